@@ -1,0 +1,8 @@
+"""`python -m sumgrad` is the `sumgrad` command."""
+
+import sys
+
+from sumgrad.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

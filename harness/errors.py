@@ -1,0 +1,21 @@
+"""The error a user can mend, as against an error of ours.
+
+Anything wrong with what the user wrote (a file, a flag, a workload) raises `UserError` with every
+problem found, each naming its place; the command line prints them and exits 2. Errors of ours are
+assertions with values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class UserError(ValueError):
+    """Bad input: one line per problem, each starting with the place where it can be mended."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[tuple[str, ...]]]:
+        return (type(self), (self.problems,))

@@ -1,0 +1,182 @@
+"""The workload protocol: formulas only, and how `--workload` finds one.
+
+A workload is a class `W(options, *, seed)`. It declares itself (data, for the Plan), gives the
+weights of every step, and casts its formulas to a dtype. Its formulas hold no normaliser, no rank
+and no collective: the distributed step and the single-process reference both call the same ones,
+each with counts that it took itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from sumgrad.declaration import Declaration
+from sumgrad.errors import UserError
+from sumgrad.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = Mapping[str, torch.Tensor]
+
+SHIPPED = {"three_pool": "sumgrad.workloads.three_pool:ThreePool"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Produced:
+    """What the producing role computes from its rows.
+
+    quantity: unit -> (n, ...), the numbers that travel to the other pools.
+    inner: whatever the workload's own statistics need (the logits behind the quantity, say).
+    """
+
+    quantity: dict[str, torch.Tensor]
+    inner: Any = None
+
+
+class Formulas(Protocol):
+    """A workload's mathematics in one dtype on one device.
+
+    rows: (n,) int64, global row indices in any order, n >= 1. params, quantity: by name and unit.
+    state: rank-local tensors, rows first, of a term that carries some from step to step.
+    """
+
+    def produce(self, params: Tensors, rows: torch.Tensor) -> Produced: ...
+
+    def count(self, term: str, rows: torch.Tensor) -> int:
+        """What a term is divided by, counted over these rows (all that exist: the global count)."""
+        ...
+
+    def coefficient(self, term: str) -> float:
+        """The term's fixed factor in the loss."""
+        ...
+
+    def loss_sum(
+        self,
+        term: str,
+        *,
+        params: Tensors,
+        quantity: Tensors,
+        rows: torch.Tensor,
+        units: tuple[str, ...],
+        step: int,
+        state: Tensors,
+    ) -> torch.Tensor:
+        """Unnormalised loss of a `rows` or `replicated` term over these rows and units (scalar)."""
+        ...
+
+    def statistics(self, term: str, produced: Produced, rows: torch.Tensor) -> torch.Tensor:
+        """A `statistic` term's additive sums over these rows, 1-d."""
+        ...
+
+    def value(self, term: str, statistics: torch.Tensor, count: int) -> torch.Tensor:
+        """A `statistic` term's value, without its coefficient, at the global sums."""
+        ...
+
+    def initial_state(self, term: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """State before the first step; empty for a term without state."""
+        ...
+
+    def advance(
+        self,
+        term: str,
+        *,
+        params: Tensors,
+        quantity: Tensors,
+        rows: torch.Tensor,
+        step: int,
+        state: Tensors,
+    ) -> dict[str, torch.Tensor]:
+        """The state that this step's loss uses, from the previous one. Nothing here is trained."""
+        ...
+
+
+@runtime_checkable
+class Workload(Protocol):
+    """What `--workload` loads: `W(options, *, seed)` with these members."""
+
+    declaration: Declaration
+
+    def params(self, step: int) -> dict[str, torch.Tensor]:
+        """The float64 weights at a step; between steps they move by a drawn perturbation."""
+        ...
+
+    def formulas(
+        self, dtype: torch.dtype, device: str, *, rounded_to: torch.dtype | None = None
+    ) -> Formulas:
+        """The formulas in a dtype; constants are rounded to `rounded_to` first, if it is given."""
+        ...
+
+
+def load_workload(spec: str, topology: Topology, *, seed: int) -> Workload:
+    """Make the workload that a topology or a flag names.
+
+    spec: NAME of a shipped one, `file.py:Class` (a relative path starts at the working directory)
+    or `package.module:Class`. UserError says what is wrong with it.
+    """
+    where = topology.where(("workload",))
+    cls = _find(spec, where)
+    try:
+        workload = cls(topology.options, seed=seed, where=topology.where)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{where}: {spec} raised {type(error).__name__}: {error}") from error
+    missing = [m for m in ("declaration", "params", "formulas") if not hasattr(workload, m)]
+    if missing:
+        raise UserError(f"{where}: {spec} is no workload: it lacks {', '.join(missing)}")
+    if not isinstance(workload.declaration, Declaration):
+        raise UserError(f"{where}: {spec}.declaration is no sumgrad.declaration.Declaration")
+    return workload  # type: ignore[no-any-return]
+
+
+def check_params(workload: Workload, params: Mapping[str, torch.Tensor]) -> None:
+    """UserError where the weights are not those that the workload declares."""
+    declared = {param.name: param.shape for param in workload.declaration.params}
+    problems = [f"params(): lacks {name!r}" for name in declared if name not in params]
+    problems += [f"params(): {name!r} is not declared" for name in params if name not in declared]
+    problems += [
+        f"params(): {name!r} has shape {tuple(params[name].shape)}, declared {shape}"
+        for name, shape in declared.items()
+        if name in params and tuple(params[name].shape) != shape
+    ]
+    if problems:
+        raise UserError([f"workload {workload.declaration.workload}: {p}" for p in problems])
+
+
+def _find(spec: str, where: str) -> Any:
+    target = SHIPPED.get(spec, spec)
+    module_name, colon, class_name = target.rpartition(":")
+    if not colon:
+        known = ", ".join(sorted(SHIPPED))
+        raise UserError(
+            f"{where}: got {spec!r}, expected one of {known}, or file.py:Class, or module:Class"
+        )
+    try:
+        module = _import_file(Path(module_name)) if module_name.endswith(".py") else None
+        module = module or importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(
+            f"{where}: {module_name} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, class_name):
+        raise UserError(f"{where}: {module_name} has no {class_name}")
+    return getattr(module, class_name)
+
+
+def _import_file(path: Path) -> Any:
+    path = path.resolve()
+    name = f"sumgrad_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

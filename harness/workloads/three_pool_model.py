@@ -1,0 +1,134 @@
+"""The mathematics of the three-pool workload: a frozen target, masked sites, and the CI function.
+
+Pure functions of tensors. Shapes: n rows, T positions, D model width, G copies, H heads. No sum
+over ranks, no count and no normaliser appears in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+Tensors = Mapping[str, Tensor]
+SiteFn = Callable[[str, Tensor], Tensor]
+LEAK = 0.01
+KINDS = ("v", "o", "up", "down")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of target and CI function. components: C, the rank of each site's U V."""
+
+    rows: int
+    length: int
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    mlp: int
+    components: int
+    ci_width: int
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return tuple(f"{layer}.{kind}" for layer in range(self.layers) for kind in KINDS)
+
+    def site_shape(self, site: str) -> tuple[int, int]:
+        """(d_out, d_in) of a site's frozen weight."""
+        kind = site.split(".")[1]
+        return {"up": (self.mlp, self.width), "down": (self.width, self.mlp)}.get(
+            kind, (self.width, self.width)
+        )
+
+
+class _Lower(torch.autograd.Function):
+    """clamp(z, 0, 1); the backward leaks below 0 whatever the gradient's sign, so that it is linear."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return z.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (z,) = ctx.saved_tensors
+        slope = torch.where(z < 0, LEAK, 1.0).to(grad.dtype)
+        return torch.where(z > 1, torch.zeros_like(grad), slope * grad)
+
+
+def lower(z: Tensor) -> Tensor:
+    """The hard sigmoid with a leak below 0 in its backward: a causal importance in [0, 1]."""
+    return _Lower.apply(z)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def upper(z: Tensor) -> Tensor:
+    """clamp(z, 0, 1), continued with slope 0.01 above 1."""
+    return z.clamp(0, 1) + LEAK * (z - 1).clamp(min=0)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + 1e-6), times weight."""
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    return y if weight is None else y * weight
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, heads: int) -> Tensor:
+    """Softmax attention. q, k, v: (..., n, T, D); allowed: (n, 1, T, T) bool, query by key."""
+
+    def split(x: Tensor) -> Tensor:  # (..., n, H, T, D / H)
+        return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
+
+    scores = split(q) @ split(k).transpose(-1, -2) / (q.shape[-1] // heads) ** 0.5
+    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+    return (weights @ split(v)).transpose(-3, -2).flatten(-2)
+
+
+def allowed_keys(valid: Tensor) -> Tensor:
+    """(n, 1, T, T): causal, padded keys masked; a padded query sees itself, so no row is empty."""
+    length = valid.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=valid.device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=valid.device)
+    return ((causal & valid[:, None, :]) | itself)[:, None]
+
+
+def target(frozen: Tensors, tokens: Tensor, valid: Tensor, sizes: Sizes, site: SiteFn) -> Tensor:
+    """Logits (..., n, T, vocabulary) of the frozen model; `site` computes each site's output."""
+    h = frozen["embed"][tokens] + frozen["position"]
+    allowed = allowed_keys(valid)
+    for layer in range(sizes.layers):
+        x = rms_norm(h)
+        q, k = x @ frozen[f"{layer}.q"].T, x @ frozen[f"{layer}.k"].T
+        mixed = attention(q, k, site(f"{layer}.v", x), allowed, sizes.heads)
+        h = h + site(f"{layer}.o", mixed)
+        h = h + site(f"{layer}.down", silu(site(f"{layer}.up", rms_norm(h))))
+    return rms_norm(h) @ frozen["unembed"].T
+
+
+def masked_site(x: Tensor, weight: Tensor, v: Tensor, u: Tensor, mask: Tensor, d: Tensor) -> Tensor:
+    """U (m * (V x)) + d * ((W - U V) x). mask: (..., C); d: (..., 1)."""
+    return (mask * (x @ v.T)) @ u.T + d * (x @ (weight - u @ v).T)
+
+
+def recon_sum(logits: Tensor, frozen_logits: Tensor, valid: Tensor) -> Tensor:
+    """Squared error, mean over the vocabulary, summed over valid positions and copies."""
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    error = (logits.to(wide) - frozen_logits.to(wide)).square().mean(-1)
+    return error.masked_fill(~valid, 0).sum()
+
+
+def ci_logits(params: Tensors, inputs: Tensor, valid: Tensor, sizes: Sizes) -> Tensor:
+    """The CI function: every site's input at every position -> z (n, T, S, C)."""
+    h = inputs @ params["ci.in.weight"].T + params["ci.in.bias"]
+    x = rms_norm(h, params["ci.norm1.weight"])
+    q, k, v = (x @ params[f"ci.{name}.weight"].T for name in ("q", "k", "v"))
+    mixed = attention(q, k, v, allowed_keys(valid), heads=2)
+    h = h + mixed @ params["ci.o.weight"].T
+    x = rms_norm(h, params["ci.norm2.weight"])
+    h = h + silu(x @ params["ci.up.weight"].T) @ params["ci.down.weight"].T
+    z = h @ params["ci.head.weight"].T + params["ci.head.bias"]
+    return z.unflatten(-1, (len(sizes.sites), sizes.components))
