@@ -159,7 +159,7 @@ def _find(spec: str, where: str) -> Any:
             f"{where}: got {spec!r}, expected one of {known}, or file.py:Class, or module:Class"
         )
     try:
-        module = _import_file(Path(module_name)) if module_name.endswith(".py") else None
+        module = import_file(Path(module_name)) if module_name.endswith(".py") else None
         module = module or importlib.import_module(module_name)
     except Exception as error:
         raise UserError(
@@ -170,7 +170,8 @@ def _find(spec: str, where: str) -> Any:
     return getattr(module, class_name)
 
 
-def _import_file(path: Path) -> Any:
+def import_file(path: Path) -> Any:
+    """Import a Python file by path, under a name of its own."""
     path = path.resolve()
     name = f"sumgrad_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,0 +1,111 @@
+"""What one rank does in a check: every tier, every step, then its record. Used by both launchers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sumgrad.faults import find_fault
+from sumgrad.plan import Plan, build_plan
+from sumgrad.process_group import BACKEND, Ledger, register_backend
+from sumgrad.rank import RankGuard
+from sumgrad.record import RunSpec, read_spec, write_rank
+from sumgrad.step import Memory, RankContext, run_step
+from sumgrad.workload import Workload, check_params, load_workload
+
+
+def check_rank(guard: RankGuard) -> dict[str, Any]:
+    """A locally started rank: rendezvous by file, then the run that run.json describes."""
+    env = guard.env
+    ledger = start_ledger(guard)
+    dist.init_process_group(
+        BACKEND,
+        store=dist.FileStore(str(env.rendezvous), env.world_size),
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=env.timeout_s + 60),
+    )
+    try:
+        return run_rank(guard, read_spec(env.directory), ledger)
+    finally:
+        dist.destroy_process_group()
+
+
+def start_ledger(guard: RankGuard) -> Ledger:
+    """Open this rank's ledger and make the recording backend known."""
+    guard.ledger = Ledger(guard.env.file(".ledger.jsonl"))
+    register_backend(guard.ledger)
+    return guard.ledger
+
+
+def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
+    """Run all tiers and steps on an initialised default group; write this rank's gradients.
+
+    Returns what goes into the rank's end record: counts, norms, digests, hash of the weights.
+    """
+    rank = guard.env.rank
+    workload = load_workload(spec.workload, spec.topology, seed=spec.seed)
+    plan = build_plan(spec.topology, workload.declaration)
+    if spec.fault:
+        plan = find_fault(spec.fault).plant(plan)
+    group = _pool_group(plan, rank)
+    grads, steps = {}, []
+    for tier, dtype_name in spec.tiers.items():
+        dtype = getattr(torch, dtype_name)
+        ctx = RankContext(
+            plan=plan,
+            rank=rank,
+            formulas=workload.formulas(dtype, "cpu"),
+            group=group,
+            ledger=ledger,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            tier=tier,
+        )
+        memory = Memory()
+        for step in range(spec.steps):
+            params = _params(workload, step, dtype)
+            result = run_step(ctx, params, step=step, memory=memory)
+            grads[tier, step] = result.grads
+            steps.append(
+                {
+                    "tier": tier,
+                    "step": step,
+                    "counts": result.counts,
+                    "norm": result.norm,
+                    "clip_factor": result.clip_factor,
+                    "weights": hash_weights(params),
+                    "digests": [asdict(digest) for digest in result.digests],
+                }
+            )
+    write_rank(guard.env.directory, rank, grads)
+    return {"steps": steps}
+
+
+def hash_weights(params: Mapping[str, torch.Tensor]) -> str:
+    """A hash of all weights by name, shape and bits."""
+    total = hashlib.sha256()
+    for name in sorted(params):
+        flat = params[name].detach().cpu().contiguous()
+        total.update(f"{name}{tuple(flat.shape)}{flat.dtype}".encode())
+        total.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def _params(workload: Workload, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    params = workload.params(step)
+    check_params(workload, params)
+    return {name: value.to(dtype) for name, value in params.items()}
+
+
+def _pool_group(plan: Plan, rank: int) -> dist.ProcessGroup:
+    ranks = list(plan.topology.pool_of(rank).ranks)
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), group
+    return group

@@ -1,0 +1,37 @@
+"""Files that hold results are written under a temporary name and renamed: whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file atomically within its directory. OSError leaves no partial file behind."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON atomically. Not-a-number and infinities are written as text, not as bad JSON."""
+    write_bytes(path, (json.dumps(finite(data), indent=1) + "\n").encode())
+
+
+def finite(value: Any) -> Any:
+    """The same data with non-finite floats as "nan", "inf" or "-inf"."""
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value

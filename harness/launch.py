@@ -1,0 +1,257 @@
+"""The local launcher: ranks on this machine, started from a warm fork server.
+
+    with Launcher() as launcher:
+        outcomes = launcher.run(RankJob(target="module:function", num_ranks=10, directory=run_dir))
+
+One outcome for each rank, whatever happens; what the others wrote is kept; no process is left
+behind, also after Ctrl-C or when this process is killed. For many machines use torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from sumgrad.outcome import RankOutcome, Status
+from sumgrad.rank import rank_file, read_end_record
+
+Progress = Callable[[str], None]
+SINGLE_THREAD = {
+    name: "1"
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+}
+PRELOAD_TORCH = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch")
+OUTPUT_TAIL = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """`target(guard, **arguments)` on every rank. directory: exists, empty; holds `ranks/`.
+
+    pools: rank -> pool name, for the outcomes. timeout_s: seconds until every rank must be done.
+    """
+
+    target: str
+    num_ranks: int
+    directory: Path
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    pools: Sequence[str] = ()
+    timeout_s: float = 60.0
+    start: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
+
+
+class LaunchError(RuntimeError):
+    """The fork server itself could not start or died."""
+
+
+class Launcher:
+    """A fork server and the socket to it. Use as a context manager; `run` as often as you like."""
+
+    def __init__(self, *, preload: Sequence[str] = ()) -> None:
+        self._preload = [*PRELOAD_TORCH, "sumgrad.check_rank", *preload]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self.threads: int | None = None
+
+    def __enter__(self) -> Launcher:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The fork server's process id, once started."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the server process; it imports torch while this process goes on."""
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "sumgrad.fork_server", "--serve", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            [*command, *self._preload],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **SINGLE_THREAD},
+        )
+        theirs.close()
+        self._socket = ours
+        self._lines = ours.makefile("r")
+
+    def wait_ready(self) -> None:
+        """Wait until the server has imported everything. Raises LaunchError."""
+        self.start()
+        if self.threads is None:
+            self.threads = int(self._event()["threads"])
+
+    def run(self, job: RankJob, *, progress: Progress = lambda _: None) -> list[RankOutcome]:
+        """Run a job to its end; exactly one outcome for each rank, in order."""
+        self.submit(job)
+        return self.collect(job, progress=progress)
+
+    def submit(self, job: RankJob) -> None:
+        """Start a job's ranks; this process can go on with other work before `collect`."""
+        self.wait_ready()
+        assert self._socket is not None
+        (job.directory / "ranks").mkdir(parents=True, exist_ok=True)
+        self._rendezvous = tempfile.mkdtemp(prefix="sumgrad-")
+        request = {
+            "target": job.target,
+            "arguments": dict(job.arguments),
+            "num_ranks": job.num_ranks,
+            "directory": str(job.directory.resolve()),
+            "rendezvous": os.path.join(self._rendezvous, "store"),
+            "timeout_s": job.timeout_s,
+            "start": job.start,
+            "cwd": os.getcwd(),
+            "sys_path": sys.path,
+        }
+        self._socket.sendall((json.dumps(request) + "\n").encode())
+
+    def collect(self, job: RankJob, *, progress: Progress = lambda _: None) -> list[RankOutcome]:
+        """Wait for a submitted job's ranks."""
+        ends: dict[int, dict[str, Any]] = {}
+        try:
+            while "done" not in (event := self._event()):
+                ends[event["rank"]] = event
+                progress(f"{len(ends)} of {job.num_ranks} ranks ended")
+        except LaunchError as error:
+            return [_lost(job, rank, ends.get(rank), str(error)) for rank in range(job.num_ranks)]
+        finally:
+            _remove(self._rendezvous)
+        return [_outcome(job, rank, ends[rank]) for rank in range(job.num_ranks)]
+
+    def close(self) -> None:
+        """End the server, and with it any rank that still runs."""
+        if self._process is None or self._socket is None:
+            return
+        self._lines.close()
+        self._socket.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._socket = self.threads = None
+
+    def _event(self) -> dict[str, Any]:
+        line = self._lines.readline()
+        if not line:
+            assert self._process is not None
+            try:
+                code: int | None = self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                code = None
+            raise LaunchError(f"the fork server ended with exit code {code}")
+        data: dict[str, Any] = json.loads(line)
+        return data
+
+
+def wait_for_records(
+    directory: Path, num_ranks: int, *, alive: Callable[[int], bool], deadline: float
+) -> None:
+    """Poll until every rank has an end record or is known dead, or until `deadline` (monotonic)."""
+    while time.monotonic() < deadline:
+        missing = [r for r in range(num_ranks) if read_end_record(directory, r) is None]
+        if not any(alive(rank) for rank in missing):
+            return
+        time.sleep(0.02)
+
+
+def outcome_from_record(
+    directory: Path, rank: int, pool: str, *, exit_code: int | None = None
+) -> RankOutcome:
+    """What became of a rank, from the files it left and, where known, its exit code."""
+    record = read_end_record(directory, rank)
+    log, ledger = _tail(directory, rank), _last_operation(directory, rank)
+    stack = _read(rank_file(directory, rank, ".stack"))
+    if record is not None and (exit_code is None or exit_code >= 0 or record["status"] != "ok"):
+        status: Status = record["status"]
+        ended_badly = status != "ok"
+        return RankOutcome(
+            rank=rank,
+            pool=pool,
+            status=status,
+            exit_code=exit_code if exit_code is not None else (0 if status == "ok" else 1),
+            seconds=record.get("seconds"),
+            detail=record.get("detail"),
+            waiting_in=record.get("waiting_in"),
+            stack=record.get("stack"),
+            output=log if ended_badly else None,
+        )
+    if exit_code is not None and exit_code < 0:
+        status, detail = "killed", f"killed by {_signal_name(-exit_code)}"
+    elif exit_code == 0:
+        status, detail = "missing", "exited with code 0 before it had finished"
+    elif exit_code is not None:
+        status, detail = "raised", f"exited with code {exit_code} before it had finished"
+    else:
+        status, detail = "missing", "left no end record"
+    return RankOutcome(
+        rank=rank,
+        pool=pool,
+        status=status,
+        exit_code=exit_code,
+        detail=detail,
+        waiting_in=ledger,
+        stack=stack or None,
+        output=log,
+    )
+
+
+def _outcome(job: RankJob, rank: int, end: dict[str, Any]) -> RankOutcome:
+    pool = job.pools[rank] if job.pools else ""
+    return outcome_from_record(job.directory, rank, pool, exit_code=end["exit_code"])
+
+
+def _lost(job: RankJob, rank: int, end: dict[str, Any] | None, why: str) -> RankOutcome:
+    if end is not None:
+        return _outcome(job, rank, end)
+    pool = job.pools[rank] if job.pools else ""
+    return RankOutcome(rank=rank, pool=pool, status="missing", detail=why)
+
+
+def _last_operation(directory: Path, rank: int) -> str | None:
+    from sumgrad.outcome import describe_operation
+    from sumgrad.record import open_operation
+
+    return describe_operation(open_operation(rank_file(directory, rank, ".ledger.jsonl")))
+
+
+def _tail(directory: Path, rank: int) -> str | None:
+    text = _read(rank_file(directory, rank, ".log"))
+    return text[-OUTPUT_TAIL:] if text else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return None
+
+
+def _signal_name(number: int) -> str:
+    import signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _remove(directory: str) -> None:
+    import shutil
+
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,55 @@
+"""RankOutcome: what became of one rank. Exactly one for every rank, whatever happened to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Status = Literal["ok", "raised", "killed", "timed_out", "missing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutcome:
+    """status: ok, raised (an exception), killed (a signal), timed_out, missing (no word of it).
+
+    detail: one line for the report. waiting_in: the operation that had started and was not done.
+    stack: traceback of the exception, or of where the rank stood. output: the tail of what it
+    printed, when it did not end well.
+    """
+
+    rank: int
+    pool: str
+    status: Status
+    exit_code: int | None = None
+    seconds: float | None = None
+    detail: str | None = None
+    waiting_in: str | None = None
+    stack: str | None = None
+    output: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+
+def outcome_to_json(outcome: RankOutcome) -> dict[str, Any]:
+    return asdict(outcome)
+
+
+def outcome_from_json(data: Mapping[str, Any]) -> RankOutcome:
+    return RankOutcome(**{f: data.get(f) for f in RankOutcome.__dataclass_fields__})
+
+
+def describe_operation(event: Mapping[str, Any] | None) -> str | None:
+    """A ledger event in words: `allreduce(SUM) of 12 float64 over ranks 0-3 [edge], at step.py:99`."""
+    if event is None:
+        return None
+    reduce = f"({event['reduce']})" if event.get("reduce") else ""
+    peer = f" with rank {event['peer']}" if event.get("peer") is not None else ""
+    label = f" [{event['label']}]" if event.get("label") else ""
+    group = event["group"]
+    ranks = group if isinstance(group, str) else ", ".join(map(str, group))
+    over = f" over ranks {ranks}" if not peer else ""
+    what = f"{event['op']}{reduce} of {event['numel']} {event['dtype']}"
+    return f"{what}{peer}{over}{label}, at {event['site']}"

@@ -1,0 +1,198 @@
+"""One rank's process: its environment, its watchdog, and the record of how it ended.
+
+Both launchers run this: the fork server's children call `enter_rank`, torchrun's workers use
+`RankGuard` themselves. A rank that hangs in C++ still writes down in which operation, because the
+watchdog is a thread and gloo waits without the interpreter's lock; a rank that aborts leaves its
+ledger and faulthandler's traceback.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sumgrad.files import write_json
+from sumgrad.outcome import describe_operation
+
+EXIT_RAISED, EXIT_TIMED_OUT = 1, 124
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnv:
+    """Where a rank is. directory: the run's, shared; rendezvous: a fresh file for a FileStore."""
+
+    rank: int
+    world_size: int
+    directory: Path
+    rendezvous: Path
+    timeout_s: float
+
+    def file(self, suffix: str) -> Path:
+        """This rank's own file in the run directory, e.g. `ranks/rank_00003.json`."""
+        return rank_file(self.directory, self.rank, suffix)
+
+
+def rank_file(directory: Path, rank: int, suffix: str) -> Path:
+    """`ranks/rank_00003SUFFIX` in a run directory."""
+    return directory / "ranks" / f"rank_{rank:05d}{suffix}"
+
+
+class RankGuard:
+    """Writes exactly one end record of this process, whoever ends it first.
+
+    ledger: set by the rank once it has one; its open operation goes into the record.
+    on_stop: called after the record of a rank that was stopped, before the process ends.
+    """
+
+    def __init__(
+        self,
+        env: RankEnv,
+        *,
+        on_stop: Callable[[], int] | None = None,
+    ) -> None:
+        self.env, self.on_stop = env, on_stop
+        self.ledger: Any = None
+        self._started, self._lock, self._ended = time.monotonic(), threading.Lock(), False
+        self._main = threading.main_thread().ident
+        self._reader, self._writer = os.pipe()
+        self._closing = False
+
+    def start(self) -> None:
+        """Arm the deadline and the stop signals. Call from the main thread."""
+        os.set_blocking(self._writer, False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        with self.env.file(".stack").open("w") as file:
+            self._stack_fd = os.dup(file.fileno())
+        faulthandler.dump_traceback_later(self.env.timeout_s + 1, file=self._stack_fd)
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="sumgrad-watchdog")
+        self._thread.start()
+
+    def finish(self, status: str, **extra: Any) -> bool:
+        """Write the end record once; False if it was already written."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._ended = True
+        faulthandler.cancel_dump_traceback_later()
+        record = {
+            "rank": self.env.rank,
+            "status": status,
+            "seconds": round(time.monotonic() - self._started, 3),
+            **extra,
+        }
+        write_json(self.env.file(".json"), record)
+        return True
+
+    def raised(self, error: BaseException) -> bool:
+        """The end record of an exception, with its traceback and the operation it came from."""
+        stack = "".join(traceback.format_exception(error))
+        return self.finish(
+            "raised",
+            detail=_one_line(error),
+            stack=stack,
+            waiting_in=self._waiting_in(),
+        )
+
+    def close(self) -> None:
+        """End the watchdog; the process goes on."""
+        self._closing = True
+        signal.set_wakeup_fd(-1)
+        os.write(self._writer, b"\0")
+        self._thread.join()
+
+    def _watch(self) -> None:
+        left = self.env.timeout_s - (time.monotonic() - self._started)
+        ready, _, _ = select.select([self._reader], [], [], max(left, 0))
+        if self._closing:
+            return
+        number = os.read(self._reader, 1)[0] if ready else 0
+        frames = sys._current_frames()
+        frame = frames.get(self._main) if self._main else None
+        why = f"timed out after {self.env.timeout_s:g} s" if not ready else (
+            "stopped by " + signal.Signals(number).name + " while others were gone or late"
+        )
+        try:
+            self.finish(
+                "timed_out",
+                detail=why,
+                waiting_in=self._waiting_in(),
+                stack="".join(traceback.format_stack(frame)) if frame else None,
+            )
+            code = self.on_stop() if self.on_stop else EXIT_TIMED_OUT
+        except BaseException:
+            traceback.print_exc()
+            code = EXIT_TIMED_OUT
+        _flush()
+        os._exit(code)
+
+    def _waiting_in(self) -> str | None:
+        return describe_operation(self.ledger.waiting_for()) if self.ledger else None
+
+
+def enter_rank(env: RankEnv, target: str, arguments: dict[str, Any]) -> int:
+    """Run `target(guard, **arguments)` as this rank and return the process's exit code.
+
+    target: `module:function` or `file.py:function`; what it returns (JSON) is kept in the record.
+    """
+    faulthandler.enable(all_threads=False)
+    guard = RankGuard(env)
+    guard.start()
+    try:
+        result = load_target(target)(guard, **arguments)
+        guard.finish("ok", **({"result": result} if result is not None else {}))
+        return 0
+    except BaseException as error:
+        guard.raised(error)
+        traceback.print_exc()
+        return EXIT_RAISED
+    finally:
+        _flush()
+
+
+def load_target(target: str) -> Any:
+    """The function that `module:function` or `file.py:function` names."""
+    name, _, attribute = target.rpartition(":")
+    if name.endswith(".py"):
+        from sumgrad.workload import import_file
+
+        module = import_file(Path(name))
+    else:
+        module = importlib.import_module(name)
+    return getattr(module, attribute)
+
+
+def read_end_record(directory: Path, rank: int) -> dict[str, Any] | None:
+    """The end record of a rank, or None where there is none that can be read."""
+    try:
+        data = json.loads(rank_file(directory, rank, ".json").read_text())
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) and "status" in data else None
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue

@@ -1,0 +1,294 @@
+"""RunRecord: the directory between running and judging.
+
+    run.json                what was asked: topology, declaration, seed, tiers, versions, command
+    ranks/rank_00003.json   how the rank ended, counts, norms, digests, hash of its weights
+    ranks/rank_00003.safetensors      its gradients: TIER/STEP/PARAM
+    ranks/rank_00003.ledger.jsonl     every collective it issued
+    reference_TIER.safetensors|json   the reference, its scale and its noise floor
+    partials_TIER.safetensors         every partial, after a failure
+    outcomes.json, verdict.json, report.md
+
+Read back, it is a value: judging it again needs neither the workload nor the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from sumgrad.declaration import Declaration, declaration_from_json, declaration_to_json
+from sumgrad.errors import UserError
+from sumgrad.files import write_bytes, write_json
+from sumgrad.outcome import RankOutcome, outcome_from_json, outcome_to_json
+from sumgrad.plan import Plan, build_plan
+from sumgrad.rank import rank_file, read_end_record
+from sumgrad.reference import StepReference
+from sumgrad.topology import Topology, topology_from_json, topology_to_json
+
+SCHEMA = 1
+Grads = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """What was asked. tiers: tier name -> dtype name, in order. workload: as `--workload` takes it."""
+
+    topology: Topology
+    declaration: Declaration
+    workload: str
+    seed: int
+    steps: int
+    tiers: dict[str, str]
+    fault: str | None
+    law: str
+    kernels: str
+    timeout_s: float
+    reproduce: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """What one rank wrote. steps: (tier, step) -> counts, norm, clip_factor, digests, weights."""
+
+    rank: int
+    grads: dict[tuple[str, int], Grads]
+    steps: dict[tuple[str, int], dict[str, Any]]
+    events: dict[tuple[str, int], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A stored run. Ranks whose files are missing or damaged are absent from `ranks`."""
+
+    directory: Path
+    spec: RunSpec
+    outcomes: tuple[RankOutcome, ...]
+    ranks: dict[int, RankRecord]
+    references: dict[str, list[StepReference]]
+    partials: dict[str, dict[int, dict[tuple[str, str], Grads]]]
+    damage: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The lawful plan that the run is judged by, whatever fault was planted."""
+        return build_plan(self.spec.topology, self.spec.declaration)
+
+
+def write_spec(directory: Path, spec: RunSpec) -> None:
+    """Write run.json."""
+    data = {name: getattr(spec, name) for name in RunSpec.__dataclass_fields__}
+    data["topology"] = topology_to_json(spec.topology)
+    data["declaration"] = declaration_to_json(spec.declaration)
+    write_json(directory / "run.json", {"schema": SCHEMA, **data})
+
+
+def read_spec(directory: Path) -> RunSpec:
+    """Read run.json; UserError if it is missing, damaged or of another version."""
+    path = directory / "run.json"
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{directory}: no run.json; expected a run directory") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise UserError(
+            f"{path}: written with record schema {schema!r}, this version reads {SCHEMA}"
+        )
+    try:
+        data["topology"] = topology_from_json(data["topology"], path=path)
+        data["declaration"] = declaration_from_json(data["declaration"])
+        return RunSpec(**{name: data[name] for name in RunSpec.__dataclass_fields__})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+
+
+def write_rank(
+    directory: Path, rank: int, grads: Mapping[tuple[str, int], Grads]
+) -> None:
+    """Write one rank's gradients."""
+    flat = {
+        f"{tier}/{step}/{name}": tensor.detach().cpu().contiguous()
+        for (tier, step), held in grads.items()
+        for name, tensor in held.items()
+    }
+    write_bytes(rank_file(directory, rank, ".safetensors"), save(flat))
+
+
+def write_reference(directory: Path, tier: str, references: Sequence[StepReference]) -> None:
+    """Write one tier's reference for all steps."""
+    tensors, plain = {}, []
+    for reference in references:
+        for kind in ("grads", "scale", "same_dtype"):
+            for name, tensor in getattr(reference, kind).items():
+                tensors[f"{reference.step}/{kind}/{name}"] = tensor.detach().cpu().contiguous()
+        for term, grads in reference.by_term.items():
+            for name, tensor in grads.items():
+                tensors[f"{reference.step}/term:{term}/{name}"] = tensor.detach().cpu().contiguous()
+        plain.append(
+            {
+                "step": reference.step,
+                "floor": reference.floor,
+                "floor_by_term": reference.floor_by_term,
+                "norm": reference.norm,
+                "counts": reference.counts,
+            }
+        )
+    write_bytes(directory / f"reference_{tier}.safetensors", save(tensors))
+    write_json(directory / f"reference_{tier}.json", plain)
+
+
+def write_partials(
+    directory: Path, tier: str, partials: Mapping[int, Mapping[tuple[str, str], Grads]]
+) -> None:
+    """Write the partials of some steps, so that a failure can be explained without the workload."""
+    tensors = {
+        f"{step}/{term}/{producer}/{name}": tensor.contiguous()
+        for step, held in partials.items()
+        for (term, producer), grads in held.items()
+        for name, tensor in grads.items()
+    }
+    write_bytes(directory / f"partials_{tier}.safetensors", save(tensors))
+
+
+def write_outcomes(directory: Path, outcomes: Sequence[RankOutcome]) -> None:
+    """Write what became of every rank."""
+    write_json(directory / "outcomes.json", [outcome_to_json(o) for o in outcomes])
+
+
+def load_record(directory: Path) -> RunRecord:
+    """Read a run directory. UserError if it is none; damaged parts are named in `damage`."""
+    spec, damage = read_spec(directory), []
+    world_size = spec.topology.world_size
+    try:
+        raw = json.loads((directory / "outcomes.json").read_text())
+        outcomes = tuple(outcome_from_json(item) for item in raw)
+    except (OSError, ValueError, TypeError, AttributeError):
+        outcomes = ()
+    if [o.rank for o in outcomes] != list(range(world_size)):
+        from sumgrad.launch import outcome_from_record
+
+        outcomes = tuple(
+            outcome_from_record(directory, r, spec.topology.pool_of(r).name)
+            for r in range(world_size)
+        )
+    ranks = {}
+    for rank in range(world_size):
+        try:
+            ranks[rank] = _read_rank(directory, rank)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            damage.append(f"rank {rank}: {type(error).__name__}: {error}")
+    references, partials = {}, {}
+    for tier in spec.tiers:
+        try:
+            references[tier] = _read_reference(directory, tier)
+            partials[tier] = _read_partials(directory, tier)
+        except FileNotFoundError:
+            damage.append(f"tier {tier}: no reference was stored")
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            damage.append(f"tier {tier}: {type(error).__name__}: {error}")
+    return RunRecord(
+        directory=directory,
+        spec=spec,
+        outcomes=outcomes,
+        ranks=ranks,
+        references=references,
+        partials=partials,
+        damage=tuple(damage),
+    )
+
+
+def open_operation(ledger: Path) -> dict[str, Any] | None:
+    """The oldest operation in a ledger file that started and is not done."""
+    events = {e["n"]: e for e in read_ledger(ledger) if "n" in e}
+    for event in read_ledger(ledger):
+        if "done" in event:
+            events.pop(event["done"], None)
+    return next(iter(events.values()), None)
+
+
+def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a ledger file that can be read; a last line cut off by a crash is left out."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def _read_rank(directory: Path, rank: int) -> RankRecord:
+    end = read_end_record(directory, rank) or {}
+    grads: dict[tuple[str, int], Grads] = {}
+    for key, tensor in _tensors(rank_file(directory, rank, ".safetensors")):
+        tier, step, name = key.split("/", 2)
+        grads.setdefault((tier, int(step)), {})[name] = tensor
+    steps = {
+        (item["tier"], item["step"]): item for item in (end.get("result") or {}).get("steps", [])
+    }
+    events: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for event in read_ledger(rank_file(directory, rank, ".ledger.jsonl")):
+        if "n" in event and event["label"].count("/") >= 2:
+            tier, step, _ = event["label"].split("/", 2)
+            events.setdefault((tier, int(step)), []).append(event)
+    return RankRecord(rank=rank, grads=grads, steps=steps, events=events)
+
+
+def _read_reference(directory: Path, tier: str) -> list[StepReference]:
+    plain = json.loads((directory / f"reference_{tier}.json").read_text())
+    held: dict[int, dict[str, Grads]] = {}
+    for key, tensor in _tensors(directory / f"reference_{tier}.safetensors"):
+        step, kind, name = key.split("/", 2)
+        held.setdefault(int(step), {}).setdefault(kind, {})[name] = tensor
+    return [
+        StepReference(
+            grads=held[item["step"]]["grads"],
+            scale=held[item["step"]]["scale"],
+            same_dtype=held[item["step"]]["same_dtype"],
+            by_term={
+                kind.removeprefix("term:"): grads
+                for kind, grads in held[item["step"]].items()
+                if kind.startswith("term:")
+            },
+            **item,
+        )
+        for item in plain
+    ]
+
+
+def _read_partials(directory: Path, tier: str) -> dict[int, dict[tuple[str, str], Grads]]:
+    path = directory / f"partials_{tier}.safetensors"
+    out: dict[int, dict[tuple[str, str], Grads]] = {}
+    if path.exists():
+        for key, tensor in _tensors(path):
+            step, term, producer, name = key.split("/", 3)
+            out.setdefault(int(step), {}).setdefault((term, producer), {})[name] = tensor
+    return out
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    if not path.exists():
+        raise FileNotFoundError(path)
+    with safe_open(path, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - the handle is no mapping
+            yield key, file.get_tensor(key)
+
+
+def spec_summary(spec: RunSpec) -> dict[str, Any]:
+    """A spec's plain fields, for reports."""
+    return {k: v for k, v in asdict(spec).items() if k not in ("topology", "declaration")}
