@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -17,7 +15,7 @@ from sumgrad.process_group import BACKEND, Ledger, register_backend
 from sumgrad.rank import RankGuard
 from sumgrad.record import RunSpec, read_spec, write_rank
 from sumgrad.step import Memory, RankContext, run_step
-from sumgrad.workload import Workload, check_params, load_workload
+from sumgrad.workload import Workload, check_params, hash_weights, load_workload
 
 
 def check_rank(guard: RankGuard) -> dict[str, Any]:
@@ -86,16 +84,6 @@ def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
             )
     write_rank(guard.env.directory, rank, grads)
     return {"steps": steps}
-
-
-def hash_weights(params: Mapping[str, torch.Tensor]) -> str:
-    """A hash of all weights by name, shape and bits."""
-    total = hashlib.sha256()
-    for name in sorted(params):
-        flat = params[name].detach().cpu().contiguous()
-        total.update(f"{name}{tuple(flat.shape)}{flat.dtype}".encode())
-        total.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()[:16]
 
 
 def _params(workload: Workload, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

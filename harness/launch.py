@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sumgrad.outcome import RankOutcome, Status
-from sumgrad.rank import rank_file, read_end_record
+from sumgrad.endings import outcome_from_record
+from sumgrad.outcome import RankOutcome
+from sumgrad.rank import read_end_record
 
 Progress = Callable[[str], None]
 SINGLE_THREAD = {
@@ -30,7 +32,6 @@ SINGLE_THREAD = {
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 }
 PRELOAD_TORCH = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch")
-OUTPUT_TAIL = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,47 +171,6 @@ def wait_for_records(
         time.sleep(0.02)
 
 
-def outcome_from_record(
-    directory: Path, rank: int, pool: str, *, exit_code: int | None = None
-) -> RankOutcome:
-    """What became of a rank, from the files it left and, where known, its exit code."""
-    record = read_end_record(directory, rank)
-    log, ledger = _tail(directory, rank), _last_operation(directory, rank)
-    stack = _read(rank_file(directory, rank, ".stack"))
-    if record is not None and (exit_code is None or exit_code >= 0 or record["status"] != "ok"):
-        status: Status = record["status"]
-        ended_badly = status != "ok"
-        return RankOutcome(
-            rank=rank,
-            pool=pool,
-            status=status,
-            exit_code=exit_code if exit_code is not None else (0 if status == "ok" else 1),
-            seconds=record.get("seconds"),
-            detail=record.get("detail"),
-            waiting_in=record.get("waiting_in"),
-            stack=record.get("stack"),
-            output=log if ended_badly else None,
-        )
-    if exit_code is not None and exit_code < 0:
-        status, detail = "killed", f"killed by {_signal_name(-exit_code)}"
-    elif exit_code == 0:
-        status, detail = "missing", "exited with code 0 before it had finished"
-    elif exit_code is not None:
-        status, detail = "raised", f"exited with code {exit_code} before it had finished"
-    else:
-        status, detail = "missing", "left no end record"
-    return RankOutcome(
-        rank=rank,
-        pool=pool,
-        status=status,
-        exit_code=exit_code,
-        detail=detail,
-        waiting_in=ledger,
-        stack=stack or None,
-        output=log,
-    )
-
-
 def _outcome(job: RankJob, rank: int, end: dict[str, Any]) -> RankOutcome:
     pool = job.pools[rank] if job.pools else ""
     return outcome_from_record(job.directory, rank, pool, exit_code=end["exit_code"])
@@ -223,35 +183,5 @@ def _lost(job: RankJob, rank: int, end: dict[str, Any] | None, why: str) -> Rank
     return RankOutcome(rank=rank, pool=pool, status="missing", detail=why)
 
 
-def _last_operation(directory: Path, rank: int) -> str | None:
-    from sumgrad.outcome import describe_operation
-    from sumgrad.record import open_operation
-
-    return describe_operation(open_operation(rank_file(directory, rank, ".ledger.jsonl")))
-
-
-def _tail(directory: Path, rank: int) -> str | None:
-    text = _read(rank_file(directory, rank, ".log"))
-    return text[-OUTPUT_TAIL:] if text else None
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return None
-
-
-def _signal_name(number: int) -> str:
-    import signal
-
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def _remove(directory: str) -> None:
-    import shutil
-
     shutil.rmtree(directory, ignore_errors=True)

@@ -114,9 +114,13 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """The global gradient norm: the leader of each home pool adds its units' squares, once."""
+    """The global gradient norm: the leader of each home pool adds its units' squares, once.
+
+    max_norm: gradients are then clipped to it.
+    """
 
     name: str
+    max_norm: float = 0.25
     weight: Fraction = ONE
 
 

@@ -180,6 +180,20 @@ class Sweep:
                     weight=weight if cover.exists else None,
                 )
 
+    def contribution(self, reduction: Reduction, rank: int) -> Iterator[Coefficient]:
+        """What one rank puts into a reduction, before it runs and without the edge's weight."""
+        for (term, producer), cover in self._local(reduction, [rank]).items():
+            for rows, weight in self._pieces(term, cover):
+                yield Coefficient(
+                    pool=reduction.pool,
+                    rank=rank,
+                    unit=reduction.unit,
+                    term=term,
+                    producer=producer,
+                    rows=rows,
+                    weight=weight if cover.exists else None,
+                )
+
     def _pieces(
         self, term: str, cover: Cover
     ) -> Iterable[tuple[Interval | None, Fraction]]:

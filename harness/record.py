@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from sumgrad.declaration import Declaration, declaration_from_json, declaration_to_json
+from sumgrad.endings import outcome_from_record, read_ledger
 from sumgrad.errors import UserError
 from sumgrad.files import write_bytes, write_json
 from sumgrad.outcome import RankOutcome, outcome_from_json, outcome_to_json
@@ -142,6 +143,7 @@ def write_reference(directory: Path, tier: str, references: Sequence[StepReferen
                 "floor_by_term": reference.floor_by_term,
                 "norm": reference.norm,
                 "counts": reference.counts,
+                "weights": reference.weights,
             }
         )
     write_bytes(directory / f"reference_{tier}.safetensors", save(tensors))
@@ -176,8 +178,6 @@ def load_record(directory: Path) -> RunRecord:
     except (OSError, ValueError, TypeError, AttributeError):
         outcomes = ()
     if [o.rank for o in outcomes] != list(range(world_size)):
-        from sumgrad.launch import outcome_from_record
-
         outcomes = tuple(
             outcome_from_record(directory, r, spec.topology.pool_of(r).name)
             for r in range(world_size)
@@ -208,28 +208,6 @@ def load_record(directory: Path) -> RunRecord:
         partials=partials,
         damage=tuple(damage),
     )
-
-
-def open_operation(ledger: Path) -> dict[str, Any] | None:
-    """The oldest operation in a ledger file that started and is not done."""
-    events = {e["n"]: e for e in read_ledger(ledger) if "n" in e}
-    for event in read_ledger(ledger):
-        if "done" in event:
-            events.pop(event["done"], None)
-    return next(iter(events.values()), None)
-
-
-def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a ledger file that can be read; a last line cut off by a crash is left out."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
 
 
 def _read_rank(directory: Path, rank: int) -> RankRecord:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sumgrad.declaration import Declaration
-from sumgrad.workload import Formulas, Workload
+from sumgrad.workload import Formulas, Workload, hash_weights
 
 Grads = dict[str, Tensor]
 Producers = Mapping[str, Sequence[tuple[str, tuple[str, ...]]]]
@@ -28,8 +28,8 @@ class StepReference:
 
     grads, by_term: float64. scale: sum of absolute partials, elementwise, float64. floor: name ->
     largest absolute error of the single-process runs in the working dtype. floor_by_term: the
-    same for every term alone. same_dtype: one of these runs. partials: (term, producer) ->
-    name -> (rows or 1, *shape), only where they were asked for.
+    same for every term alone. same_dtype: one of these runs. weights: hash of the weights
+    in the working dtype.
     """
 
     step: int
@@ -41,7 +41,7 @@ class StepReference:
     same_dtype: Grads
     norm: float
     counts: dict[str, int]
-    partials: dict[tuple[str, str], Grads] = field(default_factory=dict)
+    weights: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,7 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
                 same_dtype={n: totals[0][n] for n in names},
                 norm=float(torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()),
                 counts=reference.counts,
+                weights=hash_weights(_rounded(job, step)),
             )
         )
     return out
@@ -154,7 +155,7 @@ class _Single:
         local_rows: Sequence[tuple[int, int]] = (),
     ) -> _Run:
         """Gradients of every term at one step, chunk by chunk, accumulated in this dtype."""
-        rounded = {k: v.to(self.job.dtype) for k, v in self.job.workload.params(step).items()}
+        rounded = _rounded(self.job, step)
         leaves = {
             name: value.to(device=self.job.device, dtype=self.dtype).requires_grad_()
             for name, value in rounded.items()
@@ -328,6 +329,10 @@ def _floor_runs(job: Job) -> dict[str, list[Tensor]]:
         "three chunks": list(shuffle[0].chunk(min(3, num))),
         "as many chunks as the largest pool": list(rows.tensor_split(many)),
     }
+
+
+def _rounded(job: Job, step: int) -> Grads:
+    return {name: value.to(job.dtype) for name, value in job.workload.params(step).items()}
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:

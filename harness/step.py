@@ -26,8 +26,6 @@ from sumgrad.process_group import Ledger
 from sumgrad.schedule import cotangent_transfers, edge_tag, value_transfers
 from sumgrad.workload import Formulas, Produced
 
-MAX_NORM = 0.25
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
@@ -391,7 +389,7 @@ class _Step:
         with self.ctx.edge(self.step, edge.name):
             norm = global_grad_norm(held, device=self.ctx.device)
         clipped = [grad.clone() for grad in self.partial.values()]
-        factor = clip_by_global_norm_(clipped, norm=norm, max_norm=MAX_NORM)
+        factor = clip_by_global_norm_(clipped, norm=norm, max_norm=edge.max_norm)
         return float(norm), float(factor)
 
     @property

@@ -8,6 +8,7 @@ each with counts that it took itself.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -148,6 +149,18 @@ def check_params(workload: Workload, params: Mapping[str, torch.Tensor]) -> None
     ]
     if problems:
         raise UserError([f"workload {workload.declaration.workload}: {p}" for p in problems])
+
+
+def hash_weights(params: Mapping[str, torch.Tensor]) -> str:
+    """A hash of all weights by name, shape and bits."""
+    import torch
+
+    total = hashlib.sha256()
+    for name in sorted(params):
+        flat = params[name].detach().cpu().contiguous()
+        total.update(f"{name}{tuple(flat.shape)}{flat.dtype}".encode())
+        total.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:16]
 
 
 def _find(spec: str, where: str) -> Any:

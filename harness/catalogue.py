@@ -1,0 +1,60 @@
+"""What there is: shipped workloads, topologies and faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sumgrad.faults import plan_faults
+from sumgrad.topology import load_topology
+from sumgrad.workload import SHIPPED
+
+
+def topologies_directory() -> Path:
+    """The shipped topologies: beside the package when installed, beside harness/ in a checkout."""
+    here = Path(__file__).resolve().parent
+    inside = here / "topologies"
+    return inside if inside.is_dir() else here.parent / "topologies"
+
+
+def shipped_topologies() -> list[Path]:
+    """Every shipped topology file, by name."""
+    return sorted(topologies_directory().glob("*.yaml"))
+
+
+def catalogue() -> dict[str, Any]:
+    """Names and one line each, as plain data."""
+    topologies = [load_topology(path) for path in shipped_topologies()]
+    return {
+        "workloads": {name: target for name, target in sorted(SHIPPED.items())},
+        "topologies": {
+            t.name: {
+                "ranks": t.world_size,
+                "pools": {p.name: dict(p.axes) for p in t.pools},
+                "why": t.why,
+            }
+            for t in topologies
+        },
+        "faults": {name: fault.story for name, fault in plan_faults().items()},
+        "directory": str(topologies_directory()),
+    }
+
+
+def render_catalogue(found: dict[str, Any]) -> RenderableType:
+    """The catalogue as tables."""
+    parts: list[RenderableType] = []
+    for title in ("workloads", "topologies", "faults"):
+        table = Table(title=title, title_justify="left", title_style="bold", box=None,
+                      pad_edge=False, show_header=False)
+        for name, what in found[title].items():
+            if title == "topologies":
+                table.add_row(name, f"{what['ranks']} ranks", what["why"])
+            else:
+                table.add_row(name, what)
+        parts += [table, Text("")]
+    parts.append(Text(f"topology files are in {found['directory']}", style="dim"))
+    return Group(*parts)

@@ -1,0 +1,365 @@
+"""The `sumgrad` command: parses, calls, prints. The only module that prints.
+
+Exit codes: 0 PASS, 1 FAIL, 2 bad usage or bad input, 3 UNKNOWN, 4 internal error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sumgrad import __version__
+from sumgrad.errors import UserError
+from sumgrad.files import write_bytes, write_json
+from sumgrad.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+TIERS = ("structure", "precision", "bitwise")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    return _guarded(lambda: _dispatch(_parser().parse_args(argv)))
+
+
+def torchrun_main() -> int:
+    """What harness/run.py runs in every worker."""
+    return _guarded(_torchrun)
+
+
+def _guarded(call: Callable[[], int]) -> int:
+    try:
+        return call()
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            for problem in error.problems:
+                print(f"sumgrad: {problem}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("sumgrad: interrupted; every rank was ended", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return EXIT_INTERNAL
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 0
+    except Exception:
+        traceback.print_exc()
+        print("sumgrad: internal error; the traceback above is ours to mend", file=sys.stderr)
+        return EXIT_INTERNAL
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="sumgrad",
+        description="Checks every rank's gradient of a distributed training step, and says which "
+        "term on which rank was counted how often.",
+        epilog="exit codes: 0 PASS, 1 FAIL, 2 bad usage or input, 3 UNKNOWN, 4 internal error",
+    )
+    parser.add_argument("--version", action="version", version=f"sumgrad {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    run = verbs.add_parser("run", help="check a topology, ranks started on this machine")
+    run.add_argument("topology", type=Path, metavar="T.yaml")
+    _run_flags(run)
+    _common_flags(run)
+
+    plan = verbs.add_parser("plan", help="the rank map, who contributes what, and the proof")
+    plan.add_argument("topology", type=Path, metavar="T.yaml")
+    plan.add_argument("--workload", help="NAME, file.py:Class or package.module:Class")
+    plan.add_argument("--fault", metavar="NAME", help="prove the plan with this fault planted")
+    _common_flags(plan)
+
+    faults = verbs.add_parser("faults", help="the kill matrix: topologies x planted faults")
+    faults.add_argument("topologies", type=Path, nargs="*", metavar="T.yaml")
+    faults.add_argument("--fault", action="append", metavar="NAME", help="only this one; repeatable")
+    faults.add_argument("--seed", type=int, default=0)
+    faults.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS")
+    _common_flags(faults)
+
+    judge = verbs.add_parser("judge", help="judge a stored run again")
+    judge.add_argument("directory", type=Path, metavar="DIR")
+    judge.add_argument("--law", choices=("report", "enforce"), help="default: as the run was")
+    _common_flags(judge)
+
+    report = verbs.add_parser("report", help="render a stored run")
+    report.add_argument("directory", type=Path, metavar="DIR")
+    for kind in ("html", "markdown", "junit"):
+        report.add_argument(f"--{kind}", type=Path, metavar="FILE")
+    _common_flags(report)
+
+    listing = verbs.add_parser("list", help="workloads, topologies, faults")
+    _common_flags(listing)
+    return parser
+
+
+def _run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workload", help="NAME, file.py:Class or package.module:Class (default: the YAML's)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the precision tier")
+    parser.add_argument(
+        "--tiers", type=_tiers, default=("structure", "precision"), help="comma-separated: "
+        + ", ".join(TIERS) + " (default: structure,precision)"
+    )
+    parser.add_argument("--fault", metavar="NAME", help="plant this fault; see `sumgrad list`")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, text and draws")
+    parser.add_argument("--steps", type=_count, default=None, help="default: 1, or what a fault needs")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: a new one in .sumgrad/runs")
+    parser.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS",
+                        help="until every rank must be done (default: 120)")
+    parser.add_argument("--law", choices=("report", "enforce"), default="enforce",
+                        help="findings of the law warn, or fail (default)")
+    parser.add_argument("--kernels", choices=("auto", "triton", "torch"), default=None)
+
+
+def _common_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="machine-readable result")
+    parser.add_argument("--quiet", action="store_true", help="only the last line")
+
+
+def _dispatch(args: argparse.Namespace) -> int:
+    code: int = {
+        "run": _run,
+        "plan": _plan,
+        "faults": _faults,
+        "judge": _judge,
+        "report": _report,
+        "list": _list,
+    }[args.verb](args)
+    return code
+
+
+def _run(args: argparse.Namespace) -> int:
+    _decide_interpreter()
+    from sumgrad.check import run_check
+    from sumgrad.launch import Launcher
+
+    with Launcher() as launcher, _Progress(args.quiet) as progress:
+        verdict, directory = run_check(_options(args), launcher=launcher, progress=progress)
+    _show(verdict, directory, args)
+    return verdict.exit_code
+
+
+def _torchrun() -> int:
+    parser = _Parser(prog="harness/run.py", description="The check under torchrun.")
+    parser.add_argument("--topology", type=Path, required=True, metavar="T.yaml")
+    _run_flags(parser)
+    _common_flags(parser)
+    args = parser.parse_args()
+    _decide_interpreter()
+    from sumgrad.torchrun import run_torchrun_rank, under_torchrun
+
+    if not under_torchrun():
+        from sumgrad.check import torchrun_command
+        from sumgrad.topology import load_topology
+
+        command = torchrun_command(load_topology(args.topology), args.topology)
+        raise UserError(
+            f"harness/run.py: not started by torchrun; use\n  {command}\nor, on one machine and "
+            f"faster,\n  sumgrad run {args.topology}"
+        )
+    code = run_torchrun_rank(
+        _options(args), report=lambda verdict, directory: _show(verdict, directory, args)
+    )
+    sys.stdout.flush()
+    return code
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from sumgrad.faults import find_fault
+    from sumgrad.plan import build_plan
+    from sumgrad.plan_report import plan_to_json, render_plan
+    from sumgrad.proof import prove
+    from sumgrad.topology import load_topology
+    from sumgrad.workload import load_workload
+
+    started = time.monotonic()
+    topology = load_topology(args.topology)
+    workload = load_workload(args.workload or topology.workload, topology, seed=0)
+    plan = build_plan(topology, workload.declaration)
+    if args.fault:
+        plan = find_fault(args.fault).plant(plan)
+    proof = prove(plan)
+    seconds = time.monotonic() - started
+    if args.json:
+        write_json(args.json, plan_to_json(plan, proof))
+    if not args.quiet:
+        Console().print(render_plan(plan, proof))
+    print(
+        f"sumgrad: {'PROVED' if proof.holds else 'REFUTED'} for {topology.world_size} ranks, "
+        f"{proof.num_messages} messages, in {seconds:.2f} s"
+    )
+    return 0 if proof.holds else 1
+
+
+def _faults(args: argparse.Namespace) -> int:
+    _decide_interpreter()
+    from rich.console import Console
+
+    from sumgrad.fault_matrix import default_topologies, render_matrix, run_matrix
+    from sumgrad.launch import Launcher
+
+    topologies = args.topologies or default_topologies()
+    with Launcher() as launcher, _Progress(args.quiet) as progress:
+        matrix = run_matrix(
+            topologies,
+            faults=args.fault,
+            seed=args.seed,
+            timeout_s=args.timeout,
+            launcher=launcher,
+            progress=progress,
+        )
+    if args.json:
+        write_json(args.json, matrix.to_json())
+    if not args.quiet:
+        Console().print(render_matrix(matrix))
+    print(f"sumgrad: {matrix.summary()}")
+    return 0 if matrix.ok else 1
+
+
+def _judge(args: argparse.Namespace) -> int:
+    from sumgrad.judge import judge
+    from sumgrad.record import load_record
+
+    record = load_record(args.directory)
+    if args.law:
+        record = replace(record, spec=replace(record.spec, law=args.law))
+    verdict = judge(record)
+    _show(verdict, args.directory, args)
+    return verdict.exit_code
+
+
+def _report(args: argparse.Namespace) -> int:
+    from sumgrad import report
+    from sumgrad.judge import judge
+    from sumgrad.record import load_record
+
+    verdict = judge(load_record(args.directory))
+    for path, render in (
+        (args.html, report.to_html),
+        (args.markdown, report.to_markdown),
+        (args.junit, report.to_junit),
+    ):
+        if path is not None:
+            write_bytes(path, render(verdict).encode())
+    _show(verdict, args.directory, args)
+    return verdict.exit_code
+
+
+def _list(args: argparse.Namespace) -> int:
+    from sumgrad.catalogue import catalogue, render_catalogue
+
+    found = catalogue()
+    if args.json:
+        write_json(args.json, found)
+    if not args.quiet:
+        from rich.console import Console
+
+        Console().print(render_catalogue(found))
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Any:
+    from sumgrad.check import CheckOptions
+
+    return CheckOptions(
+        topology=args.topology,
+        workload=args.workload,
+        dtype=args.dtype,
+        tiers=args.tiers,
+        fault=args.fault,
+        seed=args.seed,
+        steps=args.steps,
+        out=args.out,
+        timeout_s=args.timeout,
+        law=args.law,
+        kernels=args.kernels,
+    )
+
+
+def _show(verdict: Verdict, directory: Path, args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from sumgrad.report import last_line, print_report
+
+    if args.json:
+        write_json(args.json, verdict.data)
+    if not args.quiet:
+        console = Console()
+        width = console.width if console.is_terminal else 200
+        print_report(verdict, Console(width=width))
+    print(last_line(verdict, directory), flush=True)
+
+
+class _Progress:
+    """A spinner with what is going on, on a terminal; silent elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        shown = console.is_terminal and not quiet
+        self._status = console.status("importing torch") if shown else None
+
+    def __enter__(self) -> Callable[[str], None]:
+        if self._status is not None:
+            self._status.start()
+            return self._status.update
+        return lambda _: None
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def _decide_interpreter() -> None:
+    """Triton's interpreter is chosen before anything imports triton: here, and nowhere else."""
+    if "TRITON_INTERPRET" not in os.environ and not _has_gpu():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
+def _tiers(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    wrong = [name for name in names if name not in TIERS]
+    if wrong or not names:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected some of {', '.join(TIERS)}")
+    return names
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer from 1 to 1000")
+    return value
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 86400:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds, more than 0")
+    return value

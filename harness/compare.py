@@ -1,0 +1,313 @@
+"""Measured against reference, tensor by tensor, on every rank that holds it.
+
+What it is: numbers and a status for each tensor, with what the comparison would have seen. What it
+is not: it explains nothing (diagnose.py) and merges nothing (judge.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sumgrad.plan import Norm, Plan
+from sumgrad.proof import expected_terms
+from sumgrad.record import RankRecord, RunRecord
+from sumgrad.reference import StepReference
+from sumgrad.tolerances import BLIND, noise_floor, threshold
+from sumgrad.verdict import Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDiff:
+    """One parameter's gradient on one rank against the reference. Absolute unless it says rel.
+
+    ratio: <dist, ref> / <ref, ref>. power: term -> smallest relative scale error of that term that
+    would have failed; inf where none would. lost_share_caught: smallest part of the absolute
+    partials whose loss would have failed. of_threshold: max_abs / threshold.
+    """
+
+    name: str
+    unit: str
+    pool: str
+    rank: int
+    tier: str
+    step: int
+    status: Status
+    reason: str | None
+    max_abs: float
+    max_rel: float
+    l2_rel: float
+    ratio: float | None
+    noise_floor: float
+    threshold: float
+    power: dict[str, float]
+    lost_share_caught: float
+    index: tuple[int, ...]
+    max_rel_same_dtype: float | None
+
+    @property
+    def smallest_scale_error_caught(self) -> float:
+        """Any term scaled by more than this would have failed; inf if one could hide."""
+        return max(self.power.values(), default=float("inf"))
+
+    @property
+    def of_threshold(self) -> float:
+        return self.max_abs / self.threshold if self.threshold else float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a pool's gradient of one parameter must be, and how far off it may be."""
+
+    value: Tensor
+    same_dtype: Tensor | None
+    floor: float
+    threshold: float
+    scale: float
+    terms: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarDiff:
+    """A count, a norm, or a hash of one rank that is not the reference's."""
+
+    rank: int
+    tier: str
+    step: int
+    what: str
+    text: str
+
+    def text_with_place(self) -> str:
+        return f"rank {self.rank}, {self.tier}, step {self.step}: {self.what}: {self.text}"
+
+
+def expect(
+    plan: Plan, reference: StepReference, pool: str, name: str, *, tier: str, dtype: str
+) -> Expected:
+    """The reference's value for a holder: all terms on a home, the pool's own on a replica."""
+    unit = next(p.unit for p in plan.declaration.params if p.name == name)
+    terms = list(dict.fromkeys(term for term, _ in expected_terms(plan, pool, unit)))
+    by_term = {term: reference.by_term[term][name] for term in terms}
+    scale = float(reference.scale[name].max()) if reference.scale[name].numel() else 0.0
+    if plan.role(pool).home:
+        value, measured = reference.grads[name], reference.floor[name]
+        same: Tensor | None = reference.same_dtype[name]
+    else:
+        value = torch.stack(list(by_term.values())).sum(0)
+        measured = sum(reference.floor_by_term[term][name] for term in terms)
+        same = None
+    floor = noise_floor(measured, scale, dtype)
+    return Expected(
+        value=value,
+        same_dtype=same,
+        floor=floor,
+        threshold=threshold(floor, scale, tier=tier),
+        scale=scale,
+        terms=by_term,
+    )
+
+
+def compare_tensors(record: RunRecord) -> Iterator[TensorDiff]:
+    """Every tensor of every rank that wrote its gradients, in every tier and step."""
+    plan = record.plan
+    for tier, references in record.references.items():
+        dtype = record.spec.tiers[tier]
+        for reference in references:
+            for pool in plan.topology.pools:
+                names = [p.name for u in plan.units[pool.name] for p in
+                         plan.declaration.params_of(u)]
+                for name in names:
+                    wanted = expect(plan, reference, pool.name, name, tier=tier, dtype=dtype)
+                    yield from _compare_pool(record, pool.name, name, tier, reference.step, wanted)
+
+
+def _compare_pool(
+    record: RunRecord, pool: str, name: str, tier: str, step: int, wanted: Expected
+) -> Iterator[TensorDiff]:
+    """All ranks of a pool; equal bits are compared once."""
+    unit = next(p.unit for p in record.plan.declaration.params if p.name == name)
+    seen: list[tuple[Tensor, TensorDiff]] = []
+    for rank in record.plan.topology.pool(pool).ranks:
+        held = record.ranks.get(rank)
+        if held is None or (tier, step) not in held.grads:
+            continue
+        got = held.grads[tier, step].get(name)
+        if got is not None:
+            known = next((diff for other, diff in seen if same_bits(other, got)), None)
+            if known is not None:
+                yield replace(known, rank=rank)
+                continue
+        diff = _diff(got, wanted, name=name, unit=unit, pool=pool, rank=rank, tier=tier, step=step)
+        if got is not None:
+            seen.append((got, diff))
+        yield diff
+
+
+def _diff(
+    got: Tensor | None,
+    wanted: Expected,
+    *,
+    name: str,
+    unit: str,
+    pool: str,
+    rank: int,
+    tier: str,
+    step: int,
+) -> TensorDiff:
+    ref = wanted.value
+    status: Status = "pass"
+    reason, index = None, ()
+    max_abs = max_rel = l2_rel = float("nan")
+    ratio = same = None
+    if got is None:
+        status, reason = "fail", "this rank holds the parameter but wrote no gradient"
+    elif got.shape != ref.shape:
+        status, reason = "fail", f"got shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
+    else:
+        error = (got.double() - ref).abs()
+        index = _worst_index(error)
+        size = float(ref.abs().max())
+        max_abs = float(error.max())
+        max_rel = max_abs / size if size else max_abs
+        norm = float(ref.norm())
+        l2_rel = float(error.norm()) / norm if norm else float(error.norm())
+        ratio = float((got.double() * ref).sum()) / norm**2 if norm else None
+        if wanted.same_dtype is not None and size:
+            same = float((got.double() - wanted.same_dtype.double()).abs().max()) / size
+        if not bool(torch.isfinite(got).all()):
+            bad = ~torch.isfinite(got)
+            index = tuple(torch.nonzero(bad)[0].tolist())
+            status, reason = "fail", f"{float(got[index])} at {list(index)}"
+        elif not max_abs <= wanted.threshold:
+            status, reason = "fail", "the error is above the threshold"
+    power = _power(wanted)
+    if status == "pass":
+        status, reason = _seen_enough(wanted, power, tier)
+    return TensorDiff(
+        name=name,
+        unit=unit,
+        pool=pool,
+        rank=rank,
+        tier=tier,
+        step=step,
+        status=status,
+        reason=reason,
+        max_abs=max_abs,
+        max_rel=max_rel,
+        l2_rel=l2_rel,
+        ratio=ratio,
+        noise_floor=wanted.floor,
+        threshold=wanted.threshold,
+        power=power,
+        lost_share_caught=(wanted.threshold + wanted.floor) / wanted.scale
+        if wanted.scale
+        else float("inf"),
+        index=index,
+        max_rel_same_dtype=same,
+    )
+
+
+def _power(wanted: Expected) -> dict[str, float]:
+    """Smallest |c - 1| on a term alone that lifts the error over the threshold for certain."""
+    need = wanted.threshold + wanted.floor
+    sizes = {term: float(value.abs().max()) for term, value in wanted.terms.items()}
+    return {term: need / size if size else float("inf") for term, size in sizes.items()}
+
+
+def _seen_enough(
+    wanted: Expected, power: dict[str, float], tier: str
+) -> tuple[Status, str | None]:
+    if tier == "structure":
+        blind = [term for term, value in power.items() if value > BLIND]
+        if blind:
+            return "unknown", f"a wrong factor on {', '.join(blind)} would not have been seen"
+    elif wanted.threshold + wanted.floor > BLIND * float(wanted.value.abs().max()):
+        return "unknown", "the noise of this dtype would have hidden a wrong factor"
+    return "pass", None
+
+
+def compare_replicas(record: RunRecord) -> Iterator[ScalarDiff]:
+    """Replicas of one pool must hold the same bits: an all-reduce gives every rank the same."""
+    for pool in record.plan.topology.pools:
+        held = [record.ranks[r] for r in pool.ranks if r in record.ranks]
+        for first in held[:1]:
+            for other in held[1:]:
+                for (tier, step), grads in first.grads.items():
+                    theirs = other.grads.get((tier, step), {})
+                    names = [n for n, g in grads.items()
+                             if n in theirs and not same_bits(g, theirs[n])]
+                    if names:
+                        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                        text = (
+                            f"rank {first.rank} and rank {other.rank} hold other bits of "
+                            f"{names[0]}{more} after the reduction"
+                        )
+                        yield ScalarDiff(
+                            rank=other.rank, tier=tier, step=step, what="replicas", text=text
+                        )
+
+
+def compare_scalars(record: RunRecord, diffs: list[TensorDiff]) -> Iterator[ScalarDiff]:
+    """Counts, weights, the global norm and the clipped norm of every rank."""
+    (edge,) = record.plan.select(Norm)
+    for tier, references in record.references.items():
+        for reference in references:
+            slack = _norm_slack(record, diffs, tier, reference.step)
+            for rank, held in record.ranks.items():
+                info = held.steps.get((tier, reference.step))
+                if info is None:
+                    continue
+                for what, text in _scalar_problems(info, reference, edge.max_norm, slack):
+                    yield ScalarDiff(
+                        rank=rank, tier=tier, step=reference.step, what=what, text=text
+                    )
+
+
+def _scalar_problems(
+    info: dict, reference: StepReference, max_norm: float, slack: float  # type: ignore[type-arg]
+) -> Iterator[tuple[str, str]]:
+    for term, count in info["counts"].items():
+        if count != reference.counts[term]:
+            yield "count", f"divides {term} by {count}; the data say {reference.counts[term]}"
+    if info["weights"] != reference.weights:
+        yield "weights", "started from other weights than the reference"
+    norm = float(info["norm"])
+    if not abs(norm - reference.norm) <= slack:
+        yield "norm", f"global norm {norm:.9g}; the reference has {reference.norm:.9g}"
+    clipped = norm * float(info["clip_factor"])
+    wanted = reference.norm * min(1.0, max_norm / (reference.norm + 1e-6))
+    if not abs(clipped - wanted) <= slack:
+        yield "clipped norm", f"clipped norm {clipped:.9g}; the reference has {wanted:.9g}"
+
+
+def _norm_slack(record: RunRecord, diffs: list[TensorDiff], tier: str, step: int) -> float:
+    """| |a| - |b| | <= |a - b|, and no element of a - b may exceed its tensor's threshold."""
+    numel = {p.name: p.numel for p in record.plan.declaration.params}
+    bounds = {
+        d.name: numel[d.name] * d.threshold**2
+        for d in diffs
+        if d.tier == tier and d.step == step and record.plan.role(d.pool).home
+    }
+    return float(sum(bounds.values())) ** 0.5
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal shape, dtype and raw bits; NaNs of equal bits are equal."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    flat_a, flat_b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
+    return bool(torch.equal(flat_a.view(torch.uint8), flat_b.view(torch.uint8)))
+
+
+def complete_ranks(record: RunRecord) -> dict[int, RankRecord]:
+    """Ranks whose gradients of every tier and step are there."""
+    wanted = {(tier, step) for tier in record.spec.tiers for step in range(record.spec.steps)}
+    return {rank: held for rank, held in record.ranks.items() if wanted <= set(held.grads)}
+
+
+def _worst_index(error: Tensor) -> tuple[int, ...]:
+    flat = int(torch.nan_to_num(error, nan=float("inf")).argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))

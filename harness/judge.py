@@ -1,0 +1,208 @@
+"""Judging: from a stored record to a Verdict. Starts no process, needs no GPU and no workload.
+
+PASS means: every rank ended well, every tensor of every rank was compared in every tier and step,
+the comparison would have seen a wrong factor, the counts, weights and norms are the reference's, and
+every ledger equals the plan. Whatever could not be compared is UNKNOWN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from sumgrad.compare import (
+    ScalarDiff,
+    TensorDiff,
+    compare_replicas,
+    compare_scalars,
+    compare_tensors,
+    complete_ranks,
+)
+from sumgrad.diagnose import diagnose
+from sumgrad.files import finite
+from sumgrad.outcome import outcome_to_json
+from sumgrad.predict import PartialSums, Prediction
+from sumgrad.record import RunRecord
+from sumgrad.schedule import Mismatch, compare_ledger
+from sumgrad.verdict import Diagnosis, Status, TierVerdict, Verdict, merge
+
+SCHEMA = 1
+
+
+def judge(record: RunRecord) -> Verdict:
+    """The verdict of a stored run. Pure: the same record gives the same verdict."""
+    diffs = list(compare_tensors(record))
+    scalars = [*compare_replicas(record), *compare_scalars(record, diffs)]
+    mismatches = ledger_mismatches(record)
+    reasons = _not_compared(record)
+    tiers = tuple(_tier(record, tier, diffs, scalars) for tier in record.spec.tiers)
+    diagnoses, coefficients = diagnose(record, diffs, mismatches)
+    findings = tuple(dict.fromkeys([s.text_with_place() for s in scalars]))
+    law = tuple(str(m) for m in mismatches)
+    enforced = record.spec.law == "enforce"
+    statuses: list[Status] = [tier.status for tier in tiers]
+    statuses += ["unknown"] * bool(reasons) + ["fail"] * bool(law and enforced)
+    verdict = Verdict(
+        status=merge(statuses),
+        tiers=tiers,
+        diagnoses=diagnoses,
+        coefficients=coefficients,
+        findings=findings + (law if enforced else ()),
+        warnings=() if enforced else law,
+        reasons=reasons,
+    )
+    data = _to_json(record, verdict, diffs)
+    return Verdict(**{**{f: getattr(verdict, f) for f in Verdict.__dataclass_fields__},
+                      "data": finite(data)})
+
+
+def ledger_mismatches(record: RunRecord) -> list[Mismatch]:
+    """Every difference between what ranks that finished issued and what the plan says."""
+    out = []
+    for rank in complete_ranks(record):
+        for tier, dtype in record.spec.tiers.items():
+            for step in range(record.spec.steps):
+                events = record.ranks[rank].events.get((tier, step), [])
+                label = f"{tier}, step {step}"
+                out += compare_ledger(record.plan, rank, dtype, label, events)
+    return out
+
+
+def prediction_agrees(record: RunRecord, faulty: Any) -> dict[str, Any]:
+    """A planted fault's own plan against the measured gradients: worst error / threshold.
+
+    Compares every holder of the first stored step of the first tier with partials.
+    """
+    from sumgrad.diagnose import _holders
+
+    for tier, by_step in record.partials.items():
+        for step in sorted(by_step):
+            if by_step and step != max(by_step):
+                continue
+            previous = PartialSums(by_step[step - 1]) if step - 1 in by_step else None
+            prediction = Prediction(faulty, PartialSums(by_step[step]), previous)
+            worst, unpredicted = 0.0, 0
+            for holder in _holders(record, tier, step):
+                where = (holder.pool, holder.unit, holder.rank)
+                gradient = prediction.gradient(*where)
+                if gradient is None:
+                    unpredicted += 1
+                    continue
+                weights = [c.weight for c in prediction.coefficients(*where) if c.weight]
+                factor = max([1.0, *(abs(float(w)) for w in weights)])
+                for name, value in gradient.items():
+                    error = float((holder.measured[name] - value).abs().max())
+                    worst = max(worst, error / (holder.expected[name].threshold * factor))
+            return {
+                "tier": tier,
+                "step": step,
+                "worst_of_threshold": worst,
+                "unpredicted": unpredicted,
+                "agrees": worst <= 1 and not unpredicted,
+            }
+    return {"agrees": None}
+
+
+def _not_compared(record: RunRecord) -> tuple[str, ...]:
+    place = record.plan.topology.place
+    reasons = [f"{place(o.rank)}: {o.status}" + (f", {o.detail}" if o.detail else "")
+               for o in record.outcomes if not o.ok]
+    complete = complete_ranks(record)
+    reasons += [
+        f"{place(o.rank)}: ended well, but its gradients are missing or damaged"
+        for o in record.outcomes
+        if o.ok and o.rank not in complete
+    ]
+    reasons += list(record.damage)
+    if not record.spec.tiers:
+        reasons.append("no tier was asked for, so nothing was compared")
+    return tuple(dict.fromkeys(reasons))
+
+
+def _tier(
+    record: RunRecord, tier: str, diffs: Sequence[TensorDiff], scalars: Sequence[ScalarDiff]
+) -> TierVerdict:
+    mine = [d for d in diffs if d.tier == tier]
+    statuses: list[Status] = [d.status for d in mine]
+    statuses += ["fail" for s in scalars if s.tier == tier]
+    if len(complete_ranks(record)) < record.spec.topology.world_size:
+        statuses.append("unknown")
+    references = record.references.get(tier, [])
+    if [r.step for r in references] != list(range(record.spec.steps)):
+        statuses.append("unknown")
+    reasons = dict.fromkeys(
+        f"{d.name}: {d.reason}" for d in mine if d.status == "unknown" and d.reason
+    )
+    judged = [d for d in mine if d.max_abs == d.max_abs]
+    worst = max(judged, key=lambda d: d.max_rel, default=None)
+    same = [d.max_rel_same_dtype for d in judged if d.max_rel_same_dtype is not None]
+    return TierVerdict(
+        name=tier,
+        dtype=record.spec.tiers[tier],
+        status=merge(statuses),
+        worst_rel=worst.max_rel if worst else None,
+        worst_tensor=worst.name if worst else None,
+        worst_of_threshold=max((d.of_threshold for d in judged), default=None),
+        median_of_threshold=median([d.of_threshold for d in judged]) if judged else None,
+        worst_rel_same_dtype=max(same, default=None) if tier != "structure" else None,
+        reasons=tuple(reasons),
+    )
+
+
+def _to_json(record: RunRecord, verdict: Verdict, diffs: Sequence[TensorDiff]) -> dict[str, Any]:
+    spec = record.spec
+    topology = spec.topology
+    return {
+        "schema": SCHEMA,
+        "status": verdict.status,
+        "topology": {
+            "name": topology.name,
+            "world_size": topology.world_size,
+            "pools": {p.name: {"role": p.role, "axes": dict(p.axes), "ranks": list(p.ranks)}
+                      for p in topology.pools},
+        },
+        "workload": spec.declaration.workload,
+        "fault": spec.fault,
+        "seed": spec.seed,
+        "steps": spec.steps,
+        "tiers": {
+            t.name: {k: v for k, v in asdict(t).items() if k != "name"} for t in verdict.tiers
+        },
+        "tensors": [_tensor_json(d) for d in diffs],
+        "coefficients": [asdict(c) for c in verdict.coefficients],
+        "diagnoses": [_diagnosis_json(d) for d in verdict.diagnoses],
+        "findings": list(verdict.findings),
+        "warnings": list(verdict.warnings),
+        "not_compared": list(verdict.reasons),
+        "outcomes": [outcome_to_json(o) for o in record.outcomes],
+        "reproduce": spec.reproduce,
+        "versions": spec.versions,
+    }
+
+
+def _tensor_json(d: TensorDiff) -> dict[str, Any]:
+    return {
+        "name": d.name,
+        "rank": d.rank,
+        "pool": d.pool,
+        "tier": d.tier,
+        "step": d.step,
+        "status": d.status,
+        "reason": d.reason,
+        "max_abs": d.max_abs,
+        "max_rel": d.max_rel,
+        "l2_rel": d.l2_rel,
+        "ratio": d.ratio,
+        "noise_floor": d.noise_floor,
+        "threshold": d.threshold,
+        "smallest_scale_error_caught": d.smallest_scale_error_caught,
+        "smallest_lost_share_caught": d.lost_share_caught,
+        "scale_error_caught_by_term": d.power,
+        "index": list(d.index),
+    }
+
+
+def _diagnosis_json(d: Diagnosis) -> dict[str, Any]:
+    return asdict(d)

@@ -1,0 +1,257 @@
+"""Renders a Verdict for people: terminal, markdown, HTML and JUnit. Judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from sumgrad.verdict import Verdict
+
+STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
+MAX_TENSORS, MAX_COEFFICIENTS, MAX_RANKS_SHOWN = 12, 24, 8
+
+
+def render(verdict: Verdict) -> RenderableType:
+    """The terminal report: status, tiers, what failed, because, who did not end, reproduce."""
+    data = verdict.data
+    parts: list[RenderableType] = [_headline(data), Text("")]
+    parts.append(_tiers(data))
+    for diagnosis in data["diagnoses"]:
+        parts += [Text(""), _diagnosis(diagnosis)]
+    if data["coefficients"]:
+        parts += [Text(""), _coefficients(data["coefficients"])]
+    failed = [t for t in data["tensors"] if t["status"] != "pass"]
+    if failed:
+        parts += [Text(""), _tensors(failed)]
+    parts += _lists(data)
+    parts += _outcomes(data)
+    if data.get("fault_report"):
+        parts += [Text(""), Text.from_markup(fault_sentence(data))]
+    parts += [Text(""), Text.assemble(("reproduce  ", "dim"), data["reproduce"])]
+    return Group(*parts)
+
+
+def last_line(verdict: Verdict, directory: Any) -> str:
+    """`sumgrad: FAIL ... (exit 1) in DIR`: the line scripts look for."""
+    return f"sumgrad: {verdict.status.upper()} (exit {verdict.exit_code}) in {directory}"
+
+
+def print_report(verdict: Verdict, console: Console) -> None:
+    """Write the terminal report; colour only where the console is a terminal."""
+    console.print(render(verdict))
+
+
+def to_markdown(verdict: Verdict) -> str:
+    """The same content as markdown."""
+    return _environment().get_template("report.md.jinja").render(_context(verdict.data))
+
+
+def to_html(verdict: Verdict) -> str:
+    """One self-contained page."""
+    return _environment().get_template("report.html.jinja").render(_context(verdict.data))
+
+
+def to_junit(verdict: Verdict) -> str:
+    """JUnit XML: one test case for each tier, and one for the ranks."""
+    return _environment().get_template("report.junit.jinja").render(_context(verdict.data))
+
+
+def number(value: Any) -> str:
+    """A number as reports write it."""
+    if isinstance(value, int | float):
+        return f"{value:.6f}" if 0.001 <= abs(value) < 1000 else f"{value:.2e}"
+    return "-" if value is None else str(value)
+
+
+def ranks(values: Sequence[int]) -> str:
+    """`0-3, 7` for [0, 1, 2, 3, 7]."""
+    spans: list[list[int]] = []
+    for value in sorted(set(values)):
+        if spans and value == spans[-1][1] + 1:
+            spans[-1][1] = value
+        else:
+            spans.append([value, value])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def fault_sentence(data: Mapping[str, Any]) -> str:
+    """What a planted fault should have done and did."""
+    report, name, failed = data["fault_report"], data["fault"], data["status"] == "fail"
+    head = f"[dim]planted[/]  {escape(name)}: {escape(report['story'])}. "
+    agreement = ""
+    prediction = report["prediction"]
+    if prediction.get("agrees") is not None:
+        share = number(prediction["worst_of_threshold"])
+        agreement = (
+            f" The plan's own prediction {'agrees' if prediction['agrees'] else 'DISAGREES'} with "
+            f"the measured gradients (worst error {share} of the threshold)."
+        )
+    if report["visible"]:
+        return head + ("It was noticed." if failed else "It is visible here and was MISSED.") + (
+            agreement
+        )
+    if report["breaks_law"]:
+        what = "The values are right; the law sees it in the ledger" if failed else "MISSED"
+        return head + what + "." + agreement
+    return head + (
+        "A false alarm: it is invisible on this topology."
+        if failed
+        else "It is invisible on this topology and must pass here."
+    ) + agreement
+
+
+def _headline(data: Mapping[str, Any]) -> Text:
+    topology = data["topology"]
+    pools = ", ".join(f"{n} {_axes(p['axes'])}" for n, p in topology["pools"].items())
+    steps = f"{data['steps']} steps" if data["steps"] > 1 else "1 step"
+    return Text.assemble(
+        (f" {data['status'].upper()} ", STYLES[data["status"]] + " reverse"),
+        f"  {data['workload']} on {topology['name']}: {topology['world_size']} ranks ({pools}), "
+        f"seed {data['seed']}, {steps}",
+    )
+
+
+def _axes(axes: Mapping[str, int]) -> str:
+    return "x".join(str(size) for size in axes.values())
+
+
+def _tiers(data: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name, justify in (
+        ("tier", "left"),
+        ("status", "left"),
+        ("worst relative error", "right"),
+        ("of threshold", "right"),
+        ("on", "left"),
+        ("smallest factor error caught", "right"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name, tier in data["tiers"].items():
+        power = [
+            t["smallest_scale_error_caught"]
+            for t in data["tensors"]
+            if t["tier"] == name and isinstance(t["smallest_scale_error_caught"], float)
+        ]
+        table.add_row(
+            f"{name} ({tier['dtype']})",
+            Text(tier["status"].upper(), style=STYLES[tier["status"]]),
+            number(tier["worst_rel"]),
+            number(tier["worst_of_threshold"]),
+            tier["worst_tensor"] or "-",
+            f"{max(power):.1e}" if power else "-",
+        )
+    return table
+
+
+def _diagnosis(diagnosis: Mapping[str, Any]) -> RenderableType:
+    lines: list[RenderableType] = [Text.assemble(("cause      ", "dim"), (diagnosis["cause"], "bold"))]
+    factor, symbol = diagnosis["factor"], diagnosis["symbol"]
+    if factor is not None:
+        shown = f"{factor} = {symbol}" if symbol and symbol != factor else factor
+        lines.append(Text.assemble(("factor     ", "dim"), shown))
+    if diagnosis["ranks"]:
+        lines.append(Text.assemble(("ranks      ", "dim"), ranks(diagnosis["ranks"])))
+    for head, key in (("because    ", "because"), ("however    ", "however"), ("or         ", "also")):
+        lines += [Text.assemble((head, "dim"), text) for text in diagnosis[key]]
+    return Group(*lines)
+
+
+def _coefficients(coefficients: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="how often each term was counted", title_justify="left", box=None,
+                  pad_edge=False, header_style="dim", title_style="dim")
+    for name in ("parameters", "ranks", "term", "computed by", "rows", "expected"):
+        table.add_column(name)
+    table.add_column("recovered", justify="right")
+    table.add_column("fraction", justify="right")
+    odd = [c for c in coefficients if c["fraction"] != c["expected"]]
+    shown = [*odd, *(c for c in coefficients if c not in odd)][:MAX_COEFFICIENTS]
+    for c in shown:
+        style = "" if c["fraction"] == c["expected"] else "bold"
+        rows = f"{c['rows'][0]} to {c['rows'][1] - 1}" if c["rows"] else "all"
+        recovered = "cannot be told" if c["recovered"] is None else f"{c['recovered']:.9f}"
+        table.add_row(c["params"], ranks(c["ranks"]), c["term"], c["producer"], rows,
+                      c["expected"], recovered, c["fraction"] or "-", style=style)
+    if len(coefficients) > len(shown):
+        table.caption = f"and {len(coefficients) - len(shown)} more in verdict.json"
+    return table
+
+
+def _tensors(failed: Sequence[Mapping[str, Any]]) -> Table:
+    merged: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for t in failed:
+        key = (t["tier"], t["step"], t["name"], t["status"], str(t["max_abs"]))
+        merged.setdefault(key, []).append(t)
+    table = Table(title="tensors that did not pass, largest error first", title_justify="left",
+                  box=None, pad_edge=False, header_style="dim", title_style="dim")
+    for name in ("tensor", "tier", "step", "ranks", "status"):
+        table.add_column(name)
+    for name in ("max abs", "max rel", "ratio", "threshold", "at"):
+        table.add_column(name, justify="right")
+
+    def size(group: Sequence[Mapping[str, Any]]) -> float:
+        value = group[0]["max_rel"]
+        return -value if isinstance(value, int | float) else float("-inf")
+
+    groups = sorted(merged.values(), key=size)
+    for group in groups[:MAX_TENSORS]:
+        t = group[0]
+        table.add_row(t["name"], t["tier"], str(t["step"]), ranks([g["rank"] for g in group]),
+                      t["status"].upper(), number(t["max_abs"]), number(t["max_rel"]),
+                      number(t["ratio"]), number(t["threshold"]), str(t["index"]))
+    if len(groups) > MAX_TENSORS:
+        table.caption = f"and {len(groups) - MAX_TENSORS} more in verdict.json"
+    return table
+
+
+def _lists(data: Mapping[str, Any]) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    for title, key in (
+        ("findings of the law and of replicas", "findings"),
+        ("warnings", "warnings"),
+        ("not compared", "not_compared"),
+    ):
+        items = data[key]
+        if items:
+            parts += [Text(""), Text(title, style="dim")]
+            parts += [Text(f"  {item}") for item in items[:MAX_RANKS_SHOWN]]
+            if len(items) > MAX_RANKS_SHOWN:
+                parts.append(Text(f"  and {len(items) - MAX_RANKS_SHOWN} more in verdict.json"))
+    unseen = {r for tier in data["tiers"].values() for r in tier["reasons"]}
+    if unseen:
+        parts += [Text(""), Text("could not have been seen", style="dim")]
+        parts += [Text(f"  {item}") for item in sorted(unseen)[:MAX_RANKS_SHOWN]]
+    return parts
+
+
+def _outcomes(data: Mapping[str, Any]) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    bad = [o for o in data["outcomes"] if o["status"] != "ok"]
+    first = [o for o in bad if o["status"] != "timed_out"] or bad
+    for o in bad[:MAX_RANKS_SHOWN]:
+        waiting = f", in {o['waiting_in']}" if o["waiting_in"] else ""
+        parts.append(Text(f"rank {o['rank']} ({o['pool']}) {o['status']}: {o['detail']}{waiting}"))
+        text = o["stack"] or o["output"]
+        if o in first[:2] and text:
+            parts.append(Padding(Text("\n".join(text.strip().splitlines()[-12:]), style="dim"), (0, 4)))
+    return [Text(""), *parts] if parts else []
+
+
+def _context(data: Mapping[str, Any]) -> dict[str, Any]:
+    failed = [t for t in data["tensors"] if t["status"] != "pass"]
+    return {**data, "failed": failed, "number": number, "ranks_text": ranks, "axes": _axes}
+
+
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("sumgrad", "templates"),
+        autoescape=select_autoescape(("html", "junit")),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

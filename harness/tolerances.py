@@ -1,0 +1,28 @@
+"""Every tolerance of the harness, each with its derivation. Nothing else decides what passes.
+
+FLOOR_FACTOR 4: the distributed sum is one more order of the same additions; the noise floor is the
+largest error of eight such orders. A prototype saw no alarm in 11,550 clean tensors at 4 while the
+median error was at 1/4 to 1/12 of the threshold; a fixed ratio to one run was violated by 1 to 27 %.
+STRUCTURE_CAP 1e-12: in float64 an algebra error is never below the weight of one row; whatever the
+floor says, the structure tier must not be blinder than one part in 10^12 of the scale.
+BLIND 0.5: a tensor in which a halved or doubled term would have passed was not checked.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FLOOR_FACTOR = 4.0
+STRUCTURE_CAP = 1e-12
+BLIND = 0.5
+
+
+def noise_floor(floor: float, scale: float, dtype: str) -> float:
+    """The measured floor, never under one rounding (eps) of the scale. All absolute."""
+    return max(floor, float(torch.finfo(getattr(torch, dtype)).eps) * scale)
+
+
+def threshold(floor: float, scale: float, *, tier: str) -> float:
+    """The largest absolute error that passes."""
+    bound = FLOOR_FACTOR * floor
+    return min(bound, STRUCTURE_CAP * scale) if tier == "structure" else bound

@@ -1,0 +1,243 @@
+"""The check under torchrun: every rank runs this; the lowest living one judges.
+
+Ranks find the run directory through the rendezvous store; where a rank cannot see it (another
+machine, no shared disk), its files travel through the store. A rank that raises or is stopped still
+writes its record first, so a verdict comes out whoever died.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from sumgrad.check import CheckOptions, Reference, finish, make_directory, make_spec
+from sumgrad.endings import outcome_from_record
+from sumgrad.errors import UserError
+from sumgrad.files import write_json
+from sumgrad.rank import RankEnv, RankGuard, rank_file, read_end_record
+from sumgrad.record import RunSpec, write_spec
+from sumgrad.topology import load_topology
+from sumgrad.verdict import Verdict
+from sumgrad.workload import Workload
+
+RECORD_SUFFIXES = (".safetensors", ".ledger.jsonl", ".stack", ".json")
+STOP_JUDGE_S = 20.0
+
+Report = Callable[[Verdict, Path], None]
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or anything that sets the same variables) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_torchrun_rank(options: CheckOptions, *, report: Report) -> int:
+    """Run this rank, judge if it is this rank's turn, and return the process's exit code.
+
+    report: called by the judging rank with the verdict and its directory.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    check_world_size(options, world_size)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    prefix = ["torchrun", "--standalone", "--nproc-per-node", str(world_size), sys.argv[0],
+              "--topology"]
+    spec, workload = make_spec(options, prefix=prefix)
+    wait = timedelta(seconds=options.timeout_s)
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=wait)))
+    store.set_timeout(wait)
+    directory, shared = _agree_on_directory(store, rank, options, spec)
+    env = RankEnv(
+        rank=rank,
+        world_size=world_size,
+        directory=directory,
+        rendezvous=directory,
+        timeout_s=options.timeout_s,
+    )
+    member = _Member(env, spec, workload, store, shared=shared, report=report)
+    return member.run(dist.PrefixStore("sumgrad/group", store))
+
+
+def check_world_size(options: CheckOptions, world_size: int) -> None:
+    """UserError with the right command line if torchrun started another number of ranks."""
+    topology = load_topology(options.topology)
+    if topology.world_size != world_size:
+        raise UserError(
+            f"{options.topology}: got {world_size} ranks from torchrun, expected "
+            f"{topology.world_size}; the right command is\n  torchrun --standalone "
+            f"--nproc-per-node {topology.world_size} {sys.argv[0]} --topology {options.topology}"
+        )
+
+
+def _agree_on_directory(
+    store: Any, rank: int, options: CheckOptions, spec: RunSpec
+) -> tuple[Path, bool]:
+    """Rank 0 makes it; the others see it, or get a local one of their own."""
+    key = "sumgrad/directory"
+    if rank == 0:
+        try:
+            directory = make_directory(options, spec.topology.name).resolve()
+            write_spec(directory, spec)
+        except UserError as error:
+            store.set(key, "!" + str(error))
+            raise
+        write_json(directory / "ranks" / "token.json", {"host": socket.gethostname()})
+        store.set(key, str(directory))
+        return directory, True
+    text = store.get(key).decode()
+    if text.startswith("!"):
+        raise UserError(text[1:])
+    directory = Path(text)
+    if (directory / "ranks" / "token.json").exists():
+        return directory, True
+    local = make_directory(replace(options, out=None), spec.topology.name).resolve()
+    write_spec(local, spec)
+    return local, False
+
+
+class _Member:
+    """One torchrun worker from its first record to its exit code."""
+
+    def __init__(
+        self,
+        env: RankEnv,
+        spec: RunSpec,
+        workload: Workload,
+        store: Any,
+        *,
+        shared: bool,
+        report: Report,
+    ) -> None:
+        self.env, self.spec, self.workload = env, spec, workload
+        self.store, self.shared, self.report = store, shared, report
+        self.failed = False
+        who = {"pid": os.getpid(), "host": socket.gethostname()}
+        write_json(env.file(".process.json"), who)
+
+    def run(self, store: Any) -> int:
+        import torch.distributed as dist
+
+        from sumgrad.check_rank import run_rank, start_ledger
+        from sumgrad.process_group import BACKEND
+
+        guard = RankGuard(self.env, on_stop=self._stopped)
+        guard.start()
+        try:
+            ledger = start_ledger(guard)
+            dist.init_process_group(
+                BACKEND,
+                store=store,
+                rank=self.env.rank,
+                world_size=self.env.world_size,
+                timeout=timedelta(seconds=self.env.timeout_s + 60),
+            )
+            guard.finish("ok", result=run_rank(guard, self.spec, ledger))
+        except BaseException as error:
+            self.failed = guard.raised(error)
+            traceback.print_exc()
+        guard.close()
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        return self._after(deadline=time.monotonic() + self.env.timeout_s)
+
+    def _stopped(self) -> int:
+        """Called by the watchdog: torchrun is ending us, or the deadline passed."""
+        self.failed = True
+        return self._after(deadline=time.monotonic() + STOP_JUDGE_S / 2)
+
+    def _after(self, *, deadline: float) -> int:
+        if not self.shared:
+            self._send_files()
+        if self.env.rank != self._lowest_living():
+            return self._wait_for_verdict(deadline) if self.failed else 0
+        self._collect(deadline)
+        verdict = self._judge()
+        self.report(verdict, self.env.directory)
+        return verdict.exit_code
+
+    def _judge(self) -> Verdict:
+        references = Reference(self.spec, self.workload)
+        references.compute(lambda _: None)
+        pools = self.spec.topology.pool_of
+        outcomes = [
+            outcome_from_record(self.env.directory, r, pools(r).name)
+            for r in range(self.env.world_size)
+        ]
+        return finish(self.env.directory, self.spec, references, outcomes, lambda _: None)
+
+    def _lowest_living(self) -> int:
+        return next(r for r in range(self.env.world_size) if self._alive(r))
+
+    def _alive(self, rank: int) -> bool:
+        """A rank of this machine whose process exists; one of another machine counts as alive
+        until it has left a record that it did not end well."""
+        if rank == self.env.rank:
+            return True
+        if not self.shared:
+            return rank == 0
+        try:
+            import json
+
+            who = json.loads(rank_file(self.env.directory, rank, ".process.json").read_text())
+        except (OSError, ValueError):
+            return False
+        if who["host"] != socket.gethostname():
+            return read_end_record(self.env.directory, rank) is None or rank == 0
+        try:
+            state = Path(f"/proc/{who['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            return state not in ("Z", "X")
+        except OSError:
+            return False
+
+    def _collect(self, deadline: float) -> None:
+        """Wait for the others' records, and fetch those that travel."""
+        while time.monotonic() < deadline:
+            missing = [
+                r
+                for r in range(self.env.world_size)
+                if read_end_record(self.env.directory, r) is None and not self._fetch(r)
+            ]
+            if not any(self._alive(r) for r in missing):
+                return
+            time.sleep(0.05)
+
+    def _wait_for_verdict(self, deadline: float) -> int:
+        """A rank that failed stays until there is a verdict: its end would end the judge."""
+        while time.monotonic() < deadline and self.shared:
+            if (self.env.directory / "verdict.json").exists() or self._lowest_living() == (
+                self.env.rank
+            ):
+                break
+            time.sleep(0.05)
+        return 1
+
+    def _send_files(self) -> None:
+        for suffix in RECORD_SUFFIXES:
+            file = self.env.file(suffix)
+            if file.exists():
+                self.store.set(f"sumgrad/file/{self.env.rank}/{suffix}", file.read_bytes())
+        self.store.set(f"sumgrad/sent/{self.env.rank}", "1")
+
+    def _fetch(self, rank: int) -> bool:
+        try:
+            if not self.store.check([f"sumgrad/sent/{rank}"]):
+                return False
+            for suffix in RECORD_SUFFIXES:
+                key = f"sumgrad/file/{rank}/{suffix}"
+                if self.store.check([key]):
+                    path = rank_file(self.env.directory, rank, suffix)
+                    path.write_bytes(self.store.get(key))
+        except RuntimeError:
+            return False
+        return True

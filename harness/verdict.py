@@ -1,0 +1,82 @@
+"""Verdict: PASS < UNKNOWN < FAIL, merged by the worst. Merging nothing is UNKNOWN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["pass", "unknown", "fail"]
+_ORDER: tuple[Status, ...] = ("pass", "unknown", "fail")
+EXIT_CODES: dict[Status, int] = {"pass": 0, "fail": 1, "unknown": 3}
+EXIT_USAGE, EXIT_INTERNAL = 2, 4
+
+
+def merge(statuses: Iterable[Status]) -> Status:
+    """The worst of them; UNKNOWN if there is none, because then nothing was compared."""
+    found = list(statuses)
+    return max(found, key=_ORDER.index) if found else "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveredCoefficient:
+    """How often a term landed in some parameters. recovered is None where the data cannot tell."""
+
+    params: str
+    ranks: tuple[int, ...]
+    term: str
+    producer: str
+    rows: tuple[int, int] | None
+    expected: str
+    recovered: float | None
+    sigma: float | None
+    fraction: str | None
+    identifiable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """A cause in words, with its evidence. also: other readings of the same numbers."""
+
+    cause: str
+    kind: str
+    term: str | None = None
+    ranks: tuple[int, ...] = ()
+    factor: str | None = None
+    symbol: str | None = None
+    also: tuple[str, ...] = ()
+    because: tuple[str, ...] = ()
+    however: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierVerdict:
+    """One tier. worst_rel: max|dist - ref| / max|ref| over all tensors and ranks."""
+
+    name: str
+    dtype: str
+    status: Status
+    worst_rel: float | None = None
+    worst_tensor: str | None = None
+    worst_of_threshold: float | None = None
+    median_of_threshold: float | None = None
+    worst_rel_same_dtype: float | None = None
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The judgement of one run, with everything a report shows. `data` is verdict.json."""
+
+    status: Status
+    tiers: tuple[TierVerdict, ...]
+    diagnoses: tuple[Diagnosis, ...]
+    coefficients: tuple[RecoveredCoefficient, ...]
+    findings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.status]
