@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sumgrad import __version__
 from sumgrad.errors import UserError
 from sumgrad.faults import Fault, breaks_law, find_fault, is_visible
 from sumgrad.files import finite, write_json
-from sumgrad.launch import Launcher, RankJob
+from sumgrad.launch import Helper, Launcher, RankJob
 from sumgrad.outcome import RankOutcome
 from sumgrad.plan import build_plan
 from sumgrad.record import RunSpec, load_record, write_outcomes, write_spec
@@ -143,123 +142,72 @@ def run_check(
     spec, workload = make_spec(options, prefix=["sumgrad", "run"])
     directory = make_directory(options, spec.topology.name)
     write_spec(directory, spec)
+    num_ranks = spec.topology.world_size
     job = RankJob(
         target="sumgrad.check_rank:check_rank",
-        num_ranks=spec.topology.world_size,
+        num_ranks=num_ranks,
         directory=directory,
-        pools=[spec.topology.pool_of(r).name for r in range(spec.topology.world_size)],
+        pools=[spec.topology.pool_of(r).name for r in range(num_ranks)],
+        helpers=[
+            Helper(target="sumgrad.check_reference:reference_helper", arguments={"tier": tier})
+            for tier in spec.tiers
+        ],
         timeout_s=spec.timeout_s,
     )
-    progress(f"starting {job.num_ranks} ranks")
-    launcher.submit(job)
-    references = Reference(spec, workload)
-    try:
-        references.compute(progress)
-    finally:
-        outcomes = launcher.collect(job, progress=progress)
-    return finish(directory, spec, references, outcomes, progress), directory
+    progress(f"starting {num_ranks} ranks")
+    outcomes = launcher.run(job, progress=progress)
+    problems = [
+        f"the reference of tier {tier}: {outcome.status}, {outcome.detail}"
+        for tier, outcome in zip(spec.tiers, outcomes[num_ranks:], strict=True)
+        if not outcome.ok
+    ]
+    run = Run(directory=directory, spec=spec, workload=workload, outcomes=outcomes[:num_ranks])
+    return finish(run, problems=problems, progress=progress), directory
 
 
-class Reference:
-    """The single-process side of a run: references of every tier, and partials on request."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run whose ranks and references have ended and that is to be judged."""
 
-    def __init__(self, spec: RunSpec, workload: Workload) -> None:
-        from sumgrad.reference import Job, StepReference
-
-        plan = build_plan(spec.topology, spec.declaration)
-        producers = {
-            term.name: [(p.name, plan.units[p.name]) for p in spec.topology.with_role(term.role)]
-            for term in spec.declaration.terms
-        }
-        largest = max(pool.size for pool in spec.topology.pools)
-        self.spec, self.plan = spec, plan
-        self.found: dict[str, list[StepReference]] = {}
-        self.problem: str | None = None
-        self._jobs = {
-            tier: Job(
-                workload=workload,
-                producers=producers,
-                dtype=_torch_dtype(dtype),
-                device="cpu",
-                steps=spec.steps,
-                num_chunks=largest,
-            )
-            for tier, dtype in spec.tiers.items()
-        }
-
-    def compute(self, progress: Progress) -> None:
-        """All tiers. A workload that raises here leaves `problem`, not an exception."""
-        import torch
-
-        from sumgrad.reference import compute_reference
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            for tier, job in self._jobs.items():
-                self.found[tier] = compute_reference(
-                    job, progress=lambda text, tier=tier: progress(f"{tier}: {text}")
-                )
-        except Exception as error:
-            self.problem = f"the reference raised {type(error).__name__}: {error}"
-        finally:
-            torch.set_num_threads(threads)
-
-    def write(self, directory: Path) -> None:
-        from sumgrad.record import write_reference
-
-        for tier, references in self.found.items():
-            write_reference(directory, tier, references)
-
-    def write_partials(self, directory: Path, tier: str, step: int) -> None:
-        """Partials of a step and of the one before it, in float64."""
-        from sumgrad.record import write_partials
-        from sumgrad.reference import compute_partials
-
-        producer = self.plan.producer_pool
-        cuts = self.plan.offsets[producer] if producer else (0, self.spec.declaration.num_rows)
-        partials = compute_partials(
-            self._jobs[tier],
-            steps=[s for s in (step - 1, step) if s >= 0],
-            local_rows=list(zip(cuts, cuts[1:], strict=False)),
-        )
-        write_partials(directory, tier, partials)
+    directory: Path
+    spec: RunSpec
+    workload: Workload
+    outcomes: Sequence[RankOutcome]
 
 
-def finish(
-    directory: Path,
-    spec: RunSpec,
-    references: Reference,
-    outcomes: Sequence[RankOutcome],
-    progress: Progress,
-) -> Verdict:
-    """Store the reference, judge, explain a failure, check the prediction, write the verdict."""
+def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Verdict:
+    """Judge, explain a failure, check a planted fault's prediction, write the verdict.
+
+    problems: why a reference is missing, if one is.
+    """
+    from sumgrad.check_reference import store_partials
     from sumgrad.judge import judge, prediction_agrees
 
-    write_outcomes(directory, outcomes)
-    references.write(directory)
+    directory, spec = run.directory, run.spec
+    write_outcomes(directory, run.outcomes)
     progress("comparing")
     record = load_record(directory)
     verdict = judge(record)
     wanted = _failing_step(verdict, spec)
     if wanted is not None:
         progress("recovering the coefficients")
-        references.write_partials(directory, *wanted)
+        tier, step = wanted
+        store_partials(directory, spec, run.workload, tier, step)
         record = load_record(directory)
         verdict = judge(record)
     data = dict(verdict.data)
     reasons = verdict.reasons
-    if references.problem:
-        reasons = (*reasons, references.problem)
+    if problems:
+        reasons = (*reasons, *problems)
         data["not_compared"] = list(reasons)
     if spec.fault:
-        fault = find_fault(spec.fault)
-        visible = is_visible(fault, references.plan, steps=spec.steps)
+        fault, plan = find_fault(spec.fault), record.plan
+        visible = is_visible(fault, plan, steps=spec.steps)
         data["fault_report"] = {
             "story": fault.story,
             "visible": visible,
-            "breaks_law": breaks_law(fault, references.plan),
-            "prediction": prediction_agrees(record, fault.plant(references.plan)),
+            "breaks_law": breaks_law(fault, plan),
+            "prediction": prediction_agrees(record, fault.plant(plan)),
         }
     data = finite(data)
     verdict = replace(verdict, reasons=reasons, data=data)
@@ -312,12 +260,6 @@ def _flags(options: CheckOptions, steps: int) -> list[str]:
     if options.law != "enforce":
         flags += ["--law", options.law]
     return flags
-
-
-def _torch_dtype(name: str) -> Any:
-    import torch
-
-    return getattr(torch, name)
 
 
 def torchrun_command(topology: Topology, path: Path) -> str:

@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sumgrad.rank import RankEnv, enter_rank, rank_file
+from sumgrad.rank import HELPERS, RankEnv, enter_rank, rank_file
 
 STOP_GRACE_S, KILL_GRACE_S = 3.0, 5.0
+HELPER_PATIENCE = 10  # a reference may take longer than its ranks
+
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class _Rank:
     rank: int
     pid: int
     started: float
+    helper: bool = False
     exit_code: int | None = None
     seconds: float | None = None
 
@@ -48,6 +51,10 @@ class _Job:
     @property
     def living(self) -> list[_Rank]:
         return [rank for rank in self.ranks if rank.exit_code is None]
+
+    @property
+    def living_ranks(self) -> list[_Rank]:
+        return [rank for rank in self.living if not rank.helper]
 
 
 def serve(connection: socket.socket, *, preload: list[str]) -> None:
@@ -66,9 +73,10 @@ def serve(connection: socket.socket, *, preload: list[str]) -> None:
 def _run(connection: socket.socket, request: dict[str, Any]) -> None:
     started = time.monotonic()
     ranks = []
-    for rank in range(request["num_ranks"]):
-        start = _spawn if request["start"] == "spawn" else _fork
-        ranks.append(_Rank(rank, start(connection, request, rank), time.monotonic()))
+    start = _spawn if request["start"] == "spawn" else _fork
+    for rank in range(request["num_ranks"] + len(request["helpers"])):
+        pid = start(connection, request, rank)
+        ranks.append(_Rank(rank, pid, time.monotonic(), rank >= request["num_ranks"]))
     job = _Job(request, ranks, deadline=started + request["timeout_s"])
     try:
         while job.living:
@@ -97,12 +105,16 @@ def _reap(connection: socket.socket, job: _Job) -> None:
 
 
 def _enforce(job: _Job) -> None:
-    """First death or the deadline: ask the others to write down where they are, then kill."""
+    """First death or the deadline: ask the others to write down where they are, then kill.
+
+    Helpers join no collective, so a rank's death does not end them; their own watchdogs do.
+    """
     now = time.monotonic()
     directory = Path(job.request["directory"])
     if job.stop_at is None:
         died = any(
-            r.exit_code is not None
+            not r.helper
+            and r.exit_code is not None
             and (r.exit_code != 0 or not rank_file(directory, r.rank, ".json").exists())
             for r in job.ranks
         )
@@ -112,10 +124,10 @@ def _enforce(job: _Job) -> None:
             job.stop_at = now + 1.0
     if job.stop_at is not None and job.kill_at is None and now > job.stop_at:
         job.kill_at = now + KILL_GRACE_S
-        for rank in job.living:
+        for rank in job.living_ranks:
             _kill(rank.pid, signal.SIGUSR1)
     if job.kill_at is not None and now > job.kill_at:
-        for rank in job.living:
+        for rank in job.living_ranks:
             _kill(rank.pid, signal.SIGKILL)
 
 
@@ -128,7 +140,7 @@ def _fork(connection: socket.socket, request: dict[str, Any], rank: int) -> int:
         connection.close()
         die_with_parent()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        _redirect(rank_file(Path(request["directory"]), rank, ".log"))
+        _redirect(_log(request, rank))
         code = _enter(request, rank)
     except BaseException:
         traceback.print_exc()
@@ -142,7 +154,7 @@ def _spawn(connection: socket.socket, request: dict[str, Any], rank: int) -> int
     file = Path(request["rendezvous"]).with_name("request.json")
     if not file.exists():
         file.write_text(json.dumps(request))
-    log = str(rank_file(Path(request["directory"]), rank, ".log"))
+    log = str(_log(request, rank))
     command = [sys.executable, "-m", "sumgrad.fork_server", "--rank", str(rank), str(file)]
     write = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     actions = [
@@ -161,14 +173,26 @@ def _enter(request: dict[str, Any], rank: int) -> int:
     torch.set_num_threads(1)
     os.chdir(request["cwd"])
     sys.path[:] = request["sys_path"]
+    directory, number = _place(request, rank)
     env = RankEnv(
-        rank=rank,
+        rank=number,
         world_size=request["num_ranks"],
-        directory=Path(request["directory"]),
+        directory=directory,
         rendezvous=Path(request["rendezvous"]),
-        timeout_s=request["timeout_s"],
+        timeout_s=request["timeout_s"] * (1 if rank < request["num_ranks"] else HELPER_PATIENCE),
     )
-    return enter_rank(env, request["target"], request["arguments"])
+    work = request if rank < request["num_ranks"] else request["helpers"][number]
+    return enter_rank(env, work["target"], work["arguments"])
+
+
+def _place(request: dict[str, Any], rank: int) -> tuple[Path, int]:
+    """Directory and number of a process: helpers have a record of their own, below `helpers/`."""
+    directory, num_ranks = Path(request["directory"]), request["num_ranks"]
+    return (directory, rank) if rank < num_ranks else (directory / HELPERS, rank - num_ranks)
+
+
+def _log(request: dict[str, Any], rank: int) -> Path:
+    return rank_file(*_place(request, rank), ".log")
 
 
 def _redirect(log: Path) -> None:

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, Literal
 
 from sumgrad.endings import outcome_from_record
 from sumgrad.outcome import RankOutcome
-from sumgrad.rank import read_end_record
+from sumgrad.rank import HELPERS
 
 Progress = Callable[[str], None]
 SINGLE_THREAD = {
@@ -35,10 +34,18 @@ PRELOAD_TORCH = ("torch", "torch.distributed", "torch._dynamo", "safetensors.tor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Helper:
+    """`target(guard, **arguments)` in one process beside the ranks, outside their group."""
+
+    target: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
     """`target(guard, **arguments)` on every rank. directory: exists, empty; holds `ranks/`.
 
-    pools: rank -> pool name, for the outcomes. timeout_s: seconds until every rank must be done.
+    helpers: processes of no rank that run at the same time, recorded under `helpers/`. pools: rank -> pool name, for the outcomes. timeout_s: seconds until every rank must be done.
     """
 
     target: str
@@ -46,6 +53,7 @@ class RankJob:
     directory: Path
     arguments: Mapping[str, Any] = field(default_factory=dict)
     pools: Sequence[str] = ()
+    helpers: Sequence[Helper] = ()
     timeout_s: float = 60.0
     start: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
 
@@ -58,7 +66,7 @@ class Launcher:
     """A fork server and the socket to it. Use as a context manager; `run` as often as you like."""
 
     def __init__(self, *, preload: Sequence[str] = ()) -> None:
-        self._preload = [*PRELOAD_TORCH, "sumgrad.check_rank", *preload]
+        self._preload = [*PRELOAD_TORCH, "sumgrad.check_rank", "sumgrad.check_reference", "sumgrad.workloads.three_pool", *preload]
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self.threads: int | None = None
@@ -98,7 +106,7 @@ class Launcher:
             self.threads = int(self._event()["threads"])
 
     def run(self, job: RankJob, *, progress: Progress = lambda _: None) -> list[RankOutcome]:
-        """Run a job to its end; exactly one outcome for each rank, in order."""
+        """Run a job to its end; exactly one outcome for each rank, then each helper, in order."""
         self.submit(job)
         return self.collect(job, progress=progress)
 
@@ -107,11 +115,14 @@ class Launcher:
         self.wait_ready()
         assert self._socket is not None
         (job.directory / "ranks").mkdir(parents=True, exist_ok=True)
+        if job.helpers:
+            (job.directory / HELPERS / "ranks").mkdir(parents=True, exist_ok=True)
         self._rendezvous = tempfile.mkdtemp(prefix="sumgrad-")
         request = {
             "target": job.target,
             "arguments": dict(job.arguments),
             "num_ranks": job.num_ranks,
+            "helpers": [{"target": h.target, "arguments": dict(h.arguments)} for h in job.helpers],
             "directory": str(job.directory.resolve()),
             "rendezvous": os.path.join(self._rendezvous, "store"),
             "timeout_s": job.timeout_s,
@@ -124,15 +135,18 @@ class Launcher:
     def collect(self, job: RankJob, *, progress: Progress = lambda _: None) -> list[RankOutcome]:
         """Wait for a submitted job's ranks."""
         ends: dict[int, dict[str, Any]] = {}
+        everyone = job.num_ranks + len(job.helpers)
         try:
             while "done" not in (event := self._event()):
                 ends[event["rank"]] = event
-                progress(f"{len(ends)} of {job.num_ranks} ranks ended")
+                num_ended = sum(rank < job.num_ranks for rank in ends)
+                waiting = "; waiting for the reference" if num_ended == job.num_ranks else ""
+                progress(f"{num_ended} of {job.num_ranks} ranks ended{waiting}")
         except LaunchError as error:
-            return [_lost(job, rank, ends.get(rank), str(error)) for rank in range(job.num_ranks)]
+            return [_lost(job, rank, ends.get(rank), str(error)) for rank in range(everyone)]
         finally:
             _remove(self._rendezvous)
-        return [_outcome(job, rank, ends[rank]) for rank in range(job.num_ranks)]
+        return [_outcome(job, rank, ends[rank]) for rank in range(everyone)]
 
     def close(self) -> None:
         """End the server, and with it any rank that still runs."""
@@ -160,27 +174,24 @@ class Launcher:
         return data
 
 
-def wait_for_records(
-    directory: Path, num_ranks: int, *, alive: Callable[[int], bool], deadline: float
-) -> None:
-    """Poll until every rank has an end record or is known dead, or until `deadline` (monotonic)."""
-    while time.monotonic() < deadline:
-        missing = [r for r in range(num_ranks) if read_end_record(directory, r) is None]
-        if not any(alive(rank) for rank in missing):
-            return
-        time.sleep(0.02)
-
-
 def _outcome(job: RankJob, rank: int, end: dict[str, Any]) -> RankOutcome:
-    pool = job.pools[rank] if job.pools else ""
-    return outcome_from_record(job.directory, rank, pool, exit_code=end["exit_code"])
+    helper = rank - job.num_ranks
+    if helper >= 0:
+        directory = job.directory / HELPERS
+        return outcome_from_record(directory, helper, "helper", exit_code=end["exit_code"])
+    return outcome_from_record(job.directory, rank, _pool(job, rank), exit_code=end["exit_code"])
 
 
 def _lost(job: RankJob, rank: int, end: dict[str, Any] | None, why: str) -> RankOutcome:
     if end is not None:
         return _outcome(job, rank, end)
-    pool = job.pools[rank] if job.pools else ""
-    return RankOutcome(rank=rank, pool=pool, status="missing", detail=why)
+    return RankOutcome(rank=rank, pool=_pool(job, rank), status="missing", detail=why)
+
+
+def _pool(job: RankJob, rank: int) -> str:
+    if rank >= job.num_ranks:
+        return "helper"
+    return job.pools[rank] if job.pools else ""
 
 
 def _remove(directory: str) -> None:

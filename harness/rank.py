@@ -27,6 +27,7 @@ from sumgrad.files import write_json
 from sumgrad.outcome import describe_operation
 
 EXIT_RAISED, EXIT_TIMED_OUT = 1, 124
+HELPERS = "helpers"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 

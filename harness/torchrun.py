@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sumgrad.check import CheckOptions, Reference, finish, make_directory, make_spec
+from sumgrad.check import CheckOptions, Run, finish, make_directory, make_spec
 from sumgrad.endings import outcome_from_record
 from sumgrad.errors import UserError
 from sumgrad.files import write_json
@@ -167,14 +167,26 @@ class _Member:
         return verdict.exit_code
 
     def _judge(self) -> Verdict:
-        references = Reference(self.spec, self.workload)
-        references.compute(lambda _: None)
+        from sumgrad.check_reference import store_reference
+
+        problems = []
+        for tier in self.spec.tiers:
+            try:
+                store_reference(self.env.directory, self.spec, self.workload, tier)
+            except Exception as error:
+                problems.append(f"the reference of tier {tier}: {type(error).__name__}: {error}")
         pools = self.spec.topology.pool_of
         outcomes = [
             outcome_from_record(self.env.directory, r, pools(r).name)
             for r in range(self.env.world_size)
         ]
-        return finish(self.env.directory, self.spec, references, outcomes, lambda _: None)
+        run = Run(
+            directory=self.env.directory,
+            spec=self.spec,
+            workload=self.workload,
+            outcomes=outcomes,
+        )
+        return finish(run, problems=problems, progress=lambda _: None)
 
     def _lowest_living(self) -> int:
         return next(r for r in range(self.env.world_size) if self._alive(r))

@@ -24,7 +24,7 @@ from sumgrad.workloads import three_pool_model as model
 
 COEFFICIENTS = {"stoch": 5.0, "faith": 3.0, "imp": 0.7, "ppgd": 2.0}
 IMP_POWER, IMP_BETA = 2, 0.5
-ASCENT_STEPS, ASCENT_RATE, ASCENT_SOFTENING = 2, 0.1, 1e-3
+ASCENT_STEPS, ASCENT_RATE, ASCENT_SOFTENING = 2, 0.01, 0.1
 UNEMBED_GAIN = 2.0
 MOVE = 0.03  # size of the drawn weight perturbation between steps, relative to the initialisation
 PUBLISHED: dict[str, Any] = {
@@ -163,7 +163,7 @@ def _initialisation(param: Param) -> tuple[float, float]:
     if param.name == "ci.in.bias":
         return 0.0, 0.1
     fan_in = param.shape[-1]
-    gain = {"V": 2.0, "U": 2.0}.get(param.name.rsplit(".", 1)[-1], 1.0)
+    gain = {"V": 1.75, "U": 1.75}.get(param.name.rsplit(".", 1)[-1], 1.0)
     if param.name == "ci.head.weight":
         gain = 0.3
     return 0.0, gain * fan_in**-0.5

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ LEAK = 0.01
 KINDS = ("v", "o", "up", "down")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of target and CI function. components: C, the rank of each site's U V."""
 
@@ -34,7 +35,7 @@ class Sizes:
     components: int
     ci_width: int
 
-    @property
+    @cached_property
     def sites(self) -> tuple[str, ...]:
         return tuple(f"{layer}.{kind}" for layer in range(self.layers) for kind in KINDS)
 
