@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
 from sumgrad.faults import plan_faults
 from sumgrad.topology import load_topology
 from sumgrad.workload import SHIPPED
@@ -48,8 +47,14 @@ def render_catalogue(found: dict[str, Any]) -> RenderableType:
     """The catalogue as tables."""
     parts: list[RenderableType] = []
     for title in ("workloads", "topologies", "faults"):
-        table = Table(title=title, title_justify="left", title_style="bold", box=None,
-                      pad_edge=False, show_header=False)
+        table = Table(
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            pad_edge=False,
+            show_header=False,
+        )
         for name, what in found[title].items():
             if title == "topologies":
                 table.add_row(name, f"{what['ranks']} ranks", what["why"])

@@ -39,7 +39,7 @@ MAX_LOCAL_RANKS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """The flags of a run. out: an absent or empty directory (default: a new one under .sumgrad/)."""
+    """The flags of a run. out: an absent or empty directory (default: a new one in .sumgrad/)."""
 
     topology: Path
     workload: str | None = None
@@ -79,10 +79,7 @@ def make_spec(options: CheckOptions, *, prefix: Sequence[str]) -> tuple[RunSpec,
         raise UserError("--kernels: triton kernels are not in this release; use torch or auto")
     if "bitwise" in options.tiers:
         raise UserError("--tiers: bitwise needs the invariant kernels of a later release")
-    if options.steps is not None:
-        steps = options.steps
-    else:
-        steps = fault.min_steps if fault else 1
+    steps = options.steps or (fault.min_steps if fault else 1)
     tiers = {t: "float64" if t == "structure" else options.dtype for t in options.tiers}
     spec = RunSpec(
         topology=topology,
@@ -267,6 +264,4 @@ def torchrun_command(topology: Topology, path: Path) -> str:
     script = os.path.relpath(Path(__file__).with_name("run.py"))
     name = os.path.basename(sys.argv[0]) if sys.argv[0].endswith("run.py") else script
     shown = sys.argv[0] if name == "run.py" else script
-    return (
-        f"torchrun --standalone --nproc-per-node {topology.world_size} {shown} --topology {path}"
-    )
+    return f"torchrun --standalone --nproc-per-node {topology.world_size} {shown} --topology {path}"

@@ -1,4 +1,4 @@
-"""What one rank does in a check: every tier, every step, then its record. Used by both launchers."""
+"""What one rank does in a check, under either launcher: every tier, every step, its record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from sumgrad.faults import find_fault
 from sumgrad.plan import Plan, build_plan
 from sumgrad.process_group import BACKEND, Ledger, register_backend
@@ -24,7 +23,7 @@ def check_rank(guard: RankGuard) -> dict[str, Any]:
     ledger = start_ledger(guard)
     dist.init_process_group(
         BACKEND,
-        store=dist.FileStore(str(env.rendezvous), env.world_size),
+        store=dist.FileStore(str(env.rendezvous), env.world_size),  # type: ignore[attr-defined]
         rank=env.rank,
         world_size=env.world_size,
         timeout=timedelta(seconds=env.timeout_s + 60),

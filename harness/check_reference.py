@@ -1,12 +1,12 @@
-"""Where a check's references are computed and stored: in a helper process, or by the judging rank."""
+"""A check's references, computed and stored by a helper process or by the judging rank."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
 from sumgrad.plan import build_plan
 from sumgrad.rank import RankGuard
 from sumgrad.record import RunSpec, read_spec, write_partials, write_reference
@@ -48,7 +48,7 @@ def store_partials(
         partials = compute_partials(
             reference_job(spec, workload, tier),
             steps=[s for s in (step - 1, step) if s >= 0],
-            local_rows=list(zip(cuts, cuts[1:], strict=False)),
+            local_rows=list(itertools.pairwise(cuts)),
         )
     finally:
         torch.set_num_threads(threads)

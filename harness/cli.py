@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
     faults = verbs.add_parser("faults", help="the kill matrix: topologies x planted faults")
     faults.add_argument("topologies", type=Path, nargs="*", metavar="T.yaml")
-    faults.add_argument("--fault", action="append", metavar="NAME", help="only this one; repeatable")
+    faults.add_argument("--fault", action="append", metavar="NAME", help="only this; repeatable")
     faults.add_argument("--seed", type=int, default=0)
     faults.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS")
     _common_flags(faults)
@@ -111,17 +111,28 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the precision tier")
     parser.add_argument(
-        "--tiers", type=_tiers, default=("structure", "precision"), help="comma-separated: "
-        + ", ".join(TIERS) + " (default: structure,precision)"
+        "--tiers",
+        type=_tiers,
+        default=("structure", "precision"),
+        help="comma-separated: " + ", ".join(TIERS) + " (default: structure,precision)",
     )
     parser.add_argument("--fault", metavar="NAME", help="plant this fault; see `sumgrad list`")
     parser.add_argument("--seed", type=int, default=0, help="of weights, text and draws")
-    parser.add_argument("--steps", type=_count, default=None, help="default: 1, or what a fault needs")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: a new one in .sumgrad/runs")
-    parser.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS",
-                        help="until every rank must be done (default: 120)")
-    parser.add_argument("--law", choices=("report", "enforce"), default="enforce",
-                        help="findings of the law warn, or fail (default)")
+    parser.add_argument("--steps", type=_count, default=None, help="default: 1")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: new, in .sumgrad/runs")
+    parser.add_argument(
+        "--timeout",
+        type=_positive,
+        default=120.0,
+        metavar="SECONDS",
+        help="until every rank must be done (default: 120)",
+    )
+    parser.add_argument(
+        "--law",
+        choices=("report", "enforce"),
+        default="enforce",
+        help="findings of the law warn, or fail (default)",
+    )
     parser.add_argument("--kernels", choices=("auto", "triton", "torch"), default=None)
 
 
@@ -180,7 +191,6 @@ def _torchrun() -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from rich.console import Console
-
     from sumgrad.faults import find_fault
     from sumgrad.plan import build_plan
     from sumgrad.plan_report import plan_to_json, render_plan
@@ -210,7 +220,6 @@ def _plan(args: argparse.Namespace) -> int:
 def _faults(args: argparse.Namespace) -> int:
     _decide_interpreter()
     from rich.console import Console
-
     from sumgrad.fault_matrix import default_topologies, render_matrix, run_matrix
     from sumgrad.launch import Launcher
 
@@ -294,7 +303,6 @@ def _options(args: argparse.Namespace) -> Any:
 
 def _show(verdict: Verdict, directory: Path, args: argparse.Namespace) -> None:
     from rich.console import Console
-
     from sumgrad.report import last_line, print_report
 
     if args.json:

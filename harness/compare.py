@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
-
 from sumgrad.plan import Norm, Plan
 from sumgrad.proof import expected_terms
 from sumgrad.record import RankRecord, RunRecord
 from sumgrad.reference import StepReference
-from sumgrad.tolerances import BLIND, noise_floor, threshold
+from sumgrad.tolerances import BLIND_PRECISION, BLIND_STRUCTURE, noise_floor, threshold
 from sumgrad.verdict import Status
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +46,7 @@ class TensorDiff:
     lost_share_caught: float
     index: tuple[int, ...]
     max_rel_same_dtype: float | None
+    l2_rel_same_dtype: float | None
 
     @property
     def smallest_scale_error_caught(self) -> float:
@@ -79,9 +79,6 @@ class ScalarDiff:
     step: int
     what: str
     text: str
-
-    def text_with_place(self) -> str:
-        return f"rank {self.rank}, {self.tier}, step {self.step}: {self.what}: {self.text}"
 
 
 def expect(
@@ -117,8 +114,9 @@ def compare_tensors(record: RunRecord) -> Iterator[TensorDiff]:
         dtype = record.spec.tiers[tier]
         for reference in references:
             for pool in plan.topology.pools:
-                names = [p.name for u in plan.units[pool.name] for p in
-                         plan.declaration.params_of(u)]
+                names = [
+                    p.name for u in plan.units[pool.name] for p in plan.declaration.params_of(u)
+                ]
                 for name in names:
                     wanted = expect(plan, reference, pool.name, name, tier=tier, dtype=dtype)
                     yield from _compare_pool(record, pool.name, name, tier, reference.step, wanted)
@@ -159,9 +157,10 @@ def _diff(
 ) -> TensorDiff:
     ref = wanted.value
     status: Status = "pass"
-    reason, index = None, ()
+    reason: str | None = None
+    index: tuple[int, ...] = ()
     max_abs = max_rel = l2_rel = float("nan")
-    ratio = same = None
+    ratio = same = same_l2 = None
     if got is None:
         status, reason = "fail", "this rank holds the parameter but wrote no gradient"
     elif got.shape != ref.shape:
@@ -176,7 +175,8 @@ def _diff(
         l2_rel = float(error.norm()) / norm if norm else float(error.norm())
         ratio = float((got.double() * ref).sum()) / norm**2 if norm else None
         if wanted.same_dtype is not None and size:
-            same = float((got.double() - wanted.same_dtype.double()).abs().max()) / size
+            distance = got.double() - wanted.same_dtype.double()
+            same, same_l2 = float(distance.abs().max()) / size, float(distance.norm()) / norm
         if not bool(torch.isfinite(got).all()):
             bad = ~torch.isfinite(got)
             index = tuple(torch.nonzero(bad)[0].tolist())
@@ -207,6 +207,7 @@ def _diff(
         else float("inf"),
         index=index,
         max_rel_same_dtype=same,
+        l2_rel_same_dtype=same_l2,
     )
 
 
@@ -217,14 +218,12 @@ def _power(wanted: Expected) -> dict[str, float]:
     return {term: need / size if size else float("inf") for term, size in sizes.items()}
 
 
-def _seen_enough(
-    wanted: Expected, power: dict[str, float], tier: str
-) -> tuple[Status, str | None]:
+def _seen_enough(wanted: Expected, power: dict[str, float], tier: str) -> tuple[Status, str | None]:
     if tier == "structure":
-        blind = [term for term, value in power.items() if value > BLIND]
+        blind = [term for term, value in power.items() if value > BLIND_STRUCTURE]
         if blind:
             return "unknown", f"a wrong factor on {', '.join(blind)} would not have been seen"
-    elif wanted.threshold + wanted.floor > BLIND * float(wanted.value.abs().max()):
+    elif wanted.threshold + wanted.floor > BLIND_PRECISION * float(wanted.value.abs().max()):
         return "unknown", "the noise of this dtype would have hidden a wrong factor"
     return "pass", None
 
@@ -237,8 +236,9 @@ def compare_replicas(record: RunRecord) -> Iterator[ScalarDiff]:
             for other in held[1:]:
                 for (tier, step), grads in first.grads.items():
                     theirs = other.grads.get((tier, step), {})
-                    names = [n for n, g in grads.items()
-                             if n in theirs and not same_bits(g, theirs[n])]
+                    names = [
+                        n for n, g in grads.items() if n in theirs and not same_bits(g, theirs[n])
+                    ]
                     if names:
                         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                         text = (
@@ -267,7 +267,10 @@ def compare_scalars(record: RunRecord, diffs: list[TensorDiff]) -> Iterator[Scal
 
 
 def _scalar_problems(
-    info: dict, reference: StepReference, max_norm: float, slack: float  # type: ignore[type-arg]
+    info: dict,
+    reference: StepReference,
+    max_norm: float,
+    slack: float,
 ) -> Iterator[tuple[str, str]]:
     for term, count in info["counts"].items():
         if count != reference.counts[term]:

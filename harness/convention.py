@@ -158,4 +158,3 @@ def _counts(grad: torch.Tensor, replicas: Group | Sequence[Group]) -> bool:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local is not None else tensor
-

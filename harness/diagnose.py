@@ -1,8 +1,9 @@
 """Recover the coefficients of a failed run and name the cause they prove.
 
-The seven steps of docs/diagnosis.md: float64 first; bit-identical replicas once; fit the deviation from
-one; hypotheses of the plan, then one free factor, then two, then least squares; accepted only when
-the whole residual is under the tier's threshold; names from the plan's edges, then from the sizes.
+The seven steps of docs/diagnosis.md: float64 first; bit-identical replicas once; fit the
+deviation from one; hypotheses of the plan, then one free factor, then two, then least squares;
+accepted only when the whole residual is under the tier's threshold; names from the plan's edges,
+then from the sizes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import torch
-from torch import Tensor
-
 from sumgrad.compare import Expected, TensorDiff, expect, same_bits
 from sumgrad.fit import Fit, as_fraction, fit_deviation
 from sumgrad.hypotheses import Hypothesis, factor_names, hypotheses
@@ -24,6 +23,7 @@ from sumgrad.proof import Coefficient, expected_terms
 from sumgrad.record import RunRecord
 from sumgrad.schedule import Mismatch, compare_ledger
 from sumgrad.verdict import Diagnosis, RecoveredCoefficient
+from torch import Tensor
 
 MAX_INTERVALS = 48
 MAX_ALSO = 4
@@ -197,9 +197,7 @@ def _same(a: Sequence[Coefficient], b: Sequence[Coefficient]) -> bool:
     return key(a) == key(b)
 
 
-def _explain(
-    case: Case, accepted: Sequence[Accepted], mismatches: Sequence[Mismatch]
-) -> Diagnosis:
+def _explain(case: Case, accepted: Sequence[Accepted], mismatches: Sequence[Mismatch]) -> Diagnosis:
     best = accepted[0].hypothesis
     equal = [a.hypothesis for a in accepted[1:] if a.mismatches == accepted[0].mismatches]
     also = [h.cause for h in equal if h.rank <= best.rank + 2]
@@ -278,8 +276,11 @@ def _measure(case: Case, plan: Plan) -> Iterator[RecoveredCoefficient]:
         cells = [c for c in cells if _column(case, holder, c) is not None]
         if any(c.weight is None for c in cells) or len(cells) > MAX_INTERVALS:
             cells = _whole_terms(case, holder)
-            unknown = {c.term for c in prediction.coefficients(
-                holder.pool, holder.unit, holder.rank) if c.weight is None}
+            unknown = {
+                c.term
+                for c in prediction.coefficients(holder.pool, holder.unit, holder.rank)
+                if c.weight is None
+            }
         else:
             unknown = set()
         fit = _fit(case, holder, cells)
@@ -371,9 +372,7 @@ def _fit_factors(
     return tuple(replace(d, because=d.because + evidence) for d in merged), tuple(coefficients)
 
 
-def _fit_holder(
-    case: Case, holder: Holder
-) -> tuple[Diagnosis, list[RecoveredCoefficient]]:
+def _fit_holder(case: Case, holder: Holder) -> tuple[Diagnosis, list[RecoveredCoefficient]]:
     best: tuple[float, str, Fit] | None = None
     for label, groups in _groupings(case, holder):
         columns = [_sum_columns(case, holder, group) for group in groups]
@@ -394,9 +393,7 @@ def _fit_holder(
     ), []
 
 
-def _groupings(
-    case: Case, holder: Holder
-) -> Iterator[tuple[str, list[list[Coefficient]]]]:
+def _groupings(case: Case, holder: Holder) -> Iterator[tuple[str, list[list[Coefficient]]]]:
     """Sets of cells that get one free factor each, fewest factors first."""
     terms = _whole_terms(case, holder)
     yield "one factor on everything", [terms]
@@ -407,8 +404,8 @@ def _groupings(
     single += [(f"a factor on {t.term} of {t.producer}", [t]) for t in terms]
     for cells in _by_rank_rows(case, terms):
         single.append(cells)
-    for label, cells in single:
-        yield label, [cells]
+    for label, alone in single:
+        yield label, [alone]
     for (label_a, a), (label_b, b) in combinations(single[: 3 * len(terms)], 2):
         yield f"{label_a} and {label_b}", [a, b]
     yield "a factor on each term", [[t] for t in terms]
@@ -439,7 +436,7 @@ def _intervals(case: Case, cell: Coefficient) -> list[Coefficient]:
     if case.plan.producer_pool and case.plan.declaration.term(cell.term).reads_quantity:
         cuts |= set(case.plan.offsets[case.plan.producer_pool])
     ordered = sorted(cuts)
-    return [replace(cell, rows=(a, b)) for a, b in zip(ordered, ordered[1:], strict=False)]
+    return [replace(cell, rows=(a, b)) for a, b in pairwise(ordered)]
 
 
 def _sum_columns(case: Case, holder: Holder, cells: Sequence[Coefficient]) -> Tensor:
@@ -564,7 +561,9 @@ def _not_finite(record: RunRecord, diffs: Sequence[TensorDiff]) -> tuple[Diagnos
     because = tuple(f"the contribution {s} is not finite before its reduction" for s in sources[:3])
     return (
         Diagnosis(
-            cause=cause, kind="not_finite", ranks=tuple(sorted({d.rank for d in bad})),
+            cause=cause,
+            kind="not_finite",
+            ranks=tuple(sorted({d.rank for d in bad})),
             because=because,
         ),
     )

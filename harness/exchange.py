@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+Label = Callable[[str], AbstractContextManager[Any]]
 _MAGIC = 0x53554D47  # "SUMG"
 
 
@@ -47,7 +48,7 @@ def exchange(
     sends: Sequence[Parcel],
     receives: Sequence[Parcel],
     *,
-    label: Callable[[str], AbstractContextManager[None]] = nullcontext,
+    label: Label = nullcontext,
 ) -> None:
     """Deliver all parcels; returns when every receive buffer is filled. Raises MessageError.
 
@@ -77,7 +78,7 @@ def _post(
     call: Callable[..., Any],
     tensor: torch.Tensor,
     parcel: Parcel,
-    label: Callable[[str], AbstractContextManager[None]],
+    label: Label,
     *,
     odd: int,
 ) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
 from sumgrad.catalogue import shipped_topologies
 from sumgrad.check import CheckOptions, run_check
 from sumgrad.faults import plan_faults

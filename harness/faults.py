@@ -7,12 +7,13 @@ neither and must find the cause by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from sumgrad.errors import UserError
-from sumgrad.plan import Emission, Plan, Reduction, Statistic, Transfer, messages
+from sumgrad.plan import Edge, Emission, Plan, Reduction, Statistic, Transfer, messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ def breaks_law(fault: Fault, plan: Plan) -> bool:
     return fault.breaks_law and _size(plan, "ci") > 1
 
 
-def _edit(plan: Plan, edges: tuple, **change: object) -> Plan:  # type: ignore[type-arg]
+def _edit(plan: Plan, edges: Iterable[Edge], **change: Any) -> Plan:
     for edge in edges:
         plan = plan.with_edge(replace(edge, **change))
     return plan

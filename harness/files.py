@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def write_json(path: Path, data: Any) -> None:
 
 def finite(value: Any) -> Any:
     """The same data with non-finite floats as "nan", "inf" or "-inf"."""
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+    if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -44,8 +45,10 @@ def fit_deviation(columns: Sequence[Tensor], deviation: Tensor) -> Fit:
     sigma = noise * ((vh.T * inverse).square().sum(1)).sqrt() / safe
     lost = 1 - (vh.T[:, keep]).square().sum(1) if bool(keep.any()) else torch.ones_like(lengths)
     known = (lengths > 0) & (lost < 1e-6)
-    values = [float(1 + v / n) if ok else None
-              for v, n, ok in zip(solved, safe, known.tolist(), strict=True)]
+    values = [
+        float(1 + v / n) if ok else None
+        for v, n, ok in zip(solved, safe, known.tolist(), strict=True)
+    ]
     size = float(deviation.square().sum())
     explained = 1 - float(residual.square().sum()) / size if size else 0.0
     return Fit(
@@ -58,7 +61,7 @@ def fit_deviation(columns: Sequence[Tensor], deviation: Tensor) -> Fit:
 
 def as_fraction(value: float | None, sigma: float | None) -> Fraction | None:
     """The simplest fraction within the error, if there is one that is clearly simpler."""
-    if value is None or sigma is None or value != value:
+    if value is None or sigma is None or not math.isfinite(value):
         return None
     error = max(4 * sigma, 1e-12 * max(1.0, abs(value)))
     if error > 0.05:

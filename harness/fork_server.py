@@ -28,7 +28,6 @@ STOP_GRACE_S, KILL_GRACE_S = 3.0, 5.0
 HELPER_PATIENCE = 10  # a reference may take longer than its ranks
 
 
-
 @dataclass(slots=True)
 class _Rank:
     rank: int
@@ -63,8 +62,10 @@ def serve(connection: socket.socket, *, preload: list[str]) -> None:
     for name in preload:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    _send(connection, {"ready": os.getpid(), "threads": threads,
-                       "seconds": round(time.monotonic() - started, 3)})
+    _send(
+        connection,
+        {"ready": os.getpid(), "threads": threads, "seconds": round(time.monotonic() - started, 3)},
+    )
     for line in connection.makefile("r"):
         request = json.loads(line)
         _run(connection, request)
@@ -74,9 +75,10 @@ def _run(connection: socket.socket, request: dict[str, Any]) -> None:
     started = time.monotonic()
     ranks = []
     start = _spawn if request["start"] == "spawn" else _fork
-    for rank in range(request["num_ranks"] + len(request["helpers"])):
-        pid = start(connection, request, rank)
-        ranks.append(_Rank(rank, pid, time.monotonic(), rank >= request["num_ranks"]))
+    for number in range(request["num_ranks"] + len(request["helpers"])):
+        pid = start(connection, request, number)
+        helper = number >= request["num_ranks"]
+        ranks.append(_Rank(number, pid, time.monotonic(), helper))
     job = _Job(request, ranks, deadline=started + request["timeout_s"])
     try:
         while job.living:

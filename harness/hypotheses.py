@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from sumgrad.plan import (
     Edge,
@@ -84,7 +85,10 @@ def _reduction_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
             what = f"the {pool.name} reduction"
             if len(whole) > 1 and len(edges) == 1:
                 what = f"the {pool.name} reduction of {edges[0].unit}"
-            common = {"edges": tuple(e.name for e in edges), "ranks": tuple(pool.ranks)}
+            common: dict[str, Any] = {
+                "edges": tuple(e.name for e in edges),
+                "ranks": tuple(pool.ranks),
+            }
             later = 0 if len(edges) == len(whole) else 1
             size, symbol = Fraction(pool.size), pool.symbol
             yield Hypothesis(
@@ -177,7 +181,11 @@ def _statistic_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
         pool = plan.topology.pool(edge.pool)
         if pool.size == 1:
             continue
-        common = {"edges": (edge.name,), "term": edge.term, "ranks": tuple(pool.ranks)}
+        common: dict[str, Any] = {
+            "edges": (edge.name,),
+            "term": edge.term,
+            "ranks": tuple(pool.ranks),
+        }
         yield Hypothesis(
             cause=f"{edge.term} is evaluated at each rank's own sums, not at the global ones; "
             f"no coefficient describes that",
@@ -236,7 +244,10 @@ def _message_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
             )
     for handoff in plan.select(Handoff):
         src = plan.topology.pool(handoff.src)
-        common = {"edges": (handoff.name,), "ranks": (handoff.src_rank, handoff.dst_rank)}
+        common: dict[str, Any] = {
+            "edges": (handoff.name,),
+            "ranks": (handoff.src_rank, handoff.dst_rank),
+        }
         yield Hypothesis(
             cause=f"the gradient that {handoff.src} hands to {handoff.dst} never arrives",
             kind="lost_handoff",

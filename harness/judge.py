@@ -1,8 +1,8 @@
 """Judging: from a stored record to a Verdict. Starts no process, needs no GPU and no workload.
 
 PASS means: every rank ended well, every tensor of every rank was compared in every tier and step,
-the comparison would have seen a wrong factor, the counts, weights and norms are the reference's, and
-every ledger equals the plan. Whatever could not be compared is UNKNOWN.
+the comparison would have seen a wrong factor, the counts, weights and norms are the reference's,
+and every ledger equals the plan. Whatever could not be compared is UNKNOWN.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ def judge(record: RunRecord) -> Verdict:
     reasons = _not_compared(record)
     tiers = tuple(_tier(record, tier, diffs, scalars) for tier in record.spec.tiers)
     diagnoses, coefficients = diagnose(record, diffs, mismatches)
-    findings = tuple(dict.fromkeys([s.text_with_place() for s in scalars]))
+    findings = _merge_scalars(scalars)
     law = tuple(str(m) for m in mismatches)
     enforced = record.spec.law == "enforce"
     statuses: list[Status] = [tier.status for tier in tiers]
-    statuses += ["unknown"] * bool(reasons) + ["fail"] * bool(law and enforced)
+    if reasons:
+        statuses.append("unknown")
+    if law and enforced:
+        statuses.append("fail")
     verdict = Verdict(
         status=merge(statuses),
         tiers=tiers,
@@ -54,8 +57,9 @@ def judge(record: RunRecord) -> Verdict:
         reasons=reasons,
     )
     data = _to_json(record, verdict, diffs)
-    return Verdict(**{**{f: getattr(verdict, f) for f in Verdict.__dataclass_fields__},
-                      "data": finite(data)})
+    return Verdict(
+        **{**{f: getattr(verdict, f) for f in Verdict.__dataclass_fields__}, "data": finite(data)}
+    )
 
 
 def ledger_mismatches(record: RunRecord) -> list[Mismatch]:
@@ -107,8 +111,11 @@ def prediction_agrees(record: RunRecord, faulty: Any) -> dict[str, Any]:
 
 def _not_compared(record: RunRecord) -> tuple[str, ...]:
     place = record.plan.topology.place
-    reasons = [f"{place(o.rank)}: {o.status}" + (f", {o.detail}" if o.detail else "")
-               for o in record.outcomes if not o.ok]
+    reasons = [
+        f"{place(o.rank)}: {o.status}" + (f", {o.detail}" if o.detail else "")
+        for o in record.outcomes
+        if not o.ok
+    ]
     complete = complete_ranks(record)
     reasons += [
         f"{place(o.rank)}: ended well, but its gradients are missing or damaged"
@@ -119,6 +126,17 @@ def _not_compared(record: RunRecord) -> tuple[str, ...]:
     if not record.spec.tiers:
         reasons.append("no tier was asked for, so nothing was compared")
     return tuple(dict.fromkeys(reasons))
+
+
+def _merge_scalars(scalars: Sequence[ScalarDiff]) -> tuple[str, ...]:
+    """One line for equal findings of several ranks."""
+    merged: dict[tuple[str, int, str, str], list[int]] = {}
+    for s in scalars:
+        merged.setdefault((s.tier, s.step, s.what, s.text), []).append(s.rank)
+    return tuple(
+        f"{what}, {tier}, step {step}, rank {', '.join(map(str, ranks))}: {text}"
+        for (tier, step, what, text), ranks in merged.items()
+    )
 
 
 def _tier(
@@ -138,6 +156,7 @@ def _tier(
     judged = [d for d in mine if d.max_abs == d.max_abs]
     worst = max(judged, key=lambda d: d.max_rel, default=None)
     same = [d.max_rel_same_dtype for d in judged if d.max_rel_same_dtype is not None]
+    same_l2 = [d.l2_rel_same_dtype for d in judged if d.l2_rel_same_dtype is not None]
     return TierVerdict(
         name=tier,
         dtype=record.spec.tiers[tier],
@@ -147,6 +166,7 @@ def _tier(
         worst_of_threshold=max((d.of_threshold for d in judged), default=None),
         median_of_threshold=median([d.of_threshold for d in judged]) if judged else None,
         worst_rel_same_dtype=max(same, default=None) if tier != "structure" else None,
+        worst_l2_rel_same_dtype=max(same_l2, default=None) if tier != "structure" else None,
         reasons=tuple(reasons),
     )
 
@@ -160,8 +180,10 @@ def _to_json(record: RunRecord, verdict: Verdict, diffs: Sequence[TensorDiff]) -
         "topology": {
             "name": topology.name,
             "world_size": topology.world_size,
-            "pools": {p.name: {"role": p.role, "axes": dict(p.axes), "ranks": list(p.ranks)}
-                      for p in topology.pools},
+            "pools": {
+                p.name: {"role": p.role, "axes": dict(p.axes), "ranks": list(p.ranks)}
+                for p in topology.pools
+            },
         },
         "workload": spec.declaration.workload,
         "fault": spec.fault,
@@ -201,6 +223,8 @@ def _tensor_json(d: TensorDiff) -> dict[str, Any]:
         "smallest_lost_share_caught": d.lost_share_caught,
         "scale_error_caught_by_term": d.power,
         "index": list(d.index),
+        "max_rel_same_dtype": d.max_rel_same_dtype,
+        "l2_rel_same_dtype": d.l2_rel_same_dtype,
     }
 
 

@@ -27,8 +27,7 @@ from sumgrad.rank import HELPERS
 
 Progress = Callable[[str], None]
 SINGLE_THREAD = {
-    name: "1"
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 }
 PRELOAD_TORCH = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch")
 
@@ -45,7 +44,8 @@ class Helper:
 class RankJob:
     """`target(guard, **arguments)` on every rank. directory: exists, empty; holds `ranks/`.
 
-    helpers: processes of no rank that run at the same time, recorded under `helpers/`. pools: rank -> pool name, for the outcomes. timeout_s: seconds until every rank must be done.
+    helpers: processes of no rank that run at the same time, recorded under `helpers/`.
+    pools: rank -> pool name, for the outcomes. timeout_s: seconds until every rank must be done.
     """
 
     target: str
@@ -66,7 +66,13 @@ class Launcher:
     """A fork server and the socket to it. Use as a context manager; `run` as often as you like."""
 
     def __init__(self, *, preload: Sequence[str] = ()) -> None:
-        self._preload = [*PRELOAD_TORCH, "sumgrad.check_rank", "sumgrad.check_reference", "sumgrad.workloads.three_pool", *preload]
+        self._preload = [
+            *PRELOAD_TORCH,
+            "sumgrad.check_rank",
+            "sumgrad.check_reference",
+            "sumgrad.workloads.three_pool",
+            *preload,
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self.threads: int | None = None

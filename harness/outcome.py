@@ -38,11 +38,12 @@ def outcome_to_json(outcome: RankOutcome) -> dict[str, Any]:
 
 
 def outcome_from_json(data: Mapping[str, Any]) -> RankOutcome:
-    return RankOutcome(**{f: data.get(f) for f in RankOutcome.__dataclass_fields__})
+    fields: dict[str, Any] = {f: data.get(f) for f in RankOutcome.__dataclass_fields__}
+    return RankOutcome(**fields)
 
 
 def describe_operation(event: Mapping[str, Any] | None) -> str | None:
-    """A ledger event in words: `allreduce(SUM) of 12 float64 over ranks 0-3 [edge], at step.py:99`."""
+    """A ledger event in words: `allreduce(SUM) of 12 float64 over ranks 0-3 [edge], at a.py:9`."""
     if event is None:
         return None
     reduce = f"({event['reduce']})" if event.get("reduce") else ""

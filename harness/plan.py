@@ -19,10 +19,9 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-
 from sumgrad.declaration import Declaration, Role
 from sumgrad.errors import UserError
 from sumgrad.topology import Pool, Topology
@@ -56,7 +55,7 @@ class Statistic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
-    """A term's partial enters the gradients: from every rank's rows, from the leader, or from all."""
+    """A term's partial enters the gradients: of every rank's rows, of the leader, or of all."""
 
     name: str
     pool: str
@@ -162,10 +161,10 @@ class Plan:
         edges = tuple(edge if old.name == edge.name else old for old in self.edges)
         return replace(self, edges=edges, _by_name={})
 
-    def select(self, kind: type, *, pool: str | None = None) -> tuple:  # type: ignore[type-arg]
+    def select(self, kind: type, *, pool: str | None = None) -> tuple[Any, ...]:
         """Edges of one kind, in step order; `pool` restricts those that belong to one pool."""
         found = (edge for edge in self.edges if isinstance(edge, kind))
-        return tuple(e for e in found if pool is None or e.pool == pool)
+        return tuple(e for e in found if pool is None or getattr(e, "pool", None) == pool)
 
     def rows(self, rank: int) -> tuple[int, int]:
         """The half-open interval of global rows that a rank owns; empty where a == b."""
@@ -322,7 +321,7 @@ def _reductions(pool: Pool, units: Mapping[str, tuple[str, ...]]) -> Iterator[Re
 
 
 def overlaps(plan: Plan, transfer: Transfer) -> tuple[np.ndarray, ...]:
-    """All messages of a transfer as arrays: src member, dst member, first row, row past the last."""
+    """All messages of a transfer as arrays: src member, dst member, first row, end row."""
     src = np.asarray(plan.offsets[transfer.src], dtype=np.int64)
     dst = np.asarray(plan.offsets[transfer.dst], dtype=np.int64)
     cuts = np.unique(np.concatenate([src, dst]))
@@ -336,7 +335,7 @@ def overlaps(plan: Plan, transfer: Transfer) -> tuple[np.ndarray, ...]:
 
 
 def messages(plan: Plan, transfer: Transfer, *, rank: int | None = None) -> list[Message]:
-    """The messages of a transfer that are sent (weight not 0), or those of one rank, in row order."""
+    """The messages of a transfer that are sent (weight not 0), or one rank's, in row order."""
     src_ranks = plan.topology.pool(transfer.src).ranks
     dst_ranks = plan.topology.pool(transfer.dst).ranks
     weights = dict(transfer.overrides)

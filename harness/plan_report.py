@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
 from sumgrad.files import finite
 from sumgrad.plan import Emission, Handoff, Plan, Reduction, Statistic, Transfer, overlaps
 from sumgrad.proof import Coefficient, Proof
@@ -27,7 +27,14 @@ def render_plan(plan: Plan, proof: Proof) -> RenderableType:
         f"  {topology.world_size} ranks, {plan.declaration.num_rows} rows, "
         f"{sum(plan.declaration.row_lengths)} valid positions",
     )
-    parts: list[RenderableType] = [head, Text(""), _rank_map(plan), Text(""), _edges(plan), Text("")]
+    parts: list[RenderableType] = [
+        head,
+        Text(""),
+        _rank_map(plan),
+        Text(""),
+        _edges(plan),
+        Text(""),
+    ]
     wrong = [c for c in proof.coefficients if c.weight != 1]
     if wrong:
         parts += [_coefficients(wrong), Text("")]
@@ -83,13 +90,21 @@ def _rank_map(plan: Plan) -> Table:
     lengths = plan.declaration.row_lengths
     for pool in plan.topology.pools:
         cuts = plan.offsets[pool.name]
-        rows = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
-        valid = [sum(lengths[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
-        span = ranks(pool.ranks) if pool.size <= MAX_RANKS_LISTED else (
-            f"{pool.ranks[0]}-{pool.ranks[-1]}"
+        rows = [b - a for a, b in itertools.pairwise(cuts)]
+        valid = [sum(lengths[a:b]) for a, b in itertools.pairwise(cuts)]
+        span = (
+            ranks(pool.ranks)
+            if pool.size <= MAX_RANKS_LISTED
+            else (f"{pool.ranks[0]}-{pool.ranks[-1]}")
         )
-        table.add_row(pool.name, pool.role, span, _units(plan.units[pool.name]),
-                      _numbers(rows), _numbers(valid))
+        table.add_row(
+            pool.name,
+            pool.role,
+            span,
+            _units(plan.units[pool.name]),
+            _numbers(rows),
+            _numbers(valid),
+        )
     return table
 
 
@@ -119,8 +134,11 @@ def _edges(plan: Plan) -> Table:
 def _described(plan: Plan) -> Iterator[tuple[Any, str]]:
     for edge in plan.edges:
         if isinstance(edge, Emission):
-            who = {"leader": f"rank {plan.leader(edge.pool)} only", "rows": "every rank, its rows",
-                   "all": "every rank"}[edge.placement]
+            who = {
+                "leader": f"rank {plan.leader(edge.pool)} only",
+                "rows": "every rank, its rows",
+                "all": "every rank",
+            }[edge.placement]
             yield edge, f"{edge.term}: {who}"
         elif isinstance(edge, Transfer):
             yield edge, f"{len(overlaps(plan, edge)[0])} messages, {_units(edge.units)}"
@@ -135,8 +153,14 @@ def _described(plan: Plan) -> Iterator[tuple[Any, str]]:
 
 
 def _coefficients(wrong: list[Coefficient]) -> Table:
-    table = Table(title="coefficients that are not 1", title_justify="left", box=None,
-                  pad_edge=False, header_style="dim", title_style="dim")
+    table = Table(
+        title="coefficients that are not 1",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title_style="dim",
+    )
     for name in ("unit", "pool", "rank", "term", "computed by", "rows", "coefficient"):
         table.add_column(name)
     for c in wrong[:MAX_LINES]:

@@ -1,7 +1,7 @@
 """The gradient that a Plan predicts: its coefficients times the measured partials.
 
-Used twice: on hypotheses, to find the cause of a failure; and on the planted fault's own plan, where
-prediction and measurement must agree (the tool checks itself).
+Used twice: on hypotheses, to find the cause of a failure; and on the planted fault's own plan,
+where prediction and measurement must agree (the tool checks itself).
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import torch
-from torch import Tensor
-
 from sumgrad.plan import Plan, Reduction, Statistic
 from sumgrad.proof import Coefficient, Sweep
+from torch import Tensor
 
 Partials = Mapping[tuple[str, str], Mapping[str, Tensor]]
 
 
 class PartialSums:
-    """Partials of one step as sums over row intervals. (term, producer) -> name -> (rows, *shape)."""
+    """Partials of one step, summed over row intervals.
+
+    partials: (term, producer) -> name -> (rows, *shape).
+    """
 
     def __init__(self, partials: Partials) -> None:
         self._partials = partials
@@ -102,10 +104,8 @@ class Prediction:
                 producer, weight = wrong, self._emission_weight(c)
             if weight == 0:
                 continue
-            for name, total in out.items():
-                part = sums.over(c.term, producer, name, c.rows)
-                if part is not None:
-                    total += float(weight) * part
+            parts = {name: sums.over(c.term, producer, name, c.rows) for name in out}
+            out |= {n: out[n] + float(weight) * x for n, x in parts.items() if x is not None}
         return out
 
     def _wrong_statistic(self, c: Coefficient) -> str | None:

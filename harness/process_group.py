@@ -124,10 +124,10 @@ class RecordingProcessGroup(dist.ProcessGroup):
     """Records and delegates. `ranks`: the group's members as global ranks, in group order."""
 
     def __init__(self, inner: Any, ranks: list[int], ledger: Ledger) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self._inner, self._ranks, self._ledger = inner, ranks, ledger
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch calls it by this name
+    def getBackendName(self) -> str:
         return BACKEND
 
     def _event(self, op: str, args: tuple[Any, ...]) -> dict[str, Any]:

@@ -8,13 +8,13 @@ once. An interval sweep over the cuts of all pools keeps it fast: 90,112 ranks t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
-
 from sumgrad.plan import (
     ONE,
     Count,
@@ -137,7 +137,7 @@ class Cover:
             changed[1:] |= count[1:] != count[:-1]
         starts = [0, *np.flatnonzero(changed).tolist(), num]
         previous: tuple[Interval, Fraction] | None = None
-        for i, j in zip(starts, starts[1:], strict=False):
+        for i, j in itertools.pairwise(starts):
             total = sum((w * int(c[i]) for w, c in counts), Fraction(0))
             a, b = int(self._cuts[i]), int(self._cuts[j])
             if previous is not None and previous[1] == total:
@@ -194,9 +194,7 @@ class Sweep:
                     weight=weight if cover.exists else None,
                 )
 
-    def _pieces(
-        self, term: str, cover: Cover
-    ) -> Iterable[tuple[Interval | None, Fraction]]:
+    def _pieces(self, term: str, cover: Cover) -> Iterable[tuple[Interval | None, Fraction]]:
         if self.plan.declaration.term(term).kind == "replicated":
             return [(None, cover.once)]
         return cover.intervals()
@@ -286,7 +284,9 @@ def _findings(plan: Plan) -> Iterator[Finding]:
     num_rows = plan.declaration.num_rows
     for pool, cuts in plan.offsets.items():
         if cuts[0] != 0 or cuts[-1] != num_rows or any(np.diff(cuts) < 0):
-            yield Finding(edge=f"slices@{pool}", text=f"rows of {pool} are not [0, {num_rows}) once")
+            yield Finding(
+                edge=f"slices@{pool}", text=f"rows of {pool} are not [0, {num_rows}) once"
+            )
     for edge in plan.edges:
         if edge.weight != ONE:
             text = f"carries the weight {edge.weight}; the law allows only 1"

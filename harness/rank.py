@@ -124,8 +124,10 @@ class RankGuard:
         number = os.read(self._reader, 1)[0] if ready else 0
         frames = sys._current_frames()
         frame = frames.get(self._main) if self._main else None
-        why = f"timed out after {self.env.timeout_s:g} s" if not ready else (
-            "stopped by " + signal.Signals(number).name + " while others were gone or late"
+        why = (
+            f"timed out after {self.env.timeout_s:g} s"
+            if not ready
+            else ("stopped by " + signal.Signals(number).name + " while others were gone or late")
         )
         try:
             self.finish(

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-
 from sumgrad.declaration import Declaration, declaration_from_json, declaration_to_json
 from sumgrad.endings import outcome_from_record, read_ledger
 from sumgrad.errors import UserError
@@ -40,7 +39,7 @@ Grads = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """What was asked. tiers: tier name -> dtype name, in order. workload: as `--workload` takes it."""
+    """What was asked. tiers: tier name -> dtype name. workload: as `--workload` takes it."""
 
     topology: Topology
     declaration: Declaration
@@ -114,9 +113,7 @@ def read_spec(directory: Path) -> RunSpec:
         raise UserError(f"{path}: damaged: {type(error).__name__}: {error}") from None
 
 
-def write_rank(
-    directory: Path, rank: int, grads: Mapping[tuple[str, int], Grads]
-) -> None:
+def write_rank(directory: Path, rank: int, grads: Mapping[tuple[str, int], Grads]) -> None:
     """Write one rank's gradients."""
     flat = {
         f"{tier}/{step}/{name}": tensor.detach().cpu().contiguous()

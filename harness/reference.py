@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
-
 from sumgrad.declaration import Declaration
 from sumgrad.workload import Formulas, Workload, hash_weights
+from torch import Tensor
 
 Grads = dict[str, Tensor]
 Producers = Mapping[str, Sequence[tuple[str, tuple[str, ...]]]]
@@ -46,7 +45,7 @@ class StepReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One tier's reference. producers: term -> (pool name, its units); num_chunks: a floor run's."""
+    """One tier's reference. producers: term -> (pool, its units); num_chunks: a floor run's."""
 
     workload: Workload
     producers: Producers
@@ -164,8 +163,10 @@ class _Single:
             term.name: self.formulas.count(term.name, self.everything)
             for term in self.declaration.terms
         }
-        zeros = {term.name: {n: torch.zeros_like(x) for n, x in leaves.items()}
-                 for term in self.declaration.terms}
+        zeros = {
+            term.name: {n: torch.zeros_like(x) for n, x in leaves.items()}
+            for term in self.declaration.terms
+        }
         run = _Run(by_term=zeros, counts=counts)
         slopes = self._statistic_slopes(leaves, chunks, counts, local_rows if keep else ())
         for chunk in chunks:
@@ -317,7 +318,9 @@ def _floor_runs(job: Job) -> dict[str, list[Tensor]]:
     """At least eight single-process runs that differ only in order and cut of the rows."""
     num = job.workload.declaration.num_rows
     rows = torch.arange(num, device=job.device)
-    shuffle = [rows[torch.randperm(num, generator=torch.Generator().manual_seed(s))] for s in (1, 2)]
+    shuffle = [
+        rows[torch.randperm(num, generator=torch.Generator().manual_seed(s))] for s in (1, 2)
+    ]
     many = min(job.num_chunks, num)
     return {
         "at once": [rows],

@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-
 from sumgrad.verdict import Verdict
 
 STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
@@ -94,17 +93,23 @@ def fault_sentence(data: Mapping[str, Any]) -> str:
             f"the measured gradients (worst error {share} of the threshold)."
         )
     if report["visible"]:
-        return head + ("It was noticed." if failed else "It is visible here and was MISSED.") + (
-            agreement
+        return (
+            head
+            + ("It was noticed." if failed else "It is visible here and was MISSED.")
+            + (agreement)
         )
     if report["breaks_law"]:
         what = "The values are right; the law sees it in the ledger" if failed else "MISSED"
         return head + what + "." + agreement
-    return head + (
-        "A false alarm: it is invisible on this topology."
-        if failed
-        else "It is invisible on this topology and must pass here."
-    ) + agreement
+    return (
+        head
+        + (
+            "A false alarm: it is invisible on this topology."
+            if failed
+            else "It is invisible on this topology and must pass here."
+        )
+        + agreement
+    )
 
 
 def _headline(data: Mapping[str, Any]) -> Text:
@@ -151,21 +156,33 @@ def _tiers(data: Mapping[str, Any]) -> Table:
 
 
 def _diagnosis(diagnosis: Mapping[str, Any]) -> RenderableType:
-    lines: list[RenderableType] = [Text.assemble(("cause      ", "dim"), (diagnosis["cause"], "bold"))]
+    lines: list[RenderableType] = [
+        Text.assemble(("cause      ", "dim"), (diagnosis["cause"], "bold"))
+    ]
     factor, symbol = diagnosis["factor"], diagnosis["symbol"]
     if factor is not None:
         shown = f"{factor} = {symbol}" if symbol and symbol != factor else factor
         lines.append(Text.assemble(("factor     ", "dim"), shown))
     if diagnosis["ranks"]:
         lines.append(Text.assemble(("ranks      ", "dim"), ranks(diagnosis["ranks"])))
-    for head, key in (("because    ", "because"), ("however    ", "however"), ("or         ", "also")):
+    for head, key in (
+        ("because    ", "because"),
+        ("however    ", "however"),
+        ("or         ", "also"),
+    ):
         lines += [Text.assemble((head, "dim"), text) for text in diagnosis[key]]
     return Group(*lines)
 
 
 def _coefficients(coefficients: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="how often each term was counted", title_justify="left", box=None,
-                  pad_edge=False, header_style="dim", title_style="dim")
+    table = Table(
+        title="how often each term was counted",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title_style="dim",
+    )
     for name in ("parameters", "ranks", "term", "computed by", "rows", "expected"):
         table.add_column(name)
     table.add_column("recovered", justify="right")
@@ -176,8 +193,17 @@ def _coefficients(coefficients: Sequence[Mapping[str, Any]]) -> Table:
         style = "" if c["fraction"] == c["expected"] else "bold"
         rows = f"{c['rows'][0]} to {c['rows'][1] - 1}" if c["rows"] else "all"
         recovered = "cannot be told" if c["recovered"] is None else f"{c['recovered']:.9f}"
-        table.add_row(c["params"], ranks(c["ranks"]), c["term"], c["producer"], rows,
-                      c["expected"], recovered, c["fraction"] or "-", style=style)
+        table.add_row(
+            c["params"],
+            ranks(c["ranks"]),
+            c["term"],
+            c["producer"],
+            rows,
+            c["expected"],
+            recovered,
+            c["fraction"] or "-",
+            style=style,
+        )
     if len(coefficients) > len(shown):
         table.caption = f"and {len(coefficients) - len(shown)} more in verdict.json"
     return table
@@ -188,8 +214,14 @@ def _tensors(failed: Sequence[Mapping[str, Any]]) -> Table:
     for t in failed:
         key = (t["tier"], t["step"], t["name"], t["status"], str(t["max_abs"]))
         merged.setdefault(key, []).append(t)
-    table = Table(title="tensors that did not pass, largest error first", title_justify="left",
-                  box=None, pad_edge=False, header_style="dim", title_style="dim")
+    table = Table(
+        title="tensors that did not pass, largest error first",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title_style="dim",
+    )
     for name in ("tensor", "tier", "step", "ranks", "status"):
         table.add_column(name)
     for name in ("max abs", "max rel", "ratio", "threshold", "at"):
@@ -202,9 +234,18 @@ def _tensors(failed: Sequence[Mapping[str, Any]]) -> Table:
     groups = sorted(merged.values(), key=size)
     for group in groups[:MAX_TENSORS]:
         t = group[0]
-        table.add_row(t["name"], t["tier"], str(t["step"]), ranks([g["rank"] for g in group]),
-                      t["status"].upper(), number(t["max_abs"]), number(t["max_rel"]),
-                      number(t["ratio"]), number(t["threshold"]), str(t["index"]))
+        table.add_row(
+            t["name"],
+            t["tier"],
+            str(t["step"]),
+            ranks([g["rank"] for g in group]),
+            t["status"].upper(),
+            number(t["max_abs"]),
+            number(t["max_rel"]),
+            number(t["ratio"]),
+            number(t["threshold"]),
+            str(t["index"]),
+        )
     if len(groups) > MAX_TENSORS:
         table.caption = f"and {len(groups) - MAX_TENSORS} more in verdict.json"
     return table
@@ -239,7 +280,9 @@ def _outcomes(data: Mapping[str, Any]) -> list[RenderableType]:
         parts.append(Text(f"rank {o['rank']} ({o['pool']}) {o['status']}: {o['detail']}{waiting}"))
         text = o["stack"] or o["output"]
         if o in first[:2] and text:
-            parts.append(Padding(Text("\n".join(text.strip().splitlines()[-12:]), style="dim"), (0, 4)))
+            parts.append(
+                Padding(Text("\n".join(text.strip().splitlines()[-12:]), style="dim"), (0, 4))
+            )
     return [Text(""), *parts] if parts else []
 
 

@@ -179,11 +179,23 @@ def operation_of(event: dict[str, Any]) -> Operation:
 
 
 def compare_ledger(
-    plan: Plan, rank: int, dtype: str, label: str, events: Sequence[dict[str, Any]]
+    plan: Plan,
+    rank: int,
+    dtype: str,
+    label: str,
+    events: Sequence[dict[str, Any]],
+    *,
+    alone_too: bool = False,
 ) -> list[Mismatch]:
-    """Planned against seen, edge by edge in both directions; order within the step counts too."""
-    planned = schedule(plan, rank, dtype)
-    seen = [operation_of(event) for event in events]
+    """Planned against seen, edge by edge in both directions; order within the step counts too.
+
+    A collective of a group of one does nothing, whatever its op; it is compared only with
+    `alone_too`.
+    """
+    planned = [o for o in schedule(plan, rank, dtype) if alone_too or len(o.group) > 1]
+    paired = [(operation_of(event), event) for event in events]
+    paired = [(o, e) for o, e in paired if alone_too or len(o.group) > 1]
+    seen, events = [o for o, _ in paired], [e for _, e in paired]
     if planned == seen:
         return []
     edges = dict.fromkeys([o.edge for o in planned] + [o.edge for o in seen])

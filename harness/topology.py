@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-
 from sumgrad.errors import UserError
 from sumgrad.yaml_source import YamlSource, read_yaml
 
@@ -169,7 +168,7 @@ def parse_topology(source: YamlSource) -> Topology:
 
 
 def topology_to_json(topology: Topology) -> dict[str, Any]:
-    """The same content as the YAML file, every default written out; `topology_from_json` reads it."""
+    """The content of the YAML file, defaults written out; `topology_from_json` reads it."""
     pools = {
         pool.name: {
             "axes": dict(pool.axes),
@@ -195,9 +194,7 @@ def topology_from_json(data: Any, *, path: Path) -> Topology:
     return parse_topology(YamlSource(path=path, data=data, lines={}))
 
 
-def _place_pools(
-    file: TopologyFile, source: YamlSource, problems: list[str]
-) -> tuple[Pool, ...]:
+def _place_pools(file: TopologyFile, source: YamlSource, problems: list[str]) -> tuple[Pool, ...]:
     owner: dict[int, str] = {}
     pools, free = [], 0
     for name, entry in file.pools.items():

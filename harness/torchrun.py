@@ -51,11 +51,17 @@ def run_torchrun_rank(options: CheckOptions, *, report: Report) -> int:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    prefix = ["torchrun", "--standalone", "--nproc-per-node", str(world_size), sys.argv[0],
-              "--topology"]
+    prefix = [
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        str(world_size),
+        sys.argv[0],
+        "--topology",
+    ]
     spec, workload = make_spec(options, prefix=prefix)
     wait = timedelta(seconds=options.timeout_s)
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=wait)))
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=wait)))  # type: ignore[attr-defined]
     store.set_timeout(wait)
     directory, shared = _agree_on_directory(store, rank, options, spec)
     env = RankEnv(
@@ -66,7 +72,7 @@ def run_torchrun_rank(options: CheckOptions, *, report: Report) -> int:
         timeout_s=options.timeout_s,
     )
     member = _Member(env, spec, workload, store, shared=shared, report=report)
-    return member.run(dist.PrefixStore("sumgrad/group", store))
+    return member.run(dist.PrefixStore("sumgrad/group", store))  # type: ignore[attr-defined]
 
 
 def check_world_size(options: CheckOptions, world_size: int) -> None:
@@ -127,7 +133,6 @@ class _Member:
 
     def run(self, store: Any) -> int:
         import torch.distributed as dist
-
         from sumgrad.check_rank import run_rank, start_ledger
         from sumgrad.process_group import BACKEND
 

@@ -61,6 +61,7 @@ class TierVerdict:
     worst_of_threshold: float | None = None
     median_of_threshold: float | None = None
     worst_rel_same_dtype: float | None = None
+    worst_l2_rel_same_dtype: float | None = None
     reasons: tuple[str, ...] = ()
 
 

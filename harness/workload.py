@@ -134,7 +134,7 @@ def load_workload(spec: str, topology: Topology, *, seed: int) -> Workload:
         raise UserError(f"{where}: {spec} is no workload: it lacks {', '.join(missing)}")
     if not isinstance(workload.declaration, Declaration):
         raise UserError(f"{where}: {spec}.declaration is no sumgrad.declaration.Declaration")
-    return workload  # type: ignore[no-any-return]
+    return workload
 
 
 def check_params(workload: Workload, params: Mapping[str, torch.Tensor]) -> None:

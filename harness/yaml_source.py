@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from sumgrad.errors import UserError
 
 MAX_BYTES = 1_000_000
@@ -109,7 +108,7 @@ class _Walker:
         if isinstance(node, yaml.SequenceNode):
             return [self.value(child, (*loc, i)) for i, child in enumerate(node.value)]
         try:
-            return self._constructor.construct_object(node)  # type: ignore[no-untyped-call]
+            return self._constructor.construct_object(node)
         except (yaml.YAMLError, ValueError):
             self.problems.append(f"{self._place(node, loc)}: cannot be read as a value")
             return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 from importlib.resources import files
 
 import numpy as np
-
 from sumgrad.workloads.draws import hashed
 
 PADDING = 0

@@ -1,8 +1,8 @@
 """The flagship workload: four loss terms on three kinds of pools.
 
-    role ci     one pool,    the CI function; computes g for every site, and the term imp
-    role block  some pools,  each owns some sites' V and U; computes stoch and faith
-    role ppgd   one pool,    a replica of all V and U; computes ppgd on persistent sources
+role ci     one pool,    the CI function; computes g for every site, and the term imp
+role block  some pools,  each owns some sites' V and U; computes stoch and faith
+role ppgd   one pool,    a replica of all V and U; computes ppgd on persistent sources
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor
-
 from sumgrad.declaration import Declaration, Param, Quantity, Role, Term
 from sumgrad.topology import Where, validate_model
 from sumgrad.workload import Produced
 from sumgrad.workloads import documents, draws
 from sumgrad.workloads import three_pool_model as model
+from torch import Tensor
 
 COEFFICIENTS = {"stoch": 5.0, "faith": 3.0, "imp": 0.7, "ppgd": 2.0}
 IMP_POWER, IMP_BETA = 2, 0.5
@@ -179,8 +178,9 @@ def _frozen_weights(sizes: model.Sizes, seed: int) -> dict[str, np.ndarray]:
     for layer in range(sizes.layers):
         shapes |= {f"{layer}.q": (d, d), f"{layer}.k": (d, d)}
     shapes |= {f"W.{site}": sizes.site_shape(site) for site in sizes.sites}
-    fan_in = {name: 1 if name in ("embed", "position") else shape[-1]
-              for name, shape in shapes.items()}
+    fan_in = {
+        name: 1 if name in ("embed", "position") else shape[-1] for name, shape in shapes.items()
+    }
     return {
         name: draws.normal(seed, f"frozen:{name}", shape)
         * fan_in[name] ** -0.5

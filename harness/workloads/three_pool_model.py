@@ -48,7 +48,7 @@ class Sizes:
 
 
 class _Lower(torch.autograd.Function):
-    """clamp(z, 0, 1); the backward leaks below 0 whatever the gradient's sign, so that it is linear."""
+    """clamp(z, 0, 1); the backward leaks below 0 for any sign of the gradient, so it is linear."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class _Lower(torch.autograd.Function):
         return z.clamp(0, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (z,) = ctx.saved_tensors
         slope = torch.where(z < 0, LEAK, 1.0).to(grad.dtype)
         return torch.where(z > 1, torch.zeros_like(grad), slope * grad)
@@ -64,7 +64,7 @@ class _Lower(torch.autograd.Function):
 
 def lower(z: Tensor) -> Tensor:
     """The hard sigmoid with a leak below 0 in its backward: a causal importance in [0, 1]."""
-    return _Lower.apply(z)  # type: ignore[no-any-return, no-untyped-call]
+    return _Lower.apply(z)
 
 
 def upper(z: Tensor) -> Tensor:
