@@ -82,7 +82,8 @@ def sweep(path: Path, dtype: str, seeds: int, steps: int, launcher: Launcher) ->
         "topology": path.stem,
         "dtype": dtype,
         "runs": seeds,
-        "alarms": sum(status != "pass" for status in statuses),
+        "alarms": statuses.count("fail"),
+        "unknown": statuses.count("unknown"),
         "structure": summary(tensors, "structure", worst),
         "precision": {
             **summary(tensors, "precision", worst),

@@ -231,8 +231,8 @@ class ThreePoolFormulas:
         inputs: list[Tensor] = []
 
         def site(name: str, x: Tensor) -> Tensor:
-            inputs.append(x)
-            return x @ self._weight(name).T
+            inputs.append(x.to(self.dtype))
+            return model.linear(x, self._weight(name))
 
         logits = model.target(self.frozen, self.tokens[rows], self.valid[rows], self.sizes, site)
         self._last_run = key, (logits, torch.cat(inputs, dim=-1))
@@ -277,9 +277,9 @@ class ThreePoolFormulas:
 
     def _faith_sum(self, params: Mapping[str, Tensor], units: tuple[str, ...]) -> Tensor:
         """Sum over sites of |W - U V|^2."""
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        wide = model.wide
         parts = [
-            (self._weight(s) - params[f"{s}.U"] @ params[f"{s}.V"]).to(wide).square().sum()
+            (wide(self._weight(s)) - wide(params[f"{s}.U"]) @ wide(params[f"{s}.V"])).square().sum()
             for s in units
         ]
         return torch.stack(parts).sum()
@@ -297,7 +297,7 @@ class ThreePoolFormulas:
         length, c = self.sizes.length, self.sizes.components
 
         def site(name: str, x: Tensor) -> Tensor:
-            y = x @ self._weight(name).T
+            y = model.linear(x, self._weight(name))
             if name not in units:
                 return y
             i = units.index(name)
@@ -340,9 +340,7 @@ class ThreePoolFormulas:
     def statistics(self, term: str, produced: Produced, rows: Tensor) -> Tensor:
         """q (S * C,): sum over valid positions of (upper(z) + 1e-12)^p."""
         assert term == "imp", term
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        z = produced.inner.to(wide)
-        powered = (model.upper(z) + 1e-12) ** IMP_POWER
+        powered = (model.upper(model.wide(produced.inner)) + 1e-12) ** IMP_POWER
         return powered.masked_fill(~self.valid[rows][..., None, None], 0).sum((0, 1)).flatten()
 
     def value(self, term: str, statistics: Tensor, count: int) -> Tensor:

@@ -72,8 +72,19 @@ def upper(z: Tensor) -> Tensor:
     return z.clamp(0, 1) + LEAK * (z - 1).clamp(min=0)
 
 
+def wide(x: Tensor) -> Tensor:
+    """Norms, softmax, the residual stream and losses are float32 at least, as in mixed precision."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T in the weight's dtype."""
+    return x.to(weight.dtype) @ weight.T
+
+
 def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + 1e-6), times weight."""
+    """x / sqrt(mean(x^2) + 1e-6), times weight; wide."""
+    x = wide(x)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
     return y if weight is None else y * weight
 
@@ -85,7 +96,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, heads: int) -> T
         return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
 
     scores = split(q) @ split(k).transpose(-1, -2) / (q.shape[-1] // heads) ** 0.5
-    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+    weights = wide(scores).masked_fill(~allowed, float("-inf")).softmax(-1).to(v.dtype)
     return (weights @ split(v)).transpose(-3, -2).flatten(-2)
 
 
@@ -99,37 +110,37 @@ def allowed_keys(valid: Tensor) -> Tensor:
 
 def target(frozen: Tensors, tokens: Tensor, valid: Tensor, sizes: Sizes, site: SiteFn) -> Tensor:
     """Logits (..., n, T, vocabulary) of the frozen model; `site` computes each site's output."""
-    h = frozen["embed"][tokens] + frozen["position"]
+    h = wide(frozen["embed"][tokens] + frozen["position"])
     allowed = allowed_keys(valid)
     for layer in range(sizes.layers):
         x = rms_norm(h)
-        q, k = x @ frozen[f"{layer}.q"].T, x @ frozen[f"{layer}.k"].T
+        q, k = linear(x, frozen[f"{layer}.q"]), linear(x, frozen[f"{layer}.k"])
         mixed = attention(q, k, site(f"{layer}.v", x), allowed, sizes.heads)
         h = h + site(f"{layer}.o", mixed)
         h = h + site(f"{layer}.down", silu(site(f"{layer}.up", rms_norm(h))))
-    return rms_norm(h) @ frozen["unembed"].T
+    return linear(rms_norm(h), frozen["unembed"])
 
 
 def masked_site(x: Tensor, weight: Tensor, v: Tensor, u: Tensor, mask: Tensor, d: Tensor) -> Tensor:
     """U (m * (V x)) + d * ((W - U V) x). mask: (..., C); d: (..., 1)."""
-    return (mask * (x @ v.T)) @ u.T + d * (x @ (weight - u @ v).T)
+    delta = (wide(weight) - wide(u) @ wide(v)).to(weight.dtype)
+    return linear(mask * linear(x, v), u) + d * linear(x, delta)
 
 
 def recon_sum(logits: Tensor, frozen_logits: Tensor, valid: Tensor) -> Tensor:
     """Squared error, mean over the vocabulary, summed over valid positions and copies."""
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    error = (logits.to(wide) - frozen_logits.to(wide)).square().mean(-1)
+    error = (wide(logits) - wide(frozen_logits)).square().mean(-1)
     return error.masked_fill(~valid, 0).sum()
 
 
 def ci_logits(params: Tensors, inputs: Tensor, valid: Tensor, sizes: Sizes) -> Tensor:
     """The CI function: every site's input at every position -> z (n, T, S, C)."""
-    h = inputs @ params["ci.in.weight"].T + params["ci.in.bias"]
+    h = wide(linear(inputs, params["ci.in.weight"])) + params["ci.in.bias"]
     x = rms_norm(h, params["ci.norm1.weight"])
-    q, k, v = (x @ params[f"ci.{name}.weight"].T for name in ("q", "k", "v"))
+    q, k, v = (linear(x, params[f"ci.{name}.weight"]) for name in ("q", "k", "v"))
     mixed = attention(q, k, v, allowed_keys(valid), heads=2)
-    h = h + mixed @ params["ci.o.weight"].T
+    h = h + linear(mixed, params["ci.o.weight"])
     x = rms_norm(h, params["ci.norm2.weight"])
-    h = h + silu(x @ params["ci.up.weight"].T) @ params["ci.down.weight"].T
-    z = h @ params["ci.head.weight"].T + params["ci.head.bias"]
+    h = h + linear(silu(linear(x, params["ci.up.weight"])), params["ci.down.weight"])
+    z = linear(h, params["ci.head.weight"]) + params["ci.head.bias"]
     return z.unflatten(-1, (len(sizes.sites), sizes.components))
