@@ -73,7 +73,7 @@ def upper(z: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Norms, softmax, the residual stream and losses are float32 at least, as in mixed precision."""
+    """Norms, softmax, residual stream and losses are float32 at least, as in mixed precision."""
     return x if x.dtype == torch.float64 else x.float()
 
 
