@@ -8,69 +8,34 @@ then from the sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from itertools import combinations, pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import torch
-from sumgrad.compare import Expected, TensorDiff, expect, same_bits
-from sumgrad.fit import Fit, as_fraction, fit_deviation
+from sumgrad.case import (
+    Case,
+    Holder,
+    column,
+    count_mismatches,
+    covers_all,
+    fit_cells,
+    flatten,
+    holders,
+    whole_terms,
+)
+from sumgrad.compare import TensorDiff
+from sumgrad.fit import as_fraction
+from sumgrad.free_factors import fit_factors
 from sumgrad.hypotheses import Hypothesis, factor_names, hypotheses
 from sumgrad.plan import Emission, Plan
 from sumgrad.predict import PartialSums, Prediction
-from sumgrad.proof import Coefficient, expected_terms
+from sumgrad.proof import Coefficient
 from sumgrad.record import RunRecord
-from sumgrad.schedule import Mismatch, compare_ledger
+from sumgrad.schedule import Mismatch
 from sumgrad.verdict import Diagnosis, RecoveredCoefficient
 from torch import Tensor
 
 MAX_INTERVALS = 48
 MAX_ALSO = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """One unit's gradient as some ranks hold it, bit for bit the same on all of them."""
-
-    pool: str
-    unit: str
-    ranks: tuple[int, ...]
-    measured: dict[str, Tensor]
-    expected: dict[str, Expected]
-
-    @property
-    def rank(self) -> int:
-        return self.ranks[0]
-
-    @property
-    def failing(self) -> bool:
-        return any(not self.passes(name, e.value) for name, e in self.expected.items())
-
-    def passes(self, name: str, value: Tensor, *, factor: float = 1.0) -> bool:
-        """Whether the measured gradient is this value, within the tier's threshold."""
-        error = float((self.measured[name] - value).abs().max())
-        return error <= self.expected[name].threshold * max(1.0, factor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One failing step of one tier, with everything that explaining it needs."""
-
-    record: RunRecord
-    tier: str
-    step: int
-    holders: tuple[Holder, ...]
-    sums: PartialSums
-    previous: PartialSums | None
-
-    @property
-    def plan(self) -> Plan:
-        return self.record.plan
-
-    @property
-    def failing(self) -> list[Holder]:
-        return [holder for holder in self.holders if holder.failing]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +66,7 @@ def diagnose(
         record=record,
         tier=tier,
         step=step,
-        holders=tuple(_holders(record, tier, step)),
+        holders=tuple(holders(record, tier, step)),
         sums=PartialSums(partials[step]),
         previous=PartialSums(partials[step - 1]) if step - 1 in partials else None,
     )
@@ -112,7 +77,7 @@ def diagnose(
             (_explain(case, accepted, mismatches),),
             tuple(_measure(case, best.hypothesis.plan)),
         )
-    return _fit_factors(case, mismatches)
+    return fit_factors(case, mismatches)
 
 
 def find_hypotheses(case: Case) -> list[Accepted]:
@@ -124,50 +89,6 @@ def find_hypotheses(case: Case) -> list[Accepted]:
             found = count_mismatches(case.record, hypothesis.plan, case.tier, case.step)
             accepted.append(Accepted(hypothesis=hypothesis, mismatches=found))
     return sorted(accepted, key=lambda a: (a.mismatches, a.hypothesis.rank))
-
-
-def count_mismatches(record: RunRecord, plan: Plan, tier: str, step: int) -> int:
-    """In how many operations the ledgers differ from what this plan would have issued."""
-    dtype = record.spec.tiers[tier]
-    label = f"{tier}, step {step}"
-    return sum(
-        len(compare_ledger(plan, rank, dtype, label, held.events.get((tier, step), [])))
-        for rank, held in record.ranks.items()
-    )
-
-
-def _holders(record: RunRecord, tier: str, step: int) -> Iterator[Holder]:
-    plan = record.plan
-    reference = record.references[tier][step]
-    dtype = record.spec.tiers[tier]
-    for pool in plan.topology.pools:
-        for unit in plan.units[pool.name]:
-            names = [p.name for p in plan.declaration.params_of(unit)]
-            wanted = {
-                n: expect(plan, reference, pool.name, n, tier=tier, dtype=dtype) for n in names
-            }
-            classes: list[tuple[list[int], dict[str, Tensor]]] = []
-            for rank in pool.ranks:
-                held = record.ranks[rank].grads.get((tier, step)) if rank in record.ranks else None
-                if held is None or any(
-                    n not in held or held[n].shape != wanted[n].value.shape for n in names
-                ):
-                    continue
-                mine = {n: held[n] for n in names}
-                for ranks, other in classes:
-                    if all(same_bits(mine[n], other[n]) for n in names):
-                        ranks.append(rank)
-                        break
-                else:
-                    classes.append(([rank], mine))
-            for ranks, grads in classes:
-                yield Holder(
-                    pool=pool.name,
-                    unit=unit,
-                    ranks=tuple(ranks),
-                    measured={n: g.double() for n, g in grads.items()},
-                    expected=wanted,
-                )
 
 
 def _fits(case: Case, hypothesis: Hypothesis, clean: Prediction) -> bool:
@@ -269,31 +190,33 @@ def _digest_evidence(case: Case, best: Hypothesis) -> list[str]:
 
 
 def _measure(case: Case, plan: Plan) -> Iterator[RecoveredCoefficient]:
-    """One measured factor for every cell of an accepted explanation, by joint least squares."""
+    """One measured factor for every cell of an accepted explanation, by joint least squares.
+
+    What the explanation adds that is no coefficient (a stale buffer, a term at other sums) is
+    taken off first; a term that has no coefficient gets none.
+    """
     prediction = Prediction(plan, case.sums, case.previous)
     for holder in case.failing:
-        cells = prediction.coefficients(holder.pool, holder.unit, holder.rank)
-        cells = [c for c in cells if _column(case, holder, c) is not None]
-        if any(c.weight is None for c in cells) or len(cells) > MAX_INTERVALS:
-            cells = _whole_terms(case, holder)
-            unknown = {
-                c.term
-                for c in prediction.coefficients(holder.pool, holder.unit, holder.rank)
-                if c.weight is None
-            }
-        else:
-            unknown = set()
-        fit = _fit(case, holder, cells)
-        for i, cell in enumerate(cells):
-            known = cell.term not in unknown and not unknown
-            value, sigma = (fit.values[i], fit.sigmas[i]) if known else (None, None)
+        where = (holder.pool, holder.unit, holder.rank)
+        cells = prediction.coefficients(*where)
+        cells = [c for c in cells if column(case, holder, c) is not None]
+        known = [c for c in cells if c.weight is not None]
+        if len(known) > MAX_INTERVALS:
+            known = [c for c in whole_terms(case, holder) if c.term in {k.term for k in known}]
+            cells = known
+        predicted = prediction.gradient(*where)
+        assert predicted is not None, where
+        fit = fit_cells(case, holder, known, foreign=_foreign(case, holder, predicted, cells))
+        values = dict(zip(map(id, known), zip(fit.values, fit.sigmas, strict=True), strict=True))
+        for cell in cells:
+            value, sigma = values.get(id(cell), (None, None))
             fraction = as_fraction(value, sigma)
             yield RecoveredCoefficient(
                 params=holder.unit,
                 ranks=holder.ranks,
                 term=cell.term,
                 producer=cell.producer,
-                rows=None if _covers_all(case, cell) else cell.rows,
+                rows=None if covers_all(case, cell) else cell.rows,
                 expected="1",
                 recovered=value,
                 sigma=sigma,
@@ -302,215 +225,21 @@ def _measure(case: Case, plan: Plan) -> Iterator[RecoveredCoefficient]:
             )
 
 
-def _covers_all(case: Case, cell: Coefficient) -> bool:
-    return cell.rows is None or cell.rows == (0, case.plan.declaration.num_rows)
-
-
-def _whole_terms(case: Case, holder: Holder) -> list[Coefficient]:
-    everything = (0, case.plan.declaration.num_rows)
-    out = []
-    for term, producer in expected_terms(case.plan, holder.pool, holder.unit):
-        replicated = case.plan.declaration.term(term).kind == "replicated"
-        cell = Coefficient(
-            pool=holder.pool,
-            rank=None,
-            unit=holder.unit,
-            term=term,
-            producer=producer,
-            rows=None if replicated else everything,
-            weight=Fraction(1),
-        )
-        if _column(case, holder, cell) is not None:
-            out.append(cell)
-    return out
-
-
-def _column(case: Case, holder: Holder, cell: Coefficient) -> Tensor | None:
-    """The cell's partial over all of the holder's tensors, each scaled by 1 / |ref|."""
-    parts = []
-    for name, wanted in holder.expected.items():
-        part = case.sums.over(cell.term, cell.producer, name, cell.rows)
-        if part is None:
-            return None
-        parts.append(part.reshape(-1) / _size(wanted))
-    return torch.cat(parts)
-
-
-def _deviation(holder: Holder) -> Tensor:
-    return torch.cat(
-        [
-            (holder.measured[name] - wanted.value).reshape(-1) / _size(wanted)
-            for name, wanted in holder.expected.items()
-        ]
-    )
-
-
-def _size(wanted: Expected) -> float:
-    return float(wanted.value.norm()) or wanted.scale or 1.0
-
-
-def _fit(case: Case, holder: Holder, cells: Sequence[Coefficient]) -> Fit:
-    columns = [c for c in (_column(case, holder, cell) for cell in cells) if c is not None]
-    return fit_deviation(columns, _deviation(holder))
-
-
-# ---- nothing in the plan explains it -------------------------------------------------------------
-
-
-def _fit_factors(
-    case: Case, mismatches: Sequence[Mismatch]
-) -> tuple[tuple[Diagnosis, ...], tuple[RecoveredCoefficient, ...]]:
-    """One free factor, two, then least squares over row intervals, holder by holder."""
-    diagnoses: list[Diagnosis] = []
-    coefficients: list[RecoveredCoefficient] = []
-    for holder in case.failing:
-        diagnosis, found = _fit_holder(case, holder)
-        diagnoses.append(diagnosis)
-        coefficients += found
-    evidence = tuple(f"the ledger differs from the plan: {m}" for m in mismatches[:2])
-    merged = _merge_equal(diagnoses)
-    return tuple(replace(d, because=d.because + evidence) for d in merged), tuple(coefficients)
-
-
-def _fit_holder(case: Case, holder: Holder) -> tuple[Diagnosis, list[RecoveredCoefficient]]:
-    best: tuple[float, str, Fit] | None = None
-    for label, groups in _groupings(case, holder):
-        columns = [_sum_columns(case, holder, group) for group in groups]
-        fit = fit_deviation(columns, _deviation(holder))
-        if best is None or fit.explained > best[0]:
-            best = (fit.explained, label, fit)
-        if _residual_passes(holder, fit):
-            return _free_factor(case, holder, label, groups, fit)
-    share, nearest, _ = best if best else (0.0, "nothing", None)
-    ranks = ", ".join(map(str, holder.ranks))
-    return Diagnosis(
-        cause=f"not a weighting bug: no factors on the terms' partials explain {holder.unit} on "
-        f"rank {ranks}",
-        kind="not_weighting",
-        ranks=holder.ranks,
-        because=("the residual of every fit is above the threshold",),
-        however=(f"{nearest} explains {share:.4%} of the deviation",),
-    ), []
-
-
-def _groupings(case: Case, holder: Holder) -> Iterator[tuple[str, list[list[Coefficient]]]]:
-    """Sets of cells that get one free factor each, fewest factors first."""
-    terms = _whole_terms(case, holder)
-    yield "one factor on everything", [terms]
-    named = {t.term for t in terms}
-    single: list[tuple[str, list[Coefficient]]] = [
-        (f"a factor on {name}", [t for t in terms if t.term == name]) for name in sorted(named)
-    ]
-    single += [(f"a factor on {t.term} of {t.producer}", [t]) for t in terms]
-    for cells in _by_rank_rows(case, terms):
-        single.append(cells)
-    for label, alone in single:
-        yield label, [alone]
-    for (label_a, a), (label_b, b) in combinations(single[: 3 * len(terms)], 2):
-        yield f"{label_a} and {label_b}", [a, b]
-    yield "a factor on each term", [[t] for t in terms]
-    intervals = [cell for t in terms for cell in _intervals(case, t)]
-    if len(intervals) <= MAX_INTERVALS:
-        yield "a factor on each term and row interval", [[cell] for cell in intervals]
-
-
-def _by_rank_rows(
-    case: Case, terms: Sequence[Coefficient]
-) -> Iterator[tuple[str, list[Coefficient]]]:
-    for pool in case.plan.topology.pools:
-        for rank in pool.ranks:
-            rows = case.plan.rows(rank)
-            cells = [replace(t, rows=rows) for t in terms if t.rows is not None]
-            if rows[0] < rows[1] and cells:
-                yield f"a factor on the rows of {case.plan.topology.place(rank)}", cells
-                for cell in cells:
-                    label = f"{cell.term} of {cell.producer} on the rows of "
-                    yield f"a factor on {label}{case.plan.topology.place(rank)}", [cell]
-
-
-def _intervals(case: Case, cell: Coefficient) -> list[Coefficient]:
-    """A term's rows, cut wherever its producer or the quantity's producer cuts them."""
-    if cell.rows is None:
-        return [cell]
-    cuts = set(case.plan.offsets[cell.producer])
-    if case.plan.producer_pool and case.plan.declaration.term(cell.term).reads_quantity:
-        cuts |= set(case.plan.offsets[case.plan.producer_pool])
-    ordered = sorted(cuts)
-    return [replace(cell, rows=(a, b)) for a, b in pairwise(ordered)]
-
-
-def _sum_columns(case: Case, holder: Holder, cells: Sequence[Coefficient]) -> Tensor:
-    columns = [c for c in (_column(case, holder, cell) for cell in cells) if c is not None]
-    return torch.stack(columns).sum(0) if columns else torch.zeros_like(_deviation(holder))
-
-
-def _residual_passes(holder: Holder, fit: Fit) -> bool:
-    factor = max([1.0, *(abs(v) for v in fit.values if v is not None)])
-    start = 0
-    for wanted in holder.expected.values():
-        part = fit.residual[start : start + wanted.value.numel()]
-        start += wanted.value.numel()
-        if float(part.abs().max()) * _size(wanted) > wanted.threshold * factor:
-            return False
-    return True
-
-
-def _free_factor(
-    case: Case,
-    holder: Holder,
-    label: str,
-    groups: Sequence[Sequence[Coefficient]],
-    fit: Fit,
-) -> tuple[Diagnosis, list[RecoveredCoefficient]]:
-    names = factor_names(case.plan)
-    found, readings = [], []
-    for group, value, sigma in zip(groups, fit.values, fit.sigmas, strict=True):
-        fraction = as_fraction(value, sigma)
-        symbols = names.get(fraction, []) if fraction is not None else []
-        readings.append((fraction, value, symbols))
-        for cell in group:
-            found.append(
-                RecoveredCoefficient(
-                    params=holder.unit,
-                    ranks=holder.ranks,
-                    term=cell.term,
-                    producer=cell.producer,
-                    rows=None if _covers_all(case, cell) else cell.rows,
-                    expected="1",
-                    recovered=value,
-                    sigma=sigma,
-                    fraction=str(fraction) if fraction is not None else None,
-                    identifiable=value is not None,
-                )
-            )
-    odd = [r for r in readings if r[1] is not None and abs(r[1] - 1) > 1e-6] or readings
-    fraction, value, symbols = odd[0]
-    shown = str(fraction) if fraction is not None else f"{value:.9g}" if value else "?"
-    several = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-    terms = {cell.term for group in groups for cell in group}
-    return Diagnosis(
-        cause=f"{label}: {shown}{' = ' + symbols[0] if symbols else ''}{several}, "
-        f"on no single edge of the plan",
-        kind="free_factor",
-        term=terms.pop() if len(terms) == 1 else None,
-        ranks=holder.ranks,
-        factor=str(fraction) if fraction is not None else None,
-        symbol=symbols[0] if symbols else None,
-        also=tuple(symbols[1:MAX_ALSO]),
-        because=(f"with it the residual of {holder.unit} is under the threshold",),
-    ), found
-
-
-def _merge_equal(diagnoses: Iterable[Diagnosis]) -> list[Diagnosis]:
-    merged: dict[tuple[str, str | None], Diagnosis] = {}
-    for d in diagnoses:
-        key = (d.kind if d.kind == "not_weighting" else d.cause, d.factor)
-        if key in merged:
-            ranks = tuple(sorted({*merged[key].ranks, *d.ranks}))
-            merged[key] = replace(merged[key], ranks=ranks)
-        else:
-            merged[key] = d
-    return list(merged.values())
+def _foreign(
+    case: Case, holder: Holder, predicted: dict[str, Tensor], cells: Sequence[Coefficient]
+) -> Tensor:
+    """The part of a predicted gradient that is no multiple of a partial, as a column."""
+    total = flatten(holder, predicted)
+    for cell in cells:
+        part = column(case, holder, cell)
+        if cell.weight is not None and part is not None:
+            total = total - float(cell.weight) * part
+    # A term without a coefficient stays in the measured gradient in place of its right partial.
+    for cell in cells:
+        part = column(case, holder, cell)
+        if cell.weight is None and part is not None:
+            total = total - part
+    return total
 
 
 # ---- no deviation to explain ---------------------------------------------------------------------

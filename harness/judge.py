@@ -12,6 +12,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from sumgrad.case import holders
 from sumgrad.compare import (
     ScalarDiff,
     TensorDiff,
@@ -22,7 +23,7 @@ from sumgrad.compare import (
 )
 from sumgrad.diagnose import diagnose
 from sumgrad.files import finite
-from sumgrad.outcome import outcome_to_json
+from sumgrad.outcome import outcome_to_json, spans
 from sumgrad.predict import PartialSums, Prediction
 from sumgrad.record import RunRecord
 from sumgrad.schedule import Mismatch, compare_ledger
@@ -40,7 +41,7 @@ def judge(record: RunRecord) -> Verdict:
     tiers = tuple(_tier(record, tier, diffs, scalars) for tier in record.spec.tiers)
     diagnoses, coefficients = diagnose(record, diffs, mismatches)
     findings = _merge_scalars(scalars)
-    law = tuple(str(m) for m in mismatches)
+    law = _merge_mismatches(mismatches)
     enforced = record.spec.law == "enforce"
     statuses: list[Status] = [tier.status for tier in tiers]
     if reasons:
@@ -79,8 +80,6 @@ def prediction_agrees(record: RunRecord, faulty: Any) -> dict[str, Any]:
 
     Compares every holder of the first stored step of the first tier with partials.
     """
-    from sumgrad.diagnose import _holders
-
     for tier, by_step in record.partials.items():
         for step in sorted(by_step):
             if by_step and step != max(by_step):
@@ -88,7 +87,7 @@ def prediction_agrees(record: RunRecord, faulty: Any) -> dict[str, Any]:
             previous = PartialSums(by_step[step - 1]) if step - 1 in by_step else None
             prediction = Prediction(faulty, PartialSums(by_step[step]), previous)
             worst, unpredicted = 0.0, 0
-            for holder in _holders(record, tier, step):
+            for holder in holders(record, tier, step):
                 where = (holder.pool, holder.unit, holder.rank)
                 gradient = prediction.gradient(*where)
                 if gradient is None:
@@ -134,9 +133,17 @@ def _merge_scalars(scalars: Sequence[ScalarDiff]) -> tuple[str, ...]:
     for s in scalars:
         merged.setdefault((s.tier, s.step, s.what, s.text), []).append(s.rank)
     return tuple(
-        f"{what}, {tier}, step {step}, rank {', '.join(map(str, ranks))}: {text}"
+        f"{what}, {tier}, step {step}, rank {spans(ranks)}: {text}"
         for (tier, step, what, text), ranks in merged.items()
     )
+
+
+def _merge_mismatches(mismatches: Sequence[Mismatch]) -> tuple[str, ...]:
+    """One line for equal differences between ledger and plan."""
+    merged: dict[str, list[int]] = {}
+    for m in mismatches:
+        merged.setdefault(m.text, []).append(m.rank)
+    return tuple(f"ledger, rank {spans(ranks)}: {text}" for text, ranks in merged.items())
 
 
 def _tier(

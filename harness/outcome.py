@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -40,6 +40,17 @@ def outcome_to_json(outcome: RankOutcome) -> dict[str, Any]:
 def outcome_from_json(data: Mapping[str, Any]) -> RankOutcome:
     fields: dict[str, Any] = {f: data.get(f) for f in RankOutcome.__dataclass_fields__}
     return RankOutcome(**fields)
+
+
+def spans(values: Sequence[int]) -> str:
+    """`0-3, 7` for [0, 1, 2, 3, 7]."""
+    found: list[list[int]] = []
+    for value in sorted(set(values)):
+        if found and value == found[-1][1] + 1:
+            found[-1][1] = value
+        else:
+            found.append([value, value])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)
 
 
 def describe_operation(event: Mapping[str, Any] | None) -> str | None:

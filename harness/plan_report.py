@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from sumgrad.files import finite
+from sumgrad.outcome import spans
 from sumgrad.plan import Emission, Handoff, Plan, Reduction, Statistic, Transfer, overlaps
 from sumgrad.proof import Coefficient, Proof
-from sumgrad.report import ranks
 
 MAX_RANKS_LISTED = 64
 MAX_LINES = 20
@@ -93,7 +93,7 @@ def _rank_map(plan: Plan) -> Table:
         rows = [b - a for a, b in itertools.pairwise(cuts)]
         valid = [sum(lengths[a:b]) for a, b in itertools.pairwise(cuts)]
         span = (
-            ranks(pool.ranks)
+            spans(pool.ranks)
             if pool.size <= MAX_RANKS_LISTED
             else (f"{pool.ranks[0]}-{pool.ranks[-1]}")
         )

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+from sumgrad.outcome import spans
 from sumgrad.verdict import Verdict
 
 STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
@@ -67,17 +68,6 @@ def number(value: Any) -> str:
     if isinstance(value, int | float):
         return f"{value:.6f}" if 0.001 <= abs(value) < 1000 else f"{value:.2e}"
     return "-" if value is None else str(value)
-
-
-def ranks(values: Sequence[int]) -> str:
-    """`0-3, 7` for [0, 1, 2, 3, 7]."""
-    spans: list[list[int]] = []
-    for value in sorted(set(values)):
-        if spans and value == spans[-1][1] + 1:
-            spans[-1][1] = value
-        else:
-            spans.append([value, value])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def fault_sentence(data: Mapping[str, Any]) -> str:
@@ -164,7 +154,7 @@ def _diagnosis(diagnosis: Mapping[str, Any]) -> RenderableType:
         shown = f"{factor} = {symbol}" if symbol and symbol != factor else factor
         lines.append(Text.assemble(("factor     ", "dim"), shown))
     if diagnosis["ranks"]:
-        lines.append(Text.assemble(("ranks      ", "dim"), ranks(diagnosis["ranks"])))
+        lines.append(Text.assemble(("ranks      ", "dim"), spans(diagnosis["ranks"])))
     for head, key in (
         ("because    ", "because"),
         ("however    ", "however"),
@@ -195,7 +185,7 @@ def _coefficients(coefficients: Sequence[Mapping[str, Any]]) -> Table:
         recovered = "cannot be told" if c["recovered"] is None else f"{c['recovered']:.9f}"
         table.add_row(
             c["params"],
-            ranks(c["ranks"]),
+            spans(c["ranks"]),
             c["term"],
             c["producer"],
             rows,
@@ -238,7 +228,7 @@ def _tensors(failed: Sequence[Mapping[str, Any]]) -> Table:
             t["name"],
             t["tier"],
             str(t["step"]),
-            ranks([g["rank"] for g in group]),
+            spans([g["rank"] for g in group]),
             t["status"].upper(),
             number(t["max_abs"]),
             number(t["max_rel"]),
@@ -288,7 +278,7 @@ def _outcomes(data: Mapping[str, Any]) -> list[RenderableType]:
 
 def _context(data: Mapping[str, Any]) -> dict[str, Any]:
     failed = [t for t in data["tensors"] if t["status"] != "pass"]
-    return {**data, "failed": failed, "number": number, "ranks_text": ranks, "axes": _axes}
+    return {**data, "failed": failed, "number": number, "ranks_text": spans, "axes": _axes}
 
 
 def _environment() -> Environment:

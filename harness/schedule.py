@@ -54,12 +54,17 @@ class Mismatch:
     seen: Operation | None
     site: str | None
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """Everything but the rank."""
+        site = f" at {self.site}" if self.site else ""
         return (
-            f"rank {self.rank}, {self.label}, {self.edge}: planned "
-            f"{self.planned or 'nothing'}, seen {self.seen or 'nothing'}"
-            + (f" at {self.site}" if self.site else "")
+            f"{self.label}, {self.edge}: planned {self.planned or 'nothing'}, "
+            f"seen {self.seen or 'nothing'}{site}"
         )
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {self.text}"
 
 
 def edge_tag(plan: Plan, edge: str) -> int:

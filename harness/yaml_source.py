@@ -86,6 +86,8 @@ def _refuse_anchors(path: Path, text: str) -> None:
         line = event.start_mark.line + 1 if event.start_mark else 1
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise UserError(f"{path}:{line}: anchors and aliases are not allowed; write it out")
+        if getattr(event, "tag", None):
+            raise UserError(f"{path}:{line}: tags are not allowed")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
