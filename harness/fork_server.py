@@ -120,10 +120,8 @@ def _enforce(job: _Job) -> None:
             and (r.exit_code != 0 or not rank_file(directory, r.rank, ".json").exists())
             for r in job.ranks
         )
-        if died:
+        if died or now > job.deadline:
             job.stop_at = now + STOP_GRACE_S
-        elif now > job.deadline:
-            job.stop_at = now + 1.0
     if job.stop_at is not None and job.kill_at is None and now > job.stop_at:
         job.kill_at = now + KILL_GRACE_S
         for rank in job.living_ranks:

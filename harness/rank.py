@@ -28,6 +28,7 @@ from sumgrad.outcome import describe_operation
 
 EXIT_RAISED, EXIT_TIMED_OUT = 1, 124
 HELPERS = "helpers"
+LAST_WORDS_S = 1.5  # ranks that hang together write their records before the first one ends
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -136,6 +137,8 @@ class RankGuard:
                 waiting_in=self._waiting_in(),
                 stack="".join(traceback.format_stack(frame)) if frame else None,
             )
+            if not ready:
+                time.sleep(LAST_WORDS_S)
             code = self.on_stop() if self.on_stop else EXIT_TIMED_OUT
         except BaseException:
             traceback.print_exc()

@@ -1,0 +1,339 @@
+"""The main job: every shipped topology passes, every planted fault is named, all roads agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, RUNNABLE, shipped
+from sumgrad.fault_matrix import NAMED_AS, cell_of
+from sumgrad.faults import plan_faults
+from sumgrad.judge import judge
+from sumgrad.record import load_record
+from sumgrad.schedule import compare_ledger
+
+pytestmark = pytest.mark.distributed
+FAST = ["three_pool", "three_pool_ones", "three_pool_empty"]
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_every_shipped_topology_passes(run_once, name):
+    verdict, directory = run_once(name)
+    assert verdict.status == "pass", (verdict.findings, verdict.reasons)
+    assert verdict.exit_code == 0
+    structure = next(t for t in verdict.tiers if t.name == "structure")
+    assert structure.worst_rel <= 1e-12
+    world = verdict.data["topology"]["world_size"]
+    assert {o["status"] for o in verdict.data["outcomes"]} == {"ok"}
+    assert {t["rank"] for t in verdict.data["tensors"]} == set(range(world))
+    for tensor in verdict.data["tensors"]:
+        if tensor["tier"] == "structure":
+            assert f"{tensor['ratio']:.6f}" == "1.000000"
+            assert tensor["smallest_scale_error_caught"] < 1e-9
+    record = load_record(directory)
+    for rank, held in record.ranks.items():
+        for (tier, step), events in held.events.items():
+            dtype = record.spec.tiers[tier]
+            assert not compare_ledger(record.plan, rank, dtype, tier, events, alone_too=True), step
+            assert events
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_other_dtypes(sumgrad_check, dtype):
+    assert sumgrad_check("three_pool_square.yaml", dtype=dtype, tiers=("precision",)).status in (
+        "pass",
+        "unknown",
+    )
+
+
+def test_state_carries_over_several_steps(run_once):
+    verdict, _ = run_once("three_pool_ragged", steps=3)
+    assert verdict.status == "pass"
+    assert {t["step"] for t in verdict.data["tensors"]} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("fault", sorted(NAMED_AS))
+@pytest.mark.parametrize("name", FAST)
+def test_every_plan_fault_is_named_or_invisible(run_once, name, fault):
+    verdict, _ = run_once(name, fault=fault, tiers=("structure",))
+    cell = cell_of(name, fault, verdict)
+    assert cell.ok, cell
+    if name == "three_pool":
+        assert cell.result in ("killed", "law")
+    if name == "three_pool_ones":
+        assert cell.result == "killed" if fault in ("drop_message", "stale_buffer") else "invisible"
+    assert verdict.data["fault_report"]["prediction"]["worst_of_threshold"] <= 1
+
+
+def test_the_catalogue_and_the_names_agree():
+    assert set(NAMED_AS) == set(plan_faults())
+
+
+def test_avg_on_ci_in_numbers(run_once):
+    verdict, _ = run_once("three_pool", fault="avg_on_ci", tiers=("structure",))
+    assert {(c.params, c.term, c.producer) for c in verdict.coefficients} == {
+        ("ci_fn", "imp", "ci"),
+        ("ci_fn", "stoch", "block0"),
+        ("ci_fn", "stoch", "block1"),
+        ("ci_fn", "ppgd", "ppgd"),
+    }
+    assert {c.fraction for c in verdict.coefficients} == {"1/4"}
+    (diagnosis,) = verdict.diagnoses
+    assert diagnosis.symbol == "1/ci.dp"
+    assert "AVG" in diagnosis.cause
+    assert any("allreduce(AVG)" in text for text in diagnosis.because)
+
+
+def test_faith_on_all_ranks_in_numbers(run_once):
+    verdict, _ = run_once("three_pool", fault="faith_on_all_ranks", tiers=("structure",))
+    assert {c.fraction for c in verdict.coefficients if c.term == "faith"} == {"2"}
+    assert {c.fraction for c in verdict.coefficients if c.term != "faith"} == {"1"}
+    (diagnosis,) = verdict.diagnoses
+    assert diagnosis.ranks == (4, 5, 6, 7)
+    assert "block0" in diagnosis.cause
+
+
+def test_a_fault_only_the_precision_tier_sees_is_still_a_failure(run_once):
+    verdict, _ = run_once("three_pool", fault="avg_on_ci", tiers=("precision",))
+    assert verdict.status == "fail"
+    assert verdict.diagnoses[0].kind == "avg"
+
+
+def test_judging_again_gives_the_same_verdict(run_once):
+    for flags in ({}, {"fault": "avg_on_ci", "tiers": ("structure",)}):
+        verdict, directory = run_once("three_pool", **flags)
+        again = judge(load_record(directory))
+        assert again.status == verdict.status
+        for key in ("tiers", "tensors", "coefficients", "diagnoses", "findings"):
+            assert again.data[key] == verdict.data[key], key
+        assert json.loads((directory / "verdict.json").read_text()) == verdict.data
+
+
+@pytest.fixture(scope="module")
+def torchrun_record(tmp_path_factory):
+    """The smallest shipped topology under torchrun."""
+    out = tmp_path_factory.mktemp("torchrun") / "out"
+    process = torchrun("three_pool_ones", "--out", str(out))
+    return process, out
+
+
+def torchrun(name: str, *flags: str, num_ranks: int = 4, **more) -> subprocess.CompletedProcess:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(num_ranks), str(ROOT / "harness" / "run.py"), "--topology", str(shipped(name)), *flags,
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **more)
+
+
+def test_torchrun_gives_the_same_verdict(torchrun_record, run_once):
+    process, out = torchrun_record
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "sumgrad: PASS (exit 0)" in process.stdout.splitlines()[-1]
+    theirs = json.loads((out / "verdict.json").read_text())
+    ours, _ = run_once("three_pool_ones")
+    assert theirs["status"] == ours.status
+    for key in ("tiers", "tensors"):
+        assert theirs[key] == ours.data[key], key
+    assert judge(load_record(out)).status == "pass"
+
+
+def test_torchrun_with_a_fault(tmp_path):
+    process = torchrun("three_pool_ones", "--fault", "drop_message", "--tiers", "structure",
+                       "--out", str(tmp_path / "out"))  # fmt: skip
+    assert process.returncode == 1
+    assert "sumgrad: FAIL (exit 1)" in process.stdout
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert verdict["diagnoses"][0]["kind"] == "lost_message"
+
+
+def test_torchrun_with_the_wrong_number_of_ranks(tmp_path):
+    process = torchrun("three_pool_ones", "--out", str(tmp_path / "out"), num_ranks=2)
+    assert process.returncode != 0
+    assert "got 2 ranks from torchrun, expected 4" in process.stderr
+    assert "--nproc-per-node 4" in process.stderr
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_torchrun_when_a_rank_is_killed(tmp_path, victim):
+    """The ranks that are left write their records, and the lowest of them judges."""
+    out, workload = tmp_path / "out", tmp_path / "killer.py"
+    workload.write_text(KILLER.format(victim=victim))
+    process = torchrun("three_pool_ones", "--out", str(out), "--workload", f"{workload}:Killer",
+                       "--timeout", "30")  # fmt: skip
+    assert process.returncode != 0
+    verdict = json.loads((out / "verdict.json").read_text())
+    assert verdict["status"] in ("unknown", "fail")
+    status = [o["status"] for o in verdict["outcomes"]]
+    assert status[victim] in ("missing", "killed")
+    assert status.count("ok") == 0 or victim
+
+
+KILLER = """
+import os, signal
+from sumgrad.workloads.three_pool import ThreePool
+
+class Killer(ThreePool):
+    def formulas(self, dtype, device, **more):
+        if os.environ.get("RANK") == "{victim}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().formulas(dtype, device, **more)
+"""
+
+
+def test_the_records_of_other_ranks_are_kept(tmp_path, sumgrad_check):
+    """A workload that fails on one rank: UNKNOWN, with its traceback, and the others' gradients."""
+    workload = tmp_path / "breaks.py"
+    workload.write_text(BREAKS)
+    verdict = sumgrad_check("three_pool_ones.yaml", workload=f"{workload}:Breaks", timeout_s=20)
+    assert verdict.status in ("unknown", "fail")
+    bad = [o for o in verdict.data["outcomes"] if o["status"] == "raised"]
+    assert any("too few rows" in (o["stack"] or "") for o in bad)
+    assert verdict.exit_code in (1, 3)
+
+
+BREAKS = """
+import torch.distributed as dist
+from sumgrad.workloads.three_pool import ThreePool, ThreePoolFormulas
+
+class Breaks(ThreePool):
+    def formulas(self, dtype, device, *, rounded_to=None):
+        formulas = BreaksHere(self, dtype=dtype, device=device, rounded_to=rounded_to or dtype)
+        return formulas
+
+class BreaksHere(ThreePoolFormulas):
+    def initial_state(self, term, rows):
+        if term == "ppgd" and dist.is_initialized():
+            raise RuntimeError("too few rows")
+        return super().initial_state(term, rows)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("raise ImportError('no such thing')", "cannot be imported: ImportError: no such thing"),
+        ("x = 1", "has no Thing"),
+        ("class Thing: pass", "raised TypeError"),
+        (
+            "class Thing:\n    def __init__(self, options, *, seed, where): pass",
+            "is no workload: it lacks declaration, params, formulas",
+        ),
+    ],
+)
+def test_workloads_that_are_none(tmp_path, sumgrad_check, source, words):
+    from sumgrad.errors import UserError
+
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    with pytest.raises(UserError, match=words.replace("(", "\\(")):
+        sumgrad_check("three_pool_ones.yaml", workload=f"{path}:Thing")
+
+
+def test_a_workload_with_wrong_shapes(tmp_path, sumgrad_check):
+    from sumgrad.errors import UserError
+
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from sumgrad.workloads.three_pool import ThreePool\n"
+        "class Thing(ThreePool):\n"
+        "    def params(self, step):\n"
+        "        out = super().params(step)\n"
+        "        out['ci.in.bias'] = out['ci.in.bias'][:-1]\n"
+        "        return out\n"
+    )
+    with pytest.raises(UserError, match=r"'ci.in.bias' has shape \(15,\), declared \(16,\)"):
+        sumgrad_check("three_pool_ones.yaml", workload=f"{path}:Thing")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_gradient_that_is_not_finite(tmp_path, sumgrad_check, value):
+    path = tmp_path / "mine.py"
+    path.write_text(NOT_FINITE.format(value=value))
+    verdict = sumgrad_check("three_pool_ones.yaml", workload=f"{path}:Thing", tiers=("structure",))
+    assert verdict.status == "fail"
+    assert verdict.diagnoses[0].kind == "not_finite"
+    assert any("emit:imp" in text for text in verdict.diagnoses[0].because)
+
+
+NOT_FINITE = """
+import torch.distributed as dist
+from sumgrad.workloads.three_pool import ThreePool, ThreePoolFormulas
+
+class Thing(ThreePool):
+    def formulas(self, dtype, device, *, rounded_to=None):
+        return Odd(self, dtype=dtype, device=device, rounded_to=rounded_to or dtype)
+
+class Odd(ThreePoolFormulas):
+    def value(self, term, statistics, count):
+        value = super().value(term, statistics, count)
+        return value * float("{value}") if dist.is_initialized() else value
+"""
+
+
+def test_nothing_stays_behind_a_check_that_is_interrupted(tmp_path):
+    command = [sys.executable, "-m", "sumgrad", "run", str(shipped("three_pool_wide")), "--out",
+               str(tmp_path / "out")]  # fmt: skip
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "out" / "ranks").glob("*.log")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    deadline = time.monotonic() + 10
+    while living := session_members(process.pid):
+        assert time.monotonic() < deadline, living
+        time.sleep(0.05)
+
+
+def session_members(session: int) -> list[str]:
+    """Processes of a session that are not dead already."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, theirs, *_ = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(theirs) == session and state not in ("Z", "X"):
+            found.append(stat.parent.name)
+    return found
+
+
+def test_a_full_disk(run_once, tmp_path, sumgrad_launcher):
+    """A rank that cannot write its gradients raises; its verdict is not PASS."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("needs root to make a small file system")
+    small = tmp_path / "small"
+    small.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", small], check=False)
+    if made.returncode:
+        pytest.skip("cannot mount a small file system here")
+    try:
+        command = [sys.executable, "-m", "sumgrad", "run", str(shipped("three_pool")), "--tiers",
+                   "structure", "--out", str(small / "out"), "--timeout", "30"]  # fmt: skip
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+        assert process.returncode in (3, 4), process.stdout
+        assert "No space left" in process.stdout + process.stderr
+    finally:
+        subprocess.run(["umount", small], check=False)
+
+
+def test_bits_do_not_depend_on_the_launcher(torchrun_record, run_once):
+    _, out = torchrun_record
+    _, ours = run_once("three_pool_ones")
+    theirs, mine = load_record(out), load_record(ours)
+    for rank, held in mine.ranks.items():
+        for key, grads in held.grads.items():
+            for name, grad in grads.items():
+                assert torch.equal(grad, theirs.ranks[rank].grads[key][name])
