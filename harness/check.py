@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -25,8 +26,8 @@ from sumgrad.files import finite, write_json
 from sumgrad.launch import Helper, Launcher, RankJob
 from sumgrad.outcome import RankOutcome
 from sumgrad.plan import build_plan
-from sumgrad.record import RunSpec, load_record, write_outcomes, write_spec
-from sumgrad.topology import Topology, load_topology
+from sumgrad.record import RunSpec, load_record, read_spec, write_outcomes, write_spec
+from sumgrad.topology import Topology, load_topology, topology_to_json
 from sumgrad.verdict import Verdict
 from sumgrad.workload import Workload, check_params, load_workload
 
@@ -39,7 +40,11 @@ MAX_LOCAL_RANKS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """The flags of a run. out: an absent or empty directory (default: a new one in .sumgrad/)."""
+    """The flags of a run. out: an absent or empty directory (default: a new one in .sumgrad/).
+
+    keep_partials: store the partials of a clean run too. reuse: a stored run that asked the same
+    but for the fault; its reference and partials are copied instead of computed again.
+    """
 
     topology: Path
     workload: str | None = None
@@ -52,6 +57,8 @@ class CheckOptions:
     timeout_s: float = 120.0
     law: str = "enforce"
     kernels: str | None = None
+    keep_partials: bool = False
+    reuse: Path | None = None
 
 
 def make_spec(options: CheckOptions, *, prefix: Sequence[str]) -> tuple[RunSpec, Workload]:
@@ -145,21 +152,44 @@ def run_check(
         num_ranks=num_ranks,
         directory=directory,
         pools=[spec.topology.pool_of(r).name for r in range(num_ranks)],
-        helpers=[
-            Helper(target="sumgrad.check_reference:reference_helper", arguments={"tier": tier})
-            for tier in spec.tiers
-        ],
+        helpers=[] if options.reuse else reference_helpers(spec),
         timeout_s=spec.timeout_s,
     )
     progress(f"starting {num_ranks} ranks")
     outcomes = launcher.run(job, progress=progress)
     problems = [
         f"the reference of tier {tier}: {outcome.status}, {outcome.detail}"
-        for tier, outcome in zip(spec.tiers, outcomes[num_ranks:], strict=True)
+        for tier, outcome in zip(spec.tiers, outcomes[num_ranks:], strict=False)
         if not outcome.ok
     ]
-    run = Run(directory=directory, spec=spec, workload=workload, outcomes=outcomes[:num_ranks])
+    if options.reuse:
+        copy_reference(options.reuse, directory, spec)
+    run = Run(
+        directory=directory,
+        spec=spec,
+        workload=workload,
+        outcomes=outcomes[:num_ranks],
+        keep_partials=options.keep_partials,
+    )
     return finish(run, problems=problems, progress=progress), directory
+
+
+def reference_helpers(spec: RunSpec) -> list[Helper]:
+    """One process for each tier's reference, beside the ranks."""
+    target = "sumgrad.check_reference:reference_helper"
+    return [Helper(target=target, arguments={"tier": tier}) for tier in spec.tiers]
+
+
+def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
+    """Take reference and partials from a stored run. UserError if it asked something else."""
+    theirs = read_spec(stored)
+    if topology_to_json(theirs.topology) != topology_to_json(spec.topology):
+        raise UserError(f"{stored}: its reference is for another topology")
+    for name in ("declaration", "workload", "seed", "steps", "tiers"):
+        if getattr(theirs, name) != getattr(spec, name):
+            raise UserError(f"{stored}: its reference is for another {name}")
+    for file in [*stored.glob("reference_*"), *stored.glob("partials_*")]:
+        shutil.copy(file, directory / file.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +200,7 @@ class Run:
     spec: RunSpec
     workload: Workload
     outcomes: Sequence[RankOutcome]
+    keep_partials: bool = False
 
 
 def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Verdict:
@@ -185,8 +216,8 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
     progress("comparing")
     record = load_record(directory)
     verdict = judge(record)
-    wanted = _failing_step(verdict, spec)
-    if wanted is not None:
+    wanted = _step_to_explain(verdict, run)
+    if wanted is not None and wanted[1] not in record.partials.get(wanted[0], {}):
         progress("recovering the coefficients")
         tier, step = wanted
         store_partials(directory, spec, run.workload, tier, step)
@@ -220,8 +251,9 @@ def write_verdict(directory: Path, verdict: Verdict) -> None:
     (directory / "report.md").write_text(to_markdown(verdict))
 
 
-def _failing_step(verdict: Verdict, spec: RunSpec) -> tuple[str, int] | None:
-    for tier in spec.tiers:
+def _step_to_explain(verdict: Verdict, run: Run) -> tuple[str, int] | None:
+    """The first failing step of the first failing tier; the last step where partials are kept."""
+    for tier in run.spec.tiers:
         steps = [
             t["step"]
             for t in verdict.data["tensors"]
@@ -229,8 +261,8 @@ def _failing_step(verdict: Verdict, spec: RunSpec) -> tuple[str, int] | None:
         ]
         if steps:
             return tier, min(steps)
-    if spec.fault and spec.tiers and verdict.data["tensors"]:
-        return next(iter(spec.tiers)), spec.steps - 1
+    if (run.spec.fault or run.keep_partials) and verdict.data["tensors"]:
+        return next(iter(run.spec.tiers)), run.spec.steps - 1
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from sumgrad.catalogue import shipped_topologies
 from sumgrad.check import CheckOptions, run_check
-from sumgrad.faults import plan_faults
+from sumgrad.faults import find_fault, plan_faults
 from sumgrad.launch import Launcher
 from sumgrad.topology import load_topology
 from sumgrad.verdict import Verdict
@@ -88,23 +88,33 @@ def run_matrix(
     launcher: Launcher,
     progress: Callable[[str], None],
 ) -> Matrix:
-    """Run every clean topology and every fault on it. Raises UserError for unknown names."""
-    names: list[str | None] = [None, *(faults or plan_faults())]
+    """Every clean topology once, then every fault on it against the same reference.
+
+    Raises UserError for unknown names.
+    """
+    chosen = [find_fault(name) for name in faults] if faults else list(plan_faults().values())
+    steps = max(fault.min_steps for fault in chosen)
     cells = []
     for path in topologies:
-        for fault in names:
-            progress(f"{path.stem}: {fault or 'clean'}")
-            with tempfile.TemporaryDirectory(prefix="sumgrad-") as directory:
-                options = CheckOptions(
-                    topology=path,
-                    fault=fault,
-                    seed=seed,
-                    tiers=("structure",),
-                    timeout_s=timeout_s,
-                    out=Path(directory),
-                )
+        with tempfile.TemporaryDirectory(prefix="sumgrad-") as directory:
+            base = CheckOptions(
+                topology=path,
+                seed=seed,
+                steps=steps,
+                tiers=("structure",),
+                timeout_s=timeout_s,
+                keep_partials=True,
+                out=Path(directory, "clean"),
+            )
+            progress(f"{path.stem}: clean")
+            clean, stored = run_check(base, launcher=launcher)
+            cells.append(cell_of(path.stem, None, clean))
+            for fault in chosen:
+                progress(f"{path.stem}: {fault.name}")
+                out = Path(directory, fault.name)
+                options = replace(base, fault=fault.name, out=out, reuse=stored)
                 verdict, _ = run_check(options, launcher=launcher)
-            cells.append(cell_of(path.stem, fault, verdict))
+                cells.append(cell_of(path.stem, fault.name, verdict))
     return Matrix(cells=tuple(cells))
 
 

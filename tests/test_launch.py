@@ -15,7 +15,7 @@ from sumgrad.launch import Launcher, RankJob
 pytestmark = pytest.mark.distributed
 
 
-# ---- what ranks do: these run on real ranks -------------------------------------------------------
+# ---- what ranks do ------------------------------------------------------------------------------
 
 
 def sum_once(ranks):
@@ -80,7 +80,7 @@ def leave_a_mark(ranks, *, directory):
     time.sleep(1000)
 
 
-# ---- tests ----------------------------------------------------------------------------------------
+# ---- tests --------------------------------------------------------------------------------------
 
 
 def test_results_and_outcomes(sumgrad_ranks):
@@ -183,7 +183,8 @@ from pathlib import Path
 from sumgrad.launch import Launcher, RankJob
 with Launcher() as launcher:
     launcher.run(RankJob(
-        target="sumgrad.pytest_plugin:run_test_on_rank", num_ranks=3, directory=Path({str(tmp_path)!r}),
+        target="sumgrad.pytest_plugin:run_test_on_rank", num_ranks=3,
+        directory=Path({str(tmp_path)!r}),
         arguments={{"file": {__file__!r}, "name": "leave_a_mark",
                    "arguments": {{"directory": {str(marks)!r}}}}}))
 """
