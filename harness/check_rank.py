@@ -29,6 +29,7 @@ def check_rank(guard: RankGuard) -> dict[str, Any]:
         timeout=timedelta(seconds=env.timeout_s + 60),
     )
     try:
+        dist.barrier()  # a rank that fails at once must not look like a failed connection
         return run_rank(guard, read_spec(env.directory), ledger)
     finally:
         dist.destroy_process_group()

@@ -31,6 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks need the cores
     return _guarded(lambda: _dispatch(_parser().parse_args(argv)))
 
 

@@ -23,9 +23,10 @@ from torch import Tensor
 class TensorDiff:
     """One parameter's gradient on one rank against the reference. Absolute unless it says rel.
 
-    ratio: <dist, ref> / <ref, ref>. power: term -> smallest relative scale error of that term that
-    would have failed; inf where none would. lost_share_caught: smallest part of the absolute
-    partials whose loss would have failed. of_threshold: max_abs / threshold.
+    comparable: the gradient is there, of the right shape, and finite. ratio: <dist, ref> /
+    <ref, ref>. power: term -> smallest relative scale error of that term alone that would have
+    failed; inf where none would. lost_share_caught: smallest part of the absolute partials whose
+    loss would have failed. of_threshold: max_abs / threshold.
     """
 
     name: str
@@ -36,6 +37,7 @@ class TensorDiff:
     step: int
     status: Status
     reason: str | None
+    comparable: bool
     max_abs: float
     max_rel: float
     l2_rel: float
@@ -110,9 +112,8 @@ def expect(
 def compare_tensors(record: RunRecord) -> Iterator[TensorDiff]:
     """Every tensor of every rank that wrote its gradients, in every tier and step."""
     plan = record.plan
-    for tier, references in record.references.items():
-        dtype = record.spec.tiers[tier]
-        for reference in references:
+    for tier, dtype in record.spec.tiers.items():
+        for reference in record.references.get(tier, []):
             for pool in plan.topology.pools:
                 names = [
                     p.name for u in plan.units[pool.name] for p in plan.declaration.params_of(u)
@@ -158,6 +159,7 @@ def _diff(
     ref = wanted.value
     status: Status = "pass"
     reason: str | None = None
+    comparable = False
     index: tuple[int, ...] = ()
     max_abs = max_rel = l2_rel = float("nan")
     ratio = same = same_l2 = None
@@ -181,8 +183,10 @@ def _diff(
             bad = ~torch.isfinite(got)
             index = tuple(torch.nonzero(bad)[0].tolist())
             status, reason = "fail", f"{float(got[index])} at {list(index)}"
-        elif not max_abs <= wanted.threshold:
-            status, reason = "fail", "the error is above the threshold"
+        else:
+            comparable = True
+            if not max_abs <= wanted.threshold:
+                status, reason = "fail", "the error is above the threshold"
     power = _power(wanted)
     if status == "pass":
         status, reason = _seen_enough(wanted, power, tier)
@@ -195,6 +199,7 @@ def _diff(
         step=step,
         status=status,
         reason=reason,
+        comparable=comparable,
         max_abs=max_abs,
         max_rel=max_rel,
         l2_rel=l2_rel,
@@ -306,9 +311,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def complete_ranks(record: RunRecord) -> dict[int, RankRecord]:
-    """Ranks whose gradients of every tier and step are there."""
+    """Ranks whose gradients, counts, norms and ledger of every tier and step are there."""
     wanted = {(tier, step) for tier in record.spec.tiers for step in range(record.spec.steps)}
-    return {rank: held for rank, held in record.ranks.items() if wanted <= set(held.grads)}
+    return {
+        rank: held
+        for rank, held in record.ranks.items()
+        if wanted <= set(held.grads) and wanted <= set(held.steps)
+    }
 
 
 def _worst_index(error: Tensor) -> tuple[int, ...]:

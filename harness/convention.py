@@ -67,7 +67,7 @@ def global_count(count_local: int, *, group: Group = None, device: Any = "cpu") 
 
     `device`: where the group's backend reduces ("cuda" for NCCL).
     """
-    if isinstance(count_local, bool) or int(count_local) != count_local or count_local < 0:
+    if isinstance(count_local, bool) or not count_local >= 0 or count_local % 1:
         raise ValueError(f"got count_local={count_local!r}, expected an integer >= 0")
     total = torch.tensor([int(count_local)], dtype=torch.int64, device=device)
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)

@@ -53,7 +53,7 @@ def diagnose(
     broken = _not_finite(record, diffs)
     if broken:
         return broken, ()
-    failed = [d for d in diffs if d.status == "fail" and d.max_abs == d.max_abs]
+    failed = [d for d in diffs if d.status == "fail" and d.comparable]
     if not failed:
         return (_law_only(record, mismatches),) if mismatches else (), ()
     tier = next(t for t in record.spec.tiers if any(d.tier == t for d in failed))
@@ -277,7 +277,7 @@ def _law_only(record: RunRecord, mismatches: Sequence[Mismatch]) -> Diagnosis:
 
 
 def _not_finite(record: RunRecord, diffs: Sequence[TensorDiff]) -> tuple[Diagnosis, ...]:
-    bad = [d for d in diffs if d.status == "fail" and d.max_abs != d.max_abs]
+    bad = [d for d in diffs if d.status == "fail" and not d.comparable]
     if not bad:
         return ()
     first = bad[0]

@@ -34,6 +34,7 @@ def outcome_from_record(
             waiting_in=record.get("waiting_in"),
             stack=record.get("stack"),
             output=log if ended_badly else None,
+            ended_at=record.get("ended_at"),
         )
     if exit_code is not None and exit_code < 0:
         status, detail = "killed", f"killed by {_signal_name(-exit_code)}"

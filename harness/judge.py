@@ -117,7 +117,7 @@ def _not_compared(record: RunRecord) -> tuple[str, ...]:
     ]
     complete = complete_ranks(record)
     reasons += [
-        f"{place(o.rank)}: ended well, but its gradients are missing or damaged"
+        f"{place(o.rank)}: ended well, but its record is incomplete"
         for o in record.outcomes
         if o.ok and o.rank not in complete
     ]
@@ -160,7 +160,7 @@ def _tier(
     reasons = dict.fromkeys(
         f"{d.name}: {d.reason}" for d in mine if d.status == "unknown" and d.reason
     )
-    judged = [d for d in mine if d.max_abs == d.max_abs]
+    judged = [d for d in mine if d.comparable]
     worst = max(judged, key=lambda d: d.max_rel, default=None)
     same = [d.max_rel_same_dtype for d in judged if d.max_rel_same_dtype is not None]
     same_l2 = [d.l2_rel_same_dtype for d in judged if d.l2_rel_same_dtype is not None]

@@ -160,6 +160,8 @@ class Launcher:
             return
         self._lines.close()
         self._socket.close()
+        if self.threads is None:  # still importing: it would not notice
+            self._process.kill()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

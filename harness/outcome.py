@@ -15,7 +15,7 @@ class RankOutcome:
 
     detail: one line for the report. waiting_in: the operation that had started and was not done.
     stack: traceback of the exception, or of where the rank stood. output: the tail of what it
-    printed, when it did not end well.
+    printed, when it did not end well. ended_at: seconds since the epoch, by the rank's own clock.
     """
 
     rank: int
@@ -27,10 +27,18 @@ class RankOutcome:
     waiting_in: str | None = None
     stack: str | None = None
     output: str | None = None
+    ended_at: float | None = None
 
     @property
     def ok(self) -> bool:
         return self.status == "ok"
+
+
+def first_to_fail(outcomes: Sequence[RankOutcome]) -> RankOutcome:
+    """The outcome that explains the others: who died without a word, else who failed first."""
+    silent = [o for o in outcomes if o.status in ("killed", "missing")]
+    raised = sorted((o for o in outcomes if o.status == "raised"), key=lambda o: o.ended_at or 0)
+    return [*silent, *raised, *outcomes][0]
 
 
 def outcome_to_json(outcome: RankOutcome) -> dict[str, Any]:

@@ -155,6 +155,7 @@ def run_test_on_rank(guard: RankGuard, *, file: str, name: str, arguments: dict[
         timeout=timedelta(seconds=env.timeout_s + 60),
     )
     try:
+        dist.barrier()  # a test that fails at once must not look like a failed connection
         return function(ranks=env, **arguments)
     finally:
         dist.destroy_process_group()
@@ -198,7 +199,9 @@ def _plain_arguments(item: pytest.Function) -> dict[str, Any]:
 
 
 def _describe(failed: list[RankOutcome], num_ranks: int) -> str:
-    first = next((o for o in failed if o.status != "timed_out"), failed[0])
+    from sumgrad.outcome import first_to_fail
+
+    first = first_to_fail(failed)
     lines = [f"{len(failed)} of {num_ranks} ranks did not end well; the first to fail:"]
     lines.append(f"rank {first.rank} {first.status}: {first.detail}")
     if first.waiting_in:

@@ -95,6 +95,7 @@ class RankGuard:
             "rank": self.env.rank,
             "status": status,
             "seconds": round(time.monotonic() - self._started, 3),
+            "ended_at": time.time(),
             **extra,
         }
         write_json(self.env.file(".json"), record)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-from sumgrad.outcome import spans
+from sumgrad.outcome import first_to_fail, outcome_from_json, outcome_to_json, spans
 from sumgrad.verdict import Verdict
 
 STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
@@ -264,16 +264,21 @@ def _lists(data: Mapping[str, Any]) -> list[RenderableType]:
 def _outcomes(data: Mapping[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = []
     bad = [o for o in data["outcomes"] if o["status"] != "ok"]
-    first = [o for o in bad if o["status"] != "timed_out"] or bad
+    if not bad:
+        return []
+    first = outcome_to_json(first_to_fail([outcome_from_json(o) for o in bad]))
+    bad.sort(key=lambda o: o["rank"] != first["rank"])
     for o in bad[:MAX_RANKS_SHOWN]:
         waiting = f", in {o['waiting_in']}" if o["waiting_in"] else ""
         parts.append(Text(f"rank {o['rank']} ({o['pool']}) {o['status']}: {o['detail']}{waiting}"))
         text = o["stack"] or o["output"]
-        if o in first[:2] and text:
+        if o["rank"] == first["rank"] and text:
             parts.append(
                 Padding(Text("\n".join(text.strip().splitlines()[-12:]), style="dim"), (0, 4))
             )
-    return [Text(""), *parts] if parts else []
+    if len(bad) > MAX_RANKS_SHOWN:
+        parts.append(Text(f"and {len(bad) - MAX_RANKS_SHOWN} more in verdict.json"))
+    return [Text(""), *parts]
 
 
 def _context(data: Mapping[str, Any]) -> dict[str, Any]:

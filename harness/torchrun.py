@@ -147,6 +147,7 @@ class _Member:
                 world_size=self.env.world_size,
                 timeout=timedelta(seconds=self.env.timeout_s + 60),
             )
+            dist.barrier()
             guard.finish("ok", result=run_rank(guard, self.spec, ledger))
         except BaseException as error:
             self.failed = guard.raised(error)

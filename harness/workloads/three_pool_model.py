@@ -58,8 +58,8 @@ class _Lower(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (z,) = ctx.saved_tensors
-        slope = torch.where(z < 0, LEAK, 1.0).to(grad.dtype)
-        return torch.where(z > 1, torch.zeros_like(grad), slope * grad)
+        leaked = torch.where(z < 0, LEAK * grad, grad)
+        return torch.where(z > 1, torch.zeros_like(grad), leaked)
 
 
 def lower(z: Tensor) -> Tensor:

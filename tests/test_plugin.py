@@ -1,0 +1,112 @@
+"""The pytest plugin as its users meet it: in a project of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+GOOD_AND_BAD = """
+import pytest
+
+@pytest.mark.distributed(ranks=3)
+@pytest.mark.parametrize("value", [2.0])
+def test_sum(ranks, value):
+    import torch
+    x = torch.full((2,), value * ranks.rank)
+    torch.distributed.all_reduce(x)
+    assert x.tolist() == [6.0, 6.0]
+
+@pytest.mark.distributed(ranks=3)
+def test_bad(ranks):
+    print(f"I am rank {ranks.rank} and say hello")
+    assert ranks.rank != 1, "rank one is wrong"
+
+class TestInside:
+    @pytest.mark.distributed(ranks=2)
+    def test_method(self, ranks):
+        assert ranks.world_size == 2
+
+def test_plain():
+    assert True
+"""
+
+
+def test_marker_and_failing_output(pytester):
+    pytester.makepyfile(GOOD_AND_BAD)
+    result = pytester.runpytest_subprocess("-m", "distributed", "--strict-markers")
+    result.assert_outcomes(passed=2, failed=1, deselected=1)
+    text = result.stdout.str()
+    assert "rank one is wrong" in text
+    assert "I am rank 1 and say hello" in text
+    assert "I am rank 0 and say hello" not in text
+    assert "1 of 3 ranks did not end well" in text
+
+
+def test_beside_xdist(pytester):
+    pytester.makepyfile(GOOD_AND_BAD)
+    result = pytester.runpytest_subprocess("-n", "2", "-k", "not bad")
+    result.assert_outcomes(passed=3)
+
+
+def test_a_whole_check_and_a_timeout(pytester):
+    pytester.makepyfile(
+        """
+        import time, pytest
+
+        @pytest.mark.distributed
+        def test_topology(sumgrad_check):
+            verdict = sumgrad_check("three_pool_ones.yaml", tiers=("structure",))
+            assert verdict.status == "pass"
+            assert sumgrad_check("three_pool_ones.yaml", fault="drop_message",
+                                 tiers=("structure",)).status == "fail"
+
+        @pytest.mark.distributed(ranks=2, timeout=2)
+        def test_slow(ranks):
+            time.sleep(100)
+        """
+    )
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(passed=1, failed=1)
+    assert "timed out after 2 s" in result.stdout.str()
+
+
+def test_arguments_must_be_plain(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.fixture
+        def thing():
+            return object()
+
+        @pytest.mark.distributed(ranks=2)
+        def test_thing(ranks, thing):
+            pass
+        """
+    )
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(failed=1)
+    assert "takes plain data only" in result.stdout.str()
+
+
+def test_no_torch_at_collection(pytester):
+    pytester.makepyfile(
+        """
+        import sys, pytest
+
+        @pytest.mark.distributed(ranks=2)
+        def test_never_run(ranks):
+            pass
+        """
+    )
+    pytester.makeconftest(
+        """
+        import sys
+
+        def pytest_collection_finish(session):
+            assert "torch" not in sys.modules
+        """
+    )
+    pytester.runpytest_subprocess("--collect-only").assert_outcomes()
+    assert pytester.runpytest_subprocess("--collect-only").ret == 0
