@@ -127,11 +127,11 @@ class RecordingProcessGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self._inner, self._ranks, self._ledger = inner, ranks, ledger
 
-    def _set_group_name(self, name: str) -> None:
+    def _set_group_name(self, name: Any) -> None:
         self._name = name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         """The name torch registered the group under; DeviceMesh looks groups up by it."""
         return self._name
 
