@@ -19,6 +19,7 @@ from torch import Tensor
 Grads = dict[str, Tensor]
 Producers = Mapping[str, Sequence[tuple[str, tuple[str, ...]]]]
 Progress = Callable[[str], None]
+FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,8 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
     declaration, num_rows = job.workload.declaration, job.workload.declaration.num_rows
     everything = torch.arange(num_rows, device=job.device)
     exact = _Single(job, torch.float64)
-    working = {name: _Single(job, job.dtype) for name in _floor_runs(job)}
+    formulas = job.workload.formulas(job.dtype, job.device, rounded_to=job.dtype)
+    working = {name: _Single(job, job.dtype, formulas) for name in _floor_runs(job)}
     out = []
     for step in range(job.steps):
         progress(f"reference, step {step}")
@@ -134,10 +136,12 @@ class _Run:
 class _Single:
     """Runs steps one after another in one dtype, cut into any chunks, with its own term state."""
 
-    def __init__(self, job: Job, dtype: torch.dtype) -> None:
+    def __init__(self, job: Job, dtype: torch.dtype, formulas: Formulas | None = None) -> None:
         self.job, self.dtype = job, dtype
         self.declaration: Declaration = job.workload.declaration
-        self.formulas: Formulas = job.workload.formulas(dtype, job.device, rounded_to=job.dtype)
+        self.formulas: Formulas = formulas or job.workload.formulas(
+            dtype, job.device, rounded_to=job.dtype
+        )
         self.everything = torch.arange(self.declaration.num_rows, device=job.device)
         self.state = {
             term.name: self.formulas.initial_state(term.name, self.everything)
@@ -315,23 +319,31 @@ class _Single:
 
 
 def _floor_runs(job: Job) -> dict[str, list[Tensor]]:
-    """At least eight single-process runs that differ only in order and cut of the rows."""
+    """At least eight single-process runs that differ only in order and cut of the rows.
+
+    Few rows have few orders and small errors, whose largest says little: there are more runs then.
+    """
     num = job.workload.declaration.num_rows
     rows = torch.arange(num, device=job.device)
-    shuffle = [
-        rows[torch.randperm(num, generator=torch.Generator().manual_seed(s))] for s in (1, 2)
+    shuffled = [
+        rows[torch.randperm(num, generator=torch.Generator().manual_seed(seed))]
+        for seed in range(1, 7)
     ]
-    many = min(job.num_chunks, num)
-    return {
+    runs = {
         "at once": [rows],
         "one by one": list(rows.split(1)),
         "reversed": [rows.flip(0)],
-        "permuted": [shuffle[0]],
-        "permuted again": [shuffle[1]],
+        "permuted": [shuffled[0]],
+        "permuted again": [shuffled[1]],
         "two chunks": list(rows.chunk(min(2, num))),
-        "three chunks": list(shuffle[0].chunk(min(3, num))),
-        "as many chunks as the largest pool": list(rows.tensor_split(many)),
+        "three chunks": list(shuffled[0].chunk(min(3, num))),
+        "as many chunks as the largest pool": list(rows.tensor_split(min(job.num_chunks, num))),
     }
+    if num <= FEW_ROWS:
+        for i, order in enumerate(shuffled[2:]):
+            runs[f"permuted, one by one, {i}"] = list(order.split(1))
+            runs[f"permuted, two chunks, {i}"] = list(order.chunk(2))
+    return runs
 
 
 def _rounded(job: Job, step: int) -> Grads:

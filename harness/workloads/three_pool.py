@@ -25,6 +25,7 @@ COEFFICIENTS = {"stoch": 5.0, "faith": 3.0, "imp": 0.7, "ppgd": 2.0}
 IMP_POWER, IMP_BETA = 2, 0.5
 ASCENT_STEPS, ASCENT_RATE, ASCENT_SOFTENING = 2, 0.01, 0.1
 UNEMBED_GAIN = 2.0
+MAX_KEPT_RUNS = 128
 MOVE = 0.03  # size of the drawn weight perturbation between steps, relative to the initialisation
 PUBLISHED: dict[str, Any] = {
     "rows": 4,
@@ -204,7 +205,7 @@ class ThreePoolFormulas:
         valid = np.arange(sizes.length) < workload.lengths()[:, None]
         self.valid = torch.from_numpy(valid).to(self.device)
         self.tokens = torch.from_numpy(ids).to(self.device)
-        self._last_run: tuple[tuple[int, ...], tuple[Tensor, Tensor]] | None = None
+        self._target_runs: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self.frozen = {
             name: torch.from_numpy(values).to(rounded_to).to(device=self.device, dtype=dtype)
             for name, values in _frozen_weights(sizes, self.seed).items()
@@ -223,11 +224,11 @@ class ThreePoolFormulas:
     def _target_run(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Frozen logits (n, T, vocabulary) and all sites' inputs side by side (n, T, sum d_in).
 
-        Kept for the last rows asked for: every term of a step asks for the same ones.
+        Kept, because every term of a step asks for the same rows and the target never changes.
         """
         key = tuple(rows.tolist())
-        if self._last_run is not None and self._last_run[0] == key:
-            return self._last_run[1]
+        if key in self._target_runs:
+            return self._target_runs[key]
         inputs: list[Tensor] = []
 
         def site(name: str, x: Tensor) -> Tensor:
@@ -235,8 +236,10 @@ class ThreePoolFormulas:
             return model.linear(x, self._weight(name))
 
         logits = model.target(self.frozen, self.tokens[rows], self.valid[rows], self.sizes, site)
-        self._last_run = key, (logits, torch.cat(inputs, dim=-1))
-        return self._last_run[1]
+        if len(self._target_runs) >= MAX_KEPT_RUNS:
+            self._target_runs.clear()
+        self._target_runs[key] = logits, torch.cat(inputs, dim=-1)
+        return self._target_runs[key]
 
     def produce(self, params: Mapping[str, Tensor], rows: Tensor) -> Produced:
         """g by site, (n, T, C); inner: the logits z (n, T, S, C)."""
