@@ -74,13 +74,17 @@ def holders(record: RunRecord, tier: str, step: int) -> Iterator[Holder]:
         for unit in plan.units[pool.name]:
             names = [p.name for p in plan.declaration.params_of(unit)]
             wanted = {
-                n: expect(plan, reference, pool.name, n, tier=tier, dtype=dtype) for n in names
+                n: expect(plan, reference, pool.name, n, tier=tier, dtype=dtype, every_term=False)
+                for n in names
             }
             classes: list[tuple[list[int], dict[str, Tensor]]] = []
             for rank in pool.ranks:
                 held = record.ranks[rank].grads.get((tier, step)) if rank in record.ranks else None
                 if held is None or any(
-                    n not in held or held[n].shape != wanted[n].value.shape for n in names
+                    n not in held
+                    or held[n].shape != wanted[n].value.shape
+                    or not bool(torch.isfinite(held[n]).all())
+                    for n in names
                 ):
                     continue
                 mine = {n: held[n] for n in names}

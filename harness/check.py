@@ -28,7 +28,7 @@ from sumgrad.outcome import RankOutcome
 from sumgrad.plan import build_plan
 from sumgrad.record import RunSpec, load_record, read_spec, write_outcomes, write_spec
 from sumgrad.topology import Topology, load_topology, topology_to_json
-from sumgrad.verdict import Verdict
+from sumgrad.verdict import Verdict, merge
 from sumgrad.workload import Workload, check_params, load_workload
 
 Progress = Callable[[str], None]
@@ -227,7 +227,8 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
     reasons = verdict.reasons
     if problems:
         reasons = (*reasons, *problems)
-        data["not_compared"] = list(reasons)
+        verdict = replace(verdict, status=merge([verdict.status, "unknown"]))
+        data |= {"not_compared": list(reasons), "status": verdict.status}
     if spec.fault:
         fault, plan = find_fault(spec.fault), record.plan
         visible = is_visible(fault, plan, steps=spec.steps)

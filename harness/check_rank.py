@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from sumgrad.faults import find_fault
 from sumgrad.plan import Plan, build_plan
-from sumgrad.process_group import BACKEND, Ledger, register_backend
+from sumgrad.process_group import BACKEND, SETUP, Ledger, register_backend
 from sumgrad.rank import RankGuard
 from sumgrad.record import RunSpec, read_spec, write_rank
 from sumgrad.step import Memory, RankContext, run_step
@@ -29,10 +29,16 @@ def check_rank(guard: RankGuard) -> dict[str, Any]:
         timeout=timedelta(seconds=env.timeout_s + 60),
     )
     try:
-        dist.barrier()  # a rank that fails at once must not look like a failed connection
+        meet(ledger)
         return run_rank(guard, read_spec(env.directory), ledger)
     finally:
         dist.destroy_process_group()
+
+
+def meet(ledger: Ledger) -> None:
+    """Wait until all are connected: a rank that fails at once must not look like a lost one."""
+    with ledger.label(SETUP):
+        dist.barrier()
 
 
 def start_ledger(guard: RankGuard) -> Ledger:
@@ -77,13 +83,13 @@ def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
                     "step": step,
                     "counts": result.counts,
                     "norm": result.norm,
-                    "clip_factor": result.clip_factor,
+                    "clipped_norm": result.clipped_norm,
                     "weights": hash_weights(params),
                     "digests": [asdict(digest) for digest in result.digests],
                 }
             )
     write_rank(guard.env.directory, rank, grads)
-    return {"steps": steps}
+    return {"steps": steps, "operations": ledger.num_operations}
 
 
 def _params(workload: Workload, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from sumgrad.plan import Norm, Plan
+from sumgrad.plan import Count, Norm, Plan
 from sumgrad.proof import expected_terms
 from sumgrad.record import RankRecord, RunRecord
 from sumgrad.reference import StepReference
-from sumgrad.tolerances import BLIND_PRECISION, BLIND_STRUCTURE, noise_floor, threshold
+from sumgrad.tolerances import (
+    BLIND_PRECISION,
+    BLIND_STRUCTURE,
+    FLOOR_FACTOR,
+    ZERO_FACTOR,
+    noise_floor,
+    threshold,
+)
 from sumgrad.verdict import Status
 from torch import Tensor
 
@@ -70,6 +78,8 @@ class Expected:
     threshold: float
     scale: float
     terms: dict[str, Tensor]
+    resolution: dict[str, float]
+    every_term: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +94,19 @@ class ScalarDiff:
 
 
 def expect(
-    plan: Plan, reference: StepReference, pool: str, name: str, *, tier: str, dtype: str
+    plan: Plan,
+    reference: StepReference,
+    pool: str,
+    name: str,
+    *,
+    tier: str,
+    dtype: str,
+    every_term: bool,
 ) -> Expected:
-    """The reference's value for a holder: all terms on a home, the pool's own on a replica."""
+    """The reference's value for a holder: all terms on a home, the pool's own on a replica.
+
+    every_term: a wrong factor on any one term must be seen, else the tensor is UNKNOWN.
+    """
     unit = next(p.unit for p in plan.declaration.params if p.name == name)
     terms = list(dict.fromkeys(term for term, _ in expected_terms(plan, pool, unit)))
     by_term = {term: reference.by_term[term][name] for term in terms}
@@ -106,6 +126,8 @@ def expect(
         threshold=threshold(floor, scale, tier=tier),
         scale=scale,
         terms=by_term,
+        resolution={term: reference.resolution[term][name] for term in terms},
+        every_term=every_term,
     )
 
 
@@ -119,7 +141,15 @@ def compare_tensors(record: RunRecord) -> Iterator[TensorDiff]:
                     p.name for u in plan.units[pool.name] for p in plan.declaration.params_of(u)
                 ]
                 for name in names:
-                    wanted = expect(plan, reference, pool.name, name, tier=tier, dtype=dtype)
+                    wanted = expect(
+                        plan,
+                        reference,
+                        pool.name,
+                        name,
+                        tier=tier,
+                        dtype=dtype,
+                        every_term=tier == "structure" or "structure" not in record.spec.tiers,
+                    )
                     yield from _compare_pool(record, pool.name, name, tier, reference.step, wanted)
 
 
@@ -179,7 +209,9 @@ def _diff(
         if wanted.same_dtype is not None and size:
             distance = got.double() - wanted.same_dtype.double()
             same, same_l2 = float(distance.abs().max()) / size, float(distance.norm()) / norm
-        if not bool(torch.isfinite(got).all()):
+        if not bool(torch.isfinite(ref).all()):
+            status, reason = "fail", "the reference itself is not finite"
+        elif not bool(torch.isfinite(got).all()):
             bad = ~torch.isfinite(got)
             index = tuple(torch.nonzero(bad)[0].tolist())
             status, reason = "fail", f"{float(got[index])} at {list(index)}"
@@ -189,7 +221,7 @@ def _diff(
                 status, reason = "fail", "the error is above the threshold"
     power = _power(wanted)
     if status == "pass":
-        status, reason = _seen_enough(wanted, power, tier)
+        status, reason = _seen_enough(wanted, power, every_term=wanted.every_term)
     return TensorDiff(
         name=name,
         unit=unit,
@@ -217,18 +249,32 @@ def _diff(
 
 
 def _power(wanted: Expected) -> dict[str, float]:
-    """Smallest |c - 1| on a term alone that lifts the error over the threshold for certain."""
+    """Smallest |c - 1| on a term alone that lifts the error over the threshold for certain.
+
+    A term that is zero by mathematics, float64 noise, is left out: no factor changes it.
+    """
     need = wanted.threshold + wanted.floor
     sizes = {term: float(value.abs().max()) for term, value in wanted.terms.items()}
-    return {term: need / size if size else float("inf") for term, size in sizes.items()}
+    return {
+        term: need / size
+        for term, size in sizes.items()
+        if size > ZERO_FACTOR * wanted.resolution[term]
+    }
 
 
-def _seen_enough(wanted: Expected, power: dict[str, float], tier: str) -> tuple[Status, str | None]:
-    if tier == "structure":
+def _seen_enough(
+    wanted: Expected, power: dict[str, float], *, every_term: bool
+) -> tuple[Status, str | None]:
+    """UNKNOWN where a wrong gradient would have passed."""
+    if wanted.scale == 0:
+        return "unknown", "no term reaches this tensor, so nothing was checked"
+    if every_term:
         blind = [term for term, value in power.items() if value > BLIND_STRUCTURE]
         if blind:
             return "unknown", f"a wrong factor on {', '.join(blind)} would not have been seen"
-    elif wanted.threshold + wanted.floor > BLIND_PRECISION * float(wanted.value.abs().max()):
+    elif power and wanted.threshold + wanted.floor > BLIND_PRECISION * float(
+        wanted.value.abs().max()
+    ):
         return "unknown", "the noise of this dtype would have hidden a wrong factor"
     return "pass", None
 
@@ -255,51 +301,78 @@ def compare_replicas(record: RunRecord) -> Iterator[ScalarDiff]:
                         )
 
 
-def compare_scalars(record: RunRecord, diffs: list[TensorDiff]) -> Iterator[ScalarDiff]:
+def compare_scalars(record: RunRecord) -> Iterator[ScalarDiff]:
     """Counts, weights, the global norm and the clipped norm of every rank."""
-    (edge,) = record.plan.select(Norm)
-    for tier, references in record.references.items():
-        for reference in references:
-            slack = _norm_slack(record, diffs, tier, reference.step)
+    for tier, dtype in record.spec.tiers.items():
+        for reference in record.references.get(tier, []):
+            norms = expect_norms(record.plan, reference, dtype)
             for rank, held in record.ranks.items():
                 info = held.steps.get((tier, reference.step))
                 if info is None:
                     continue
-                for what, text in _scalar_problems(info, reference, edge.max_norm, slack):
+                problems = [
+                    *_count_problems(record.plan, rank, info["counts"], reference),
+                    *_norm_problems(info, norms),
+                ]
+                if info["weights"] != reference.weights:
+                    problems.append(("weights", "started from other weights than the reference"))
+                for what, text in problems:
                     yield ScalarDiff(
                         rank=rank, tier=tier, step=reference.step, what=what, text=text
                     )
 
 
-def _scalar_problems(
-    info: dict,
-    reference: StepReference,
-    max_norm: float,
-    slack: float,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedNorm:
+    """A norm that the ranks measured, what it must be, and how far off it may be."""
+
+    field: str
+    value: float
+    threshold: float
+
+    @property
+    def seen(self) -> bool:
+        """Whether a halved or doubled norm would have been noticed."""
+        return self.threshold <= BLIND_STRUCTURE * self.value
+
+
+def expect_norms(plan: Plan, reference: StepReference, dtype: str) -> tuple[ExpectedNorm, ...]:
+    """The global norm and the norm after clipping, which rounds every element once more."""
+    (edge,) = plan.select(Norm)
+    eps = float(torch.finfo(getattr(torch, dtype)).eps)
+    bound = FLOOR_FACTOR * max(reference.norm_floor, eps * reference.norm)
+    factor = min(1.0, edge.max_norm / (reference.norm + 1e-6))
+    clipped = factor * reference.norm
+    return (
+        ExpectedNorm(field="norm", value=reference.norm, threshold=bound),
+        ExpectedNorm(
+            field="clipped_norm", value=clipped, threshold=factor * bound + 2 * eps * clipped
+        ),
+    )
+
+
+def _norm_problems(
+    info: dict[str, Any], norms: tuple[ExpectedNorm, ...]
 ) -> Iterator[tuple[str, str]]:
-    for term, count in info["counts"].items():
-        if count != reference.counts[term]:
-            yield "count", f"divides {term} by {count}; the data say {reference.counts[term]}"
-    if info["weights"] != reference.weights:
-        yield "weights", "started from other weights than the reference"
-    norm = float(info["norm"])
-    if not abs(norm - reference.norm) <= slack:
-        yield "norm", f"global norm {norm:.9g}; the reference has {reference.norm:.9g}"
-    clipped = norm * float(info["clip_factor"])
-    wanted = reference.norm * min(1.0, max_norm / (reference.norm + 1e-6))
-    if not abs(clipped - wanted) <= slack:
-        yield "clipped norm", f"clipped norm {clipped:.9g}; the reference has {wanted:.9g}"
+    for norm in norms:
+        got = float(info[norm.field])
+        if not abs(got - norm.value) <= norm.threshold:
+            what = norm.field.replace("_", " ")
+            yield what, f"{what} {got:.9g}; the reference has {norm.value:.9g}"
 
 
-def _norm_slack(record: RunRecord, diffs: list[TensorDiff], tier: str, step: int) -> float:
-    """| |a| - |b| | <= |a - b|, and no element of a - b may exceed its tensor's threshold."""
-    numel = {p.name: p.numel for p in record.plan.declaration.params}
-    bounds = {
-        d.name: numel[d.name] * d.threshold**2
-        for d in diffs
-        if d.tier == tier and d.step == step and record.plan.role(d.pool).home
-    }
-    return float(sum(bounds.values())) ** 0.5
+def _count_problems(
+    plan: Plan, rank: int, counts: dict[str, int], reference: StepReference
+) -> Iterator[tuple[str, str]]:
+    pool = plan.topology.pool_of(rank).name
+    planned = [term for edge in plan.select(Count, pool=pool) for term in edge.terms]
+    for term in dict.fromkeys([*planned, *counts]):
+        if counts.get(term) != reference.counts[term]:
+            yield (
+                "count",
+                f"divides {term} by {counts.get(term)}; the data say "
+                + str(reference.counts[term]),
+            )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -12,6 +12,7 @@ from sumgrad.outcome import RankOutcome, Status, describe_operation
 from sumgrad.rank import rank_file, read_end_record
 
 OUTPUT_TAIL = 4000
+OPERATION = {"n", "label", "op", "group", "dtype", "numel", "site"}  # of every ledger event
 
 
 def outcome_from_record(
@@ -21,7 +22,7 @@ def outcome_from_record(
     record = read_end_record(directory, rank)
     log, ledger = _tail(directory, rank), _last_operation(directory, rank)
     stack = _read(rank_file(directory, rank, ".stack"))
-    if record is not None and (exit_code is None or exit_code >= 0 or record["status"] != "ok"):
+    if record is not None and (exit_code in (None, 0) or record["status"] != "ok"):
         status: Status = record["status"]
         ended_badly = status != "ok"
         return RankOutcome(
@@ -41,7 +42,8 @@ def outcome_from_record(
     elif exit_code == 0:
         status, detail = "missing", "exited with code 0 before it had finished"
     elif exit_code is not None:
-        status, detail = "raised", f"exited with code {exit_code} before it had finished"
+        when = "after" if record is not None else "before"
+        status, detail = "raised", f"exited with code {exit_code} {when} it had finished"
     else:
         status, detail = "missing", "left no end record"
     return RankOutcome(
@@ -69,13 +71,15 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a ledger file that can be read; a last line cut off by a crash is left out."""
     try:
         lines = path.read_text().splitlines()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return
     for line in lines:
         try:
-            yield json.loads(line)
+            event = json.loads(line)
         except ValueError:
             continue
+        if isinstance(event, dict) and (set(event) >= OPERATION or "done" in event):
+            yield event
 
 
 def _last_operation(directory: Path, rank: int) -> str | None:

@@ -109,10 +109,13 @@ def _reap(connection: socket.socket, job: _Job) -> None:
 def _enforce(job: _Job) -> None:
     """First death or the deadline: ask the others to write down where they are, then kill.
 
-    Helpers join no collective, so a rank's death does not end them; their own watchdogs do.
+    Helpers join no collective, so a rank's death does not end them; a deadline of their own does.
     """
     now = time.monotonic()
     directory = Path(job.request["directory"])
+    if now > job.deadline + HELPER_PATIENCE * job.request["timeout_s"] + KILL_GRACE_S:
+        for rank in job.living:
+            _kill(rank.pid, signal.SIGKILL)
     if job.stop_at is None:
         died = any(
             not r.helper

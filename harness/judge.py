@@ -20,13 +20,14 @@ from sumgrad.compare import (
     compare_scalars,
     compare_tensors,
     complete_ranks,
+    expect_norms,
 )
 from sumgrad.diagnose import diagnose
 from sumgrad.files import finite
 from sumgrad.outcome import outcome_to_json, spans
 from sumgrad.predict import PartialSums, Prediction
 from sumgrad.record import RunRecord
-from sumgrad.schedule import Mismatch, compare_ledger
+from sumgrad.schedule import Mismatch, compare_ledger, outside_steps
 from sumgrad.verdict import Diagnosis, Status, TierVerdict, Verdict, merge
 
 SCHEMA = 1
@@ -35,7 +36,7 @@ SCHEMA = 1
 def judge(record: RunRecord) -> Verdict:
     """The verdict of a stored run. Pure: the same record gives the same verdict."""
     diffs = list(compare_tensors(record))
-    scalars = [*compare_replicas(record), *compare_scalars(record, diffs)]
+    scalars = [*compare_replicas(record), *compare_scalars(record)]
     mismatches = ledger_mismatches(record)
     reasons = _not_compared(record)
     tiers = tuple(_tier(record, tier, diffs, scalars) for tier in record.spec.tiers)
@@ -66,12 +67,17 @@ def judge(record: RunRecord) -> Verdict:
 def ledger_mismatches(record: RunRecord) -> list[Mismatch]:
     """Every difference between what ranks that finished issued and what the plan says."""
     out = []
-    for rank in complete_ranks(record):
-        for tier, dtype in record.spec.tiers.items():
-            for step in range(record.spec.steps):
-                events = record.ranks[rank].events.get((tier, step), [])
-                label = f"{tier}, step {step}"
-                out += compare_ledger(record.plan, rank, dtype, label, events)
+    planned = {(tier, step) for tier in record.spec.tiers for step in range(record.spec.steps)}
+    for rank, held in complete_ranks(record).items():
+        if not held.ledger_whole:
+            continue  # not compared: UNKNOWN, see _not_compared
+        for tier, step in sorted(planned):
+            dtype, label = record.spec.tiers[tier], f"{tier}, step {step}"
+            out += compare_ledger(
+                record.plan, rank, dtype, label, held.events.get((tier, step), [])
+            )
+        foreign = [e for key, events in held.events.items() if key not in planned for e in events]
+        out += [outside_steps(rank, event) for event in [*held.stray, *foreign]]
     return out
 
 
@@ -121,6 +127,11 @@ def _not_compared(record: RunRecord) -> tuple[str, ...]:
         for o in record.outcomes
         if o.ok and o.rank not in complete
     ]
+    reasons += [
+        f"{place(rank)}: its ledger is missing, cut short, or has operations nobody waited for"
+        for rank, held in complete.items()
+        if not held.ledger_whole
+    ]
     reasons += list(record.damage)
     if not record.spec.tiers:
         reasons.append("no tier was asked for, so nothing was compared")
@@ -160,6 +171,13 @@ def _tier(
     reasons = dict.fromkeys(
         f"{d.name}: {d.reason}" for d in mine if d.status == "unknown" and d.reason
     )
+    dtype = record.spec.tiers[tier]
+    norms = [n for r in references for n in expect_norms(record.plan, r, dtype) if not n.seen]
+    if norms:
+        statuses.append("unknown")
+        reasons |= {
+            f"{n.field}: a halved or doubled norm would not have been seen": None for n in norms
+        }
     judged = [d for d in mine if d.comparable]
     worst = max(judged, key=lambda d: d.max_rel, default=None)
     same = [d.max_rel_same_dtype for d in judged if d.max_rel_same_dtype is not None]

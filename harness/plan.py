@@ -194,7 +194,11 @@ def build_plan(topology: Topology, declaration: Declaration) -> Plan:
 
     UserError where pools and roles do not fit or a pool's rows do not add up.
     """
-    problems: list[str] = []
+    problems = [
+        f"{topology.where(('workload',))}: {text}" for text in _declaration_problems(declaration)
+    ]
+    if problems:
+        raise UserError(problems)
     offsets = {p.name: _offsets(p, topology, declaration, problems) for p in topology.pools}
     units = _units(topology, declaration, problems)
     if problems:
@@ -203,6 +207,45 @@ def build_plan(topology: Topology, declaration: Declaration) -> Plan:
     return Plan(
         topology=topology, declaration=declaration, offsets=offsets, units=units, edges=edges
     )
+
+
+def _declaration_problems(declaration: Declaration) -> Iterator[str]:
+    """What is wrong with a declaration on any topology."""
+    name, roles = declaration.workload, {role.name: role for role in declaration.roles}
+    groups = {"rows": declaration.row_lengths, "params": declaration.params,
+              "roles": declaration.roles, "terms": declaration.terms}  # fmt: skip
+    for what, items in groups.items():
+        if not items:
+            yield f"{name} declares no {what}"
+        names = [getattr(item, "name", str(i)) for i, item in enumerate(items)]
+        if len(set(names)) != len(names):
+            yield f"{name} declares {what} of equal name"
+        yield from (f"{name}: {n!r} has a / or @ in it" for n in names if set(n) & set("/@"))
+    for unit in dict.fromkeys(param.unit for param in declaration.params):
+        homes = [role.name for role in declaration.roles if role.home and unit in role.units]
+        if len(homes) != 1:
+            yield f"{name}: unit {unit!r} has {len(homes)} home roles, expected exactly one"
+    units = {param.unit for param in declaration.params}
+    for role in declaration.roles:
+        if not role.units or set(role.units) - units:
+            yield f"{name}: role {role.name!r} has units {role.units} that no parameter is in"
+    yield from _term_problems(declaration, roles)
+
+
+def _term_problems(declaration: Declaration, roles: dict[str, Role]) -> Iterator[str]:
+    name = declaration.workload
+    quantity = declaration.quantity
+    single = {quantity.role} if quantity else set()
+    for term in declaration.terms:
+        if term.role not in roles:
+            yield f"{name}: term {term.name!r} has the unknown role {term.role!r}"
+        if term.kind == "statistic":
+            single.add(term.role)
+        if term.reads_quantity and (quantity is None or term.role == quantity.role):
+            yield f"{name}: term {term.name!r} reads a quantity that its own pool computes, or none"
+    for role_name in single:
+        if role_name not in roles or roles[role_name].shared_by_pools:
+            yield f"{name}: role {role_name!r} must be one pool; it computes global values"
 
 
 def _offsets(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 BACKEND = "sumgrad"
+SETUP = "setup"  # label of what a launcher does before the first step
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TRANSPORT = tuple(
     os.path.join(_HERE, name) for name in ("process_group.py", "exchange.py", "convention.py")
@@ -78,6 +79,11 @@ class Ledger:
     def done(self, number: int) -> None:
         if self.open_ops.pop(number, None) is not None:
             self._write({"done": number})
+
+    @property
+    def num_operations(self) -> int:
+        """How many operations were started, so that a ledger cut short is noticed."""
+        return self._next
 
     def waiting_for(self) -> dict[str, Any] | None:
         """The oldest operation that started and is not done."""

@@ -135,12 +135,12 @@ def run_test_on_rank(guard: RankGuard, *, file: str, name: str, arguments: dict[
     from datetime import timedelta
 
     import torch.distributed as dist
-    from sumgrad.check_rank import start_ledger
+    from sumgrad.check_rank import meet, start_ledger
     from sumgrad.process_group import BACKEND
     from sumgrad.workload import import_file
 
     env: RankEnv = guard.env
-    start_ledger(guard)
+    ledger = start_ledger(guard)
     module = import_file(Path(file))
     function = module
     for part in name.split("."):
@@ -155,7 +155,7 @@ def run_test_on_rank(guard: RankGuard, *, file: str, name: str, arguments: dict[
         timeout=timedelta(seconds=env.timeout_s + 60),
     )
     try:
-        dist.barrier()  # a test that fails at once must not look like a failed connection
+        meet(ledger)
         return function(ranks=env, **arguments)
     finally:
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from sumgrad.reference import StepReference
 from sumgrad.topology import Topology, topology_from_json, topology_to_json
 
 SCHEMA = 1
+SETUP = "setup"
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 Grads = dict[str, torch.Tensor]
 
 
@@ -57,12 +59,18 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank wrote. steps: (tier, step) -> counts, norm, clip_factor, digests, weights."""
+    """What one rank wrote. All by (tier, step).
+
+    steps: counts, norm, clipped_norm, digests, weights. events: its ledger. stray: operations that
+    belong to no step. ledger_whole: every operation it started is in the ledger and was waited for.
+    """
 
     rank: int
     grads: dict[tuple[str, int], Grads]
     steps: dict[tuple[str, int], dict[str, Any]]
     events: dict[tuple[str, int], list[dict[str, Any]]]
+    stray: tuple[dict[str, Any], ...]
+    ledger_whole: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +146,9 @@ def write_reference(directory: Path, tier: str, references: Sequence[StepReferen
                 "step": reference.step,
                 "floor": reference.floor,
                 "floor_by_term": reference.floor_by_term,
+                "resolution": reference.resolution,
                 "norm": reference.norm,
+                "norm_floor": reference.norm_floor,
                 "counts": reference.counts,
                 "weights": reference.weights,
             }
@@ -167,35 +177,30 @@ def write_outcomes(directory: Path, outcomes: Sequence[RankOutcome]) -> None:
 
 def load_record(directory: Path) -> RunRecord:
     """Read a run directory. UserError if it is none; damaged parts are named in `damage`."""
-    spec, damage = read_spec(directory), []
-    world_size = spec.topology.world_size
-    try:
-        raw = json.loads((directory / "outcomes.json").read_text())
-        outcomes = tuple(outcome_from_json(item) for item in raw)
-    except (OSError, ValueError, TypeError, AttributeError):
-        outcomes = ()
-    if [o.rank for o in outcomes] != list(range(world_size)):
-        outcomes = tuple(
-            outcome_from_record(directory, r, spec.topology.pool_of(r).name)
-            for r in range(world_size)
-        )
+    spec = read_spec(directory)
+    damage: list[str] = []
+    outcomes = _read_outcomes(directory, spec, damage)
     ranks = {}
-    for rank in range(world_size):
+    for rank in range(spec.topology.world_size):
         try:
             ranks[rank] = _read_rank(directory, rank)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            damage.append(f"rank {rank}: {type(error).__name__}: {error}")
+        except FileNotFoundError as error:
+            if outcomes[rank].ok:
+                damage.append(f"rank {rank}: {Path(str(error)).name} is missing")
+        except DAMAGED as error:
+            damage.append(f"rank {rank}: damaged: {type(error).__name__}: {error}")
     references, partials = {}, {}
     for tier in spec.tiers:
         try:
-            references[tier] = _read_reference(directory, tier)
-            partials[tier] = _read_partials(directory, tier)
+            references[tier] = _read_reference(directory, tier, spec)
         except FileNotFoundError:
             damage.append(f"tier {tier}: no reference was stored")
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            damage.append(f"tier {tier}: {type(error).__name__}: {error}")
+        except DAMAGED as error:
+            damage.append(f"tier {tier}: damaged reference: {type(error).__name__}: {error}")
+        try:
+            partials[tier] = _read_partials(directory, tier)
+        except DAMAGED as error:
+            damage.append(f"tier {tier}: damaged partials: {type(error).__name__}: {error}")
     return RunRecord(
         directory=directory,
         spec=spec,
@@ -207,40 +212,94 @@ def load_record(directory: Path) -> RunRecord:
     )
 
 
+def _read_outcomes(directory: Path, spec: RunSpec, damage: list[str]) -> tuple[RankOutcome, ...]:
+    """What became of every rank; from the ranks' own records where outcomes.json is lost."""
+    world_size = spec.topology.world_size
+    try:
+        raw = json.loads((directory / "outcomes.json").read_text())
+        outcomes = tuple(outcome_from_json(item) for item in raw)
+    except DAMAGED:
+        outcomes = ()
+    if [o.rank for o in outcomes] == list(range(world_size)):
+        return tuple(
+            replace(o, status="raised", detail=f"ended with exit code {o.exit_code}")
+            if o.ok and o.exit_code not in (0, None)
+            else o
+            for o in outcomes
+        )
+    damage.append("outcomes.json is missing or damaged: how the processes ended is not known")
+    return tuple(
+        outcome_from_record(directory, rank, spec.topology.pool_of(rank).name)
+        for rank in range(world_size)
+    )
+
+
 def _read_rank(directory: Path, rank: int) -> RankRecord:
     end = read_end_record(directory, rank) or {}
     grads: dict[tuple[str, int], Grads] = {}
     for key, tensor in _tensors(rank_file(directory, rank, ".safetensors")):
         tier, step, name = key.split("/", 2)
         grads.setdefault((tier, int(step)), {})[name] = tensor
-    steps = {
-        (item["tier"], item["step"]): item for item in (end.get("result") or {}).get("steps", [])
-    }
+    result = end.get("result") or {}
+    steps = {(s["tier"], int(s["step"])): _step_info(s) for s in result.get("steps", [])}
     events: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for event in read_ledger(rank_file(directory, rank, ".ledger.jsonl")):
-        if "n" in event and event["label"].count("/") >= 2:
-            tier, step, _ = event["label"].split("/", 2)
+    stray: list[dict[str, Any]] = []
+    ledger = list(read_ledger(rank_file(directory, rank, ".ledger.jsonl")))
+    done = {event["done"] for event in ledger if "done" in event}
+    started = [event for event in ledger if "n" in event]
+    for event in started:
+        tier, _, rest = str(event["label"]).partition("/")
+        step, _, edge = rest.partition("/")
+        if tier != SETUP and edge and step.isdigit():
             events.setdefault((tier, int(step)), []).append(event)
-    return RankRecord(rank=rank, grads=grads, steps=steps, events=events)
+        elif tier != SETUP or event["op"] != "barrier":
+            stray.append(event)
+    whole = len(started) == result.get("operations") and all(e["n"] in done for e in started)
+    return RankRecord(
+        rank=rank, grads=grads, steps=steps, events=events, stray=tuple(stray), ledger_whole=whole
+    )
 
 
-def _read_reference(directory: Path, tier: str) -> list[StepReference]:
+def _step_info(info: dict[str, Any]) -> dict[str, Any]:
+    """What a rank says of one step, with numbers as numbers ("nan" too)."""
+    return {
+        "counts": {str(term): int(count) for term, count in info["counts"].items()},
+        "norm": float(info["norm"]),
+        "clipped_norm": float(info["clipped_norm"]),
+        "weights": str(info["weights"]),
+        "digests": [{**digest, "norm": float(digest["norm"])} for digest in info["digests"]],
+    }
+
+
+def _read_reference(directory: Path, tier: str, spec: RunSpec) -> list[StepReference]:
     plain = json.loads((directory / f"reference_{tier}.json").read_text())
     held: dict[int, dict[str, Grads]] = {}
     for key, tensor in _tensors(directory / f"reference_{tier}.safetensors"):
         step, kind, name = key.split("/", 2)
         held.setdefault(int(step), {}).setdefault(kind, {})[name] = tensor
+    names = [param.name for param in spec.declaration.params]
+    terms = [term.name for term in spec.declaration.terms]
+
+    def whole(grads: Grads) -> Grads:
+        return {name: grads[name] for name in names}
+
+    def numbers(table: dict[str, Any]) -> dict[str, dict[str, float]]:
+        return {term: {name: float(table[term][name]) for name in names} for term in terms}
+
     return [
         StepReference(
-            grads=held[item["step"]]["grads"],
-            scale=held[item["step"]]["scale"],
-            same_dtype=held[item["step"]]["same_dtype"],
-            by_term={
-                kind.removeprefix("term:"): grads
-                for kind, grads in held[item["step"]].items()
-                if kind.startswith("term:")
-            },
-            **item,
+            step=int(item["step"]),
+            grads=whole(held[item["step"]]["grads"]),
+            scale=whole(held[item["step"]]["scale"]),
+            same_dtype=whole(held[item["step"]]["same_dtype"]),
+            by_term={term: whole(held[item["step"]][f"term:{term}"]) for term in terms},
+            floor={name: float(item["floor"][name]) for name in names},
+            floor_by_term=numbers(item["floor_by_term"]),
+            resolution=numbers(item["resolution"]),
+            norm=float(item["norm"]),
+            norm_floor=float(item["norm_floor"]),
+            counts={term: int(item["counts"][term]) for term in terms},
+            weights=str(item["weights"]),
         )
         for item in plain
     ]

@@ -26,20 +26,23 @@ FEW_ROWS = 8
 class StepReference:
     """Everything that judging one step in one dtype needs.
 
-    grads, by_term: float64. scale: sum of absolute partials, elementwise, float64. floor: name ->
-    largest absolute error of the single-process runs in the working dtype. floor_by_term: the
-    same for every term alone. same_dtype: one of these runs. weights: hash of the weights
-    in the working dtype.
+    grads, by_term: float64. resolution: term -> name -> how far two float64 runs differ, so that a
+    term which is zero by mathematics is told from a small one. scale: sum of absolute partials,
+    elementwise, float64. floor: name -> largest absolute error of the single-process runs in the
+    working dtype; floor_by_term, norm_floor: the same for every term alone and for the norm.
+    same_dtype: one of these runs. weights: hash of the weights in the working dtype.
     """
 
     step: int
     grads: Grads
     by_term: dict[str, Grads]
+    resolution: dict[str, dict[str, float]]
     scale: Grads
     floor: dict[str, float]
     floor_by_term: dict[str, dict[str, float]]
     same_dtype: Grads
     norm: float
+    norm_floor: float
     counts: dict[str, int]
     weights: str
 
@@ -60,37 +63,36 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
     """The reference of every step in one dtype, with its noise floor."""
     declaration, num_rows = job.workload.declaration, job.workload.declaration.num_rows
     everything = torch.arange(num_rows, device=job.device)
-    exact = _Single(job, torch.float64)
+    exact, again = _Single(job, torch.float64), _Single(job, torch.float64)
     formulas = job.workload.formulas(job.dtype, job.device, rounded_to=job.dtype)
     working = {name: _Single(job, job.dtype, formulas) for name in _floor_runs(job)}
     out = []
     for step in range(job.steps):
         progress(f"reference, step {step}")
         reference = exact.run(step, [everything])
+        other = again.run(step, list(everything.flip(0).chunk(3)))
         runs = []
         for name, chunks in _floor_runs(job).items():
             progress(f"noise floor ({name}), step {step}")
             runs.append(working[name].run(step, chunks, with_scale=name == "one by one"))
         grads = reference.total()
         totals = [run.total() for run in runs]
-        scale = next(run.scale for run in runs if run.scale)
+        scale = dict(next(run.scale for run in runs if run.scale))
+        for param in declaration.params:
+            scale.setdefault(param.name, torch.zeros(param.shape, dtype=torch.float64))
         names = [param.name for param in declaration.params]
         out.append(
             StepReference(
                 step=step,
                 grads=grads,
                 by_term=reference.by_term,
+                resolution=_differences(reference.by_term, other.by_term),
                 scale=scale,
                 floor={n: max(_error(t[n], grads[n]) for t in totals) for n in names},
-                floor_by_term={
-                    term: {
-                        n: max(_error(run.by_term[term][n], wanted[n]) for run in runs)
-                        for n in names
-                    }
-                    for term, wanted in reference.by_term.items()
-                },
+                floor_by_term=_largest([_differences(r.by_term, reference.by_term) for r in runs]),
                 same_dtype={n: totals[0][n] for n in names},
-                norm=float(torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()),
+                norm=_norm(grads),
+                norm_floor=max(abs(_norm(total) - _norm(grads)) for total in totals),
                 counts=reference.counts,
                 weights=hash_weights(_rounded(job, step)),
             )
@@ -129,7 +131,7 @@ class _Run:
         out: Grads = {}
         for grads in self.by_term.values():
             for name, grad in grads.items():
-                out[name] = out[name] + grad if name in out else grad
+                out[name] = out[name] + grad if name in out else grad.clone()
         return out
 
 
@@ -348,6 +350,27 @@ def _floor_runs(job: Job) -> dict[str, list[Tensor]]:
 
 def _rounded(job: Job, step: int) -> Grads:
     return {name: value.to(job.dtype) for name, value in job.workload.params(step).items()}
+
+
+def _differences(
+    got: Mapping[str, Grads], wanted: Mapping[str, Grads]
+) -> dict[str, dict[str, float]]:
+    return {
+        term: {name: _error(got[term][name], value) for name, value in grads.items()}
+        for term, grads in wanted.items()
+    }
+
+
+def _largest(several: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    return {
+        term: {name: max(one[term][name] for one in several) for name in names}
+        for term, names in several[0].items()
+    }
+
+
+def _norm(grads: Grads) -> float:
+    squares = [grad.double().square().sum() for grad in grads.values()]
+    return float(torch.stack(squares).sum().sqrt())
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:

@@ -85,7 +85,7 @@ def cotangent_transfers(plan: Plan, pool: str) -> list[Transfer]:
 def schedule(plan: Plan, rank: int, dtype: str) -> list[Operation]:
     """Every operation of one step of one rank, in order, in the working dtype."""
     pool = plan.topology.pool_of(rank)
-    members = tuple(pool.ranks)
+    members = tuple(sorted(pool.ranks))  # torch sorts the members of a group
     world = tuple(range(plan.topology.world_size))
     wide = "float64" if dtype == "float64" else "float32"
     out: list[Operation] = []
@@ -113,7 +113,8 @@ def schedule(plan: Plan, rank: int, dtype: str) -> list[Operation]:
             reduce(reduction.name, numel, dtype, op=reduction.op.upper())
     out += _handoffs(plan, rank, [h for h in handoffs if h.src_rank == rank], dtype)
     for norm in plan.select(Norm):
-        reduce(norm.name, 1, "float64", group=world)
+        reduce(norm.name, 1, "float64", group=world)  # before clipping
+        reduce(norm.name, 1, "float64", group=world)  # after it
     return out
 
 
@@ -175,11 +176,23 @@ def operation_of(event: dict[str, Any]) -> Operation:
         edge=event["label"].split("/", 2)[-1],
         op=event["op"],
         reduce=event.get("reduce"),
-        group=tuple(group),
-        dtype=event["dtype"],
+        group=tuple(sorted(group)),
+        dtype=str(event["dtype"]),
         numel=event["numel"],
         peer=event.get("peer"),
         tag=event.get("tag"),
+    )
+
+
+def outside_steps(rank: int, event: dict[str, Any]) -> Mismatch:
+    """An operation that belongs to no step of the plan."""
+    return Mismatch(
+        rank=rank,
+        label="outside every planned step",
+        edge=str(event["label"]) or "unlabelled",
+        planned=None,
+        seen=operation_of(event),
+        site=event.get("site"),
     )
 
 

@@ -84,7 +84,7 @@ class StepResult:
     digests: tuple[Digest, ...]
     counts: dict[str, int]
     norm: float
-    clip_factor: float
+    clipped_norm: float
 
 
 def run_step(
@@ -119,13 +119,13 @@ class _Step:
         self._handoffs_in()
         self._reduce()
         self._handoffs_out()
-        norm, factor = self._norm_and_clip()
+        norm, clipped_norm = self._norm_and_clip()
         return StepResult(
             grads={name: grad.detach() for name, grad in self.partial.items()},
             digests=tuple(self.digests),
             counts=self.counts,
             norm=norm,
-            clip_factor=factor,
+            clipped_norm=clipped_norm,
         )
 
     # ---- counts, values, statistics ------------------------------------------------------------
@@ -143,7 +143,8 @@ class _Step:
         return self.ctx.formulas.count(term, self.rows) if len(self.rows) else 0
 
     def _produce(self) -> Produced | None:
-        if self.pool != self.plan.producer_pool or not len(self.rows):
+        needed = self.pool == self.plan.producer_pool or self.plan.select(Statistic, pool=self.pool)
+        if not needed or not len(self.rows):
             return None
         return self.ctx.formulas.produce(self.leaves, self.rows)
 
@@ -391,14 +392,19 @@ class _Step:
                 self.partial[name] = part.view(self.partial[name].shape)
 
     def _norm_and_clip(self) -> tuple[float, float]:
+        """The global norm, and that of the gradients as they are after clipping to max_norm."""
         (edge,) = self.plan.select(Norm)
         home = self.plan.role(self.pool).home
-        held = [(grad if home else None, self.ctx.group) for grad in self.partial.values()]
+        clipped = {name: grad.clone() for name, grad in self.partial.items()}
+        norms: list[float] = []
         with self.ctx.edge(self.step, edge.name):
-            norm = global_grad_norm(held, device=self.ctx.device)
-        clipped = [grad.clone() for grad in self.partial.values()]
-        factor = clip_by_global_norm_(clipped, norm=norm, max_norm=edge.max_norm)
-        return float(norm), float(factor)
+            for grads in (self.partial, clipped):
+                held = [(grad if home else None, self.ctx.group) for grad in grads.values()]
+                norm = global_grad_norm(held, device=self.ctx.device)
+                if not norms:
+                    clip_by_global_norm_(clipped.values(), norm=norm, max_norm=edge.max_norm)
+                norms.append(float(norm))
+        return norms[0], norms[1]
 
     @property
     def _wide(self) -> torch.dtype:

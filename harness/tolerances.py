@@ -5,7 +5,10 @@ largest error of eight such orders. A prototype saw no alarm in 11,550 clean ten
 median error was at 1/4 to 1/12 of the threshold; a fixed ratio to one run failed on 1 to 27 %.
 docs/data/false_alarms.json has the figures of the shipped workload.
 STRUCTURE_CAP 1e-12: in float64 an algebra error is never below the weight of one row; whatever the
-floor says, the structure tier must not be blinder than one part in 10^12 of the scale.
+floor says, the structure tier must not be blinder than one part in 10^12 of the scale. Where the
+partials cancel within every row (a key bias) scale and floor are both noise, and the floor holds.
+ZERO_FACTOR 1e3: a term is zero by mathematics where two float64 runs differ by a thousandth of it;
+any other term is 10^13 times larger than that difference.
 BLIND_STRUCTURE 0.5: a tensor in which a halved or doubled term would have passed was not checked.
 BLIND_PRECISION 1.0: that tier asks whether the arithmetic is as good as its dtype allows, and needs
 to see no more than a lost or doubled gradient; factors are the structure tier's question.
@@ -16,6 +19,7 @@ from __future__ import annotations
 import torch
 
 FLOOR_FACTOR = 4.0
+ZERO_FACTOR = 1e3
 STRUCTURE_CAP = 1e-12
 BLIND_STRUCTURE = 0.5
 BLIND_PRECISION = 1.0
@@ -28,5 +32,5 @@ def noise_floor(floor: float, scale: float, dtype: str) -> float:
 
 def threshold(floor: float, scale: float, *, tier: str) -> float:
     """The largest absolute error that passes."""
-    bound = FLOOR_FACTOR * floor
-    return min(bound, STRUCTURE_CAP * scale) if tier == "structure" else bound
+    bound, cap = FLOOR_FACTOR * floor, STRUCTURE_CAP * scale
+    return min(bound, cap) if tier == "structure" and cap > floor else bound

@@ -11,9 +11,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +33,7 @@ from sumgrad.workload import Workload
 
 RECORD_SUFFIXES = (".safetensors", ".ledger.jsonl", ".stack", ".json")
 STOP_JUDGE_S = 20.0
+REFERENCE_PATIENCE = 10
 
 Report = Callable[[Verdict, Path], None]
 
@@ -112,6 +115,24 @@ def _agree_on_directory(
     return local, False
 
 
+@contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """TimeoutError in the main thread after some seconds; elsewhere torchrun's own limit holds."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 class _Member:
     """One torchrun worker from its first record to its exit code."""
 
@@ -133,7 +154,7 @@ class _Member:
 
     def run(self, store: Any) -> int:
         import torch.distributed as dist
-        from sumgrad.check_rank import run_rank, start_ledger
+        from sumgrad.check_rank import meet, run_rank, start_ledger
         from sumgrad.process_group import BACKEND
 
         guard = RankGuard(self.env, on_stop=self._stopped)
@@ -147,7 +168,7 @@ class _Member:
                 world_size=self.env.world_size,
                 timeout=timedelta(seconds=self.env.timeout_s + 60),
             )
-            dist.barrier()
+            meet(ledger)
             guard.finish("ok", result=run_rank(guard, self.spec, ledger))
         except BaseException as error:
             self.failed = guard.raised(error)
@@ -178,7 +199,8 @@ class _Member:
         problems = []
         for tier in self.spec.tiers:
             try:
-                store_reference(self.env.directory, self.spec, self.workload, tier)
+                with _limit(REFERENCE_PATIENCE * self.env.timeout_s):
+                    store_reference(self.env.directory, self.spec, self.workload, tier)
             except Exception as error:
                 problems.append(f"the reference of tier {tier}: {type(error).__name__}: {error}")
         pools = self.spec.topology.pool_of
