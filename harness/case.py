@@ -18,7 +18,7 @@ from sumgrad.plan import Plan
 from sumgrad.predict import PartialSums
 from sumgrad.proof import Coefficient, expected_terms
 from sumgrad.record import RunRecord
-from sumgrad.schedule import compare_ledger
+from sumgrad.schedule import Mismatch, compare_ledger
 from torch import Tensor
 
 
@@ -159,11 +159,11 @@ def fit_cells(case: Case, holder: Holder, cells: Sequence[Coefficient], *, forei
     return fit_deviation(columns, deviation(holder) - foreign)
 
 
-def count_mismatches(record: RunRecord, plan: Plan, tier: str, step: int) -> int:
-    """In how many operations the ledgers differ from what this plan would have issued."""
-    dtype = record.spec.tiers[tier]
-    label = f"{tier}, step {step}"
-    return sum(
-        len(compare_ledger(plan, rank, dtype, label, held.events.get((tier, step), [])))
+def ledger_against(record: RunRecord, plan: Plan, tier: str, step: int) -> list[Mismatch]:
+    """Where the ledgers of one step differ from what this plan would have issued."""
+    dtype, label = record.spec.tiers[tier], f"{tier}, step {step}"
+    return [
+        mismatch
         for rank, held in record.ranks.items()
-    )
+        for mismatch in compare_ledger(plan, rank, dtype, label, held.events.get((tier, step), []))
+    ]

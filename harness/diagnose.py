@@ -15,17 +15,20 @@ from sumgrad.case import (
     Case,
     Holder,
     column,
-    count_mismatches,
     covers_all,
+    deviation,
     fit_cells,
     flatten,
     holders,
+    ledger_against,
     whole_terms,
 )
 from sumgrad.compare import TensorDiff
+from sumgrad.direct_causes import law_only, not_finite, wrong_counts
 from sumgrad.fit import as_fraction
 from sumgrad.free_factors import fit_factors
 from sumgrad.hypotheses import Hypothesis, factor_names, hypotheses
+from sumgrad.outcome import spans
 from sumgrad.plan import Emission, Plan
 from sumgrad.predict import PartialSums, Prediction
 from sumgrad.proof import Coefficient
@@ -36,32 +39,38 @@ from torch import Tensor
 
 MAX_INTERVALS = 48
 MAX_ALSO = 4
+MAX_LEFT = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """A hypothesis whose whole prediction fits, and how far the ledger contradicts it."""
+    """A hypothesis that fits, and the failing holders it explains.
+
+    contradictions: operations of its own edges that the ledger shows otherwise, and ranks that
+    emitted what it says they did not.
+    """
 
     hypothesis: Hypothesis
-    mismatches: int
+    explains: frozenset[int]
+    contradictions: int
 
 
 def diagnose(
     record: RunRecord, diffs: Sequence[TensorDiff], mismatches: Sequence[Mismatch]
 ) -> tuple[tuple[Diagnosis, ...], tuple[RecoveredCoefficient, ...]]:
     """Causes and coefficients of a run; empty for a clean one."""
-    broken = _not_finite(record, diffs)
-    if broken:
-        return broken, ()
+    found = [*wrong_counts(record), *not_finite(record, diffs)]
     failed = [d for d in diffs if d.status == "fail" and d.comparable]
     if not failed:
-        return (_law_only(record, mismatches),) if mismatches else (), ()
+        if mismatches and not found:
+            found.append(law_only(record, mismatches))
+        return tuple(found), ()
     tier = next(t for t in record.spec.tiers if any(d.tier == t for d in failed))
     step = min(d.step for d in failed if d.tier == tier)
     partials = record.partials.get(tier, {})
     if step not in partials:
         cause = f"no partials of tier {tier}, step {step} were stored, so no cause can be named"
-        return (Diagnosis(cause=cause, kind="unexplained"),), ()
+        return (*found, Diagnosis(cause=cause, kind="unexplained")), ()
     case = Case(
         record=record,
         tier=tier,
@@ -70,45 +79,116 @@ def diagnose(
         sums=PartialSums(partials[step]),
         previous=PartialSums(partials[step - 1]) if step - 1 in partials else None,
     )
+    causes, coefficients = _explain_case(case, mismatches)
+    return (*found, *causes), coefficients
+
+
+def _explain_case(
+    case: Case, mismatches: Sequence[Mismatch]
+) -> tuple[list[Diagnosis], tuple[RecoveredCoefficient, ...]]:
+    """As few hypotheses as explain the failing holders; free factors for those left over."""
     accepted = find_hypotheses(case)
-    if accepted:
-        best = accepted[0]
-        return (
-            (_explain(case, accepted, mismatches),),
-            tuple(_measure(case, best.hypothesis.plan)),
-        )
-    return fit_factors(case, mismatches)
+    left = set(range(len(case.failing)))
+    diagnoses: list[Diagnosis] = []
+    coefficients: list[RecoveredCoefficient] = []
+    while left:
+        best = max(accepted, key=lambda a: _merit(a, left), default=None)
+        if best is None or not best.explains & left:
+            break
+        diagnoses.append(_explain(case, best, accepted, mismatches))
+        mine = [case.failing[i] for i in sorted(best.explains & left)]
+        coefficients += _measure(case, best.hypothesis.plan, mine)
+        left -= best.explains
+    if left:
+        rest = [case.failing[i] for i in sorted(left)]
+        more, found = fit_factors(case, rest, mismatches)
+        diagnoses += more
+        coefficients += found
+    return diagnoses, tuple(coefficients)
+
+
+def _merit(accepted: Accepted, left: set[int]) -> tuple[int, int, int]:
+    return (
+        len(accepted.explains & left),
+        -accepted.contradictions,
+        -accepted.hypothesis.rank,
+    )
 
 
 def find_hypotheses(case: Case) -> list[Accepted]:
-    """Every one-edge fault whose whole predicted gradient fits, the best supported first."""
+    """Every one-edge fault that explains failing holders and is contradicted by no holder."""
     accepted = []
     clean = Prediction(case.plan, case.sums, case.previous)
-    for hypothesis in hypotheses(case.plan):
-        if _fits(case, hypothesis, clean):
-            found = count_mismatches(case.record, hypothesis.plan, case.tier, case.step)
-            accepted.append(Accepted(hypothesis=hypothesis, mismatches=found))
-    return sorted(accepted, key=lambda a: (a.mismatches, a.hypothesis.rank))
+    for hypothesis in hypotheses(case.plan, with_stale=case.previous is not None):
+        explains = _explained(case, hypothesis, clean)
+        if explains:
+            accepted.append(
+                Accepted(
+                    hypothesis=hypothesis,
+                    explains=explains,
+                    contradictions=_contradictions(case, hypothesis),
+                )
+            )
+    return accepted
 
 
-def _fits(case: Case, hypothesis: Hypothesis, clean: Prediction) -> bool:
-    """Whether a hypothesis predicts every tensor of every holder, failing ones first."""
+def _explained(case: Case, hypothesis: Hypothesis, clean: Prediction) -> frozenset[int]:
+    """Failing holders whose whole gradient it predicts; none if it is wrong on any holder."""
     prediction = Prediction(hypothesis.plan, case.sums, case.previous)
-    stale = hypothesis.kind == "stale_buffer"
-    for holder in sorted(case.holders, key=lambda h: not h.failing):
+    stale = {edge for edge in hypothesis.edges if hypothesis.kind == "stale_buffer"}
+    found: set[int] = set()
+    failing = {id(holder): i for i, holder in enumerate(case.failing)}
+    for holder in [*case.failing, *(h for h in case.holders if not h.failing)]:
         where = (holder.pool, holder.unit, holder.rank)
         coefficients = prediction.coefficients(*where)
-        if not stale and _same(coefficients, clean.coefficients(*where)):
-            if holder.failing:
-                return False
+        touched = f"reduce:{holder.unit}@{holder.pool}" in stale
+        if not touched and _same(coefficients, clean.coefficients(*where)):
             continue
         gradient = prediction.gradient(*where)
         if gradient is None:
-            return False
+            return frozenset()
         largest = max((abs(float(c.weight)) for c in coefficients if c.weight), default=1.0)
         if not all(holder.passes(n, g, factor=largest) for n, g in gradient.items()):
-            return False
-    return True
+            return frozenset()
+        if id(holder) in failing and _reduces(holder, gradient):
+            found.add(failing[id(holder)])
+    return frozenset(found)
+
+
+def _reduces(holder: Holder, gradient: dict[str, Tensor]) -> bool:
+    """Whether the prediction leaves a hundredth of the deviation's energy at most.
+
+    Just above the threshold nearly everything fits; what explains nothing is no cause.
+    """
+    left = flatten(holder, {n: holder.measured[n] - g for n, g in gradient.items()})
+    return float(left.square().sum()) <= MAX_LEFT * float(deviation(holder).square().sum())
+
+
+def _contradictions(case: Case, hypothesis: Hypothesis) -> int:
+    """Where the ledger and the digests of its own edges say something else."""
+    found = [
+        m
+        for m in ledger_against(case.record, hypothesis.plan, case.tier, case.step)
+        if m.edge in hypothesis.edges
+    ]
+    wrong = 0
+    for name in hypothesis.edges:
+        edge = hypothesis.plan.edge(name)
+        if isinstance(edge, Emission) and edge.placement != "rows" and edge.weight != 0:
+            pool = case.plan.topology.pool(edge.pool)
+            planned = set(pool.ranks) if edge.placement == "all" else {pool.ranks[0]}
+            wrong += len(planned ^ set(_emitters(case, name)) & set(case.record.ranks))
+    return len(found) + wrong
+
+
+def _emitters(case: Case, edge: str) -> list[int]:
+    """Ranks whose digests show that they emitted this contribution."""
+    return [
+        rank
+        for rank, held in sorted(case.record.ranks.items())
+        for info in [held.steps.get((case.tier, case.step), {"digests": []})]
+        if any(digest["edge"] == edge for digest in info["digests"])
+    ]
 
 
 def _same(a: Sequence[Coefficient], b: Sequence[Coefficient]) -> bool:
@@ -118,32 +198,39 @@ def _same(a: Sequence[Coefficient], b: Sequence[Coefficient]) -> bool:
     return key(a) == key(b)
 
 
-def _explain(case: Case, accepted: Sequence[Accepted], mismatches: Sequence[Mismatch]) -> Diagnosis:
-    best = accepted[0].hypothesis
-    equal = [a.hypothesis for a in accepted[1:] if a.mismatches == accepted[0].mismatches]
-    also = [h.cause for h in equal if h.rank <= best.rank + 2]
-    also += _other_names(case.plan, best)
-    failing = [name for h in case.failing for name in h.expected]
-    because = [
-        f"its predicted gradient equals the measured one on all {len(failing)} failing tensors, "
-        f"and changes none of the others, within the threshold of the {case.tier} tier",
+def _explain(
+    case: Case, best: Accepted, accepted: Sequence[Accepted], mismatches: Sequence[Mismatch]
+) -> Diagnosis:
+    chosen = best.hypothesis
+    equal = [
+        a.hypothesis
+        for a in accepted
+        if a is not best
+        and (a.explains, a.contradictions) == (best.explains, best.contradictions)
+        and a.hypothesis.rank <= chosen.rank + 2
     ]
-    because += _ledger_evidence(accepted[0], mismatches)
-    because += _digest_evidence(case, best)
+    also = [h.cause for h in equal] + _other_names(case.plan, chosen)
+    num_tensors = sum(len(case.failing[i].expected) for i in best.explains)
+    because = [
+        f"its predicted gradient equals the measured one on {num_tensors} failing tensors, and "
+        f"contradicts no other, within the threshold of the {case.tier} tier",
+        *_ledger_evidence(case, best, mismatches),
+        *_digest_evidence(case, chosen),
+    ]
     however = []
-    if accepted[0].mismatches:
+    if best.contradictions:
         however.append(
-            f"the ledger differs from this reading in {accepted[0].mismatches} operations"
+            f"the ledger or the digests contradict this reading {best.contradictions} times"
         )
     if also:
         however.append("other readings fit as well; three_pool_primes.yaml separates them")
     return Diagnosis(
-        cause=best.cause,
-        kind=best.kind,
-        term=best.term,
-        ranks=best.ranks,
-        factor=str(best.factor) if best.factor is not None else None,
-        symbol=best.symbol,
+        cause=chosen.cause,
+        kind=chosen.kind,
+        term=chosen.term,
+        ranks=chosen.ranks,
+        factor=str(chosen.factor) if chosen.factor is not None else None,
+        symbol=chosen.symbol,
         also=tuple(dict.fromkeys(also))[:MAX_ALSO],
         because=tuple(because),
         however=tuple(however),
@@ -156,12 +243,11 @@ def _other_names(plan: Plan, best: Hypothesis) -> list[str]:
     return [n for n in factor_names(plan).get(best.factor, []) if n != best.symbol]
 
 
-def _ledger_evidence(best: Accepted, mismatches: Sequence[Mismatch]) -> list[str]:
-    if not mismatches:
-        return ["the ledger of every rank equals the plan: the fault is not in a collective"]
-    if best.mismatches == 0:
-        return [f"the ledger shows it: {mismatches[0]}"]
-    return []
+def _ledger_evidence(case: Case, best: Accepted, mismatches: Sequence[Mismatch]) -> list[str]:
+    own = [m for m in mismatches if m.edge in best.hypothesis.edges]
+    if not own:
+        return ["the ledger of its edges equals the plan: the fault is not in a collective"]
+    return [f"the ledger shows it: {own[0]}"] if not best.contradictions else []
 
 
 def _digest_evidence(case: Case, best: Hypothesis) -> list[str]:
@@ -170,38 +256,35 @@ def _digest_evidence(case: Case, best: Hypothesis) -> list[str]:
     for name in best.edges:
         edge = case.plan.edge(name)
         if isinstance(edge, Emission) and edge.placement == "leader":
-            ranks = [
-                rank
-                for rank, held in sorted(case.record.ranks.items())
-                if any(
-                    d["edge"] == name
-                    for d in held.steps.get((case.tier, case.step), {}).get("digests", [])
-                )
-            ]
-            listed = ", ".join(str(r) for r in ranks) or "none"
+            listed = spans(_emitters(case, name)) or "none"
+            leader = case.plan.leader(edge.pool)
             out.append(
                 f"ranks that emitted {edge.term} in {edge.pool}: {listed}; the plan names only "
-                f"rank {case.plan.leader(edge.pool)}"
+                f"rank {leader}"
             )
     return out
 
 
-# ---- coefficients ------------------------------------------------------------------------------
+# ---- coefficients --------------------------------------------------------------------------------
 
 
-def _measure(case: Case, plan: Plan) -> Iterator[RecoveredCoefficient]:
+def _measure(case: Case, plan: Plan, chosen: Sequence[Holder]) -> Iterator[RecoveredCoefficient]:
     """One measured factor for every cell of an accepted explanation, by joint least squares.
 
     What the explanation adds that is no coefficient (a stale buffer, a term at other sums) is
-    taken off first; a term that has no coefficient gets none.
+    taken off first; a term that has no coefficient gets none. Outside float64 there is one factor
+    for each term, and none where something had to be taken off.
     """
     prediction = Prediction(plan, case.sums, case.previous)
-    for holder in case.failing:
+    exact = case.record.spec.tiers[case.tier] == "float64"
+    for holder in chosen:
         where = (holder.pool, holder.unit, holder.rank)
         cells = prediction.coefficients(*where)
         cells = [c for c in cells if column(case, holder, c) is not None]
         known = [c for c in cells if c.weight is not None]
-        if len(known) > MAX_INTERVALS:
+        if not exact and len(known) < len(cells):
+            known = []
+        if len(known) > MAX_INTERVALS or (known and not exact):
             known = [c for c in whole_terms(case, holder) if c.term in {k.term for k in known}]
             cells = known
         predicted = prediction.gradient(*where)
@@ -240,59 +323,3 @@ def _foreign(
         if cell.weight is None and part is not None:
             total = total - part
     return total
-
-
-# ---- no deviation to explain ---------------------------------------------------------------------
-
-
-def _law_only(record: RunRecord, mismatches: Sequence[Mismatch]) -> Diagnosis:
-    """The values are right but the ledger is not the plan's: find the plan that it is."""
-    first = mismatches[0]
-    tier = next(iter(record.spec.tiers))
-    for hypothesis in hypotheses(record.plan):
-        if hypothesis.kind == "compensated" and not any(
-            count_mismatches(record, hypothesis.plan, tier, step)
-            for step in range(record.spec.steps)
-        ):
-            return Diagnosis(
-                cause=hypothesis.cause,
-                kind=hypothesis.kind,
-                ranks=hypothesis.ranks,
-                factor=str(hypothesis.factor),
-                symbol=hypothesis.symbol,
-                because=(
-                    f"the ledger shows {first}",
-                    "every gradient is right all the same, so something multiplies by "
-                    f"{hypothesis.symbol.split('/')[0] if hypothesis.symbol else 'the size'} first",
-                ),
-                however=("the comparison with the reference passes on this topology",),
-            )
-    return Diagnosis(
-        cause=f"the step does not execute its plan: {first}",
-        kind="ledger",
-        ranks=tuple(sorted({m.rank for m in mismatches})),
-        because=tuple(str(m) for m in mismatches[:3]),
-        however=("every gradient that was compared is right",),
-    )
-
-
-def _not_finite(record: RunRecord, diffs: Sequence[TensorDiff]) -> tuple[Diagnosis, ...]:
-    bad = [d for d in diffs if d.status == "fail" and not d.comparable]
-    if not bad:
-        return ()
-    first = bad[0]
-    sources = []
-    for rank, held in sorted(record.ranks.items()):
-        for digest in held.steps.get((first.tier, first.step), {}).get("digests", []):
-            if float(digest["norm"]) != float(digest["norm"]) or digest["norm"] in ("inf", "nan"):
-                sources.append(f"{digest['edge']} on rank {rank} (unit {digest['unit']})")
-    cause = f"{first.name} on rank {first.rank} is not comparable: {first.reason}"
-    because = tuple(f"the contribution {s} is not finite before its reduction" for s in sources[:3])
-    return (
-        Diagnosis(
-            cause=cause,
-            kind="not_finite",
-            ranks=tuple(sorted({d.rank for d in bad})),
-            because=because,
-        ),
-    )

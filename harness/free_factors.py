@@ -14,6 +14,7 @@ import torch
 from sumgrad.case import Case, Holder, column, covers_all, deviation, size_of, whole_terms
 from sumgrad.fit import Fit, as_fraction, fit_deviation
 from sumgrad.hypotheses import factor_names
+from sumgrad.outcome import spans
 from sumgrad.proof import Coefficient
 from sumgrad.schedule import Mismatch
 from sumgrad.verdict import Diagnosis, RecoveredCoefficient
@@ -21,63 +22,98 @@ from torch import Tensor
 
 MAX_INTERVALS = 48
 MAX_ALSO = 4
+MIN_EXPLAINED = 0.99
+MIN_ELEMENTS = 3  # per free factor: fewer elements explain themselves
+
+
+Grouping = tuple[str, list[list[Coefficient]]]
 
 
 def fit_factors(
-    case: Case, mismatches: Sequence[Mismatch]
-) -> tuple[tuple[Diagnosis, ...], tuple[RecoveredCoefficient, ...]]:
-    """One free factor, two, then least squares over row intervals, holder by holder."""
+    case: Case, chosen: Sequence[Holder], mismatches: Sequence[Mismatch]
+) -> tuple[list[Diagnosis], list[RecoveredCoefficient]]:
+    """Each holder by the fewest free factors that explain it."""
     diagnoses: list[Diagnosis] = []
     coefficients: list[RecoveredCoefficient] = []
-    for holder in case.failing:
+    for holder in chosen:
         diagnosis, found = _fit_holder(case, holder)
         diagnoses.append(diagnosis)
         coefficients += found
     evidence = tuple(f"the ledger differs from the plan: {m}" for m in mismatches[:2])
     merged = _merge_equal(diagnoses)
-    return tuple(replace(d, because=d.because + evidence) for d in merged), tuple(coefficients)
+    return [replace(d, because=d.because + evidence) for d in merged], coefficients
 
 
 def _fit_holder(case: Case, holder: Holder) -> tuple[Diagnosis, list[RecoveredCoefficient]]:
-    best: tuple[float, str, Fit] | None = None
-    for label, groups in _groupings(case, holder):
-        columns = [_sum_columns(case, holder, group) for group in groups]
-        fit = fit_deviation(columns, deviation(holder))
-        if best is None or fit.explained > best[0]:
-            best = (fit.explained, label, fit)
-        if _residual_passes(holder, fit):
-            return _free_factor(case, holder, label, groups, fit)
-    share, nearest, _ = best if best else (0.0, "nothing", None)
-    ranks = ", ".join(map(str, holder.ranks))
+    nearest, share = "nothing", 0.0
+    for level in _levels(case, holder):
+        fitting: list[tuple[str, list[list[Coefficient]], Fit]] = []
+        for label, groups in level:
+            columns = [_sum_columns(case, holder, group) for group in groups]
+            if len(deviation(holder)) < MIN_ELEMENTS * len(columns):
+                continue
+            fit = fit_deviation(columns, deviation(holder))
+            if fit.explained > share:
+                nearest, share = label, fit.explained
+            if _explains(holder, fit):
+                fitting.append((label, groups, fit))
+        if fitting:
+            return _free_factor(case, holder, fitting)
     return Diagnosis(
         cause=f"not a weighting bug: no factors on the terms' partials explain {holder.unit} on "
-        f"rank {ranks}",
+        f"rank {spans(holder.ranks)}",
         kind="not_weighting",
         ranks=holder.ranks,
-        because=("the residual of every fit is above the threshold",),
+        because=("no fit leaves a residual under the threshold and explains the deviation",),
         however=(f"{nearest} explains {share:.4%} of the deviation",),
     ), []
 
 
-def _groupings(case: Case, holder: Holder) -> Iterator[tuple[str, list[list[Coefficient]]]]:
-    """Sets of cells that get one free factor each, fewest factors first."""
+def _levels(case: Case, holder: Holder) -> Iterator[list[Grouping]]:
+    """Sets of cells that get one free factor each, fewest factors first; no two sets overlap."""
     terms = whole_terms(case, holder)
-    yield "one factor on everything", [terms]
-    named = {t.term for t in terms}
-    single: list[tuple[str, list[Coefficient]]] = [
-        (f"a factor on {name}", [t for t in terms if t.term == name]) for name in sorted(named)
+    yield [("one factor on everything", [terms])]
+    single = _single_groups(case, terms)
+    yield [(label, [group]) for label, group in single]
+    yield [
+        (f"{label_a} and {label_b}", [a, b])
+        for (label_a, a), (label_b, b) in combinations(single[: 3 * len(terms)], 2)
+        if not _overlap(a, b)
     ]
-    single += [(f"a factor on {t.term} of {t.producer}", [t]) for t in terms]
-    for cells in _by_rank_rows(case, terms):
-        single.append(cells)
-    for label, alone in single:
-        yield label, [alone]
-    for (label_a, a), (label_b, b) in combinations(single[: 3 * len(terms)], 2):
-        yield f"{label_a} and {label_b}", [a, b]
-    yield "a factor on each term", [[t] for t in terms]
+    yield [("a factor on each term", [[t] for t in terms])]
     intervals = [cell for t in terms for cell in _intervals(case, t)]
     if len(intervals) <= MAX_INTERVALS:
-        yield "a factor on each term and row interval", [[cell] for cell in intervals]
+        yield [("a factor on each term and row interval", [[cell] for cell in intervals])]
+
+
+def _single_groups(case: Case, terms: Sequence[Coefficient]) -> list[tuple[str, list[Coefficient]]]:
+    """A term, a term of one producer, a rank's rows; equal sets of cells once."""
+    named = sorted({t.term for t in terms})
+    groups = [(f"a factor on {name}", [t for t in terms if t.term == name]) for name in named]
+    groups += [(f"a factor on {t.term} of {t.producer}", [t]) for t in terms]
+    groups += _by_rank_rows(case, terms)
+    seen: set[frozenset[tuple[object, ...]]] = set()
+    out = []
+    for label, group in groups:
+        key = frozenset((c.term, c.producer, c.rows) for c in group)
+        if key not in seen:
+            seen.add(key)
+            out.append((label, group))
+    return out
+
+
+def _overlap(a: Sequence[Coefficient], b: Sequence[Coefficient]) -> bool:
+    """Whether some row of some term is in both."""
+    return any(
+        (x.term, x.producer) == (y.term, y.producer)
+        and (
+            x.rows is None
+            or y.rows is None
+            or max(x.rows[0], y.rows[0]) < min(x.rows[1], y.rows[1])
+        )
+        for x in a
+        for y in b
+    )
 
 
 def _by_rank_rows(
@@ -110,7 +146,8 @@ def _sum_columns(case: Case, holder: Holder, cells: Sequence[Coefficient]) -> Te
     return torch.stack(columns).sum(0) if columns else torch.zeros_like(deviation(holder))
 
 
-def _residual_passes(holder: Holder, fit: Fit) -> bool:
+def _explains(holder: Holder, fit: Fit) -> bool:
+    """The residual is under the threshold, most of the deviation is gone, and a factor is not 1."""
     factor = max([1.0, *(abs(v) for v in fit.values if v is not None)])
     start = 0
     for wanted in holder.expected.values():
@@ -118,22 +155,28 @@ def _residual_passes(holder: Holder, fit: Fit) -> bool:
         start += wanted.value.numel()
         if float(part.abs().max()) * size_of(wanted) > wanted.threshold * factor:
             return False
-    return True
+    changed = [
+        abs(value - 1) > 5 * sigma
+        for value, sigma in zip(fit.values, fit.sigmas, strict=True)
+        if value is not None and sigma is not None
+    ]
+    return fit.explained >= MIN_EXPLAINED and (any(changed) or None in fit.values)
 
 
 def _free_factor(
     case: Case,
     holder: Holder,
-    label: str,
-    groups: Sequence[Sequence[Coefficient]],
-    fit: Fit,
+    fitting: Sequence[tuple[str, list[list[Coefficient]], Fit]],
 ) -> tuple[Diagnosis, list[RecoveredCoefficient]]:
-    names = factor_names(case.plan)
-    found, readings = [], []
+    """The first fitting grouping in words; where several fit, no coefficient is determined."""
+    label, groups, fit = fitting[0]
+    alone = len(fitting) == 1
+    readings = []
+    found = []
     for group, value, sigma in zip(groups, fit.values, fit.sigmas, strict=True):
         fraction = as_fraction(value, sigma)
-        symbols = names.get(fraction, []) if fraction is not None else []
-        readings.append((fraction, value, symbols))
+        readings.append((fraction, value))
+        shown = value if alone else None
         for cell in group:
             found.append(
                 RecoveredCoefficient(
@@ -143,27 +186,32 @@ def _free_factor(
                     producer=cell.producer,
                     rows=None if covers_all(case, cell) else cell.rows,
                     expected="1",
-                    recovered=value,
-                    sigma=sigma,
-                    fraction=str(fraction) if fraction is not None else None,
-                    identifiable=value is not None,
+                    recovered=shown,
+                    sigma=sigma if alone else None,
+                    fraction=str(fraction) if alone and fraction is not None else None,
+                    identifiable=shown is not None,
                 )
             )
     odd = [r for r in readings if r[1] is not None and abs(r[1] - 1) > 1e-6] or readings
-    fraction, value, symbols = odd[0]
-    shown = str(fraction) if fraction is not None else f"{value:.9g}" if value else "?"
+    fraction, value = odd[0]
+    symbols = factor_names(case.plan).get(fraction, []) if fraction not in (None, 1) else []
+    text = str(fraction) if fraction is not None else f"{value:.9g}" if value else "?"
     several = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+    others = [other for other, _, _ in fitting[1:]]
     terms = {cell.term for group in groups for cell in group}
     return Diagnosis(
-        cause=f"{label}: {shown}{' = ' + symbols[0] if symbols else ''}{several}, "
-        f"on no single edge of the plan",
+        cause=f"{label}: {text}{' = ' + symbols[0] if symbols else ''}{several}, "
+        f"which no single edge of the plan explains",
         kind="free_factor",
         term=terms.pop() if len(terms) == 1 else None,
         ranks=holder.ranks,
         factor=str(fraction) if fraction is not None else None,
         symbol=symbols[0] if symbols else None,
-        also=tuple(symbols[1:MAX_ALSO]),
+        also=tuple([*others, *symbols[1:]][:MAX_ALSO]),
         because=(f"with it the residual of {holder.unit} is under the threshold",),
+        however=("other groups of terms fit as well, so no coefficient is determined",)
+        if others
+        else (),
     ), found
 
 

@@ -38,13 +38,17 @@ class Hypothesis:
     symbol: str | None = None
 
 
-def hypotheses(plan: Plan) -> Iterator[Hypothesis]:
-    """All one-edge faults, cheapest first: reductions, emissions, statistics, messages, factors."""
+def hypotheses(plan: Plan, *, with_stale: bool = True) -> Iterator[Hypothesis]:
+    """All one-edge faults, cheapest first: reductions, emissions, statistics, messages, factors.
+
+    with_stale: there is a previous step whose buffers could be left over.
+    """
     yield from _reduction_hypotheses(plan)
     yield from _emission_hypotheses(plan)
     yield from _statistic_hypotheses(plan)
     yield from _message_hypotheses(plan)
-    yield from _stale_hypotheses(plan)
+    if with_stale:
+        yield from _stale_hypotheses(plan)
     yield from _factor_hypotheses(plan)
 
 

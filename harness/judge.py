@@ -68,6 +68,8 @@ def ledger_mismatches(record: RunRecord) -> list[Mismatch]:
     """Every difference between what ranks that finished issued and what the plan says."""
     out = []
     planned = {(tier, step) for tier in record.spec.tiers for step in range(record.spec.steps)}
+    if not planned:
+        return []
     for rank, held in complete_ranks(record).items():
         if not held.ledger_whole:
             continue  # not compared: UNKNOWN, see _not_compared

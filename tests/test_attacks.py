@@ -124,8 +124,7 @@ import sumgrad.step
 def clip(grads, *, norm, max_norm):
     for grad in grads:
         grad.mul_(1000.0)
-if "dist" not in globals():
-    sumgrad.step.clip_by_global_norm_ = clip
+sumgrad.step.clip_by_global_norm_ = clip
 """,
         tiers=("structure",),
     )
@@ -325,7 +324,7 @@ def test_edited_records_do_not_pass(stored, file, change):
     [
         lambda lines: lines[:-1],
         lambda lines: [line for line in lines if '"done"' not in line],
-        lambda lines: [*lines, "[1, 2]"] + ['{"n": 900}'],
+        lambda lines: [*lines, "[1, 2]", '{"n": 900}'],
         lambda lines: [],
         lambda lines: lines[: len(lines) // 2],
     ],

@@ -20,7 +20,7 @@ LAYERS = [
     ["proof", "schedule", "workload", "process_group"],
     ["faults", "predict", "hypotheses", "endings"],
     ["step", "reference"],
-    ["record", "compare", "case", "free_factors"],
+    ["record", "compare", "case", "free_factors", "direct_causes"],
     ["diagnose", "launch", "fork_server", "check_rank", "check_reference"],
     ["judge", "report", "catalogue"],
     ["plan_report", "check"],

@@ -187,7 +187,7 @@ def test_a_wrong_shape_fails(record):
         ("weights", "0123", "weights"),
         ("norm", 1.0, "norm"),
         ("norm", float("nan"), "norm"),
-        ("clip_factor", 1.0, "clipped norm"),
+        ("clipped_norm", 1.0, "clipped norm"),
         ("counts", {"imp": 17}, "count"),
     ],
 )
@@ -316,6 +316,97 @@ def test_a_record_without_partials_names_no_cause(record):
     verdict = judge(record)
     assert verdict.status == "fail"
     assert verdict.diagnoses[0].kind == "unexplained"
+
+
+def test_two_edges_in_two_pools_are_two_causes(stored):
+    plan = stored.plan
+    plan = plan.with_edge(replace(plan.edge("reduce:ci_fn@ci"), op="avg"))
+    plan = plan.with_edge(replace(plan.edge("emit:faith@block1"), placement="all"))
+    changed = predict_run(stored, plan)
+    for rank in (0, 1, 2, 3):
+        for event in changed.ranks[rank].events[KEY]:
+            if event["label"].endswith("reduce:ci_fn@ci"):
+                event["reduce"] = "AVG"
+    emitted = {"edge": "emit:faith@block1", "unit": "1.v", "norm": 1.0, "sha256": ""}
+    changed.ranks[7].steps[KEY]["digests"].append(emitted)
+    verdict = judge(changed)
+    assert [d.kind for d in verdict.diagnoses] == ["replicated_contribution", "avg"]
+    assert "block1" in verdict.diagnoses[0].cause
+    assert not any("AVG" in text for text in verdict.diagnoses[0].because)
+    assert any("AVG" in text for text in verdict.diagnoses[1].because)
+
+
+def test_digests_that_contradict_are_counted(stored):
+    """A leader that counts faith twice looks like two emitters, but only one rank emitted."""
+    plan = stored.plan
+    for pool in ("block0", "block1"):
+        edge = plan.edge(f"emit:faith@{pool}")
+        plan = plan.with_edge(replace(edge, weight=Fraction(2)))
+    verdict = judge(predict_run(stored, plan))
+    assert verdict.diagnoses[0].kind == "factor"
+    assert verdict.diagnoses[0].factor == "2"
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_an_error_just_above_the_threshold_gets_no_invented_cause(record, step):
+    threshold = next(
+        t["threshold"]
+        for t in judge(record).data["tensors"]
+        if t["name"] == "ci.in.weight" and t["step"] == step
+    )
+    for rank in every_rank(record, "ci.in.weight"):
+        grad = record.ranks[rank].grads["structure", step]["ci.in.weight"].clone()
+        grad[3, 3] += 1.6 * threshold
+        record.ranks[rank].grads["structure", step]["ci.in.weight"] = grad
+    verdict = judge(record)
+    assert verdict.status == "fail"
+    assert [d.kind for d in verdict.diagnoses] == ["not_weighting"]
+    assert not verdict.coefficients
+
+
+def test_overlapping_groups_give_true_coefficients(stored_ragged):
+    plan = stored_ragged.plan
+    wanted = {"block0": Fraction(29, 15), "block1": Fraction(29, 14)}
+    for pool, weight in wanted.items():
+        edge = plan.edge(f"dg:stoch:{pool}->ci")
+        plan = plan.with_edge(replace(edge, weight=weight))
+    verdict = judge(predict_run(stored_ragged, plan))
+    cells = [(c.producer, c.fraction) for c in verdict.coefficients if c.term == "stoch"]
+    assert sorted(cells) == [(pool, str(weight)) for pool, weight in wanted.items()]
+
+
+def test_dependent_partials_have_no_coefficient(record):
+    """Where two terms have proportional partials, neither factor is determined."""
+    partials = record.partials["structure"]
+    for step in partials.values():
+        for name in ("0.v.V", "0.v.U"):
+            step["stoch", "block0"][name] = step["ppgd", "ppgd"][name].clone()
+    for rank in (4, 5):
+        for name in ("0.v.V", "0.v.U"):
+            part = partials[1]["ppgd", "ppgd"][name].sum(0)
+            record.ranks[rank].grads[KEY][name] = tensor(record, rank, name) - part * 4 / 7
+    verdict = judge(record)
+    found = [c for c in verdict.coefficients if c.term in ("stoch", "ppgd")]
+    assert verdict.status == "fail"
+    assert all(c.recovered is None for c in found)
+
+
+def test_local_counts_are_named(record):
+    for rank in (4, 5):
+        record.ranks[rank].steps["structure", 0]["counts"]["stoch"] = 1000 + rank
+    verdict = judge(record)
+    assert verdict.diagnoses[0].kind == "count"
+    assert verdict.diagnoses[0].ranks == (4, 5)
+    assert "1004, 1005" in verdict.diagnoses[0].cause
+
+
+def test_one_nan_does_not_hide_the_other_cause(stored):
+    plan = stored.plan.with_edge(replace(stored.plan.edge("reduce:ci_fn@ci"), op="avg"))
+    changed = predict_run(stored, plan)
+    changed.ranks[9].grads[KEY]["0.v.V"] = changed.ranks[9].grads[KEY]["0.v.V"] * float("nan")
+    kinds = [d.kind for d in judge(changed).diagnoses]
+    assert "not_finite" in kinds
+    assert "divided_before_reduction" in kinds
 
 
 def test_every_shipped_fault_has_a_name():
