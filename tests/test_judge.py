@@ -43,7 +43,7 @@ def record(stored) -> RunRecord:
 
 
 def predict_run(record: RunRecord, plan: Plan) -> RunRecord:
-    """The record that ranks running `plan` in the second step would have left, ledger included."""
+    """The record that ranks running `plan` in the second step would have left, but the ledger."""
     partials = record.partials["structure"]
     prediction = Prediction(plan, PartialSums(partials[1]), PartialSums(partials[0]))
     out = copy.deepcopy(record)
@@ -54,6 +54,11 @@ def predict_run(record: RunRecord, plan: Plan) -> RunRecord:
                 assert gradient is not None
                 out.ranks[rank].grads[KEY].update(gradient)
             # The ledgers stay the clean run's: the values alone must name the cause.
+    for edge in plan.select(Emission):
+        if edge.placement == "all":
+            digest = {"edge": edge.name, "unit": "", "norm": 1.0, "sha256": ""}
+            for rank in plan.topology.pool(edge.pool).ranks[1:]:
+                out.ranks[rank].steps[KEY]["digests"].append(digest)
     return out
 
 
@@ -327,8 +332,6 @@ def test_two_edges_in_two_pools_are_two_causes(stored):
         for event in changed.ranks[rank].events[KEY]:
             if event["label"].endswith("reduce:ci_fn@ci"):
                 event["reduce"] = "AVG"
-    emitted = {"edge": "emit:faith@block1", "unit": "1.v", "norm": 1.0, "sha256": ""}
-    changed.ranks[7].steps[KEY]["digests"].append(emitted)
     verdict = judge(changed)
     assert [d.kind for d in verdict.diagnoses] == ["replicated_contribution", "avg"]
     assert "block1" in verdict.diagnoses[0].cause
