@@ -22,6 +22,7 @@ from sumgrad.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 TIERS = ("structure", "precision", "bitwise")
+WIDTH_ELSEWHERE = 200
 
 
 class _Parser(argparse.ArgumentParser):
@@ -191,7 +192,6 @@ def _torchrun() -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from rich.console import Console
     from sumgrad.faults import find_fault
     from sumgrad.plan import build_plan
     from sumgrad.plan_report import plan_to_json, render_plan
@@ -210,7 +210,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, plan_to_json(plan, proof))
     if not args.quiet:
-        Console().print(render_plan(plan, proof))
+        _console().print(render_plan(plan, proof))
     print(
         f"sumgrad: {'PROVED' if proof.holds else 'REFUTED'} for {topology.world_size} ranks, "
         f"{proof.num_messages} messages, in {seconds:.2f} s"
@@ -220,7 +220,6 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _faults(args: argparse.Namespace) -> int:
     _decide_interpreter()
-    from rich.console import Console
     from sumgrad.fault_matrix import default_topologies, render_matrix, run_matrix
     from sumgrad.launch import Launcher
 
@@ -237,7 +236,7 @@ def _faults(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, matrix.to_json())
     if not args.quiet:
-        Console().print(render_matrix(matrix))
+        _console().print(render_matrix(matrix))
     print(f"sumgrad: {matrix.summary()}")
     return 0 if matrix.ok else 1
 
@@ -278,9 +277,7 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, found)
     if not args.quiet:
-        from rich.console import Console
-
-        Console().print(render_catalogue(found))
+        _console().print(render_catalogue(found))
     return 0
 
 
@@ -303,16 +300,21 @@ def _options(args: argparse.Namespace) -> Any:
 
 
 def _show(verdict: Verdict, directory: Path, args: argparse.Namespace) -> None:
-    from rich.console import Console
     from sumgrad.report import last_line, print_report
 
     if args.json:
         write_json(args.json, verdict.data)
     if not args.quiet:
-        console = Console()
-        width = console.width if console.is_terminal else 200
-        print_report(verdict, Console(width=width))
+        print_report(verdict, _console())
     print(last_line(verdict, directory), flush=True)
+
+
+def _console() -> Any:
+    """Standard output: its own width on a terminal, wide elsewhere, colour only on a terminal."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH_ELSEWHERE)
 
 
 class _Progress:
