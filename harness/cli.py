@@ -184,9 +184,13 @@ def _torchrun() -> int:
             f"harness/run.py: not started by torchrun; use\n  {command}\nor, on one machine and "
             f"faster,\n  sumgrad run {args.topology}"
         )
-    code = run_torchrun_rank(
-        _options(args), report=lambda verdict, directory: _show(verdict, directory, args)
-    )
+    quiet = args.quiet or os.environ.get("RANK", "0") != "0"
+    with _Progress(quiet) as progress:
+        code = run_torchrun_rank(
+            _options(args),
+            report=lambda verdict, directory: _show(verdict, directory, args),
+            progress=progress,
+        )
     sys.stdout.flush()
     return code
 

@@ -7,6 +7,7 @@ writes its record first, so a verdict comes out whoever died.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -36,6 +37,7 @@ STOP_JUDGE_S = 20.0
 REFERENCE_PATIENCE = 10
 
 Report = Callable[[Verdict, Path], None]
+Progress = Callable[[str], None]
 
 
 def under_torchrun() -> bool:
@@ -43,10 +45,13 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run_torchrun_rank(options: CheckOptions, *, report: Report) -> int:
+def run_torchrun_rank(
+    options: CheckOptions, *, report: Report, progress: Progress = lambda _: None
+) -> int:
     """Run this rank, judge if it is this rank's turn, and return the process's exit code.
 
-    report: called by the judging rank with the verdict and its directory.
+    report: called by the judging rank with the verdict and its directory. progress: called by
+    every rank with what it is doing.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     check_world_size(options, world_size)
@@ -74,7 +79,7 @@ def run_torchrun_rank(options: CheckOptions, *, report: Report) -> int:
         rendezvous=directory,
         timeout_s=options.timeout_s,
     )
-    member = _Member(env, spec, workload, store, shared=shared, report=report)
+    member = _Member(env, spec, workload, store, shared=shared, report=report, progress=progress)
     return member.run(dist.PrefixStore("sumgrad/group", store))  # type: ignore[attr-defined]
 
 
@@ -108,11 +113,16 @@ def _agree_on_directory(
     if text.startswith("!"):
         raise UserError(text[1:])
     directory = Path(text)
-    if (directory / "ranks" / "token.json").exists():
+    if sees(directory):
         return directory, True
     local = make_directory(replace(options, out=None), spec.topology.name).resolve()
     write_spec(local, spec)
     return local, False
+
+
+def sees(directory: Path) -> bool:
+    """Whether this rank shares rank 0's run directory."""
+    return (directory / "ranks" / "token.json").exists()
 
 
 @contextmanager
@@ -145,12 +155,16 @@ class _Member:
         *,
         shared: bool,
         report: Report,
+        progress: Progress,
     ) -> None:
         self.env, self.spec, self.workload = env, spec, workload
-        self.store, self.shared, self.report = store, shared, report
+        self.store, self.shared = store, shared
+        self.report, self.progress = report, progress
         self.failed = False
         who = {"pid": os.getpid(), "host": socket.gethostname()}
         write_json(env.file(".process.json"), who)
+        if not shared:
+            store.set(f"sumgrad/remote/{env.rank}", "1")
 
     def run(self, store: Any) -> int:
         import torch.distributed as dist
@@ -159,6 +173,7 @@ class _Member:
 
         guard = RankGuard(self.env, on_stop=self._stopped)
         guard.start()
+        self.progress(f"connecting {self.env.world_size} ranks")
         try:
             ledger = start_ledger(guard)
             dist.init_process_group(
@@ -169,6 +184,7 @@ class _Member:
                 timeout=timedelta(seconds=self.env.timeout_s + 60),
             )
             meet(ledger)
+            self.progress("running the step")
             guard.finish("ok", result=run_rank(guard, self.spec, ledger))
         except BaseException as error:
             self.failed = guard.raised(error)
@@ -199,6 +215,7 @@ class _Member:
         problems = []
         for tier in self.spec.tiers:
             try:
+                self.progress(f"{tier}: reference")
                 with _limit(REFERENCE_PATIENCE * self.env.timeout_s):
                     store_reference(self.env.directory, self.spec, self.workload, tier)
             except Exception as error:
@@ -214,7 +231,7 @@ class _Member:
             workload=self.workload,
             outcomes=outcomes,
         )
-        return finish(run, problems=problems, progress=lambda _: None)
+        return finish(run, problems=problems, progress=self.progress)
 
     def _lowest_living(self) -> int:
         return next(r for r in range(self.env.world_size) if self._alive(r))
@@ -227,17 +244,19 @@ class _Member:
         if not self.shared:
             return rank == 0
         try:
-            import json
-
             who = json.loads(rank_file(self.env.directory, rank, ".process.json").read_text())
         except (OSError, ValueError):
-            return False
+            return self._has_key(f"sumgrad/remote/{rank}") and not self._has_key(
+                f"sumgrad/sent/{rank}"
+            )
         if who["host"] != socket.gethostname():
             return read_end_record(self.env.directory, rank) is None or rank == 0
+        return _runs(who["pid"])
+
+    def _has_key(self, key: str) -> bool:
         try:
-            state = Path(f"/proc/{who['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0]
-            return state not in ("Z", "X")
-        except OSError:
+            return bool(self.store.check([key]))
+        except RuntimeError:  # the store's host is gone
             return False
 
     def _collect(self, deadline: float) -> None:
@@ -270,14 +289,29 @@ class _Member:
         self.store.set(f"sumgrad/sent/{self.env.rank}", "1")
 
     def _fetch(self, rank: int) -> bool:
+        if not self._has_key(f"sumgrad/sent/{rank}"):
+            return False
         try:
-            if not self.store.check([f"sumgrad/sent/{rank}"]):
-                return False
             for suffix in RECORD_SUFFIXES:
                 key = f"sumgrad/file/{rank}/{suffix}"
-                if self.store.check([key]):
+                if self._has_key(key):
                     path = rank_file(self.env.directory, rank, suffix)
                     path.write_bytes(self.store.get(key))
         except RuntimeError:
             return False
         return True
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this machine exists and is no zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return True
+    return state not in ("Z", "X")

@@ -188,6 +188,32 @@ class Killer(ThreePool):
 """
 
 
+BLIND = """
+import os, sys
+import sumgrad.torchrun
+from sumgrad.cli import torchrun_main
+sumgrad.torchrun.sees = lambda directory: os.environ["RANK"] in ("0", "2")
+sys.exit(torchrun_main())
+"""
+
+
+def test_torchrun_without_a_shared_directory(tmp_path):
+    """Ranks 1 and 3 see another disk: their files travel through the store."""
+    script, out = tmp_path / "blind.py", tmp_path / "out"
+    script.write_text(BLIND)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
+        str(script), "--topology", str(shipped("three_pool_ones")), "--out", str(out),
+    ]  # fmt: skip
+    process = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path
+    )
+    assert process.returncode == 0, process.stdout + process.stderr[-2000:]
+    verdict = json.loads((out / "verdict.json").read_text())
+    assert verdict["status"] == "pass"
+    assert [o["status"] for o in verdict["outcomes"]] == ["ok"] * 4
+
+
 def test_the_records_of_other_ranks_are_kept(tmp_path, sumgrad_check):
     """A workload that fails on one rank: UNKNOWN, with its traceback, and the others' gradients."""
     workload = tmp_path / "breaks.py"
