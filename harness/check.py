@@ -36,6 +36,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 TIERS = ("structure", "precision", "bitwise")
 DEFAULT_TIERS = ("structure", "precision")
 MAX_LOCAL_RANKS = 512
+DEFAULT_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class CheckOptions:
     seed: int = 0
     steps: int | None = None
     out: Path | None = None
-    timeout_s: float = 120.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
     law: str = "enforce"
     kernels: str | None = None
     keep_partials: bool = False
@@ -287,6 +288,8 @@ def _flags(options: CheckOptions, steps: int) -> list[str]:
         flags += ["--tiers", ",".join(options.tiers)]
     if options.fault:
         flags += ["--fault", options.fault]
+    if options.timeout_s != DEFAULT_TIMEOUT_S:
+        flags += ["--timeout", f"{options.timeout_s:g}"]
     if options.law != "enforce":
         flags += ["--law", options.law]
     return flags

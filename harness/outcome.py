@@ -35,10 +35,17 @@ class RankOutcome:
 
 
 def first_to_fail(outcomes: Sequence[RankOutcome]) -> RankOutcome:
-    """The outcome that explains the others: who died without a word, else who failed first."""
-    silent = [o for o in outcomes if o.status in ("killed", "missing")]
-    raised = sorted((o for o in outcomes if o.status == "raised"), key=lambda o: o.ended_at or 0)
-    return [*silent, *raised, *outcomes][0]
+    """The outcome that explains the others.
+
+    Who died without a word; else who stands in no collective while others wait in theirs; else
+    who failed first.
+    """
+
+    def order(o: RankOutcome) -> tuple[bool, bool, float]:
+        dead = o.status in ("killed", "missing")
+        return not dead, o.waiting_in is not None, o.ended_at or 0.0
+
+    return min(outcomes, key=order)
 
 
 def outcome_to_json(outcome: RankOutcome) -> dict[str, Any]:
@@ -69,7 +76,7 @@ def describe_operation(event: Mapping[str, Any] | None) -> str | None:
     peer = f" with rank {event['peer']}" if event.get("peer") is not None else ""
     label = f" [{event['label']}]" if event.get("label") else ""
     group = event["group"]
-    ranks = group if isinstance(group, str) else ", ".join(map(str, group))
+    ranks = group if isinstance(group, str) else spans(group)
     over = f" over ranks {ranks}" if not peer else ""
     what = f"{event['op']}{reduce} of {event['numel']} {event['dtype']}"
     return f"{what}{peer}{over}{label}, at {event['site']}"

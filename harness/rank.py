@@ -29,6 +29,7 @@ from sumgrad.outcome import describe_operation
 EXIT_RAISED, EXIT_TIMED_OUT = 1, 124
 HELPERS = "helpers"
 LAST_WORDS_S = 1.5  # ranks that hang together write their records before the first one ends
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -129,7 +130,7 @@ class RankGuard:
         why = (
             f"timed out after {self.env.timeout_s:g} s"
             if not ready
-            else ("stopped by " + signal.Signals(number).name + " while others were gone or late")
+            else f"stopped by {signal.Signals(number).name}: others were gone, or all stood still"
         )
         try:
             self.finish(
@@ -194,6 +195,8 @@ def read_end_record(directory: Path, rank: int) -> dict[str, Any] | None:
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
+    if any(words in text for words in LOST):
+        return "lost its connection to another rank"
     return f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__
 
 

@@ -8,14 +8,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, select_autoescape
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-from sumgrad.outcome import first_to_fail, outcome_from_json, outcome_to_json, spans
+from sumgrad.outcome import first_to_fail, outcome_from_json, spans
 from sumgrad.verdict import Verdict
 
 STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
 MAX_TENSORS, MAX_COEFFICIENTS, MAX_RANKS_SHOWN = 12, 24, 8
+MAX_STACK_LINES = 12
 
 
 def render(verdict: Verdict) -> RenderableType:
@@ -243,42 +243,50 @@ def _tensors(failed: Sequence[Mapping[str, Any]]) -> Table:
 
 def _lists(data: Mapping[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = []
-    for title, key in (
-        ("findings of the law and of replicas", "findings"),
-        ("warnings", "warnings"),
-        ("not compared", "not_compared"),
-    ):
-        items = data[key]
+    ended = tuple(f"rank {o['rank']} (" for o in data["outcomes"] if o["status"] != "ok")
+    lists = {
+        "findings of the law and of replicas": data["findings"],
+        "warnings": data["warnings"],
+        # ranks that did not end well have a section of their own
+        "not compared": [t for t in data["not_compared"] if not t.startswith(ended or ("\0",))],
+        "could not have been seen": sorted(
+            {r for tier in data["tiers"].values() for r in tier["reasons"]}
+        ),
+    }
+    for title, items in lists.items():
         if items:
             parts += [Text(""), Text(title, style="dim")]
             parts += [Text(f"  {item}") for item in items[:MAX_RANKS_SHOWN]]
             if len(items) > MAX_RANKS_SHOWN:
                 parts.append(Text(f"  and {len(items) - MAX_RANKS_SHOWN} more in verdict.json"))
-    unseen = {r for tier in data["tiers"].values() for r in tier["reasons"]}
-    if unseen:
-        parts += [Text(""), Text("could not have been seen", style="dim")]
-        parts += [Text(f"  {item}") for item in sorted(unseen)[:MAX_RANKS_SHOWN]]
     return parts
 
 
 def _outcomes(data: Mapping[str, Any]) -> list[RenderableType]:
-    parts: list[RenderableType] = []
-    bad = [o for o in data["outcomes"] if o["status"] != "ok"]
+    """Ranks that did not end well, the one that explains the others first and with its stack."""
+    bad = [outcome_from_json(o) for o in data["outcomes"] if o["status"] != "ok"]
     if not bad:
         return []
-    first = outcome_to_json(first_to_fail([outcome_from_json(o) for o in bad]))
-    bad.sort(key=lambda o: o["rank"] != first["rank"])
-    for o in bad[:MAX_RANKS_SHOWN]:
-        waiting = f", in {o['waiting_in']}" if o["waiting_in"] else ""
-        parts.append(Text(f"rank {o['rank']} ({o['pool']}) {o['status']}: {o['detail']}{waiting}"))
-        text = o["stack"] or o["output"]
-        if o["rank"] == first["rank"] and text:
-            parts.append(
-                Padding(Text("\n".join(text.strip().splitlines()[-12:]), style="dim"), (0, 4))
-            )
+    first = first_to_fail(bad)
+    lines = [
+        Text(""),
+        Text(
+            f"{len(bad)} of {len(data['outcomes'])} ranks did not end well, so "
+            f"they were not compared",
+            style="dim",
+        ),
+    ]
+    others = [o for o in bad if o is not first]
+    for o in [first, *others[: MAX_RANKS_SHOWN - 1]]:
+        place = f"in {o.waiting_in}" if o.waiting_in else "in no collective"
+        lines.append(Text(f"  rank {o.rank} ({o.pool}) {o.status}: {o.detail}; {place}"))
+        text = o.stack or o.output
+        if o is first and text:
+            tail = text.strip().splitlines()[-MAX_STACK_LINES:]
+            lines += [Text(f"      {line}", style="dim") for line in tail]
     if len(bad) > MAX_RANKS_SHOWN:
-        parts.append(Text(f"and {len(bad) - MAX_RANKS_SHOWN} more in verdict.json"))
-    return [Text(""), *parts]
+        lines.append(Text(f"  and {len(bad) - MAX_RANKS_SHOWN} more in verdict.json"))
+    return list(lines)
 
 
 def _context(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,6 +155,13 @@ def test_a_rank_that_hangs_with_the_interpreter_locked(sumgrad_ranks):
     assert outcomes[1].ok
 
 
+def test_a_standstill_does_not_wait_for_the_deadline(sumgrad_ranks):
+    started = time.monotonic()
+    outcomes = sumgrad_ranks(receive_nothing, 2, timeout_s=300)
+    assert time.monotonic() - started < 100
+    assert all(o.status == "timed_out" and "stood still" in o.detail for o in outcomes)
+
+
 def test_a_hang_inside_a_message(sumgrad_ranks):
     outcomes = sumgrad_ranks(receive_nothing, 2, timeout_s=3)
     for outcome in outcomes:
