@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -16,21 +18,29 @@ from sumgrad.record import RunSpec, read_spec, write_rank
 from sumgrad.step import Memory, RankContext, run_step
 from sumgrad.workload import Workload, check_params, hash_weights, load_workload
 
+GROUP_PATIENCE_S = 60  # the watchdog speaks first; the group's own timeout is a last resort
+
 
 def check_rank(guard: RankGuard) -> dict[str, Any]:
     """A locally started rank: rendezvous by file, then the run that run.json describes."""
-    env = guard.env
-    ledger = start_ledger(guard)
+    with local_group(guard) as ledger:
+        return run_rank(guard, read_spec(guard.env.directory), ledger)
+
+
+@contextmanager
+def local_group(guard: RankGuard) -> Iterator[Ledger]:
+    """The recorded default group of a locally started rank, all ranks connected."""
+    env, ledger = guard.env, start_ledger(guard)
     dist.init_process_group(
         BACKEND,
         store=dist.FileStore(str(env.rendezvous), env.world_size),  # type: ignore[attr-defined]
         rank=env.rank,
         world_size=env.world_size,
-        timeout=timedelta(seconds=env.timeout_s + 60),
+        timeout=timedelta(seconds=env.timeout_s + GROUP_PATIENCE_S),
     )
     try:
         meet(ledger)
-        return run_rank(guard, read_spec(env.directory), ledger)
+        yield ledger
     finally:
         dist.destroy_process_group()
 

@@ -7,7 +7,6 @@ where prediction and measurement must agree (the tool checks itself).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 
 import torch
 from sumgrad.plan import Plan, Reduction, Statistic
@@ -47,10 +46,6 @@ class PartialSums:
         if key not in self._cumulative:
             self._cumulative[key] = held[rows[0] : rows[1]].sum(0)
         return self._cumulative[key]
-
-    @cached_property
-    def producers(self) -> list[tuple[str, str]]:
-        return list(self._partials)
 
 
 class Prediction:

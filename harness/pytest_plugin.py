@@ -27,7 +27,7 @@ import pytest
 if TYPE_CHECKING:
     from sumgrad.launch import Launcher
     from sumgrad.outcome import RankOutcome
-    from sumgrad.rank import RankEnv, RankGuard
+    from sumgrad.rank import RankGuard
     from sumgrad.verdict import Verdict
 
 MARKER = (
@@ -132,33 +132,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def run_test_on_rank(guard: RankGuard, *, file: str, name: str, arguments: dict[str, Any]) -> Any:
     """What a rank does: make the default group, call the test function, end the group."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-    from sumgrad.check_rank import meet, start_ledger
-    from sumgrad.process_group import BACKEND
+    from sumgrad.check_rank import local_group
     from sumgrad.workload import import_file
 
-    env: RankEnv = guard.env
-    ledger = start_ledger(guard)
-    module = import_file(Path(file))
-    function = module
+    function: Any = import_file(Path(file))
     for part in name.split("."):
         function = getattr(function, part)
         if isinstance(function, type):
             function = function()
-    dist.init_process_group(
-        BACKEND,
-        store=dist.FileStore(str(env.rendezvous), env.world_size),  # type: ignore[attr-defined]
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timedelta(seconds=env.timeout_s + 60),
-    )
-    try:
-        meet(ledger)
-        return function(ranks=env, **arguments)
-    finally:
-        dist.destroy_process_group()
+    with local_group(guard):
+        return function(ranks=guard.env, **arguments)
 
 
 def _run(

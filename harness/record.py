@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -321,8 +321,3 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - the handle is no mapping
             yield key, file.get_tensor(key)
-
-
-def spec_summary(spec: RunSpec) -> dict[str, Any]:
-    """A spec's plain fields, for reports."""
-    return {k: v for k, v in asdict(spec).items() if k not in ("topology", "declaration")}

@@ -168,7 +168,7 @@ class _Member:
 
     def run(self, store: Any) -> int:
         import torch.distributed as dist
-        from sumgrad.check_rank import meet, run_rank, start_ledger
+        from sumgrad.check_rank import GROUP_PATIENCE_S, meet, run_rank, start_ledger
         from sumgrad.process_group import BACKEND
 
         guard = RankGuard(self.env, on_stop=self._stopped)
@@ -181,7 +181,7 @@ class _Member:
                 store=store,
                 rank=self.env.rank,
                 world_size=self.env.world_size,
-                timeout=timedelta(seconds=self.env.timeout_s + 60),
+                timeout=timedelta(seconds=self.env.timeout_s + GROUP_PATIENCE_S),
             )
             meet(ledger)
             self.progress("running the step")

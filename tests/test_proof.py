@@ -159,7 +159,7 @@ def agrees_with_oracle(plan: Plan) -> None:
 sizes = st.integers(1, 5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(ci=sizes, blocks=st.lists(sizes, min_size=1, max_size=3), ppgd=sizes, rows=st.integers(1, 9))
 def test_any_sizes_are_proved_and_agree_with_the_oracle(ci, blocks, ppgd, rows):
     plan = make_plan(ci, blocks, ppgd, rows)
@@ -167,7 +167,7 @@ def test_any_sizes_are_proved_and_agree_with_the_oracle(ci, blocks, ppgd, rows):
     agrees_with_oracle(plan)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), ci=sizes, blocks=st.lists(sizes, min_size=1, max_size=2), ppgd=sizes)
 def test_mutated_plans_agree_with_the_oracle(data, ci, blocks, ppgd):
     plan = make_plan(ci, blocks, ppgd, 7)
