@@ -21,19 +21,17 @@ from pathlib import Path
 
 from sumgrad import __version__
 from sumgrad.errors import UserError
-from sumgrad.faults import Fault, breaks_law, find_fault, is_visible
-from sumgrad.files import finite, write_json
+from sumgrad.faults import find_fault, plant
+from sumgrad.files import finite, write_bytes, write_json
 from sumgrad.launch import Helper, Launcher, RankJob
 from sumgrad.outcome import RankOutcome
 from sumgrad.plan import build_plan
 from sumgrad.record import RunSpec, load_record, read_spec, write_outcomes, write_spec
 from sumgrad.topology import Topology, load_topology, topology_to_json
 from sumgrad.verdict import Verdict, merge
-from sumgrad.workload import Workload, check_params, load_workload
+from sumgrad.workload import Workload, first_params, load_workload
 
 Progress = Callable[[str], None]
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-TIERS = ("structure", "precision", "bitwise")
 DEFAULT_TIERS = ("structure", "precision")
 MAX_LOCAL_RANKS = 512
 DEFAULT_TIMEOUT_S = 120.0
@@ -78,13 +76,14 @@ def make_spec(options: CheckOptions, *, prefix: Sequence[str]) -> tuple[RunSpec,
     name = options.workload or topology.workload
     workload = load_workload(name, topology, seed=options.seed)
     plan = build_plan(topology, workload.declaration)
-    check_params(workload, workload.params(0))
+    first_params(workload)
     fault = find_fault(options.fault) if options.fault else None
     if fault:
-        _check_plantable(fault, topology)
+        plant(fault, plan)
     kernels = options.kernels or topology.kernels
     if kernels == "triton":
-        raise UserError("--kernels: triton kernels are not in this release; use torch or auto")
+        source = "--kernels" if options.kernels else topology.where(("kernels",))
+        raise UserError(f"{source}: triton kernels are not in this release; use torch or auto")
     if "bitwise" in options.tiers:
         raise UserError("--tiers: bitwise needs the invariant kernels of a later release")
     steps = options.steps or (fault.min_steps if fault else 1)
@@ -205,12 +204,12 @@ class Run:
 
 
 def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Verdict:
-    """Judge, explain a failure, check a planted fault's prediction, write the verdict.
+    """Judge, explain a failure, write the verdict.
 
     problems: why a reference is missing, if one is.
     """
     from sumgrad.check_reference import store_partials
-    from sumgrad.judge import judge, prediction_agrees
+    from sumgrad.judge import judge
 
     directory, spec = run.directory, run.spec
     write_outcomes(directory, run.outcomes)
@@ -230,15 +229,6 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
         reasons = (*reasons, *problems)
         verdict = replace(verdict, status=merge([verdict.status, "unknown"]))
         data |= {"not_compared": list(reasons), "status": verdict.status}
-    if spec.fault:
-        fault, plan = find_fault(spec.fault), record.plan
-        visible = is_visible(fault, plan, steps=spec.steps)
-        data["fault_report"] = {
-            "story": fault.story,
-            "visible": visible,
-            "breaks_law": breaks_law(fault, plan),
-            "prediction": prediction_agrees(record, fault.plant(plan)),
-        }
     data = finite(data)
     verdict = replace(verdict, reasons=reasons, data=data)
     write_verdict(directory, verdict)
@@ -250,7 +240,7 @@ def write_verdict(directory: Path, verdict: Verdict) -> None:
     from sumgrad.report import to_markdown
 
     write_json(directory / "verdict.json", verdict.data)
-    (directory / "report.md").write_text(to_markdown(verdict))
+    write_bytes(directory / "report.md", to_markdown(verdict).encode())
 
 
 def _step_to_explain(verdict: Verdict, run: Run) -> tuple[str, int] | None:
@@ -266,16 +256,6 @@ def _step_to_explain(verdict: Verdict, run: Run) -> tuple[str, int] | None:
     if (run.spec.fault or run.keep_partials) and verdict.data["tensors"]:
         return next(iter(run.spec.tiers)), run.spec.steps - 1
     return None
-
-
-def _check_plantable(fault: Fault, topology: Topology) -> None:
-    roles = {pool.role for pool in topology.pools}
-    missing = {"ci", "block"} - roles
-    if missing:
-        raise UserError(
-            f"--fault {fault.name}: needs pools with the roles ci and block; "
-            f"{topology.name} has none with {', '.join(sorted(missing))}"
-        )
 
 
 def _flags(options: CheckOptions, steps: int) -> list[str]:

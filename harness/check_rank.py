@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sumgrad.faults import find_fault
+from sumgrad.faults import find_fault, plant
 from sumgrad.plan import Plan, build_plan
-from sumgrad.process_group import BACKEND, SETUP, Ledger, register_backend
-from sumgrad.rank import RankGuard
+from sumgrad.process_group import BACKEND, Ledger, register_backend
+from sumgrad.rank import SETUP, RankGuard
 from sumgrad.record import RunSpec, read_spec, write_rank
 from sumgrad.step import Memory, RankContext, run_step
 from sumgrad.workload import Workload, check_params, hash_weights, load_workload
@@ -67,7 +67,7 @@ def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
     workload = load_workload(spec.workload, spec.topology, seed=spec.seed)
     plan = build_plan(spec.topology, workload.declaration)
     if spec.fault:
-        plan = find_fault(spec.fault).plant(plan)
+        plan = plant(find_fault(spec.fault), plan)
     group = _pool_group(plan, rank)
     grads, steps = {}, []
     for tier, dtype_name in spec.tiers.items():

@@ -6,6 +6,7 @@ Exit codes: 0 PASS, 1 FAIL, 2 bad usage or bad input, 3 UNKNOWN, 4 internal erro
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -33,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks need the cores
-    return _guarded(lambda: _dispatch(_parser().parse_args(argv)))
+    return _guarded(lambda: _dispatch(_checked(_parser().parse_args(argv))))
 
 
 def torchrun_main() -> int:
@@ -55,12 +56,29 @@ def _guarded(call: Callable[[], int]) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return EXIT_INTERNAL
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 0
+    except SystemExit as error:  # argparse's --help and --version
+        return error.code if isinstance(error.code, int) else EXIT_INTERNAL
+    except OSError as error:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EROFS):
+            raise
+        print(f"sumgrad: {error.filename or 'disk'}: {error.strerror}", file=sys.stderr)
+        return EXIT_USAGE
     except Exception:
         traceback.print_exc()
         print("sumgrad: internal error; the traceback above is ours to mend", file=sys.stderr)
         return EXIT_INTERNAL
+
+
+def _checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Places for results are looked at before work starts, not after."""
+    problems = []
+    for name in ("json", "html", "markdown", "junit"):
+        path = getattr(args, name, None)
+        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+            problems.append(f"--{name} {path}: cannot be written")
+    if problems:
+        raise UserError(problems)
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -171,7 +189,7 @@ def _torchrun() -> int:
     parser.add_argument("--topology", type=Path, required=True, metavar="T.yaml")
     _run_flags(parser)
     _common_flags(parser)
-    args = parser.parse_args()
+    args = _checked(parser.parse_args())
     _decide_interpreter()
     from sumgrad.torchrun import run_torchrun_rank, under_torchrun
 
@@ -196,7 +214,7 @@ def _torchrun() -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from sumgrad.faults import find_fault
+    from sumgrad.faults import find_fault, plant
     from sumgrad.plan import build_plan
     from sumgrad.plan_report import plan_to_json, render_plan
     from sumgrad.proof import prove
@@ -208,7 +226,7 @@ def _plan(args: argparse.Namespace) -> int:
     workload = load_workload(args.workload or topology.workload, topology, seed=0)
     plan = build_plan(topology, workload.declaration)
     if args.fault:
-        plan = find_fault(args.fault).plant(plan)
+        plan = plant(find_fault(args.fault), plan)
     proof = prove(plan)
     seconds = time.monotonic() - started
     if args.json:
@@ -306,10 +324,10 @@ def _options(args: argparse.Namespace) -> Any:
 def _show(verdict: Verdict, directory: Path, args: argparse.Namespace) -> None:
     from sumgrad.report import last_line, print_report
 
-    if args.json:
-        write_json(args.json, verdict.data)
     if not args.quiet:
         print_report(verdict, _console())
+    if args.json:
+        write_json(args.json, verdict.data)
     print(last_line(verdict, directory), flush=True)
 
 

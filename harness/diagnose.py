@@ -99,7 +99,8 @@ def _explain_case(
         mine = [case.failing[i] for i in sorted(best.explains & left)]
         coefficients += _measure(case, best.hypothesis.plan, mine)
         left -= best.explains
-    if left:
+    exact = case.record.spec.tiers[case.tier] == "float64"
+    if left and (exact or not diagnoses):
         rest = [case.failing[i] for i in sorted(left)]
         more, found = fit_factors(case, rest, mismatches)
         diagnoses += more

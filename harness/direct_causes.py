@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from sumgrad.case import ledger_against
@@ -17,21 +18,22 @@ def law_only(record: RunRecord, mismatches: Sequence[Mismatch]) -> Diagnosis:
     """The values are right but the ledger is not the plan's: find the plan that it is."""
     first = mismatches[0]
     tier = next(iter(record.spec.tiers))
-    for hypothesis in hypotheses(record.plan):
-        if hypothesis.kind == "compensated" and not any(
+    known = hypotheses(record.plan, with_stale=False)
+    for hypothesis in sorted(known, key=lambda h: (h.kind != "compensated", h.rank)):
+        if not any(
             ledger_against(record, hypothesis.plan, tier, step) for step in range(record.spec.steps)
         ):
+            because = [f"the ledger shows {first}", "it is the ledger that this plan would leave"]
+            if hypothesis.kind == "compensated":
+                because[1] = "every gradient is right, so something multiplies by the size first"
             return Diagnosis(
                 cause=hypothesis.cause,
                 kind=hypothesis.kind,
+                term=hypothesis.term,
                 ranks=hypothesis.ranks,
-                factor=str(hypothesis.factor),
+                factor=str(hypothesis.factor) if hypothesis.factor is not None else None,
                 symbol=hypothesis.symbol,
-                because=(
-                    f"the ledger shows {first}",
-                    "every gradient is right all the same, so something multiplies by "
-                    f"{hypothesis.symbol.split('/')[0] if hypothesis.symbol else 'the size'} first",
-                ),
+                because=tuple(because),
                 however=("the comparison with the reference passes on this topology",),
             )
     return Diagnosis(
@@ -77,14 +79,14 @@ def not_finite(record: RunRecord, diffs: Sequence[TensorDiff]) -> tuple[Diagnosi
     sources = []
     for rank, held in sorted(record.ranks.items()):
         for digest in held.steps.get((first.tier, first.step), {}).get("digests", []):
-            if float(digest["norm"]) != float(digest["norm"]) or digest["norm"] in ("inf", "nan"):
+            if not math.isfinite(digest["norm"]):
                 sources.append(f"{digest['edge']} on rank {rank} (unit {digest['unit']})")
     cause = f"{first.name} on rank {first.rank} is not comparable: {first.reason}"
     because = tuple(f"the contribution {s} is not finite before its reduction" for s in sources[:3])
     return (
         Diagnosis(
             cause=cause,
-            kind="not_finite",
+            kind="missing" if math.isnan(first.max_abs) and not because else "not_finite",
             ranks=tuple(sorted({d.rank for d in bad})),
             because=because,
         ),

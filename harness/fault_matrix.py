@@ -22,7 +22,7 @@ from sumgrad.launch import Launcher
 from sumgrad.topology import load_topology
 from sumgrad.verdict import Verdict
 
-# What the Diagnosis must call a fault: its kind, and the words its cause must contain.
+# What kind of cause the Diagnosis must name for each fault.
 NAMED_AS = {
     "avg_on_ci": "avg",
     "faith_on_all_ranks": "replicated_contribution",

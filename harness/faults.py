@@ -47,8 +47,8 @@ def plan_faults() -> dict[str, Fault]:
             Fault(
                 name="avg_on_ci",
                 story="the CI function's gradients are averaged where the convention sums them",
-                plant=lambda plan: _edit(plan, _reductions(plan, "ci"), op="avg"),
-                visible=lambda plan: _size(plan, "ci") > 1,
+                plant=lambda plan: _edit(plan, _reductions(plan, _pool(plan, "ci")), op="avg"),
+                visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
                 breaks_law=True,
             ),
             Fault(
@@ -67,7 +67,7 @@ def plan_faults() -> dict[str, Fault]:
                 name="divide_by_ci_count",
                 story="the blocks divide what they return by the number of CI ranks",
                 plant=_divide_by_ci_count,
-                visible=lambda plan: _size(plan, "ci") > 1,
+                visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
             ),
             Fault(
                 name="drop_message",
@@ -79,13 +79,13 @@ def plan_faults() -> dict[str, Fault]:
                 name="imp_local_statistic",
                 story="a loss that needs a global sum inside a logarithm uses the rank's own sum",
                 plant=lambda plan: _edit(plan, plan.select(Statistic), mode="local"),
-                visible=lambda plan: _size(plan, "ci") > 1,
+                visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
             ),
             Fault(
                 name="imp_differentiable_sum",
                 story="the global sum is differentiated through the collective on every rank",
                 plant=lambda plan: _edit(plan, plan.select(Statistic), mode="differentiable"),
-                visible=lambda plan: _size(plan, "ci") > 1,
+                visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
             ),
             Fault(
                 name="times_ci_then_avg",
@@ -105,6 +105,21 @@ def plan_faults() -> dict[str, Fault]:
     }
 
 
+def plant(fault: Fault, plan: Plan) -> Plan:
+    """The plan with the fault in it. UserError where it has no place or would change nothing."""
+    roles = {pool.role for pool in plan.topology.pools}
+    missing = sorted({"ci", "block"} - roles)
+    if missing:
+        raise UserError(
+            f"--fault {fault.name}: needs pools with the roles ci and block; "
+            f"{plan.topology.name} has none with {', '.join(missing)}"
+        )
+    planted = fault.plant(plan)
+    if planted.edges == plan.edges:
+        raise UserError(f"--fault {fault.name}: changes nothing on {plan.topology.name}")
+    return planted
+
+
 def is_visible(fault: Fault, plan: Plan, *, steps: int) -> bool:
     """Whether the comparison must fail. A fault invisible here must pass."""
     return steps >= fault.min_steps and fault.visible(plan)
@@ -112,7 +127,7 @@ def is_visible(fault: Fault, plan: Plan, *, steps: int) -> bool:
 
 def breaks_law(fault: Fault, plan: Plan) -> bool:
     """Whether the ledger differs from the lawful plan although the values may not."""
-    return fault.breaks_law and _size(plan, "ci") > 1
+    return fault.breaks_law and _size(plan, _pool(plan, "ci")) > 1
 
 
 def _edit(plan: Plan, edges: Iterable[Edge], **change: Any) -> Plan:
@@ -152,7 +167,7 @@ def _from_blocks(plan: Plan) -> tuple[Transfer, ...]:
 
 
 def _divide_by_ci_count(plan: Plan) -> Plan:
-    return _edit(plan, _from_blocks(plan), weight=Fraction(1, _size(plan, "ci")))
+    return _edit(plan, _from_blocks(plan), weight=Fraction(1, _size(plan, _pool(plan, "ci"))))
 
 
 def _drop_message(plan: Plan) -> Plan:
@@ -164,12 +179,14 @@ def _drop_message(plan: Plan) -> Plan:
 
 
 def _times_ci_then_avg(plan: Plan) -> Plan:
-    size = Fraction(_size(plan, "ci"))
-    return _edit(plan, _reductions(plan, "ci"), op="avg", weight=size)
+    size = Fraction(_size(plan, _pool(plan, "ci")))
+    return _edit(plan, _reductions(plan, _pool(plan, "ci")), op="avg", weight=size)
 
 
 def _stale_buffer(plan: Plan) -> Plan:
-    (reduction,) = _reductions(plan, "ci")
-    last = plan.topology.pool("ci").ranks[-1]
-    filled = [r for r in plan.topology.pool("ci").ranks if plan.rows(r)[0] < plan.rows(r)[1]]
+    (reduction,) = _reductions(plan, _pool(plan, "ci"))
+    last = plan.topology.with_role("ci")[0].ranks[-1]
+    filled = [
+        r for r in plan.topology.with_role("ci")[0].ranks if plan.rows(r)[0] < plan.rows(r)[1]
+    ]
     return plan.with_edge(replace(reduction, stale_rank=filled[-1] if filled else last))

@@ -8,7 +8,7 @@ and every ledger equals the plan. Whatever could not be compared is UNKNOWN.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
@@ -23,6 +23,7 @@ from sumgrad.compare import (
     expect_norms,
 )
 from sumgrad.diagnose import diagnose
+from sumgrad.faults import breaks_law, find_fault, is_visible, plant
 from sumgrad.files import finite
 from sumgrad.outcome import outcome_to_json, spans
 from sumgrad.predict import PartialSums, Prediction
@@ -59,9 +60,22 @@ def judge(record: RunRecord) -> Verdict:
         reasons=reasons,
     )
     data = _to_json(record, verdict, diffs)
-    return Verdict(
-        **{**{f: getattr(verdict, f) for f in Verdict.__dataclass_fields__}, "data": finite(data)}
-    )
+    if record.spec.fault:
+        data["fault_report"] = fault_report(record)
+    return replace(verdict, data=finite(data))
+
+
+def fault_report(record: RunRecord) -> dict[str, Any]:
+    """What the planted fault should do here, and whether its own plan predicts the gradients."""
+    assert record.spec.fault is not None
+    fault = find_fault(record.spec.fault)
+    return {
+        "story": fault.story,
+        "visible": is_visible(fault, record.plan, steps=record.spec.steps),
+        "min_steps": fault.min_steps,
+        "breaks_law": breaks_law(fault, record.plan),
+        "prediction": prediction_agrees(record, plant(fault, record.plan)),
+    }
 
 
 def ledger_mismatches(record: RunRecord) -> list[Mismatch]:
@@ -86,7 +100,7 @@ def ledger_mismatches(record: RunRecord) -> list[Mismatch]:
 def prediction_agrees(record: RunRecord, faulty: Any) -> dict[str, Any]:
     """A planted fault's own plan against the measured gradients: worst error / threshold.
 
-    Compares every holder of the first stored step of the first tier with partials.
+    Compares every holder of the last step whose partials are stored, in the first such tier.
     """
     for tier, by_step in record.partials.items():
         for step in sorted(by_step):

@@ -90,9 +90,14 @@ class Launcher:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the server process; it imports torch while this process goes on."""
+        """Start the server process; it imports torch while this process goes on.
+
+        A server that died is replaced.
+        """
         if self._process is not None:
-            return
+            if self._process.poll() is None:
+                return
+            self.close()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "sumgrad.fork_server", "--serve", str(theirs.fileno())]
         self._process = subprocess.Popen(

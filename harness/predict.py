@@ -7,6 +7,7 @@ where prediction and measurement must agree (the tool checks itself).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 
 import torch
 from sumgrad.plan import Plan, Reduction, Statistic
@@ -96,7 +97,7 @@ class Prediction:
                 wrong = self._wrong_statistic(c)
                 if wrong is None or not sums.has(c.term, wrong):
                     return None
-                producer, weight = wrong, self._emission_weight(c)
+                producer, weight = wrong, self._path_weight(c)
             if weight == 0:
                 continue
             parts = {name: sums.over(c.term, producer, name, c.rows) for name in out}
@@ -113,10 +114,12 @@ class Prediction:
                 return f"{c.producer}@mean" if edge.weight * size == 1 else None
         return None
 
-    def _emission_weight(self, c: Coefficient):  # type: ignore[no-untyped-def]
+    def _path_weight(self, c: Coefficient) -> Fraction:
+        """The weight from the emission to the holder, for a term without a coefficient."""
+        emission = self.plan.edge(f"emit:{c.term}@{c.producer}")
         reduction = self._reduction(c.pool, c.unit)
         size = self.plan.topology.pool(c.pool).size if reduction.op == "avg" else 1
-        return reduction.weight / size
+        return emission.weight * reduction.weight / size
 
     def _reduction(self, pool: str, unit: str) -> Reduction:
         edge = self.plan.edge(f"reduce:{unit}@{pool}")

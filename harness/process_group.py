@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 BACKEND = "sumgrad"
-SETUP = "setup"  # label of what a launcher does before the first step
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TRANSPORT = tuple(
     os.path.join(_HERE, name) for name in ("process_group.py", "exchange.py", "convention.py")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sumgrad.rank import RankGuard
     from sumgrad.verdict import Verdict
 
+MAX_RANKS = 512
 MARKER = (
     "distributed(ranks=N, timeout=60): starts real ranks; with `ranks`, the test itself runs on "
     "every one of them"
@@ -115,7 +116,10 @@ def ranks() -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test marked with `ranks=N` on every rank instead of here."""
     marker = pyfuncitem.get_closest_marker("distributed")
-    if marker is None or "ranks" not in marker.kwargs:
+    if marker is None:
+        return None
+    _check_marker(pyfuncitem.name, marker)
+    if "ranks" not in marker.kwargs:
         return None
     num_ranks, arguments = marker.kwargs["ranks"], _plain_arguments(pyfuncitem)
     default = float(pyfuncitem.config.getoption("--sumgrad-timeout"))
@@ -128,6 +132,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if failed:
         pytest.fail(_describe(failed, len(outcomes)), pytrace=False)
     return True
+
+
+def _check_marker(name: str, marker: pytest.Mark) -> None:
+    """A marker with a slip in it must not become a test that runs on no rank."""
+    unknown = set(marker.kwargs) - {"ranks", "timeout"}
+    num_ranks = marker.kwargs.get("ranks", 1)
+    integer = isinstance(num_ranks, int) and not isinstance(num_ranks, bool)
+    if marker.args or unknown or not integer or not 1 <= num_ranks <= MAX_RANKS:
+        pytest.fail(
+            f"{name}: got distributed({', '.join([*map(repr, marker.args), *map(str, unknown)])}) "
+            f"with ranks={num_ranks!r}, expected distributed(ranks=N, timeout=SECONDS), N >= 1",
+            pytrace=False,
+        )
 
 
 def run_test_on_rank(guard: RankGuard, *, file: str, name: str, arguments: dict[str, Any]) -> Any:
@@ -189,7 +206,8 @@ def _describe(failed: list[RankOutcome], num_ranks: int) -> str:
     lines.append(f"rank {first.rank} {first.status}: {first.detail}")
     if first.waiting_in:
         lines.append(f"in {first.waiting_in}")
-    for title, text in (("traceback", first.stack), ("output", first.output)):
+    output = (first.output or "").replace(first.stack or "\0", "")  # shown once
+    for title, text in (("traceback", first.stack), ("output", output)):
         if text and text.strip():
             lines += [f"---- {title} of rank {first.rank}", text.rstrip()]
     others = ", ".join(f"rank {o.rank} {o.status}" for o in failed if o is not first)

@@ -28,6 +28,7 @@ from sumgrad.outcome import describe_operation
 
 EXIT_RAISED, EXIT_TIMED_OUT = 1, 124
 HELPERS = "helpers"
+SETUP = "setup"  # ledger label of what a launcher does before the first step
 LAST_WORDS_S = 1.5  # ranks that hang together write their records before the first one ends
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -87,10 +88,6 @@ class RankGuard:
 
     def finish(self, status: str, **extra: Any) -> bool:
         """Write the end record once; False if it was already written."""
-        with self._lock:
-            if self._ended:
-                return False
-            self._ended = True
         faulthandler.cancel_dump_traceback_later()
         record = {
             "rank": self.env.rank,
@@ -99,7 +96,11 @@ class RankGuard:
             "ended_at": time.time(),
             **extra,
         }
-        write_json(self.env.file(".json"), record)
+        with self._lock:
+            if self._ended:
+                return False
+            write_json(self.env.file(".json"), record)
+            self._ended = True
         return True
 
     def raised(self, error: BaseException) -> bool:

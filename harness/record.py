@@ -29,12 +29,12 @@ from sumgrad.errors import UserError
 from sumgrad.files import write_bytes, write_json
 from sumgrad.outcome import RankOutcome, outcome_from_json, outcome_to_json
 from sumgrad.plan import Plan, build_plan
-from sumgrad.rank import rank_file, read_end_record
+from sumgrad.rank import SETUP, rank_file, read_end_record
 from sumgrad.reference import StepReference
 from sumgrad.topology import Topology, topology_from_json, topology_to_json
 
 SCHEMA = 1
-SETUP = "setup"
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 Grads = dict[str, torch.Tensor]
 
@@ -114,11 +114,25 @@ def read_spec(directory: Path) -> RunSpec:
             f"{path}: written with record schema {schema!r}, this version reads {SCHEMA}"
         )
     try:
+        _check_spec(data, path)
         data["topology"] = topology_from_json(data["topology"], path=path)
         data["declaration"] = declaration_from_json(data["declaration"])
         return RunSpec(**{name: data[name] for name in RunSpec.__dataclass_fields__})
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+
+
+def _check_spec(data: dict[str, Any], path: Path) -> None:
+    steps, tiers = data["steps"], data["tiers"]
+    problems = []
+    if not isinstance(steps, int) or steps < 1:
+        problems.append(f"{path}: steps: got {steps!r}, expected an integer >= 1")
+    if not isinstance(tiers, dict) or not set(tiers.values()) <= set(DTYPES):
+        problems.append(f"{path}: tiers: got {tiers!r}, expected names of {', '.join(DTYPES)}")
+    if data["law"] not in ("report", "enforce"):
+        problems.append(f"{path}: law: got {data['law']!r}, expected report or enforce")
+    if problems:
+        raise UserError(problems)
 
 
 def write_rank(directory: Path, rank: int, grads: Mapping[tuple[str, int], Grads]) -> None:

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 
 import torch
 from sumgrad.declaration import Declaration
-from sumgrad.workload import Formulas, Workload, hash_weights
+from sumgrad.workload import (
+    Formulas,
+    Workload,
+    check_produced,
+    check_scalar,
+    check_statistics,
+    hash_weights,
+)
 from torch import Tensor
 
 Grads = dict[str, Tensor]
@@ -194,6 +201,7 @@ class _Single:
         keep: bool,
     ) -> None:
         produced = self.formulas.produce(leaves, rows)
+        check_produced(self.declaration, produced, len(rows))
         for term in self.declaration.terms:
             if term.kind == "rows":
                 quantity = produced.quantity if term.reads_quantity else {}
@@ -208,11 +216,13 @@ class _Single:
                         step=step,
                         state=state,
                     )
+                    check_scalar(term.name, loss)
                     seed = self.formulas.coefficient(term.name) / run.counts[term.name]
                     grads = self._differentiate(loss, seed, leaves)
                     self._add(run, term.name, producer, grads, rows, with_scale, keep)
             elif term.kind == "statistic":
                 sums = self.formulas.statistics(term.name, produced, rows)
+                check_statistics(self.declaration, term.name, sums)
                 for producer, valid, slope in slopes[term.name]:
                     if int(rows[0]) not in valid:
                         continue

@@ -60,7 +60,8 @@ def to_html(verdict: Verdict) -> str:
 
 def to_junit(verdict: Verdict) -> str:
     """JUnit XML: one test case for each tier, and one for the ranks."""
-    return _environment().get_template("report.junit.jinja").render(_context(verdict.data))
+    text = _environment().get_template("report.junit.jinja").render(_context(verdict.data))
+    return printable(text)
 
 
 def number(value: Any) -> str:
@@ -82,24 +83,21 @@ def fault_sentence(data: Mapping[str, Any]) -> str:
             f" The plan's own prediction {'agrees' if prediction['agrees'] else 'DISAGREES'} with "
             f"the measured gradients (worst error {share} of the threshold)."
         )
+    if any(o["status"] != "ok" for o in data["outcomes"]):
+        return head + "A rank did not end well, so the comparison says nothing of it."
     if report["visible"]:
-        return (
-            head
-            + ("It was noticed." if failed else "It is visible here and was MISSED.")
-            + (agreement)
-        )
-    if report["breaks_law"]:
-        what = "The values are right; the law sees it in the ledger" if failed else "MISSED"
-        return head + what + "." + agreement
-    return (
-        head
-        + (
-            "A false alarm: it is invisible on this topology."
-            if failed
-            else "It is invisible on this topology and must pass here."
-        )
-        + agreement
-    )
+        what = "It was noticed." if failed else "It is visible here and was MISSED."
+    elif report["breaks_law"]:
+        what = "The values are right; the law sees it in the ledger."
+        if not failed:
+            what = "The values are right, and --law report only warns of the ledger."
+    elif data["steps"] < report["min_steps"]:
+        what = f"It needs {report['min_steps']} steps to show."
+    elif failed:
+        what = "A false alarm: it is invisible on this topology."
+    else:
+        what = "It is invisible on this topology and must pass here."
+    return head + what + agreement
 
 
 def _headline(data: Mapping[str, Any]) -> Text:
@@ -123,8 +121,8 @@ def _tiers(data: Mapping[str, Any]) -> Table:
         ("tier", "left"),
         ("status", "left"),
         ("worst relative error", "right"),
-        ("of threshold", "right"),
         ("on", "left"),
+        ("worst of threshold", "right"),
         ("smallest factor error caught", "right"),
     ):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -138,8 +136,8 @@ def _tiers(data: Mapping[str, Any]) -> Table:
             f"{name} ({tier['dtype']})",
             Text(tier["status"].upper(), style=STYLES[tier["status"]]),
             number(tier["worst_rel"]),
-            number(tier["worst_of_threshold"]),
             tier["worst_tensor"] or "-",
+            number(tier["worst_of_threshold"]),
             f"{max(power):.1e}" if power else "-",
         )
     return table
@@ -282,16 +280,37 @@ def _outcomes(data: Mapping[str, Any]) -> list[RenderableType]:
         lines.append(Text(f"  rank {o.rank} ({o.pool}) {o.status}: {o.detail}; {place}"))
         text = o.stack or o.output
         if o is first and text:
-            tail = text.strip().splitlines()[-MAX_STACK_LINES:]
-            lines += [Text(f"      {line}", style="dim") for line in tail]
+            lines += [Text(f"      {line}", style="dim") for line in _telling_lines(text)]
     if len(bad) > MAX_RANKS_SHOWN:
         lines.append(Text(f"  and {len(bad) - MAX_RANKS_SHOWN} more in verdict.json"))
     return list(lines)
 
 
+def _telling_lines(text: str) -> list[str]:
+    """The end of a traceback; of faulthandler's, which has the innermost frame first, the start."""
+    lines = printable(text).strip().splitlines()
+    fatal = next((i for i, line in enumerate(lines) if "Fatal Python error" in line), None)
+    if fatal is not None:
+        return lines[fatal : fatal + MAX_STACK_LINES]
+    return lines[-MAX_STACK_LINES:]
+
+
+def printable(text: str) -> str:
+    """Text without control characters, which XML and terminals cannot take."""
+    return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+
 def _context(data: Mapping[str, Any]) -> dict[str, Any]:
     failed = [t for t in data["tensors"] if t["status"] != "pass"]
-    return {**data, "failed": failed, "number": number, "ranks_text": spans, "axes": _axes}
+    ended_badly = [o for o in data["outcomes"] if o["status"] != "ok"]
+    return {
+        **data,
+        "failed": failed,
+        "ended_badly": ended_badly,
+        "number": number,
+        "ranks_text": spans,
+        "axes": _axes,
+    }
 
 
 def _environment() -> Environment:

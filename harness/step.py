@@ -31,13 +31,19 @@ from sumgrad.plan import (
 from sumgrad.plan import Transfer as TransferEdge
 from sumgrad.process_group import Ledger
 from sumgrad.schedule import cotangent_transfers, edge_tag, value_transfers
-from sumgrad.workload import Formulas, Produced
+from sumgrad.workload import (
+    Formulas,
+    Produced,
+    check_produced,
+    check_scalar,
+    check_statistics,
+)
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What a rank needs to run planned steps. groups: this rank's own pool's process group."""
+    """What a rank needs to run planned steps. group: the process group of its own pool."""
 
     plan: Plan
     rank: int
@@ -142,11 +148,16 @@ class _Step:
     def _count_local(self, term: str) -> int:
         return self.ctx.formulas.count(term, self.rows) if len(self.rows) else 0
 
+    def _count_replicated(self, term: str) -> int:
+        return self.ctx.formulas.count(term, self.rows)
+
     def _produce(self) -> Produced | None:
         needed = self.pool == self.plan.producer_pool or self.plan.select(Statistic, pool=self.pool)
         if not needed or not len(self.rows):
             return None
-        return self.ctx.formulas.produce(self.leaves, self.rows)
+        produced = self.ctx.formulas.produce(self.leaves, self.rows)
+        check_produced(self.plan.declaration, produced, len(self.rows))
+        return produced
 
     def _move_values(self, produced: Produced | None) -> dict[str, Tensor]:
         """Send the quantity to its readers; on a reader, return it as leaves, (n, ...) by unit."""
@@ -163,9 +174,12 @@ class _Step:
         for edge in self.plan.select(Statistic, pool=self.pool):
             if produced is not None:
                 local = formulas.statistics(edge.term, produced, self.rows)
+                check_statistics(self.plan.declaration, edge.term, local)
             else:
                 numel = self.plan.declaration.term(edge.term).statistic_numel
-                local = torch.zeros(numel, dtype=wide, device=self.ctx.device)
+                # Tied to the weights, so that a backward collective runs here too.
+                tie = sum(leaf.sum() * 0 for leaf in self.leaves.values())
+                local = torch.zeros(numel, dtype=wide, device=self.ctx.device) + tie
             with self.ctx.edge(self.step, edge.name):
                 total = self._global_sum(edge, local)
                 if produced is None and edge.mode != "differentiable":
@@ -232,8 +246,9 @@ class _Step:
         """Seed the loss with coefficient / count, once, and add the partials it gives."""
         edge = self.plan.edge(f"emit:{term}@{self.pool}")
         assert isinstance(edge, Emission)
+        check_scalar(term, loss)
         divided = self.plan.declaration.term(term).kind != "statistic"
-        count = self.counts.get(term) or self.ctx.formulas.count(term, self.rows)
+        count = self.counts[term] if term in self.counts else self._count_replicated(term)
         seed = float(edge.weight) * self.ctx.formulas.coefficient(term) / (count if divided else 1)
         leaves, quantity = list(self.leaves.values()), quantity or {}
         grads = torch.autograd.grad(

@@ -105,7 +105,7 @@ class _PoolFile(BaseModel):
     ] = None
     ranks: Annotated[
         list[Annotated[int, Field(ge=0, lt=MAX_RANKS)]] | None,
-        Field(description="Global ranks of the pool (default: the next free ones, in order)."),
+        Field(description="Global ranks of the pool (default: those after the highest so far)."),
     ] = None
     rows_per_rank: Annotated[
         list[Annotated[int, Field(ge=0)]] | None,

@@ -1,8 +1,9 @@
 """The workload protocol: formulas only, and how `--workload` finds one.
 
-A workload is a class `W(options, *, seed)`. It declares itself (data, for the Plan), gives the
-weights of every step, and casts its formulas to a dtype. Its formulas hold no normaliser, no rank
-and no collective: the distributed step and the single-process reference both call the same ones,
+A workload is a class `W(options, *, seed)`; with a parameter `where` it is also given
+`where(key_path) -> "file.yaml:LINE: key.path"`, for errors about options. It declares itself (data,
+for the Plan), gives the weights of every step, and casts its formulas to a dtype. Its formulas hold no
+normaliser, no rank and no collective: the distributed step and the reference call the same ones,
 each with counts that it took itself.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -121,13 +123,14 @@ def load_workload(spec: str, topology: Topology, *, seed: int) -> Workload:
     spec: NAME of a shipped one, `file.py:Class` (a relative path starts at the working directory)
     or `package.module:Class`. UserError says what is wrong with it.
     """
-    where = topology.where(("workload",))
+    where = topology.where(("workload",)) if spec == topology.workload else "--workload"
     cls = _find(spec, where)
     try:
-        workload = cls(topology.options, seed=seed, where=topology.where)
+        more = {"where": topology.where} if _accepts(cls, "where") else {}
+        workload = cls(topology.options, seed=seed, **more)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{where}: {spec} raised {type(error).__name__}: {error}") from error
     missing = [m for m in ("declaration", "params", "formulas") if not hasattr(workload, m)]
     if missing:
@@ -137,8 +140,30 @@ def load_workload(spec: str, topology: Topology, *, seed: int) -> Workload:
     return workload
 
 
+def first_params(workload: Workload) -> dict[str, torch.Tensor]:
+    """The weights of the first step, checked. UserError for whatever is wrong with them."""
+    name = workload.declaration.workload
+    try:
+        params = workload.params(0)
+        check_params(workload, params)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"workload {name}: params(0) raised {type(error).__name__}: {error}"
+        raise UserError(text) from error
+    return params
+
+
 def check_params(workload: Workload, params: Mapping[str, torch.Tensor]) -> None:
     """UserError where the weights are not those that the workload declares."""
+    import torch
+
+    name = workload.declaration.workload
+    if not isinstance(params, Mapping):
+        raise UserError(f"workload {name}: params(): got {type(params).__name__}, expected a dict")
+    odd = [key for key, value in params.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise UserError([f"workload {name}: params(): {key!r} is no tensor" for key in odd])
     declared = {param.name: param.shape for param in workload.declaration.params}
     problems = [f"params(): lacks {name!r}" for name in declared if name not in params]
     problems += [f"params(): {name!r} is not declared" for name in params if name not in declared]
@@ -149,6 +174,28 @@ def check_params(workload: Workload, params: Mapping[str, torch.Tensor]) -> None
     ]
     if problems:
         raise UserError([f"workload {workload.declaration.workload}: {p}" for p in problems])
+
+
+def check_produced(declaration: Declaration, produced: Produced, num_rows: int) -> None:
+    """ValueError where the quantity is not what the workload declares."""
+    quantity = declaration.quantity
+    for unit, shape in quantity.shapes.items() if quantity else ():
+        got = tuple(produced.quantity[unit].shape) if unit in produced.quantity else None
+        if got != (num_rows, *shape):
+            raise ValueError(f"produce(): {unit!r} has shape {got}, declared {(num_rows, *shape)}")
+
+
+def check_statistics(declaration: Declaration, term: str, sums: torch.Tensor) -> None:
+    """ValueError where a statistic term's sums are not what the workload declares."""
+    numel = declaration.term(term).statistic_numel
+    if tuple(sums.shape) != (numel,):
+        raise ValueError(f"statistics({term!r}) has shape {tuple(sums.shape)}, declared {(numel,)}")
+
+
+def check_scalar(term: str, loss: torch.Tensor) -> None:
+    """ValueError where a loss is no scalar."""
+    if tuple(loss.shape) != ():
+        raise ValueError(f"the loss of {term!r} has shape {tuple(loss.shape)}, expected a scalar")
 
 
 def hash_weights(params: Mapping[str, torch.Tensor]) -> str:
@@ -163,6 +210,14 @@ def hash_weights(params: Mapping[str, torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
+def _accepts(cls: Any, name: str) -> bool:
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
 def _find(spec: str, where: str) -> Any:
     target = SHIPPED.get(spec, spec)
     module_name, colon, class_name = target.rpartition(":")
@@ -174,7 +229,7 @@ def _find(spec: str, where: str) -> Any:
     try:
         module = import_file(Path(module_name)) if module_name.endswith(".py") else None
         module = module or importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{where}: {module_name} cannot be imported: {type(error).__name__}: {error}"
         ) from error

@@ -65,6 +65,8 @@ def _read_text(path: Path) -> str:
     try:
         if path.is_dir():
             raise UserError(f"{path}: is a directory, expected a YAML file")
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: is no regular file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:

@@ -1,8 +1,9 @@
-"""Real text as rows: documents of unequal length from a bundled public-domain book.
+"""Real text as rows: short documents of unequal length from a bundled public-domain text.
 
-The text is from Lewis Carroll, Alice's Adventures in Wonderland (1865), public domain. Documents
-start at word starts and are ordered by length, as length bucketing orders them; so every rank of
-every shipped pool gets another number of valid positions (tests/test_documents.py).
+The text is the beginning of Lewis Carroll, Alice's Adventures in Wonderland (1865). A document is a
+passage that starts at a word, drawn by hash; passages may overlap. They are ordered by length, as
+length bucketing orders them, so every rank of every shipped pool gets another number of valid
+positions (tests/test_three_pool.py).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Options(BaseModel):
 
     preset: Literal["default", "published"] = "default"
     rows: Annotated[int, Field(ge=1, le=10**7)] = 29
-    length: Annotated[int, Field(ge=2, le=4096)] = 16
+    length: Annotated[int, Field(ge=2, le=1024)] = 16
     vocabulary: Annotated[int, Field(ge=2, le=256)] = 256
     width: Annotated[int, Field(ge=2, le=4096, multiple_of=2)] = 16
     layers: Count = 2
