@@ -86,7 +86,7 @@ def not_finite(record: RunRecord, diffs: Sequence[TensorDiff]) -> tuple[Diagnosi
     return (
         Diagnosis(
             cause=cause,
-            kind="missing" if math.isnan(first.max_abs) and not because else "not_finite",
+            kind="missing" if not first.index else "not_finite",
             ranks=tuple(sorted({d.rank for d in bad})),
             because=because,
         ),

@@ -103,6 +103,8 @@ def prediction_agrees(record: RunRecord, faulty: Any) -> dict[str, Any]:
     Compares every holder of the last step whose partials are stored, in the first such tier.
     """
     for tier, by_step in record.partials.items():
+        if tier not in record.references:
+            continue
         for step in sorted(by_step):
             if by_step and step != max(by_step):
                 continue

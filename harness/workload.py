@@ -2,8 +2,8 @@
 
 A workload is a class `W(options, *, seed)`; with a parameter `where` it is also given
 `where(key_path) -> "file.yaml:LINE: key.path"`, for errors about options. It declares itself (data,
-for the Plan), gives the weights of every step, and casts its formulas to a dtype. Its formulas hold no
-normaliser, no rank and no collective: the distributed step and the reference call the same ones,
+for the Plan), gives the weights of every step, and casts its formulas to a dtype. The formulas hold
+no normaliser, no rank and no collective: the distributed step and the reference call the same ones,
 each with counts that it took itself.
 """
 

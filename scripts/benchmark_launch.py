@@ -67,9 +67,9 @@ def main() -> int:
     }
     start, check = result["start_up_10_ranks_s"], result["whole_check_three_pool_s"]
     result["ratios"] = {
-        "start_up_torchrun_over_local_warm": start["torchrun"] / start["local_warm_median"],
-        "check_torchrun_over_local_warm": check["torchrun"] / check["local_warm_median"],
-        "check_torchrun_over_local_cold": check["torchrun"] / check["local_cold"],
+        "start_up_torchrun_over_local_warm": start["torchrun_again"] / start["local_warm_median"],
+        "check_torchrun_over_local_warm": check["torchrun_again"] / check["local_warm_median"],
+        "check_torchrun_over_local_cold": check["torchrun_first"] / check["local_cold"],
     }
     text = json.dumps(rounded(result), indent=1)
     print(text)
@@ -93,8 +93,13 @@ def start_up(repeat: int) -> dict:
     with tempfile.TemporaryDirectory() as directory:
         script = Path(directory) / "trivial.py"
         script.write_text(TRIVIAL)
-        seconds = timed(torchrun(10, str(script)))
-    return {"local_cold": warm[0], **spread("local_warm", warm[1:]), "torchrun": seconds}
+        seconds = [timed(torchrun(10, str(script))) for _ in range(2)]
+    return {
+        "local_cold": warm[0],
+        **spread("local_warm", warm[1:]),
+        "torchrun_first": seconds[0],
+        "torchrun_again": seconds[1],
+    }
 
 
 def whole_check(repeat: int) -> dict:
@@ -105,7 +110,10 @@ def whole_check(repeat: int) -> dict:
         cold = timed([*command, "--out", f"{directory}/cold"])
         script = str(ROOT / "harness" / "run.py")
         flags = ["--topology", str(path), "--quiet", "--out", f"{directory}/torchrun"]
-        under_torchrun = timed(torchrun(10, script, *flags))
+        flags = flags[:-1]
+        under_torchrun = [
+            timed(torchrun(10, script, *flags, f"{directory}/torchrun{i}")) for i in range(2)
+        ]
         warm = []
         with Launcher() as launcher:
             launcher.wait_ready()
@@ -115,7 +123,12 @@ def whole_check(repeat: int) -> dict:
                 verdict, _ = run_check(options, launcher=launcher)
                 assert verdict.status == "pass"
                 warm.append(time.monotonic() - started)
-    return {"local_cold": cold, **spread("local_warm", warm[1:]), "torchrun": under_torchrun}
+    return {
+        "local_cold": cold,
+        **spread("local_warm", warm[1:]),
+        "torchrun_first": under_torchrun[0],
+        "torchrun_again": under_torchrun[1],
+    }
 
 
 def grow(name: str) -> dict:

@@ -273,6 +273,86 @@ class Changed(Mini):
     assert any("reference" in reason for reason in verdict.reasons)
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import sys; sys.exit(0)", "cannot be imported: SystemExit"),
+        ("import sys; sys.exit('needs a GPU')", "needs a GPU"),
+    ],
+)
+def test_a_workload_file_that_exits(mine, source, words):
+    with pytest.raises(UserError, match=words):
+        mine(source)
+
+
+@pytest.mark.parametrize("body", ["raise KeyError(3)", "return None", "return {'w': [1]}"])
+def test_weights_that_are_none(mini, body):
+    with pytest.raises(UserError, match="workload mini: params"):
+        mini(f"class Changed(Mini):\n    def params(self, step):\n        {body}\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("loss_sum(self, term, **k):\n            return super().loss_sum(term, **k)[None]",
+         "expected a scalar"),
+        ("statistics(self, term, p, rows):\n            return p.inner.sum(0)[:2]",
+         "declared (3,)"),
+    ],
+)  # fmt: skip
+def test_wrong_shapes_of_formulas_do_not_pass(mini, change, words):
+    body = (
+        STATISTIC.replace("class Changed(Mini)", "class Base(Mini)")
+        + f"""
+class Changed(Base):
+    class Formulas(Base.Formulas):
+        def {change}
+"""
+    )
+    verdict = mini(body, tiers=("structure",))
+    assert verdict.status == "unknown"
+    assert any(words in (o["detail"] or "") for o in verdict.data["outcomes"])
+
+
+EMPTY_CI = """
+name: empty_ci
+workload: three_pool
+pools:
+  critics: {role: ci, axes: {dp: 3}, rows_per_rank: [20, 9, 0]}
+  b0: {role: block, axes: {dp: 2}}
+  ppgd: {axes: {dp: 2}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("imp_differentiable_sum", "differentiable_sum"), ("avg_on_ci", "avg"), (None, None)],
+)
+def test_faults_go_by_role_and_take_empty_ranks(tmp_path, sumgrad_check, fault, kind):
+    topology = tmp_path / "t.yaml"
+    topology.write_text(EMPTY_CI)
+    verdict = sumgrad_check(topology, fault=fault, tiers=("structure",))
+    if fault is None:
+        assert verdict.status == "pass"
+    else:
+        assert verdict.status == "fail"
+        assert verdict.diagnoses[0].kind == kind
+        assert verdict.data["fault_report"]["prediction"]["agrees"]
+
+
+def test_a_local_statistic_that_changes_nothing_is_named_by_its_ledger(tmp_path, sumgrad_check):
+    topology = tmp_path / "t.yaml"
+    topology.write_text(EMPTY_CI.replace("[20, 9, 0]", "[29, 0, 0]"))
+    verdict = sumgrad_check(topology, fault="imp_local_statistic", tiers=("structure",))
+    assert verdict.status == "fail"
+    assert verdict.diagnoses[0].kind == "local_statistic"
+
+
+def test_faults_without_a_place_are_refused(mini):
+    with pytest.raises(UserError, match="needs pools with the roles ci and block"):
+        mini(fault="avg_on_ci")
+
+
 # ---- stored runs ---------------------------------------------------------------------------------
 
 

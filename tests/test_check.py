@@ -48,10 +48,9 @@ def test_every_shipped_topology_passes(run_once, name):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_other_dtypes(sumgrad_check, dtype):
-    assert sumgrad_check("three_pool_square.yaml", dtype=dtype, tiers=("precision",)).status in (
-        "pass",
-        "unknown",
-    )
+    verdict = sumgrad_check("three_pool_square.yaml", dtype=dtype, tiers=("precision",))
+    wide = dtype == "float64"  # 16-bit noise can hide a factor on a small term: then UNKNOWN
+    assert verdict.status in ({"pass"} if wide else {"pass", "unknown"})
 
 
 def test_state_carries_over_several_steps(run_once):
@@ -173,7 +172,7 @@ def test_torchrun_when_a_rank_is_killed(tmp_path, victim):
     assert verdict["status"] in ("unknown", "fail")
     status = [o["status"] for o in verdict["outcomes"]]
     assert status[victim] in ("missing", "killed")
-    assert status.count("ok") == 0 or victim
+    assert all(s != "ok" for s in status)  # all four joined the world's norm reduction
 
 
 KILLER = """
@@ -349,7 +348,7 @@ def test_a_full_disk(run_once, tmp_path, sumgrad_launcher):
         command = [sys.executable, "-m", "sumgrad", "run", str(shipped("three_pool")), "--tiers",
                    "structure", "--out", str(small / "out"), "--timeout", "30"]  # fmt: skip
         process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
-        assert process.returncode in (3, 4), process.stdout
+        assert process.returncode in (2, 3), process.stdout + process.stderr
         assert "No space left" in process.stdout + process.stderr
     finally:
         subprocess.run(["umount", small], check=False)

@@ -57,6 +57,13 @@ def test_bad_usage_is_exit_2_with_the_reason(argv, words, capsys):
     assert words in capsys.readouterr().err
 
 
+def test_places_for_results_are_looked_at_first(tmp_path, capsys):
+    target = tmp_path / "absent" / "v.json"
+    assert run("run", shipped("three_pool_ones"), "--json", target) == 2
+    assert "--json" in capsys.readouterr().err
+    assert run("list", "--json", tmp_path) == 2
+
+
 def test_plan_only_topologies_are_not_started(capsys):
     assert run("run", shipped("three_pool_planet")) == 2
     assert "sumgrad plan" in capsys.readouterr().err
@@ -158,6 +165,13 @@ def truncate(path: Path) -> None:
         ("run.json", lambda p: p.write_text('{"schema": 99}'), 2),
         ("run.json", lambda p: p.write_text('{"schema": 1}'), 2),
         ("run.json", lambda p: p.write_text("[]"), 2),
+        ("run.json", lambda p: p.write_text(p.read_text().replace('"float64"', '"float99"')), 2),
+        ("run.json", lambda p: p.write_text(p.read_text().replace('"enforce"', '"maybe"')), 2),
+        (
+            "run.json",
+            lambda p: p.write_text(p.read_text().replace('"steps": 1', '"steps": "x"')),
+            2,
+        ),
         ("outcomes.json", truncate, 1),
         ("outcomes.json", Path.unlink, 1),
         ("reference_structure.safetensors", truncate, 1),

@@ -13,7 +13,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-from sumgrad.fault_matrix import NAMED_AS
 from sumgrad.hypotheses import hypotheses
 from sumgrad.judge import judge
 from sumgrad.plan import Emission, Handoff, Plan, Reduction, Transfer, messages
@@ -410,7 +409,3 @@ def test_one_nan_does_not_hide_the_other_cause(stored):
     kinds = [d.kind for d in judge(changed).diagnoses]
     assert "not_finite" in kinds
     assert "divided_before_reduction" in kinds
-
-
-def test_every_shipped_fault_has_a_name():
-    assert all(NAMED_AS.values())

@@ -69,10 +69,10 @@ def receive_nothing(ranks):
     dist.recv(torch.ones(7), src=1 - ranks.rank, tag=5)
 
 
-def read_environment(ranks):
+def use_one_thread(ranks):
     import torch
 
-    return {"threads": torch.get_num_threads(), "parent": os.getppid(), "pid": os.getpid()}
+    assert torch.get_num_threads() == 1
 
 
 def leave_a_mark(ranks, *, directory):
@@ -178,7 +178,17 @@ def test_the_server_stays_single_threaded(sumgrad_launcher, sumgrad_ranks):
 
 
 def test_ranks_use_one_thread(sumgrad_ranks):
-    assert all(o.ok for o in sumgrad_ranks(read_environment, 2))
+    assert all(o.ok for o in sumgrad_ranks(use_one_thread, 2))
+
+
+def test_a_server_that_died_is_replaced(tmp_path):
+    job = {"target": "sumgrad.pytest_plugin:run_test_on_rank", "num_ranks": 1,
+           "arguments": {"file": __file__, "name": "use_one_thread", "arguments": {}}}  # fmt: skip
+    with Launcher() as launcher:
+        launcher.wait_ready()
+        os.kill(launcher.pid, signal.SIGKILL)
+        wait_until(lambda: not alive(launcher.pid))
+        assert [o.status for o in launcher.run(RankJob(directory=tmp_path, **job))] == ["ok"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])

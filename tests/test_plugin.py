@@ -90,6 +90,22 @@ def test_arguments_must_be_plain(pytester):
     assert "takes plain data only" in result.stdout.str()
 
 
+@pytest.mark.parametrize("slip", ["ranks=0", "ranks=-3", "2", "rank=2", "ranks='2'", "ranks=True"])
+def test_a_marker_with_a_slip_fails(pytester, slip):
+    pytester.makepyfile(
+        f"""
+        import pytest
+
+        @pytest.mark.distributed({slip})
+        def test_slip(ranks):
+            pass
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    assert "expected distributed(ranks=N" in result.stdout.str()
+
+
 def test_no_torch_at_collection(pytester):
     pytester.makepyfile(
         """
