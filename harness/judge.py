@@ -81,13 +81,13 @@ def fault_report(record: RunRecord) -> dict[str, Any]:
 def ledger_mismatches(record: RunRecord) -> list[Mismatch]:
     """Every difference between what ranks that finished issued and what the plan says."""
     out = []
-    planned = {(tier, step) for tier in record.spec.tiers for step in range(record.spec.steps)}
+    planned = [(tier, step) for tier in record.spec.tiers for step in range(record.spec.steps)]
     if not planned:
         return []
     for rank, held in complete_ranks(record).items():
         if not held.ledger_whole:
             continue  # not compared: UNKNOWN, see _not_compared
-        for tier, step in sorted(planned):
+        for tier, step in planned:
             dtype, label = record.spec.tiers[tier], f"{tier}, step {step}"
             out += compare_ledger(
                 record.plan, rank, dtype, label, held.events.get((tier, step), [])
