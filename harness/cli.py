@@ -227,7 +227,9 @@ def _plan(args: argparse.Namespace) -> int:
     plan = build_plan(topology, workload.declaration)
     if args.fault:
         plan = plant(find_fault(args.fault), plan)
-    proof = prove(plan)
+    with _Progress(args.quiet) as progress:
+        progress(f"proving {topology.world_size} ranks")
+        proof = prove(plan)
     seconds = time.monotonic() - started
     if args.json:
         write_json(args.json, plan_to_json(plan, proof))
@@ -270,7 +272,9 @@ def _judge(args: argparse.Namespace) -> int:
     record = load_record(args.directory)
     if args.law:
         record = replace(record, spec=replace(record.spec, law=args.law))
-    verdict = judge(record)
+    with _Progress(args.quiet) as progress:
+        progress("judging")
+        verdict = judge(record)
     _show(verdict, args.directory, args)
     return verdict.exit_code
 
@@ -280,7 +284,9 @@ def _report(args: argparse.Namespace) -> int:
     from sumgrad.judge import judge
     from sumgrad.record import load_record
 
-    verdict = judge(load_record(args.directory))
+    with _Progress(args.quiet) as progress:
+        progress("judging")
+        verdict = judge(load_record(args.directory))
     for path, render in (
         (args.html, report.to_html),
         (args.markdown, report.to_markdown),
