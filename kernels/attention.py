@@ -1,0 +1,350 @@
+"""Causal softmax attention over samples of any length, grouped heads, O(T) memory.
+
+For each query at position p, over keys j <= p of its sample, scale c = head**-0.5 by default:
+    s_j = c q.k_j     P_j = exp(s_j - lse)     o = sum_j P_j v_j
+With delta = do.o and dP_j = do.v_j, backward is
+    dq = c sum_j P_j (dP_j - delta) k_j     dk_j = c sum_p P_j (dP_j - delta) q     dv_j = sum_p P_j do
+
+Tiles are anchored at position 0 of the sample, so they do not move with padding, packing or chunks.
+Forward and dq take keys ascending. dk and dv have one owner per key tile: query tiles descending,
+the heads of the group ascending inside, one chain; no atomics. Forward keeps o and lse only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sumgrad.kernels.kv_cache import KeyValueCache
+from sumgrad.kernels.layout import Layout, LayoutError, resolve
+from sumgrad.kernels.primitives import pair_sum
+from sumgrad.kernels.runtime import (
+    INTERPRETED,
+    TL_DTYPE,
+    KernelError,
+    accumulator_dtype,
+    block_of,
+    check_floats,
+    check_shape,
+    compute,
+    compute_dtype,
+    launch,
+    tl,
+    triton,
+)
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTiles:
+    """Positions of a query and of a key tile. A cut inside a sample is a multiple of `query`."""
+
+    query: int
+    key: int
+    num_warps: int = 4
+
+
+def default_tiles(dtype: torch.dtype) -> AttentionTiles:
+    """One pair for each dtype; a query tile holds whole key tiles."""
+    if INTERPRETED:
+        return AttentionTiles(query=64, key=64)
+    if dtype in (torch.float32, torch.float64):
+        return AttentionTiles(query=32, key=32)
+    return AttentionTiles(query=128, key=64, num_warps=8)
+
+
+@triton.jit
+def _load_tile(base, row, inside, head, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """(positions, WIDE) of one head; rows outside and columns past DIM are 0."""
+    d = tl.arange(0, WIDE)
+    place = (row[:, None] * HEADS + head) * DIM + d[None, :]
+    return tl.load(base + place, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _scores(q, k, at, key, stop, scale, ACC: tl.constexpr):
+    """c q.k, and which of them count: causal, inside the sample."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC) * scale
+    return s, (key[None, :] <= at[:, None]) & (key < stop)[None, :]
+
+
+@triton.jit
+def attention_fwd(
+    q, k, v, o, lse, work, SCALE: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One query tile of one head: online softmax, keys ascending."""
+    item = work + tl.program_id(0).to(tl.int64) * 5
+    head = tl.program_id(1).to(tl.int64)
+    tile, start, stop = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    q_row, kv_row = tl.load(item + 3), tl.load(item + 4)
+    at = tile * BQ + tl.arange(0, BQ)
+    mine = (at >= start) & (at < stop)
+    query = _load_tile(q, q_row + at, mine, head, H, DIM, WIDE)
+    top = tl.full((BQ,), float("-inf"), dtype=ACC)
+    total = tl.zeros((BQ,), dtype=ACC)
+    acc = tl.zeros((BQ, WIDE), dtype=ACC)
+    for first in range(0, tl.minimum((tile + 1) * BQ, stop), BK):
+        key = first + tl.arange(0, BK)
+        keys = _load_tile(k, kv_row + key, key < stop, head // GROUP, H // GROUP, DIM, WIDE)
+        values = _load_tile(v, kv_row + key, key < stop, head // GROUP, H // GROUP, DIM, WIDE)
+        s, counts = _scores(query, keys, at, key, stop, SCALE, ACC)
+        s = tl.where(counts, s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, axis=1))
+        shrink = tl.exp(top - higher)
+        p = tl.exp(s - higher[:, None])
+        total = total * shrink + pair_sum(p, BK)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee", out_dtype=ACC)
+        top = higher
+    d = tl.arange(0, WIDE)
+    place = ((q_row + at)[:, None] * H + head) * DIM + d[None, :]
+    inside = mine[:, None] & (d < DIM)[None, :]
+    tl.store(o + place, (acc / total[:, None]).to(o.dtype.element_ty), mask=inside)
+    tl.store(lse + (q_row + at) * H + head, top + tl.log(total), mask=mine)
+
+
+@triton.jit
+def attention_delta(
+    o, do, delta, num_rows, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """delta = do.o of ROWS (row, head) pairs."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, WIDE)
+    inside = (row < num_rows)[:, None] & (d < DIM)[None, :]
+    out = tl.load(o + row[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(ACC)
+    seed = tl.load(do + row[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(ACC)
+    tl.store(delta + row, pair_sum(out * seed, WIDE), mask=row < num_rows)
+
+
+@triton.jit
+def attention_dq(
+    q, k, v, do, lse, delta, dq, work, SCALE: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dq of one query tile of one head, keys ascending."""
+    item = work + tl.program_id(0).to(tl.int64) * 5
+    head = tl.program_id(1).to(tl.int64)
+    tile, start, stop = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    q_row, kv_row = tl.load(item + 3), tl.load(item + 4)
+    at = tile * BQ + tl.arange(0, BQ)
+    mine = (at >= start) & (at < stop)
+    query = _load_tile(q, q_row + at, mine, head, H, DIM, WIDE)
+    seed = _load_tile(do, q_row + at, mine, head, H, DIM, WIDE)
+    level = tl.load(lse + (q_row + at) * H + head, mask=mine, other=0.0)
+    along = tl.load(delta + (q_row + at) * H + head, mask=mine, other=0.0)
+    acc = tl.zeros((BQ, WIDE), dtype=ACC)
+    for first in range(0, tl.minimum((tile + 1) * BQ, stop), BK):
+        key = first + tl.arange(0, BK)
+        keys = _load_tile(k, kv_row + key, key < stop, head // GROUP, H // GROUP, DIM, WIDE)
+        values = _load_tile(v, kv_row + key, key < stop, head // GROUP, H // GROUP, DIM, WIDE)
+        s, counts = _scores(query, keys, at, key, stop, SCALE, ACC)
+        p = tl.exp(tl.where(counts & mine[:, None], s - level[:, None], float("-inf")))
+        dp = tl.dot(seed, tl.trans(values), input_precision="ieee", out_dtype=ACC)
+        ds = p * (dp - along[:, None]) * SCALE
+        acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision="ieee", out_dtype=ACC)
+    d = tl.arange(0, WIDE)
+    place = ((q_row + at)[:, None] * H + head) * DIM + d[None, :]
+    tl.store(dq + place, acc.to(dq.dtype.element_ty), mask=mine[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit
+def attention_dkv(
+    q, k, v, do, lse, delta, dk, dv, work, SCALE: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one key tile of one key head, added to what dk and dv hold.
+
+    Query tiles descending, the group's heads ascending inside: one chain, which later chunks began.
+    """
+    item = work + tl.program_id(0).to(tl.int64) * 5
+    group = tl.program_id(1).to(tl.int64)
+    tile, start, stop = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    q_row, kv_row = tl.load(item + 3), tl.load(item + 4)
+    key = tile * BK + tl.arange(0, BK)
+    there = key < stop
+    keys = _load_tile(k, kv_row + key, there, group, H // GROUP, DIM, WIDE)
+    values = _load_tile(v, kv_row + key, there, group, H // GROUP, DIM, WIDE)
+    d = tl.arange(0, WIDE)
+    place = ((kv_row + key)[:, None] * (H // GROUP) + group) * DIM + d[None, :]
+    inside = there[:, None] & (d < DIM)[None, :]
+    acc_k = tl.load(dk + place, mask=inside, other=0.0)
+    acc_v = tl.load(dv + place, mask=inside, other=0.0)
+    first_tile = tl.maximum(start // BQ, tile * BK // BQ)
+    last_tile = (stop - 1) // BQ
+    for back in range(0, last_tile - first_tile + 1):
+        at = (last_tile - back) * BQ + tl.arange(0, BQ)
+        mine = (at >= start) & (at < stop)
+        for member in range(0, GROUP):
+            head = group * GROUP + member
+            query = _load_tile(q, q_row + at, mine, head, H, DIM, WIDE)
+            seed = _load_tile(do, q_row + at, mine, head, H, DIM, WIDE)
+            level = tl.load(lse + (q_row + at) * H + head, mask=mine, other=0.0)
+            along = tl.load(delta + (q_row + at) * H + head, mask=mine, other=0.0)
+            s, counts = _scores(query, keys, at, key, stop, SCALE, ACC)
+            p = tl.exp(tl.where(counts & mine[:, None], s - level[:, None], float("-inf")))
+            dp = tl.dot(seed, tl.trans(values), input_precision="ieee", out_dtype=ACC)
+            ds = p * (dp - along[:, None]) * SCALE
+            acc_v = tl.dot(
+                tl.trans(p.to(seed.dtype)), seed, acc_v, input_precision="ieee", out_dtype=ACC
+            )
+            acc_k = tl.dot(
+                tl.trans(ds.to(query.dtype)), query, acc_k, input_precision="ieee", out_dtype=ACC
+            )
+    tl.store(dk + place, acc_k, mask=inside)
+    tl.store(dv + place, acc_v, mask=inside)
+
+
+def _work(layout: Layout, cache: KeyValueCache | None, tile: int, *, keys: bool) -> np.ndarray:
+    """int64 (w, 5): tile, start, stop, row of position 0 among queries, and among keys.
+
+    One item for each query tile that holds a query, or (keys) for each key tile that one sees.
+    """
+    items = []
+    for p in layout.pieces:
+        if p.start and cache is None:
+            raise LayoutError(f"attention: {p} begins inside its sample; that needs a cache")
+        kv_row = p.row if cache is None else cache.first_row(p)
+        first = 0 if keys else p.start // tile
+        for i in range(first, -(-p.stop // tile) if p.length else 0):
+            items.append((i, p.start, p.stop, p.row - p.start, kv_row))
+    return np.array(items, dtype=np.int64).reshape(-1, 5)
+
+
+def _tables(
+    layout: Layout, cache: KeyValueCache | None, tiles: AttentionTiles, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Work items by query tile and by key tile, on the device, made once for each layout."""
+    kept = layout.derived if cache is None else {}
+    name = ("attention", tiles, device)
+    if name not in kept:
+        layout.check_cuts(tiles.query, f"attention with query tiles of {tiles.query}")
+        kept[name] = tuple(
+            torch.from_numpy(_work(layout, cache, size, keys=keys)).to(device)
+            for size, keys in ((tiles.query, False), (tiles.key, True))
+        )
+    found: tuple[Tensor, Tensor] = kept[name]
+    return found
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token: Tensor,
+        layout: Layout,
+        cache: KeyValueCache | None,
+        tiles: AttentionTiles,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        by_query, by_key = _tables(layout, cache, tiles, q.device)
+        if cache is not None:
+            cache.write(k, v, layout)
+            k, v = cache.keys, cache.values
+        o = torch.zeros(q.shape, dtype=compute_dtype(q.dtype), device=q.device)
+        lse = torch.zeros(q.shape[:2], dtype=accumulator_dtype(q.dtype), device=q.device)
+        launch(
+            attention_fwd, (len(by_query), q.shape[1]),
+            compute(q), compute(k), compute(v), o, lse, by_query,
+            **_constants(q, k, tiles, scale),
+        )  # fmt: skip
+        out = o.to(q.dtype)
+        own = () if cache is not None else (k, v)
+        ctx.save_for_backward(q, out, lse, by_query, by_key, *own)
+        ctx.layout, ctx.cache, ctx.tiles, ctx.scale = layout, cache, tiles, scale
+        return out, torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, out, lse, by_query, by_key, *own = ctx.saved_tensors
+        do = grads[0]
+        k, v = own if own else (ctx.cache.keys, ctx.cache.values)
+        acc = lse.dtype
+        constants = _constants(q, k, ctx.tiles, ctx.scale)
+        given = [compute(t) for t in (q, k, v, do)]
+        delta = torch.zeros_like(lse)
+        wide, rows = constants["WIDE"], max(1, 4096 // constants["WIDE"])
+        launch(
+            attention_delta, (triton.cdiv(delta.numel(), rows),),
+            compute(out), given[3], delta, delta.numel(),
+            DIM=q.shape[2], WIDE=wide, ROWS=rows, ACC=TL_DTYPE[acc],
+        )  # fmt: skip
+        dq = torch.zeros(q.shape, dtype=compute_dtype(q.dtype), device=q.device)
+        launch(
+            attention_dq, (len(by_query), q.shape[1]), *given, lse, delta, dq, by_query, **constants
+        )
+        if ctx.cache is None:
+            dk, dv = torch.zeros_like(k, dtype=acc), torch.zeros_like(v, dtype=acc)
+        else:
+            dk, dv = ctx.cache.carry()
+        launch(
+            attention_dkv, (len(by_key), k.shape[1]),
+            *given, lse, delta, dk, dv, by_key, **constants,
+        )  # fmt: skip
+        if ctx.cache is not None:
+            dk, dv = ctx.cache.take(ctx.layout)
+        token = torch.zeros((), device=q.device)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), token, None, None, None, None
+
+
+def _constants(q: Tensor, k: Tensor, tiles: AttentionTiles, scale: float) -> dict[str, Any]:
+    return {
+        "SCALE": scale,
+        "H": q.shape[1],
+        "GROUP": q.shape[1] // k.shape[1],
+        "DIM": q.shape[2],
+        "WIDE": block_of(q.shape[2], least=16),
+        "BQ": tiles.query,
+        "BK": tiles.key,
+        "ACC": TL_DTYPE[accumulator_dtype(q.dtype)],
+        "num_warps": tiles.num_warps,
+    }
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout | None = None,
+    cache: KeyValueCache | None = None,
+    scale: float | None = None,
+    tiles: AttentionTiles | None = None,
+) -> Tensor:
+    """q (R, H, D), k and v (R, G, D), G divides H -> (R, H, D). Padding rows give 0 and get 0.
+
+    layout: the rows' samples (default: one). With a cache the rows are a chunk: they are written
+    into it and attend to all that it holds of their sample; chunks come in order. Raises
+    KernelError, LayoutError (UnalignedCut).
+    """
+    check_floats(q=q, k=k, v=v)
+    check_shape("q", q, ("R", "H", "D"))
+    check_shape("k", k, (q.shape[0], "G", q.shape[2]))
+    check_shape("v", v, tuple(k.shape))
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise KernelError(f"k: got {k.shape[1]} heads, expected a divisor of q's {q.shape[1]}")
+    if not 1 <= q.shape[2] <= 256:
+        raise KernelError(f"q: got a head of {q.shape[2]} elements, expected 1 to 256")
+    layout = resolve(layout, len(q))
+    if cache is not None and cache.keys.shape[1:] != k.shape[1:]:
+        raise KernelError(
+            f"cache: holds heads {tuple(cache.keys.shape[1:])}, got {tuple(k.shape[1:])}"
+        )
+    token = torch.zeros((), device=q.device) if cache is None else cache.token
+    chosen = tiles or default_tiles(q.dtype)
+    if chosen.query % chosen.key:
+        raise KernelError(f"tiles: {chosen}: a query tile must hold whole key tiles")
+    c = q.shape[2] ** -0.5 if scale is None else scale
+    out, token = _Attention.apply(q, k, v, token, layout, cache, chosen, c)
+    if cache is not None:
+        cache.token = token
+    return out

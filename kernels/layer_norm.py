@@ -1,0 +1,167 @@
+"""Layer norm: y = (x - mean(x)) / sqrt(var(x) + eps) * gamma + beta, row by row.
+
+Two-pass variance mean((x - mean)^2), never E[x^2] - E[x]^2. With s = 1 / sqrt(var + eps),
+xh = (x - mean) s and dxh = dy gamma:
+    dx     = (s / D) (D dxh - sum(dxh) - xh sum(dxh xh))
+    dgamma = sum over rows of dy xh          dbeta = sum over rows of dy
+
+The derivation, its stability and its cost are in docs/layer_norm.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sumgrad.kernels.layout import Layout, resolve
+from sumgrad.kernels.primitives import fold, pair_sum, tables
+from sumgrad.kernels.runtime import (
+    TL_DTYPE,
+    accumulator_dtype,
+    block_of,
+    check_floats,
+    check_row,
+    check_shape,
+    compute,
+    compute_dtype,
+    launch,
+    rows_per_program,
+    tl,
+    triton,
+    warps_for,
+)
+from sumgrad.kernels.sink import Sinks, deliver
+from sumgrad.kernels.tree import TreeId, plan_tree
+from torch import Tensor
+
+LEAF = 32
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def layer_norm_fwd(
+    x, gamma, beta, y, mean, rstd, num_rows, EPS: tl.constexpr,
+    LENGTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """y, mean and rstd of ROWS rows; the row stays in registers, so two passes read it once."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < LENGTH)[None, :]
+    place = row[:, None] * LENGTH + column[None, :]
+    value = tl.load(x + place, mask=inside, other=0.0).to(ACC)
+    scale = tl.load(gamma + column, mask=column < LENGTH, other=0.0).to(ACC)
+    shift = tl.load(beta + column, mask=column < LENGTH, other=0.0).to(ACC)
+    middle = pair_sum(value, BLOCK) / LENGTH
+    centred = tl.where(inside, value - middle[:, None], 0.0)
+    inverse = 1.0 / tl.sqrt(pair_sum(centred * centred, BLOCK) / LENGTH + EPS)
+    tl.store(mean + row, middle, mask=row < num_rows)
+    tl.store(rstd + row, inverse, mask=row < num_rows)
+    out = centred * inverse[:, None] * scale[None, :] + shift[None, :]
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def layer_norm_bwd_leaf(
+    dy, x, gamma, mean, rstd, dx, gamma_leaves, beta_leaves, leaf_row, leaf_count,
+    LENGTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One leaf: dx of its rows, and its dgamma and dbeta as chains over ascending positions."""
+    leaf = tl.program_id(0).to(tl.int64)
+    first = tl.load(leaf_row + leaf)
+    count = tl.load(leaf_count + leaf)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < LENGTH
+    scale = tl.load(gamma + column, mask=inside, other=0.0).to(ACC)
+    gamma_chain = tl.zeros((1, BLOCK), dtype=ACC)
+    beta_chain = tl.zeros((1, BLOCK), dtype=ACC)
+    for i in range(count):
+        row = first + i
+        value = tl.load(x + row * LENGTH + column, mask=inside, other=0.0).to(ACC)
+        seed = tl.load(dy + row * LENGTH + column, mask=inside, other=0.0).to(ACC)
+        inverse = tl.load(rstd + row)
+        unit = tl.where(inside, (value - tl.load(mean + row)) * inverse, 0.0)
+        scaled = seed * scale
+        along = pair_sum(scaled * unit, BLOCK) / LENGTH
+        level = pair_sum(scaled, BLOCK) / LENGTH
+        dx_row = inverse * (scaled - level[:, None] - unit * along[:, None])
+        tl.store(dx + row * LENGTH + column, dx_row.to(dx.dtype.element_ty), mask=inside)
+        gamma_chain += seed * unit
+        beta_chain += seed
+    tl.store(gamma_leaves + leaf * LENGTH + column, gamma_chain + 0.0, mask=inside)
+    tl.store(beta_leaves + leaf * LENGTH + column, beta_chain + 0.0, mask=inside)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        eps: float,
+        layout: Layout,
+        sinks: Sinks | None,
+        leaf: int,
+    ) -> Tensor:
+        num_rows, length = x.shape
+        block = block_of(length)
+        rows = rows_per_program(block)
+        acc = accumulator_dtype(x.dtype)
+        y = torch.empty(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
+        mean = torch.empty(num_rows, dtype=acc, device=x.device)
+        rstd = torch.empty(num_rows, dtype=acc, device=x.device)
+        launch(
+            layer_norm_fwd, (triton.cdiv(num_rows, rows),),
+            compute(x), compute(gamma), compute(beta), y, mean, rstd, num_rows, eps,
+            LENGTH=length, ROWS=rows, BLOCK=block, ACC=TL_DTYPE[acc], num_warps=warps_for(block),
+        )  # fmt: skip
+        ctx.save_for_backward(x, gamma, mean, rstd)
+        ctx.layout, ctx.sinks, ctx.leaf, ctx.beta_dtype = layout, sinks, leaf, beta.dtype
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, gamma, mean, rstd = ctx.saved_tensors
+        (dy,) = grads
+        length = x.shape[1]
+        block, plan = block_of(length), plan_tree(ctx.layout, ctx.leaf)
+        table = tables(ctx.layout, plan, x.device)
+        dx = torch.zeros(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
+        num_leaves = len(plan.keys)
+        gamma_leaves = torch.empty(num_leaves, length, dtype=rstd.dtype, device=x.device)
+        beta_leaves = torch.empty_like(gamma_leaves)
+        launch(
+            layer_norm_bwd_leaf, (num_leaves,),
+            compute(dy), compute(x), compute(gamma), mean, rstd, dx, gamma_leaves, beta_leaves,
+            table["row"], table["count"],
+            LENGTH=length, BLOCK=block, ACC=TL_DTYPE[rstd.dtype], num_warps=warps_for(block),
+        )  # fmt: skip
+        out = []
+        for i, (name, leaves) in enumerate((("weight", gamma_leaves), ("bias", beta_leaves)), 1):
+            wanted = ctx.needs_input_grad[i]
+            nodes = fold(leaves, ctx.layout, plan, TreeId(leaf=ctx.leaf)) if wanted else None
+            out.append(nodes and deliver(nodes, name, ctx.sinks, gamma.dtype))
+        return dx.to(x.dtype), *out, None, None, None, None
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float = 1e-5,
+    layout: Layout | None = None,
+    sinks: Sinks | None = None,
+    leaf: int = LEAF,
+) -> Tensor:
+    """x (R, D), weight (gamma) and bias (beta) (D,) -> (R, D) in x's dtype.
+
+    layout, leaf: as for rms_norm. sinks: {"weight": Accumulator, "bias": Accumulator}. Raises
+    KernelError, LayoutError (UnalignedCut).
+    """
+    check_floats(x=x, weight=weight, bias=bias)
+    check_shape("x", x, ("R", "D"))
+    check_row("x", x.shape[1])
+    check_shape("weight", weight, (x.shape[1],))
+    check_shape("bias", bias, (x.shape[1],))
+    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, resolve(layout, len(x)), sinks, leaf)
+    return out

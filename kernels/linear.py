@@ -1,0 +1,261 @@
+"""Linear layer: y = x W^T + b, as matrix products of fixed tiles and fixed order.
+
+    dX = dY W                       every row alone, the same tiles as forward
+    dW = sum over rows of dY^T X    leaves in key order, a stack of partials in memory
+    db = sum over rows of dY        leaves as chains, folded
+
+A tile never depends on the number of rows and no sum is split, except at nodes of the tree. In
+float32 products are exact float32 ("ieee"), not tf32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sumgrad.kernels.layout import Layout, resolve
+from sumgrad.kernels.primitives import fold, make_nodes, push, tables
+from sumgrad.kernels.runtime import (
+    INTERPRETED,
+    TL_DTYPE,
+    KernelError,
+    accumulator_dtype,
+    block_of,
+    check_floats,
+    check_shape,
+    compute,
+    compute_dtype,
+    launch,
+    tl,
+    triton,
+)
+from sumgrad.kernels.sink import Sinks, deliver
+from sumgrad.kernels.tree import Nodes, TreeId, TreePlan, plan_tree
+from torch import Tensor
+
+BIAS_LEAF = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Tile of a product: BM x BN results, BK deep; leaf: positions of a leaf of dW."""
+
+    rows: int
+    columns: int
+    depth: int
+    leaf: int
+    num_warps: int = 4
+
+
+def default_tiles(dtype: torch.dtype, leaf: int | None = None) -> Tiles:
+    """One tile for each dtype, and for the interpreter large ones: it pays by the program."""
+    if INTERPRETED:
+        chosen = leaf or 256
+        return Tiles(rows=128, columns=128, depth=min(128, chosen), leaf=chosen)
+    if dtype == torch.float64:
+        return Tiles(rows=64, columns=64, depth=16, leaf=leaf or 256)
+    if dtype == torch.float32:
+        return Tiles(rows=64, columns=64, depth=16, leaf=leaf or 256)
+    chosen = leaf or 1024
+    return Tiles(rows=128, columns=128, depth=min(64, chosen), leaf=chosen, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def matmul(
+    a, b, bias, out, num_rows, stride_bk, stride_bn,
+    N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """out (rows, N) = a (rows, K) b (K, N) + bias; b by strides. K ascends in one accumulator."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    column = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    acc = tl.zeros((BM, BN), dtype=ACC)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        left = tl.load(
+            a + row[:, None] * K + k[None, :],
+            mask=(row < num_rows)[:, None] & (k < K)[None, :], other=0.0,
+        )  # fmt: skip
+        right = tl.load(
+            b + k.to(tl.int64)[:, None] * stride_bk + column[None, :] * stride_bn,
+            mask=(k < K)[:, None] & (column < N)[None, :], other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(left, right, acc, input_precision="ieee", out_dtype=ACC)
+    if BIAS:
+        acc += tl.load(bias + column, mask=column < N, other=0.0).to(ACC)[None, :]
+    inside = (row < num_rows)[:, None] & (column < N)[None, :]
+    tl.store(out + row[:, None] * N + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def outer_leaf(
+    dy, x, row0, count, out_column, in_column, N: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dY^T X over one leaf: depth tiles ascending, one accumulator, those past the end skipped."""
+    acc = tl.zeros((BM, BN), dtype=ACC)
+    for start in range(0, count, BK):
+        slot = start + tl.arange(0, BK)
+        row = row0 + slot
+        left = tl.load(
+            dy + row[None, :] * N + out_column[:, None],
+            mask=(slot < count)[None, :] & (out_column < N)[:, None], other=0.0,
+        )  # fmt: skip
+        right = tl.load(
+            x + row[:, None] * K + in_column[None, :],
+            mask=(slot < count)[:, None] & (in_column < K)[None, :], other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(left, right, acc, input_precision="ieee", out_dtype=ACC)
+    return acc + 0.0
+
+
+@triton.jit
+def linear_dweight(
+    dy, x, values, stacks, leaf_row, leaf_count, node_first, merges, depth,
+    N: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One tile of one node of dW (N, K): its leaves in key order, siblings merged on a stack."""
+    node = tl.program_id(2).to(tl.int64)
+    out_column = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    in_column = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    program = (node * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0)
+    stack = stacks + (program + tl.program_id(0)) * depth * BM * BN
+    offset = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    everywhere = offset >= 0
+    top = 0
+    for leaf in range(tl.load(node_first + node), tl.load(node_first + node + 1)):
+        part = outer_leaf(
+            dy, x, tl.load(leaf_row + leaf), tl.load(leaf_count + leaf), out_column, in_column,
+            N, K, BM, BN, BK, ACC,
+        )  # fmt: skip
+        top = push(part, top, tl.load(merges + leaf), stack, BM * BN, offset, everywhere)
+    place = node * N * K + out_column[:, None] * K + in_column[None, :]
+    inside = (out_column < N)[:, None] & (in_column < K)[None, :]
+    tl.store(values + place, tl.load(stack + offset), mask=inside)
+
+
+@triton.jit
+def column_leaf(
+    dy, leaves, leaf_row, leaf_count, LENGTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr
+):
+    """Column sums of one leaf's rows, positions ascending in one chain from +0."""
+    leaf = tl.program_id(0).to(tl.int64)
+    first = tl.load(leaf_row + leaf)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    chain = tl.zeros((BLOCK,), dtype=ACC)
+    for i in range(tl.load(leaf_count + leaf)):
+        chain += tl.load(dy + (first + i) * LENGTH + column, mask=column < LENGTH, other=0.0).to(ACC)
+    tl.store(leaves + leaf * LENGTH + column, chain + 0.0, mask=column < LENGTH)
+
+
+def column_nodes(dy: Tensor, layout: Layout, leaf: int = BIAS_LEAF) -> Nodes:
+    """The nodes of the sum of dy (R, D) over valid rows: a bias's gradient, a loss's sum."""
+    plan = plan_tree(layout, leaf)
+    table = tables(layout, plan, dy.device)
+    acc, length = accumulator_dtype(dy.dtype), dy.shape[1]
+    block = min(256, block_of(length))
+    leaves = torch.empty(len(plan.keys), length, dtype=acc, device=dy.device)
+    launch(
+        column_leaf, (len(plan.keys), triton.cdiv(length, block)),
+        compute(dy), leaves, table["row"], table["count"],
+        LENGTH=length, BLOCK=block, ACC=TL_DTYPE[acc],
+    )  # fmt: skip
+    return fold(leaves, layout, plan, TreeId(leaf=leaf))
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
+    """a (R, K) b (K, N) + bias (N,) -> (R, N) in a's dtype; b may be a transposed view."""
+    num_rows, depth = a.shape
+    width = b.shape[1]
+    acc = accumulator_dtype(a.dtype)
+    out = torch.empty(num_rows, width, dtype=compute_dtype(a.dtype), device=a.device)
+    given = b.float() if INTERPRETED and b.dtype != acc else b
+    grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(width, tiles.columns))
+    launch(
+        matmul, grid,
+        compute(a), given, out if bias is None else compute(bias), out, num_rows, *given.stride(),
+        N=width, K=depth, BIAS=bias is not None,
+        BM=tiles.rows, BN=tiles.columns, BK=max(16, min(tiles.depth, block_of(depth))),
+        ACC=TL_DTYPE[acc], num_warps=tiles.num_warps,
+    )  # fmt: skip
+    return out.to(a.dtype)
+
+
+def weight_nodes(dy: Tensor, x: Tensor, layout: Layout, tiles: Tiles) -> Nodes:
+    """The nodes of dY^T X: (m, N, K) unrounded. dy (R, N), x (R, K)."""
+    plan: TreePlan = plan_tree(layout, tiles.leaf)
+    table = tables(layout, plan, x.device)
+    acc = accumulator_dtype(x.dtype)
+    n, k, m = dy.shape[1], x.shape[1], len(plan.nodes)
+    grid = (triton.cdiv(n, tiles.rows), triton.cdiv(k, tiles.columns), m)
+    values = torch.empty(m, n, k, dtype=acc, device=x.device)
+    area = tiles.rows * tiles.columns
+    stacks = torch.empty(grid[0] * grid[1] * m * plan.depth * area, dtype=acc, device=x.device)
+    launch(
+        linear_dweight, grid,
+        compute(dy), compute(x), values, stacks,
+        table["row"], table["count"], table["first"], table["merges"], plan.depth,
+        N=n, K=k, BM=tiles.rows, BN=tiles.columns, BK=tiles.depth,
+        ACC=TL_DTYPE[acc], num_warps=tiles.num_warps,
+    )  # fmt: skip
+    tile = (tiles.rows, tiles.columns, tiles.depth)
+    return make_nodes(values, plan, TreeId(leaf=tiles.leaf, tile=tile, instruction=f"dot {x.dtype}"))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layout: Layout,
+        sinks: Sinks | None,
+        tiles: Tiles,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layout, ctx.sinks, ctx.tiles = layout, sinks, tiles
+        return product(x, weight.t(), bias, tiles)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        (dy,) = grads
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = product(dy, weight, None, ctx.tiles)
+        if ctx.needs_input_grad[1]:
+            nodes = weight_nodes(dy, x, ctx.layout, ctx.tiles)
+            dweight = deliver(nodes, "weight", ctx.sinks, weight.dtype)
+        if ctx.needs_input_grad[2]:
+            nodes = column_nodes(dy, ctx.layout, min(BIAS_LEAF, ctx.tiles.leaf))
+            dbias = deliver(nodes, "bias", ctx.sinks, weight.dtype)
+        return dx, dweight, dbias, None, None, None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    layout: Layout | None = None,
+    sinks: Sinks | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """x (R, K), weight (N, K), bias (N,) or None -> (R, N) in x's dtype.
+
+    Gradients of padding rows are dY W as dY has them; padding takes no part in dW and db. sinks:
+    {"weight": Accumulator, "bias": Accumulator}. Raises KernelError, LayoutError (UnalignedCut).
+    """
+    check_floats(**({"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})))
+    check_shape("x", x, ("R", "K"))
+    check_shape("weight", weight, ("N", x.shape[1]))
+    if bias is not None:
+        check_shape("bias", bias, (weight.shape[0],))
+    if 0 in weight.shape:
+        raise KernelError(f"weight: got shape {tuple(weight.shape)}, expected no empty side")
+    chosen = tiles or default_tiles(x.dtype)
+    out: Tensor = _Linear.apply(x, weight, bias, resolve(layout, len(x)), sinks, chosen)
+    return out

@@ -1,0 +1,96 @@
+"""Pieces that several kernels share: sums of fixed order, and the tree's fold.
+
+Inside a row `tl.sum` would add in an order that follows the tensor's layout in registers, and that
+follows the divisibility of its pointer. A pair tree written out has one order everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from sumgrad.kernels.layout import Layout
+from sumgrad.kernels.runtime import launch, tl, triton
+from sumgrad.kernels.tree import Nodes, TreeId, TreePlan
+from torch import Tensor
+
+FOLD_BLOCK = 256
+
+
+@triton.constexpr_function
+def levels(width):
+    """log2 of a power of two."""
+    return width.bit_length() - 1
+
+
+@triton.jit
+def pair_sum(x, WIDTH: tl.constexpr):
+    """Sum over the last axis of (ROWS, WIDTH): neighbours, then neighbours of those."""
+    ROWS: tl.constexpr = x.shape[0]
+    for level in tl.static_range(levels(WIDTH)):
+        left, right = tl.split(tl.reshape(x, (ROWS, WIDTH >> (level + 1), 2)))
+        x = left + right
+    return tl.reshape(x, (ROWS,))
+
+
+@triton.jit
+def fold_stage(children, table, out, num_columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = pair tree over the children named in table[i]; an empty slot is +0."""
+    node = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(table + node * SLOTS + tl.arange(0, SLOTS)).to(tl.int64)
+    there = (slot >= 0)[None, :] & (column < num_columns)[:, None]
+    values = tl.load(children + slot[None, :] * num_columns + column[:, None], mask=there, other=0.0)
+    tl.store(out + node * num_columns + column, pair_sum(values, SLOTS), mask=column < num_columns)
+
+
+@triton.jit
+def push(value, top, merges, stack, stride, offset, mask):
+    """Put a partial on a stack in memory and merge its top `merges` times; returns the new top.
+
+    The barrier keeps a store and the load that follows it in order: they may use other threads.
+    """
+    for _ in range(merges):
+        top -= 1
+        value = tl.load(stack + top * stride + offset, mask=mask, other=0.0) + value
+        tl.debug_barrier()
+    tl.store(stack + top * stride + offset, value, mask=mask)
+    tl.debug_barrier()
+    return top + 1
+
+
+def tables(layout: Layout, plan: TreePlan, device: torch.device) -> dict[str, Tensor]:
+    """A plan's tables on a device, made once."""
+    key = ("tables", plan.leaf, device)
+    if key not in layout.derived:
+        layout.derived[key] = {
+            name: torch.from_numpy(getattr(plan, name)).to(device)
+            for name in ("row", "count", "first", "merges")
+        } | {f"stage{i}": torch.from_numpy(s).to(device) for i, s in enumerate(plan.stages)}
+    found: dict[str, Tensor] = layout.derived[key]
+    return found
+
+
+def fold(leaves: Tensor, layout: Layout, plan: TreePlan, tree: TreeId) -> Nodes:
+    """Leaves (n, *shape) in key order -> the plan's nodes."""
+    shape = leaves.shape[1:]
+    current = leaves.reshape(len(leaves), -1)
+    table = tables(layout, plan, leaves.device)
+    for i, stage in enumerate(plan.stages):
+        out = torch.empty(len(stage), current.shape[1], dtype=leaves.dtype, device=leaves.device)
+        grid = (len(stage), triton.cdiv(current.shape[1], FOLD_BLOCK))
+        launch(
+            fold_stage, grid, current, table[f"stage{i}"], out, current.shape[1],
+            SLOTS=stage.shape[1], BLOCK=FOLD_BLOCK,
+        )  # fmt: skip
+        current = out
+    return make_nodes(current.reshape(-1, *shape), plan, tree)
+
+
+def make_nodes(values: Tensor, plan: TreePlan, tree: TreeId) -> Nodes:
+    """Values (m, *shape) of the plan's nodes."""
+    return Nodes(
+        tree=tree,
+        num_samples=plan.num_samples,
+        keys=plan.nodes,
+        empties=plan.empties,
+        values=values,
+    )

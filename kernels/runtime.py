@@ -1,0 +1,154 @@
+"""What every operator does before and around a launch: find Triton, check arguments, pick dtypes.
+
+Compiled on a GPU, interpreted on a CPU. Triton chooses its interpreter while it is imported, so
+TRITON_INTERPRET=1 must be in the environment before that; the `sumgrad` commands, the pytest plugin
+and their ranks see to it. The interpreter's 16-bit arithmetic cannot be trusted, so there the
+kernels run in float32 on the exactly widened inputs and the results are rounded by torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:  # macOS, or a machine without it
+    raise ImportError(
+        "sumgrad.kernels: Triton is not installed here (it exists for Linux); the harness, layouts, "
+        "trees and oracles work without it, these kernels do not"
+    ) from error
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TL_DTYPE = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+MAX_ROW = 1 << 16
+INTERPRETED = type(tl.sum).__name__ == "InterpretedFunction"
+LATE = """Triton was imported before TRITON_INTERPRET=1 was set, so its kernels cannot run on CPU \
+tensors. Add, before the first import of torch._dynamo, of triton or of anything that makes an \
+optimizer:
+
+    import os; os.environ["TRITON_INTERPRET"] = "1"
+"""
+
+
+class KernelError(ValueError):
+    """An argument that a kernel cannot take; the message names it."""
+
+
+class InterpreterError(RuntimeError):
+    """Triton's interpreter was chosen too late, or for tensors that are on a GPU."""
+
+
+def check_device(*tensors: Tensor) -> None:
+    """All tensors on one device that this process's Triton can reach."""
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        raise KernelError(f"tensors on different devices: {sorted(map(str, devices))}")
+    for device in devices:
+        if device.type == "cpu" and not INTERPRETED:
+            raise InterpreterError(LATE)
+        if device.type not in ("cpu", "cuda"):
+            raise KernelError(f"tensors on {device}: expected a CPU or a GPU")
+
+
+def check_floats(**tensors: Tensor) -> torch.dtype:
+    """All of one floating dtype, which is returned; strided, on one device."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise KernelError(f"{name}: got {type(tensor).__name__}, expected a tensor")
+        if tensor.dtype not in FLOATS:
+            raise KernelError(f"{name}: got {tensor.dtype}, expected a float of 16, 32 or 64 bits")
+        if tensor.layout != torch.strided:
+            raise KernelError(f"{name}: got {tensor.layout}, expected a dense tensor")
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) > 1:
+        got = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+        raise KernelError(f"got {got}: expected one dtype")
+    check_device(*tensors.values())
+    return dtypes.pop()
+
+
+def check_shape(name: str, tensor: Tensor, expected: Sequence[int | str]) -> None:
+    """expected: a number where the size is known, a letter where any is welcome."""
+    shape = tuple(tensor.shape)
+    fits = len(shape) == len(expected) and all(
+        isinstance(want, str) or have == want for have, want in zip(shape, expected, strict=True)
+    )
+    if not fits:
+        raise KernelError(f"{name}: got shape {shape}, expected ({', '.join(map(str, expected))})")
+
+
+def check_row(name: str, length: int) -> None:
+    """Row lengths that fit into one program."""
+    if not 1 <= length <= MAX_ROW:
+        raise KernelError(f"{name}: got rows of {length} elements, expected 1 to {MAX_ROW}")
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def compute(tensor: Tensor) -> Tensor:
+    """Contiguous, and in the interpreter widened from 16 bits: what a kernel is given."""
+    if INTERPRETED and tensor.dtype in (torch.bfloat16, torch.float16):
+        tensor = tensor.float()
+    return tensor.contiguous()
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a kernel stores results that belong in `dtype`."""
+    return accumulator_dtype(dtype) if INTERPRETED else dtype
+
+
+def block_of(length: int, *, least: int = 1) -> int:
+    """The power of two that covers a row."""
+    return max(least, 1 << max(0, length - 1).bit_length())
+
+
+def rows_per_program(block: int) -> int:
+    """Rows of a row-wise program. Its bits do not depend on it: every row is summed alone."""
+    return max(1, min(128, 65536 // block)) if INTERPRETED else max(1, 1024 // block)
+
+
+def warps_for(block: int) -> int:
+    """Warps for one row of `block` elements in registers."""
+    return max(1, min(16, block // 512))
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **constants: Any
+) -> None:
+    """Run a kernel over a grid, multiply and add rounded separately; an empty grid runs nothing."""
+    if any(size == 0 for size in grid):
+        return
+    if INTERPRETED:
+        kernel[grid](*args, **constants)
+        return
+    with torch.cuda.device(_device_of(args)):
+        kernel[grid](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
+
+
+def _device_of(args: Sequence[Any]) -> torch.device:
+    device: torch.device = next(a.device for a in args if isinstance(a, Tensor))
+    return device
+
+
+def interpreter_line() -> str | None:
+    """Why CPU tensors would fail in this process, or None."""
+    chosen = os.environ.get("TRITON_INTERPRET") == "1"
+    return None if INTERPRETED or not chosen else LATE
+
+
+Jit = Callable[..., Any]
+jit: Jit = triton.jit
