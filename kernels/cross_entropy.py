@@ -58,7 +58,7 @@ def cross_entropy_fwd(
         part = pair_sum(tl.exp(value - safe[:, None]), BLOCK)
         total = total * tl.exp(top - safe) + part
         top = higher
-    level = top + tl.log(total)
+    level = top + tl.log(tl.where(row < num_rows, total, 1.0))
     counted = target >= 0
     chosen = tl.load(logits + row * VOCABULARY + target, mask=counted, other=0.0).to(ACC)
     tl.store(loss + row, tl.where(counted, level - chosen, 0.0), mask=row < num_rows)

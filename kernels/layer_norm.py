@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from sumgrad.kernels.layout import Layout, resolve
-from sumgrad.kernels.primitives import fold, pair_sum, tables
+from sumgrad.kernels.primitives import add_rows, fold, pair_sum, tables
 from sumgrad.kernels.runtime import (
     TL_DTYPE,
     accumulator_dtype,
@@ -25,6 +25,7 @@ from sumgrad.kernels.runtime import (
     compute,
     compute_dtype,
     launch,
+    rows_of_leaf,
     rows_per_program,
     tl,
     triton,
@@ -62,32 +63,36 @@ def layer_norm_fwd(
 @triton.jit
 def layer_norm_bwd_leaf(
     dy, x, gamma, mean, rstd, dx, gamma_leaves, beta_leaves, leaf_row, leaf_count,
-    LENGTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    LENGTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One leaf: dx of its rows, and its dgamma and dbeta as chains over ascending positions."""
+    """One leaf: dx of its rows, ROWS at a time; its dgamma and dbeta as chains from +0."""
     leaf = tl.program_id(0).to(tl.int64)
     first = tl.load(leaf_row + leaf)
     count = tl.load(leaf_count + leaf)
     column = tl.arange(0, BLOCK)[None, :]
-    inside = column < LENGTH
-    scale = tl.load(gamma + column, mask=inside, other=0.0).to(ACC)
-    gamma_chain = tl.zeros((1, BLOCK), dtype=ACC)
-    beta_chain = tl.zeros((1, BLOCK), dtype=ACC)
-    for i in range(count):
-        row = first + i
-        value = tl.load(x + row * LENGTH + column, mask=inside, other=0.0).to(ACC)
-        seed = tl.load(dy + row * LENGTH + column, mask=inside, other=0.0).to(ACC)
-        inverse = tl.load(rstd + row)
-        unit = tl.where(inside, (value - tl.load(mean + row)) * inverse, 0.0)
+    scale = tl.load(gamma + column, mask=column < LENGTH, other=0.0).to(ACC)
+    gamma_chain = tl.zeros((BLOCK,), dtype=ACC)
+    beta_chain = tl.zeros((BLOCK,), dtype=ACC)
+    for start in range(0, count, ROWS):
+        slot = start + tl.arange(0, ROWS)
+        row, there = first + slot, slot < count
+        place = row[:, None] * LENGTH + column
+        inside = there[:, None] & (column < LENGTH)
+        value = tl.load(x + place, mask=inside, other=0.0).to(ACC)
+        seed = tl.load(dy + place, mask=inside, other=0.0).to(ACC)
+        inverse = tl.load(rstd + row, mask=there, other=0.0)[:, None]
+        middle = tl.load(mean + row, mask=there, other=0.0)[:, None]
+        unit = tl.where(inside, (value - middle) * inverse, 0.0)
         scaled = seed * scale
-        along = pair_sum(scaled * unit, BLOCK) / LENGTH
-        level = pair_sum(scaled, BLOCK) / LENGTH
-        dx_row = inverse * (scaled - level[:, None] - unit * along[:, None])
-        tl.store(dx + row * LENGTH + column, dx_row.to(dx.dtype.element_ty), mask=inside)
-        gamma_chain += seed * unit
-        beta_chain += seed
-    tl.store(gamma_leaves + leaf * LENGTH + column, gamma_chain + 0.0, mask=inside)
-    tl.store(beta_leaves + leaf * LENGTH + column, beta_chain + 0.0, mask=inside)
+        along = pair_sum(scaled * unit, BLOCK)[:, None] / LENGTH
+        level = pair_sum(scaled, BLOCK)[:, None] / LENGTH
+        dx_rows = inverse * (scaled - level - unit * along)
+        tl.store(dx + place, dx_rows.to(dx.dtype.element_ty), mask=inside)
+        gamma_chain = add_rows(gamma_chain, seed * unit, ROWS)
+        beta_chain = add_rows(beta_chain, seed, ROWS)
+    place = leaf * LENGTH + column
+    tl.store(gamma_leaves + place, (gamma_chain + 0.0)[None, :], mask=column < LENGTH)
+    tl.store(beta_leaves + place, (beta_chain + 0.0)[None, :], mask=column < LENGTH)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -133,7 +138,8 @@ class _LayerNorm(torch.autograd.Function):
             layer_norm_bwd_leaf, (num_leaves,),
             compute(dy), compute(x), compute(gamma), mean, rstd, dx, gamma_leaves, beta_leaves,
             table["row"], table["count"],
-            LENGTH=length, BLOCK=block, ACC=TL_DTYPE[rstd.dtype], num_warps=warps_for(block),
+            LENGTH=length, ROWS=rows_of_leaf(ctx.leaf), BLOCK=block, ACC=TL_DTYPE[rstd.dtype],
+            num_warps=warps_for(block),
         )  # fmt: skip
         out = []
         for i, (name, leaves) in enumerate((("weight", gamma_leaves), ("bias", beta_leaves)), 1):

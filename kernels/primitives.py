@@ -32,6 +32,22 @@ def pair_sum(x, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def add_rows(chain, terms, ROWS: tl.constexpr):
+    """chain (BLOCK,) + the rows of terms (ROWS, BLOCK), one after another.
+
+    A row is taken out of the tile by adding zeros to it, which is exact; with ROWS = 1, as compiled,
+    nothing is added.
+    """
+    if ROWS == 1:
+        chain += tl.reshape(terms, chain.shape)
+    else:
+        slot = tl.arange(0, ROWS)[:, None]
+        for i in tl.static_range(ROWS):
+            chain += tl.sum(tl.where(slot == i, terms, 0.0), axis=0)
+    return chain
+
+
+@triton.jit
 def fold_stage(children, table, out, num_columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """out[i] = pair tree over the children named in table[i]; an empty slot is +0."""
     node = tl.program_id(0).to(tl.int64)
@@ -72,7 +88,7 @@ def tables(layout: Layout, plan: TreePlan, device: torch.device) -> dict[str, Te
 def fold(leaves: Tensor, layout: Layout, plan: TreePlan, tree: TreeId) -> Nodes:
     """Leaves (n, *shape) in key order -> the plan's nodes."""
     shape = leaves.shape[1:]
-    current = leaves.reshape(len(leaves), -1)
+    current = leaves.flatten(1)
     table = tables(layout, plan, leaves.device)
     for i, stage in enumerate(plan.stages):
         out = torch.empty(len(stage), current.shape[1], dtype=leaves.dtype, device=leaves.device)

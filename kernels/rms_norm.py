@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from sumgrad.kernels.layout import Layout, resolve
-from sumgrad.kernels.primitives import fold, pair_sum, tables
+from sumgrad.kernels.primitives import add_rows, fold, pair_sum, tables
 from sumgrad.kernels.runtime import (
     INTERPRETED,
     TL_DTYPE,
@@ -30,6 +30,7 @@ from sumgrad.kernels.runtime import (
     compute,
     compute_dtype,
     launch,
+    rows_of_leaf,
     rows_per_program,
     tl,
     triton,
@@ -64,13 +65,15 @@ def rms_norm_fwd(
 
 
 @triton.jit
-def _rms_row(dy, x, scale, rstd, row, LENGTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    """dx (1, BLOCK) of one row, and dy * xh for dweight."""
+def _rms_rows(
+    dy, x, scale, rstd, row, there, LENGTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr
+):
+    """dx (ROWS, BLOCK) of some rows, and dy * xh for dweight; rows not there give 0."""
     column = tl.arange(0, BLOCK)[None, :]
-    inside = column < LENGTH
-    value = tl.load(x + row * LENGTH + column, mask=inside, other=0.0).to(ACC)
-    seed = tl.load(dy + row * LENGTH + column, mask=inside, other=0.0).to(ACC)
-    inverse = tl.load(rstd + row)
+    inside = there[:, None] & (column < LENGTH)
+    value = tl.load(x + row[:, None] * LENGTH + column, mask=inside, other=0.0).to(ACC)
+    seed = tl.load(dy + row[:, None] * LENGTH + column, mask=inside, other=0.0).to(ACC)
+    inverse = tl.load(rstd + row, mask=there, other=0.0)[:, None]
     unit = value * inverse
     scaled = seed * scale
     mean = pair_sum(scaled * unit, BLOCK) / LENGTH
@@ -80,21 +83,24 @@ def _rms_row(dy, x, scale, rstd, row, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 @triton.jit
 def rms_norm_bwd_leaf(
     dy, x, weight, rstd, dx, leaves, leaf_row, leaf_count,
-    LENGTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    LENGTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One leaf: dx of its rows, and its dweight, positions ascending in one chain from +0."""
+    """One leaf: dx of its rows, ROWS at a time, and its dweight as one chain from +0."""
     leaf = tl.program_id(0).to(tl.int64)
     first = tl.load(leaf_row + leaf)
     count = tl.load(leaf_count + leaf)
     column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, mask=column < LENGTH, other=0.0).to(ACC)
-    chain = tl.zeros((1, BLOCK), dtype=ACC)
-    for i in range(count):
-        row = first + i
-        dx_row, term = _rms_row(dy, x, scale, rstd, row, LENGTH, BLOCK, ACC)
-        tl.store(dx + row * LENGTH + column, dx_row.to(dx.dtype.element_ty), mask=column < LENGTH)
-        chain += term
-    tl.store(leaves + leaf * LENGTH + column, chain + 0.0, mask=column < LENGTH)
+    chain = tl.zeros((BLOCK,), dtype=ACC)
+    for start in range(0, count, ROWS):
+        slot = start + tl.arange(0, ROWS)
+        row, there = first + slot, slot < count
+        dx_rows, terms = _rms_rows(dy, x, scale, rstd, row, there, LENGTH, BLOCK, ACC)
+        place = row[:, None] * LENGTH + column
+        inside = there[:, None] & (column < LENGTH)
+        tl.store(dx + place, dx_rows.to(dx.dtype.element_ty), mask=inside)
+        chain = add_rows(chain, terms, ROWS)
+    tl.store(leaves + leaf * LENGTH + column, (chain + 0.0)[None, :], mask=column < LENGTH)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks"])
@@ -108,9 +114,10 @@ def rms_norm_bwd_last_block(
     inside = column < LENGTH
     scale = tl.load(weight + column, mask=inside, other=0.0).to(ACC)
     chain = tl.zeros((1, BLOCK), dtype=ACC)
-    for row in range(block, num_rows, num_blocks):
-        dx_row, term = _rms_row(dy, x, scale, rstd, row, LENGTH, BLOCK, ACC)
-        tl.store(dx + row * LENGTH + column, dx_row.to(dx.dtype.element_ty), mask=inside)
+    for i in range(block, num_rows, num_blocks):
+        row = i + tl.zeros((1,), dtype=tl.int64)
+        dx_row, term = _rms_rows(dy, x, scale, rstd, row, row >= 0, LENGTH, BLOCK, ACC)
+        tl.store(dx + row[:, None] * LENGTH + column, dx_row.to(dx.dtype.element_ty), mask=inside)
         chain += term
     tl.store(partials + block * LENGTH + column, chain, mask=inside)
     if FUSED:
@@ -215,7 +222,8 @@ class _RmsNorm(torch.autograd.Function):
         launch(
             rms_norm_bwd_leaf, (len(plan.keys),),
             compute(dy), compute(x), compute(weight), rstd, dx, leaves, table["row"], table["count"],
-            LENGTH=length, BLOCK=block, ACC=TL_DTYPE[rstd.dtype], num_warps=warps_for(block),
+            LENGTH=length, ROWS=rows_of_leaf(ctx.leaf), BLOCK=block, ACC=TL_DTYPE[rstd.dtype],
+            num_warps=warps_for(block),
         )  # fmt: skip
         dweight = None
         if ctx.needs_input_grad[1]:

@@ -121,6 +121,11 @@ def rows_per_program(block: int) -> int:
     return max(1, min(128, 65536 // block)) if INTERPRETED else max(1, 1024 // block)
 
 
+def rows_of_leaf(leaf: int) -> int:
+    """Rows that a leaf's program takes at once; interpreted, few large programs are cheaper."""
+    return min(leaf, 32) if INTERPRETED else 1
+
+
 def warps_for(block: int) -> int:
     """Warps for one row of `block` elements in registers."""
     return max(1, min(16, block // 512))

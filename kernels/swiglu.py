@@ -27,13 +27,20 @@ from torch import Tensor
 BLOCK = 1 << 16 if INTERPRETED else 1024
 
 
+@triton.jit
+def _sigmoid(g):
+    """1 / (1 + exp(-g)) without overflow on either side."""
+    small = tl.exp(-tl.abs(g))
+    return tl.where(g >= 0, 1.0, small) / (1.0 + small)
+
+
 @triton.jit(do_not_specialize=["numel"])
 def swiglu_fwd(gate, up, y, numel, BLOCK: tl.constexpr, ACC: tl.constexpr):
     """BLOCK elements of y."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate + place, mask=place < numel, other=0.0).to(ACC)
     u = tl.load(up + place, mask=place < numel, other=0.0).to(ACC)
-    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    sigmoid = _sigmoid(g)
     tl.store(y + place, (g * sigmoid * u).to(y.dtype.element_ty), mask=place < numel)
 
 
@@ -45,7 +52,7 @@ def swiglu_bwd(dy, gate, up, dgate, dup, numel, BLOCK: tl.constexpr, ACC: tl.con
     seed = tl.load(dy + place, mask=inside, other=0.0).to(ACC)
     g = tl.load(gate + place, mask=inside, other=0.0).to(ACC)
     u = tl.load(up + place, mask=inside, other=0.0).to(ACC)
-    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    sigmoid = _sigmoid(g)
     slope = sigmoid * (1.0 + g * (1.0 - sigmoid))
     tl.store(dgate + place, (seed * u * slope).to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + place, (seed * (g * sigmoid)).to(dup.dtype.element_ty), mask=inside)

@@ -234,8 +234,6 @@ class Accumulator:
         self._open: dict[Key, Tensor | None] = {}
         self._shape: tuple[int, ...] = ()
         self._root_height = SAMPLE_BITS + max(0, num_samples - 1).bit_length()
-        for height, index in dyadic(num_samples, 1 << (self._root_height - SAMPLE_BITS)):
-            self._put((height + SAMPLE_BITS, index), None)
 
     def add(self, nodes: Nodes) -> None:
         """Take nodes. Raises TreeError for another tree, another N, or positions seen before."""
@@ -254,10 +252,14 @@ class Accumulator:
         height, index = key
         if self._overlaps(key):
             raise TreeError(f"node {_name(key)} was counted before")
-        while height < self._root_height and (height, index ^ 1) in self._open:
-            other = self._open.pop((height, index ^ 1))
-            left, right = (value, other) if index % 2 == 0 else (other, value)
-            value = merge(left, right)
+        while height < self._root_height:
+            sibling = (height, index ^ 1)
+            if not self._beyond(sibling):
+                if sibling not in self._open:
+                    break
+                other = self._open.pop(sibling)
+                left, right = (value, other) if index % 2 == 0 else (other, value)
+                value = merge(left, right)
             height, index = height + 1, index >> 1
         self._open[height, index] = value
         self.most_open = max(self.most_open, self.num_open)
@@ -279,9 +281,7 @@ class Accumulator:
             raise TreeError("no nodes were added, so the tree is not known")
         held = sorted((k << h, h, k) for (h, k), v in self._open.items() if v is not None)
         keys = tuple((h, k) for _, h, k in held)
-        empties = tuple(
-            key for key, v in self._open.items() if v is None and not self._beyond(key)
-        )
+        empties = tuple(key for key, v in self._open.items() if v is None)
         values = [self._open[key] for key in keys]
         stacked = torch.stack([v for v in values if v is not None]) if values else None
         return Nodes(
@@ -293,24 +293,21 @@ class Accumulator:
         )
 
     def _beyond(self, key: Key) -> bool:
+        """Whether a node covers only samples past the batch's end: EMPTY for everybody."""
         height, index = key
         return index << height >= self.num_samples << SAMPLE_BITS
 
     def finish(self) -> Tensor | None:
         """The root, unrounded; None if no sample holds a position. TreeError if some are missing."""
         root = (self._root_height, 0)
-        if root not in self._open:
-            missing = _joined(
-                [(0, 1 << self._root_height)]
-                if not self._open
-                else _complement(self._open, 1 << self._root_height)
-            )
+        if root not in self._open and self.num_samples:
+            missing = _complement(self._open, self.num_samples << SAMPLE_BITS)
             start, stop = missing[0]
             raise TreeError(
                 f"the tree is not complete: nobody brought {_place(start)} to {_place(stop)}"
                 + (f", and {len(missing) - 1} more ranges" if len(missing) > 1 else "")
             )
-        return self._open[root]
+        return self._open.get(root)
 
 
 def merge(left: Tensor | None, right: Tensor | None) -> Tensor | None:

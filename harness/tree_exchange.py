@@ -1,0 +1,127 @@
+"""The canonical tree across ranks: who owns which nodes, slices to all, one root back.
+
+Each rank holds m complete nodes of a tree (sumgrad.kernels.tree) and the bits of the root must not
+depend on how samples were spread. So nodes are not summed by the backend: every rank gets its 1/W
+slice of all nodes by an all-to-all, finishes the tree for that slice, and an all-gather joins the
+slices. Payload: (m + 1) / 2 times the bytes of a ring SUM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+Key = tuple[int, int]
+MAX_NODES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one rank holds. values: (len(keys), *shape) in dtype; empties: complete, no position."""
+
+    keys: Sequence[Key]
+    empties: Sequence[Key]
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeSum:
+    """The root (*shape), and what this rank sent, against a ring SUM of the same tensor."""
+
+    root: Tensor
+    sent_bytes: int
+    ring_sum_bytes: int
+    most_nodes: int
+
+
+Finish = Callable[[Sequence[Held]], Tensor]
+
+
+class TooManyNodes(RuntimeError):
+    """A rank owns samples so scattered that its nodes would cost more than moving the samples."""
+
+
+def tree_sum(
+    held: Held,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    finish: Finish,
+    group: Group = None,
+    max_nodes: int = MAX_NODES,
+) -> TreeSum:
+    """The root of a tree whose nodes are spread over a group; the same bits on every rank.
+
+    finish: every rank's Held, of a slice (k, n) each, -> the slice (n,) of the root. Raises
+    TooManyNodes on every rank alike, naming the rank and the count.
+    """
+    world = dist.get_world_size(group)
+    device = held.values.device
+    tables = _gather_keys(held, device, group)
+    counts = [len(keys) for keys, _ in tables]
+    if max(counts) > max_nodes:
+        rank = counts.index(max(counts))
+        raise TooManyNodes(
+            f"rank {rank} of the group holds {max(counts)} nodes, more than {max_nodes}: give each "
+            f"rank a contiguous range of samples before the exchange"
+        )
+    numel = prod(shape)
+    width = -(-numel // world)
+    sends = torch.zeros(len(held.keys), world * width, dtype=dtype, device=device)
+    sends[:, :numel] = held.values.reshape(len(held.keys), numel)
+    sends = sends.view(len(held.keys), world, width).transpose(0, 1).contiguous()
+    received = torch.empty(sum(counts) * width, dtype=dtype, device=device)
+    dist.all_to_all_single(
+        received,
+        sends.flatten(),
+        output_split_sizes=[count * width for count in counts],
+        input_split_sizes=[len(held.keys) * width] * world,
+        group=group,
+    )
+    parts = received.view(-1, width).split(counts)
+    shares = [
+        Held(keys=keys, empties=empties, values=part)
+        for (keys, empties), part in zip(tables, parts, strict=True)
+    ]
+    own = finish(shares).contiguous()
+    assert own.shape == (width,), (own.shape, width)
+    root = torch.empty(world * width, dtype=dtype, device=device)
+    dist.all_gather_into_tensor(root, own, group=group)
+    size = held.values.element_size()
+    return TreeSum(
+        root=root[:numel].reshape(tuple(shape)),
+        sent_bytes=(len(held.keys) + 1) * width * (world - 1) * size,
+        ring_sum_bytes=2 * width * (world - 1) * size,
+        most_nodes=max(counts),
+    )
+
+
+def _gather_keys(
+    held: Held, device: torch.device, group: Group
+) -> list[tuple[list[Key], list[Key]]]:
+    """Every rank's (keys, empties), in group order."""
+    world = dist.get_world_size(group)
+    mine = torch.tensor([len(held.keys), len(held.empties)], device=device)
+    sizes = torch.empty(world * 2, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, mine, group=group)
+    pairs = sizes.view(world, 2).tolist()
+    longest = max(1, max(a + b for a, b in pairs))
+    table = torch.zeros(longest, 2, dtype=torch.int64, device=device)
+    entries = [*held.keys, *held.empties]
+    if entries:
+        table[: len(entries)] = torch.tensor(entries, dtype=torch.int64, device=device)
+    all_tables = torch.empty(world * longest, 2, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(all_tables, table, group=group)
+    out = []
+    for (num_keys, num_empties), rows in zip(
+        pairs, all_tables.view(world, longest, 2).tolist(), strict=True
+    ):
+        named = [(height, index) for height, index in rows]
+        out.append((named[:num_keys], named[num_keys : num_keys + num_empties]))
+    return out
