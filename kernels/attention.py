@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from sumgrad.kernels.kv_cache import KeyValueCache
 from sumgrad.kernels.layout import Layout, LayoutError, resolve
-from sumgrad.kernels.primitives import pair_sum
 from sumgrad.kernels.runtime import (
-    INTERPRETED,
+    KIND,
     TL_DTYPE,
     KernelError,
     accumulator_dtype,
@@ -39,19 +38,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTiles:
-    """Positions of a query and of a key tile. A cut inside a sample is a multiple of `query`."""
+    """Positions of a query and of a key tile. A cut inside a sample is a multiple of `query`.
+
+    num_stages: tiles in flight in forward and dq; dk and dv always have one.
+    """
 
     query: int
     key: int
     num_warps: int = 4
+    num_stages: int = 2
 
 
-def default_tiles(dtype: torch.dtype) -> AttentionTiles:
-    """One pair for each dtype; a query tile holds whole key tiles."""
-    if INTERPRETED:
+def default_tiles(dtype: torch.dtype, kind: str = KIND) -> AttentionTiles:
+    """One pair for each dtype and kind of machine; no spills at heads of 128 (docs/data)."""
+    if kind == "interpreted":
         return AttentionTiles(query=64, key=64)
-    if dtype in (torch.float32, torch.float64):
-        return AttentionTiles(query=32, key=32)
+    if dtype == torch.float64:
+        return AttentionTiles(query=16, key=16, num_stages=1)
+    if dtype == torch.float32:
+        return AttentionTiles(query=32, key=32, num_warps=8)
+    if kind == "hip":
+        return AttentionTiles(query=64, key=64, num_stages=1)
     return AttentionTiles(query=128, key=64, num_warps=8)
 
 
@@ -96,7 +103,7 @@ def attention_fwd(
         higher = tl.maximum(top, tl.max(s, axis=1))
         shrink = tl.exp(top - higher)
         p = tl.exp(s - higher[:, None])
-        total = total * shrink + pair_sum(p, BK)
+        total = total * shrink + tl.sum(p, axis=1)
         acc = acc * shrink[:, None]
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee", out_dtype=ACC)
         top = higher
@@ -118,7 +125,7 @@ def attention_delta(
     inside = (row < num_rows)[:, None] & (d < DIM)[None, :]
     out = tl.load(o + row[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(ACC)
     seed = tl.load(do + row[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(ACC)
-    tl.store(delta + row, pair_sum(out * seed, WIDE), mask=row < num_rows)
+    tl.store(delta + row, tl.sum(out * seed, axis=1), mask=row < num_rows)
 
 
 @triton.jit
@@ -288,7 +295,7 @@ class _Attention(torch.autograd.Function):
             dk, dv = ctx.cache.carry()
         launch(
             attention_dkv, (len(by_key), k.shape[1]),
-            *given, lse, delta, dk, dv, by_key, **constants,
+            *given, lse, delta, dk, dv, by_key, **(constants | {"num_stages": 1}),
         )  # fmt: skip
         if ctx.cache is not None:
             dk, dv = ctx.cache.take(ctx.layout)
@@ -307,6 +314,7 @@ def _constants(q: Tensor, k: Tensor, tiles: AttentionTiles, scale: float) -> dic
         "BK": tiles.key,
         "ACC": TL_DTYPE[accumulator_dtype(q.dtype)],
         "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from sumgrad.kernels.layout import Layout, resolve
-from sumgrad.kernels.primitives import add_rows, fold, pair_sum, tables
+from sumgrad.kernels.primitives import add_rows, fold, tables
 from sumgrad.kernels.runtime import (
     TL_DTYPE,
     accumulator_dtype,
@@ -51,9 +51,9 @@ def layer_norm_fwd(
     value = tl.load(x + place, mask=inside, other=0.0).to(ACC)
     scale = tl.load(gamma + column, mask=column < LENGTH, other=0.0).to(ACC)
     shift = tl.load(beta + column, mask=column < LENGTH, other=0.0).to(ACC)
-    middle = pair_sum(value, BLOCK) / LENGTH
+    middle = tl.sum(value, axis=1) / LENGTH
     centred = tl.where(inside, value - middle[:, None], 0.0)
-    inverse = 1.0 / tl.sqrt(pair_sum(centred * centred, BLOCK) / LENGTH + EPS)
+    inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) / LENGTH + EPS)
     tl.store(mean + row, middle, mask=row < num_rows)
     tl.store(rstd + row, inverse, mask=row < num_rows)
     out = centred * inverse[:, None] * scale[None, :] + shift[None, :]
@@ -84,8 +84,8 @@ def layer_norm_bwd_leaf(
         middle = tl.load(mean + row, mask=there, other=0.0)[:, None]
         unit = tl.where(inside, (value - middle) * inverse, 0.0)
         scaled = seed * scale
-        along = pair_sum(scaled * unit, BLOCK)[:, None] / LENGTH
-        level = pair_sum(scaled, BLOCK)[:, None] / LENGTH
+        along = tl.sum(scaled * unit, axis=1)[:, None] / LENGTH
+        level = tl.sum(scaled, axis=1)[:, None] / LENGTH
         dx_rows = inverse * (scaled - level - unit * along)
         tl.store(dx + place, dx_rows.to(dx.dtype.element_ty), mask=inside)
         gamma_chain = add_rows(gamma_chain, seed * unit, ROWS)

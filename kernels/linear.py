@@ -17,7 +17,7 @@ import torch
 from sumgrad.kernels.layout import Layout, resolve
 from sumgrad.kernels.primitives import fold, make_nodes, push, tables
 from sumgrad.kernels.runtime import (
-    INTERPRETED,
+    KIND,
     TL_DTYPE,
     KernelError,
     accumulator_dtype,
@@ -46,28 +46,33 @@ class Tiles:
     depth: int
     leaf: int
     num_warps: int = 4
+    num_stages: int = 2
 
 
-def default_tiles(dtype: torch.dtype, leaf: int | None = None) -> Tiles:
+def default_tiles(dtype: torch.dtype, leaf: int | None = None, kind: str = KIND) -> Tiles:
     """One tile for each dtype, and for the interpreter large ones: it pays by the program."""
-    if INTERPRETED:
+    if kind == "interpreted":
         chosen = leaf or 256
         return Tiles(rows=128, columns=128, depth=min(128, chosen), leaf=chosen)
-    if dtype == torch.float64:
-        return Tiles(rows=64, columns=64, depth=16, leaf=leaf or 256)
-    if dtype == torch.float32:
+    if dtype in (torch.float64, torch.float32):
         return Tiles(rows=64, columns=64, depth=16, leaf=leaf or 256)
     chosen = leaf or 1024
-    return Tiles(rows=128, columns=128, depth=min(64, chosen), leaf=chosen, num_warps=8)
+    stages = 2 if kind == "hip" else 3
+    return Tiles(
+        rows=128, columns=128, depth=min(64, chosen), leaf=chosen, num_warps=8, num_stages=stages
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def matmul(
-    a, b, bias, out, num_rows, stride_bk, stride_bn,
-    N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    a, b, bias, out, num_rows,
+    N: tl.constexpr, K: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """out (rows, N) = a (rows, K) b (K, N) + bias; b by strides. K ascends in one accumulator."""
+    """out (rows, N) = a (rows, K) b + bias; b is (K, N), or (N, K) if TRANSPOSED.
+
+    K ascends in one accumulator.
+    """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     column = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
     acc = tl.zeros((BM, BN), dtype=ACC)
@@ -78,7 +83,8 @@ def matmul(
             mask=(row < num_rows)[:, None] & (k < K)[None, :], other=0.0,
         )  # fmt: skip
         right = tl.load(
-            b + k.to(tl.int64)[:, None] * stride_bk + column[None, :] * stride_bn,
+            b + (column[None, :] * K + k[:, None] if TRANSPOSED
+                 else k.to(tl.int64)[:, None] * N + column[None, :]),
             mask=(k < K)[:, None] & (column < N)[None, :], other=0.0,
         )  # fmt: skip
         acc = tl.dot(left, right, acc, input_precision="ieee", out_dtype=ACC)
@@ -165,20 +171,21 @@ def column_nodes(dy: Tensor, layout: Layout, leaf: int = BIAS_LEAF) -> Nodes:
     return fold(leaves, layout, plan, TreeId(leaf=leaf))
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
-    """a (R, K) b (K, N) + bias (N,) -> (R, N) in a's dtype; b may be a transposed view."""
+def product(
+    a: Tensor, b: Tensor, bias: Tensor | None, tiles: Tiles, *, transposed: bool
+) -> Tensor:
+    """a (R, K) b + bias (N,) -> (R, N) in a's dtype; b is (K, N), or (N, K) if transposed."""
     num_rows, depth = a.shape
-    width = b.shape[1]
+    width = b.shape[0] if transposed else b.shape[1]
     acc = accumulator_dtype(a.dtype)
     out = torch.empty(num_rows, width, dtype=compute_dtype(a.dtype), device=a.device)
-    given = b.float() if INTERPRETED and b.dtype != acc else b
     grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(width, tiles.columns))
     launch(
         matmul, grid,
-        compute(a), given, out if bias is None else compute(bias), out, num_rows, *given.stride(),
-        N=width, K=depth, BIAS=bias is not None,
+        compute(a), compute(b), out if bias is None else compute(bias), out, num_rows,
+        N=width, K=depth, TRANSPOSED=transposed, BIAS=bias is not None,
         BM=tiles.rows, BN=tiles.columns, BK=max(16, min(tiles.depth, block_of(depth))),
-        ACC=TL_DTYPE[acc], num_warps=tiles.num_warps,
+        ACC=TL_DTYPE[acc], num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out.to(a.dtype)
 
@@ -198,7 +205,7 @@ def weight_nodes(dy: Tensor, x: Tensor, layout: Layout, tiles: Tiles) -> Nodes:
         compute(dy), compute(x), values, stacks,
         table["row"], table["count"], table["first"], table["merges"], plan.depth,
         N=n, K=k, BM=tiles.rows, BN=tiles.columns, BK=tiles.depth,
-        ACC=TL_DTYPE[acc], num_warps=tiles.num_warps,
+        ACC=TL_DTYPE[acc], num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     tile = (tiles.rows, tiles.columns, tiles.depth)
     return make_nodes(values, plan, TreeId(leaf=tiles.leaf, tile=tile, instruction=f"dot {x.dtype}"))
@@ -217,7 +224,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layout, ctx.sinks, ctx.tiles = layout, sinks, tiles
-        return product(x, weight.t(), bias, tiles)
+        return product(x, weight, bias, tiles, transposed=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -225,7 +232,7 @@ class _Linear(torch.autograd.Function):
         (dy,) = grads
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = product(dy, weight, None, ctx.tiles)
+            dx = product(dy, weight, None, ctx.tiles, transposed=False)
         if ctx.needs_input_grad[1]:
             nodes = weight_nodes(dy, x, ctx.layout, ctx.tiles)
             dweight = deliver(nodes, "weight", ctx.sinks, weight.dtype)

@@ -1,7 +1,12 @@
 """Pieces that several kernels share: sums of fixed order, and the tree's fold.
 
-Inside a row `tl.sum` would add in an order that follows the tensor's layout in registers, and that
-follows the divisibility of its pointer. A pair tree written out has one order everywhere.
+Two kinds of sum. A tree's fold is a pair tree written out, because its order is part of the
+contract. The sum along a row is `tl.sum`: its order follows the layout in registers, and that
+follows what the compiler was told about the arguments. So the arguments are pinned instead: every
+launch passes 16-byte aligned, contiguous tensors (`runtime.compute` copies others) and no integer
+that depends on the batch is specialised, hence there is one binary for each (kernel, dtype, row
+length) and one order. A pair tree along the row was measured too: at rows of 4096 it spills 1 to
+9 KB a thread and compiles for up to 40 s.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ def levels(width):
 
 @triton.jit
 def pair_sum(x, WIDTH: tl.constexpr):
-    """Sum over the last axis of (ROWS, WIDTH): neighbours, then neighbours of those."""
+    """Sum over the last axis of (ROWS, WIDTH): neighbours, then neighbours of those; written out."""
     ROWS: tl.constexpr = x.shape[0]
     for level in tl.static_range(levels(WIDTH)):
         left, right = tl.split(tl.reshape(x, (ROWS, WIDTH >> (level + 1), 2)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from sumgrad.kernels.layout import Layout, resolve
-from sumgrad.kernels.primitives import add_rows, fold, pair_sum, tables
+from sumgrad.kernels.primitives import add_rows, fold, tables
 from sumgrad.kernels.runtime import (
     INTERPRETED,
     TL_DTYPE,
@@ -57,7 +57,7 @@ def rms_norm_fwd(
     place = row[:, None] * LENGTH + column[None, :]
     value = tl.load(x + place, mask=inside, other=0.0).to(ACC)
     scale = tl.load(weight + column, mask=column < LENGTH, other=0.0).to(ACC)
-    mean = pair_sum(value * value, BLOCK) / LENGTH
+    mean = tl.sum(value * value, axis=1) / LENGTH
     inverse = 1.0 / tl.sqrt(mean + EPS)
     tl.store(rstd + row, inverse, mask=row < num_rows)
     out = value * inverse[:, None] * scale[None, :]
@@ -76,7 +76,7 @@ def _rms_rows(
     inverse = tl.load(rstd + row, mask=there, other=0.0)[:, None]
     unit = value * inverse
     scaled = seed * scale
-    mean = pair_sum(scaled * unit, BLOCK) / LENGTH
+    mean = tl.sum(scaled * unit, axis=1) / LENGTH
     return inverse * (scaled - unit * mean[:, None]), seed * unit
 
 
@@ -114,8 +114,8 @@ def rms_norm_bwd_last_block(
     inside = column < LENGTH
     scale = tl.load(weight + column, mask=inside, other=0.0).to(ACC)
     chain = tl.zeros((1, BLOCK), dtype=ACC)
-    for i in range(block, num_rows, num_blocks):
-        row = i + tl.zeros((1,), dtype=tl.int64)
+    for i in range(0, (num_rows - tl.program_id(0) + num_blocks - 1) // num_blocks):
+        row = block + i * num_blocks + tl.zeros((1,), dtype=tl.int64)
         dx_row, term = _rms_rows(dy, x, scale, rstd, row, row >= 0, LENGTH, BLOCK, ACC)
         tl.store(dx + row[:, None] * LENGTH + column, dx_row.to(dx.dtype.element_ty), mask=inside)
         chain += term

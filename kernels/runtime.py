@@ -32,7 +32,9 @@ TL_DTYPE = {
     torch.float16: tl.float16,
 }
 MAX_ROW = 1 << 16
+ALIGNMENT = 16
 INTERPRETED = type(tl.sum).__name__ == "InterpretedFunction"
+KIND = "interpreted" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 LATE = """Triton was imported before TRITON_INTERPRET=1 was set, so its kernels cannot run on CPU \
 tensors. Add, before the first import of torch._dynamo, of triton or of anything that makes an \
 optimizer:
@@ -100,10 +102,14 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def compute(tensor: Tensor) -> Tensor:
-    """Contiguous, and in the interpreter widened from 16 bits: what a kernel is given."""
+    """What a kernel is given: contiguous and aligned, so that there is one binary of the kernel.
+
+    In the interpreter 16-bit tensors are widened to float32.
+    """
     if INTERPRETED and tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.float()
-    return tensor.contiguous()
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -132,7 +138,12 @@ def warps_for(block: int) -> int:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    **constants: Any,
 ) -> None:
     """Run a kernel over a grid, multiply and add rounded separately; an empty grid runs nothing."""
     if any(size == 0 for size in grid):
@@ -141,7 +152,9 @@ def launch(
         kernel[grid](*args, **constants)
         return
     with torch.cuda.device(_device_of(args)):
-        kernel[grid](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
+        kernel[grid](
+            *args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False
+        )
 
 
 def _device_of(args: Sequence[Any]) -> torch.device:
