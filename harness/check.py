@@ -8,6 +8,7 @@ matrix. Files are written here and by the ranks; nothing is printed.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shlex
@@ -29,7 +30,7 @@ from sumgrad.plan import build_plan
 from sumgrad.record import RunSpec, load_record, read_spec, write_outcomes, write_spec
 from sumgrad.topology import Topology, load_topology, topology_to_json
 from sumgrad.verdict import Verdict, merge
-from sumgrad.workload import Workload, first_params, load_workload
+from sumgrad.workload import Workload, first_params, has_kernels, load_workload
 
 Progress = Callable[[str], None]
 DEFAULT_TIERS = ("structure", "precision")
@@ -80,12 +81,9 @@ def make_spec(options: CheckOptions, *, prefix: Sequence[str]) -> tuple[RunSpec,
     fault = find_fault(options.fault) if options.fault else None
     if fault:
         plant(fault, plan)
-    kernels = options.kernels or topology.kernels
-    if kernels == "triton":
-        source = "--kernels" if options.kernels else topology.where(("kernels",))
-        raise UserError(f"{source}: triton kernels are not in this release; use torch or auto")
+    kernels = chosen_kernels(options, topology, workload)
     if "bitwise" in options.tiers:
-        raise UserError("--tiers: bitwise needs the invariant kernels of a later release")
+        raise UserError("--tiers: bitwise needs canonical trees in the step, a later release")
     steps = options.steps or (fault.min_steps if fault else 1)
     tiers = {t: "float64" if t == "structure" else options.dtype for t in options.tiers}
     spec = RunSpec(
@@ -97,12 +95,28 @@ def make_spec(options: CheckOptions, *, prefix: Sequence[str]) -> tuple[RunSpec,
         tiers=tiers,
         fault=options.fault,
         law=options.law,
-        kernels="torch",
+        kernels=kernels,
         timeout_s=options.timeout_s,
         reproduce=shlex.join([*prefix, *_flags(options, steps)]),
         versions=versions(),
     )
     return spec, workload
+
+
+def chosen_kernels(options: CheckOptions, topology: Topology, workload: Workload) -> str:
+    """ "torch" or "triton": the flag, else the YAML; auto is torch, because ranks compute on CPUs.
+
+    Raises UserError if this machine or this workload cannot run Triton's.
+    """
+    kernels = options.kernels or topology.kernels
+    if kernels != "triton":
+        return "torch"
+    source = "--kernels" if options.kernels else topology.where(("kernels",))
+    if not has_kernels(workload):
+        raise UserError(f"{source}: the workload's formulas() takes no `kernels`; use torch")
+    if importlib.util.find_spec("triton") is None:
+        raise UserError(f"{source}: Triton is not installed on this machine; use --kernels torch")
+    return "triton"
 
 
 def versions() -> dict[str, str]:
@@ -270,6 +284,8 @@ def _flags(options: CheckOptions, steps: int) -> list[str]:
         flags += ["--fault", options.fault]
     if options.timeout_s != DEFAULT_TIMEOUT_S:
         flags += ["--timeout", f"{options.timeout_s:g}"]
+    if options.kernels:
+        flags += ["--kernels", options.kernels]
     if options.law != "enforce":
         flags += ["--law", options.law]
     return flags

@@ -16,7 +16,13 @@ from sumgrad.process_group import BACKEND, Ledger, register_backend
 from sumgrad.rank import SETUP, RankGuard
 from sumgrad.record import RunSpec, read_spec, write_rank
 from sumgrad.step import Memory, RankContext, run_step
-from sumgrad.workload import Workload, check_params, hash_weights, load_workload
+from sumgrad.workload import (
+    Workload,
+    check_params,
+    hash_weights,
+    load_workload,
+    rank_formulas,
+)
 
 GROUP_PATIENCE_S = 60  # the watchdog speaks first; the group's own timeout is a last resort
 
@@ -75,7 +81,7 @@ def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
         ctx = RankContext(
             plan=plan,
             rank=rank,
-            formulas=workload.formulas(dtype, "cpu"),
+            formulas=rank_formulas(workload, dtype, "cpu", kernels=spec.kernels),
             group=group,
             ledger=ledger,
             dtype=dtype,

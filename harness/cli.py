@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from sumgrad import __version__
 from sumgrad.errors import UserError
 from sumgrad.files import write_bytes, write_json
+from sumgrad.interpreter import decide_interpreter
 from sumgrad.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -109,6 +110,19 @@ def _parser() -> argparse.ArgumentParser:
     faults.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS")
     _common_flags(faults)
 
+    ops = verbs.add_parser("ops", help="the invariance matrix: operators x properties, on raw bits")
+    ops.add_argument(
+        "--op",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this one, or your own as file.py:NAME; repeatable",
+    )
+    ops.add_argument("--dtype", choices=DTYPES, default="float32")
+    ops.add_argument("--seed", type=int, default=0)
+    ops.add_argument("--timeout", type=_positive, default=1800.0, metavar="SECONDS")
+    _common_flags(ops)
+
     judge = verbs.add_parser("judge", help="judge a stored run again")
     judge.add_argument("directory", type=Path, metavar="DIR")
     judge.add_argument("--law", choices=("report", "enforce"), help="default: as the run was")
@@ -166,6 +180,7 @@ def _dispatch(args: argparse.Namespace) -> int:
         "run": _run,
         "plan": _plan,
         "faults": _faults,
+        "ops": _ops,
         "judge": _judge,
         "report": _report,
         "list": _list,
@@ -174,7 +189,7 @@ def _dispatch(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    _decide_interpreter()
+    decide_interpreter()
     from sumgrad.check import run_check
     from sumgrad.launch import Launcher
 
@@ -190,7 +205,7 @@ def _torchrun() -> int:
     _run_flags(parser)
     _common_flags(parser)
     args = _checked(parser.parse_args())
-    _decide_interpreter()
+    decide_interpreter()
     from sumgrad.torchrun import run_torchrun_rank, under_torchrun
 
     if not under_torchrun():
@@ -243,7 +258,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _faults(args: argparse.Namespace) -> int:
-    _decide_interpreter()
+    decide_interpreter()
     from sumgrad.fault_matrix import default_topologies, render_matrix, run_matrix
     from sumgrad.launch import Launcher
 
@@ -261,6 +276,28 @@ def _faults(args: argparse.Namespace) -> int:
         write_json(args.json, matrix.to_json())
     if not args.quiet:
         _console().print(render_matrix(matrix))
+    print(f"sumgrad: {matrix.summary()}")
+    return 0 if matrix.ok else 1
+
+
+def _ops(args: argparse.Namespace) -> int:
+    decide_interpreter()
+    from sumgrad.launch import Launcher
+    from sumgrad.ops_matrix import render_ops, run_matrix
+
+    with Launcher() as launcher, _Progress(args.quiet) as progress:
+        matrix = run_matrix(
+            args.op,
+            dtype=args.dtype,
+            seed=args.seed,
+            timeout_s=args.timeout,
+            launcher=launcher,
+            progress=progress,
+        )
+    if args.json:
+        write_json(args.json, matrix.to_json())
+    if not args.quiet:
+        _console().print(render_ops(matrix))
     print(f"sumgrad: {matrix.summary()}")
     return 0 if matrix.ok else 1
 
@@ -364,16 +401,6 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
-
-
-def _decide_interpreter() -> None:
-    """Triton's interpreter is chosen before anything imports triton: here, and nowhere else."""
-    if "TRITON_INTERPRET" not in os.environ and not _has_gpu():
-        os.environ["TRITON_INTERPRET"] = "1"
-
-
-def _has_gpu() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
 def _tiers(text: str) -> tuple[str, ...]:

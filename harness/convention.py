@@ -45,6 +45,13 @@ def sum_reduce_(tensors: Sequence[torch.Tensor], *, group: Group = None) -> None
             tensor.detach().copy_(part.view(tensor.shape))
 
 
+def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """The SUM of a tensor over a group, as a new tensor."""
+    total = tensor.detach().clone()
+    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+    return total
+
+
 def sum_reduce_gradients(params: Iterable[torch.nn.Parameter], *, group: Group = None) -> None:
     """SUM all-reduce of `.grad` over a group of replicas.
 

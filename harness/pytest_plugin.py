@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sumgrad.interpreter import decide_interpreter
 
 if TYPE_CHECKING:
     from sumgrad.launch import Launcher
@@ -50,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
+    decide_interpreter()
 
 
 @pytest.fixture(scope="session")

@@ -113,7 +113,10 @@ class Workload(Protocol):
     def formulas(
         self, dtype: torch.dtype, device: str, *, rounded_to: torch.dtype | None = None
     ) -> Formulas:
-        """The formulas in a dtype; constants are rounded to `rounded_to` first, if it is given."""
+        """The formulas in a dtype; constants are rounded to `rounded_to` first, if it is given.
+
+        A workload that can also run on Triton's kernels takes `kernels="triton"` here.
+        """
         ...
 
 
@@ -208,6 +211,19 @@ def hash_weights(params: Mapping[str, torch.Tensor]) -> str:
         total.update(f"{name}{tuple(flat.shape)}{flat.dtype}".encode())
         total.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()[:16]
+
+
+def rank_formulas(
+    workload: Workload, dtype: torch.dtype, device: str, *, kernels: str
+) -> Formulas:
+    """The formulas that ranks execute. kernels: "torch" or "triton"; the reference has torch's."""
+    more: dict[str, Any] = {} if kernels == "torch" else {"kernels": kernels}
+    return workload.formulas(dtype, device, **more)
+
+
+def has_kernels(workload: Workload) -> bool:
+    """Whether a workload can run on Triton's kernels."""
+    return _accepts(workload.formulas, "kernels")
 
 
 def _accepts(cls: Any, name: str) -> bool:

@@ -102,9 +102,22 @@ class ThreePool:
         return out
 
     def formulas(
-        self, dtype: torch.dtype, device: str, *, rounded_to: torch.dtype | None = None
+        self,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        rounded_to: torch.dtype | None = None,
+        kernels: str = "torch",
     ) -> ThreePoolFormulas:
-        return ThreePoolFormulas(self, dtype=dtype, device=device, rounded_to=rounded_to or dtype)
+        """kernels: "torch", or "triton" for norms, attention and linear layers by sumgrad.kernels."""
+        ops = model.TORCH
+        if kernels == "triton":
+            from sumgrad.workloads.three_pool_kernels import triton_operators
+
+            ops = triton_operators()
+        return ThreePoolFormulas(
+            self, dtype=dtype, device=device, rounded_to=rounded_to or dtype, ops=ops
+        )
 
 
 def _declare(sizes: model.Sizes, lengths: np.ndarray) -> Declaration:
@@ -194,8 +207,15 @@ class ThreePoolFormulas:
     """The formulas in one dtype on one device. Global data, no rank: rows come as indices."""
 
     def __init__(
-        self, workload: ThreePool, *, dtype: torch.dtype, device: str, rounded_to: torch.dtype
+        self,
+        workload: ThreePool,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        rounded_to: torch.dtype,
+        ops: model.Operators = model.TORCH,
     ) -> None:
+        self.ops = ops
         self.sizes, self.seed = workload.sizes, workload.seed
         self.dtype, self.device = dtype, torch.device(device)
         sizes = self.sizes
@@ -233,9 +253,11 @@ class ThreePoolFormulas:
 
         def site(name: str, x: Tensor) -> Tensor:
             inputs.append(x.to(self.dtype))
-            return model.linear(x, self._weight(name))
+            return self.ops.linear(x, self._weight(name))
 
-        logits = model.target(self.frozen, self.tokens[rows], self.valid[rows], self.sizes, site)
+        logits = model.target(
+            self.frozen, self.tokens[rows], self.valid[rows], self.sizes, site, self.ops
+        )
         if len(self._target_runs) >= MAX_KEPT_RUNS:
             self._target_runs.clear()
         self._target_runs[key] = logits, torch.cat(inputs, dim=-1)
@@ -244,7 +266,7 @@ class ThreePoolFormulas:
     def produce(self, params: Mapping[str, Tensor], rows: Tensor) -> Produced:
         """g by site, (n, T, C); inner: the logits z (n, T, S, C)."""
         _, inputs = self._target_run(rows)
-        z = model.ci_logits(params, inputs, self.valid[rows], self.sizes)
+        z = model.ci_logits(params, inputs, self.valid[rows], self.sizes, self.ops)
         g = model.lower(z)
         return Produced(
             quantity={site: g[..., i, :] for i, site in enumerate(self.sizes.sites)}, inner=z
@@ -300,7 +322,7 @@ class ThreePoolFormulas:
         length, c = self.sizes.length, self.sizes.components
 
         def site(name: str, x: Tensor) -> Tensor:
-            y = model.linear(x, self._weight(name))
+            y = self.ops.linear(x, self._weight(name))
             if name not in units:
                 return y
             i = units.index(name)
@@ -309,13 +331,13 @@ class ThreePoolFormulas:
             mask, d = g + (1 - g) * draw[..., :c], draw[..., c:]
             own = x[i] if x.dim() == 4 else x
             masked = model.masked_site(
-                own, self._weight(name), params[f"{name}.V"], params[f"{name}.U"], mask, d
+                own, self._weight(name), params[f"{name}.V"], params[f"{name}.U"], mask, d, self.ops
             )
             y = y.expand(len(units), *masked.shape)
             return torch.cat([y[:i], masked[None], y[i + 1 :]])
 
         valid = self.valid[rows]
-        logits = model.target(self.frozen, self.tokens[rows], valid, self.sizes, site)
+        logits = model.target(self.frozen, self.tokens[rows], valid, self.sizes, site, self.ops)
         return model.recon_sum(logits, clean, valid)
 
     def _ppgd_sum(
@@ -333,11 +355,11 @@ class ThreePoolFormulas:
             g, r = quantity[name], state["sources"][:, :, self.sizes.sites.index(name)]
             mask, d = g + (1 - g) * r[..., :c], r[..., c:]
             return model.masked_site(
-                x, self._weight(name), params[f"{name}.V"], params[f"{name}.U"], mask, d
+                x, self._weight(name), params[f"{name}.V"], params[f"{name}.U"], mask, d, self.ops
             )
 
         valid = self.valid[rows]
-        logits = model.target(self.frozen, self.tokens[rows], valid, self.sizes, site)
+        logits = model.target(self.frozen, self.tokens[rows], valid, self.sizes, site, self.ops)
         return model.recon_sum(logits, clean, valid)
 
     def statistics(self, term: str, produced: Produced, rows: Tensor) -> Tensor:

@@ -89,8 +89,9 @@ def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
     return y if weight is None else y * weight
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, heads: int) -> Tensor:
-    """Softmax attention. q, k, v: (..., n, T, D); allowed: (n, 1, T, T) bool, query by key."""
+def attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, heads: int) -> Tensor:
+    """Causal softmax attention. q, k, v: (..., n, T, D); valid: (n, T), padding on the right."""
+    allowed = allowed_keys(valid)
 
     def split(x: Tensor) -> Tensor:  # (..., n, H, T, D / H)
         return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
@@ -108,23 +109,38 @@ def allowed_keys(valid: Tensor) -> Tensor:
     return ((causal & valid[:, None, :]) | itself)[:, None]
 
 
-def target(frozen: Tensors, tokens: Tensor, valid: Tensor, sizes: Sizes, site: SiteFn) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class Operators:
+    """The three operators of the model that exist in more than one implementation."""
+
+    linear: Callable[[Tensor, Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor | None], Tensor]
+    attention: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+
+
+TORCH = Operators(linear=linear, rms_norm=rms_norm, attention=attention)
+
+
+def target(
+    frozen: Tensors, tokens: Tensor, valid: Tensor, sizes: Sizes, site: SiteFn, ops: Operators
+) -> Tensor:
     """Logits (..., n, T, vocabulary) of the frozen model; `site` computes each site's output."""
     h = wide(frozen["embed"][tokens] + frozen["position"])
-    allowed = allowed_keys(valid)
     for layer in range(sizes.layers):
-        x = rms_norm(h)
-        q, k = linear(x, frozen[f"{layer}.q"]), linear(x, frozen[f"{layer}.k"])
-        mixed = attention(q, k, site(f"{layer}.v", x), allowed, sizes.heads)
+        x = ops.rms_norm(h, None)
+        q, k = ops.linear(x, frozen[f"{layer}.q"]), ops.linear(x, frozen[f"{layer}.k"])
+        mixed = ops.attention(q, k, site(f"{layer}.v", x), valid, sizes.heads)
         h = h + site(f"{layer}.o", mixed)
-        h = h + site(f"{layer}.down", silu(site(f"{layer}.up", rms_norm(h))))
-    return linear(rms_norm(h), frozen["unembed"])
+        h = h + site(f"{layer}.down", silu(site(f"{layer}.up", ops.rms_norm(h, None))))
+    return ops.linear(ops.rms_norm(h, None), frozen["unembed"])
 
 
-def masked_site(x: Tensor, weight: Tensor, v: Tensor, u: Tensor, mask: Tensor, d: Tensor) -> Tensor:
+def masked_site(
+    x: Tensor, weight: Tensor, v: Tensor, u: Tensor, mask: Tensor, d: Tensor, ops: Operators
+) -> Tensor:
     """U (m * (V x)) + d * ((W - U V) x). mask: (..., C); d: (..., 1)."""
     delta = (wide(weight) - wide(u) @ wide(v)).to(weight.dtype)
-    return linear(mask * linear(x, v), u) + d * linear(x, delta)
+    return ops.linear(mask * ops.linear(x, v), u) + d * ops.linear(x, delta)
 
 
 def recon_sum(logits: Tensor, frozen_logits: Tensor, valid: Tensor) -> Tensor:
@@ -133,14 +149,16 @@ def recon_sum(logits: Tensor, frozen_logits: Tensor, valid: Tensor) -> Tensor:
     return error.masked_fill(~valid, 0).sum()
 
 
-def ci_logits(params: Tensors, inputs: Tensor, valid: Tensor, sizes: Sizes) -> Tensor:
+def ci_logits(
+    params: Tensors, inputs: Tensor, valid: Tensor, sizes: Sizes, ops: Operators
+) -> Tensor:
     """The CI function: every site's input at every position -> z (n, T, S, C)."""
-    h = wide(linear(inputs, params["ci.in.weight"])) + params["ci.in.bias"]
-    x = rms_norm(h, params["ci.norm1.weight"])
-    q, k, v = (linear(x, params[f"ci.{name}.weight"]) for name in ("q", "k", "v"))
-    mixed = attention(q, k, v, allowed_keys(valid), heads=2)
-    h = h + linear(mixed, params["ci.o.weight"])
-    x = rms_norm(h, params["ci.norm2.weight"])
-    h = h + linear(silu(linear(x, params["ci.up.weight"])), params["ci.down.weight"])
-    z = linear(h, params["ci.head.weight"]) + params["ci.head.bias"]
+    h = wide(ops.linear(inputs, params["ci.in.weight"])) + params["ci.in.bias"]
+    x = ops.rms_norm(h, params["ci.norm1.weight"])
+    q, k, v = (ops.linear(x, params[f"ci.{name}.weight"]) for name in ("q", "k", "v"))
+    mixed = ops.attention(q, k, v, valid, 2)
+    h = h + ops.linear(mixed, params["ci.o.weight"])
+    x = ops.rms_norm(h, params["ci.norm2.weight"])
+    h = h + ops.linear(silu(ops.linear(x, params["ci.up.weight"])), params["ci.down.weight"])
+    z = ops.linear(h, params["ci.head.weight"]) + params["ci.head.bias"]
     return z.unflatten(-1, (len(sizes.sites), sizes.components))
