@@ -69,4 +69,5 @@ def reference_job(spec: RunSpec, workload: Workload, tier: str) -> Job:
         device="cpu",
         steps=spec.steps,
         num_chunks=max(pool.size for pool in topology.pools),
+        kernels=spec.kernels,
     )

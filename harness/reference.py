@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from sumgrad.declaration import Declaration
+from sumgrad.tolerances import with_kernels
 from sumgrad.workload import (
     Formulas,
     Workload,
@@ -20,6 +21,7 @@ from sumgrad.workload import (
     check_scalar,
     check_statistics,
     hash_weights,
+    rank_formulas,
 )
 from torch import Tensor
 
@@ -56,7 +58,10 @@ class StepReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One tier's reference. producers: term -> (pool, its units); num_chunks: a floor run's."""
+    """One tier's reference. producers: term -> (pool, its units); num_chunks: a floor run's.
+
+    kernels: what the ranks run on; the reference itself always has torch's operators.
+    """
 
     workload: Workload
     producers: Producers
@@ -64,6 +69,7 @@ class Job:
     device: str
     steps: int
     num_chunks: int
+    kernels: str = "torch"
 
 
 def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[StepReference]:
@@ -73,6 +79,10 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
     exact, again = _Single(job, torch.float64), _Single(job, torch.float64)
     formulas = job.workload.formulas(job.dtype, job.device, rounded_to=job.dtype)
     working = {name: _Single(job, job.dtype, formulas) for name in _floor_runs(job)}
+    kernels = None
+    if job.kernels != "torch":
+        other = rank_formulas(job.workload, job.dtype, job.device, kernels=job.kernels)
+        kernels = _Single(job, job.dtype, other)
     out = []
     for step in range(job.steps):
         progress(f"reference, step {step}")
@@ -88,6 +98,18 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
         for param in declaration.params:
             scale.setdefault(param.name, torch.zeros(param.shape, dtype=torch.float64))
         names = [param.name for param in declaration.params]
+        floor = {n: max(_error(t[n], grads[n]) for t in totals) for n in names}
+        floor_by_term = _largest([_differences(r.by_term, reference.by_term) for r in runs])
+        norm_floor = max(abs(_norm(total) - _norm(grads)) for total in totals)
+        if kernels is not None:
+            progress(f"noise floor ({job.kernels} kernels), step {step}")
+            run = kernels.run(step, [everything])
+            raised = _Raised(job, scale)
+            floor = raised.by_name(floor, {n: _error(run.total()[n], grads[n]) for n in names})
+            by_term = _differences(run.by_term, reference.by_term)
+            floor_by_term = {t: raised.by_name(f, by_term[t]) for t, f in floor_by_term.items()}
+            error = abs(_norm(run.total()) - _norm(grads))
+            norm_floor = with_kernels(norm_floor, error, _norm(grads), raised.dtype)
         out.append(
             StepReference(
                 step=step,
@@ -95,11 +117,11 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
                 by_term=reference.by_term,
                 resolution=_differences(reference.by_term, other.by_term),
                 scale=scale,
-                floor={n: max(_error(t[n], grads[n]) for t in totals) for n in names},
-                floor_by_term=_largest([_differences(r.by_term, reference.by_term) for r in runs]),
+                floor=floor,
+                floor_by_term=floor_by_term,
                 same_dtype={n: totals[0][n] for n in names},
                 norm=_norm(grads),
-                norm_floor=max(abs(_norm(total) - _norm(grads)) for total in totals),
+                norm_floor=norm_floor,
                 counts=reference.counts,
                 weights=hash_weights(_rounded(job, step)),
             )
@@ -328,6 +350,20 @@ class _Single:
                 if name not in held:
                     held[name] = torch.zeros(num, *grad.shape, dtype=grad.dtype)
                 held[name][0 if rows is None else int(rows[0])] += grad.cpu()
+
+
+class _Raised:
+    """Floors that also know a run on the ranks' kernels."""
+
+    def __init__(self, job: Job, scale: Grads) -> None:
+        self.dtype = str(job.dtype).removeprefix("torch.")
+        self.scale = {n: float(s.max()) if s.numel() else 0.0 for n, s in scale.items()}
+
+    def by_name(self, floor: dict[str, float], errors: Mapping[str, float]) -> dict[str, float]:
+        return {
+            name: with_kernels(value, errors[name], self.scale[name], self.dtype)
+            for name, value in floor.items()
+        }
 
 
 def _floor_runs(job: Job) -> dict[str, list[Tensor]]:

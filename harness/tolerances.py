@@ -4,6 +4,9 @@ FLOOR_FACTOR 4: the distributed sum is one more order of the same additions; the
 largest error of eight such orders. A prototype saw no alarm in 11,550 clean tensors at 4 while the
 median error was at 1/4 to 1/12 of the threshold; a fixed ratio to one run failed on 1 to 27 %.
 docs/data/false_alarms.json has the figures of the shipped workload.
+KERNEL_CAP 4: ranks on Triton's kernels round in other places than torch's operators, which the
+reference has, so the floor also looks at one single-process run on those kernels. A wrong kernel
+must not hide in its own error: it raises the floor to at most 4 times what torch's runs show.
 STRUCTURE_CAP 1e-12: in float64 an algebra error is never below the weight of one row; whatever the
 floor says, the structure tier must not be blinder than one part in 10^12 of the scale. Where the
 partials cancel within every row (a key bias) scale and floor are both noise, and the floor holds.
@@ -19,6 +22,7 @@ from __future__ import annotations
 import torch
 
 FLOOR_FACTOR = 4.0
+KERNEL_CAP = 4.0
 ZERO_FACTOR = 1e3
 STRUCTURE_CAP = 1e-12
 BLIND_STRUCTURE = 0.5
@@ -28,6 +32,12 @@ BLIND_PRECISION = 1.0
 def noise_floor(floor: float, scale: float, dtype: str) -> float:
     """The measured floor, never under one rounding (eps) of the scale. All absolute."""
     return max(floor, float(torch.finfo(getattr(torch, dtype)).eps) * scale)
+
+
+def with_kernels(floor: float, kernel_error: float, scale: float, dtype: str) -> float:
+    """A floor that also knows one run on other kernels. All absolute."""
+    known = noise_floor(floor, scale, dtype)
+    return max(floor, min(kernel_error, KERNEL_CAP * known))
 
 
 def threshold(floor: float, scale: float, *, tier: str) -> float:
