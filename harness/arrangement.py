@@ -123,9 +123,7 @@ def arrangements(
         ("odd samples first", everyone[1::2] + everyone[::2]),
         ("second half first", middle),
     ):
-        yield Arrangement(
-            prop="order", name=name, calls=(padded(lengths, order, width=longest),)
-        )
+        yield Arrangement(prop="order", name=name, calls=(padded(lengths, order, width=longest),))
     left = padded(lengths, everyone, width=longest, left=True)
     yield Arrangement(prop="pad left", name="padded left", calls=(left,))
     far = padded(lengths, everyone, width=longest + 7, left=True)
@@ -176,9 +174,7 @@ def _micro(lengths: Sequence[int], cut: int, rows_alone: bool) -> Iterator[Arran
         start, size = start + size, size + 1
     pairs = [list(range(s, min(s + 2, len(lengths)))) for s in range(0, len(lengths), 2)]
     for name, groups in (("1, 2, 3, ... samples", growing), ("2 samples each", pairs[::-1])):
-        calls = tuple(
-            padded(lengths, g, width=max(1, *(lengths[s] for s in g))) for g in groups
-        )
+        calls = tuple(padded(lengths, g, width=max(1, *(lengths[s] for s in g))) for g in groups)
         yield Arrangement(prop="micro", name=f"micro-batches of {name}", calls=calls)
     if rows_alone:
         first = [(s, 0, *_head(n, cut)) for s, n in enumerate(lengths)]
@@ -194,9 +190,7 @@ def _head(length: int, cut: int) -> tuple[int, bool]:
     return (length, True) if stop >= length else (stop, False)
 
 
-def ranked(
-    lengths: Sequence[int], num_ranks: int, *, cut: int, rows_alone: bool
-) -> Arrangement:
+def ranked(lengths: Sequence[int], num_ranks: int, *, cut: int, rows_alone: bool) -> Arrangement:
     """Contiguous shares of about equal tokens, one call a rank, in the order of the ranks."""
     total, shares, at = sum(lengths), [[] for _ in range(num_ranks)], 0  # type: ignore[var-annotated]
     for s, n in enumerate(lengths):

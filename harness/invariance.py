@@ -41,14 +41,22 @@ class Operator(Protocol):
     "control" (reported as it is).
     """
 
-    name: str
-    rows: Mapping[str, Rows]
-    weights: Mapping[str, tuple[int, ...]]
-    output: tuple[int, ...] | None
-    cut: int
-    rows_alone: bool
-    chunks: bool
-    expect: str
+    @property
+    def name(self) -> str: ...
+    @property
+    def rows(self) -> Mapping[str, Rows]: ...
+    @property
+    def weights(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def output(self) -> tuple[int, ...] | None: ...
+    @property
+    def cut(self) -> int: ...
+    @property
+    def rows_alone(self) -> bool: ...
+    @property
+    def chunks(self) -> bool: ...
+    @property
+    def expect(self) -> str: ...
 
     def begin(self, lengths: Sequence[int], arrangement: Arrangement, weights: Tensors) -> Any:
         """State of one rank's calls: where weight gradients gather, caches."""
@@ -311,7 +319,7 @@ def compare(
     for tensor, a in first[1].items():
         b = second[1].get(tensor)
         out[tensor] = None
-        what = {
+        what: dict[str, Any] = {
             "operator": operator,
             "tensor": tensor,
             "prop": prop,

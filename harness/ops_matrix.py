@@ -33,7 +33,7 @@ MARK = {"same": ("same", "green"), "differs": ("DIFFERS", "bold red"), "none": (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpsMatrix:
-    """Reports by operator, in order. failures: operators whose base did not run, ranks that died."""
+    """Reports by operator, in order. failures: what did not run to its end."""
 
     dtype: str
     reports: tuple[Report, ...]
@@ -49,8 +49,8 @@ class OpsMatrix:
             if report.expect == "invariant":
                 out += list(dict.fromkeys(str(d) for d in report.red))
                 out += [
-                    f"{report.operator}: {tensor} is off the oracle by {error:.3g} roundings of its "
-                    f"inputs, more than {ERROR_LIMIT:g}"
+                    f"{report.operator}: {tensor} is {error:.3g} roundings of its inputs off the "
+                    f"oracle, more than {ERROR_LIMIT:g}"
                     for tensor, error in report.errors.items()
                     if not error <= ERROR_LIMIT
                 ]

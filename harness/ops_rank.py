@@ -47,7 +47,9 @@ def load_operators(sources: Sequence[str]) -> list[Operator]:
     found: list[Operator] = []
     for source in sources:
         where, _, name = source.rpartition(":")
-        module = import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        module = (
+            import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        )
         value = getattr(module, name)
         value = value() if callable(value) else value
         found += value if isinstance(value, list) else [value]
@@ -154,7 +156,10 @@ class _Work:
                 operator.name,
                 arrangement.prop,
                 (base(LENGTHS).name, _restricted(operator, reference, arrangement, rank)),
-                (f"{arrangement.name}, rank {rank}", _restricted(operator, found, arrangement, rank)),
+                (
+                    f"{arrangement.name}, rank {rank}",
+                    _restricted(operator, found, arrangement, rank),
+                ),
             )
         self._write([(t, arrangement.prop, d) for t, d in cells.items()], operator)
 
@@ -190,9 +195,7 @@ def _own_rows(arrangement: Arrangement, rank: int) -> torch.Tensor:
     return own
 
 
-def _restricted(
-    operator: Operator, found: Tensors, arrangement: Arrangement, rank: int
-) -> Tensors:
+def _restricted(operator: Operator, found: Tensors, arrangement: Arrangement, rank: int) -> Tensors:
     """Results without those rows that other ranks compute."""
     own = _own_rows(arrangement, rank)
     by_row = {"y", *("d" + name for name in operator.rows)} - {"d" + n for n in operator.weights}

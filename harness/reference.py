@@ -81,8 +81,8 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
     working = {name: _Single(job, job.dtype, formulas) for name in _floor_runs(job)}
     kernels = None
     if job.kernels != "torch":
-        other = rank_formulas(job.workload, job.dtype, job.device, kernels=job.kernels)
-        kernels = _Single(job, job.dtype, other)
+        on_kernels = rank_formulas(job.workload, job.dtype, job.device, kernels=job.kernels)
+        kernels = _Single(job, job.dtype, on_kernels)
     out = []
     for step in range(job.steps):
         progress(f"reference, step {step}")

@@ -111,7 +111,7 @@ def _gather_keys(
     sizes = torch.empty(world * 2, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(sizes, mine, group=group)
     pairs = sizes.view(world, 2).tolist()
-    longest = max(1, max(a + b for a, b in pairs))
+    longest = max(1, *(a + b for a, b in pairs))
     table = torch.zeros(longest, 2, dtype=torch.int64, device=device)
     entries = [*held.keys, *held.empties]
     if entries:

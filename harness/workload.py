@@ -213,9 +213,7 @@ def hash_weights(params: Mapping[str, torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def rank_formulas(
-    workload: Workload, dtype: torch.dtype, device: str, *, kernels: str
-) -> Formulas:
+def rank_formulas(workload: Workload, dtype: torch.dtype, device: str, *, kernels: str) -> Formulas:
     """The formulas that ranks execute. kernels: "torch" or "triton"; the reference has torch's."""
     more: dict[str, Any] = {} if kernels == "torch" else {"kernels": kernels}
     return workload.formulas(dtype, device, **more)

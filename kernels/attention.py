@@ -3,7 +3,8 @@
 For each query at position p, over keys j <= p of its sample, scale c = head**-0.5 by default:
     s_j = c q.k_j     P_j = exp(s_j - lse)     o = sum_j P_j v_j
 With delta = do.o and dP_j = do.v_j, backward is
-    dq = c sum_j P_j (dP_j - delta) k_j     dk_j = c sum_p P_j (dP_j - delta) q     dv_j = sum_p P_j do
+    dq = c sum_j P_j (dP_j - delta) k_j     dk_j = c sum_p P_j (dP_j - delta) q
+    dv_j = sum_p P_j do
 
 Tiles are anchored at position 0 of the sample, so they do not move with padding, packing or chunks.
 Forward and dq take keys ascending. dk and dv have one owner per key tile: query tiles descending,

@@ -38,9 +38,7 @@ PTX_ATOMIC = re.compile(r"^\s*(?:@!?%p\d+\s+)?((?:atom|red)\.[\w.:]+)", re.MULTI
 AMD_ATOMIC = re.compile(r"^\s*((?:global|buffer|flat|ds)_(?:atomic_\w+|add_\w*f\w+))", re.MULTILINE)
 FLOAT = re.compile(r"(?:\.|_)(?:b?f(?:16|32|64)(?:x2)?|pk_\w+)\b")
 IR_ATOMIC = re.compile(r"(?:atomic_rmw|atomic_cas)\s+(\w+)?")
-MATRIX = re.compile(
-    r"\b(mma\.sync[\w.]+|wgmma\.mma_async[\w.]+|tcgen05\.mma[\w.:]*|v_mfma_\w+)"
-)
+MATRIX = re.compile(r"\b(mma\.sync[\w.]+|wgmma\.mma_async[\w.]+|tcgen05\.mma[\w.:]*|v_mfma_\w+)")
 APPROXIMATE = re.compile(r"\b(\w+\.approx(?:\.ftz)?\.\w+|div\.full\.f32)")
 
 
@@ -250,8 +248,11 @@ def certify(variant: Variant, target: str) -> Certificate:
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=variant.constants, attrs=attributes),
         target=GPUTarget(*TARGETS[target]),
-        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages,
-                 "enable_fp_fusion": False},
+        options={
+            "num_warps": variant.num_warps,
+            "num_stages": variant.num_stages,
+            "enable_fp_fusion": False,
+        },
     )
     return _read(variant, target, compiled, time.monotonic() - started)
 

@@ -116,9 +116,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, targets, lse = ctx.saved_tensors
         num_rows, vocabulary = logits.shape
         rows, block = _shape(vocabulary)
-        dlogits = torch.empty(
-            logits.shape, dtype=compute_dtype(logits.dtype), device=logits.device
-        )
+        dlogits = torch.empty(logits.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
         launch(
             cross_entropy_bwd, (triton.cdiv(num_rows, rows), triton.cdiv(vocabulary, block)),
             compute(logits), targets, lse, grads[0].to(lse.dtype).contiguous(), dlogits, num_rows,

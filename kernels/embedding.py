@@ -96,7 +96,9 @@ class _Occurrences:
     depth: int
 
 
-def _occurrences(tokens: np.ndarray, layout: Layout, plan: TreePlan, vocabulary: int) -> _Occurrences:
+def _occurrences(
+    tokens: np.ndarray, layout: Layout, plan: TreePlan, vocabulary: int
+) -> _Occurrences:
     """Sort the valid rows into (node, token) segments, and say when each stack merges."""
     leaf_of = np.repeat(np.arange(len(plan.keys)), plan.count)
     starts = np.repeat(plan.row - (np.cumsum(plan.count) - plan.count), plan.count)
@@ -115,9 +117,7 @@ def _occurrences(tokens: np.ndarray, layout: Layout, plan: TreePlan, vocabulary:
     schedule, depth = stack_schedule(keys, leaf_first)
     merges = np.full(len(place), -1, dtype=np.int32)
     merges[ends_leaf] = schedule
-    return _Occurrences(
-        first=first, place=place[first[:-1]], rows=rows, merges=merges, depth=depth
-    )
+    return _Occurrences(first=first, place=place[first[:-1]], rows=rows, merges=merges, depth=depth)
 
 
 def embedding_nodes(
@@ -156,9 +156,7 @@ class _Embedding(torch.autograd.Function):
         num_rows, length = len(tokens), weight.shape[1]
         block = block_of(length)
         rows = rows_per_program(block)
-        y = torch.empty(
-            num_rows, length, dtype=compute_dtype(weight.dtype), device=weight.device
-        )
+        y = torch.empty(num_rows, length, dtype=compute_dtype(weight.dtype), device=weight.device)
         launch(
             embedding_fwd, (triton.cdiv(num_rows, rows),),
             compute(weight), tokens, layout.positions.to(weight.device), y, num_rows,

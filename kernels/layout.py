@@ -7,6 +7,7 @@ results keyed by them have a meaning that survives every rearrangement.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,7 +81,7 @@ class Layout:
 
     def _check_no_overlap(self, what: str, spans: Sequence[tuple[int, int]]) -> None:
         taken = sorted(span for span in spans if span[1] > span[0])
-        for (_, stop), (start, _) in zip(taken, taken[1:], strict=False):
+        for (_, stop), (start, _) in itertools.pairwise(taken):
             if start < stop:
                 raise LayoutError(f"{what} {start} to {stop} belong to two pieces")
 
@@ -137,7 +138,9 @@ class Layout:
     @classmethod
     def single(cls, num_rows: int) -> Layout:
         """All rows as one sample: what an operator assumes when it is told nothing."""
-        return cls(num_samples=1, num_rows=num_rows, pieces=(Piece(sample=0, stop=num_rows, row=0),))
+        return cls(
+            num_samples=1, num_rows=num_rows, pieces=(Piece(sample=0, stop=num_rows, row=0),)
+        )
 
     @cached_property
     def derived(self) -> dict[object, Any]:
@@ -168,7 +171,9 @@ class Layout:
     def check_cuts(self, multiple: int, what: str) -> None:
         """Raise UnalignedCut unless every cut inside a sample is a multiple of `multiple`."""
         for p in self.pieces:
-            wrong = p.start % multiple and p.start or (not p.ends and p.stop % multiple and p.stop)
+            wrong = (p.start % multiple and p.start) or (
+                not p.ends and p.stop % multiple and p.stop
+            )
             if wrong:
                 before = wrong - wrong % multiple
                 raise UnalignedCut(

@@ -152,7 +152,9 @@ def column_leaf(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     chain = tl.zeros((BLOCK,), dtype=ACC)
     for i in range(tl.load(leaf_count + leaf)):
-        chain += tl.load(dy + (first + i) * LENGTH + column, mask=column < LENGTH, other=0.0).to(ACC)
+        chain += tl.load(dy + (first + i) * LENGTH + column, mask=column < LENGTH, other=0.0).to(
+            ACC
+        )
     tl.store(leaves + leaf * LENGTH + column, chain + 0.0, mask=column < LENGTH)
 
 
@@ -171,9 +173,7 @@ def column_nodes(dy: Tensor, layout: Layout, leaf: int = BIAS_LEAF) -> Nodes:
     return fold(leaves, layout, plan, TreeId(leaf=leaf))
 
 
-def product(
-    a: Tensor, b: Tensor, bias: Tensor | None, tiles: Tiles, *, transposed: bool
-) -> Tensor:
+def product(a: Tensor, b: Tensor, bias: Tensor | None, tiles: Tiles, *, transposed: bool) -> Tensor:
     """a (R, K) b + bias (N,) -> (R, N) in a's dtype; b is (K, N), or (N, K) if transposed."""
     num_rows, depth = a.shape
     width = b.shape[0] if transposed else b.shape[1]
@@ -208,7 +208,9 @@ def weight_nodes(dy: Tensor, x: Tensor, layout: Layout, tiles: Tiles) -> Nodes:
         ACC=TL_DTYPE[acc], num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     tile = (tiles.rows, tiles.columns, tiles.depth)
-    return make_nodes(values, plan, TreeId(leaf=tiles.leaf, tile=tile, instruction=f"dot {x.dtype}"))
+    return make_nodes(
+        values, plan, TreeId(leaf=tiles.leaf, tile=tile, instruction=f"dot {x.dtype}")
+    )
 
 
 class _Linear(torch.autograd.Function):

@@ -25,9 +25,7 @@ def rms_norm(x: F64, weight: F64, dy: F64, *, eps: float = 1e-6) -> dict[str, F6
     return {"y": x * r * weight, "dx": dx, "dweight": np.sum(dy * x * r, axis=0)}
 
 
-def layer_norm(
-    x: F64, weight: F64, bias: F64, dy: F64, *, eps: float = 1e-5
-) -> dict[str, F64]:
+def layer_norm(x: F64, weight: F64, bias: F64, dy: F64, *, eps: float = 1e-5) -> dict[str, F64]:
     """x, dy (R, D), weight and bias (D,). y = (x - mean) s weight + bias, s = (var + eps)^-1/2."""
     length = x.shape[1]
     centred = x - x.mean(axis=1, keepdims=True)
@@ -94,7 +92,7 @@ def swiglu(gate: F64, up: F64, dy: F64) -> dict[str, F64]:
 def rope(x: F64, dy: F64, *, lengths: Sequence[int], base: float = 10000.0) -> dict[str, F64]:
     """x, dy (R, H, D). The pair (i, i + D/2) as a complex number, times exp(i angle)."""
     half = x.shape[2] // 2
-    position = np.concatenate([np.arange(n) for n in lengths] or [np.zeros(0)])
+    position = np.concatenate([np.arange(0.0), *(np.arange(n) for n in lengths)])
     turn = np.exp(1j * position[:, None, None] * base ** (-np.arange(half) / half))
 
     def turned(pairs: F64, by: NDArray[np.complex128]) -> F64:

@@ -28,7 +28,7 @@ def levels(width):
 
 @triton.jit
 def pair_sum(x, WIDTH: tl.constexpr):
-    """Sum over the last axis of (ROWS, WIDTH): neighbours, then neighbours of those; written out."""
+    """Sum over the last axis of (ROWS, WIDTH): neighbours, then those of neighbours."""
     ROWS: tl.constexpr = x.shape[0]
     for level in tl.static_range(levels(WIDTH)):
         left, right = tl.split(tl.reshape(x, (ROWS, WIDTH >> (level + 1), 2)))
@@ -40,8 +40,8 @@ def pair_sum(x, WIDTH: tl.constexpr):
 def add_rows(chain, terms, ROWS: tl.constexpr):
     """chain (BLOCK,) + the rows of terms (ROWS, BLOCK), one after another.
 
-    A row is taken out of the tile by adding zeros to it, which is exact; with ROWS = 1, as compiled,
-    nothing is added.
+    A row is taken out of the tile by adding zeros to it, which is exact; with ROWS = 1, as
+    compiled, nothing is added.
     """
     if ROWS == 1:
         chain += tl.reshape(terms, chain.shape)
@@ -59,7 +59,9 @@ def fold_stage(children, table, out, num_columns, SLOTS: tl.constexpr, BLOCK: tl
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(table + node * SLOTS + tl.arange(0, SLOTS)).to(tl.int64)
     there = (slot >= 0)[None, :] & (column < num_columns)[:, None]
-    values = tl.load(children + slot[None, :] * num_columns + column[:, None], mask=there, other=0.0)
+    values = tl.load(
+        children + slot[None, :] * num_columns + column[:, None], mask=there, other=0.0
+    )
     tl.store(out + node * num_columns + column, pair_sum(values, SLOTS), mask=column < num_columns)
 
 

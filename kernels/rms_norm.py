@@ -160,7 +160,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def num_partials(num_rows: int, device: torch.device) -> int:
-    """Partials of last_block: two for each multiprocessor; interpreted, one for every eight rows."""
+    """Partials of last_block: two for each multiprocessor; interpreted, one for eight rows."""
     if INTERPRETED:
         return max(1, min(8, num_rows // 8))
     return min(num_rows, 2 * torch.cuda.get_device_properties(device).multi_processor_count)
@@ -221,15 +221,16 @@ class _RmsNorm(torch.autograd.Function):
         leaves = torch.empty(len(plan.keys), length, dtype=rstd.dtype, device=x.device)
         launch(
             rms_norm_bwd_leaf, (len(plan.keys),),
-            compute(dy), compute(x), compute(weight), rstd, dx, leaves, table["row"], table["count"],
+            compute(dy), compute(x), compute(weight), rstd, dx, leaves,
+            table["row"], table["count"],
             LENGTH=length, ROWS=rows_of_leaf(ctx.leaf), BLOCK=block, ACC=TL_DTYPE[rstd.dtype],
             num_warps=warps_for(block),
         )  # fmt: skip
-        dweight = None
+        delivered = None
         if ctx.needs_input_grad[1]:
             nodes = fold(leaves, ctx.layout, plan, TreeId(leaf=ctx.leaf))
-            dweight = deliver(nodes, "weight", ctx.sinks, weight.dtype)
-        return dx.to(x.dtype), dweight, None, None, None, None, None
+            delivered = deliver(nodes, "weight", ctx.sinks, weight.dtype)
+        return dx.to(x.dtype), delivered, None, None, None, None, None
 
 
 def rms_norm(

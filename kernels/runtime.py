@@ -20,8 +20,8 @@ try:
     import triton.language as tl
 except ImportError as error:  # macOS, or a machine without it
     raise ImportError(
-        "sumgrad.kernels: Triton is not installed here (it exists for Linux); the harness, layouts, "
-        "trees and oracles work without it, these kernels do not"
+        "sumgrad.kernels: Triton is not installed here (it exists for Linux); the harness, "
+        "layouts, trees and oracles work without it, these kernels do not"
     ) from error
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

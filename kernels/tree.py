@@ -15,6 +15,7 @@ Nothing here imports Triton. Keys are Python integers: there is no size at which
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -172,7 +173,7 @@ def dyadic(start: int, stop: int) -> Iterable[Key]:
 
 def _gap_levels(keys: Sequence[int], first: Sequence[int]) -> list[int]:
     """For each leaf the height at which it meets the next leaf of its node; 0 at a node's end."""
-    gaps = [(a ^ b).bit_length() for a, b in zip(keys, keys[1:], strict=False)]
+    gaps = [(a ^ b).bit_length() for a, b in itertools.pairwise(keys)]
     gaps += [0] * (len(keys) > 0)
     for end in first[1:]:
         gaps[end - 1] = 0
@@ -188,7 +189,7 @@ def stack_schedule(keys: Sequence[int], first: Sequence[int]) -> tuple[np.ndarra
     gaps = _gap_levels(keys, first)
     merges = np.zeros(len(gaps), dtype=np.int32)
     depth = 1
-    for begin, end in zip(first, first[1:], strict=False):
+    for begin, end in itertools.pairwise(first):
         waiting: list[int] = []  # heights at which the partials below the top will merge
         for i in range(begin, end):
             last = i == end - 1
@@ -205,7 +206,7 @@ def _stages(keys: Sequence[int], first: Sequence[int]) -> tuple[np.ndarray, ...]
     """Tables of 16 slots a row. Only key bits at which two leaves meet take part."""
     bits = sorted({gap - 1 for gap in _gap_levels(keys, first) if gap})
     frontier = []
-    for node, (begin, end) in enumerate(zip(first, first[1:], strict=False)):
+    for node, (begin, end) in enumerate(itertools.pairwise(first)):
         for i in range(begin, end):
             place = sum(((keys[i] >> bit) & 1) << j for j, bit in enumerate(bits))
             frontier.append((node, place))
@@ -266,7 +267,9 @@ class Accumulator:
 
     def _overlaps(self, key: Key) -> bool:
         height, index = key
-        if any((h, index >> (h - height)) in self._open for h in range(height, self._root_height + 1)):
+        if any(
+            (h, index >> (h - height)) in self._open for h in range(height, self._root_height + 1)
+        ):
             return True
         return any(h < height and k >> (height - h) == index for h, k in self._open)
 
@@ -298,7 +301,7 @@ class Accumulator:
         return index << height >= self.num_samples << SAMPLE_BITS
 
     def finish(self) -> Tensor | None:
-        """The root, unrounded; None if no sample holds a position. TreeError if some are missing."""
+        """The root, unrounded; None if no sample holds a position. Raises TreeError."""
         root = (self._root_height, 0)
         if root not in self._open and self.num_samples:
             missing = _complement(self._open, self.num_samples << SAMPLE_BITS)

@@ -17,9 +17,7 @@ def chain_reference(
     weights = {name: torch.tensor(values[name]).requires_grad_() for name in chain.shapes()}
     tokens, targets = torch.tensor(values["tokens"]), torch.tensor(values["targets"])
     loss = torch.zeros((), dtype=torch.float64)
-    for ids, wanted in zip(
-        tokens.split(list(lengths)), targets.split(list(lengths)), strict=True
-    ):
+    for ids, wanted in zip(tokens.split(list(lengths)), targets.split(list(lengths)), strict=True):
         logits = _logits(chain, weights, ids)
         loss = loss + functional.cross_entropy(logits, wanted, reduction="sum")
     (loss * seed).backward()
@@ -37,7 +35,9 @@ def _logits(chain: Any, w: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
     h = w["embed"][tokens]
     for layer in range(chain.layers):
         qkv = norm(h, f"{layer}.norm1") @ w[f"{layer}.qkv"].T
-        q, k, v = qkv.view(length, heads + 2 * groups, chain.head).split([heads, groups, groups], dim=1)
+        q, k, v = qkv.view(length, heads + 2 * groups, chain.head).split(
+            [heads, groups, groups], dim=1
+        )
         q, k = _turned(q), _turned(k)
         k, v = (t.repeat_interleave(heads // groups, dim=1) for t in (k, v))
         mixed = functional.scaled_dot_product_attention(

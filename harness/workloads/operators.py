@@ -102,8 +102,8 @@ class TreeOperator:
         layout = layout_of(call, len(state.lengths))
         if state.caches is not None and not state.caches:
             assert self.caches is not None
-            dtype = next((t.dtype for t in (*rows.values(), *state.weights.values())
-                          if t.is_floating_point()))  # fmt: skip
+            dtype = next(t.dtype for t in (*rows.values(), *state.weights.values())
+                          if t.is_floating_point())  # fmt: skip
             state.caches += self.caches(Layout.packed(state.lengths, gap=5), dtype)
         return self.function(rows, state.weights, layout, state.trees, state.caches)
 
@@ -163,9 +163,7 @@ def exchange(state: TreeState, name: str, group: Any) -> Any:
         root = whole.finish()
         return torch.zeros(shares[0].values.shape[1], dtype=state.dtype) if root is None else root
 
-    return tree_sum(
-        held, shape=state.shapes[name], dtype=state.dtype, finish=finish, group=group
-    )
+    return tree_sum(held, shape=state.shapes[name], dtype=state.dtype, finish=finish, group=group)
 
 
 def _norm(values: dict[str, Any], seed: Any, _: Any) -> Any:

@@ -109,7 +109,7 @@ class ThreePool:
         rounded_to: torch.dtype | None = None,
         kernels: str = "torch",
     ) -> ThreePoolFormulas:
-        """kernels: "torch", or "triton" for norms, attention and linear layers by sumgrad.kernels."""
+        """kernels: "torch", or "triton": norms, attention and linear layers by sumgrad.kernels."""
         ops = model.TORCH
         if kernels == "triton":
             from sumgrad.workloads.three_pool_kernels import triton_operators
