@@ -92,7 +92,7 @@ def tree_sum(
     own = finish(shares).contiguous()
     assert own.shape == (width,), (own.shape, width)
     root = torch.empty(world * width, dtype=dtype, device=device)
-    dist.all_gather_into_tensor(root, own, group=group)
+    _all_gather(root, own, group)
     size = held.values.element_size()
     return TreeSum(
         root=root[:numel].reshape(tuple(shape)),
@@ -102,6 +102,12 @@ def tree_sum(
     )
 
 
+def _all_gather(out: Tensor, own: Tensor, group: Group) -> None:
+    """torch 2.13 renamed all_gather_into_tensor; older versions have only that name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, own, group=group)
+
+
 def _gather_keys(
     held: Held, device: torch.device, group: Group
 ) -> list[tuple[list[Key], list[Key]]]:
@@ -109,7 +115,7 @@ def _gather_keys(
     world = dist.get_world_size(group)
     mine = torch.tensor([len(held.keys), len(held.empties)], device=device)
     sizes = torch.empty(world * 2, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, mine, group=group)
+    _all_gather(sizes, mine, group)
     pairs = sizes.view(world, 2).tolist()
     longest = max(1, *(a + b for a, b in pairs))
     table = torch.zeros(longest, 2, dtype=torch.int64, device=device)
@@ -117,7 +123,7 @@ def _gather_keys(
     if entries:
         table[: len(entries)] = torch.tensor(entries, dtype=torch.int64, device=device)
     all_tables = torch.empty(world * longest, 2, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(all_tables, table, group=group)
+    _all_gather(all_tables, table.contiguous(), group)
     out = []
     for (num_keys, num_empties), rows in zip(
         pairs, all_tables.view(world, longest, 2).tolist(), strict=True

@@ -13,18 +13,18 @@ HARNESS = ROOT / "harness"
 MODULES = {path.stem: path for path in HARNESS.glob("*.py")}
 # One line a layer, lowest first; a module may import its own layer and those below it.
 LAYERS = [
-    ["__init__", "errors", "files", "tolerances", "verdict"],
+    ["__init__", "errors", "files", "tolerances", "verdict", "interpreter", "arrangement"],
     ["yaml_source", "topology", "outcome"],
-    ["declaration", "rank", "convention", "exchange", "fit"],
+    ["declaration", "rank", "convention", "exchange", "fit", "tree_exchange"],
     ["plan"],
-    ["proof", "schedule", "workload", "process_group"],
+    ["proof", "schedule", "workload", "process_group", "invariance"],
     ["faults", "predict", "hypotheses", "endings"],
     ["step", "reference"],
     ["record", "compare", "case", "free_factors", "direct_causes"],
-    ["diagnose", "launch", "fork_server", "check_rank", "check_reference"],
+    ["diagnose", "launch", "fork_server", "check_rank", "check_reference", "ops_rank"],
     ["judge", "report", "catalogue"],
     ["plan_report", "check"],
-    ["torchrun", "fault_matrix"],
+    ["torchrun", "fault_matrix", "ops_matrix"],
     ["cli", "pytest_plugin", "run", "__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -32,7 +32,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 EXCEPTIONS = {("rank", "workload")}
 MAY_TOUCH_DISTRIBUTED = {
     "convention", "exchange", "process_group", "step", "check_rank", "torchrun", "pytest_plugin",
-    "fork_server", "launch",
+    "fork_server", "launch", "tree_exchange", "ops_rank",
 }  # fmt: skip
 MAY_PRINT = {"cli"}
 

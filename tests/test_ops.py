@@ -104,7 +104,7 @@ def test_a_red_cell_says_where_how_much_and_between_which_configurations(matrix)
         for c in o["cells"]
         if c["status"] == "differs"
     )
-    assert cell["difference"]["index"] == list(difference.index)
+    assert tuple(cell["difference"]["index"]) == difference.index
     json.dumps(data)
 
 
@@ -125,7 +125,7 @@ def test_micro_batches_and_ranks_cut_at_nodes_that_plain_sums_do_not_share():
     by_ranks = {a.num_ranks: a for a in found if a.num_ranks}
     assert set(by_ranks) == {1, 2, 3, 5}
     tokens = [tuple(sum(s.length for s in c.segments) for c in a.calls) for a in by_ranks.values()]
-    assert tokens == [(158,), (85, 73), (53, 67, 38), (32, 38, 32, 25, 31)]
+    assert tokens == [(158,), (86, 72), (53, 67, 38), (32, 38, 32, 25, 31)]
     for arrangement in found:
         rows = [s for call in arrangement.calls for s in call.segments]
         covered = sorted((s.sample, p) for s in rows for p in range(s.start, s.stop))
@@ -159,7 +159,7 @@ def test_a_users_file_from_the_command_line(tmp_path, capsys):
         "bad = plain('bad', leaky, rows={'x': Rows((5,))}, output=(5,))\n"
     )
     assert main(["ops", "--op", f"{path}:good", "--quiet"]) == 0
-    assert "26 of 26 cells of 1 operators invariant" in capsys.readouterr().out
+    assert "24 of 24 cells of 1 operators invariant" in capsys.readouterr().out
     assert main(["ops", "--op", f"{path}:bad", "--json", str(tmp_path / "ops.json")]) == 1
     assert "bad: y differs in" in capsys.readouterr().out
     assert json.loads((tmp_path / "ops.json").read_text())["ok"] is False
