@@ -301,9 +301,7 @@ def test_chunks_through_the_cache_can_be_differentiated_twice():
         got = torch.autograd.grad(y, leaves, do, retain_graph=True)
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     first = torch.autograd.grad(y[:16], leaves, do[:16])
-    alone = torch.autograd.grad(
-        attention(*(t[:16] for t in leaves), tiles=TILES), leaves, do[:16]
-    )
+    alone = torch.autograd.grad(attention(*(t[:16] for t in leaves), tiles=TILES), leaves, do[:16])
     assert all(torch.equal(a, b) for a, b in zip(first, alone, strict=True))
 
 

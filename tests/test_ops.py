@@ -227,9 +227,10 @@ def test_an_operator_that_nobody_compared_is_not_ok():
     assert not OpsMatrix(dtype="float32", reports=()).ok
     poor = Report(operator="mine", expect="invariant", cells={("y", "order"): None},
                   errors={"y": 100.0})  # fmt: skip
-    assert "100 roundings of its inputs off the oracle" in OpsMatrix(
-        dtype="float32", reports=(poor,)
-    ).wrong[0]
+    assert (
+        "100 roundings of its inputs off the oracle"
+        in OpsMatrix(dtype="float32", reports=(poor,)).wrong[0]
+    )
     nan = Report(operator="mine", expect="invariant", cells={("y", "order"): None},
                  errors={"y": float("nan")})  # fmt: skip
     assert OpsMatrix(dtype="float32", reports=(nan,)).wrong

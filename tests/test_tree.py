@@ -98,9 +98,7 @@ def pieces_of(lengths, cuts) -> list[Piece]:
     for sample, length in enumerate(lengths):
         inner = sorted({p for s, p in cuts if s == sample and 0 < p < length})
         for start, stop in zip([0, *inner], [*inner, length], strict=True):
-            out.append(
-                Piece(sample=sample, start=start, stop=stop, row=row, ends=stop == length)
-            )
+            out.append(Piece(sample=sample, start=start, stop=stop, row=row, ends=stop == length))
             row += stop - start
     return out
 
