@@ -120,7 +120,7 @@ def _variants(dtype: str, kind: str) -> Iterable[Variant]:
         "rms_norm.sum_partials", {"partials": acc, "dweight": acc, "num_blocks": "i32"},
         constants={"LENGTH": ROW, "BLOCK": 256}, acc=False,
     )  # fmt: skip
-    stats = {"mean": acc, "rstd": acc}
+    stats = {"mean": acc, "low": acc, "rstd": acc}
     yield make(
         "layer_norm.layer_norm_fwd",
         {"x": x, "gamma": x, "beta": x, "y": x} | stats | {"num_rows": "i32"},

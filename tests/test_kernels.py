@@ -424,3 +424,48 @@ def test_row_offsets_do_not_wrap_at_two_to_the_31():
     weight[-1] = torch.arange(64.0)
     y = embedding(torch.tensor([vocabulary - 1, 0]), weight)
     assert y.tolist() == [list(range(64)), [0] * 64]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -3e4])
+def test_layer_norm_stays_accurate_far_from_zero(offset):
+    """float32, rows around an offset: the mean is kept as two numbers. One pass fails here."""
+    x = (draw(8, 512) + offset).float().requires_grad_()
+    weight, bias = (draw(512, seed=i).float().requires_grad_() for i in (1, 2))
+    dy = draw(8, 512, seed=3).float()
+    y = layer_norm(x, weight, bias)
+    y.backward(dy)
+    wide = [t.detach().double().numpy() for t in (x, weight, bias, dy)]
+    wanted = oracle.layer_norm(*wide)
+    for got, name in ((y, "y"), (x.grad, "dx"), (weight.grad, "dweight"), (bias.grad, "dbias")):
+        agrees(got, wanted[name], torch.float32, 16)
+    values = x.detach()
+    one_pass = values.square().mean(1) - values.mean(1).square()
+    exact = torch.from_numpy(wide[0]).var(1, unbiased=False)
+    wrong = (one_pass - exact).abs().max()
+    assert bool(wrong > 0.5) == bool(offset)
+
+
+def test_layer_norm_of_constant_rows_and_single_columns():
+    """Nothing but the shift comes out, nothing but a rounding goes back."""
+    for x in (torch.full((5, 64), 1e4 + 0.1), torch.full((5, 1), 7.0)):
+        leaves = [x.clone().requires_grad_()] + [
+            torch.randn(x.shape[1]).requires_grad_() for _ in range(2)
+        ]
+        y = layer_norm(*leaves)
+        y.backward(torch.ones_like(x))
+        assert torch.equal(y, leaves[2].expand_as(y))
+        assert torch.equal(leaves[1].grad, torch.zeros(x.shape[1]))
+        assert torch.isfinite(leaves[0].grad).all()
+    assert torch.equal(leaves[0].grad, torch.zeros(5, 1))
+
+
+def test_layer_norm_of_tiny_variance():
+    x = (draw(6, 256) * 1e-5).float().requires_grad_()
+    weight, bias = torch.ones(256), torch.zeros(256)
+    dy = draw(6, 256, seed=3).float()
+    y = layer_norm(x, weight, bias, eps=1e-12)
+    y.backward(dy)
+    wide = [t.detach().double().numpy() for t in (x, weight, bias, dy)]
+    wanted = oracle.layer_norm(*wide, eps=1e-12)
+    agrees(y, wanted["y"], torch.float32, 16)
+    agrees(x.grad, wanted["dx"], torch.float32, 16)
