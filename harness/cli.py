@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from sumgrad import __version__
 from sumgrad.errors import UserError
 from sumgrad.files import write_bytes, write_json
-from sumgrad.interpreter import decide_interpreter
+from sumgrad.interpreter import decide_interpreter, has_gpu
 from sumgrad.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -120,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     ops.add_argument("--dtype", choices=DTYPES, default="float32")
     ops.add_argument("--seed", type=int, default=0)
+    ops.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default=None,
+        help="default: cuda where there is a GPU, else cpu, where Triton's kernels are interpreted",
+    )
     ops.add_argument("--timeout", type=_positive, default=1800.0, metavar="SECONDS")
     _common_flags(ops)
 
@@ -189,7 +195,7 @@ def _dispatch(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    decide_interpreter()
+    decide_interpreter(on_cpu=True)
     from sumgrad.check import run_check
     from sumgrad.launch import Launcher
 
@@ -205,7 +211,7 @@ def _torchrun() -> int:
     _run_flags(parser)
     _common_flags(parser)
     args = _checked(parser.parse_args())
-    decide_interpreter()
+    decide_interpreter(on_cpu=True)
     from sumgrad.torchrun import run_torchrun_rank, under_torchrun
 
     if not under_torchrun():
@@ -258,7 +264,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _faults(args: argparse.Namespace) -> int:
-    decide_interpreter()
+    decide_interpreter(on_cpu=True)
     from sumgrad.fault_matrix import default_topologies, render_matrix, run_matrix
     from sumgrad.launch import Launcher
 
@@ -281,7 +287,8 @@ def _faults(args: argparse.Namespace) -> int:
 
 
 def _ops(args: argparse.Namespace) -> int:
-    decide_interpreter()
+    device = args.device or ("cuda" if has_gpu() else "cpu")
+    decide_interpreter(on_cpu=device == "cpu")
     from sumgrad.launch import Launcher
     from sumgrad.ops_matrix import render_ops, run_matrix
 
@@ -291,6 +298,7 @@ def _ops(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             seed=args.seed,
             timeout_s=args.timeout,
+            device=device,
             launcher=launcher,
             progress=progress,
         )

@@ -11,9 +11,13 @@ import sys
 from pathlib import Path
 
 
-def decide_interpreter() -> None:
-    """Choose Triton's interpreter on a machine without a GPU, unless the user chose already."""
-    if "TRITON_INTERPRET" not in os.environ and "triton" not in sys.modules and not has_gpu():
+def decide_interpreter(*, on_cpu: bool | None = None) -> None:
+    """Choose Triton's interpreter for tensors on the CPU, unless the user chose already.
+
+    on_cpu: where the tensors will be (default: on the CPU if there is no GPU).
+    """
+    interpreted = not has_gpu() if on_cpu is None else on_cpu
+    if "TRITON_INTERPRET" not in os.environ and "triton" not in sys.modules and interpreted:
         os.environ["TRITON_INTERPRET"] = "1"
 
 

@@ -151,14 +151,19 @@ class Poison(TorchDispatchMode):
 
 
 def draw_problem(
-    operator: Operator, *, lengths: Sequence[int] = LENGTHS, seed: int = 0, dtype: torch.dtype
+    operator: Operator,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    seed: int = 0,
+    dtype: torch.dtype,
+    device: str = "cpu",
 ) -> Problem:
     """Random values over eight powers of two, so that sums cancel and their order shows."""
     generator = np.random.default_rng([seed, *operator.name.encode()])
 
     def values(shape: tuple[int, ...]) -> Tensor:
         drawn = generator.standard_normal(shape) * 2.0 ** generator.integers(-4, 4, shape)
-        return torch.from_numpy(np.asarray(drawn)).to(dtype)
+        return torch.from_numpy(np.asarray(drawn)).to(device=device, dtype=dtype)
 
     num_tokens = sum(lengths)
     rows: Tensors = {}
@@ -167,7 +172,8 @@ def draw_problem(
         if spec.limit is None:
             rows[name] = values(shape)
         else:
-            rows[name] = torch.from_numpy(generator.integers(0, spec.limit, shape))
+            ids = generator.integers(0, spec.limit, shape)
+            rows[name] = torch.from_numpy(ids).to(device)
     weights = {
         name: values(shape) / shape[-1] ** (0.5 * (len(shape) > 1))
         for name, shape in operator.weights.items()
@@ -182,10 +188,10 @@ def place(values: Tensor, call: Call, starts: Sequence[int], *, offset: int, jun
     junk: padding is filled with other numbers (ids stay valid); else with 0.
     """
     shape = (call.num_rows, *values.shape[1:])
-    storage = torch.zeros(offset + int(np.prod(shape, dtype=np.int64)), dtype=values.dtype)
-    out = storage[offset:].view(shape)
+    numel = offset + int(np.prod(shape, dtype=np.int64))
+    out = values.new_zeros(numel)[offset:].view(shape)
     if junk and len(values):
-        filler = values[torch.arange(call.num_rows) * 7 % len(values)]
+        filler = values[torch.arange(call.num_rows, device=values.device) * 7 % len(values)]
         out.copy_(-3 * filler if values.is_floating_point() else filler)
     for s in call.segments:
         first = starts[s.sample] + s.start
@@ -227,7 +233,8 @@ def fingerprint(problem: Problem, arrangement: Arrangement) -> str:
     for call in arrangement.calls:
         for value in physical_inputs(problem, arrangement, call).values():
             digest.update(repr((tuple(value.shape), value.storage_offset())).encode())
-            digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            flat = value.cpu().contiguous().flatten()
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -261,8 +268,7 @@ def run_share(
 
 
 def _moved(value: Tensor, offset: int) -> Tensor:
-    storage = torch.zeros(offset + value.numel(), dtype=value.dtype)
-    out = storage[offset:].view(value.shape)
+    out = value.new_zeros(offset + value.numel())[offset:].view(value.shape)
     out.copy_(value)
     return out
 
@@ -291,7 +297,7 @@ def _backward(
         for name, physical in found.items():
             if name not in gathered:
                 shape = (sum(problem.lengths), *physical.shape[1:])
-                gathered[name] = torch.full(shape, float("nan"), dtype=physical.dtype)
+                gathered[name] = physical.new_full(shape, float("nan"))
             _gather(gathered[name], physical, call, starts)
     pending.clear()
 
@@ -308,7 +314,8 @@ def run_arrangement(operator: Operator, problem: Problem, arrangement: Arrangeme
         for name, values in share.rows.items():
             there = ~values.isnan()
             found[name] = values if name not in found else torch.where(there, values, found[name])
-    return found | operator.totals([share.state for share in shares])
+    found |= operator.totals([share.state for share in shares])
+    return {name: value.cpu() for name, value in found.items()}
 
 
 def compare(
@@ -359,6 +366,7 @@ def check_operator(
     num_ranks: Sequence[int] = (1, 2, 3, 5),
     properties: Iterable[str] | None = None,
     reference: Tensors | None = None,
+    device: str = "cpu",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Run every configuration and compare it with the base.
@@ -367,7 +375,7 @@ def check_operator(
     results, where they are known; then the oracle is not asked. Raises IdenticalConfigurations
     where a configuration's inputs are those of the base.
     """
-    problem = draw_problem(operator, lengths=lengths, seed=seed, dtype=dtype)
+    problem = draw_problem(operator, lengths=lengths, seed=seed, dtype=dtype, device=device)
     report = Report(operator=operator.name, expect=operator.expect)
     if reference is None:
         reference = run_arrangement(operator, problem, base(lengths))
@@ -434,8 +442,8 @@ def errors_against_oracle(operator: Operator, problem: Problem, found: Tensors) 
     def evaluate(generator: torch.Generator | None) -> dict[str, Tensor] | None:
         def moved(value: Tensor) -> Tensor:
             if not value.is_floating_point():
-                return value
-            wide = value.double()
+                return value.cpu()
+            wide = value.double().cpu()
             if generator is None:
                 return wide
             sign = torch.randint(0, 2, wide.shape, generator=generator) * 2 - 1
@@ -510,13 +518,15 @@ class PlainOperator:
             for name, w in state["weights"].items()
         }
         if self.output is None:
-            out["loss"] = sum(state["loss"], torch.zeros(()))
+            first = torch.zeros(()) if not state["loss"] else torch.zeros_like(state["loss"][0])
+            out["loss"] = sum(state["loss"], first)
         return out
 
     def exchange(self, state: Any, group: Any) -> Tensors:
         from sumgrad.convention import sum_over_ranks
 
-        return {name: sum_over_ranks(value, group) for name, value in self._own(state).items()}
+        own = self._own(state)  # gloo reduces on the CPU
+        return {name: sum_over_ranks(value.cpu(), group) for name, value in own.items()}
 
     def oracle(self, rows: Tensors, weights: Tensors, seed: Tensor, lengths: Sequence[int]) -> Any:
         return self.reference and self.reference(rows, weights, seed, lengths)

@@ -36,6 +36,7 @@ class OpsMatrix:
     """Reports by operator, in order. failures: what did not run to its end."""
 
     dtype: str
+    device: str = "cpu"
     reports: tuple[Report, ...]
     failures: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -78,6 +79,7 @@ class OpsMatrix:
         return {
             "ok": self.ok,
             "dtype": self.dtype,
+            "device": self.device,
             "wrong": self.wrong,
             "seconds": self.seconds,
             "versions": self.versions,
@@ -134,6 +136,7 @@ def run_matrix(
     dtype: str,
     seed: int,
     timeout_s: float,
+    device: str = "cpu",
     launcher: Launcher,
     progress: Callable[[str], None] = lambda _: None,
 ) -> OpsMatrix:
@@ -151,7 +154,13 @@ def run_matrix(
             target="sumgrad.ops_rank:ops_rank",
             num_ranks=NUM_RANKS,
             directory=directory,
-            arguments={"sources": sources, "names": names, "dtype": dtype, "seed": seed},
+            arguments={
+                "sources": sources,
+                "names": names,
+                "dtype": dtype,
+                "seed": seed,
+                "device": device,
+            },
             timeout_s=timeout_s,
         )
         outcomes = launcher.run(job, progress=progress)
@@ -159,6 +168,7 @@ def run_matrix(
         reports, failures = collect(directory, order)
     return OpsMatrix(
         dtype=dtype,
+        device=device,
         reports=tuple(reports),
         failures=(*failures, *_lost(outcomes)),
         seconds=round(time.monotonic() - started, 1),

@@ -25,6 +25,7 @@ from sumgrad.invariance import (
     LENGTHS,
     Difference,
     Operator,
+    Problem,
     Report,
     Tensors,
     check_operator,
@@ -57,11 +58,17 @@ def load_operators(sources: Sequence[str]) -> list[Operator]:
 
 
 def ops_rank(
-    guard: RankGuard, *, sources: list[str], names: list[str], dtype: str, seed: int
+    guard: RankGuard,
+    *,
+    sources: list[str],
+    names: list[str],
+    dtype: str,
+    seed: int,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """One rank's part; cells and errors go into files in the run directory."""
     operators = [op for op in load_operators(sources) if not names or op.name in names]
-    work = _Work(guard.env.directory, operators, getattr(torch, dtype), seed)
+    work = _Work(guard.env.directory, operators, getattr(torch, dtype), seed, device)
     with local_group(guard) as ledger:
         for i in work.claim("base", len(operators)):
             work.store_base(operators[i])
@@ -83,9 +90,14 @@ class _Work:
     """The common list in the run directory."""
 
     def __init__(
-        self, directory: Path, operators: Sequence[Operator], dtype: torch.dtype, seed: int
+        self,
+        directory: Path,
+        operators: Sequence[Operator],
+        dtype: torch.dtype,
+        seed: int,
+        device: str,
     ) -> None:
-        self.directory, self.dtype, self.seed = directory, dtype, seed
+        self.directory, self.dtype, self.seed, self.device = directory, dtype, seed, device
         self.slot = {op.name: i for i, op in enumerate(operators)}
         self.files = 0
 
@@ -100,7 +112,7 @@ class _Work:
 
     def store_base(self, operator: Operator) -> None:
         """Run the base configuration, compare with the oracle, keep the results."""
-        problem = draw_problem(operator, seed=self.seed, dtype=self.dtype)
+        problem = self._problem(operator)
         try:
             found = run_arrangement(operator, problem, base(LENGTHS))
         except Exception as error:
@@ -108,6 +120,9 @@ class _Work:
             return
         save_file({k: v.contiguous() for k, v in found.items()}, self._base_file(operator))
         self._write([], operator, errors=errors_against_oracle(operator, problem, found))
+
+    def _problem(self, operator: Operator) -> Problem:
+        return draw_problem(operator, seed=self.seed, dtype=self.dtype, device=self.device)
 
     def _base_file(self, operator: Operator) -> Path:
         return self.directory / f"base-{self.slot[operator.name]}.safetensors"
@@ -130,6 +145,7 @@ class _Work:
             properties=[prop],
             num_ranks=(),
             reference=found,
+            device=self.device,
         )
         self._write([(t, p, d) for (t, p), d in report.cells.items()], operator)
 
@@ -139,7 +155,7 @@ class _Work:
         reference = self._base(operator)
         if reference is None:
             return
-        problem = draw_problem(operator, seed=self.seed, dtype=self.dtype)
+        problem = self._problem(operator)
         failure = ""
         try:
             share = run_share(operator, problem, arrangement, rank)
@@ -151,7 +167,8 @@ class _Work:
             first = next(f for f in failures if f)
             cells = raised(operator.name, arrangement, reference, RuntimeError(first))
         else:
-            found = {**share.rows, **operator.exchange(share.state, group)}
+            rows = {name: value.cpu() for name, value in share.rows.items()}
+            found = {**rows, **operator.exchange(share.state, group)}
             cells = compare(
                 operator.name,
                 arrangement.prop,

@@ -57,10 +57,14 @@ class Chain:
             }
         return out | {"norm": (w,), "unembed": (self.vocabulary, w)}
 
-    def caches(self, layout: Layout, dtype: torch.dtype) -> list[KeyValueCache]:
+    def caches(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> list[KeyValueCache]:
         """One key/value cache a layer, for whole samples."""
         return [
-            KeyValueCache(layout, num_heads=self.kv_heads, head=self.head, dtype=dtype)
+            KeyValueCache(
+                layout, num_heads=self.kv_heads, head=self.head, dtype=dtype, device=device
+            )
             for _ in range(self.layers)
         ]
 

@@ -27,7 +27,7 @@ def certificates(tmp_path_factory):
 
 
 def kernels_in_source() -> set[str]:
-    """Every function launched as a kernel, by module: what has a certificate must be all of them."""
+    """Every function that is launched, by module: all of them need a certificate."""
     found = set()
     for path in (ROOT / "kernels").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -313,7 +313,7 @@ def test_chunks_out_of_order_or_cut_inside_a_tile_are_refused():
     with pytest.raises(LayoutError, match="only 0 positions of the sample are cached"):
         attention(x, x, x, layout=later, cache=cache, tiles=TILES)
     odd = Layout(num_samples=1, num_rows=8, pieces=(cut(0, 0, 8, 0, 40),))
-    with pytest.raises(UnalignedCut, match="position 8.*multiple of 16"):
+    with pytest.raises(UnalignedCut, match=r"position 8.*multiple of 16"):
         attention(x, x, x, layout=odd, cache=cache, tiles=TILES)
     with pytest.raises(LayoutError, match="needs a cache"):
         attention(x, x, x, layout=later, tiles=TILES)
@@ -360,7 +360,9 @@ BAD = {
     "negative": (
         lambda: embedding(torch.tensor([0, -1]), torch.zeros(4, 6)), r"tokens\[1\]: got -1"
     ),
-    "float ids": (lambda: embedding(torch.zeros(4), torch.zeros(4, 6)), "tokens: got torch.float32"),
+    "float ids": (
+        lambda: embedding(torch.zeros(4), torch.zeros(4, 6)), "tokens: got torch.float32"
+    ),
     "target": (
         lambda: cross_entropy(F32, torch.tensor([0, 6, 0, 0])), r"targets\[1\]: got 6"
     ),

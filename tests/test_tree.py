@@ -202,7 +202,7 @@ def test_an_unaligned_cut_is_named():
     layout = Layout(num_samples=1, num_rows=21, pieces=(piece,))
     with pytest.raises(UnalignedCut, match=r"sample 0 is cut at position 21.*multiple of 16"):
         plan_tree(layout, LEAF)
-    with pytest.raises(UnalignedCut, match="position 16.*multiple of 64"):
+    with pytest.raises(UnalignedCut, match=r"position 16.*multiple of 64"):
         Layout(
             num_samples=1,
             num_rows=9,

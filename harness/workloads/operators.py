@@ -59,6 +59,7 @@ class TreeState:
     trees: dict[str, Accumulator]
     shapes: dict[str, tuple[int, ...]]
     dtype: torch.dtype
+    device: torch.device
     caches: list[KeyValueCache] | None = None
 
 
@@ -74,7 +75,7 @@ class TreeOperator:
     rows: Mapping[str, Rows]
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     output: tuple[int, ...] | None = None
-    caches: Callable[[Layout, torch.dtype], list[KeyValueCache]] | None = None
+    caches: Callable[[Layout, torch.dtype, torch.device], list[KeyValueCache]] | None = None
     cut: int = LEAF
     rows_alone: bool = True
     chunks: bool = True
@@ -95,6 +96,7 @@ class TreeOperator:
             trees=trees,
             shapes=shapes,
             dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+            device=next((w.device for w in weights.values()), torch.device("cpu")),
             caches=[] if arrangement.chunked and self.caches else None,
         )
 
@@ -102,9 +104,10 @@ class TreeOperator:
         layout = layout_of(call, len(state.lengths))
         if state.caches is not None and not state.caches:
             assert self.caches is not None
-            dtype = next(t.dtype for t in (*rows.values(), *state.weights.values())
-                          if t.is_floating_point())  # fmt: skip
-            state.caches += self.caches(Layout.packed(state.lengths, gap=5), dtype)
+            given = (*rows.values(), *state.weights.values())
+            like = next(t for t in given if t.is_floating_point())
+            whole = Layout.packed(state.lengths, gap=5)
+            state.caches += self.caches(whole, like.dtype, like.device)
         return self.function(rows, state.weights, layout, state.trees, state.caches)
 
     def totals(self, states: Sequence[TreeState]) -> Tensors:
@@ -133,7 +136,9 @@ def _gradient(name: str) -> str:
 
 def _root(tree: Accumulator, state: TreeState, name: str) -> Tensor:
     root = tree.finish()
-    return torch.zeros(state.shapes[name], dtype=state.dtype) if root is None else root
+    if root is None:
+        return torch.zeros(state.shapes[name], dtype=state.dtype, device=state.device)
+    return root
 
 
 def exchange(state: TreeState, name: str, group: Any) -> Any:
@@ -143,7 +148,9 @@ def exchange(state: TreeState, name: str, group: Any) -> Any:
     held = Held(
         keys=nodes.keys if nodes else (),
         empties=nodes.empties if nodes else (),
-        values=nodes.values if nodes else torch.empty(0, *state.shapes[name], dtype=state.dtype),
+        values=nodes.values.cpu()
+        if nodes
+        else torch.empty(0, *state.shapes[name], dtype=state.dtype),
     )
     known = tree.tree
 
@@ -207,8 +214,8 @@ def shipped() -> list[Operator]:
                 tiles=TILES,
             ),
             rows={"q": Rows(heads), "k": Rows((1, 12)), "v": Rows((1, 12))}, output=heads,
-            caches=lambda layout, dtype: [
-                KeyValueCache(layout, num_heads=1, head=12, dtype=dtype)
+            caches=lambda layout, dtype, device: [
+                KeyValueCache(layout, num_heads=1, head=12, dtype=dtype, device=device)
             ],
             rows_alone=False,
             reference=lambda v, seed, lengths: oracle.attention(
