@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from sumgrad.kernels.layout import Layout, resolve
-from sumgrad.kernels.primitives import add_rows, fold, tables
+from sumgrad.kernels.primitives import add_rows, fold_leaves, tables
 from sumgrad.kernels.runtime import (
     TL_DTYPE,
     accumulator_dtype,
@@ -34,7 +34,7 @@ from sumgrad.kernels.runtime import (
     warps_for,
 )
 from sumgrad.kernels.sink import Sinks, deliver
-from sumgrad.kernels.tree import TreeId, plan_tree
+from sumgrad.kernels.tree import plan_tree
 from torch import Tensor
 
 LEAF = 32
@@ -101,6 +101,50 @@ def layer_norm_bwd_leaf(
     tl.store(beta_leaves + place, (beta_chain + 0.0)[None, :], mask=column < LENGTH)
 
 
+def forward(
+    x: Tensor, gamma: Tensor, beta: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y in x's dtype; both parts of the mean, and rstd (rows,), in the accumulator's."""
+    num_rows, length = x.shape
+    block = block_of(length)
+    rows = rows_per_program(block)
+    acc = accumulator_dtype(x.dtype)
+    y = torch.empty(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
+    mean, low, rstd = (torch.empty(num_rows, dtype=acc, device=x.device) for _ in range(3))
+    launch(
+        layer_norm_fwd, (triton.cdiv(num_rows, rows),),
+        compute(x), compute(gamma), compute(beta), y, mean, low, rstd, num_rows, eps,
+        LENGTH=length, ROWS=rows, BLOCK=block, ACC=TL_DTYPE[acc], num_warps=warps_for(block),
+    )  # fmt: skip
+    return y.to(x.dtype), mean, low, rstd
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    stats: tuple[Tensor, Tensor, Tensor],
+    layout: Layout,
+    leaf: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx in x's dtype, and the leaves (n, D) of dgamma and dbeta. stats: mean, low, rstd."""
+    length = x.shape[1]
+    block, plan = block_of(length), plan_tree(layout, leaf)
+    table = tables(layout, plan, x.device)
+    dx = torch.zeros(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
+    num_leaves, acc = len(plan.keys), stats[0].dtype
+    gamma_leaves = torch.empty(num_leaves, length, dtype=acc, device=x.device)
+    beta_leaves = torch.empty_like(gamma_leaves)
+    launch(
+        layer_norm_bwd_leaf, (num_leaves,),
+        compute(dy), compute(x), compute(gamma), *stats, dx, gamma_leaves, beta_leaves,
+        table["row"], table["count"],
+        LENGTH=length, ROWS=rows_of_leaf(leaf), BLOCK=block, ACC=TL_DTYPE[acc],
+        num_warps=warps_for(block),
+    )  # fmt: skip
+    return dx.to(x.dtype), gamma_leaves, beta_leaves
+
+
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -113,47 +157,24 @@ class _LayerNorm(torch.autograd.Function):
         sinks: Sinks | None,
         leaf: int,
     ) -> Tensor:
-        num_rows, length = x.shape
-        block = block_of(length)
-        rows = rows_per_program(block)
-        acc = accumulator_dtype(x.dtype)
-        y = torch.empty(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
-        mean = torch.empty(num_rows, dtype=acc, device=x.device)
-        low = torch.empty_like(mean)
-        rstd = torch.empty_like(mean)
-        launch(
-            layer_norm_fwd, (triton.cdiv(num_rows, rows),),
-            compute(x), compute(gamma), compute(beta), y, mean, low, rstd, num_rows, eps,
-            LENGTH=length, ROWS=rows, BLOCK=block, ACC=TL_DTYPE[acc], num_warps=warps_for(block),
-        )  # fmt: skip
-        ctx.save_for_backward(x, gamma, mean, low, rstd)
-        ctx.layout, ctx.sinks, ctx.leaf, ctx.beta_dtype = layout, sinks, leaf, beta.dtype
-        return y.to(x.dtype)
+        y, *stats = forward(x, gamma, beta, eps)
+        ctx.save_for_backward(x, gamma, *stats)
+        ctx.layout, ctx.sinks, ctx.leaf = layout, sinks, leaf
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, gamma, mean, low, rstd = ctx.saved_tensors
-        (dy,) = grads
-        length = x.shape[1]
-        block, plan = block_of(length), plan_tree(ctx.layout, ctx.leaf)
-        table = tables(ctx.layout, plan, x.device)
-        dx = torch.zeros(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
-        num_leaves = len(plan.keys)
-        gamma_leaves = torch.empty(num_leaves, length, dtype=rstd.dtype, device=x.device)
-        beta_leaves = torch.empty_like(gamma_leaves)
-        launch(
-            layer_norm_bwd_leaf, (num_leaves,),
-            compute(dy), compute(x), compute(gamma), mean, low, rstd, dx, gamma_leaves, beta_leaves,
-            table["row"], table["count"],
-            LENGTH=length, ROWS=rows_of_leaf(ctx.leaf), BLOCK=block, ACC=TL_DTYPE[rstd.dtype],
-            num_warps=warps_for(block),
-        )  # fmt: skip
-        out = []
-        for i, (name, leaves) in enumerate((("weight", gamma_leaves), ("bias", beta_leaves)), 1):
-            wanted = ctx.needs_input_grad[i]
-            nodes = fold(leaves, ctx.layout, plan, TreeId(leaf=ctx.leaf)) if wanted else None
-            out.append(nodes and deliver(nodes, name, ctx.sinks, gamma.dtype))
-        return dx.to(x.dtype), *out, None, None, None, None
+        x, gamma, *stats = ctx.saved_tensors
+        dx, *leaves = backward(grads[0], x, gamma, tuple(stats), ctx.layout, ctx.leaf)
+        out = [
+            deliver(fold_leaves(part, ctx.layout, ctx.leaf), name, ctx.sinks, gamma.dtype)
+            if wanted
+            else None
+            for name, part, wanted in zip(
+                ("weight", "bias"), leaves, ctx.needs_input_grad[1:3], strict=True
+            )
+        ]
+        return dx, *out, None, None, None, None
 
 
 def layer_norm(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from sumgrad.kernels.layout import Layout
 from sumgrad.kernels.runtime import launch, tl, triton
-from sumgrad.kernels.tree import Nodes, TreeId, TreePlan
+from sumgrad.kernels.tree import Nodes, TreeId, TreePlan, plan_tree
 from torch import Tensor
 
 FOLD_BLOCK = 256
@@ -106,6 +106,11 @@ def fold(leaves: Tensor, layout: Layout, plan: TreePlan, tree: TreeId) -> Nodes:
         )  # fmt: skip
         current = out
     return make_nodes(current.reshape(-1, *shape), plan, tree)
+
+
+def fold_leaves(leaves: Tensor, layout: Layout, leaf: int) -> Nodes:
+    """Leaves that are chains over `leaf` positions, folded."""
+    return fold(leaves, layout, plan_tree(layout, leaf), TreeId(leaf=leaf))
 
 
 def make_nodes(values: Tensor, plan: TreePlan, tree: TreeId) -> Nodes:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from sumgrad.kernels.layout import Layout, resolve
-from sumgrad.kernels.primitives import add_rows, fold, tables
+from sumgrad.kernels.primitives import add_rows, fold_leaves, tables
 from sumgrad.kernels.runtime import (
     INTERPRETED,
     TL_DTYPE,
@@ -37,7 +37,7 @@ from sumgrad.kernels.runtime import (
     warps_for,
 )
 from sumgrad.kernels.sink import Sinks, deliver
-from sumgrad.kernels.tree import TreeId, plan_tree
+from sumgrad.kernels.tree import plan_tree
 from torch import Tensor
 
 LEAF = 32
@@ -144,7 +144,7 @@ def sum_partials(partials, dweight, num_blocks, LENGTH: tl.constexpr, BLOCK: tl.
     tl.store(dweight + column, total, mask=column < LENGTH)
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y in x's dtype and rstd (rows,) in the accumulator's."""
     num_rows, length = x.shape
     block = block_of(length)
@@ -190,6 +190,24 @@ def _backward_last_block(
     return dx, dweight
 
 
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, layout: Layout, leaf: int
+) -> tuple[Tensor, Tensor]:
+    """dx in x's dtype, and dweight's leaves (n, D) in the accumulator's."""
+    length = x.shape[1]
+    block, plan = block_of(length), plan_tree(layout, leaf)
+    table = tables(layout, plan, x.device)
+    dx = torch.zeros(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
+    leaves = torch.empty(len(plan.keys), length, dtype=rstd.dtype, device=x.device)
+    launch(
+        rms_norm_bwd_leaf, (len(plan.keys),),
+        compute(dy), compute(x), compute(weight), rstd, dx, leaves, table["row"], table["count"],
+        LENGTH=length, ROWS=rows_of_leaf(leaf), BLOCK=block, ACC=TL_DTYPE[rstd.dtype],
+        num_warps=warps_for(block),
+    )  # fmt: skip
+    return dx.to(x.dtype), leaves
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -202,7 +220,7 @@ class _RmsNorm(torch.autograd.Function):
         mode: str,
         leaf: int,
     ) -> Tensor:
-        y, rstd = _forward(x, weight, eps)
+        y, rstd = forward(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.layout, ctx.sinks, ctx.mode, ctx.leaf = layout, sinks, mode, leaf
         return y
@@ -214,23 +232,12 @@ class _RmsNorm(torch.autograd.Function):
         if ctx.mode == "last_block":
             dx, dweight = _backward_last_block(dy, x, weight, rstd)
             return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None, None, None
-        length = x.shape[1]
-        block, plan = block_of(length), plan_tree(ctx.layout, ctx.leaf)
-        table = tables(ctx.layout, plan, x.device)
-        dx = torch.zeros(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
-        leaves = torch.empty(len(plan.keys), length, dtype=rstd.dtype, device=x.device)
-        launch(
-            rms_norm_bwd_leaf, (len(plan.keys),),
-            compute(dy), compute(x), compute(weight), rstd, dx, leaves,
-            table["row"], table["count"],
-            LENGTH=length, ROWS=rows_of_leaf(ctx.leaf), BLOCK=block, ACC=TL_DTYPE[rstd.dtype],
-            num_warps=warps_for(block),
-        )  # fmt: skip
+        dx, leaves = backward(dy, x, weight, rstd, ctx.layout, ctx.leaf)
         delivered = None
         if ctx.needs_input_grad[1]:
-            nodes = fold(leaves, ctx.layout, plan, TreeId(leaf=ctx.leaf))
+            nodes = fold_leaves(leaves, ctx.layout, ctx.leaf)
             delivered = deliver(nodes, "weight", ctx.sinks, weight.dtype)
-        return dx.to(x.dtype), delivered, None, None, None, None, None
+        return dx, delivered, None, None, None, None, None
 
 
 def rms_norm(

@@ -58,28 +58,36 @@ def swiglu_bwd(dy, gate, up, dgate, dup, numel, BLOCK: tl.constexpr, ACC: tl.con
     tl.store(dup + place, (seed * (g * sigmoid)).to(dup.dtype.element_ty), mask=inside)
 
 
+def forward(gate: Tensor, up: Tensor) -> Tensor:
+    """y, of gate's shape and dtype."""
+    y = torch.empty(gate.shape, dtype=compute_dtype(gate.dtype), device=gate.device)
+    acc = TL_DTYPE[accumulator_dtype(gate.dtype)]
+    grid = (triton.cdiv(y.numel(), BLOCK),)
+    launch(swiglu_fwd, grid, compute(gate), compute(up), y, y.numel(), BLOCK=BLOCK, ACC=acc)
+    return y.to(gate.dtype)
+
+
+def backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """dgate and dup."""
+    dgate = torch.empty(gate.shape, dtype=compute_dtype(gate.dtype), device=gate.device)
+    dup = torch.empty_like(dgate)
+    launch(
+        swiglu_bwd, (triton.cdiv(dup.numel(), BLOCK),),
+        compute(dy), compute(gate), compute(up), dgate, dup, dup.numel(),
+        BLOCK=BLOCK, ACC=TL_DTYPE[accumulator_dtype(gate.dtype)],
+    )  # fmt: skip
+    return dgate.to(gate.dtype), dup.to(up.dtype)
+
+
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        y = torch.empty(gate.shape, dtype=compute_dtype(gate.dtype), device=gate.device)
-        acc = TL_DTYPE[accumulator_dtype(gate.dtype)]
-        grid = (triton.cdiv(y.numel(), BLOCK),)
-        launch(swiglu_fwd, grid, compute(gate), compute(up), y, y.numel(), BLOCK=BLOCK, ACC=acc)
-        return y.to(gate.dtype)
+        return forward(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        (dy,) = grads
-        dgate = torch.empty(gate.shape, dtype=compute_dtype(gate.dtype), device=gate.device)
-        dup = torch.empty_like(dgate)
-        launch(
-            swiglu_bwd, (triton.cdiv(dup.numel(), BLOCK),),
-            compute(dy), compute(gate), compute(up), dgate, dup, dup.numel(),
-            BLOCK=BLOCK, ACC=TL_DTYPE[accumulator_dtype(gate.dtype)],
-        )  # fmt: skip
-        return dgate.to(gate.dtype), dup.to(up.dtype)
+        return backward(grads[0], *ctx.saved_tensors)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
