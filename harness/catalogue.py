@@ -1,4 +1,4 @@
-"""What there is: shipped workloads, topologies and faults."""
+"""What there is: shipped workloads, topologies, faults and operators."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from rich.text import Text
 from sumgrad.faults import plan_faults
 from sumgrad.topology import load_topology
 from sumgrad.workload import SHIPPED
+
+
+OPERATORS = {  # of `sumgrad ops`; written down, so that listing them imports no torch
+    "rms_norm": "x / rms(x) * weight; weight gradient by the canonical tree",
+    "layer_norm": "the mean kept as two numbers, two-pass variance",
+    "linear": "x W^T + b, fixed tiles, no split but at tree nodes",
+    "attention": "causal, grouped heads, any lengths, chunked prefill through a cache",
+    "embedding": "a segmented tree for each token",
+    "swiglu": "silu(gate) * up",
+    "rope": "rotary positions",
+    "cross_entropy": "SUM and count, by the canonical tree",
+    "chain": "a decoder of all of these, forward and backward",
+}
 
 
 def topologies_directory() -> Path:
@@ -39,6 +52,7 @@ def catalogue() -> dict[str, Any]:
             for t in topologies
         },
         "faults": {name: fault.story for name, fault in plan_faults().items()},
+        "operators": OPERATORS,
         "directory": str(topologies_directory()),
     }
 
@@ -46,7 +60,7 @@ def catalogue() -> dict[str, Any]:
 def render_catalogue(found: dict[str, Any]) -> RenderableType:
     """The catalogue as tables."""
     parts: list[RenderableType] = []
-    for title in ("workloads", "topologies", "faults"):
+    for title in ("workloads", "topologies", "faults", "operators"):
         table = Table(
             title=title,
             title_justify="left",

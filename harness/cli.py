@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         report.add_argument(f"--{kind}", type=Path, metavar="FILE")
     _common_flags(report)
 
-    listing = verbs.add_parser("list", help="workloads, topologies, faults")
+    listing = verbs.add_parser("list", help="workloads, topologies, faults, operators")
     _common_flags(listing)
     return parser
 

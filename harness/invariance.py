@@ -61,8 +61,8 @@ class Operator(Protocol):
     def begin(self, lengths: Sequence[int], arrangement: Arrangement, weights: Tensors) -> Any:
         """State of one rank's calls: where weight gradients gather, caches."""
 
-    def forward(self, state: Any, call: Call, rows: Tensors) -> Tensor:
-        """(num_rows, *output), or the loss."""
+    def forward(self, state: Any, call: Call, rows: Tensors) -> Tensor | tuple[Tensor, Tensors]:
+        """(num_rows, *output), or the loss; with it, maybe, other results for each row by name."""
 
     def totals(self, states: Sequence[Any]) -> Tensors:
         """Gradients of the weights (and the loss) from the states of all ranks, unrounded."""
@@ -249,7 +249,7 @@ def run_share(
     }
     state = operator.begin(problem.lengths, arrangement, weights)
     gathered: Tensors = {}
-    pending: list[tuple[Call, Tensors, Tensor, Tensor]] = []
+    pending: list[_Pending] = []
     for call in (c for c in arrangement.calls if c.rank == rank):
         inputs = physical_inputs(problem, arrangement, call)
         for value in inputs.values():
@@ -260,7 +260,10 @@ def run_share(
             seed = problem.seed
         else:
             seed = place(problem.seed, call, starts, offset=arrangement.offset, junk=False)
-        pending.append((call, inputs, result, seed))
+        more: Tensors = {}
+        if isinstance(result, tuple):
+            result, more = result
+        pending.append(_Pending(call=call, inputs=inputs, result=result, seed=seed, more=more))
         if not arrangement.chunked:
             _backward(pending, gathered, problem, operator)
     _backward(pending, gathered, problem, operator)
@@ -273,8 +276,19 @@ def _moved(value: Tensor, offset: int) -> Tensor:
     return out
 
 
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """A call that was made and not yet differentiated. more: results that are only compared."""
+
+    call: Call
+    inputs: Tensors
+    result: Tensor
+    seed: Tensor
+    more: Tensors
+
+
 def _backward(
-    pending: list[tuple[Call, Tensors, Tensor, Tensor]],
+    pending: list[_Pending],
     gathered: Tensors,
     problem: Problem,
     operator: Operator,
@@ -285,12 +299,13 @@ def _backward(
     starts = starts_of(problem.lengths)
     with Poison():
         torch.autograd.backward(
-            [result for _, _, result, _ in pending],
-            [seed.to(result.dtype) for _, _, result, seed in pending],
+            [p.result for p in pending], [p.seed.to(p.result.dtype) for p in pending]
         )
-    for call, inputs, result, _ in pending:
-        found = {} if operator.output is None else {"y": result.detach()}
-        for name, value in inputs.items():
+    for p in pending:
+        found = {name: value.detach() for name, value in p.more.items()}
+        if operator.output is not None:
+            found["y"] = p.result.detach()
+        for name, value in p.inputs.items():
             if value.is_floating_point():
                 grad = value.grad
                 found["d" + name] = torch.zeros_like(value) if grad is None else grad
@@ -298,7 +313,7 @@ def _backward(
             if name not in gathered:
                 shape = (sum(problem.lengths), *physical.shape[1:])
                 gathered[name] = physical.new_full(shape, float("nan"))
-            _gather(gathered[name], physical, call, starts)
+            _gather(gathered[name], physical, p.call, starts)
     pending.clear()
 
 

@@ -115,7 +115,7 @@ def attention_fwd(
     tl.store(lse + (q_row + at) * H + head, top + tl.log(total), mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def attention_delta(
     o, do, delta, num_rows, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     ACC: tl.constexpr,

@@ -116,7 +116,7 @@ def outer_leaf(
     return acc + 0.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth"])
 def linear_dweight(
     dy, x, values, stacks, leaf_row, leaf_count, node_first, merges, depth,
     N: tl.constexpr, K: tl.constexpr,

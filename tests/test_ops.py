@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from sumgrad.arrangement import PROPERTIES, arrangements, base
+from sumgrad.catalogue import OPERATORS
 from sumgrad.cli import main
 from sumgrad.invariance import (
     LENGTHS,
@@ -33,7 +34,7 @@ OURS = {
     "swiglu": {"y", "dgate", "dup"},
     "rope": {"y", "dx"},
     "cross_entropy": {"loss", "dlogits"},
-    "chain": {"loss", *("d" + name for name in CHAIN.shapes())},
+    "chain": {"loss", "y", *("d" + name for name in CHAIN.shapes())},
 }
 
 
@@ -45,6 +46,10 @@ def matrix(sumgrad_launcher):
 
 def of(matrix, name) -> Report:
     return next(report for report in matrix.reports if report.operator == name)
+
+
+def test_the_catalogue_lists_what_there_is():
+    assert list(OPERATORS) == [operator.name for operator in shipped()]
 
 
 @pytest.mark.distributed

@@ -13,16 +13,18 @@ from torch.nn import functional
 def chain_reference(
     chain: Any, values: Mapping[str, Any], seed: float, lengths: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Loss and gradients by name. values: weights, tokens, targets as arrays; chain: the sizes."""
+    """Loss, logits (y), gradients by name. values: weights, tokens, targets; chain: sizes."""
     weights = {name: torch.tensor(values[name]).requires_grad_() for name in chain.shapes()}
     tokens, targets = torch.tensor(values["tokens"]), torch.tensor(values["targets"])
     loss = torch.zeros((), dtype=torch.float64)
+    rows = []
     for ids, wanted in zip(tokens.split(list(lengths)), targets.split(list(lengths)), strict=True):
         logits = _logits(chain, weights, ids)
+        rows.append(logits.detach())
         loss = loss + functional.cross_entropy(logits, wanted, reduction="sum")
     (loss * seed).backward()
     found = {"d" + name: w.grad for name, w in weights.items() if w.grad is not None}
-    return {"loss": loss.detach().reshape(1), **found}
+    return {"loss": loss.detach().reshape(1), "y": torch.cat(rows), **found}
 
 
 def _logits(chain: Any, w: Mapping[str, Tensor], tokens: Tensor) -> Tensor:

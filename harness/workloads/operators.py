@@ -71,7 +71,7 @@ class TreeOperator:
     """
 
     name: str
-    function: Callable[..., Tensor]
+    function: Callable[..., Tensor | tuple[Tensor, Tensors]]
     rows: Mapping[str, Rows]
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     output: tuple[int, ...] | None = None
@@ -100,7 +100,9 @@ class TreeOperator:
             caches=[] if arrangement.chunked and self.caches else None,
         )
 
-    def forward(self, state: TreeState, call: Call, rows: Tensors) -> Tensor:
+    def forward(
+        self, state: TreeState, call: Call, rows: Tensors
+    ) -> Tensor | tuple[Tensor, Tensors]:
         layout = layout_of(call, len(state.lengths))
         if state.caches is not None and not state.caches:
             assert self.caches is not None
@@ -171,6 +173,13 @@ def exchange(state: TreeState, name: str, group: Any) -> Any:
         return torch.zeros(shares[0].values.shape[1], dtype=state.dtype) if root is None else root
 
     return tree_sum(held, shape=state.shapes[name], dtype=state.dtype, finish=finish, group=group)
+
+
+def _chain(r: Tensors, w: Tensors, layout: Layout, trees: Any, caches: Any) -> Any:
+    logits, loss = CHAIN.forward(
+        w, r["tokens"], r["targets"], layout=layout, sinks=trees, caches=caches
+    )
+    return loss, {"y": logits}
 
 
 def _norm(values: dict[str, Any], seed: Any, _: Any) -> Any:
@@ -253,9 +262,7 @@ def shipped() -> list[Operator]:
         ),
         TreeOperator(
             name="chain",
-            function=lambda r, w, layout, trees, caches: CHAIN.forward(
-                w, r["tokens"], r["targets"], layout=layout, sinks=trees, caches=caches
-            )[1],
+            function=_chain,
             rows={"tokens": Rows(limit=VOCABULARY), "targets": Rows(limit=VOCABULARY)},
             weights=CHAIN.shapes(), rows_alone=False, caches=CHAIN.caches,
             reference=lambda v, seed, lengths: chain_reference(CHAIN, v, float(seed), lengths),
