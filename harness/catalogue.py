@@ -12,7 +12,6 @@ from sumgrad.faults import plan_faults
 from sumgrad.topology import load_topology
 from sumgrad.workload import SHIPPED
 
-
 OPERATORS = {  # of `sumgrad ops`; written down, so that listing them imports no torch
     "rms_norm": "x / rms(x) * weight; weight gradient by the canonical tree",
     "layer_norm": "the mean kept as two numbers, two-pass variance",
