@@ -14,28 +14,21 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from sumgrad import __version__
+from sumgrad.arguments import Parser, add_common_flags, add_run_flags, make_parser
 from sumgrad.errors import UserError
 from sumgrad.files import write_bytes, write_json
 from sumgrad.interpreter import decide_interpreter, has_gpu
 from sumgrad.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-TIERS = ("structure", "precision", "bitwise")
 WIDTH_ELSEWHERE = 200
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message} (see {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks need the cores
-    return _guarded(lambda: _dispatch(_checked(_parser().parse_args(argv))))
+    return _guarded(lambda: _dispatch(_checked(make_parser().parse_args(argv))))
 
 
 def torchrun_main() -> int:
@@ -82,105 +75,6 @@ def _checked(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="sumgrad",
-        description="Checks every rank's gradient of a distributed training step, and says which "
-        "term on which rank was counted how often.",
-        epilog="exit codes: 0 PASS, 1 FAIL, 2 bad usage or input, 3 UNKNOWN, 4 internal error",
-    )
-    parser.add_argument("--version", action="version", version=f"sumgrad {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    run = verbs.add_parser("run", help="check a topology, ranks started on this machine")
-    run.add_argument("topology", type=Path, metavar="T.yaml")
-    _run_flags(run)
-    _common_flags(run)
-
-    plan = verbs.add_parser("plan", help="the rank map, who contributes what, and the proof")
-    plan.add_argument("topology", type=Path, metavar="T.yaml")
-    plan.add_argument("--workload", help="NAME, file.py:Class or package.module:Class")
-    plan.add_argument("--fault", metavar="NAME", help="prove the plan with this fault planted")
-    _common_flags(plan)
-
-    faults = verbs.add_parser("faults", help="the kill matrix: topologies x planted faults")
-    faults.add_argument("topologies", type=Path, nargs="*", metavar="T.yaml")
-    faults.add_argument("--fault", action="append", metavar="NAME", help="only this; repeatable")
-    faults.add_argument("--seed", type=int, default=0)
-    faults.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS")
-    _common_flags(faults)
-
-    ops = verbs.add_parser("ops", help="the invariance matrix: operators x properties, on raw bits")
-    ops.add_argument(
-        "--op",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="only this one, or your own as file.py:NAME; repeatable",
-    )
-    ops.add_argument("--dtype", choices=DTYPES, default="float32")
-    ops.add_argument("--seed", type=int, default=0)
-    ops.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default=None,
-        help="default: cuda where there is a GPU, else cpu, where Triton's kernels are interpreted",
-    )
-    ops.add_argument("--timeout", type=_positive, default=1800.0, metavar="SECONDS")
-    _common_flags(ops)
-
-    judge = verbs.add_parser("judge", help="judge a stored run again")
-    judge.add_argument("directory", type=Path, metavar="DIR")
-    judge.add_argument("--law", choices=("report", "enforce"), help="default: as the run was")
-    _common_flags(judge)
-
-    report = verbs.add_parser("report", help="render a stored run")
-    report.add_argument("directory", type=Path, metavar="DIR")
-    for kind in ("html", "markdown", "junit"):
-        report.add_argument(f"--{kind}", type=Path, metavar="FILE")
-    _common_flags(report)
-
-    listing = verbs.add_parser("list", help="workloads, topologies, faults, operators")
-    _common_flags(listing)
-    return parser
-
-
-def _run_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workload", help="NAME, file.py:Class or package.module:Class (default: the YAML's)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the precision tier")
-    parser.add_argument(
-        "--tiers",
-        type=_tiers,
-        default=("structure", "precision"),
-        help="comma-separated: " + ", ".join(TIERS) + " (default: structure,precision)",
-    )
-    parser.add_argument("--fault", metavar="NAME", help="plant this fault; see `sumgrad list`")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, text and draws")
-    parser.add_argument("--steps", type=_count, default=None, help="default: 1")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: new, in .sumgrad/runs")
-    parser.add_argument(
-        "--timeout",
-        type=_positive,
-        default=120.0,
-        metavar="SECONDS",
-        help="until every rank must be done (default: 120)",
-    )
-    parser.add_argument(
-        "--law",
-        choices=("report", "enforce"),
-        default="enforce",
-        help="findings of the law warn, or fail (default)",
-    )
-    parser.add_argument("--kernels", choices=("auto", "triton", "torch"), default=None)
-
-
-def _common_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="machine-readable result")
-    parser.add_argument("--quiet", action="store_true", help="only the last line")
-
-
 def _dispatch(args: argparse.Namespace) -> int:
     code: int = {
         "run": _run,
@@ -206,10 +100,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _torchrun() -> int:
-    parser = _Parser(prog="harness/run.py", description="The check under torchrun.")
+    parser = Parser(prog="harness/run.py", description="The check under torchrun.")
     parser.add_argument("--topology", type=Path, required=True, metavar="T.yaml")
-    _run_flags(parser)
-    _common_flags(parser)
+    add_run_flags(parser)
+    add_common_flags(parser)
     args = _checked(parser.parse_args())
     decide_interpreter(on_cpu=True)
     from sumgrad.torchrun import run_torchrun_rank, under_torchrun
@@ -409,31 +303,3 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
-
-
-def _tiers(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    wrong = [name for name in names if name not in TIERS]
-    if wrong or not names:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected some of {', '.join(TIERS)}")
-    return names
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value <= 1000:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer from 1 to 1000")
-    return value
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds, more than 0")
-    return value

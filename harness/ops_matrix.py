@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from sumgrad.arrangement import PROPERTIES
+from sumgrad.arrangement import PROPERTIES, RANK_COUNTS
 from sumgrad.errors import UserError
 from sumgrad.invariance import Difference, Report, add_cells
 from sumgrad.launch import Launcher, RankJob
-from sumgrad.ops_rank import NUM_RANKS, load_operators
+from sumgrad.ops_rank import LOCAL, NUM_RANKS, load_operators
 from sumgrad.outcome import RankOutcome, first_to_fail
 
 OURS = "sumgrad.workloads.operators:shipped"
@@ -163,8 +165,9 @@ def run_matrix(
             },
             timeout_s=timeout_s,
         )
-        outcomes = launcher.run(job, progress=progress)
         order = [n for n in operator_names(sources) if not names or n in names]
+        with _counting(directory, len(order), progress):
+            outcomes = launcher.run(job)
         reports, failures = collect(directory, order)
     return OpsMatrix(
         dtype=dtype,
@@ -174,6 +177,28 @@ def run_matrix(
         seconds=round(time.monotonic() - started, 1),
         versions=versions(),
     )
+
+
+@contextmanager
+def _counting(
+    directory: Path, num_operators: int, progress: Callable[[str], None]
+) -> Iterator[None]:
+    """Says how many results the ranks have written so far."""
+    expected = num_operators * (1 + len(LOCAL) + sum(RANK_COUNTS))
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.5):
+            done = sum(1 for _ in directory.glob("cells-*.json"))
+            progress(f"{num_operators} operators on {NUM_RANKS} ranks: {done} of {expected}")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _lost(outcomes: Sequence[RankOutcome]) -> list[str]:

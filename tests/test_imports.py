@@ -13,7 +13,16 @@ HARNESS = ROOT / "harness"
 MODULES = {path.stem: path for path in HARNESS.glob("*.py")}
 # One line a layer, lowest first; a module may import its own layer and those below it.
 LAYERS = [
-    ["__init__", "errors", "files", "tolerances", "verdict", "interpreter", "arrangement"],
+    [
+        "__init__",
+        "errors",
+        "files",
+        "tolerances",
+        "verdict",
+        "interpreter",
+        "arrangement",
+        "arguments",
+    ],
     ["yaml_source", "topology", "outcome"],
     ["declaration", "rank", "convention", "exchange", "fit", "tree_exchange"],
     ["plan"],
