@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from sumgrad.arrangement import PROPERTIES, arrangements, base
 from sumgrad.catalogue import OPERATORS
 from sumgrad.cli import main
@@ -189,6 +192,16 @@ def test_an_operator_that_raises_on_one_rank_ends_at_once(tmp_path, sumgrad_laun
     assert not matrix.ok
     assert any("not here" in line for line in matrix.wrong)
     assert of(matrix, "small").cells["y", "dp 1"] is None
+
+
+def test_the_gpu_script_runs_every_step_at_toy_sizes(tmp_path):
+    command = [sys.executable, "scripts/gpu.py", "--try-on-cpu", "--out", str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert found.returncode == 0, found.stdout + found.stderr
+    data = json.loads((tmp_path / "gpu_cpu_bench.json").read_text())
+    assert set(data["same_bits_at_real_sizes"].values()) == {True}
+    assert {m["operator"] for m in data["measured"]} >= {"matmul dW", "attention backward"}
+    assert json.loads((tmp_path / "gpu_cpu_ops_float32.json").read_text())["ok"]
 
 
 def test_a_configuration_that_does_not_differ_is_an_error():
