@@ -57,7 +57,8 @@ class Call:
 class Arrangement:
     """One configuration. chunked: later calls see earlier ones' positions through a cache.
 
-    offset: elements by which every tensor is moved in its storage. num_ranks: 0 is no group.
+    offset: elements by which every tensor is moved in its storage. nan_padding: padding holds NaN,
+    not other numbers. num_ranks: 0 is no group.
     """
 
     prop: str
@@ -65,6 +66,7 @@ class Arrangement:
     calls: tuple[Call, ...]
     chunked: bool = False
     offset: int = 0
+    nan_padding: bool = False
     num_ranks: int = 0
 
     @property
@@ -132,6 +134,9 @@ def arrangements(
         wider = padded(lengths, everyone, width=longest + more)
         name = f"padded right by {more} more"
         yield Arrangement(prop="pad right", name=name, calls=(wider,))
+    name = "padded right, NaN in the padding"
+    wider = padded(lengths, everyone, width=longest + 1)
+    yield Arrangement(prop="pad right", name=name, calls=(wider,), nan_padding=True)
     for gap in (0, 3):
         name = f"packed, {gap} rows between" if gap else "packed"
         call = packed(_whole(lengths, everyone), gap=gap)

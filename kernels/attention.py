@@ -35,6 +35,9 @@ from sumgrad.kernels.runtime import (
     triton,
 )
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+MAX_HEAD = 128  # at 256 some dtypes need more shared memory than a GPU has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +52,13 @@ class AttentionTiles:
     num_warps: int = 4
     num_stages: int = 2
 
+    def __post_init__(self) -> None:
+        if any(n < 16 or n & (n - 1) for n in (self.query, self.key)) or self.query % self.key:
+            raise KernelError(f"{self}: expected powers of two >= 16, query a multiple of key")
+
 
 def default_tiles(dtype: torch.dtype, kind: str = KIND) -> AttentionTiles:
-    """One pair for each dtype and kind of machine; no spills at heads of 128 (docs/data)."""
+    """One pair for each dtype and kind of machine; next to no spills at heads of 128 (docs/data)."""
     if kind == "interpreted":
         return AttentionTiles(query=64, key=64)
     if dtype == torch.float64:
@@ -102,8 +109,9 @@ def attention_fwd(
         s, counts = _scores(query, keys, at, key, stop, SCALE, ACC)
         s = tl.where(counts, s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, axis=1))
-        shrink = tl.exp(top - higher)
-        p = tl.exp(s - higher[:, None])
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp(top - safe)
+        p = tl.exp(s - safe[:, None])
         total = total * shrink + tl.sum(p, axis=1)
         acc = acc * shrink[:, None]
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee", out_dtype=ACC)
@@ -216,8 +224,8 @@ def _work(layout: Layout, cache: KeyValueCache | None, tile: int, *, keys: bool)
     """
     items = []
     for p in layout.pieces:
-        if p.start and cache is None:
-            raise LayoutError(f"attention: {p} begins inside its sample; that needs a cache")
+        if cache is None and (p.start or not p.ends):
+            raise LayoutError(f"attention: {p} is a part of its sample; that needs a cache")
         kv_row = p.row if cache is None else cache.first_row(p)
         first = 0 if keys else p.start // tile
         for i in range(first, -(-p.stop // tile) if p.length else 0):
@@ -229,15 +237,17 @@ def _tables(
     layout: Layout, cache: KeyValueCache | None, tiles: AttentionTiles, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Work items by query tile and by key tile, on the device, made once for each layout."""
-    kept = layout.derived if cache is None else {}
-    name = ("attention", tiles, device)
-    if name not in kept:
+
+    def make() -> tuple[Tensor, ...]:
         layout.check_cuts(tiles.query, f"attention with query tiles of {tiles.query}")
-        kept[name] = tuple(
+        return tuple(
             torch.from_numpy(_work(layout, cache, size, keys=keys)).to(device)
             for size, keys in ((tiles.query, False), (tiles.key, True))
         )
-    found: tuple[Tensor, Tensor] = kept[name]
+
+    found: tuple[Tensor, Tensor] = (
+        layout.derived(("attention", tiles, device), make) if cache is None else make()
+    )
     return found
 
 
@@ -272,6 +282,7 @@ class _Attention(torch.autograd.Function):
         return out, torch.zeros_like(token)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, out, lse, by_query, by_key, *own = ctx.saved_tensors
         do = grads[0]
@@ -302,6 +313,18 @@ class _Attention(torch.autograd.Function):
             dk, dv = ctx.cache.take(ctx.layout)
         token = torch.zeros((), device=q.device)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), token, None, None, None, None
+
+
+def _check_cache(cache: KeyValueCache, q: Tensor, k: Tensor, v: Tensor) -> None:
+    have = (tuple(cache.keys.shape[1:]), cache.keys.dtype, cache.keys.device)
+    got = (tuple(k.shape[1:]), k.dtype, k.device)
+    if have != got:
+        raise KernelError(f"cache: holds {have} (heads and head, dtype, device), got {got}")
+    if not torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        raise KernelError(
+            "cache: called without grad mode on inputs that require a gradient: backward would not "
+            "know this chunk (reentrant checkpointing does so; use_reentrant=False works)"
+        )
 
 
 def _constants(q: Tensor, k: Tensor, tiles: AttentionTiles, scale: float) -> dict[str, Any]:
@@ -341,17 +364,13 @@ def attention(
     check_shape("v", v, tuple(k.shape))
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise KernelError(f"k: got {k.shape[1]} heads, expected a divisor of q's {q.shape[1]}")
-    if not 1 <= q.shape[2] <= 256:
-        raise KernelError(f"q: got a head of {q.shape[2]} elements, expected 1 to 256")
+    if not 1 <= q.shape[2] <= MAX_HEAD:
+        raise KernelError(f"q: got a head of {q.shape[2]} elements, expected 1 to {MAX_HEAD}")
     layout = resolve(layout, len(q))
-    if cache is not None and cache.keys.shape[1:] != k.shape[1:]:
-        raise KernelError(
-            f"cache: holds heads {tuple(cache.keys.shape[1:])}, got {tuple(k.shape[1:])}"
-        )
+    if cache is not None:
+        _check_cache(cache, q, k, v)
     token = torch.zeros((), device=q.device) if cache is None else cache.token
     chosen = tiles or default_tiles(q.dtype)
-    if chosen.query % chosen.key:
-        raise KernelError(f"tiles: {chosen}: a query tile must hold whole key tiles")
     c = q.shape[2] ** -0.5 if scale is None else scale
     out, token = _Attention.apply(q, k, v, token, layout, cache, chosen, c)
     if cache is not None:

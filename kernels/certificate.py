@@ -31,13 +31,16 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
 }
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
-DTYPES = ("float32", "bfloat16", "float64")
-SHORT = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 ROW, VOCABULARY, HEAD = 4096, 32000, 128
-PTX_ATOMIC = re.compile(r"^\s*(?:@!?%p\d+\s+)?((?:atom|red)\.[\w.:]+)", re.MULTILINE)
-AMD_ATOMIC = re.compile(r"^\s*((?:global|buffer|flat|ds)_(?:atomic_\w+|add_\w*f\w+))", re.MULTILINE)
+PTX_ATOMIC = re.compile(r"(?:^|[\s;{])((?:atom|red|multimem|cp\.reduce)\.[\w.:]+)")
+AMD_ATOMIC = re.compile(
+    r"^\s*((?:global|buffer|flat|ds)_(?:atomic_\w+|(?:pk_)?add_\w*f\w+))", re.MULTILINE
+)
+COUNTER = "atomic_rmw add"
 FLOAT = re.compile(r"(?:\.|_)(?:b?f(?:16|32|64)(?:x2)?|pk_\w+)\b")
-IR_ATOMIC = re.compile(r"(?:atomic_rmw|atomic_cas)\s+(\w+)?")
+IR_ATOMIC = re.compile(r"(atomic_rmw\s+\w+|atomic_cas|descriptor_reduce|elementwise_inline_asm)")
 MATRIX = re.compile(r"\b(mma\.sync[\w.]+|wgmma\.mma_async[\w.]+|tcgen05\.mma[\w.:]*|v_mfma_\w+)")
 APPROXIMATE = re.compile(r"\b(\w+\.approx(?:\.ftz)?\.\w+|div\.full\.f32)")
 
@@ -110,12 +113,13 @@ def _variants(dtype: str, kind: str) -> Iterable[Variant]:
         "rms_norm.rms_norm_bwd_leaf", rows | {"dx": x, "leaves": acc} | leaf,
         constants=row | {"ROWS": 1}, **warps,
     )  # fmt: skip
-    yield make(
-        "rms_norm.rms_norm_bwd_last_block",
-        rows | {"dx": x, "partials": acc, "dweight": acc, "counter": "*i32"}
-        | {"num_rows": "i32", "num_blocks": "i32"},
-        constants=row | {"FUSED": True}, counters=1, **warps,
-    )  # fmt: skip
+    for fused in (True, False):
+        yield make(
+            "rms_norm.rms_norm_bwd_last_block",
+            rows | {"dx": x, "partials": acc, "dweight": acc, "counter": "*i32"}
+            | {"num_rows": "i32", "num_blocks": "i32"},
+            constants=row | {"FUSED": fused}, counters=int(fused), **warps,
+        )  # fmt: skip
     yield make(
         "rms_norm.sum_partials", {"partials": acc, "dweight": acc, "num_blocks": "i32"},
         constants={"LENGTH": ROW, "BLOCK": 256}, acc=False,
@@ -135,11 +139,12 @@ def _variants(dtype: str, kind: str) -> Iterable[Variant]:
     tiles = linear.default_tiles(given, kind=kind)
     launched = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "products": True}
     tile = {"BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "N": ROW, "K": ROW}
-    yield make(
-        "linear.matmul",
-        {"a": x, "b": x, "bias": x, "out": x, "num_rows": "i32"},
-        constants=tile | {"TRANSPOSED": True, "BIAS": True}, **launched,
-    )  # fmt: skip
+    for transposed, bias in ((True, True), (True, False), (False, False)):
+        yield make(
+            "linear.matmul",
+            {"a": x, "b": x, "bias": x, "out": x, "num_rows": "i32"},
+            constants=tile | {"TRANSPOSED": transposed, "BIAS": bias}, **launched,
+        )  # fmt: skip
     yield make(
         "linear.linear_dweight",
         {"dy": x, "x": x, "values": acc, "stacks": acc} | leaf
@@ -167,20 +172,23 @@ def _variants(dtype: str, kind: str) -> Iterable[Variant]:
         | {"rows": index, "merges": "*i32", "depth": "i32"},
         constants={"LENGTH": ROW, "BLOCK": 256},
     )  # fmt: skip
-    yield make(
-        "swiglu.swiglu_fwd", dict.fromkeys(("gate", "up", "y"), x) | {"numel": "i64"},
-        constants={"BLOCK": 1024},
-    )  # fmt: skip
-    yield make(
-        "swiglu.swiglu_bwd",
-        dict.fromkeys(("dy", "gate", "up", "dgate", "dup"), x) | {"numel": "i64"},
-        constants={"BLOCK": 1024},
-    )  # fmt: skip
-    yield make(
-        "rope.rope_turn",
-        {"x": x, "y": x, "cosine": acc, "sine": acc, "position": index, "num_rows": "i32"},
-        constants={"SIGN": -1.0, "HEADS": 32, "HALF": HEAD // 2, "ROWS": 16, "WIDE": HEAD // 2},
-    )  # fmt: skip
+    for numel in ("i32", "i64"):
+        yield make(
+            "swiglu.swiglu_fwd", dict.fromkeys(("gate", "up", "y"), x) | {"numel": numel},
+            constants={"BLOCK": 1024},
+        )  # fmt: skip
+        yield make(
+            "swiglu.swiglu_bwd",
+            dict.fromkeys(("dy", "gate", "up", "dgate", "dup"), x) | {"numel": numel},
+            constants={"BLOCK": 1024},
+        )  # fmt: skip
+    for sign in (1.0, -1.0):
+        wide = {"HEADS": 32, "HALF": HEAD // 2, "ROWS": 16, "WIDE": HEAD // 2}
+        yield make(
+            "rope.rope_turn",
+            {"x": x, "y": x, "cosine": acc, "sine": acc, "position": index, "num_rows": "i32"},
+            constants={"SIGN": sign} | wide,
+        )  # fmt: skip
     block = {"VOCABULARY": VOCABULARY, "ROWS": 2, "BLOCK": 1024}
     yield make(
         "cross_entropy.cross_entropy_fwd",
@@ -262,16 +270,16 @@ def _read(variant: Variant, target: str, compiled: Any, seconds: float) -> Certi
     amd = TARGETS[target][0] == "hip"
     code = compiled.asm["amdgcn" if amd else "ptx"]
     found = (AMD_ATOMIC if amd else PTX_ATOMIC).findall(code)
-    in_ir = [kind or "cas" for kind in IR_ATOMIC.findall(compiled.asm["ttir"])]
-    floats = [op for op in found if FLOAT.search(op)] + [k for k in in_ir if k.startswith("f")]
+    in_ir = [" ".join(op.split()) for op in IR_ATOMIC.findall(compiled.asm["ttir"])]
+    floats = [op for op in found if FLOAT.search(op)] + [k for k in in_ir if " f" in k]
     integers = [op for op in found if not FLOAT.search(op)]
     matrix = sorted(set(MATRIX.findall(code)))
     if variant.products and not matrix:
         matrix = ["fma"]
     registers, spilled = _amd_resources(code) if amd else _cuda_resources(compiled)
     problems = [f"float atomic: {op}" for op in sorted(set(floats))]
-    if len(in_ir) > variant.counters:
-        problems.append(f"{len(in_ir)} atomics in the IR, {variant.counters} counters are named")
+    if in_ir != [COUNTER] * variant.counters:
+        problems.append(f"in the IR: {in_ir}, {variant.counters} counters are named")
     if compiled.metadata.shared > SHARED_LIMIT[target]:
         problems.append(f"{compiled.metadata.shared} bytes of shared memory do not fit")
     if not variant.counters and integers:

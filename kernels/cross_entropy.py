@@ -28,9 +28,10 @@ from sumgrad.kernels.runtime import (
     tl,
     triton,
 )
-from sumgrad.kernels.sink import Sinks
-from sumgrad.kernels.tree import sum_nodes
+from sumgrad.kernels.sink import Sinks, check_sinks
+from sumgrad.kernels.tree import plan_tree, sum_nodes
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 LEAF = 32
 VOCABULARY_BLOCK = 1024
@@ -102,16 +103,17 @@ class _CrossEntropy(torch.autograd.Function):
         lse = torch.empty_like(loss)
         launch(
             cross_entropy_fwd, (triton.cdiv(num_rows, rows),),
-            compute(logits), targets, loss, lse, num_rows,
+            compute(logits), compute(targets), loss, lse, num_rows,
             VOCABULARY=vocabulary, ROWS=rows, BLOCK=block, ACC=TL_DTYPE[acc],
         )  # fmt: skip
         ctx.save_for_backward(logits, targets, lse)
-        nodes = column_nodes(loss[:, None], layout, leaf)
+        nodes = column_nodes(loss[:, None], layout, "cross_entropy.loss", leaf)
         if sinks is not None:
             sinks["loss"].add(nodes)
         return sum_nodes(nodes).reshape(())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         logits, targets, lse = ctx.saved_tensors
         num_rows, vocabulary = logits.shape
@@ -119,7 +121,8 @@ class _CrossEntropy(torch.autograd.Function):
         dlogits = torch.empty(logits.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
         launch(
             cross_entropy_bwd, (triton.cdiv(num_rows, rows), triton.cdiv(vocabulary, block)),
-            compute(logits), targets, lse, grads[0].to(lse.dtype).contiguous(), dlogits, num_rows,
+            compute(logits), compute(targets), lse, compute(grads[0].to(lse.dtype)), dlogits,
+            num_rows,
             VOCABULARY=vocabulary, ROWS=rows, BLOCK=block, ACC=TL_DTYPE[lse.dtype],
         )  # fmt: skip
         return dlogits.to(logits.dtype), None, None, None, None
@@ -137,7 +140,8 @@ def cross_entropy(
     """logits (R, V), targets (R,) int -> (SUM of the loss in the accumulator's dtype, count).
 
     Rows with ignore_index and padding rows do not count. sinks: {"loss": Accumulator} takes the
-    nodes of the SUM. Raises KernelError (a target out of range too), LayoutError.
+    nodes of the SUM, in forward: do not recompute it by checkpointing. Raises KernelError (a
+    target out of range too), LayoutError.
     """
     check_floats(logits=logits)
     check_shape("logits", logits, ("R", "V"))
@@ -145,7 +149,10 @@ def cross_entropy(
         raise KernelError("logits: got an empty vocabulary")
     if targets.device != logits.device:
         raise KernelError(f"targets on {targets.device}, logits on {logits.device}")
+    check_shape("targets", targets, (len(logits),))
+    check_sinks("cross_entropy", sinks, ["loss"])
     layout = resolve(layout, len(logits))
+    plan_tree(layout, leaf)
     counted = (layout.positions >= 0).to(targets.device) & (targets != ignore_index)
     ids = check_tokens("targets", targets, len(logits), logits.shape[1], counted)
     ids = torch.where(counted, ids, IGNORED)

@@ -67,7 +67,7 @@ def rms_norm_backward_op(
 ) -> tuple[Tensor, Tensor]:
     layout = Layout.single(len(x))
     dx, leaves = rms_norm.backward(dy, x, weight, rstd, layout, rms_norm.LEAF)
-    dweight = sum_nodes(fold_leaves(leaves, layout, rms_norm.LEAF))
+    dweight = sum_nodes(fold_leaves(leaves, layout, rms_norm.LEAF, "rms_norm.weight", x.dtype))
     return dx, dweight.to(weight.dtype)
 
 
@@ -107,7 +107,10 @@ def layer_norm_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = Layout.single(len(x))
     dx, *leaves = layer_norm.backward(dy, x, weight, (mean, low, rstd), layout, layer_norm.LEAF)
-    sums = [sum_nodes(fold_leaves(part, layout, layer_norm.LEAF)) for part in leaves]
+    sums = [
+        sum_nodes(fold_leaves(part, layout, layer_norm.LEAF, "layer_norm", x.dtype))
+        for part in leaves
+    ]
     return dx, sums[0].to(weight.dtype), sums[1].to(weight.dtype)
 
 
@@ -144,7 +147,7 @@ def linear_backward_op(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, T
     tiles, layout = linear.default_tiles(x.dtype), Layout.single(len(x))
     dx = linear.product(dy, weight, None, tiles, transposed=False)
     dweight = sum_nodes(linear.weight_nodes(dy, x, layout, tiles))
-    dbias = sum_nodes(linear.column_nodes(dy, layout))
+    dbias = sum_nodes(linear.column_nodes(dy, layout, "linear.bias"))
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 

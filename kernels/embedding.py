@@ -31,9 +31,10 @@ from sumgrad.kernels.runtime import (
     tl,
     triton,
 )
-from sumgrad.kernels.sink import Sinks, deliver
+from sumgrad.kernels.sink import Sinks, check_sinks, deliver
 from sumgrad.kernels.tree import Nodes, TreeId, TreePlan, plan_tree, stack_schedule
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 COLUMNS = 4096 if INTERPRETED else 256
 
@@ -140,7 +141,11 @@ def embedding_nodes(
         compute(dy), values, stacks, first, place, rows, merges, found.depth,
         LENGTH=length, BLOCK=block, ACC=TL_DTYPE[acc],
     )  # fmt: skip
-    return make_nodes(values, plan, TreeId(leaf=leaf, instruction="one-hot chain"))
+    return make_nodes(
+        values,
+        plan,
+        TreeId(leaf=leaf, use="embedding.weight", dtype=str(dy.dtype), instruction="one-hot chain"),
+    )
 
 
 class _Embedding(torch.autograd.Function):
@@ -159,7 +164,7 @@ class _Embedding(torch.autograd.Function):
         y = torch.empty(num_rows, length, dtype=compute_dtype(weight.dtype), device=weight.device)
         launch(
             embedding_fwd, (triton.cdiv(num_rows, rows),),
-            compute(weight), tokens, layout.positions.to(weight.device), y, num_rows,
+            compute(weight), compute(tokens), layout.positions.to(weight.device), y, num_rows,
             LENGTH=length, ROWS=rows, BLOCK=block,
         )  # fmt: skip
         ctx.save_for_backward(tokens)
@@ -168,6 +173,7 @@ class _Embedding(torch.autograd.Function):
         return y.to(weight.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
         nodes = embedding_nodes(grads[0], tokens, ctx.shape[0], ctx.layout, ctx.leaf)
@@ -207,5 +213,7 @@ def embedding(
     layout = resolve(layout, len(tokens))
     ids = check_tokens("tokens", tokens, len(tokens), weight.shape[0], layout.positions >= 0)
     chosen = leaf or default_leaf(weight.dtype)
+    check_sinks("embedding", sinks, ["weight"])
+    plan_tree(layout, chosen)  # so that a wrong cut is known now, not in backward
     out: Tensor = _Embedding.apply(weight, ids, layout, sinks, chosen)
     return out

@@ -21,6 +21,7 @@ from sumgrad.kernels.runtime import (
     TL_DTYPE,
     accumulator_dtype,
     block_of,
+    check_eps,
     check_floats,
     check_row,
     check_shape,
@@ -33,9 +34,10 @@ from sumgrad.kernels.runtime import (
     triton,
     warps_for,
 )
-from sumgrad.kernels.sink import Sinks, deliver
+from sumgrad.kernels.sink import Sinks, check_sinks, deliver
 from sumgrad.kernels.tree import plan_tree
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 LEAF = 32
 
@@ -105,6 +107,12 @@ def forward(
     x: Tensor, gamma: Tensor, beta: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y in x's dtype; both parts of the mean, and rstd (rows,), in the accumulator's."""
+    check_floats(x=x, weight=gamma, bias=beta)
+    check_shape("x", x, ("R", "D"))
+    check_row("x", x.shape[1])
+    check_shape("weight", gamma, (x.shape[1],))
+    check_shape("bias", beta, (x.shape[1],))
+    check_eps(eps)
     num_rows, length = x.shape
     block = block_of(length)
     rows = rows_per_program(block)
@@ -163,11 +171,17 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, gamma, *stats = ctx.saved_tensors
         dx, *leaves = backward(grads[0], x, gamma, tuple(stats), ctx.layout, ctx.leaf)
         out = [
-            deliver(fold_leaves(part, ctx.layout, ctx.leaf), name, ctx.sinks, gamma.dtype)
+            deliver(
+                fold_leaves(part, ctx.layout, ctx.leaf, f"layer_norm.{name}", x.dtype),
+                name,
+                ctx.sinks,
+                gamma.dtype,
+            )
             if wanted
             else None
             for name, part, wanted in zip(
@@ -192,10 +206,9 @@ def layer_norm(
     layout, leaf: as for rms_norm. sinks: {"weight": Accumulator, "bias": Accumulator}. Raises
     KernelError, LayoutError (UnalignedCut).
     """
-    check_floats(x=x, weight=weight, bias=bias)
+    check_sinks("layer_norm", sinks, ["weight", "bias"])
     check_shape("x", x, ("R", "D"))
-    check_row("x", x.shape[1])
-    check_shape("weight", weight, (x.shape[1],))
-    check_shape("bias", bias, (x.shape[1],))
-    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, resolve(layout, len(x)), sinks, leaf)
+    layout = resolve(layout, len(x))
+    plan_tree(layout, leaf)  # so that a wrong cut is known now, not in backward
+    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, layout, sinks, leaf)
     return out

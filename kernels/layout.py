@@ -8,9 +8,10 @@ results keyed by them have a meaning that survives every rearrangement.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import index
 from typing import Any
 
 import torch
@@ -64,12 +65,16 @@ class Layout:
         for piece in self.pieces:
             self._check_piece(piece)
         self._check_no_overlap("rows", [(p.row, p.row + p.length) for p in self.pieces])
-        spans: dict[int, list[tuple[int, int]]] = {}
+        by_sample: dict[int, list[Piece]] = {}
         for piece in self.pieces:
-            spans.setdefault(piece.sample, []).append((piece.start, piece.stop))
-        for sample, positions in spans.items():
-            if len(positions) > 1:
-                self._check_no_overlap(f"positions of sample {sample}", positions)
+            by_sample.setdefault(piece.sample, []).append(piece)
+        for sample, pieces in by_sample.items():
+            if len(pieces) > 1:
+                spans = [(p.start, p.stop) for p in pieces]
+                self._check_no_overlap(f"positions of sample {sample}", spans)
+                last = max(pieces, key=lambda p: p.stop)
+                if any(p.ends and p is not last for p in pieces):
+                    raise LayoutError(f"sample {sample}: a piece that ends is not its last")
 
     def _check_piece(self, piece: Piece) -> None:
         if not 0 <= piece.sample < self.num_samples:
@@ -98,7 +103,8 @@ class Layout:
 
         lengths: of the samples in physical order; samples: which they are (default 0, 1, ...).
         """
-        names = list(range(len(lengths)) if samples is None else samples)
+        lengths = [index(length) for length in lengths]
+        names = [index(s) for s in (range(len(lengths)) if samples is None else samples)]
         pieces, row = [], 0
         for sample, length in zip(names, lengths, strict=True):
             row += gap
@@ -120,7 +126,8 @@ class Layout:
         """Whole samples, `width` rows each (default: the longest); side: where the padding is."""
         if side not in ("left", "right"):
             raise LayoutError(f"side: got {side!r}, expected 'left' or 'right'")
-        names = list(range(len(lengths)) if samples is None else samples)
+        lengths = [index(length) for length in lengths]
+        names = [index(s) for s in (range(len(lengths)) if samples is None else samples)]
         width = max(lengths, default=0) if width is None else width
         pieces = [
             Piece(
@@ -143,9 +150,22 @@ class Layout:
         )
 
     @cached_property
-    def derived(self) -> dict[object, Any]:
-        """Tables made from this layout, kept with it: every layer of a model asks for the same."""
+    def _derived(self) -> dict[object, Any]:
         return {}
+
+    def derived(self, key: object, make: Callable[[], Any]) -> Any:
+        """A table made from this layout, kept with it: every layer of a model asks for the same.
+
+        Made outside inference mode, so that a later training step may use it too.
+        """
+        if key not in self._derived:
+            with torch.inference_mode(False):
+                self._derived[key] = make()
+        return self._derived[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the tables, which may be large and on a GPU."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def positions(self) -> torch.Tensor:

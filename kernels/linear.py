@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from sumgrad.kernels.layout import Layout, resolve
-from sumgrad.kernels.primitives import fold, make_nodes, push, tables
+from sumgrad.kernels.primitives import fold_leaves, make_nodes, push, tables
 from sumgrad.kernels.runtime import (
     KIND,
     TL_DTYPE,
@@ -30,9 +30,10 @@ from sumgrad.kernels.runtime import (
     tl,
     triton,
 )
-from sumgrad.kernels.sink import Sinks, deliver
+from sumgrad.kernels.sink import Sinks, check_sinks, deliver
 from sumgrad.kernels.tree import Nodes, TreeId, TreePlan, plan_tree
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 BIAS_LEAF = 32
 
@@ -47,6 +48,11 @@ class Tiles:
     leaf: int
     num_warps: int = 4
     num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        sides = (self.rows, self.columns, self.depth, self.leaf)
+        if any(side < 16 or side & (side - 1) for side in sides) or self.leaf % self.depth:
+            raise KernelError(f"{self}: expected powers of two >= 16, leaf a multiple of depth")
 
 
 def default_tiles(dtype: torch.dtype, leaf: int | None = None, kind: str = KIND) -> Tiles:
@@ -158,7 +164,7 @@ def column_leaf(
     tl.store(leaves + leaf * LENGTH + column, chain + 0.0, mask=column < LENGTH)
 
 
-def column_nodes(dy: Tensor, layout: Layout, leaf: int = BIAS_LEAF) -> Nodes:
+def column_nodes(dy: Tensor, layout: Layout, use: str, leaf: int = BIAS_LEAF) -> Nodes:
     """The nodes of the sum of dy (R, D) over valid rows: a bias's gradient, a loss's sum."""
     plan = plan_tree(layout, leaf)
     table = tables(layout, plan, dy.device)
@@ -170,11 +176,18 @@ def column_nodes(dy: Tensor, layout: Layout, leaf: int = BIAS_LEAF) -> Nodes:
         compute(dy), leaves, table["row"], table["count"],
         LENGTH=length, BLOCK=block, ACC=TL_DTYPE[acc],
     )  # fmt: skip
-    return fold(leaves, layout, plan, TreeId(leaf=leaf))
+    return fold_leaves(leaves, layout, leaf, use, dy.dtype)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, tiles: Tiles, *, transposed: bool) -> Tensor:
     """a (R, K) b + bias (N,) -> (R, N) in a's dtype; b is (K, N), or (N, K) if transposed."""
+    check_floats(**({"x": a, "weight": b} | ({} if bias is None else {"bias": bias})))
+    check_shape("x", a, ("R", "K"))
+    check_shape("weight", b, ("N", a.shape[1]) if transposed else (a.shape[1], "N"))
+    if bias is not None:
+        check_shape("bias", bias, (b.shape[0] if transposed else b.shape[1],))
+    if 0 in b.shape:
+        raise KernelError(f"weight: got shape {tuple(b.shape)}, expected no empty side")
     num_rows, depth = a.shape
     width = b.shape[0] if transposed else b.shape[1]
     acc = accumulator_dtype(a.dtype)
@@ -209,7 +222,11 @@ def weight_nodes(dy: Tensor, x: Tensor, layout: Layout, tiles: Tiles) -> Nodes:
     )  # fmt: skip
     tile = (tiles.rows, tiles.columns, tiles.depth)
     return make_nodes(
-        values, plan, TreeId(leaf=tiles.leaf, tile=tile, instruction=f"dot {x.dtype}")
+        values,
+        plan,
+        TreeId(
+            leaf=tiles.leaf, use="linear.weight", dtype=str(x.dtype), tile=tile, instruction="dot"
+        ),
     )
 
 
@@ -229,6 +246,7 @@ class _Linear(torch.autograd.Function):
         return product(x, weight, bias, tiles, transposed=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         (dy,) = grads
@@ -239,7 +257,7 @@ class _Linear(torch.autograd.Function):
             nodes = weight_nodes(dy, x, ctx.layout, ctx.tiles)
             dweight = deliver(nodes, "weight", ctx.sinks, weight.dtype)
         if ctx.needs_input_grad[2]:
-            nodes = column_nodes(dy, ctx.layout, min(BIAS_LEAF, ctx.tiles.leaf))
+            nodes = column_nodes(dy, ctx.layout, "linear.bias", min(BIAS_LEAF, ctx.tiles.leaf))
             dbias = deliver(nodes, "bias", ctx.sinks, weight.dtype)
         return dx, dweight, dbias, None, None, None
 
@@ -258,13 +276,12 @@ def linear(
     Gradients of padding rows are dY W as dY has them; padding takes no part in dW and db. sinks:
     {"weight": Accumulator, "bias": Accumulator}. Raises KernelError, LayoutError (UnalignedCut).
     """
-    check_floats(**({"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})))
+    names = ["weight"] if bias is None else ["weight", "bias"]
+    check_sinks("linear", sinks, names)
     check_shape("x", x, ("R", "K"))
-    check_shape("weight", weight, ("N", x.shape[1]))
-    if bias is not None:
-        check_shape("bias", bias, (weight.shape[0],))
-    if 0 in weight.shape:
-        raise KernelError(f"weight: got shape {tuple(weight.shape)}, expected no empty side")
+    check_shape("weight", weight, ("N", "K"))
+    layout = resolve(layout, len(x))
     chosen = tiles or default_tiles(x.dtype)
-    out: Tensor = _Linear.apply(x, weight, bias, resolve(layout, len(x)), sinks, chosen)
+    plan_tree(layout, chosen.leaf)  # so that a wrong cut is known now, not in backward
+    out: Tensor = _Linear.apply(x, weight, bias, layout, sinks, chosen)
     return out

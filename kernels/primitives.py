@@ -52,7 +52,7 @@ def add_rows(chain, terms, ROWS: tl.constexpr):
     return chain
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_columns"])
 def fold_stage(children, table, out, num_columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """out[i] = pair tree over the children named in table[i]; an empty slot is +0."""
     node = tl.program_id(0).to(tl.int64)
@@ -82,13 +82,13 @@ def push(value, top, merges, stack, stride, offset, mask):
 
 def tables(layout: Layout, plan: TreePlan, device: torch.device) -> dict[str, Tensor]:
     """A plan's tables on a device, made once."""
-    key = ("tables", plan.leaf, device)
-    if key not in layout.derived:
-        layout.derived[key] = {
-            name: torch.from_numpy(getattr(plan, name)).to(device)
-            for name in ("row", "count", "first", "merges")
-        } | {f"stage{i}": torch.from_numpy(s).to(device) for i, s in enumerate(plan.stages)}
-    found: dict[str, Tensor] = layout.derived[key]
+
+    def make() -> dict[str, Tensor]:
+        arrays = {name: getattr(plan, name) for name in ("row", "count", "first", "merges")}
+        arrays |= {f"stage{i}": stage for i, stage in enumerate(plan.stages)}
+        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+    found: dict[str, Tensor] = layout.derived(("tables", plan.leaf, device), make)
     return found
 
 
@@ -108,9 +108,10 @@ def fold(leaves: Tensor, layout: Layout, plan: TreePlan, tree: TreeId) -> Nodes:
     return make_nodes(current.reshape(-1, *shape), plan, tree)
 
 
-def fold_leaves(leaves: Tensor, layout: Layout, leaf: int) -> Nodes:
-    """Leaves that are chains over `leaf` positions, folded."""
-    return fold(leaves, layout, plan_tree(layout, leaf), TreeId(leaf=leaf))
+def fold_leaves(leaves: Tensor, layout: Layout, leaf: int, use: str, dtype: torch.dtype) -> Nodes:
+    """Leaves that are chains over `leaf` positions, folded. use, dtype: see TreeId."""
+    tree = TreeId(leaf=leaf, use=use, dtype=str(dtype))
+    return fold(leaves, layout, plan_tree(layout, leaf), tree)
 
 
 def make_nodes(values: Tensor, plan: TreePlan, tree: TreeId) -> Nodes:

@@ -24,6 +24,7 @@ from sumgrad.kernels.runtime import (
     KernelError,
     accumulator_dtype,
     block_of,
+    check_eps,
     check_floats,
     check_row,
     check_shape,
@@ -36,9 +37,10 @@ from sumgrad.kernels.runtime import (
     triton,
     warps_for,
 )
-from sumgrad.kernels.sink import Sinks, deliver
+from sumgrad.kernels.sink import Sinks, check_sinks, deliver
 from sumgrad.kernels.tree import plan_tree
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 LEAF = 32
 FUSED_ROW = 8192
@@ -145,7 +147,12 @@ def sum_partials(partials, dweight, num_blocks, LENGTH: tl.constexpr, BLOCK: tl.
 
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y in x's dtype and rstd (rows,) in the accumulator's."""
+    """y in x's dtype and rstd (rows,) in the accumulator's. Raises KernelError."""
+    check_floats(x=x, weight=weight)
+    check_shape("x", x, ("R", "D"))
+    check_row("x", x.shape[1])
+    check_shape("weight", weight, (x.shape[1],))
+    check_eps(eps)
     num_rows, length = x.shape
     block = block_of(length)
     rows = rows_per_program(block)
@@ -163,7 +170,7 @@ def num_partials(num_rows: int, device: torch.device) -> int:
     """Partials of last_block: two for each multiprocessor; interpreted, one for eight rows."""
     if INTERPRETED:
         return max(1, min(8, num_rows // 8))
-    return min(num_rows, 2 * torch.cuda.get_device_properties(device).multi_processor_count)
+    return max(1, min(num_rows, 2 * torch.cuda.get_device_properties(device).multi_processor_count))
 
 
 def _backward_last_block(
@@ -226,6 +233,7 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
         (dy,) = grads
@@ -235,7 +243,7 @@ class _RmsNorm(torch.autograd.Function):
         dx, leaves = backward(dy, x, weight, rstd, ctx.layout, ctx.leaf)
         delivered = None
         if ctx.needs_input_grad[1]:
-            nodes = fold_leaves(leaves, ctx.layout, ctx.leaf)
+            nodes = fold_leaves(leaves, ctx.layout, ctx.leaf, "rms_norm.weight", x.dtype)
             delivered = deliver(nodes, "weight", ctx.sinks, weight.dtype)
         return dx, delivered, None, None, None, None, None
 
@@ -256,11 +264,13 @@ def rms_norm(
     padding rows are 0. sinks: {"weight": Accumulator}; then weight.grad stays untouched. leaf:
     positions of a leaf. Raises KernelError, LayoutError (UnalignedCut).
     """
-    check_floats(x=x, weight=weight)
-    check_shape("x", x, ("R", "D"))
-    check_row("x", x.shape[1])
-    check_shape("weight", weight, (x.shape[1],))
     if mode not in MODES or (mode == "last_block" and sinks is not None):
         raise KernelError(f"mode: got {mode!r}, expected tree, or last_block without sinks")
-    out: Tensor = _RmsNorm.apply(x, weight, eps, resolve(layout, len(x)), sinks, mode, leaf)
+    check_sinks("rms_norm", sinks, ["weight"])
+    check_shape("x", x, ("R", "D"))
+    layout = resolve(layout, len(x))
+    plan_tree(layout, leaf)  # so that a wrong cut is known now, not in backward
+    if mode == "last_block" and layout.num_tokens != len(x):
+        raise KernelError("layout: last_block sums physical rows and knows no padding; use tree")
+    out: Tensor = _RmsNorm.apply(x, weight, eps, layout, sinks, mode, leaf)
     return out

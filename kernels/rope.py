@@ -26,6 +26,7 @@ from sumgrad.kernels.runtime import (
     triton,
 )
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -53,17 +54,18 @@ def _angles(
     layout: Layout, half: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cosines and sines (T, D / 2) of every position, and each row's position (R,)."""
-    key = ("rope", half, base, dtype, device)
-    if key not in layout.derived:
+
+    def make() -> tuple[Tensor, Tensor, Tensor]:
         length = max((p.stop for p in layout.pieces), default=0)
         rate = base ** (-torch.arange(half, dtype=torch.float64) / half)
         angle = torch.arange(max(length, 1), dtype=torch.float64)[:, None] * rate
-        layout.derived[key] = (
+        return (
             angle.cos().to(dtype).to(device),
             angle.sin().to(dtype).to(device),
             layout.positions.to(device),
         )
-    found: tuple[Tensor, Tensor, Tensor] = layout.derived[key]
+
+    found: tuple[Tensor, Tensor, Tensor] = layout.derived(("rope", half, base, dtype, device), make)
     return found
 
 
@@ -89,6 +91,7 @@ class _Rope(torch.autograd.Function):
         return _turn(x, layout, base, 1.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _turn(grads[0], ctx.layout, ctx.base, -1.0), None, None
 

@@ -90,6 +90,12 @@ def check_shape(name: str, tensor: Tensor, expected: Sequence[int | str]) -> Non
         raise KernelError(f"{name}: got shape {shape}, expected ({', '.join(map(str, expected))})")
 
 
+def check_eps(eps: float) -> None:
+    """What keeps a division from zero must not make it."""
+    if not 0 <= eps < float("inf"):
+        raise KernelError(f"eps: got {eps}, expected a number >= 0")
+
+
 def check_row(name: str, length: int) -> None:
     """Row lengths that fit into one program."""
     if not 1 <= length <= MAX_ROW:

@@ -23,6 +23,7 @@ from sumgrad.kernels.runtime import (
     triton,
 )
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 BLOCK = 1 << 16 if INTERPRETED else 1024
 
@@ -59,7 +60,9 @@ def swiglu_bwd(dy, gate, up, dgate, dup, numel, BLOCK: tl.constexpr, ACC: tl.con
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """y, of gate's shape and dtype."""
+    """y, of gate's shape and dtype. Raises KernelError."""
+    check_floats(gate=gate, up=up)
+    check_shape("up", up, tuple(gate.shape))
     y = torch.empty(gate.shape, dtype=compute_dtype(gate.dtype), device=gate.device)
     acc = TL_DTYPE[accumulator_dtype(gate.dtype)]
     grid = (triton.cdiv(y.numel(), BLOCK),)
@@ -86,6 +89,7 @@ class _SwiGlu(torch.autograd.Function):
         return forward(gate, up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return backward(grads[0], *ctx.saved_tensors)
 
@@ -93,6 +97,5 @@ class _SwiGlu(torch.autograd.Function):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, for tensors of one shape and dtype. Raises KernelError."""
     check_floats(gate=gate, up=up)
-    check_shape("up", up, tuple(gate.shape))
     out: Tensor = _SwiGlu.apply(gate, up)
     return out

@@ -16,7 +16,7 @@ Nothing here imports Triton. Keys are Python integers: there is no size at which
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,11 +38,14 @@ class TreeError(ValueError):
 class TreeId:
     """What fixes the bits of a node; nodes of different trees never merge.
 
-    leaf: positions a leaf holds. tile: rows, columns and depth of the matrix tile (BM, BN, BK), or
-    zeros. instruction: how products are summed ("chain", "dot float32", ...).
+    use: operator and weight, as "rms_norm.weight". dtype: of the inputs. leaf: positions a leaf
+    holds. tile: rows, columns and depth of the matrix tile (BM, BN, BK), or zeros. instruction:
+    how products are summed.
     """
 
     leaf: int
+    use: str = ""
+    dtype: str = ""
     tile: tuple[int, int, int] = (0, 0, 0)
     instruction: str = "chain"
     fusion: str = "separate"
@@ -87,9 +90,7 @@ class Nodes:
 
 def plan_tree(layout: Layout, leaf: int) -> TreePlan:
     """The leaves and nodes of a layout. leaf: a power of two >= 16. Raises UnalignedCut."""
-    plan: TreePlan | None = layout.derived.get(("tree", leaf))
-    if plan is None:
-        plan = layout.derived["tree", leaf] = _plan_tree(layout, leaf)
+    plan: TreePlan = layout.derived(("tree", leaf), lambda: _plan_tree(layout, leaf))
     return plan
 
 
@@ -233,17 +234,29 @@ class Accumulator:
         self.tree: TreeId | None = None
         self.most_open = 0
         self._open: dict[Key, Tensor | None] = {}
-        self._shape: tuple[int, ...] = ()
+        self._like: tuple[tuple[int, ...], torch.dtype, torch.device] = (
+            (),
+            torch.float32,
+            torch.device("cpu"),
+        )
         self._root_height = SAMPLE_BITS + max(0, num_samples - 1).bit_length()
 
     def add(self, nodes: Nodes) -> None:
         """Take nodes. Raises TreeError for another tree, another N, or positions seen before."""
         if nodes.num_samples != self.num_samples:
             raise TreeError(f"nodes of {nodes.num_samples} samples, expected {self.num_samples}")
+        like = (tuple(nodes.values.shape[1:]), nodes.values.dtype, nodes.values.device)
         if self.tree is None:
-            self.tree, self._shape = nodes.tree, tuple(nodes.values.shape[1:])
+            self.tree, self._like = nodes.tree, like
         if nodes.tree != self.tree:
             raise TreeError(f"nodes of {nodes.tree} never merge with nodes of {self.tree}")
+        if like != self._like:
+            raise TreeError(f"nodes of {like} (shape, dtype, device), expected {self._like}")
+        taken: set[Key] = set()
+        for key in (*nodes.empties, *nodes.keys):
+            if self._overlaps(key, self._open) or self._overlaps(key, taken):
+                raise TreeError(f"node {_name(key)} was counted before")
+            taken.add(key)
         for key in nodes.empties:
             self._put(key, None)
         for key, value in zip(nodes.keys, nodes.values, strict=True):
@@ -251,8 +264,6 @@ class Accumulator:
 
     def _put(self, key: Key, value: Tensor | None) -> None:
         height, index = key
-        if self._overlaps(key):
-            raise TreeError(f"node {_name(key)} was counted before")
         while height < self._root_height:
             sibling = (height, index ^ 1)
             if not self._beyond(sibling):
@@ -262,16 +273,20 @@ class Accumulator:
                 left, right = (value, other) if index % 2 == 0 else (other, value)
                 value = merge(left, right)
             height, index = height + 1, index >> 1
-        self._open[height, index] = value
+        kept = value.clone() if value is not None and value._base is not None else value
+        self._open[height, index] = kept
         self.most_open = max(self.most_open, self.num_open)
 
-    def _overlaps(self, key: Key) -> bool:
+    def _overlaps(self, key: Key, held: Collection[Key]) -> bool:
         height, index = key
-        if any(
-            (h, index >> (h - height)) in self._open for h in range(height, self._root_height + 1)
-        ):
+        above = ((h, index >> (h - height)) for h in range(height, self._root_height + 1))
+        if any(node in held for node in above):
             return True
-        return any(h < height and k >> (height - h) == index for h, k in self._open)
+        return any(h < height and k >> (height - h) == index for h, k in held)
+
+    def _no_values(self) -> Tensor:
+        shape, dtype, device = self._like
+        return torch.empty((0, *shape), dtype=dtype, device=device)
 
     @property
     def num_open(self) -> int:
@@ -292,7 +307,7 @@ class Accumulator:
             num_samples=self.num_samples,
             keys=keys,
             empties=empties,
-            values=torch.empty((0, *self._shape)) if stacked is None else stacked,
+            values=self._no_values() if stacked is None else stacked,
         )
 
     def _beyond(self, key: Key) -> bool:
@@ -310,7 +325,8 @@ class Accumulator:
                 f"the tree is not complete: nobody brought {_place(start)} to {_place(stop)}"
                 + (f", and {len(missing) - 1} more ranges" if len(missing) > 1 else "")
             )
-        return self._open.get(root)
+        found = self._open.get(root)
+        return None if found is None else found.clone()
 
 
 def merge(left: Tensor | None, right: Tensor | None) -> Tensor | None:

@@ -315,7 +315,7 @@ def test_chunks_out_of_order_or_cut_inside_a_tile_are_refused():
     odd = Layout(num_samples=1, num_rows=8, pieces=(cut(0, 0, 8, 0, 40),))
     with pytest.raises(UnalignedCut, match=r"position 8.*multiple of 16"):
         attention(x, x, x, layout=odd, cache=cache, tiles=TILES)
-    with pytest.raises(LayoutError, match="needs a cache"):
+    with pytest.raises(LayoutError, match="a part of its sample; that needs a cache"):
         attention(x, x, x, layout=later, tiles=TILES)
 
 
