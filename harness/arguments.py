@@ -55,7 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="only this one, or your own as file.py:NAME; repeatable",
+        help="only this one, or your own as file.py:NAME (made with sumgrad.invariance.plain); "
+        "repeatable",
     )
     ops.add_argument("--dtype", choices=DTYPES, default="float32")
     ops.add_argument("--seed", type=int, default=0)

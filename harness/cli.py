@@ -196,12 +196,12 @@ def _ops(args: argparse.Namespace) -> int:
             launcher=launcher,
             progress=progress,
         )
-    if args.json:
-        write_json(args.json, matrix.to_json())
     if not args.quiet:
         _console().print(render_ops(matrix))
-    print(f"sumgrad: {matrix.summary()}")
-    return 0 if matrix.ok else 1
+    print(f"sumgrad: {matrix.summary()}", flush=True)
+    if args.json:
+        write_json(args.json, matrix.to_json())
+    return matrix.exit_code
 
 
 def _judge(args: argparse.Namespace) -> int:

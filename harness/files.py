@@ -11,6 +11,9 @@ from typing import Any
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file atomically within its directory. OSError leaves no partial file behind."""
+    if path.exists() and not path.is_file():  # a pipe or a device is written to, never replaced
+        path.write_bytes(data)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -14,12 +14,19 @@ on raw bits: a NaN is red, -0 differs from +0. Deterministic is not enough: see 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from sumgrad.arrangement import PROPERTIES, Arrangement, Call, arrangements, base
-from sumgrad.bits import Report, add_cells, compare, errors_against_oracle, raised
+from sumgrad.bits import (
+    Report,
+    add_cells,
+    compare,
+    error_limit,
+    errors_against_oracle,
+    raised,
+)
 from sumgrad.operator_run import (
     Operator,
     OperatorError,
@@ -63,21 +70,24 @@ def check_operator(
     validate(operator)
     wanted = set(PROPERTIES if properties is None else properties)
     if not wanted <= set(PROPERTIES):
-        raise ValueError(f"properties: {sorted(wanted - set(PROPERTIES))} are not in {[*PROPERTIES]}")
+        raise ValueError(
+            f"properties: {sorted(wanted - set(PROPERTIES))} are not in {[*PROPERTIES]}"
+        )
     if sum(lengths) == 0:
         raise ValueError(f"lengths: got {list(lengths)}, expected at least one token")
     problem = draw_problem(operator, lengths=lengths, seed=seed, dtype=dtype, device=device)
     report = Report(
-        operator=operator.name, expect=operator.expect, must_differ=operator.must_differ
+        operator=operator.name,
+        expect=operator.expect,
+        must_differ=operator.must_differ,
+        error_limit=error_limit(dtype),
     )
     if reference is None:
         reference = run_arrangement(operator, problem, base(lengths))
         report.errors.update(errors_against_oracle(operator, problem, reference))
     mark = fingerprint(problem, base(lengths))
     for order, arrangement in enumerate(
-        arrangements(
-            lengths, cut=operator.cut, rows_alone=operator.rows_alone, num_ranks=num_ranks
-        )
+        arrangements(lengths, cut=operator.cut, rows_alone=operator.rows_alone, num_ranks=num_ranks)
     ):
         if arrangement.prop not in wanted or (arrangement.chunked and not operator.chunks):
             continue
@@ -184,7 +194,7 @@ def plain(name: str, function: Callable[..., Tensor], **fields: Any) -> PlainOpe
 
 
 def assert_invariant(operator: Operator, **options: Any) -> Report:
-    """Raise AssertionError where a cell is red or the oracle disagrees; options: check_operator's."""
+    """Raise AssertionError for a red cell or a poor accuracy; options: check_operator's."""
     report = check_operator(operator, **options)
     wrong = _judged(report).wrong
     if wrong:
@@ -194,6 +204,4 @@ def assert_invariant(operator: Operator, **options: Any) -> Report:
 
 def _judged(report: Report) -> Report:
     """The report as that of an operator that must be invariant, whatever it says of itself."""
-    return Report(
-        operator=report.operator, expect="invariant", cells=report.cells, errors=report.errors
-    )
+    return replace(report, expect="invariant")

@@ -1,4 +1,4 @@
-"""Runs an operator under one Arrangement: draw, lay out, differentiate, gather by (sample, position).
+"""Runs an operator under one Arrangement: draw, lay out, differentiate, gather.
 
 An Operator says what it takes for each token and what it shares. Results come back without any
 layout: rows in the order of samples and positions, gradients of weights as totals.
@@ -69,9 +69,7 @@ class Operator(Protocol):
     ) -> Any:
         """State of one rank's calls: where weight gradients gather, caches."""
 
-    def forward(
-        self, state: Any, call: Call, rows: Tensors
-    ) -> Tensor | tuple[Tensor, Tensors]:
+    def forward(self, state: Any, call: Call, rows: Tensors) -> Tensor | tuple[Tensor, Tensors]:
         """(num_rows, *output), or the loss; with it, maybe, other results for each row by name."""
 
     def totals(self, states: Sequence[Any]) -> Tensors:

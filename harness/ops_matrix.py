@@ -1,8 +1,8 @@
 """`sumgrad ops`: operators x properties on raw bits, with accuracy in a column of its own.
 
-The work is done by ranks (`ops_rank`); here it is started, collected and shown. A matrix is ok if
-our operators are green, every planted one is red, and every rank ended well; torch's controls are
-reported as they are.
+The work is done by ranks (`ops_rank`); here it is started, collected and shown. A matrix passes if
+our operators are green, every planted one is red where it must be, and every rank ended well;
+torch's controls are reported as they are, and alone they are no verdict.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,16 +21,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from sumgrad.arrangement import PROPERTIES, RANK_COUNTS
+from sumgrad.bits import Difference, Report, add_cells, error_limit
 from sumgrad.errors import UserError
-from sumgrad.invariance import Difference, Report, add_cells
 from sumgrad.launch import Launcher, RankJob
-from sumgrad.ops_rank import LOCAL, NUM_RANKS, load_operators
+from sumgrad.operator_run import Operator
+from sumgrad.ops_rank import LOCAL, NUM_RANKS, Selection, load_operators
 from sumgrad.outcome import RankOutcome, first_to_fail
+from sumgrad.verdict import EXIT_CODES, Status
 
-OURS = "sumgrad.workloads.operators:shipped"
-PLANTED = "sumgrad.workloads.planted_operators:planted"
-CONTROLS = "sumgrad.workloads.control_operators:controls"
-ERROR_LIMIT = 16.0  # in units of one rounding of the inputs; measured: at most 7
+SHIPPED = (
+    "sumgrad.workloads.operators:shipped",
+    "sumgrad.workloads.planted_operators:planted",
+    "sumgrad.workloads.control_operators:controls",
+)
 MARK = {"same": ("same", "green"), "differs": ("DIFFERS", "bold red"), "none": ("-", "dim")}
 
 
@@ -46,40 +50,39 @@ class OpsMatrix:
 
     @property
     def wrong(self) -> list[str]:
-        """What must not be: a red cell of ours, a planted operator not caught, a poor accuracy."""
-        out = list(self.failures)
-        for report in self.reports:
-            if report.expect == "invariant":
-                out += list(dict.fromkeys(str(d) for d in report.red))
-                out += [
-                    f"{report.operator}: {tensor} is {error:.3g} roundings of its inputs off the "
-                    f"oracle, more than {ERROR_LIMIT:g}"
-                    for tensor, error in report.errors.items()
-                    if not error <= ERROR_LIMIT
-                ]
-            elif report.expect == "planted" and not report.red:
-                out.append(f"{report.operator}: planted, and every cell is green")
-            if not report.cells:
-                out.append(f"{report.operator}: nothing was compared")
-        return out
+        """What must not be, failures first."""
+        return [*self.failures, *(line for report in self.reports for line in report.wrong)]
 
     @property
-    def ok(self) -> bool:
-        return bool(self.reports) and not self.wrong
+    def status(self) -> Status:
+        """pass, fail, or unknown where nothing was judged."""
+        if self.wrong:
+            return "fail"
+        judged = any(report.expect != "control" for report in self.reports)
+        return "pass" if judged else "unknown"
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.status]
 
     def summary(self) -> str:
         ours = [r for r in self.reports if r.expect == "invariant"]
         planted = [r for r in self.reports if r.expect == "planted"]
-        cells = sum(len(r.cells) for r in ours)
-        red = sum(len(r.red) for r in ours)
-        parts = [f"{cells - red} of {cells} cells of {len(ours)} operators invariant"]
+        cells = sum(len(r.cells | dict.fromkeys(r.expected)) for r in ours)
+        green = sum(d is None for r in ours for d in r.cells.values())
+        parts = [f"{green} of {cells} cells of {len(ours)} operators invariant"] if ours else []
+        if ours:
+            parts.append(f"{sum(bool(r.errors) for r in ours)} of {len(ours)} checked for accuracy")
         if planted:
-            parts.append(f"{sum(bool(r.red) for r in planted)} of {len(planted)} planted caught")
-        return f"{'PASS' if self.ok else 'FAIL'}  {', '.join(parts)} ({self.dtype})"
+            caught = sum(not r.wrong for r in planted)
+            parts.append(f"{caught} of {len(planted)} planted caught")
+        if self.status == "unknown":
+            parts.append("only controls, nothing was judged")
+        return f"{self.status.upper()}  {', '.join(parts)} ({self.dtype}, {self.device})"
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "ok": self.ok,
+            "status": self.status,
             "dtype": self.dtype,
             "device": self.device,
             "wrong": self.wrong,
@@ -94,7 +97,7 @@ class OpsMatrix:
                         {
                             "tensor": tensor,
                             "property": prop,
-                            "status": status(difference),
+                            "status": "same" if difference is None else difference.kind,
                             "difference": difference and asdict(difference),
                         }
                         for (tensor, prop), difference in report.cells.items()
@@ -105,31 +108,44 @@ class OpsMatrix:
         }
 
 
-def status(difference: Difference | None) -> str:
-    """A cell in one word."""
-    if difference is None:
-        return "same"
-    return difference.what if difference.what in ("differs", "nan") else "error"
+def choose(asked: Sequence[str]) -> tuple[Selection, list[tuple[Operator, str]]]:
+    """What --op asks for: sources with names, and the operators with what is expected of them.
 
-
-def operator_names(sources: Sequence[str]) -> list[str]:
-    """The names in some sources. Raises UserError for a source that cannot be loaded."""
-    try:
-        return [operator.name for operator in load_operators(sources)]
-    except (OSError, ImportError, AttributeError, SyntaxError) as error:
-        raise UserError(f"--op: {error}") from None
-
-
-def choose(asked: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What --op asks for -> sources to load, names to keep (empty: all). Raises UserError."""
-    files = [name for name in asked if ":" in name and ("/" in name or ".py:" in name)]
-    names = [name for name in asked if name not in files]
-    sources = [OURS, PLANTED, CONTROLS] if names or not asked else []
-    known = operator_names(sources)
+    A user's operator must be invariant, whatever it says of itself. Raises UserError.
+    """
+    names = [name for name in asked if ":" not in name or name.startswith("planted:")]
+    files = [name for name in asked if name not in names]
+    selection: list[tuple[str, list[str] | None]] = []
+    found: list[tuple[Operator, str]] = []
+    known: list[str] = []
+    for source in SHIPPED if names or not asked else ():
+        operators = _load(source)
+        known += [operator.name for operator in operators]
+        kept = [op for op in operators if not names or op.name in names]
+        if kept:
+            selection.append((source, [op.name for op in kept]))
+            found += [(operator, operator.expect) for operator in kept]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise UserError(f"--op: no operator {unknown[0]!r}; there are {', '.join(known)}")
-    return sources + files, names + (operator_names(files) if names else [])
+        raise UserError(
+            f"--op: no operator {unknown[0]!r}; there are {', '.join(known)}; yours: file.py:NAME"
+        )
+    for source in files:
+        selection.append((source, None))
+        found += [(operator, "invariant") for operator in _load(source)]
+    everybody = [operator.name for operator, _ in found]
+    twice = [name for name in everybody if everybody.count(name) > 1]
+    if twice or not found:
+        what = f"{twice[0]!r} is the name of two operators" if twice else "there is no operator"
+        raise UserError(f"--op {' '.join(asked)}: {what}")
+    return selection, found
+
+
+def _load(source: str) -> list[Operator]:
+    try:
+        return load_operators(source)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"--op {source}: {type(error).__name__}: {error}") from error
 
 
 def run_matrix(
@@ -143,12 +159,15 @@ def run_matrix(
     progress: Callable[[str], None] = lambda _: None,
 ) -> OpsMatrix:
     """Run on five ranks. asked: operator names and "file.py:NAME"; empty: all. Raises UserError."""
-    import time
-
+    import torch
     from sumgrad.check import versions
 
     started = time.monotonic()
-    sources, names = choose(asked)
+    if seed < 0:
+        raise UserError(f"--seed: got {seed}, expected an integer >= 0")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this torch sees no GPU")
+    selection, found = choose(asked)
     with tempfile.TemporaryDirectory(prefix="sumgrad-ops-") as place:
         directory = Path(place)
         (directory / "ranks").mkdir()
@@ -156,24 +175,18 @@ def run_matrix(
             target="sumgrad.ops_rank:ops_rank",
             num_ranks=NUM_RANKS,
             directory=directory,
-            arguments={
-                "sources": sources,
-                "names": names,
-                "dtype": dtype,
-                "seed": seed,
-                "device": device,
-            },
+            arguments={"selection": selection, "dtype": dtype, "seed": seed, "device": device},
             timeout_s=timeout_s,
         )
-        order = [n for n in operator_names(sources) if not names or n in names]
-        with _counting(directory, len(order), progress):
+        with _counting(directory, len(found), progress):
             outcomes = launcher.run(job)
-        reports, failures = collect(directory, order)
+        reports, failures = collect(directory, found, error_limit(getattr(torch, dtype)))
+        lost = _lost(outcomes, directory)
     return OpsMatrix(
         dtype=dtype,
         device=device,
         reports=tuple(reports),
-        failures=(*failures, *_lost(outcomes)),
+        failures=(*lost, *failures),
         seconds=round(time.monotonic() - started, 1),
         versions=versions(),
     )
@@ -201,32 +214,40 @@ def _counting(
         thread.join()
 
 
-def _lost(outcomes: Sequence[RankOutcome]) -> list[str]:
+def _lost(outcomes: Sequence[RankOutcome], directory: Path) -> list[str]:
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if not failed:
         return []
     first = first_to_fail(failed)
-    return [f"{len(failed)} of {len(outcomes)} ranks did not end well: rank {first.rank} "
-            f"{first.status}: {first.detail}"]  # fmt: skip
+    at = directory / f"now-{first.rank}.txt"
+    where = f", at {at.read_text()}" if at.exists() else ""
+    return [
+        f"{len(failed)} of {len(outcomes)} ranks did not end well: rank {first.rank} "
+        f"{first.status}: {first.detail}{where}"
+    ]
 
 
-def collect(directory: Path, order: Sequence[str]) -> tuple[list[Report], list[str]]:
+def collect(
+    directory: Path, operators: Sequence[tuple[Operator, str]], limit: float
+) -> tuple[list[Report], list[str]]:
     """Every file that the ranks wrote -> one report an operator, and what failed."""
-    reports: dict[str, Report] = {}
+    reports = [
+        Report(operator=op.name, expect=expect, must_differ=op.must_differ, error_limit=limit)
+        for op, expect in operators
+    ]
     failures = []
     for path in sorted(directory.glob("cells-*.json")):
         data = json.loads(path.read_text())
-        name = data["operator"]
-        report = reports.setdefault(name, Report(operator=name, expect=data["expect"]))
-        report.errors.update(data["errors"])
+        report, (operator, _) = reports[data["number"]], operators[data["number"]]
+        report.errors.update(data["errors"] or {})
         if data["failure"]:
-            failures.append(f"{name}: the base configuration failed: {data['failure']}")
+            failures.append(f"{report.operator}: {data['failure']}")
+        props = [p for p in PROPERTIES if operator.chunks or p != "chunked"]
+        report.expected.update((tensor, prop) for tensor in data["tensors"] for prop in props)
         for tensor, prop, difference in data["cells"]:
             found = difference and Difference(**{**difference, "index": tuple(difference["index"])})
             add_cells(report, prop, {tensor: found})
-    missing = [name for name in order if name not in reports]
-    failures += [f"{name}: no rank reported anything" for name in missing]
-    return [reports[name] for name in order if name in reports], failures
+    return reports, failures
 
 
 def render_ops(matrix: OpsMatrix) -> RenderableType:
@@ -235,42 +256,40 @@ def render_ops(matrix: OpsMatrix) -> RenderableType:
     if parts:
         parts.append(Text(""))
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("operator")
-    table.add_column("tensor")
-    for prop in PROPERTIES:
-        table.add_column(prop)
+    for column in ("operator", "tensor", *PROPERTIES):
+        table.add_column(column)
     table.add_column("error", justify="right")
     for report in matrix.reports:
         for i, tensor in enumerate(_tensors(report)):
             error = report.errors.get(tensor)
             table.add_row(
-                report.operator if i == 0 else "",
-                tensor,
+                Text(report.operator if i == 0 else ""),
+                Text(tensor),
                 *(_cell(report, tensor, prop) for prop in PROPERTIES),
                 "-" if error is None else f"{error:.1f}",
             )
     parts += [table, Text("")]
-    shown = [r for r in matrix.reports if r.expect != "invariant" and r.red]
-    for report in shown:
-        parts.append(Text(f"{report.expect}: {report.red[0]}", style="dim"))
-    parts.append(
-        Text("error: largest deviation from the float64 oracle, in roundings of the inputs",
-             style="dim")
-    )  # fmt: skip
+    for report in matrix.reports:
+        if report.expect != "invariant" and report.red:
+            parts.append(Text(f"{report.expect}: {report.red[0]}", style="dim"))
+    note = "error: deviation from the float64 oracle, in roundings of the inputs; - is: no oracle"
+    parts.append(Text(note, style="dim"))
     return Group(*parts)
 
 
 def _tensors(report: Report) -> list[str]:
     """Outputs, then the gradients of the inputs and of the weights."""
-    names = dict.fromkeys(tensor for tensor, _ in report.cells)
-    return sorted(names, key=lambda name: (name not in ("y", "loss"), list(names).index(name)))
+    names = list(dict.fromkeys(tensor for tensor, _ in report.cells))
+    return sorted(names, key=lambda name: (name not in ("y", "loss"), names.index(name)))
 
 
 def _cell(report: Report, tensor: str, prop: str) -> Text:
+    difference = report.cells.get((tensor, prop))
     if (tensor, prop) not in report.cells:
         word, style = MARK["none"]
+    elif difference is None:
+        word, style = MARK["same"]
     else:
-        kind = status(report.cells[tensor, prop])
-        word, style = MARK["same"] if kind == "same" else MARK["differs"]
-        word = {"nan": "NaN", "error": "ERROR"}.get(kind, word)
+        word, style = MARK["differs"]
+        word = {"nan": "NaN", "error": "ERROR"}.get(difference.kind, word)
     return Text(word, style=style)

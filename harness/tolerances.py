@@ -6,7 +6,8 @@ median error was at 1/4 to 1/12 of the threshold; a fixed ratio to one run faile
 docs/data/false_alarms.json has the figures of the shipped workload.
 KERNEL_CAP 4: ranks on Triton's kernels round in other places than torch's operators, which the
 reference has, so the floor also looks at one single-process run on those kernels. A wrong kernel
-must not hide in its own error: it raises the floor to at most 4 times what torch's runs show.
+must not hide in its own error: it raises the floor to at most 4 times what torch's runs show, so
+the threshold to at most 16 times, and in float64 never past STRUCTURE_CAP.
 STRUCTURE_CAP 1e-12: in float64 an algebra error is never below the weight of one row; whatever the
 floor says, the structure tier must not be blinder than one part in 10^12 of the scale. Where the
 partials cancel within every row (a key bias) scale and floor are both noise, and the floor holds.
@@ -37,7 +38,10 @@ def noise_floor(floor: float, scale: float, dtype: str) -> float:
 def with_kernels(floor: float, kernel_error: float, scale: float, dtype: str) -> float:
     """A floor that also knows one run on other kernels. All absolute."""
     known = noise_floor(floor, scale, dtype)
-    return max(floor, min(kernel_error, KERNEL_CAP * known))
+    most = KERNEL_CAP * known
+    if dtype == "float64":  # the structure tier's cap holds whatever the ranks run on
+        most = min(most, max(known, STRUCTURE_CAP * scale / FLOOR_FACTOR))
+    return max(floor, min(kernel_error, most))
 
 
 def threshold(floor: float, scale: float, *, tier: str) -> float:

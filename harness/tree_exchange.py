@@ -61,6 +61,7 @@ def tree_sum(
     finish: every rank's Held, of a slice (k, n) each, -> the slice (n,) of the root. Raises
     TooManyNodes on every rank alike, naming the rank and the count.
     """
+    assert held.values.dtype == dtype, (held.values.dtype, dtype)  # nothing is rounded on the way
     world = dist.get_world_size(group)
     device = held.values.device
     tables = _gather_keys(held, device, group)

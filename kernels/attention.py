@@ -58,7 +58,7 @@ class AttentionTiles:
 
 
 def default_tiles(dtype: torch.dtype, kind: str = KIND) -> AttentionTiles:
-    """One pair for each dtype and kind of machine; next to no spills at heads of 128 (docs/data)."""
+    """One pair for each dtype and kind of machine; see docs/data/certificates.json."""
     if kind == "interpreted":
         return AttentionTiles(query=64, key=64)
     if dtype == torch.float64:
@@ -238,16 +238,16 @@ def _tables(
 ) -> tuple[Tensor, Tensor]:
     """Work items by query tile and by key tile, on the device, made once for each layout."""
 
-    def make() -> tuple[Tensor, ...]:
+    def make() -> Any:
         layout.check_cuts(tiles.query, f"attention with query tiles of {tiles.query}")
         return tuple(
             torch.from_numpy(_work(layout, cache, size, keys=keys)).to(device)
             for size, keys in ((tiles.query, False), (tiles.key, True))
         )
 
-    found: tuple[Tensor, Tensor] = (
-        layout.derived(("attention", tiles, device), make) if cache is None else make()
-    )
+    if cache is not None:
+        return make()
+    found: tuple[Tensor, Tensor] = layout.derived(("attention", tiles, device), make)
     return found
 
 

@@ -50,7 +50,7 @@ class KeyValueCache:
         return self.room(piece).row
 
     def room(self, piece: Piece) -> Piece:
-        """Where the whole sample lies. Raises LayoutError if there is none, or of another length."""
+        """Where the whole sample lies. Raises LayoutError if there is no such room."""
         room = self._room.get(piece.sample)
         if room is None or piece.stop > room.stop:
             raise LayoutError(f"cache: has no room for positions up to {piece.stop} of {piece}")

@@ -26,7 +26,7 @@ LAYERS = [
     ["yaml_source", "topology", "outcome"],
     ["declaration", "rank", "convention", "exchange", "fit", "tree_exchange"],
     ["plan"],
-    ["proof", "schedule", "workload", "process_group", "invariance"],
+    ["proof", "schedule", "workload", "process_group", "operator_run", "bits", "invariance"],
     ["faults", "predict", "hypotheses", "endings"],
     ["step", "reference"],
     ["record", "compare", "case", "free_factors", "direct_causes"],

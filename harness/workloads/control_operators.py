@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from sumgrad.arrangement import Call
-from sumgrad.invariance import Operator, Rows, Tensors, plain
+from sumgrad.invariance import plain
+from sumgrad.operator_run import Operator, Rows, Tensors
 from torch import Tensor
 from torch.nn import functional
 

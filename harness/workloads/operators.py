@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from sumgrad.arrangement import Arrangement, Call
-from sumgrad.invariance import Operator, Rows, Tensors
 from sumgrad.kernels import oracle
 from sumgrad.kernels.attention import AttentionTiles, attention
 from sumgrad.kernels.chain import Chain
@@ -23,6 +22,7 @@ from sumgrad.kernels.rms_norm import rms_norm
 from sumgrad.kernels.rope import rope
 from sumgrad.kernels.swiglu import swiglu
 from sumgrad.kernels.tree import Accumulator, Nodes, TreeId
+from sumgrad.operator_run import Operator, OperatorError, Rows, Tensors
 from sumgrad.tree_exchange import Held, tree_sum
 from sumgrad.workloads.chain_reference import chain_reference
 from torch import Tensor
@@ -80,14 +80,18 @@ class TreeOperator:
     rows_alone: bool = True
     chunks: bool = True
     expect: str = "invariant"
+    must_differ: Sequence[tuple[str, str]] = ()
     reference: Callable[..., Any] | None = None
 
     def begin(
-        self, lengths: Sequence[int], arrangement: Arrangement, weights: Tensors
+        self,
+        lengths: Sequence[int],
+        arrangement: Arrangement,
+        weights: Tensors,
+        dtype: torch.dtype,
     ) -> TreeState:
         trees = {name: Accumulator(len(lengths)) for name in self.weights}
         shapes = dict(self.weights)
-        dtype = next((w.dtype for w in weights.values()), torch.float32)
         if self.output is None:
             trees["loss"], shapes["loss"] = Accumulator(len(lengths)), (1,)
         return TreeState(
@@ -120,6 +124,9 @@ class TreeOperator:
                 for name, tree in state.trees.items():
                     if tree.tree is not None:
                         trees[name].add(tree.nodes())
+        never = [name for name, tree in trees.items() if tree.tree is None]
+        if never:
+            raise OperatorError(f"{_gradient(never[0])}: no call put a node into this tree")
         return {_gradient(name): _root(tree, states[0], name) for name, tree in trees.items()}
 
     def exchange(self, state: TreeState, group: Any) -> Tensors:

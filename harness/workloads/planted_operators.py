@@ -9,10 +9,11 @@ import itertools
 from typing import Any
 
 import torch
-from sumgrad.arrangement import Call
-from sumgrad.invariance import Operator, Rows, Tensors, plain
+from sumgrad.arrangement import PROPERTIES, Call
+from sumgrad.invariance import plain
 from sumgrad.kernels.planted import column_sum_with_atomics
 from sumgrad.kernels.rms_norm import rms_norm
+from sumgrad.operator_run import Operator, Rows, Tensors
 from torch import Tensor
 
 WIDTH = 24
@@ -103,15 +104,27 @@ def planted() -> list[Operator]:
         "chunks": True,
         "expect": "planted",
     }
-    functions = {
-        "rms_norm last_block": lambda r, w, _: rms_norm(r["x"], w["weight"], mode="last_block"),
-        "planted: float atomics": _scaled(column_sum_with_atomics),
-        "planted: partials per multiprocessor": _scaled(_per_multiprocessor),
-        "planted: sum over physical rows": _scaled(lambda values: values.sum(0)),
-        "planted: split depends on batch": _split_by_batch,
-        "planted: order follows alignment": _by_alignment,
-        "planted: order changes between runs": _unsteady(),
-        "planted: neighbour leaks in": _next_to_padding,
-        "planted: output not written": _hole,
+    weight = [("dweight", prop) for prop in PROPERTIES if prop not in ("misaligned", "repeat")]
+    split = [("y", prop) for prop in ("batch", "pad left", "pad right", "chunked", "dp 2")]
+    leak = [("y", prop) for prop in ("order", "packed", "pad right", "micro", "dp 3")]
+    everywhere = [("y", prop) for prop in PROPERTIES]
+    cases: dict[str, tuple[Any, list[tuple[str, str]]]] = {
+        "rms_norm last_block": (_last_block, weight),
+        "planted: float atomics": (_scaled(column_sum_with_atomics), weight),
+        "planted: partials per multiprocessor": (_scaled(_per_multiprocessor), weight),
+        "planted: sum over physical rows": (_scaled(lambda values: values.sum(0)), weight),
+        "planted: split depends on batch": (_split_by_batch, split),
+        "planted: order follows alignment": (_by_alignment, [("y", "misaligned")]),
+        "planted: order changes between runs": (_unsteady(), [("y", "repeat")]),
+        "planted: neighbour leaks in": (_next_to_padding, leak),
+        "planted: output not written": (_hole, everywhere),
     }
-    return [plain(name, function, **common) for name, function in functions.items()]
+    return [
+        plain(name, function, must_differ=cells, **common)
+        for name, (function, cells) in cases.items()
+    ]
+
+
+def _last_block(rows: Tensors, weights: Tensors, call: Call) -> Tensor:
+    """Ours, in the mode that is deterministic and no more."""
+    return rms_norm(rows["x"], weights["weight"], mode="last_block")

@@ -44,15 +44,18 @@ class _Attention:
     """Keeps the layouts: every layer of a step asks for the same."""
 
     def __init__(self) -> None:
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._layouts: dict[tuple[int, tuple[int, ...]], Layout] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, heads: int) -> Tensor:
         """Causal softmax attention. q, k, v: (..., n, T, D); valid: (n, T); padding gives 0."""
         shape = torch.broadcast_shapes(q.shape, k.shape, v.shape)
         length = valid.shape[1]
         copies = shape[:-2].numel() // max(1, len(valid))
+        assert bool((valid[:, 1:] <= valid[:, :-1]).all()), "padding must be on the right"
         lengths = tuple(valid.sum(1).tolist() * copies)
-        layout = self._layouts.setdefault(lengths, Layout.padded(lengths, width=length))
+        if (length, lengths) not in self._layouts:
+            self._layouts[length, lengths] = Layout.padded(lengths, width=length)
+        layout = self._layouts[length, lengths]
         q, k, v = (t.expand(shape).reshape(-1, heads, shape[-1] // heads) for t in (q, k, v))
         side = max(16, min(128, 1 << (length - 1).bit_length()))
         tiles = AttentionTiles(query=side, key=side) if q.device.type == "cpu" else None
