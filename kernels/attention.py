@@ -30,12 +30,12 @@ from sumgrad.kernels.runtime import (
     check_shape,
     compute,
     compute_dtype,
+    first_order,
     launch,
     tl,
     triton,
 )
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 MAX_HEAD = 128  # at 256 some dtypes need more shared memory than a GPU has
 
@@ -282,7 +282,7 @@ class _Attention(torch.autograd.Function):
         return out, torch.zeros_like(token)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, out, lse, by_query, by_key, *own = ctx.saved_tensors
         do = grads[0]

@@ -24,6 +24,7 @@ from sumgrad.kernels.runtime import (
     check_shape,
     compute,
     compute_dtype,
+    first_order,
     launch,
     tl,
     triton,
@@ -31,7 +32,6 @@ from sumgrad.kernels.runtime import (
 from sumgrad.kernels.sink import Sinks, check_sinks
 from sumgrad.kernels.tree import plan_tree, sum_nodes
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 LEAF = 32
 VOCABULARY_BLOCK = 1024
@@ -113,7 +113,7 @@ class _CrossEntropy(torch.autograd.Function):
         return sum_nodes(nodes).reshape(())
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> Any:
         logits, targets, lse = ctx.saved_tensors
         num_rows, vocabulary = logits.shape

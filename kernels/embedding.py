@@ -26,6 +26,7 @@ from sumgrad.kernels.runtime import (
     check_shape,
     compute,
     compute_dtype,
+    first_order,
     launch,
     rows_per_program,
     tl,
@@ -34,7 +35,6 @@ from sumgrad.kernels.runtime import (
 from sumgrad.kernels.sink import Sinks, check_sinks, deliver
 from sumgrad.kernels.tree import Nodes, TreeId, TreePlan, plan_tree, stack_schedule
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 COLUMNS = 4096 if INTERPRETED else 256
 
@@ -173,7 +173,7 @@ class _Embedding(torch.autograd.Function):
         return y.to(weight.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
         nodes = embedding_nodes(grads[0], tokens, ctx.shape[0], ctx.layout, ctx.leaf)

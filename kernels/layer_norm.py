@@ -27,6 +27,7 @@ from sumgrad.kernels.runtime import (
     check_shape,
     compute,
     compute_dtype,
+    first_order,
     launch,
     rows_of_leaf,
     rows_per_program,
@@ -37,7 +38,6 @@ from sumgrad.kernels.runtime import (
 from sumgrad.kernels.sink import Sinks, check_sinks, deliver
 from sumgrad.kernels.tree import plan_tree
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 LEAF = 32
 
@@ -171,7 +171,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, gamma, *stats = ctx.saved_tensors
         dx, *leaves = backward(grads[0], x, gamma, tuple(stats), ctx.layout, ctx.leaf)

@@ -26,6 +26,7 @@ from sumgrad.kernels.runtime import (
     check_shape,
     compute,
     compute_dtype,
+    first_order,
     launch,
     tl,
     triton,
@@ -33,7 +34,6 @@ from sumgrad.kernels.runtime import (
 from sumgrad.kernels.sink import Sinks, check_sinks, deliver
 from sumgrad.kernels.tree import Nodes, TreeId, TreePlan, plan_tree
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 BIAS_LEAF = 32
 
@@ -246,7 +246,7 @@ class _Linear(torch.autograd.Function):
         return product(x, weight, bias, tiles, transposed=True)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         (dy,) = grads

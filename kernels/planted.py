@@ -31,3 +31,29 @@ def column_sum_with_atomics(x: Tensor) -> Tensor:
         LENGTH=x.shape[1], ROWS=8, BLOCK=block_of(x.shape[1]),
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def column_sum_behind_a_lock(
+    x, out, lock, num_rows, LENGTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """No float atomic, but blocks add in the order in which they get the lock. Never launched."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < LENGTH)[None, :]
+    value = tl.load(x + row[:, None] * LENGTH + column[None, :], mask=inside, other=0.0)
+    while tl.atomic_cas(lock, 0, 1) == 1:
+        pass
+    total = tl.load(out + column, mask=column < LENGTH, other=0.0) + tl.sum(value, axis=0)
+    tl.store(out + column, total, mask=column < LENGTH)
+    tl.debug_barrier()
+    tl.atomic_xchg(lock, 0)
+
+
+@triton.jit
+def tile_sum_by_bulk_reduce(x, out, BLOCK: tl.constexpr):
+    """Adds its tile by the tensor memory accelerator, whose instruction names no dtype."""
+    start = tl.program_id(0) * BLOCK
+    value = tl.load(x + start + tl.arange(0, BLOCK))[None, :]
+    target = tl.make_tensor_descriptor(out, [1, BLOCK], [BLOCK, 1], [1, BLOCK])
+    target.atomic_add([0, 0], value)

@@ -30,6 +30,7 @@ from sumgrad.kernels.runtime import (
     check_shape,
     compute,
     compute_dtype,
+    first_order,
     launch,
     rows_of_leaf,
     rows_per_program,
@@ -40,7 +41,6 @@ from sumgrad.kernels.runtime import (
 from sumgrad.kernels.sink import Sinks, check_sinks, deliver
 from sumgrad.kernels.tree import plan_tree
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 LEAF = 32
 FUSED_ROW = 8192
@@ -233,7 +233,7 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
         (dy,) = grads

@@ -20,13 +20,13 @@ from sumgrad.kernels.runtime import (
     check_shape,
     compute,
     compute_dtype,
+    first_order,
     launch,
     rows_per_program,
     tl,
     triton,
 )
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -91,7 +91,7 @@ class _Rope(torch.autograd.Function):
         return _turn(x, layout, base, 1.0)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _turn(grads[0], ctx.layout, ctx.base, -1.0), None, None
 

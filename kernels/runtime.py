@@ -8,6 +8,7 @@ kernels run in float32 on the exactly widened inputs and the results are rounded
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,6 +101,20 @@ def check_row(name: str, length: int) -> None:
     """Row lengths that fit into one program."""
     if not 1 <= length <= MAX_ROW:
         raise KernelError(f"{name}: got rows of {length} elements, expected 1 to {MAX_ROW}")
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that refuses to be differentiated again, where it would silently drop terms."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise KernelError(
+                "create_graph=True: these kernels have no second derivatives, and would drop terms"
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

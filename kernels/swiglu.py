@@ -18,12 +18,12 @@ from sumgrad.kernels.runtime import (
     check_shape,
     compute,
     compute_dtype,
+    first_order,
     launch,
     tl,
     triton,
 )
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 BLOCK = 1 << 16 if INTERPRETED else 1024
 
@@ -89,7 +89,7 @@ class _SwiGlu(torch.autograd.Function):
         return forward(gate, up)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return backward(grads[0], *ctx.saved_tensors)
 

@@ -11,6 +11,8 @@ import sys
 import pytest
 from conftest import ROOT
 
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
 
 def certify(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -42,7 +44,7 @@ def test_every_launched_kernel_is_certified_for_every_dtype_and_target(certifica
     assert len(ours) == 21
     for name in ours:
         for dtype in ("float32", "bfloat16", "float16", "float64"):
-            for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+            for target in TARGETS:
                 assert (name, dtype, target) in got
 
 
@@ -57,10 +59,20 @@ def test_no_float_atomics_and_counters_only_by_name(certificates):
     assert len(counted) == 4 * 4  # fused, by dtype and target
 
 
-def test_the_planted_atomic_is_found_on_every_target(certificates):
+def test_every_plant_is_found_on_every_target(certificates):
+    """A float atomic; a lock, behind which blocks add as they arrive; a bulk reduction."""
     planted = [c for c in certificates if c["kernel"].startswith("planted.")]
-    assert {c["target"] for c in planted} == {"sm_80", "sm_90", "sm_100", "gfx942"}
-    assert all(c["float_atomics"] and c["problems"] for c in planted)
+    found = {(c["kernel"].split(".")[1], c["target"]) for c in planted}
+    everywhere = ("column_sum_by_float_atomics", "column_sum_behind_a_lock")
+    assert found == {(name, t) for name in everywhere for t in TARGETS} | {
+        ("tile_sum_by_bulk_reduce", "sm_90"),
+        ("tile_sum_by_bulk_reduce", "sm_100"),
+    }
+    for c in planted:
+        assert c["problems"], c
+        assert not any("compile" in problem for problem in c["problems"]), c
+    atomics = [c for c in planted if c["kernel"].endswith("float_atomics")]
+    assert all(c["float_atomics"] for c in atomics)
 
 
 def test_products_use_one_class_of_matrix_instruction(certificates):

@@ -47,3 +47,15 @@ def test_the_same_bits_as_the_function(name):
         strict=True,
     ):
         assert torch.equal(a, b)
+
+
+def test_what_does_not_fit_is_refused_not_read_past_its_end():
+    ones = torch.ones
+    for call in (
+        lambda: torch.ops.sumgrad.linear(ones(2, 8), ones(3, 4), ones(3)),
+        lambda: torch.ops.sumgrad.rms_norm(ones(4, 8), ones(4), 1e-6),
+        lambda: torch.ops.sumgrad.layer_norm(ones(4, 8), ones(8), ones(4), 1e-6),
+        lambda: torch.ops.sumgrad.swiglu(ones(8), ones(4)),
+    ):
+        with pytest.raises(ValueError, match="got shape"):
+            call()

@@ -471,3 +471,160 @@ def test_layer_norm_of_tiny_variance():
     wanted = oracle.layer_norm(*wide, eps=1e-12)
     agrees(y, wanted["y"], torch.float32, 16)
     agrees(x.grad, wanted["dx"], torch.float32, 16)
+
+
+# ---- what a review found: each of these gave wrong numbers, or an error that nobody understands
+
+
+def gradient_penalty(operator, *shapes):
+    leaves = [draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    y = operator(*leaves).square().sum()
+    (slope,) = torch.autograd.grad(y, leaves[0], create_graph=True)
+    return torch.autograd.grad(y + slope.square().sum(), leaves[-1])
+
+
+@pytest.mark.parametrize("operator", [swiglu, rope, rms_norm, layer_norm, linear, attention])
+def test_second_derivatives_are_refused_not_dropped(operator):
+    shapes = {
+        swiglu: [(4, 6), (4, 6)],
+        rope: [(4, 1, 6)],
+        rms_norm: [(4, 6), (6,)],
+        layer_norm: [(4, 6), (6,), (6,)],
+        linear: [(4, 6), (3, 6)],
+        attention: [(4, 1, 6), (4, 1, 6), (4, 1, 6)],
+    }[operator]
+    with pytest.raises(KernelError, match="no second derivatives"):
+        gradient_penalty(operator, *shapes)
+
+
+def cached_chunks(leaves, cuts, cache):
+    """attention over positions 0 to cuts[0], to cuts[1], ..., one output for each chunk."""
+    out, length = [], cuts[-1]
+    for start, stop in zip([0, *cuts], cuts, strict=False):
+        layout = Layout(
+            num_samples=1, num_rows=stop - start, pieces=(cut(0, start, stop, 0, length),)
+        )
+        rows = slice(start, stop)
+        out.append(attention(*(t[rows] for t in leaves), layout=layout, cache=cache, tiles=TILES))
+    return out
+
+
+def new_cache(length=40, dtype=torch.float64) -> KeyValueCache:
+    return KeyValueCache(Layout.packed((length,)), num_heads=2, head=8, dtype=dtype)
+
+
+def test_a_backward_that_did_not_run_every_chunk_leaves_nothing_behind():
+    leaves = [draw(40, 2, 8, seed=i).requires_grad_() for i in range(3)]
+    first, second = cached_chunks(leaves, [16, 40], new_cache())
+    loss = first.square().sum() + second.square().sum()
+    whole = attention(*leaves, tiles=TILES).square().sum()
+    wanted = torch.autograd.grad(whole, leaves)
+    torch.autograd.grad(second.sum(), second, retain_graph=True)
+    torch.autograd.grad(loss, second, retain_graph=True)
+
+    def fail(_):
+        raise ValueError("lost between two chunks")
+
+    handle = first.register_hook(fail)
+    with pytest.raises(ValueError, match="lost between"):
+        torch.autograd.grad(loss, leaves, retain_graph=True)
+    handle.remove()
+    got = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_a_cache_serves_one_layer_and_one_pass():
+    leaves = [draw(40, 2, 8, seed=i).requires_grad_() for i in range(3)]
+    others = [draw(40, 2, 8, seed=i + 7) for i in range(3)]
+    cache = new_cache()
+    cached_chunks(leaves, [16, 40], cache)
+    cached_chunks(leaves, [16, 40], cache)  # the same bits again: recomputation
+    with pytest.raises(LayoutError, match="cached already, with other contents"):
+        cached_chunks(others, [16, 40], cache)
+    out = cached_chunks(leaves, [16, 40], cache := new_cache())
+    cache.keys.zero_()
+    with pytest.raises(RuntimeError, match="changed from outside"):
+        out[-1].sum().backward()
+
+
+def test_what_a_cache_cannot_take_is_named():
+    x = [draw(48, 2, 8, seed=i) for i in range(3)]
+    pieces = (cut(0, 0, 16, 0, 48), cut(0, 16, 48, 16, 48))
+    two = Layout(num_samples=1, num_rows=48, pieces=pieces)
+    with pytest.raises(LayoutError, match="two pieces of one sample"):
+        attention(*x, layout=two, cache=new_cache(48), tiles=TILES)
+    with pytest.raises(KernelError, match="cache: holds"):
+        attention(*x, cache=new_cache(48, torch.float32), tiles=TILES)
+    unfinished = Layout(num_samples=1, num_rows=48, pieces=(
+        Piece(sample=0, start=0, stop=48, row=0, ends=False),))  # fmt: skip
+    with pytest.raises(LayoutError, match="that needs a cache"):
+        attention(*x, layout=unfinished, tiles=TILES)
+    with pytest.raises(LayoutError, match="by its room the sample ends at 48"):
+        attention(*x, layout=unfinished, cache=new_cache(48), tiles=TILES)
+    with torch.no_grad(), pytest.raises(KernelError, match="without grad mode"):
+        attention(*(t.requires_grad_() for t in x), cache=new_cache(48), tiles=TILES)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
+def test_infinite_scores_do_not_spread_over_the_tile():
+    """Keys at minus infinity hide themselves; a query that sees another key is as torch's."""
+    q, k, v = (draw(20, 1, 8, seed=i) for i in range(3))
+    q[:, 0, 0] = 1.0
+    k[:16, 0, 0] = -1e308
+    got = attention(q, k, v, tiles=TILES, scale=1e10)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(0, 1) for t in (q, k, v)), is_causal=True, scale=1e10
+    ).transpose(0, 1)
+    assert torch.allclose(got[16:], wanted[16:])
+    assert got[:16].isnan().all()  # no key at all: torch says 0
+
+
+def test_last_block_refuses_padding_instead_of_summing_it():
+    with pytest.raises(KernelError, match="knows no padding"):
+        rms_norm(draw(8, 6), draw(6), layout=Layout.padded([2, 3], width=4), mode="last_block")
+
+
+def test_errors_come_forward_not_in_backward():
+    x, w = draw(40, 6).requires_grad_(), draw(6)
+    half = Layout(num_samples=1, num_rows=40, pieces=(
+        Piece(sample=0, start=0, stop=40, row=0, ends=False),))  # fmt: skip
+    with pytest.raises(UnalignedCut):
+        rms_norm(x, w, layout=half)
+    with pytest.raises(UnalignedCut):
+        linear(x, draw(3, 6), layout=half)
+    with pytest.raises(ValueError, match="power of two"):
+        rms_norm(x, w, leaf=24)
+    with pytest.raises(KeyError, match="layer_norm: sinks has no accumulator for 'bias'"):
+        layer_norm(x, w, w, sinks={"weight": Accumulator(1)})
+    with pytest.raises(KernelError, match="leaf a multiple of depth"):
+        default_tiles(torch.float64).__class__(rows=64, columns=64, depth=64, leaf=16)
+    with pytest.raises(KernelError, match="eps: got -1"):
+        rms_norm(x, w, eps=-1)
+    with pytest.raises(KernelError, match="targets: got shape"):
+        cross_entropy(draw(4, 4), torch.zeros(5).long())
+
+
+def test_a_layout_used_in_inference_mode_can_train_later():
+    layout = Layout.packed((20, 3))
+    x = [draw(23, 1, 8, seed=i) for i in range(3)]
+    with torch.inference_mode():
+        attention(*x, layout=layout, tiles=TILES)
+        rope(x[0], layout=layout)
+    leaves = [t.requires_grad_() for t in x]
+    attention(
+        rope(leaves[0], layout=layout), *leaves[1:], layout=layout, tiles=TILES
+    ).sum().backward()
+    assert leaves[0].grad is not None
+
+
+def test_sinks_of_different_uses_never_meet():
+    """The same shape is not the same tree: a gain of one norm never lands in another's."""
+    tree, x, w = Accumulator(2), draw(20, 6), draw(6).requires_grad_()
+    one, two = (Layout.packed((20,), samples=[s], num_samples=2) for s in (0, 1))
+    rms_norm(x, w, layout=one, sinks={"weight": tree}).sum().backward()
+    with pytest.raises(ValueError, match="never merge"):
+        rms_norm(x.float(), w.detach().float().requires_grad_(), layout=two,
+                 sinks={"weight": tree}).sum().backward()  # fmt: skip
+    with pytest.raises(ValueError, match="never merge"):
+        layer_norm(x, w, draw(6), layout=two, sinks={"weight": tree, "bias": Accumulator(2)}).sum(
+        ).backward()  # fmt: skip

@@ -272,3 +272,32 @@ def test_keys_beyond_64_bits_do_not_wrap():
     plan = plan_tree(layout, LEAF)
     assert plan.keys.tolist() == [(last << 32), (last << 32) + 1]
     assert plan.nodes == ((32, last),)
+
+
+def test_an_accumulator_checks_and_copies_what_it_is_given():
+    def nodes(samples, shape=(3,), dtype=torch.float32):
+        keys = tuple((32, s) for s in samples)
+        values = torch.ones(len(samples), *shape, dtype=dtype)
+        return Nodes(tree=TREE, num_samples=4, keys=keys, empties=(), values=values)
+
+    accumulator = Accumulator(4)
+    first = nodes([0])
+    accumulator.add(first)
+    for other in (nodes([1], shape=(1,)), nodes([1], dtype=torch.float64)):
+        with pytest.raises(TreeError, match="shape, dtype, device"):
+            accumulator.add(other)
+    with pytest.raises(TreeError, match="was counted before"):
+        accumulator.add(nodes([1, 0]))
+    first.values.add_(7)
+    accumulator.add(nodes([1, 2, 3]))  # sample 1 was not half taken
+    assert accumulator.finish().tolist() == [4, 4, 4]
+    accumulator.finish().mul_(2)
+    assert accumulator.finish().tolist() == [4, 4, 4]
+
+
+def test_layouts_that_contradict_themselves_are_refused():
+    pieces = (Piece(sample=0, stop=16, row=0), Piece(sample=0, start=16, stop=20, row=16))
+    with pytest.raises(LayoutError, match="a piece that ends is not its last"):
+        Layout(num_samples=1, num_rows=20, pieces=pieces)
+    tensors = Layout.packed(torch.tensor([20, 20]), samples=np.array([1, 0]))
+    assert tensors == Layout.packed([20, 20], samples=[1, 0])
