@@ -21,6 +21,12 @@ def decide_interpreter(*, on_cpu: bool | None = None) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+def server_environment() -> dict[str, str]:
+    """What a process that starts ranks needs in its environment: it has not imported triton yet."""
+    chosen = "TRITON_INTERPRET" in os.environ or has_gpu()
+    return {} if chosen else {"TRITON_INTERPRET": "1"}
+
+
 def has_gpu() -> bool:
     """Whether there is an NVIDIA or AMD GPU; looks at device files, imports nothing."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sumgrad.endings import outcome_from_record
+from sumgrad.interpreter import server_environment
 from sumgrad.outcome import RankOutcome
 from sumgrad.rank import HELPERS
 
@@ -104,7 +105,7 @@ class Launcher:
             [*command, *self._preload],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **SINGLE_THREAD},
+            env={**os.environ, **server_environment(), **SINGLE_THREAD},
         )
         theirs.close()
         self._socket = ours

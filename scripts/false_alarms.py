@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--kernels", choices=("torch", "triton"), default=None)
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     rows = []
@@ -35,7 +36,7 @@ def main() -> int:
         for path in args.topologies or default_topologies():
             for dtype in args.dtypes.split(","):
                 started = time.monotonic()
-                row = sweep(path, dtype, args.seeds, args.steps, launcher)
+                row = sweep(path, dtype, args.seeds, args.steps, launcher, args.kernels)
                 rows.append({**row, "seconds": round(time.monotonic() - started, 1)})
                 print(json.dumps(rows[-1]), flush=True)
     alarms = sum(row["alarms"] for row in rows)
@@ -50,14 +51,21 @@ def main() -> int:
     return 1 if alarms else 0
 
 
-def sweep(path: Path, dtype: str, seeds: int, steps: int, launcher: Launcher) -> dict:
+def sweep(
+    path: Path, dtype: str, seeds: int, steps: int, launcher: Launcher, kernels: str | None
+) -> dict:
     """All seeds of one topology and working dtype."""
     tensors, statuses, worst = [], [], {"structure": [], "precision": []}
     same_max, same_l2 = [], []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as directory:
             options = CheckOptions(
-                topology=path, dtype=dtype, seed=seed, steps=steps, out=Path(directory)
+                topology=path,
+                dtype=dtype,
+                seed=seed,
+                steps=steps,
+                out=Path(directory),
+                kernels=kernels,
             )
             verdict, _ = run_check(options, launcher=launcher)
         statuses.append(verdict.status)

@@ -251,3 +251,28 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
     except OSError:
         return False
+
+
+def which_triton(guard) -> None:
+    from sumgrad.kernels.runtime import INTERPRETED
+
+    assert INTERPRETED
+
+
+def test_ranks_interpret_triton_whoever_starts_them(tmp_path):
+    """A script that never heard of TRITON_INTERPRET, and imported triton before the launcher."""
+    code = (
+        "import torch._dynamo; from pathlib import Path\n"
+        "from sumgrad.launch import Launcher, RankJob\n"
+        f"place = Path({str(tmp_path)!r}); (place / 'ranks').mkdir()\n"
+        "job = RankJob(target='test_launch:which_triton', num_ranks=1, directory=place)\n"
+        "with Launcher() as launcher:\n"
+        "    (outcome,) = launcher.run(job)\n"
+        "assert outcome.ok, outcome\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(Path(__file__).parent)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
+    )
+    assert found.returncode == 0, found.stderr
