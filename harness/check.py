@@ -108,10 +108,11 @@ def chosen_kernels(options: CheckOptions, topology: Topology, workload: Workload
 
     Raises UserError if this machine or this workload cannot run Triton's.
     """
-    kernels = options.kernels or topology.kernels
+    flag = options.kernels if options.kernels != "auto" else None
+    kernels = flag or topology.kernels
     if kernels != "triton":
         return "torch"
-    source = "--kernels" if options.kernels else topology.where(("kernels",))
+    source = "--kernels" if flag else topology.where(("kernels",))
     if not has_kernels(workload):
         raise UserError(f"{source}: the workload's formulas() takes no `kernels`; use torch")
     if importlib.util.find_spec("triton") is None:

@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+from conftest import ROOT
+from sumgrad.check import CheckOptions, make_spec
 from sumgrad.cli import main
 from sumgrad.errors import UserError
 from sumgrad.tolerances import KERNEL_CAP, noise_floor, with_kernels
@@ -106,6 +108,23 @@ def test_a_wrong_kernel_cannot_hide_in_its_own_noise_floor(tmp_path, sumgrad_che
         for kernels in ("torch", "triton")
     }
     assert found == {"torch": "pass", "triton": "fail"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "wanted"),
+    [
+        (None, "three_pool", "torch"),
+        ("auto", "three_pool", "torch"),
+        ("triton", "three_pool", "triton"),
+        (None, "three_pool_published", "triton"),
+        ("auto", "three_pool_published", "triton"),
+        ("torch", "three_pool_published", "torch"),
+    ],
+)
+def test_flag_and_yaml_choose_the_kernels(flag, name, wanted):
+    options = CheckOptions(topology=ROOT / "topologies" / f"{name}.yaml", kernels=flag)
+    spec, _ = make_spec(options, prefix=["sumgrad", "run"])
+    assert spec.kernels == wanted
 
 
 def test_a_kernels_error_raises_a_floor_by_little_only():
