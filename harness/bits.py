@@ -214,7 +214,7 @@ def errors_against_oracle(operator: Operator, problem: Problem, found: Tensors) 
     """Each tensor's error over what one rounding of the inputs would change, in two norms.
 
     That change is measured: the oracle runs again on inputs moved by half an eps at random, eight
-    times; it is never under half an eps of the result. So an ill-conditioned sum is not blamed.
+    times; it is never under one eps of the result. So an ill-conditioned sum is not blamed.
     In the maximum norm one element counts, in L2 many small ones do. Raises OperatorError for an
     oracle that does not give what the operator gives.
     """

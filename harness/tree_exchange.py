@@ -8,6 +8,7 @@ slices. Payload: (m + 1) / 2 times the bytes of a ring SUM.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,8 +24,12 @@ MAX_NODES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What one rank holds. values: (len(keys), *shape) in dtype; empties: complete, no position."""
+    """What one rank holds. values: (len(keys), *shape) in dtype; empties: complete, no position.
 
+    tree: what fixes the nodes' bits, as text (a TreeId's repr); "" if nothing is held.
+    """
+
+    tree: str
     keys: Sequence[Key]
     empties: Sequence[Key]
     values: Tensor
@@ -43,6 +48,10 @@ class TreeSum:
 Finish = Callable[[Sequence[Held]], Tensor]
 
 
+class DifferentTrees(RuntimeError):
+    """Two ranks hold nodes of different trees, which never merge."""
+
+
 class TooManyNodes(RuntimeError):
     """A rank owns samples so scattered that its nodes would cost more than moving the samples."""
 
@@ -58,13 +67,20 @@ def tree_sum(
 ) -> TreeSum:
     """The root of a tree whose nodes are spread over a group; the same bits on every rank.
 
-    finish: every rank's Held, of a slice (k, n) each, -> the slice (n,) of the root. Raises
-    TooManyNodes on every rank alike, naming the rank and the count.
+    finish: every rank's Held, of a slice (k, n) each, -> the slice (n,) of the root; `tree` is this
+    rank's own. Raises, on every rank alike, DifferentTrees, and TooManyNodes with rank and count.
     """
     assert held.values.dtype == dtype, (held.values.dtype, dtype)  # nothing is rounded on the way
     world = dist.get_world_size(group)
     device = held.values.device
-    tables = _gather_keys(held, device, group)
+    marks, tables = _gather_keys(held, device, group)
+    if len(set(marks.values())) > 1:
+        first = min(marks)
+        other = next(rank for rank, mark in marks.items() if mark != marks[first])
+        raise DifferentTrees(
+            f"ranks {first} and {other} of the group hold nodes of different trees; "
+            f"this rank's: {held.tree or 'none'}"
+        )
     counts = [len(keys) for keys, _ in tables]
     if max(counts) > max_nodes:
         rank = counts.index(max(counts))
@@ -87,7 +103,7 @@ def tree_sum(
     )
     parts = received.view(-1, width).split(counts)
     shares = [
-        Held(keys=keys, empties=empties, values=part)
+        Held(tree=held.tree, keys=keys, empties=empties, values=part)
         for (keys, empties), part in zip(tables, parts, strict=True)
     ]
     own = finish(shares).contiguous()
@@ -111,13 +127,16 @@ def _all_gather(out: Tensor, own: Tensor, group: Group) -> None:
 
 def _gather_keys(
     held: Held, device: torch.device, group: Group
-) -> list[tuple[list[Key], list[Key]]]:
-    """Every rank's (keys, empties), in group order."""
+) -> tuple[dict[int, int], list[tuple[list[Key], list[Key]]]]:
+    """A mark of the tree of every rank that holds something; every rank's (keys, empties)."""
     world = dist.get_world_size(group)
-    mine = torch.tensor([len(held.keys), len(held.empties)], device=device)
-    sizes = torch.empty(world * 2, dtype=torch.int64, device=device)
+    mark = zlib.crc32(held.tree.encode())
+    mine = torch.tensor([len(held.keys), len(held.empties), mark], device=device)
+    sizes = torch.empty(world * 3, dtype=torch.int64, device=device)
     _all_gather(sizes, mine, group)
-    pairs = sizes.view(world, 2).tolist()
+    heads = sizes.view(world, 3).tolist()
+    pairs = [(num_keys, num_empties) for num_keys, num_empties, _ in heads]
+    marks = {rank: head[2] for rank, head in enumerate(heads) if head[0] or head[1]}
     longest = max(1, *(a + b for a, b in pairs))
     table = torch.zeros(longest, 2, dtype=torch.int64, device=device)
     entries = [*held.keys, *held.empties]
@@ -131,4 +150,4 @@ def _gather_keys(
     ):
         named = [(height, index) for height, index in rows]
         out.append((named[:num_keys], named[num_keys : num_keys + num_empties]))
-    return out
+    return marks, out

@@ -35,7 +35,6 @@ class KeyValueCache:
         if any(p.start or not p.ends for p in layout.pieces):
             raise LayoutError("cache: its layout must hold whole samples, from position 0 on")
         shape = (layout.num_rows, num_heads, head)
-        self.layout = layout
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.token = torch.zeros((), device=device)

@@ -167,7 +167,7 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def num_partials(num_rows: int, device: torch.device) -> int:
-    """Partials of last_block: two for each multiprocessor; interpreted, one for eight rows."""
+    """Partials of last_block: two for each multiprocessor; interpreted, 1 to 8."""
     if INTERPRETED:
         return max(1, min(8, num_rows // 8))
     return max(1, min(num_rows, 2 * torch.cuda.get_device_properties(device).multi_processor_count))

@@ -9,7 +9,6 @@ kernels run in float32 on the exactly widened inputs and the results are rounded
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -181,13 +180,3 @@ def launch(
 def _device_of(args: Sequence[Any]) -> torch.device:
     device: torch.device = next(a.device for a in args if isinstance(a, Tensor))
     return device
-
-
-def interpreter_line() -> str | None:
-    """Why CPU tensors would fail in this process, or None."""
-    chosen = os.environ.get("TRITON_INTERPRET") == "1"
-    return None if INTERPRETED or not chosen else LATE
-
-
-Jit = Callable[..., Any]
-jit: Jit = triton.jit

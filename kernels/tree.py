@@ -264,6 +264,7 @@ class Accumulator:
 
     def _put(self, key: Key, value: Tensor | None) -> None:
         height, index = key
+        mine = value is None  # whether the value is the accumulator's own and not the caller's
         while height < self._root_height:
             sibling = (height, index ^ 1)
             if not self._beyond(sibling):
@@ -271,10 +272,10 @@ class Accumulator:
                     break
                 other = self._open.pop(sibling)
                 left, right = (value, other) if index % 2 == 0 else (other, value)
+                mine = mine or other is not None
                 value = merge(left, right)
             height, index = height + 1, index >> 1
-        kept = value.clone() if value is not None and value._base is not None else value
-        self._open[height, index] = kept
+        self._open[height, index] = value if mine or value is None else value.clone()
         self.most_open = max(self.most_open, self.num_open)
 
     def _overlaps(self, key: Key, held: Collection[Key]) -> bool:

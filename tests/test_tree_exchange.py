@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from sumgrad.kernels.layout import Layout
 from sumgrad.kernels.tree import Accumulator, Nodes
-from sumgrad.tree_exchange import Held, TooManyNodes, tree_sum
+from sumgrad.tree_exchange import DifferentTrees, Held, TooManyNodes, tree_sum
 from test_tree import TREE, nodes_of, whole_root
 
 LENGTHS = (37, 16, 1, 50, 0, 23, 31, 20, 64, 3, 40)
@@ -44,7 +44,7 @@ def held_by(samples) -> Held:
     lengths = [LENGTHS[s] for s in samples]
     layout = Layout.packed(lengths, samples=samples, num_samples=len(LENGTHS))
     nodes = nodes_of(layout)
-    return Held(keys=nodes.keys, empties=nodes.empties, values=nodes.values)
+    return Held(tree=repr(nodes.tree), keys=nodes.keys, empties=nodes.empties, values=nodes.values)
 
 
 def check_root(ranks):
@@ -83,7 +83,7 @@ def test_bytes_on_the_wire_against_a_ring_sum(ranks):
     numel, m = 3000, 3
     base = 4 * ranks.rank
     keys = [(33, base // 2), (32, base + 2), (32, base + 3)]
-    held = Held(keys=keys, empties=[], values=torch.ones(m, numel))
+    held = Held(tree="a tree", keys=keys, empties=[], values=torch.ones(m, numel))
 
     def total(shares):
         return torch.stack([share.values.sum(0) for share in shares]).sum(0)
@@ -101,6 +101,16 @@ def test_bytes_on_the_wire_against_a_ring_sum(ranks):
 def test_scattered_ownership_is_refused_on_every_rank(ranks):
     own = range(ranks.rank, 64, 2)
     values = torch.ones(len(own), 3)
-    held = Held(keys=[(32, s) for s in own], empties=[], values=values)
+    held = Held(tree="a tree", keys=[(32, s) for s in own], empties=[], values=values)
     with pytest.raises(TooManyNodes, match=r"rank 0 of the group holds 32 nodes, more than 20"):
         tree_sum(held, shape=(3,), dtype=torch.float32, finish=finish_with(64), max_nodes=20)
+
+
+@pytest.mark.distributed(ranks=3)
+def test_nodes_of_different_trees_never_merge_over_ranks_either(ranks):
+    """A rank with other tiles would add numbers of another order; a rank with nothing may join."""
+    tree = ["TreeId(leaf=256)", "", "TreeId(leaf=1024)"][ranks.rank]
+    keys = [] if ranks.rank == 1 else [(32, ranks.rank)]
+    held = Held(tree=tree, keys=keys, empties=[], values=torch.ones(len(keys), 3))
+    with pytest.raises(DifferentTrees, match=r"ranks 0 and 2 .*this rank's: (TreeId|none)"):
+        tree_sum(held, shape=(3,), dtype=torch.float32, finish=finish_with(3))

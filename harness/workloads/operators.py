@@ -155,6 +155,7 @@ def exchange(state: TreeState, name: str, group: Any) -> Any:
     tree = state.trees[name]
     nodes = tree.nodes() if tree.tree is not None else None
     held = Held(
+        tree=repr(nodes.tree) if nodes else "",
         keys=nodes.keys if nodes else (),
         empties=nodes.empties if nodes else (),
         values=nodes.values.cpu()
@@ -194,7 +195,7 @@ def _norm(values: dict[str, Any], seed: Any, _: Any) -> Any:
 
 
 def shipped() -> list[Operator]:
-    """Every operator of ours, in both modes where it has two, and the full chain."""
+    """Every operator of ours in its invariant mode, and the full chain."""
     width, heads = (WIDTH,), (2, 12)
     x = {"x": Rows(width)}
     norm = {"weight": width}
