@@ -16,10 +16,10 @@ OPERATORS = {  # of `sumgrad ops`; written down, so that listing them imports no
     "rms_norm": "x / rms(x) * weight; weight gradient by the canonical tree",
     "layer_norm": "the mean kept as two numbers, two-pass variance",
     "linear": "x W^T + b, fixed tiles, no split but at tree nodes",
-    "attention": "causal, grouped heads, any lengths, chunked prefill through a cache",
-    "embedding": "a segmented tree for each token",
     "swiglu": "silu(gate) * up",
+    "attention": "causal, grouped heads, any lengths, chunked prefill through a cache",
     "rope": "rotary positions",
+    "embedding": "a segmented tree for each token",
     "cross_entropy": "SUM and count, by the canonical tree",
     "chain": "a decoder of all of these, forward and backward",
 }

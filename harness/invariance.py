@@ -13,8 +13,8 @@ on raw bits: a NaN is red, -0 differs from +0. Deterministic is not enough: see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from sumgrad.bits import (
 from sumgrad.operator_run import (
     Operator,
     OperatorError,
+    OperatorFields,
     Rows,
     Tensors,
     draw_problem,
@@ -117,7 +118,7 @@ def _must_differ(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainOperator:
+class PlainOperator(OperatorFields):
     """An operator under torch's own autograd: micro-batches meet in `.grad`, ranks in all-reduce.
 
     function(rows, weights, call) -> (num_rows, *output), or the SUM of a loss when output is None.
@@ -125,17 +126,7 @@ class PlainOperator:
     gradient is.
     """
 
-    name: str
     function: Callable[[Tensors, Tensors, Call], Tensor]
-    rows: Mapping[str, Rows]
-    weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    output: tuple[int, ...] | None = None
-    cut: int = 16
-    rows_alone: bool = True
-    chunks: bool = False
-    expect: str = "invariant"
-    must_differ: Sequence[tuple[str, str]] = ()
-    reference: Callable[..., Any] | None = None
 
     def begin(
         self,

@@ -7,8 +7,8 @@ layout: rows in the order of samples and positions, gradients of weights as tota
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,6 +80,25 @@ class Operator(Protocol):
 
     def oracle(self, rows: Tensors, weights: Tensors, seed: Tensor, lengths: Sequence[int]) -> Any:
         """float64 results by name ("y", "dx", "dweight", "loss"), or None if there is no oracle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorFields:
+    """What every operator says of itself; see Operator.
+
+    reference: float64 results by name, or None; what it is given is up to the kind of operator.
+    """
+
+    name: str
+    rows: Mapping[str, Rows]
+    weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    output: tuple[int, ...] | None = None
+    cut: int = 16
+    rows_alone: bool = True
+    chunks: bool = False
+    expect: str = "invariant"
+    must_differ: Sequence[tuple[str, str]] = ()
+    reference: Callable[..., Any] | None = None
 
 
 def validate(operator: Any) -> None:

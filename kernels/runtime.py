@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 try:
-    import triton
+    import triton  # noqa: F401 - the operators take it from here, with this error
     import triton.language as tl
 except ImportError as error:  # macOS, or a machine without it
     raise ImportError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from sumgrad.kernels.rms_norm import rms_norm
 from sumgrad.kernels.rope import rope
 from sumgrad.kernels.swiglu import swiglu
 from sumgrad.kernels.tree import Accumulator, Nodes, TreeId
-from sumgrad.operator_run import Operator, OperatorError, Rows, Tensors
+from sumgrad.operator_run import Operator, OperatorError, OperatorFields, Rows, Tensors
 from sumgrad.tree_exchange import Held, tree_sum
 from sumgrad.workloads.chain_reference import chain_reference
 from torch import Tensor
@@ -64,24 +64,17 @@ class TreeState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeOperator:
+class TreeOperator(OperatorFields):
     """An operator whose weight gradients (and loss) go into canonical trees.
 
-    function(rows, weights, layout, trees by name, caches) -> the result.
+    function(rows, weights, layout, trees by name, caches) -> the result. reference(rows and weights
+    by name as arrays, seed, lengths) -> float64 results by name.
     """
 
-    name: str
     function: Callable[..., Tensor | tuple[Tensor, Tensors]]
-    rows: Mapping[str, Rows]
-    weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    output: tuple[int, ...] | None = None
     caches: Callable[[Layout, torch.dtype, torch.device], list[KeyValueCache]] | None = None
     cut: int = LEAF
-    rows_alone: bool = True
     chunks: bool = True
-    expect: str = "invariant"
-    must_differ: Sequence[tuple[str, str]] = ()
-    reference: Callable[..., Any] | None = None
 
     def begin(
         self,
@@ -196,16 +189,19 @@ def _norm(values: dict[str, Any], seed: Any, _: Any) -> Any:
 
 def shipped() -> list[Operator]:
     """Every operator of ours in its invariant mode, and the full chain."""
-    width, heads = (WIDTH,), (2, 12)
+    return [*_norms_and_products(), *_with_positions(), *_with_tokens()]
+
+
+def _norms_and_products() -> list[Operator]:
+    width = (WIDTH,)
     x = {"x": Rows(width)}
-    norm = {"weight": width}
-    found: list[Operator] = [
+    return [
         TreeOperator(
             name="rms_norm",
             function=lambda r, w, layout, trees, _: rms_norm(
                 r["x"], w["weight"], layout=layout, sinks=trees, leaf=LEAF
             ),
-            rows=x, weights=norm, output=width, reference=_norm,
+            rows=x, weights={"weight": width}, output=width, reference=_norm,
         ),
         TreeOperator(
             name="layer_norm",
@@ -225,6 +221,18 @@ def shipped() -> list[Operator]:
             reference=lambda v, seed, _: oracle.linear(v["x"], v["weight"], v["bias"], seed),
         ),
         TreeOperator(
+            name="swiglu",
+            function=lambda r, _w, _l, _t, _c: swiglu(r["gate"], r["up"]),
+            rows={"gate": Rows(width), "up": Rows(width)}, output=width,
+            reference=lambda v, seed, _: oracle.swiglu(v["gate"], v["up"], seed),
+        ),
+    ]  # fmt: skip
+
+
+def _with_positions() -> list[Operator]:
+    heads = (2, 12)
+    return [
+        TreeOperator(
             name="attention",
             function=lambda r, _w, layout, _t, caches: attention(
                 r["q"], r["k"], r["v"], layout=layout, cache=caches[0] if caches else None,
@@ -240,25 +248,24 @@ def shipped() -> list[Operator]:
             ),
         ),
         TreeOperator(
+            name="rope",
+            function=lambda r, _w, layout, _t, _c: rope(r["x"], layout=layout),
+            rows={"x": Rows(heads)}, output=heads,
+            reference=lambda v, seed, lengths: oracle.rope(v["x"], seed, lengths=lengths),
+        ),
+    ]  # fmt: skip
+
+
+def _with_tokens() -> list[Operator]:
+    return [
+        TreeOperator(
             name="embedding",
             function=lambda r, w, layout, trees, _: embedding(
                 r["tokens"], w["weight"], layout=layout, sinks=trees, leaf=LEAF
             ),
             rows={"tokens": Rows(limit=VOCABULARY)}, weights={"weight": (VOCABULARY, WIDTH)},
-            output=width,
+            output=(WIDTH,),
             reference=lambda v, seed, _: oracle.embedding(v["tokens"], v["weight"], seed),
-        ),
-        TreeOperator(
-            name="swiglu",
-            function=lambda r, _w, _l, _t, _c: swiglu(r["gate"], r["up"]),
-            rows={"gate": Rows(width), "up": Rows(width)}, output=width,
-            reference=lambda v, seed, _: oracle.swiglu(v["gate"], v["up"], seed),
-        ),
-        TreeOperator(
-            name="rope",
-            function=lambda r, _w, layout, _t, _c: rope(r["x"], layout=layout),
-            rows={"x": Rows(heads)}, output=heads,
-            reference=lambda v, seed, lengths: oracle.rope(v["x"], seed, lengths=lengths),
         ),
         TreeOperator(
             name="cross_entropy",
@@ -276,7 +283,6 @@ def shipped() -> list[Operator]:
             reference=lambda v, seed, lengths: chain_reference(CHAIN, v, float(seed), lengths),
         ),
     ]  # fmt: skip
-    return found
 
 
 def _cross_entropy(values: dict[str, Any], seed: Any, _: Any) -> Any:
