@@ -5,7 +5,7 @@
     rms_norm, layer_norm, linear, attention, embedding, swiglu, rope, cross_entropy
     oracle    the mathematics of each, in float64 numpy
     chain     a small decoder made of them
-    certificate, planted    proof without a GPU, and operators that must be caught
+    certificate, variants   proof without a GPU; planted: kernels that must be caught
 
 Import an operator's module, not this one: nothing is imported here, so that layout, tree and
 oracle work where Triton does not exist.

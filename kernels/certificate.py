@@ -19,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from sumgrad.kernels.variants import DTYPES, Variant, planted, variants
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -30,10 +32,8 @@ TARGETS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
+BULK_REDUCE = ("sm_90", "sm_100")
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-ROW, VOCABULARY, HEAD = 4096, 32000, 128
 PTX_ATOMIC = re.compile(r"(?:^|[\s;{])((?:atom|red|multimem|cp\.reduce)\.[\w.:]+)")
 AMD_ATOMIC = re.compile(
     r"^\s*((?:global|buffer|flat|ds)_(?:atomic_\w+|(?:pk_)?add_\w*f\w+))", re.MULTILINE
@@ -43,23 +43,6 @@ FLOAT = re.compile(r"(?:\.|_)(?:b?f(?:16|32|64)(?:x2)?|pk_\w+)\b")
 IR_ATOMIC = re.compile(r"(atomic_rmw\s+\w+|atomic_cas|descriptor_reduce|elementwise_inline_asm)")
 MATRIX = re.compile(r"\b(mma\.sync[\w.]+|wgmma\.mma_async[\w.]+|tcgen05\.mma[\w.:]*|v_mfma_\w+)")
 APPROXIMATE = re.compile(r"\b(\w+\.approx(?:\.ftz)?\.\w+|div\.full\.f32)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One kernel as it is launched. arguments: name -> "*fp32", "i32", ...; constants: constexprs.
-
-    counters: how many integer atomics it may contain.
-    """
-
-    name: str
-    dtype: str
-    arguments: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 2
-    counters: int = 0
-    products: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,163 +61,6 @@ class Certificate:
     shared_bytes: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
-
-
-def variants(target: str, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
-    """Every kernel of this package as it is launched on a target, in sizes of a real model."""
-    kind = TARGETS[target][0]
-    return [variant for dtype in dtypes for variant in _variants(dtype, kind)]
-
-
-def _variants(dtype: str, kind: str) -> Iterable[Variant]:
-    import torch
-    from sumgrad.kernels import attention, linear, runtime
-
-    given = getattr(torch, dtype)
-    accumulator = "float64" if dtype == "float64" else "float32"
-    x, acc = "*" + SHORT[dtype], "*" + SHORT[accumulator]
-    constant = {"ACC": runtime.TL_DTYPE[getattr(torch, accumulator)]}
-    index = "*i64"
-
-    def make(name: str, arguments: dict[str, str], **rest: Any) -> Variant:
-        constants = {**rest.pop("constants"), **(constant if rest.pop("acc", True) else {})}
-        return Variant(name=name, dtype=dtype, arguments=arguments, constants=constants, **rest)
-
-    row = {"LENGTH": ROW, "BLOCK": ROW}
-    warps = {"num_warps": runtime.warps_for(ROW)}
-    leaf = {"leaf_row": index, "leaf_count": index}
-    rows = dict.fromkeys(("dy", "x", "weight"), x) | {"rstd": acc}
-    yield make(
-        "rms_norm.rms_norm_fwd",
-        {"x": x, "weight": x, "y": x, "rstd": acc, "num_rows": "i32"},
-        constants=row | {"EPS": 1e-6, "ROWS": 1}, **warps,
-    )  # fmt: skip
-    yield make(
-        "rms_norm.rms_norm_bwd_leaf", rows | {"dx": x, "leaves": acc} | leaf,
-        constants=row | {"ROWS": 1}, **warps,
-    )  # fmt: skip
-    for fused in (True, False):
-        yield make(
-            "rms_norm.rms_norm_bwd_last_block",
-            rows | {"dx": x, "partials": acc, "dweight": acc, "counter": "*i32"}
-            | {"num_rows": "i32", "num_blocks": "i32"},
-            constants=row | {"FUSED": fused}, counters=int(fused), **warps,
-        )  # fmt: skip
-    yield make(
-        "rms_norm.sum_partials", {"partials": acc, "dweight": acc, "num_blocks": "i32"},
-        constants={"LENGTH": ROW, "BLOCK": 256}, acc=False,
-    )  # fmt: skip
-    stats = {"mean": acc, "low": acc, "rstd": acc}
-    yield make(
-        "layer_norm.layer_norm_fwd",
-        {"x": x, "gamma": x, "beta": x, "y": x} | stats | {"num_rows": "i32"},
-        constants=row | {"EPS": 1e-5, "ROWS": 1}, **warps,
-    )  # fmt: skip
-    yield make(
-        "layer_norm.layer_norm_bwd_leaf",
-        {"dy": x, "x": x, "gamma": x} | stats
-        | {"dx": x, "gamma_leaves": acc, "beta_leaves": acc} | leaf,
-        constants=row | {"ROWS": 1}, **warps,
-    )  # fmt: skip
-    tiles = linear.default_tiles(given, kind=kind)
-    launched = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "products": True}
-    tile = {"BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "N": ROW, "K": ROW}
-    for transposed, bias in ((True, True), (True, False), (False, False)):
-        yield make(
-            "linear.matmul",
-            {"a": x, "b": x, "bias": x, "out": x, "num_rows": "i32"},
-            constants=tile | {"TRANSPOSED": transposed, "BIAS": bias}, **launched,
-        )  # fmt: skip
-    yield make(
-        "linear.linear_dweight",
-        {"dy": x, "x": x, "values": acc, "stacks": acc} | leaf
-        | {"node_first": index, "merges": "*i32", "depth": "i32"},
-        constants=tile, **launched,
-    )  # fmt: skip
-    yield make(
-        "linear.column_leaf", {"dy": x, "leaves": acc} | leaf,
-        constants={"LENGTH": ROW, "BLOCK": 256},
-    )  # fmt: skip
-    yield make(
-        "primitives.fold_stage",
-        {"children": acc, "table": "*i32", "out": acc, "num_columns": "i32"},
-        constants={"SLOTS": 16, "BLOCK": 256}, acc=False,
-    )  # fmt: skip
-    yield from _attention_variants(make, attention.default_tiles(given, kind), x, acc, index)
-    yield make(
-        "embedding.embedding_fwd",
-        {"weight": x, "tokens": index, "position": index, "y": x, "num_rows": "i32"},
-        constants=row | {"ROWS": 1}, acc=False,
-    )  # fmt: skip
-    yield make(
-        "embedding.embedding_dweight",
-        {"dy": x, "values": acc, "stacks": acc, "segment_first": index, "segment_place": index}
-        | {"rows": index, "merges": "*i32", "depth": "i32"},
-        constants={"LENGTH": ROW, "BLOCK": 256},
-    )  # fmt: skip
-    for numel in ("i32", "i64"):
-        yield make(
-            "swiglu.swiglu_fwd", dict.fromkeys(("gate", "up", "y"), x) | {"numel": numel},
-            constants={"BLOCK": 1024},
-        )  # fmt: skip
-        yield make(
-            "swiglu.swiglu_bwd",
-            dict.fromkeys(("dy", "gate", "up", "dgate", "dup"), x) | {"numel": numel},
-            constants={"BLOCK": 1024},
-        )  # fmt: skip
-    for sign in (1.0, -1.0):
-        wide = {"HEADS": 32, "HALF": HEAD // 2, "ROWS": 16, "WIDE": HEAD // 2}
-        yield make(
-            "rope.rope_turn",
-            {"x": x, "y": x, "cosine": acc, "sine": acc, "position": index, "num_rows": "i32"},
-            constants={"SIGN": sign} | wide,
-        )  # fmt: skip
-    block = {"VOCABULARY": VOCABULARY, "ROWS": 2, "BLOCK": 1024}
-    yield make(
-        "cross_entropy.cross_entropy_fwd",
-        {"logits": x, "targets": index, "loss": acc, "lse": acc, "num_rows": "i32"},
-        constants=block,
-    )  # fmt: skip
-    yield make(
-        "cross_entropy.cross_entropy_bwd",
-        {"logits": x, "targets": index, "lse": acc, "seed": acc, "dlogits": x, "num_rows": "i32"},
-        constants=block,
-    )  # fmt: skip
-
-
-def _attention_variants(make: Any, tiles: Any, x: str, acc: str, index: str) -> Iterable[Variant]:
-    shape = {"SCALE": HEAD**-0.5, "H": 32, "GROUP": 4, "DIM": HEAD, "WIDE": HEAD}
-    shape |= {"BQ": tiles.query, "BK": tiles.key}
-    inputs = dict.fromkeys("qkv", x)
-    rest: dict[str, Any] = {"constants": shape, "num_warps": tiles.num_warps, "products": True}
-    staged = rest | {"num_stages": tiles.num_stages}
-    grads = {"do": x, "lse": acc, "delta": acc}
-    yield make("attention.attention_fwd", inputs | {"o": x, "lse": acc, "work": index}, **staged)
-    yield make(
-        "attention.attention_delta", {"o": x, "do": x, "delta": acc, "num_rows": "i32"},
-        constants={"DIM": HEAD, "WIDE": HEAD, "ROWS": 32},
-    )  # fmt: skip
-    yield make("attention.attention_dq", inputs | grads | {"dq": x, "work": index}, **staged)
-    carried = {"dk": acc, "dv": acc, "work": index}
-    yield make("attention.attention_dkv", inputs | grads | carried, num_stages=1, **rest)
-
-
-def planted(target: str) -> list[Variant]:
-    """Kernels whose sums follow the order of arrival; none of them may be certified."""
-    sizes = {"LENGTH": ROW, "ROWS": 8, "BLOCK": ROW}
-    columns = {"x": "*fp32", "out": "*fp32", "num_rows": "i32"}
-    found = [
-        Variant(name="planted.column_sum_by_float_atomics", dtype="float32",
-                arguments=columns, constants=sizes),
-        Variant(name="planted.column_sum_behind_a_lock", dtype="float32",
-                arguments=columns | {"lock": "*i32"}, constants=sizes, counters=1),
-    ]  # fmt: skip
-    if target in ("sm_90", "sm_100"):  # where there is such an instruction
-        found.append(
-            Variant(name="planted.tile_sum_by_bulk_reduce", dtype="float32",
-                    arguments={"x": "*fp32", "out": "*fp32"}, constants={"BLOCK": 256})
-        )  # fmt: skip
-    return found
 
 
 def certify(variant: Variant, target: str) -> Certificate:
@@ -350,6 +176,12 @@ def certify_all(
         return pool.map(_certify_one, tasks, chunksize=1)
 
 
+def _kernels(target: str, dtypes: Sequence[str]) -> list[Variant]:
+    """Ours, and those that must be caught."""
+    ours = variants(TARGETS[target][0], dtypes)
+    return [*ours, *planted(bulk_reduce=target in BULK_REDUCE)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Certify; 0 if every kernel may be trusted and the planted one was caught."""
     parser = argparse.ArgumentParser(prog="python -m sumgrad.kernels.certificate")
@@ -361,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [
         (variant, target)
         for target in args.target or TARGETS
-        for variant in (*variants(target, args.dtype or DTYPES), *planted(target))
+        for variant in _kernels(target, args.dtype or DTYPES)
         if not args.kernel or args.kernel in variant.name
     ]
     started = time.monotonic()
