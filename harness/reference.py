@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 
 import torch
 from sumgrad.declaration import Declaration
-from sumgrad.tolerances import with_kernels
+from sumgrad.noise_floor import (
+    Grads,
+    Run,
+    differences,
+    floor_runs,
+    measure_floor,
+    norm,
+    raise_floor,
+)
 from sumgrad.workload import (
     Formulas,
     Workload,
@@ -25,10 +33,8 @@ from sumgrad.workload import (
 )
 from torch import Tensor
 
-Grads = dict[str, Tensor]
 Producers = Mapping[str, Sequence[tuple[str, tuple[str, ...]]]]
 Progress = Callable[[str], None]
-FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,50 +84,42 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
     everything = torch.arange(num_rows, device=job.device)
     exact, again = _Single(job, torch.float64), _Single(job, torch.float64)
     formulas = job.workload.formulas(job.dtype, job.device, rounded_to=job.dtype)
-    working = {name: _Single(job, job.dtype, formulas) for name in _floor_runs(job)}
+    cuts = floor_runs(num_rows, job.num_chunks, job.device)
+    working = {name: _Single(job, job.dtype, formulas) for name in cuts}
     kernels = None
     if job.kernels != "torch":
-        on_kernels = rank_formulas(job.workload, job.dtype, job.device, kernels=job.kernels)
-        kernels = _Single(job, job.dtype, on_kernels)
+        theirs = rank_formulas(job.workload, job.dtype, job.device, kernels=job.kernels)
+        kernels = _Single(job, job.dtype, theirs)
     out = []
     for step in range(job.steps):
         progress(f"reference, step {step}")
         reference = exact.run(step, [everything])
         other = again.run(step, list(everything.flip(0).chunk(3)))
         runs = []
-        for name, chunks in _floor_runs(job).items():
+        for name, chunks in cuts.items():
             progress(f"noise floor ({name}), step {step}")
             runs.append(working[name].run(step, chunks, with_scale=name == "one by one"))
         grads = reference.total()
-        totals = [run.total() for run in runs]
         scale = dict(next(run.scale for run in runs if run.scale))
         for param in declaration.params:
             scale.setdefault(param.name, torch.zeros(param.shape, dtype=torch.float64))
-        names = [param.name for param in declaration.params]
-        floor = {n: max(_error(t[n], grads[n]) for t in totals) for n in names}
-        floor_by_term = _largest([_differences(r.by_term, reference.by_term) for r in runs])
-        norm_floor = max(abs(_norm(total) - _norm(grads)) for total in totals)
+        floor = measure_floor(reference.summed(), [run.summed() for run in runs])
         if kernels is not None:
             progress(f"noise floor ({job.kernels} kernels), step {step}")
-            run = kernels.run(step, [everything])
-            raised = _Raised(job, scale)
-            floor = raised.by_name(floor, {n: _error(run.total()[n], grads[n]) for n in names})
-            by_term = _differences(run.by_term, reference.by_term)
-            floor_by_term = {t: raised.by_name(f, by_term[t]) for t, f in floor_by_term.items()}
-            error = abs(_norm(run.total()) - _norm(grads))
-            norm_floor = with_kernels(norm_floor, error, _norm(grads), raised.dtype)
+            on_kernels = kernels.run(step, [everything]).summed()
+            floor = raise_floor(floor, reference.summed(), on_kernels, scale, job.dtype)
         out.append(
             StepReference(
                 step=step,
                 grads=grads,
                 by_term=reference.by_term,
-                resolution=_differences(reference.by_term, other.by_term),
+                resolution=differences(reference.by_term, other.by_term),
                 scale=scale,
-                floor=floor,
-                floor_by_term=floor_by_term,
-                same_dtype={n: totals[0][n] for n in names},
-                norm=_norm(grads),
-                norm_floor=norm_floor,
+                floor=floor.by_name,
+                floor_by_term=floor.by_term,
+                same_dtype=runs[0].total(),
+                norm=norm(grads),
+                norm_floor=floor.norm,
                 counts=reference.counts,
                 weights=hash_weights(_rounded(job, step)),
             )
@@ -154,6 +152,10 @@ class _Run:
     counts: dict[str, int]
     scale: Grads = field(default_factory=dict)
     partials: dict[tuple[str, str], Grads] = field(default_factory=dict)
+
+    def summed(self) -> Run:
+        """Its terms and their sum."""
+        return Run(by_term=self.by_term, total=self.total())
 
     def total(self) -> Grads:
         """The sum over terms, added in the run's own dtype."""
@@ -352,72 +354,5 @@ class _Single:
                 held[name][0 if rows is None else int(rows[0])] += grad.cpu()
 
 
-class _Raised:
-    """Floors that also know a run on the ranks' kernels."""
-
-    def __init__(self, job: Job, scale: Grads) -> None:
-        self.dtype = str(job.dtype).removeprefix("torch.")
-        self.scale = {n: float(s.max()) if s.numel() else 0.0 for n, s in scale.items()}
-
-    def by_name(self, floor: dict[str, float], errors: Mapping[str, float]) -> dict[str, float]:
-        return {
-            name: with_kernels(value, errors[name], self.scale[name], self.dtype)
-            for name, value in floor.items()
-        }
-
-
-def _floor_runs(job: Job) -> dict[str, list[Tensor]]:
-    """At least eight single-process runs that differ only in order and cut of the rows.
-
-    Few rows have few orders and small errors, whose largest says little: there are more runs then.
-    """
-    num = job.workload.declaration.num_rows
-    rows = torch.arange(num, device=job.device)
-    shuffled = [
-        rows[torch.randperm(num, generator=torch.Generator().manual_seed(seed))]
-        for seed in range(1, 7)
-    ]
-    runs = {
-        "at once": [rows],
-        "one by one": list(rows.split(1)),
-        "reversed": [rows.flip(0)],
-        "permuted": [shuffled[0]],
-        "permuted again": [shuffled[1]],
-        "two chunks": list(rows.chunk(min(2, num))),
-        "three chunks": list(shuffled[0].chunk(min(3, num))),
-        "as many chunks as the largest pool": list(rows.tensor_split(min(job.num_chunks, num))),
-    }
-    if num <= FEW_ROWS:
-        for i, order in enumerate(shuffled[2:]):
-            runs[f"permuted, one by one, {i}"] = list(order.split(1))
-            runs[f"permuted, two chunks, {i}"] = list(order.chunk(2))
-    return runs
-
-
 def _rounded(job: Job, step: int) -> Grads:
     return {name: value.to(job.dtype) for name, value in job.workload.params(step).items()}
-
-
-def _differences(
-    got: Mapping[str, Grads], wanted: Mapping[str, Grads]
-) -> dict[str, dict[str, float]]:
-    return {
-        term: {name: _error(got[term][name], value) for name, value in grads.items()}
-        for term, grads in wanted.items()
-    }
-
-
-def _largest(several: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    return {
-        term: {name: max(one[term][name] for one in several) for name in names}
-        for term, names in several[0].items()
-    }
-
-
-def _norm(grads: Grads) -> float:
-    squares = [grad.double().square().sum() for grad in grads.values()]
-    return float(torch.stack(squares).sum().sqrt())
-
-
-def _error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted).abs().max()) if got.numel() else 0.0
