@@ -74,6 +74,7 @@ def test_every_plant_is_found_on_every_target(certificates):
         assert not any("compile" in problem for problem in c["problems"]), c
     atomics = [c for c in planted if c["kernel"].endswith("float_atomics")]
     assert all(c["float_atomics"] for c in atomics)
+    assert all(c["problems"][0].startswith("float atomic: ") for c in atomics)
 
 
 def test_products_use_one_class_of_matrix_instruction(certificates):
