@@ -111,8 +111,8 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--law",
         choices=("report", "enforce"),
-        default="enforce",
-        help="findings of the law warn, or fail (default)",
+        default=None,
+        help="findings of the law warn (default for a Program), or fail (default for a workload)",
     )
     parser.add_argument("--kernels", choices=("auto", "triton", "torch"), default=None)
 

@@ -27,15 +27,26 @@ from sumgrad.files import finite, write_bytes, write_json
 from sumgrad.launch import Helper, Launcher, RankJob
 from sumgrad.outcome import RankOutcome
 from sumgrad.plan import build_plan
-from sumgrad.record import RunSpec, load_record, read_spec, write_outcomes, write_spec
+from sumgrad.program import Facts, is_program
+from sumgrad.program_check import (
+    judge_program_directory,
+    look_beside,
+    look_here,
+    make_program_spec,
+)
+from sumgrad.program_record import ProgramSpec, is_program_run, write_program_spec
+from sumgrad.check_rank import Spec, read_any_spec
+from sumgrad.record import RunSpec, load_record, write_outcomes, write_spec
 from sumgrad.topology import Topology, load_topology, topology_to_json
 from sumgrad.verdict import Verdict, merge
-from sumgrad.workload import Workload, first_params, has_kernels, load_workload
+from sumgrad.workload import Workload, find_class, first_params, has_kernels, load_workload
 
 Progress = Callable[[str], None]
 DEFAULT_TIERS = ("structure", "precision")
 MAX_LOCAL_RANKS = 512
 DEFAULT_TIMEOUT_S = 120.0
+REFERENCE_FILES = ("reference_*", "partials_*", "program_*")
+Look = Callable[[Topology, str, int], Facts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +54,8 @@ class CheckOptions:
     """The flags of a run. out: an absent or empty directory (default: a new one in .sumgrad/).
 
     keep_partials: store the partials of a clean run too. reuse: a stored run that asked the same
-    but for the fault; its reference and partials are copied instead of computed again.
+    but for the fault; its reference and partials are copied instead of computed again. law: "report"
+    or "enforce"; the default enforces it for workloads and reports it for Programs.
     """
 
     topology: Path
@@ -55,14 +67,50 @@ class CheckOptions:
     steps: int | None = None
     out: Path | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
-    law: str = "enforce"
+    law: str | None = None
     kernels: str | None = None
     keep_partials: bool = False
     reuse: Path | None = None
 
 
-def make_spec(options: CheckOptions, *, prefix: Sequence[str]) -> tuple[RunSpec, Workload]:
-    """Validate everything that can be validated before a process starts. Raises UserError."""
+def make_spec(
+    options: CheckOptions, *, prefix: Sequence[str], look: Look = look_here
+) -> tuple[Spec, Workload | None]:
+    """Validate everything that can be validated before a process starts. Raises UserError.
+
+    look: how a Program is probed. A Program has no Workload.
+    """
+    topology = _startable(options)
+    name = options.workload or topology.workload
+    where = topology.where(("workload",)) if name == topology.workload else "--workload"
+    if "bitwise" in options.tiers:
+        raise UserError("--tiers: bitwise needs canonical trees in the step, a later release")
+    if not is_program(find_class(name, where)):
+        return _workload_spec(options, topology, name, prefix)
+    if (options.kernels or "auto") == "triton":
+        raise UserError("--kernels: a Program runs its own operators; triton is for workloads")
+    spec = make_program_spec(
+        topology,
+        name,
+        seed=options.seed,
+        steps=options.steps,
+        tiers=_tiers(options),
+        fault=options.fault,
+        law=options.law or "report",
+        timeout_s=options.timeout_s,
+        reproduce=lambda steps: shlex.join([*prefix, *_flags(options, steps)]),
+        versions=versions(),
+        look=look,
+    )
+    return spec, None
+
+
+def _tiers(options: CheckOptions) -> dict[str, str]:
+    return {t: "float64" if t == "structure" else options.dtype for t in options.tiers}
+
+
+def _startable(options: CheckOptions) -> Topology:
+    """The topology, if its ranks can be started here."""
     topology = load_topology(options.topology)
     if topology.plan_only:
         raise UserError(
@@ -74,7 +122,12 @@ def make_spec(options: CheckOptions, *, prefix: Sequence[str]) -> tuple[RunSpec,
             f"{options.topology}: {topology.world_size} ranks on one machine, at most "
             f"{MAX_LOCAL_RANKS}; use torchrun on many machines"
         )
-    name = options.workload or topology.workload
+    return topology
+
+
+def _workload_spec(
+    options: CheckOptions, topology: Topology, name: str, prefix: Sequence[str]
+) -> tuple[RunSpec, Workload]:
     workload = load_workload(name, topology, seed=options.seed)
     plan = build_plan(topology, workload.declaration)
     first_params(workload)
@@ -82,19 +135,16 @@ def make_spec(options: CheckOptions, *, prefix: Sequence[str]) -> tuple[RunSpec,
     if fault:
         plant(fault, plan)
     kernels = chosen_kernels(options, topology, workload)
-    if "bitwise" in options.tiers:
-        raise UserError("--tiers: bitwise needs canonical trees in the step, a later release")
     steps = options.steps or (fault.min_steps if fault else 1)
-    tiers = {t: "float64" if t == "structure" else options.dtype for t in options.tiers}
     spec = RunSpec(
         topology=topology,
         declaration=plan.declaration,
         workload=name,
         seed=options.seed,
         steps=steps,
-        tiers=tiers,
+        tiers=_tiers(options),
         fault=options.fault,
-        law=options.law,
+        law=options.law or "enforce",
         kernels=kernels,
         timeout_s=options.timeout_s,
         reproduce=shlex.join([*prefix, *_flags(options, steps)]),
@@ -158,9 +208,19 @@ def run_check(
 ) -> tuple[Verdict, Path]:
     """Run on this machine and judge. Raises UserError before any process starts."""
     launcher.start()
-    spec, workload = make_spec(options, prefix=["sumgrad", "run"])
-    directory = make_directory(options, spec.topology.name)
-    write_spec(directory, spec)
+    topology = _startable(options)
+    made: list[Path] = []
+
+    def look(topology: Topology, name: str, seed: int) -> Facts:
+        made.append(make_directory(options, topology.name))
+        progress("looking at the program")
+        return look_beside(launcher, made[0], options.timeout_s)(topology, name, seed)
+
+    spec, workload = make_spec(options, prefix=["sumgrad", "run"], look=look)
+    directory = made[0] if made else make_directory(options, topology.name)
+    store_spec(directory, spec)
+    if isinstance(spec, ProgramSpec) and spec.facts.problems:
+        return finish_program(directory, problems=(), progress=progress), directory
     num_ranks = spec.topology.world_size
     job = RankJob(
         target="sumgrad.check_rank:check_rank",
@@ -189,21 +249,30 @@ def run_check(
     return finish(run, problems=problems, progress=progress), directory
 
 
-def reference_helpers(spec: RunSpec) -> list[Helper]:
+def store_spec(directory: Path, spec: Spec) -> None:
+    """Write run.json."""
+    if isinstance(spec, ProgramSpec):
+        write_program_spec(directory, spec)
+    else:
+        write_spec(directory, spec)
+
+
+def reference_helpers(spec: Spec) -> list[Helper]:
     """One process for each tier's reference, beside the ranks."""
     target = "sumgrad.check_reference:reference_helper"
     return [Helper(target=target, arguments={"tier": tier}) for tier in spec.tiers]
 
 
-def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
+def copy_reference(stored: Path, directory: Path, spec: Spec) -> None:
     """Take reference and partials from a stored run. UserError if it asked something else."""
-    theirs = read_spec(stored)
+    theirs: Spec = read_any_spec(stored)
     if topology_to_json(theirs.topology) != topology_to_json(spec.topology):
         raise UserError(f"{stored}: its reference is for another topology")
-    for name in ("declaration", "workload", "seed", "steps", "tiers"):
+    of = "facts" if isinstance(spec, ProgramSpec) else "declaration"
+    for name in (of, "workload", "seed", "steps", "tiers"):
         if getattr(theirs, name) != getattr(spec, name):
             raise UserError(f"{stored}: its reference is for another {name}")
-    for file in [*stored.glob("reference_*"), *stored.glob("partials_*")]:
+    for file in [f for kind in REFERENCE_FILES for f in stored.glob(kind)]:
         shutil.copy(file, directory / file.name)
 
 
@@ -212,8 +281,8 @@ class Run:
     """A run whose ranks and references have ended and that is to be judged."""
 
     directory: Path
-    spec: RunSpec
-    workload: Workload
+    spec: Spec
+    workload: Workload | None
     outcomes: Sequence[RankOutcome]
     keep_partials: bool = False
 
@@ -229,6 +298,9 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
     directory, spec = run.directory, run.spec
     write_outcomes(directory, run.outcomes)
     progress("comparing")
+    if isinstance(spec, ProgramSpec):
+        return finish_program(directory, problems=problems, progress=progress)
+    assert run.workload is not None
     record = load_record(directory)
     verdict = judge(record)
     wanted = _step_to_explain(verdict, run)
@@ -238,6 +310,29 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
         store_partials(directory, spec, run.workload, tier, step)
         record = load_record(directory)
         verdict = judge(record)
+    return _with_problems(directory, verdict, problems)
+
+
+def judge_directory(directory: Path, *, law: str | None = None) -> Verdict:
+    """Judge a stored run again, of a workload or a Program. Raises UserError."""
+    from sumgrad.judge import judge
+
+    if is_program_run(directory):
+        return judge_program_directory(directory, law=law)
+    record = load_record(directory)
+    if law:
+        record = replace(record, spec=replace(record.spec, law=law))
+    return judge(record)
+
+
+def finish_program(directory: Path, *, problems: Sequence[str], progress: Progress) -> Verdict:
+    """Judge a Program's run and write the verdict."""
+    progress("judging")
+    return _with_problems(directory, judge_program_directory(directory), problems)
+
+
+def _with_problems(directory: Path, verdict: Verdict, problems: Sequence[str]) -> Verdict:
+    """The verdict with what kept a reference from being made; written to the directory."""
     data = dict(verdict.data)
     reasons = verdict.reasons
     if problems:
@@ -287,7 +382,7 @@ def _flags(options: CheckOptions, steps: int) -> list[str]:
         flags += ["--timeout", f"{options.timeout_s:g}"]
     if options.kernels:
         flags += ["--kernels", options.kernels]
-    if options.law != "enforce":
+    if options.law:
         flags += ["--law", options.law]
     return flags
 

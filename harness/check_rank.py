@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from sumgrad.faults import find_fault, plant
 from sumgrad.plan import Plan, build_plan
 from sumgrad.process_group import BACKEND, Ledger, register_backend
+from sumgrad.program_check import run_program_rank
+from sumgrad.program_record import ProgramSpec, is_program_run, read_program_spec
 from sumgrad.rank import SETUP, RankGuard
 from sumgrad.record import RunSpec, read_spec, write_rank
 from sumgrad.step import Memory, RankContext, run_step
@@ -24,13 +27,14 @@ from sumgrad.workload import (
     rank_formulas,
 )
 
+Spec = RunSpec | ProgramSpec
 GROUP_PATIENCE_S = 60  # the watchdog speaks first; the group's own timeout is a last resort
 
 
 def check_rank(guard: RankGuard) -> dict[str, Any]:
     """A locally started rank: rendezvous by file, then the run that run.json describes."""
     with local_group(guard) as ledger:
-        return run_rank(guard, read_spec(guard.env.directory), ledger)
+        return run_rank(guard, read_any_spec(guard.env.directory), ledger)
 
 
 @contextmanager
@@ -64,11 +68,18 @@ def start_ledger(guard: RankGuard) -> Ledger:
     return guard.ledger
 
 
-def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
+def read_any_spec(directory: Path) -> Spec:
+    """The spec of a run directory, of a workload or a Program. Raises UserError."""
+    return read_program_spec(directory) if is_program_run(directory) else read_spec(directory)
+
+
+def run_rank(guard: RankGuard, spec: Spec, ledger: Ledger) -> dict[str, Any]:
     """Run all tiers and steps on an initialised default group; write this rank's gradients.
 
     Returns what goes into the rank's end record: counts, norms, digests, hash of the weights.
     """
+    if isinstance(spec, ProgramSpec):
+        return run_program_rank(guard, spec, ledger)
     rank = guard.env.rank
     workload = load_workload(spec.workload, spec.topology, seed=spec.seed)
     plan = build_plan(spec.topology, workload.declaration)

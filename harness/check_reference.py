@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 from sumgrad.plan import build_plan
+from sumgrad.program_check import store_program_reference
+from sumgrad.program_record import is_program_run, read_program_spec
 from sumgrad.rank import RankGuard
 from sumgrad.record import RunSpec, read_spec, write_partials, write_reference
 from sumgrad.reference import Job, compute_partials, compute_reference
@@ -17,6 +19,9 @@ from sumgrad.workload import Workload, load_workload
 def reference_helper(guard: RankGuard, *, tier: str) -> None:
     """One tier's reference, in a process beside the ranks."""
     directory = guard.env.directory.parent
+    if is_program_run(directory):
+        store_program_reference(directory, read_program_spec(directory), tier)
+        return
     spec = read_spec(directory)
     workload = load_workload(spec.workload, spec.topology, seed=spec.seed)
     store_reference(directory, spec, workload, tier)

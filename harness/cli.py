@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,27 +204,22 @@ def _ops(args: argparse.Namespace) -> int:
 
 
 def _judge(args: argparse.Namespace) -> int:
-    from sumgrad.judge import judge
-    from sumgrad.record import load_record
+    from sumgrad.check import judge_directory
 
-    record = load_record(args.directory)
-    if args.law:
-        record = replace(record, spec=replace(record.spec, law=args.law))
     with _Progress(args.quiet) as progress:
         progress("judging")
-        verdict = judge(record)
+        verdict = judge_directory(args.directory, law=args.law)
     _show(verdict, args.directory, args)
     return verdict.exit_code
 
 
 def _report(args: argparse.Namespace) -> int:
     from sumgrad import report
-    from sumgrad.judge import judge
-    from sumgrad.record import load_record
+    from sumgrad.check import judge_directory
 
     with _Progress(args.quiet) as progress:
         progress("judging")
-        verdict = judge(load_record(args.directory))
+        verdict = judge_directory(args.directory)
     for path, render in (
         (args.html, report.to_html),
         (args.markdown, report.to_markdown),

@@ -70,7 +70,10 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a pool's gradient of one parameter must be, and how far off it may be."""
+    """What a gradient of one parameter must be, and how far off it may be.
+
+    value: all of it, or a rank's shard; scale and size (max|value|) are always of the whole.
+    """
 
     value: Tensor
     same_dtype: Tensor | None
@@ -80,6 +83,7 @@ class Expected:
     terms: dict[str, Tensor]
     resolution: dict[str, float]
     every_term: bool
+    size: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +132,7 @@ def expect(
         terms=by_term,
         resolution={term: reference.resolution[term][name] for term in terms},
         every_term=every_term,
+        size=float(value.abs().max()) if value.numel() else 0.0,
     )
 
 
@@ -169,13 +174,13 @@ def _compare_pool(
             if known is not None:
                 yield replace(known, rank=rank)
                 continue
-        diff = _diff(got, wanted, name=name, unit=unit, pool=pool, rank=rank, tier=tier, step=step)
+        diff = tensor_diff(got, wanted, name=name, unit=unit, pool=pool, rank=rank, tier=tier, step=step)
         if got is not None:
             seen.append((got, diff))
         yield diff
 
 
-def _diff(
+def tensor_diff(
     got: Tensor | None,
     wanted: Expected,
     *,
@@ -186,6 +191,7 @@ def _diff(
     tier: str,
     step: int,
 ) -> TensorDiff:
+    """One tensor of one rank. got: None where the rank holds the parameter but no gradient."""
     ref = wanted.value
     status: Status = "pass"
     reason: str | None = None
@@ -200,15 +206,16 @@ def _diff(
     else:
         error = (got.double() - ref).abs()
         index = _worst_index(error)
-        size = float(ref.abs().max())
-        max_abs = float(error.max())
+        size = wanted.size
+        max_abs = float(error.max()) if error.numel() else 0.0
         max_rel = max_abs / size if size else max_abs
         norm = float(ref.norm())
         l2_rel = float(error.norm()) / norm if norm else float(error.norm())
         ratio = float((got.double() * ref).sum()) / norm**2 if norm else None
         if wanted.same_dtype is not None and size:
             distance = got.double() - wanted.same_dtype.double()
-            same, same_l2 = float(distance.abs().max()) / size, float(distance.norm()) / norm
+            same = float(distance.abs().max()) / size if distance.numel() else 0.0
+            same_l2 = float(distance.norm()) / norm if norm else None
         if not bool(torch.isfinite(ref).all()):
             status, reason = "fail", "the reference itself is not finite"
         elif not bool(torch.isfinite(got).all()):
@@ -254,7 +261,7 @@ def _power(wanted: Expected) -> dict[str, float]:
     A term that is zero by mathematics, float64 noise, is left out: no factor changes it.
     """
     need = wanted.threshold + wanted.floor
-    sizes = {term: float(value.abs().max()) for term, value in wanted.terms.items()}
+    sizes = {t: float(v.abs().max()) for t, v in wanted.terms.items() if v.numel()}
     return {
         term: need / size
         for term, size in sizes.items()
@@ -394,5 +401,7 @@ def complete_ranks(record: RunRecord) -> dict[int, RankRecord]:
 
 
 def _worst_index(error: Tensor) -> tuple[int, ...]:
+    if not error.numel():
+        return ()
     flat = int(torch.nan_to_num(error, nan=float("inf")).argmax())
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))

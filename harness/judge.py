@@ -30,8 +30,7 @@ from sumgrad.predict import PartialSums, Prediction
 from sumgrad.record import RunRecord
 from sumgrad.schedule import Mismatch, compare_ledger, outside_steps
 from sumgrad.verdict import Diagnosis, Status, TierVerdict, Verdict, merge
-
-SCHEMA = 1
+from sumgrad.verdict_json import SCHEMA, tensor_json, topology_json
 
 
 def judge(record: RunRecord) -> Verdict:
@@ -220,14 +219,7 @@ def _to_json(record: RunRecord, verdict: Verdict, diffs: Sequence[TensorDiff]) -
     return {
         "schema": SCHEMA,
         "status": verdict.status,
-        "topology": {
-            "name": topology.name,
-            "world_size": topology.world_size,
-            "pools": {
-                p.name: {"role": p.role, "axes": dict(p.axes), "ranks": list(p.ranks)}
-                for p in topology.pools
-            },
-        },
+        "topology": topology_json(topology),
         "workload": spec.declaration.workload,
         "fault": spec.fault,
         "seed": spec.seed,
@@ -235,7 +227,7 @@ def _to_json(record: RunRecord, verdict: Verdict, diffs: Sequence[TensorDiff]) -
         "tiers": {
             t.name: {k: v for k, v in asdict(t).items() if k != "name"} for t in verdict.tiers
         },
-        "tensors": [_tensor_json(d) for d in diffs],
+        "tensors": [tensor_json(d) for d in diffs],
         "coefficients": [asdict(c) for c in verdict.coefficients],
         "diagnoses": [_diagnosis_json(d) for d in verdict.diagnoses],
         "findings": list(verdict.findings),
@@ -244,30 +236,6 @@ def _to_json(record: RunRecord, verdict: Verdict, diffs: Sequence[TensorDiff]) -
         "outcomes": [outcome_to_json(o) for o in record.outcomes],
         "reproduce": spec.reproduce,
         "versions": spec.versions,
-    }
-
-
-def _tensor_json(d: TensorDiff) -> dict[str, Any]:
-    return {
-        "name": d.name,
-        "rank": d.rank,
-        "pool": d.pool,
-        "tier": d.tier,
-        "step": d.step,
-        "status": d.status,
-        "reason": d.reason,
-        "max_abs": d.max_abs,
-        "max_rel": d.max_rel,
-        "l2_rel": d.l2_rel,
-        "ratio": d.ratio,
-        "noise_floor": d.noise_floor,
-        "threshold": d.threshold,
-        "smallest_scale_error_caught": d.smallest_scale_error_caught,
-        "smallest_lost_share_caught": d.lost_share_caught,
-        "scale_error_caught_by_term": d.power,
-        "index": list(d.index),
-        "max_rel_same_dtype": d.max_rel_same_dtype,
-        "l2_rel_same_dtype": d.l2_rel_same_dtype,
     }
 
 

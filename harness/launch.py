@@ -72,6 +72,9 @@ class Launcher:
             "sumgrad.check_rank",
             "sumgrad.check_reference",
             "sumgrad.workloads.three_pool",
+            "torch.distributed.fsdp",
+            "torch.distributed.tensor.parallel",
+            "torch.distributed.pipelining",
             *preload,
         ]
         self._process: subprocess.Popen[bytes] | None = None

@@ -12,17 +12,20 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from sumgrad.rank import SETUP
 
 BACKEND = "sumgrad"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TRANSPORT = tuple(
-    os.path.join(_HERE, name) for name in ("process_group.py", "exchange.py", "convention.py")
+    os.path.join(_HERE, name)
+    for name in ("process_group.py", "exchange.py", "convention.py", "misbehaviour.py")
 )
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
@@ -34,10 +37,14 @@ _DELEGATED = {
     "_allgather_base": "_allgather_base",
     "all_gather_single": "_allgather_base",
     "allgather_coalesced": "allgather_coalesced",
+    "allgather_into_tensor_coalesced": "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce": "reduce",
     "reduce_scatter": "reduce_scatter",
     "_reduce_scatter_base": "_reduce_scatter_base",
     "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "alltoall": "alltoall",
     "alltoall_base": "alltoall_base",
     "all_to_all_single": "alltoall_base",
@@ -47,17 +54,91 @@ _DELEGATED = {
     "barrier": "barrier",
     "send": "send",
     "recv": "recv",
+    "recv_anysource": "recv_anysource",
+    "monitored_barrier": "monitored_barrier",
 }
+_ONE_BY_ONE = {
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
+# What a ProcessGroup has that moves no data of its own; the rest must stand in _DELEGATED.
+_NO_OPERATION = {
+    "BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "_backend_id",
+    "_device_types", "_enable_collectives_timing", "_end_coalescing", "_get_backend",
+    "_get_backend_name", "_get_sequence_number_for_group", "_has_hooks", "_id",
+    "_pybind11_conduit_v1_", "_register_backend", "_register_on_completion_hook",
+    "_set_default_backend", "_set_group_desc", "_set_group_name",
+    "_set_sequence_number_for_group", "_start_coalescing", "_wait_for_pending_works", "abort",
+    "bound_device_id", "boxed", "get_group_store", "group_desc", "group_name",
+    "merge_remote_group", "name", "rank", "set_timeout", "shutdown", "size", "split_group",
+    "unbox", "use_pg_for_symm_mem_rendezvous",
+}  # fmt: skip
+
+
+def unknown_operations() -> set[str]:
+    """Methods of this torch's ProcessGroup that are neither recorded nor known to move no data."""
+    names = {name for name in dir(dist.ProcessGroup) if not name.startswith("__")}
+    return names - set(_DELEGATED) - _NO_OPERATION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One operation that was asked for and is not carried out yet.
+
+    event: what the ledger will say of it, unless it is changed. issue: carry it out on these
+    arguments and write it down; quietly: the same, and the ledger does not see it.
+    """
+
+    op: str
+    group: RecordingProcessGroup
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    event: dict[str, Any]
+
+    def issue(self, *args: Any, **change: Any) -> RecordedWork:
+        """Carry it out and record it. args: in place of its own; change: of the ledger's event."""
+        return self.group.issue(self.op, args or self.args, self.kwargs, {**self.event, **change})
+
+    def quietly(self, *args: Any) -> None:
+        """Carry it out to its end without a word in the ledger."""
+        self.group.delegate(self.op, args or self.args, self.kwargs).wait()
+
+
+Interposer = Callable[[Call], dist.Work]
+Observer = Callable[[str, tuple[Any, ...]], dict[str, Any]]
 
 
 class Ledger:
-    """Writes one JSON line when an operation starts and one when it is done."""
+    """Writes one JSON line when an operation starts and one when it is done.
+
+    interpose: called in place of every operation of a step, if it is set; it may do anything.
+    observe: called with name and arguments of every operation of a step that is carried out; what
+    it returns goes into the event.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if path else -1
-        self._next = 0
-        self._label = ""
+        self._fd, self._next, self._label = -1, 0, ""
         self.open_ops: dict[int, dict[str, Any]] = {}
+        self.open_works: dict[int, Any] = {}
+        self.interpose: Interposer | None = None
+        self.observe: Observer | None = None
+        self.redirect(path)
+
+    def redirect(self, path: Path | None) -> None:
+        """Go on in another file, from the number 0."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._fd = os.open(path, flags, 0o644) if path else -1
+        self._next = 0
+        self.open_ops.clear()
+        self.open_works.clear()
+
+    def settle(self) -> None:
+        """Say `done` of what has ended without anybody's asking, as under DDP's futures."""
+        for number, work in list(self.open_works.items()):
+            if work.is_completed():
+                self.done(number)
 
     @contextmanager
     def label(self, text: str) -> Iterator[None]:
@@ -76,8 +157,14 @@ class Ledger:
         return number
 
     def done(self, number: int) -> None:
+        self.open_works.pop(number, None)
         if self.open_ops.pop(number, None) is not None:
             self._write({"done": number})
+
+    @property
+    def in_step(self) -> bool:
+        """Whether what runs now belongs to a step, not to the launcher or to `distribute`."""
+        return bool(self._label) and not self._label.startswith(SETUP)
 
     @property
     def num_operations(self) -> int:
@@ -99,6 +186,7 @@ class RecordedWork(dist.Work):
     def __init__(self, inner: Any, ledger: Ledger, number: int) -> None:
         super().__init__()
         self._inner, self._ledger, self._number = inner, ledger, number
+        ledger.open_works[number] = inner
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         ok = self._inner.wait(timeout) if timeout is not None else self._inner.wait()
@@ -132,6 +220,35 @@ class RecordingProcessGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self._inner, self._ranks, self._ledger = inner, ranks, ledger
 
+    @property
+    def ranks(self) -> list[int]:
+        """The members as global ranks, in group order."""
+        return self._ranks
+
+    def delegate(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry an operation out on the backend below, unrecorded. Returns its work."""
+        name = _DELEGATED[op]
+        if hasattr(self._inner, name):
+            return getattr(self._inner, name)(*args, **kwargs)
+        single = _ONE_BY_ONE[name]  # Gloo has no coalesced form
+        outputs, inputs, *rest = args
+        works = [
+            getattr(self._inner, single)(out, held, *rest, **kwargs)
+            for out, held in zip(outputs, inputs, strict=True)
+        ]
+        for work in works[:-1]:
+            work.wait()
+        return works[-1]
+
+    def issue(
+        self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], event: dict[str, Any]
+    ) -> RecordedWork:
+        """Record an operation and carry it out."""
+        if self._ledger.in_step and self._ledger.observe is not None:
+            event = {**event, **self._ledger.observe(op, args)}
+        number = self._ledger.begin(event)
+        return RecordedWork(self.delegate(op, args, kwargs), self._ledger, number)
+
     def _set_group_name(self, name: Any) -> None:
         self._name = name
 
@@ -144,13 +261,14 @@ class RecordingProcessGroup(dist.ProcessGroup):
         return BACKEND
 
     def _event(self, op: str, args: tuple[Any, ...]) -> dict[str, Any]:
-        tensors = list(_tensors(args[:1]))
+        tensors = list(tensors_in(args[:1]))
         event: dict[str, Any] = {
             "op": op,
             "group": self._ranks if len(self._ranks) <= 8 else _span(self._ranks),
             "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else None,
             "numel": sum(t.numel() for t in tensors),
             "site": _call_site(),
+            "pg": str(getattr(self, "_name", "")),
         }
         reduce_op = next((getattr(arg, "reduceOp", None) for arg in args[1:]), None)
         if reduce_op is not None:
@@ -160,18 +278,20 @@ class RecordingProcessGroup(dist.ProcessGroup):
         return event
 
 
-def _method(name: str, delegate: str) -> Callable[..., RecordedWork]:
-    def call(self: RecordingProcessGroup, *args: Any, **kwargs: Any) -> RecordedWork:
-        number = self._ledger.begin(self._event(name, args))
-        inner = getattr(self._inner, delegate)(*args, **kwargs)
-        return RecordedWork(inner, self._ledger, number)
+def _method(name: str) -> Callable[..., dist.Work]:
+    def call(self: RecordingProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        ledger, event = self._ledger, self._event(name, args)
+        if not ledger.in_step or ledger.interpose is None:
+            return self.issue(name, args, kwargs, event)
+        asked = Call(op=name, group=self, args=args, kwargs=kwargs, event=event)
+        return ledger.interpose(asked)
 
     call.__name__ = name
     return call
 
 
-for _name, _delegate in _DELEGATED.items():
-    setattr(RecordingProcessGroup, _name, _method(_name, _delegate))
+for _name in _DELEGATED:
+    setattr(RecordingProcessGroup, _name, _method(_name))
 
 
 def register_backend(ledger: Ledger) -> None:
@@ -186,12 +306,13 @@ def register_backend(ledger: Ledger) -> None:
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _reduce_name(op: Any) -> str:

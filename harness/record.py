@@ -206,13 +206,18 @@ def load_record(directory: Path) -> RunRecord:
     references, partials = {}, {}
     for tier in spec.tiers:
         try:
-            references[tier] = _read_reference(directory, tier, spec)
+            references[tier] = read_reference(
+                directory,
+                tier,
+                names=[param.name for param in spec.declaration.params],
+                terms=[term.name for term in spec.declaration.terms],
+            )
         except FileNotFoundError:
             damage.append(f"tier {tier}: no reference was stored")
         except DAMAGED as error:
             damage.append(f"tier {tier}: damaged reference: {type(error).__name__}: {error}")
         try:
-            partials[tier] = _read_partials(directory, tier)
+            partials[tier] = read_partials(directory, tier)
         except DAMAGED as error:
             damage.append(f"tier {tier}: damaged partials: {type(error).__name__}: {error}")
     return RunRecord(
@@ -251,7 +256,7 @@ def _read_outcomes(directory: Path, spec: RunSpec, damage: list[str]) -> tuple[R
 def _read_rank(directory: Path, rank: int) -> RankRecord:
     end = read_end_record(directory, rank) or {}
     grads: dict[tuple[str, int], Grads] = {}
-    for key, tensor in _tensors(rank_file(directory, rank, ".safetensors")):
+    for key, tensor in read_tensors(rank_file(directory, rank, ".safetensors")):
         tier, step, name = key.split("/", 2)
         grads.setdefault((tier, int(step)), {})[name] = tensor
     result = end.get("result") or {}
@@ -285,14 +290,15 @@ def _step_info(info: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_reference(directory: Path, tier: str, spec: RunSpec) -> list[StepReference]:
+def read_reference(
+    directory: Path, tier: str, *, names: Sequence[str], terms: Sequence[str]
+) -> list[StepReference]:
+    """Read one tier's reference. Raises FileNotFoundError or one of DAMAGED."""
     plain = json.loads((directory / f"reference_{tier}.json").read_text())
     held: dict[int, dict[str, Grads]] = {}
-    for key, tensor in _tensors(directory / f"reference_{tier}.safetensors"):
+    for key, tensor in read_tensors(directory / f"reference_{tier}.safetensors"):
         step, kind, name = key.split("/", 2)
         held.setdefault(int(step), {}).setdefault(kind, {})[name] = tensor
-    names = [param.name for param in spec.declaration.params]
-    terms = [term.name for term in spec.declaration.terms]
 
     def whole(grads: Grads) -> Grads:
         return {name: grads[name] for name in names}
@@ -319,17 +325,19 @@ def _read_reference(directory: Path, tier: str, spec: RunSpec) -> list[StepRefer
     ]
 
 
-def _read_partials(directory: Path, tier: str) -> dict[int, dict[tuple[str, str], Grads]]:
+def read_partials(directory: Path, tier: str) -> dict[int, dict[tuple[str, str], Grads]]:
+    """Step -> (term, producer) -> name -> partials; empty where none are stored."""
     path = directory / f"partials_{tier}.safetensors"
     out: dict[int, dict[tuple[str, str], Grads]] = {}
     if path.exists():
-        for key, tensor in _tensors(path):
+        for key, tensor in read_tensors(path):
             step, term, producer, name = key.split("/", 3)
             out.setdefault(int(step), {}).setdefault((term, producer), {})[name] = tensor
     return out
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a file by its key. Raises FileNotFoundError or SafetensorError."""
     if not path.exists():
         raise FileNotFoundError(path)
     with safe_open(path, framework="pt") as file:

@@ -22,12 +22,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sumgrad.check import CheckOptions, Run, finish, make_directory, make_spec
+from sumgrad.check import CheckOptions, Run, finish, make_directory, make_spec, store_spec
+from sumgrad.check_rank import Spec
 from sumgrad.endings import outcome_from_record
 from sumgrad.errors import UserError
 from sumgrad.files import write_json
 from sumgrad.rank import RankEnv, RankGuard, rank_file, read_end_record
-from sumgrad.record import RunSpec, write_spec
+from sumgrad.program_record import ProgramSpec
 from sumgrad.topology import load_topology
 from sumgrad.verdict import Verdict
 from sumgrad.workload import Workload
@@ -95,14 +96,14 @@ def check_world_size(options: CheckOptions, world_size: int) -> None:
 
 
 def _agree_on_directory(
-    store: Any, rank: int, options: CheckOptions, spec: RunSpec
+    store: Any, rank: int, options: CheckOptions, spec: Spec
 ) -> tuple[Path, bool]:
     """Rank 0 makes it; the others see it, or get a local one of their own."""
     key = "sumgrad/directory"
     if rank == 0:
         try:
             directory = make_directory(options, spec.topology.name).resolve()
-            write_spec(directory, spec)
+            store_spec(directory, spec)
         except UserError as error:
             store.set(key, "!" + str(error))
             raise
@@ -116,7 +117,7 @@ def _agree_on_directory(
     if sees(directory):
         return directory, True
     local = make_directory(replace(options, out=None), spec.topology.name).resolve()
-    write_spec(local, spec)
+    store_spec(local, spec)
     return local, False
 
 
@@ -149,8 +150,8 @@ class _Member:
     def __init__(
         self,
         env: RankEnv,
-        spec: RunSpec,
-        workload: Workload,
+        spec: Spec,
+        workload: Workload | None,
         store: Any,
         *,
         shared: bool,
@@ -211,13 +212,18 @@ class _Member:
 
     def _judge(self) -> Verdict:
         from sumgrad.check_reference import store_reference
+        from sumgrad.program_check import store_program_reference
 
         problems = []
         for tier in self.spec.tiers:
             try:
                 self.progress(f"{tier}: reference")
                 with _limit(REFERENCE_PATIENCE * self.env.timeout_s):
-                    store_reference(self.env.directory, self.spec, self.workload, tier)
+                    if isinstance(self.spec, ProgramSpec):
+                        store_program_reference(self.env.directory, self.spec, tier)
+                    else:
+                        assert self.workload is not None
+                        store_reference(self.env.directory, self.spec, self.workload, tier)
             except Exception as error:
                 problems.append(f"the reference of tier {tier}: {type(error).__name__}: {error}")
         pools = self.spec.topology.pool_of

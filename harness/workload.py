@@ -127,9 +127,9 @@ def load_workload(spec: str, topology: Topology, *, seed: int) -> Workload:
     or `package.module:Class`. UserError says what is wrong with it.
     """
     where = topology.where(("workload",)) if spec == topology.workload else "--workload"
-    cls = _find(spec, where)
+    cls = find_class(spec, where)
     try:
-        more = {"where": topology.where} if _accepts(cls, "where") else {}
+        more = {"where": topology.where} if takes(cls, "where") else {}
         workload = cls(topology.options, seed=seed, **more)
     except UserError:
         raise
@@ -221,10 +221,11 @@ def rank_formulas(workload: Workload, dtype: torch.dtype, device: str, *, kernel
 
 def has_kernels(workload: Workload) -> bool:
     """Whether a workload can run on Triton's kernels."""
-    return _accepts(workload.formulas, "kernels")
+    return takes(workload.formulas, "kernels")
 
 
-def _accepts(cls: Any, name: str) -> bool:
+def takes(cls: Any, name: str) -> bool:
+    """Whether something can be called with a keyword of this name."""
     try:
         parameters = inspect.signature(cls).parameters.values()
     except (TypeError, ValueError):
@@ -232,7 +233,8 @@ def _accepts(cls: Any, name: str) -> bool:
     return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _find(spec: str, where: str) -> Any:
+def find_class(spec: str, where: str) -> Any:
+    """What `NAME`, `file.py:Class` or `package.module:Class` names. Raises UserError."""
     target = SHIPPED.get(spec, spec)
     module_name, colon, class_name = target.rpartition(":")
     if not colon:

@@ -1,0 +1,153 @@
+"""What a rank notes of its step beyond the ledger: which gradients enter and leave a reduction.
+
+An averaging reducer may divide before a SUM, so the reduce op alone does not tell. What autograd
+produced for each parameter is therefore held against what enters each reduction, and what leaves
+it against the gradients the step ends with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from sumgrad.operations import FAMILIES, REDUCTIONS
+from sumgrad.process_group import tensors_in
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+CLOSE = 1e-9  # of the norm: the same numbers, divided once, in float64
+MAX_NUMEL = 1 << 22  # larger buffers are not looked into
+
+
+class GradientWatch:
+    """Observes one rank. params: name -> parameter, as the rank holds them."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+        self._params = dict(params)
+        self._produced: dict[str, Tensor] = {}
+        self._outputs: list[tuple[int, list[Tensor]]] = []
+        self.backwards: dict[str, int] = {}
+        self._calls = 0
+        self._hooks = [
+            param.register_hook(lambda grad, name=name: self._saw(name, grad))
+            for name, param in params.items()
+        ]
+
+    def begin_step(self) -> None:
+        """Forget what the last step produced."""
+        self._produced.clear()
+        self._outputs.clear()
+        self.backwards.clear()
+        self._calls = 0
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def observe(self, op: str, args: tuple[Any, ...]) -> dict[str, Any]:
+        """What goes into the ledger's event of an operation: hash of the input, gradients in it."""
+        number, self._calls = self._calls, self._calls + 1
+        if FAMILIES.get(op) not in REDUCTIONS:
+            return {"call": number}
+        in_place = FAMILIES[op] != "reduce_scatter"
+        inputs = list(tensors_in(args[:1] if in_place else args[1:2]))
+        if not inputs or sum(t.numel() for t in inputs) > MAX_NUMEL:
+            return {"call": number}
+        flat = torch.cat([t.detach().reshape(-1) for t in inputs])
+        self._outputs.append((number, list(tensors_in(args[:1]))))
+        return {
+            "call": number,
+            "input": digest(flat),
+            "nonzero": bool(flat.count_nonzero()),
+            "grads": [[n, c] for n, c in segments(flat, self._produced)],
+        }
+
+    def feeds(self) -> list[dict[str, Any]]:
+        """Which reductions' results the final gradients are: call number -> parameters, factor."""
+        final = {
+            name: local(param.grad)
+            for name, param in self._params.items()
+            if param.grad is not None and local(param.grad).numel() <= MAX_NUMEL
+        }
+        out = []
+        for number, outputs in self._outputs:
+            own = {t.untyped_storage().data_ptr() for t in outputs}
+            named = [[n, 1.0] for n, g in final.items() if g.untyped_storage().data_ptr() in own]
+            if not named:
+                flat = torch.cat([t.detach().reshape(-1) for t in outputs])
+                named = [[n, c] for n, c in segments(flat, final)]
+            if named:
+                out.append({"call": number, "grads": named})
+        return out
+
+    def unreduced(self) -> list[str]:
+        """Parameters that end with exactly what this rank's own autograd produced."""
+        out = []
+        for name, produced in self._produced.items():
+            grad = self._params[name].grad
+            if grad is not None and produced.numel() <= MAX_NUMEL and bool(produced.any()):
+                final = local(grad)
+                if final.shape == produced.shape and torch.equal(final, produced):
+                    out.append(name)
+        return out
+
+    def _saw(self, name: str, grad: Tensor) -> None:
+        self.backwards[name] = self.backwards.get(name, 0) + 1
+        value = local(grad).detach()
+        before = self._produced.get(name)
+        self._produced[name] = value.clone() if before is None else before + value
+
+
+def segments(flat: Tensor, grads: Mapping[str, Tensor]) -> list[tuple[str, float]]:
+    """The gradients that a flat buffer is made of, one after the other, each times one factor."""
+    if not flat.is_floating_point():
+        return []
+    left = {n: g.reshape(-1) for n, g in grads.items() if g.numel() > 1 and bool(g.any())}
+    found: list[tuple[str, float]] = []
+    position = 0
+    while position < flat.numel():
+        for name, grad in left.items():
+            part = flat[position : position + grad.numel()]
+            factor = _factor(part, grad)
+            if factor is not None:
+                found.append((name, factor))
+                position += grad.numel()
+                del left[name]
+                break
+        else:
+            return found
+    return found
+
+
+def _factor(part: Tensor, grad: Tensor) -> float | None:
+    """c with part = c grad, c not 0; None if there is none."""
+    if part.numel() != grad.numel() or part.dtype != grad.dtype:
+        return None
+    x, y = part.double(), grad.double()
+    size = float(y.square().sum())
+    c = float((x * y).sum()) / size
+    close = max(CLOSE, 4 * float(torch.finfo(grad.dtype).eps))
+    if c == 0 or not float((x - c * y).norm()) <= close * abs(c) * size**0.5:
+        return None
+    return c
+
+
+def digest(flat: Tensor) -> str:
+    """A hash of raw bits."""
+    raw = flat.contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(raw, digest_size=8).hexdigest()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """A DTensor's own shard, unreduced if it is a partial; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bits(tensors: Sequence[Tensor]) -> str:
+    """A hash of the raw bits of several tensors."""
+    total = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        total.update(digest(tensor.detach().reshape(-1)).encode())
+    return total.hexdigest()

@@ -1,0 +1,173 @@
+"""A Program's gradients against its reference: every rank, every parameter or shard it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from sumgrad.compare import Expected, TensorDiff, same_bits, tensor_diff
+from sumgrad.program_record import ProgramRankRecord, ProgramRecord
+from sumgrad.program_reference import ProgramReference
+from sumgrad.tolerances import noise_floor, threshold
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One rank's gradient of one parameter at one step. index: of a shard, else None.
+
+    got: None where the step left no gradient. wanted: sliced as the rank holds it.
+    """
+
+    rank: int
+    name: str
+    tier: str
+    step: int
+    index: Tensor | None
+    got: Tensor | None
+    wanted: Expected
+
+    @property
+    def measured(self) -> Tensor:
+        """The gradient as a float64 tensor; no gradient is zero."""
+        return torch.zeros_like(self.wanted.value) if self.got is None else self.got.double()
+
+
+def expected(
+    record: ProgramRecord, reference: ProgramReference, name: str, tier: str
+) -> Expected:
+    """The whole parameter's expectation in a tier."""
+    step, dtype = reference.step, record.spec.tiers[tier]
+    scale = float(step.scale[name].max()) if step.scale[name].numel() else 0.0
+    floor = noise_floor(step.floor[name], scale, dtype)
+    value = step.grads[name]
+    return Expected(
+        value=value,
+        same_dtype=step.same_dtype[name],
+        floor=floor,
+        threshold=threshold(floor, scale, tier=tier),
+        scale=scale,
+        terms={term: grads[name] for term, grads in step.by_term.items()},
+        resolution={term: step.resolution[term][name] for term in step.by_term},
+        every_term=tier == "structure" or "structure" not in record.spec.tiers,
+        size=float(value.abs().max()) if value.numel() else 0.0,
+    )
+
+
+def shard(wanted: Expected, index: Tensor | None) -> Expected:
+    """The part of an expectation that a rank holds."""
+    if index is None:
+        return wanted
+
+    def part(full: Tensor) -> Tensor:
+        return full.reshape(-1)[index]
+
+    return replace(
+        wanted,
+        value=part(wanted.value),
+        same_dtype=None if wanted.same_dtype is None else part(wanted.same_dtype),
+        terms={term: part(value) for term, value in wanted.terms.items()},
+    )
+
+
+def cells(record: ProgramRecord, tier: str, reference: ProgramReference) -> Iterator[Cell]:
+    """Everything that ranks wrote for one step of a tier."""
+    step = reference.step.step
+    for name in record.spec.facts.params:
+        wanted = expected(record, reference, name, tier)
+        for rank, held in record.ranks.items():
+            if name in held.params and (tier, step) in held.grads:
+                index = held.index.get(name)
+                yield Cell(
+                    rank=rank,
+                    name=name,
+                    tier=tier,
+                    step=step,
+                    index=index,
+                    got=held.grads[tier, step].get(name),
+                    wanted=shard(wanted, index),
+                )
+
+
+def compare_cell(record: ProgramRecord, cell: Cell) -> TensorDiff:
+    """One cell's verdict. A parameter that no term reaches must have no gradient, or zeros."""
+    got = cell.got
+    zero = cell.wanted.value.count_nonzero() == 0
+    if got is None and (zero or not cell.wanted.value.numel()):
+        got = torch.zeros_like(cell.wanted.value)
+    diff = tensor_diff(
+        got,
+        cell.wanted,
+        name=cell.name,
+        unit=cell.name,
+        pool=record.spec.topology.pool_of(cell.rank).name,
+        rank=cell.rank,
+        tier=cell.tier,
+        step=cell.step,
+    )
+    if cell.wanted.scale == 0 and diff.comparable and diff.max_abs == 0:
+        return replace(diff, status="pass", reason=None)
+    if cell.got is None and diff.status == "fail":
+        return replace(diff, reason="the step left no gradient (None); the reference is not zero")
+    return diff
+
+
+def compare_program(record: ProgramRecord) -> list[TensorDiff]:
+    """Every tensor of every rank that wrote a record, in every tier with a sound reference."""
+    out = []
+    for tier, references in record.references.items():
+        for reference in references:
+            if not reference.problems:
+                out += [compare_cell(record, cell) for cell in cells(record, tier, reference)]
+    return out
+
+
+def compare_again(record: ProgramRecord) -> list[TensorDiff]:
+    """The repeated step of the first tier, against the same reference."""
+    tier = next(iter(record.spec.tiers), "")
+    references = record.references.get(tier, [])
+    if not references or references[-1].problems:
+        return []
+    return [
+        compare_cell(record, replace(cell, got=record.ranks[cell.rank].again.get(cell.name)))
+        for cell in cells(record, tier, references[-1])
+    ]
+
+
+def uncovered(record: ProgramRecord) -> Iterator[str]:
+    """Parameters, or parts of one, that no rank holds: their gradients were not compared."""
+    for name, shape in record.spec.facts.params.items():
+        numel = torch.Size(shape).numel()
+        seen = torch.zeros(numel, dtype=torch.bool)
+        for held in record.ranks.values():
+            if name in held.params:
+                index = held.index.get(name)
+                if index is None:
+                    seen[:] = True
+                    break
+                seen[index.reshape(-1)] = True
+        lost = numel - int(seen.sum())
+        if lost:
+            part = "" if lost == numel else f"{lost} of {numel} elements of "
+            yield f"no rank holds {part}{name}, so its gradient was not compared"
+
+
+def differing_replicas(record: ProgramRecord) -> Iterator[str]:
+    """Ranks that hold the same elements with other bits of their gradient."""
+    for tier, references in record.references.items():
+        for reference in references:
+            step, first = reference.step.step, dict[tuple[str, str], ProgramRankRecord]()
+            for held in record.ranks.values():
+                grads = held.grads.get((tier, step), {})
+                for name in held.params:
+                    index = held.index.get(name)
+                    key = (name, "" if index is None else str(index.reshape(-1).tolist()))
+                    other = first.setdefault(key, held)
+                    mine, theirs = grads.get(name), other.grads.get((tier, step), {}).get(name)
+                    if mine is not None and theirs is not None and not same_bits(mine, theirs):
+                        yield (
+                            f"replicas, {tier}, step {step}: rank {other.rank} and rank "
+                            f"{held.rank} hold other bits of {name}'s gradient"
+                        )
+                        return

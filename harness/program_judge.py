@@ -1,0 +1,208 @@
+"""Judging a Program's stored run. Starts no process and needs none of the user's code.
+
+PASS means: the reference is sound, every element of every parameter was compared on every rank
+that holds it, in every step, within the threshold, and a wrong factor would have been seen. What
+the law finds in the ledger is a warning for a Program, unless it is to be enforced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any
+
+from sumgrad.compare import TensorDiff
+from sumgrad.files import finite
+from sumgrad.ledger_checks import disagreements, law_findings
+from sumgrad.outcome import outcome_to_json, spans
+from sumgrad.program_compare import (
+    compare_again,
+    compare_program,
+    differing_replicas,
+    uncovered,
+)
+from sumgrad.program_diagnose import diagnose_program
+from sumgrad.program_record import ProgramRecord
+from sumgrad.verdict import Status, TierVerdict, Verdict, merge
+from sumgrad.verdict_json import SCHEMA, tensor_json, topology_json
+
+
+def judge_program(record: ProgramRecord) -> Verdict:
+    """The verdict of a stored run. Pure: the same record gives the same verdict."""
+    spec = record.spec
+    diffs = compare_program(record)
+    again = compare_again(record)
+    reasons = tuple(dict.fromkeys(_not_compared(record)))
+    broken = tuple(dict.fromkeys([*disagreements(record), *_weights(record)]))
+    law = tuple(dict.fromkeys([*law_findings(record), *differing_replicas(record)]))
+    enforced = spec.law == "enforce"
+    tiers = tuple(_tier(record, tier, diffs) for tier in spec.tiers)
+    tiers += tuple(_skipped(tier, why) for tier, why in spec.skipped.items())
+    findings = broken + _again(diffs, again) + (law if enforced else ())
+    statuses: list[Status] = [tier.status for tier in tiers]
+    statuses += ["unknown"] if reasons else []
+    statuses += ["fail"] if findings else []
+    diagnoses, coefficients = diagnose_program(record, diffs, again)
+    verdict = Verdict(
+        status=merge(statuses),
+        tiers=tiers,
+        diagnoses=diagnoses,
+        coefficients=coefficients,
+        findings=findings,
+        warnings=(() if enforced else law) + tuple(_warnings(record)),
+        reasons=reasons,
+    )
+    return replace(verdict, data=finite(_to_json(record, verdict, diffs)))
+
+
+def _not_compared(record: ProgramRecord) -> Iterator[str]:
+    spec, place = record.spec, record.spec.topology.place
+    yield from spec.facts.problems
+    if spec.facts.problems:
+        return
+    yield from (f"the {tier} tier was not run: {why}" for tier, why in spec.skipped.items())
+    for o in record.outcomes:
+        if not o.ok:
+            yield f"{place(o.rank)}: {o.status}" + (f", {o.detail}" if o.detail else "")
+        elif o.rank not in record.ranks:
+            yield f"{place(o.rank)}: ended well, but its record is missing or incomplete"
+    for rank, held in record.ranks.items():
+        yield from (f"{place(rank)}: {text}" for text in held.unknown)
+        if not held.ledger_whole:
+            yield f"{place(rank)}: its ledger is missing or cut short"
+    yield from record.damage
+    if record.ranks:
+        yield from uncovered(record)
+    yield from _unsound(record)
+
+
+def _unsound(record: ProgramRecord) -> Iterator[str]:
+    """Why the reference does not belong to what the ranks ran."""
+    facts = record.spec.facts
+    for tier, references in record.references.items():
+        for reference in references:
+            yield from (f"{tier}: {problem}" for problem in reference.problems)
+    other = [r for r, held in record.ranks.items() if held.built != facts.weights]
+    if other:
+        yield (
+            f"build() gives other weights on rank {spans(other)} than in a single process: seed "
+            f"what it draws"
+        )
+    other = [r for r, held in record.ranks.items() if held.batch != facts.batch]
+    if other:
+        yield (
+            f"batch() gives another batch on rank {spans(other)} than in a single process: seed "
+            f"what it draws, and return the full batch everywhere"
+        )
+    changed: dict[str, list[int]] = {}
+    for rank, held in record.ranks.items():
+        for info in held.info.values():
+            for name in info["changed_weights"]:
+                changed.setdefault(name, []).append(rank)
+    for name, ranks in list(changed.items())[:1]:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        yield (
+            f"step() changes the weights of {name}{more} on rank {spans(ranks)}: it must end with "
+            f"reduced gradients, before the optimizer"
+        )
+
+
+def _weights(record: ProgramRecord) -> Iterator[str]:
+    """Ranks whose step started from other weights than the reference."""
+    for rank, held in record.ranks.items():
+        if held.built != record.spec.facts.weights:
+            continue
+        for (tier, step), info in held.info.items():
+            if info["other_weights"]:
+                names = info["other_weights"]
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                yield (
+                    f"weights, {tier}, step {step}: rank {rank} starts from other values of "
+                    f"{names[0]}{more} than the reference"
+                )
+
+
+def _again(diffs: Sequence[TensorDiff], again: Sequence[TensorDiff]) -> tuple[str, ...]:
+    """The repeated step failed where the first one passed."""
+    failed = {(d.tier, d.rank, d.name) for d in diffs if d.status == "fail"}
+    new = [d for d in again if d.status == "fail" and (d.tier, d.rank, d.name) not in failed]
+    if not new:
+        return ()
+    ranks = spans([d.rank for d in new])
+    return (
+        f"the same step on the same weights gave another gradient of {new[0].name} the second "
+        f"time, on rank {ranks}: something is drawn unseeded or carried over",
+    )
+
+
+def _warnings(record: ProgramRecord) -> Iterator[str]:
+    seen = set()
+    for tier, references in record.references.items():
+        for reference in references:
+            for warning in reference.warnings:
+                if warning not in seen:
+                    seen.add(warning)
+                    yield f"{tier}: {warning}"
+
+
+def _tier(record: ProgramRecord, tier: str, diffs: Sequence[TensorDiff]) -> TierVerdict:
+    mine = [d for d in diffs if d.tier == tier]
+    statuses: list[Status] = [d.status for d in mine]
+    references = record.references.get(tier, [])
+    sound = [r.step.step for r in references if not r.problems]
+    wanted = list(range(record.spec.steps))
+    complete = [r for r, h in record.ranks.items() if all((tier, s) in h.grads for s in wanted)]
+    if sound != wanted or len(complete) < record.spec.topology.world_size:
+        statuses.append("unknown")
+    judged = [d for d in mine if d.comparable]
+    worst = max(judged, key=lambda d: d.max_rel, default=None)
+    same = [d.max_rel_same_dtype for d in judged if d.max_rel_same_dtype is not None]
+    same_l2 = [d.l2_rel_same_dtype for d in judged if d.l2_rel_same_dtype is not None]
+    return TierVerdict(
+        name=tier,
+        dtype=record.spec.tiers[tier],
+        status=merge(statuses),
+        worst_rel=worst.max_rel if worst else None,
+        worst_tensor=worst.name if worst else None,
+        worst_of_threshold=max((d.of_threshold for d in judged), default=None),
+        median_of_threshold=median([d.of_threshold for d in judged]) if judged else None,
+        worst_rel_same_dtype=max(same, default=None) if tier != "structure" else None,
+        worst_l2_rel_same_dtype=max(same_l2, default=None) if tier != "structure" else None,
+        reasons=tuple(
+            dict.fromkeys(
+                f"{d.name}: {d.reason}" for d in mine if d.status == "unknown" and d.reason
+            )
+        ),
+    )
+
+
+def _skipped(tier: str, why: str) -> TierVerdict:
+    return TierVerdict(name=tier, dtype="float64", status="unknown", reasons=(why,))
+
+
+def _to_json(
+    record: ProgramRecord, verdict: Verdict, diffs: Sequence[TensorDiff]
+) -> dict[str, Any]:
+    spec = record.spec
+    return {
+        "schema": SCHEMA,
+        "status": verdict.status,
+        "topology": topology_json(spec.topology),
+        "workload": spec.workload,
+        "fault": spec.fault,
+        "seed": spec.seed,
+        "steps": spec.steps,
+        "tiers": {
+            t.name: {k: v for k, v in asdict(t).items() if k != "name"} for t in verdict.tiers
+        },
+        "tensors": [tensor_json(d) for d in diffs],
+        "coefficients": [asdict(c) for c in verdict.coefficients],
+        "diagnoses": [asdict(d) for d in verdict.diagnoses],
+        "findings": list(verdict.findings),
+        "warnings": list(verdict.warnings),
+        "not_compared": list(verdict.reasons),
+        "outcomes": [outcome_to_json(o) for o in record.outcomes],
+        "reproduce": spec.reproduce,
+        "versions": spec.versions,
+    }

@@ -1,0 +1,240 @@
+"""What one rank does with a Program: build, distribute, and step after step; its record.
+
+The gradients are read where the step leaves them, on every rank, with no gather in between. The
+last step of the first tier is run once more: the same weights must give the same gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from sumgrad.collective_faults import CollectiveFault
+from sumgrad.evidence import GradientWatch, bits
+from sumgrad.misbehaviour import Misbehaviour
+from sumgrad.placement import Placed, Placement, place, to_local
+from sumgrad.process_group import Ledger
+from sumgrad.program import (
+    Facts,
+    build,
+    call,
+    default_dtype,
+    full_batch,
+    hash_model,
+    make_program,
+    scramble,
+    to_dtype,
+    trained,
+    weights_at,
+)
+from sumgrad.program_context import Context, make_context, make_meshes
+from sumgrad.program_faults import find_program_fault, plant_in_step, planted_class
+from sumgrad.rank import SETUP, RankGuard
+from sumgrad.topology import Topology
+from sumgrad.workload import hash_weights
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial
+
+AGAIN = "again"  # label of the run that repeats a step
+
+Result = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramJob:
+    """What the ranks run. tiers: tier -> dtype name. fault: as `--fault` takes it."""
+
+    topology: Topology
+    workload: str
+    facts: Facts
+    seed: int
+    steps: int
+    tiers: dict[str, str]
+    fault: str | None
+
+
+class Rank:
+    """One rank and its meshes; runs jobs one after the other on the same process group."""
+
+    def __init__(self, topology: Topology, rank: int, ledger: Ledger) -> None:
+        self.topology, self.rank, self.ledger = topology, rank, ledger
+        with ledger.label(f"{SETUP}/meshes"):
+            self.meshes = make_meshes(topology)
+
+    def run(self, job: ProgramJob) -> tuple[Tensors, Result]:
+        """All tiers and steps; returns what is stored: tensors and plain data."""
+        tensors: Tensors = {}
+        result: Result = {"steps": [], "unknown": [], "params": {}}
+        for i, (tier, dtype) in enumerate(job.tiers.items()):
+            run = _TierRun(self, job, tier, getattr(torch, dtype))
+            try:
+                run.steps(tensors, result, again=i == 0)
+            finally:
+                run.close()
+        result["operations"] = self.ledger.num_operations
+        return tensors, result
+
+
+class _TierRun:
+    """A Program built, distributed and stepped in one dtype."""
+
+    def __init__(self, rank: Rank, job: ProgramJob, tier: str, dtype: torch.dtype) -> None:
+        self.rank, self.job, self.tier, self.dtype = rank, job, tier, dtype
+        self.fault = find_program_fault(job.fault, job.workload) if job.fault else None
+        workload = planted_class(job.workload, job.fault) if job.fault else job.workload
+        self.program = make_program(workload, job.topology, seed=job.seed)
+        scramble(101, rank.rank)
+        model = build(self.program)
+        self.built = hash_model(model)
+        self.base = {n: p.detach().double().clone() for n, p in trained(model).items()}
+        scramble(102, rank.rank)
+        batch = full_batch(self.program)
+        self.batch_hash = hash_weights(batch)
+        self.model = model.to(dtype)
+        self.batch = to_dtype(batch, dtype)
+        self.full = weights_at(self.base, 0, dtype)
+        self.known = {id(p): n for n, p in trained(self.model).items()}
+        self.ctx: Context = make_context(
+            job.topology, rank.rank, rank.meshes, dtype=dtype, seed=job.seed
+        )
+        self.misbehaviour = (
+            Misbehaviour(self.fault, job.topology)
+            if isinstance(self.fault, CollectiveFault)
+            else None
+        )
+        self._distribute()
+
+    def _distribute(self) -> None:
+        scramble(103, self.rank.rank)
+        if hasattr(self.program, "distribute"):
+            with self.rank.ledger.label(f"{SETUP}/distribute"), default_dtype(self.dtype):
+                model = call(self.program, "distribute", self.model, self.ctx)
+            if not isinstance(model, nn.Module):
+                raise TypeError(
+                    f"distribute() returned {type(model).__name__}, expected the nn.Module whose "
+                    f"gradients are to be read"
+                )
+            self.model = model
+        self.placement: Placement = place(self.model, self.known, self.full)
+        self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
+
+    def steps(self, tensors: Tensors, result: Result, *, again: bool) -> None:
+        """Every step, and the last one again."""
+        result["unknown"] += [u for u in self.placement.unknown if u not in result["unknown"]]
+        result["built"], result["batch"] = self.built, self.batch_hash
+        for p in self.placement.placed:
+            result["params"][p.name] = {"sharded": p.index is not None}
+            if p.index is not None:
+                tensors[f"index/{p.name}"] = p.index
+        for step in range(self.job.steps):
+            grads, info = self.step(step)
+            for name, grad in grads.items():
+                tensors[f"{self.tier}/{step}/{name}"] = grad
+            result["steps"].append(info)
+        if again:
+            grads, info = self.step(self.job.steps - 1, label=AGAIN)
+            for name, grad in grads.items():
+                tensors[f"{AGAIN}/{self.tier}/{name}"] = grad
+
+    def step(self, step: int, *, label: str | None = None) -> tuple[Tensors, Result]:
+        """One step from its recorded weights: local gradients, and what else was seen."""
+        self._set_weights(step)
+        self._unsynchronise()
+        for param in self.model.parameters():
+            param.grad = None
+        before = {p.name: bits([p.local()]) for p in self.placement.placed}
+        scramble(104, self.rank.rank, step, int(label is not None))
+        self.watch.begin_step()
+        if self.misbehaviour:
+            self.misbehaviour.begin_step()
+        ctx = replace(self.ctx, step=step)
+        batch = {key: value.clone() for key, value in self.batch.items()}
+        with self._watching(f"{label or self.tier}/{step}/step"), default_dtype(self.dtype):
+            with plant_in_step(self.fault, self.model, self.placement.placed, ctx):
+                call(self.program, "step", self.model, batch, ctx)
+            info = self._info(step, before)
+            grads = self._grads(info)
+        return grads, info
+
+    def _info(self, step: int, before: dict[str, str]) -> Result:
+        self.rank.ledger.settle()
+        changed = [p.name for p in self.placement.placed if bits([p.local()]) != before[p.name]]
+        wrong = [
+            p.name
+            for p in self.placement.placed
+            if before[p.name] != bits([p.slice(self.full[p.name])])
+        ]
+        return {
+            "tier": self.tier,
+            "step": step,
+            "changed_weights": changed,
+            "other_weights": wrong,
+            "feeds": self.watch.feeds(),
+            "unreduced": self.watch.unreduced(),
+            "backwards": max(self.watch.backwards.values(), default=0),
+            "unwaited": self._unwaited(),
+            "partial": [],
+            "fault": {"calls": self.misbehaviour.calls, "changed": self.misbehaviour.changed}
+            if self.misbehaviour
+            else None,
+        }
+
+    def _unwaited(self) -> list[int]:
+        return [n for n, w in self.rank.ledger.open_works.items() if not w.is_completed()]
+
+    def _grads(self, info: Result) -> Tensors:
+        """Local gradients. A DTensor that is still a partial sum is reduced here, and noted."""
+        grads = {}
+        for p in self.placement.placed:
+            grad = p.param.grad
+            if grad is None:
+                continue
+            if isinstance(grad, DTensor) and any(isinstance(x, Partial) for x in grad.placements):
+                info["partial"].append(p.name)
+                with self.rank.ledger.label(f"{SETUP}/partial"):
+                    assert isinstance(p.param, DTensor)
+                    grad = grad.redistribute(placements=p.param.placements)
+            grads[p.name] = to_local(grad).detach().clone().contiguous()
+        return grads
+
+    def _set_weights(self, step: int) -> None:
+        self.full = weights_at(self.base, step, self.dtype)
+        with torch.no_grad():
+            for p in self.placement.placed:
+                if step or self.job.steps > 1:
+                    p.local().copy_(p.slice(self.full[p.name]))
+
+    def _unsynchronise(self) -> None:
+        """The fault of replicas that start from other weights, on the last rank."""
+        if self.fault is not None and getattr(self.fault, "name", "") == "unsynchronised_init":
+            if self.rank.rank == self.job.topology.world_size - 1:
+                with torch.no_grad():
+                    for p in self.placement.placed:
+                        p.local().mul_(1.01)
+
+    @contextlib.contextmanager
+    def _watching(self, label: str) -> Iterator[None]:
+        ledger = self.rank.ledger
+        ledger.observe, ledger.interpose = self.watch.observe, self.misbehaviour
+        try:
+            with ledger.label(label):
+                yield
+        finally:
+            ledger.observe = ledger.interpose = None
+
+    def close(self) -> None:
+        self.watch.close()
+
+
+def run_program(guard: RankGuard, job: ProgramJob, ledger: Ledger) -> tuple[Tensors, Result]:
+    """One job on an initialised default group."""
+    return Rank(job.topology, guard.env.rank, ledger).run(job)
+
+
+def placed_names(placed: tuple[Placed, ...]) -> list[str]:
+    return [p.name for p in placed]

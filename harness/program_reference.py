@@ -1,0 +1,331 @@
+"""The reference of a Program: its own loss_sum over the full batch, in one process.
+
+Every term's gradient is that of SUM / count, the count taken over the full batch. Terms whose
+row-wise gradients add up also give the partials that coefficients are recovered from; a term that
+couples rows is compared, but has no coefficients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from sumgrad.noise_floor import Grads, Run, differences, error, floor_runs, measure_floor, norm
+from sumgrad.program import (
+    Broken,
+    Facts,
+    build,
+    cut,
+    default_dtype,
+    full_batch,
+    hash_model,
+    loss_of,
+    scramble,
+    terms_of,
+    to_dtype,
+    trained,
+    weights_at,
+)
+from sumgrad.reference import StepReference
+from sumgrad.workload import hash_weights
+from torch import Tensor
+
+Kind = Literal["rows", "once", "coupled"]
+SAME = 1e-9  # of the scale: float64 runs of one term that differ by more are not one computation
+MAX_PARTIALS = 1 << 24  # elements kept of all partials of a step; rows are merged to fit
+ALL = "all"  # the producer of a Program's partials
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramReference:
+    """A step's reference, what kind each term is, and its partials.
+
+    partials: (term, "all") -> name -> (intervals, *shape) float64; intervals: row bounds [a, b).
+    problems: why the comparison cannot be trusted. warnings: what a reader should know.
+    """
+
+    step: StepReference
+    kinds: dict[str, Kind]
+    partials: dict[tuple[str, str], Grads]
+    intervals: tuple[tuple[int, int], ...]
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class Single:
+    """A Program's terms in one process and one dtype, at weights that are set for each run."""
+
+    def __init__(
+        self, program: Any, facts: Facts, dtype: torch.dtype, *, rounded_to: torch.dtype
+    ) -> None:
+        scramble(11)
+        model = build(program)
+        self.facts, self.dtype = facts, dtype
+        self.base = {n: p.detach().double().clone() for n, p in trained(model).items()}
+        self.built = hash_model(model)
+        self.model = model.to(rounded_to).to(dtype)
+        self.buffers = copy.deepcopy(dict(self.model.named_buffers()))
+        self.batch = to_dtype(to_dtype(full_batch(program), rounded_to), dtype)
+        self.program, self.terms = program, terms_of(program)
+        self.rounded_to = rounded_to
+        self._runs = 0
+
+    def set_step(self, step: int) -> str:
+        """Set the weights of a step, rounded; returns their hash in the rounded dtype."""
+        weights = weights_at(self.base, step, self.rounded_to)
+        with torch.no_grad():
+            for name, param in trained(self.model).items():
+                param.copy_(weights[name])
+        return hash_weights(weights)
+
+    def gradient(self, name: str, rows: Tensor, whole: Tensor) -> tuple[Grads, float]:
+        """A term's gradient over some rows, not divided, and its count. rows: (n,) int64.
+
+        whole: the rows at whose sums a statistics term is evaluated.
+        """
+        self._runs += 1
+        scramble(13, self._runs)
+        with torch.no_grad():
+            for key, value in self.model.named_buffers():
+                value.copy_(self.buffers[key])
+        params = trained(self.model)
+        for param in params.values():
+            param.grad = None
+        term = self.terms[name]
+        with default_dtype(self.dtype):
+            if isinstance(term, tuple):
+                loss, count = self._statistic(term, rows, whole)
+            else:
+                given = cut(self.batch, rows, self.facts.rows_as)
+                loss, count = loss_of(term, name, self.model, given)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        grads = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            for n, p in params.items()
+        }
+        return grads, count
+
+    def _statistic(self, term: Any, rows: Tensor, whole: Tensor) -> tuple[Tensor, float]:
+        """<d value / d S at the sums of `whole`, statistics(rows)>, so that rows add up."""
+        statistics, value = term
+        with torch.no_grad():
+            sums = statistics(self.model, cut(self.batch, whole, self.facts.rows_as))
+        point = sums.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(value(point, len(whole)), point)
+        own = statistics(self.model, cut(self.batch, rows, self.facts.rows_as))
+        return (slope * own).sum(), 1.0
+
+
+def compute_program_reference(
+    program: Any,
+    facts: Facts,
+    dtype: torch.dtype,
+    *,
+    steps: int,
+    num_chunks: int,
+    progress: Progress = lambda _: None,
+) -> list[ProgramReference]:
+    """The reference of every step in one dtype. Raises Broken where loss_sum does."""
+    exact = Single(program, facts, torch.float64, rounded_to=dtype)
+    working = Single(program, facts, dtype, rounded_to=dtype)
+    out = []
+    for step in range(steps):
+        progress(f"reference, step {step}")
+        hashed = exact.set_step(step)
+        working.set_step(step)
+        out.append(_reference(exact, working, facts, step, hashed, num_chunks))
+    return out
+
+
+@dataclass(slots=True, kw_only=True)
+class _Term:
+    """One term at one step, in float64."""
+
+    grads: Grads
+    again: Grads
+    count: float
+    scale: Grads
+    kind: Kind
+    partials: Grads
+
+
+def _reference(
+    exact: Single, working: Single, facts: Facts, step: int, hashed: str, num_chunks: int
+) -> ProgramReference:
+    rows = torch.arange(facts.num_rows)
+    intervals = _intervals(facts)
+    before = hash_model(exact.model)
+    terms = {name: _exact_term(exact, name, rows, intervals) for name in exact.terms}
+    problems, warnings = _problems(exact, terms, before, step)
+    by_term = {name: term.grads for name, term in terms.items()}
+    total = _total(by_term)
+    scale = _total({name: term.scale for name, term in terms.items()})
+    runs = [
+        _working_run(working, terms, rows, chunks)
+        for chunks in floor_runs(facts.num_rows, num_chunks, "cpu").values()
+    ]
+    floor = measure_floor(Run(by_term=by_term, total=total), runs)
+    if exact.rounded_to == torch.float64:
+        problems += _low_precision(floor.by_name, scale)
+    warnings += _other_sum(exact, total, rows, scale)
+    reference = StepReference(
+        step=step,
+        grads=total,
+        by_term=by_term,
+        resolution=differences({n: t.again for n, t in terms.items()}, by_term),
+        scale=scale,
+        floor=floor.by_name,
+        floor_by_term=floor.by_term,
+        same_dtype=dict(runs[0].total),
+        norm=norm(total),
+        norm_floor=floor.norm,
+        counts={name: int(term.count) for name, term in terms.items()},
+        weights=hashed,
+    )
+    return ProgramReference(
+        step=reference,
+        kinds={name: term.kind for name, term in terms.items()},
+        partials={(n, ALL): t.partials for n, t in terms.items() if t.kind != "coupled"},
+        intervals=intervals,
+        problems=tuple(problems),
+        warnings=tuple(warnings),
+    )
+
+
+def _exact_term(
+    exact: Single, name: str, rows: Tensor, intervals: Sequence[tuple[int, int]]
+) -> _Term:
+    """A term over all rows, over them once more, and one interval after the other."""
+    summed, count = exact.gradient(name, rows, rows)
+    again, _ = exact.gradient(name, rows.flip(0), rows)
+    if not count > 0:
+        raise Broken(f"{name}: the count of the full batch is {count:g}, expected more than 0")
+    grads = {n: g / count for n, g in summed.items()}
+    parts, counts = [], []
+    for a, b in intervals:
+        part, own = exact.gradient(name, rows[a:b], rows)
+        parts.append({n: g / count for n, g in part.items()})
+        counts.append(own)
+    stacked = {n: torch.stack([part[n] for part in parts]) for n in grads}
+    statistic = isinstance(exact.terms[name], tuple)
+    scale = {n: s.abs().sum(0) for n, s in stacked.items()}
+    if (statistic or abs(sum(counts) - count) <= SAME * count) and _same(
+        {n: s.sum(0) for n, s in stacked.items()}, grads, scale
+    ):
+        kind: Kind = "rows"
+    elif all(own == count for own in counts) and all(_same(p, grads, grads) for p in parts):
+        kind, stacked = "once", {n: g[None] for n, g in grads.items()}
+    else:
+        kind, stacked = "coupled", {}
+    if kind != "rows":
+        scale = {n: g.abs() for n, g in grads.items()}
+    return _Term(
+        grads=grads,
+        again={n: g / count for n, g in again.items()},
+        count=count,
+        scale=scale,
+        kind=kind,
+        partials=stacked,
+    )
+
+
+def _working_run(
+    working: Single, terms: dict[str, _Term], rows: Tensor, chunks: Sequence[Tensor]
+) -> Run:
+    """One single-process run in the working dtype: rows in these chunks, or all in this order."""
+    by_term = {}
+    for name, term in terms.items():
+        parts = chunks if term.kind == "rows" else [torch.cat(list(chunks))]
+        total: Grads = {}
+        for part in parts:
+            grads, _ = working.gradient(name, part, rows)
+            total = {n: total[n] + g / term.count if n in total else g / term.count
+                     for n, g in grads.items()}  # fmt: skip
+        by_term[name] = total
+    return Run(by_term=by_term, total=_total(by_term))
+
+
+def _problems(
+    exact: Single, terms: dict[str, _Term], before: str, step: int
+) -> tuple[list[str], list[str]]:
+    """What makes the reference untrustworthy, and what only limits the diagnosis."""
+    problems, warnings = [], []
+    trained_now = {n: p.detach() for n, p in trained(exact.model).items()}
+    wanted = weights_at(exact.base, step, exact.rounded_to)
+    if any(not torch.equal(trained_now[n], wanted[n].double()) for n in wanted):
+        problems.append("loss_sum() changes the weights")
+    for name, term in terms.items():
+        if not all(bool(torch.isfinite(g).all()) for g in term.grads.values()):
+            problems.append(f"{name}: the single-process gradient is not finite")
+        elif not _same(term.again, term.grads, term.scale):
+            problems.append(
+                f"{name}: two single-process runs of loss_sum over the same rows differ: it draws "
+                f"unseeded random numbers, or depends on the order of the rows"
+            )
+        elif term.kind == "coupled":
+            warnings.append(
+                f"{name} is non-additive: its rows' gradients do not add up to that of all rows, "
+                f"so it has no coefficients"
+            )
+    return problems, warnings
+
+
+def _low_precision(floor: dict[str, float], scale: Grads) -> list[str]:
+    """float64 that is none: a cast inside loss_sum leaves its mark on the noise floor."""
+    from sumgrad.tolerances import STRUCTURE_CAP
+
+    odd = [n for n, f in floor.items() if f > STRUCTURE_CAP * max(float(scale[n].max()), 1e-300)]
+    loud = [n for n in odd if floor[n] > STRUCTURE_CAP]
+    if not loud:
+        return []
+    return [
+        f"loss_sum() computes {loud[0]} in less than float64 somewhere (a cast?): its "
+        f"single-process runs differ by {floor[loud[0]]:.1e}"
+    ]
+
+
+def _other_sum(exact: Single, total: Grads, rows: Tensor, scale: Grads) -> list[str]:
+    """Whether `terms` add up to loss_sum; where they do not, the terms are the reference."""
+    if list(exact.terms) == ["loss"]:
+        return []
+    terms = exact.terms
+    exact.terms = {**terms, "loss_sum": exact.program.loss_sum}
+    try:
+        grads, count = exact.gradient("loss_sum", rows, rows)
+    except Exception:
+        return []
+    finally:
+        exact.terms = terms
+    if count and _same({n: g / count for n, g in grads.items()}, total, scale):
+        return []
+    return ["`terms` add up to another gradient than loss_sum; the reference is that of `terms`"]
+
+
+def _same(got: Grads, wanted: Grads, scale: Grads) -> bool:
+    return all(
+        error(value, wanted[name]) <= SAME * float(scale[name].abs().max()) + 1e-300
+        for name, value in got.items()
+        if value.numel()
+    )
+
+
+def _total(by_term: dict[str, Grads]) -> Grads:
+    out: Grads = {}
+    for grads in by_term.values():
+        for name, grad in grads.items():
+            out[name] = out[name] + grad if name in out else grad.clone()
+    return out
+
+
+def _intervals(facts: Facts) -> tuple[tuple[int, int], ...]:
+    """Row by row, or in as many intervals as their partials may take memory."""
+    numel = sum(torch.Size(shape).numel() for shape in facts.params.values())
+    most = max(1, min(facts.num_rows, MAX_PARTIALS // max(1, numel * len(facts.terms))))
+    cuts = [round(i * facts.num_rows / most) for i in range(most + 1)]
+    return tuple(zip(cuts[:-1], cuts[1:], strict=True))

@@ -1,0 +1,2 @@
+"""Planted variants."""
+PLANTED: dict = {}
