@@ -45,6 +45,9 @@ def make_parser() -> argparse.ArgumentParser:
     faults = verbs.add_parser("faults", help="the kill matrix: topologies x planted faults")
     faults.add_argument("topologies", type=Path, nargs="*", metavar="T.yaml")
     faults.add_argument("--fault", action="append", metavar="NAME", help="only this; repeatable")
+    faults.add_argument(
+        "--workload", help="your own: file.py:Class or package.module:Class (default: the YAML's)"
+    )
     faults.add_argument("--seed", type=int, default=0)
     faults.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS")
     add_common_flags(faults)

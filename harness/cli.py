@@ -166,6 +166,7 @@ def _faults(args: argparse.Namespace) -> int:
         matrix = run_matrix(
             topologies,
             faults=args.fault,
+            workload=args.workload,
             seed=args.seed,
             timeout_s=args.timeout,
             launcher=launcher,

@@ -65,7 +65,9 @@ class TensorDiff:
 
     @property
     def of_threshold(self) -> float:
-        return self.max_abs / self.threshold if self.threshold else float("inf")
+        if not self.threshold:
+            return float("inf") if self.max_abs else 0.0
+        return self.max_abs / self.threshold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

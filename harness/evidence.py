@@ -8,7 +8,7 @@ it against the gradients the step ends with.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 CLOSE = 1e-9  # of the norm: the same numbers, divided once, in float64
+OUT_OF_PLACE = ("reduce_scatter", "all_gather", "all_to_all", "scatter", "gather")
 MAX_NUMEL = 1 << 22  # larger buffers are not looked into
 
 
@@ -46,23 +47,26 @@ class GradientWatch:
         for hook in self._hooks:
             hook.remove()
 
-    def observe(self, op: str, args: tuple[Any, ...]) -> dict[str, Any]:
-        """What goes into the ledger's event of an operation: hash of the input, gradients in it."""
+    def observe(
+        self, op: str, args: tuple[Any, ...]
+    ) -> tuple[dict[str, Any], Callable[[], str] | None]:
+        """For the ledger: digest of what goes in, the gradients in it; then that of the result."""
         number, self._calls = self._calls, self._calls + 1
-        if FAMILIES.get(op) not in REDUCTIONS:
-            return {"call": number}
-        in_place = FAMILIES[op] != "reduce_scatter"
-        inputs = list(tensors_in(args[:1] if in_place else args[1:2]))
-        if not inputs or sum(t.numel() for t in inputs) > MAX_NUMEL:
-            return {"call": number}
-        flat = torch.cat([t.detach().reshape(-1) for t in inputs])
-        self._outputs.append((number, list(tensors_in(args[:1]))))
-        return {
-            "call": number,
-            "input": digest(flat),
-            "nonzero": bool(flat.count_nonzero()),
-            "grads": [[n, c] for n, c in segments(flat, self._produced)],
-        }
+        family = FAMILIES.get(op)
+        outputs = list(tensors_in(args[:1]))
+        inputs = list(tensors_in(args[1:2])) if family in OUT_OF_PLACE else outputs
+        size = sum(t.numel() for t in [*inputs, *outputs])
+        if not inputs or size > MAX_NUMEL or family in (None, "barrier"):
+            return {"call": number}, None
+        seen: dict[str, Any] = {"call": number}
+        if family != "recv":
+            seen["input"] = bits(inputs)
+        if family in REDUCTIONS and len({t.dtype for t in inputs}) == 1:
+            flat = torch.cat([t.detach().reshape(-1) for t in inputs])
+            self._outputs.append((number, outputs))
+            seen["nonzero"] = bool(flat.count_nonzero())
+            seen["grads"] = [[n, c] for n, c in segments(flat, self._produced)]
+        return seen, None if family == "send" else lambda: bits(outputs)
 
     def feeds(self) -> list[dict[str, Any]]:
         """Which reductions' results the final gradients are: call number -> parameters, factor."""
@@ -136,7 +140,7 @@ def _factor(part: Tensor, grad: Tensor) -> float | None:
 
 def digest(flat: Tensor) -> str:
     """A hash of raw bits."""
-    raw = flat.contiguous().view(torch.uint8).numpy().tobytes()
+    raw = flat.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
 

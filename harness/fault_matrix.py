@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from sumgrad.catalogue import shipped_topologies
 from sumgrad.check import CheckOptions, run_check
+from sumgrad.collective_faults import KINDS
 from sumgrad.faults import find_fault, plan_faults
 from sumgrad.launch import Launcher
+from sumgrad.matrix import Cell, Matrix
+from sumgrad.program import is_program
+from sumgrad.program_matrix import run_program_matrix
 from sumgrad.topology import load_topology
 from sumgrad.verdict import Verdict
+from sumgrad.workload import find_class
+
+Progress = Callable[[str], None]
 
 # What kind of cause the Diagnosis must name for each fault.
 NAMED_AS = {
@@ -36,44 +42,6 @@ NAMED_AS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One run. result: killed, law, invisible, clean; or missed, misnamed, mispredicted, alarm,
-    crashed, which fail the matrix."""
-
-    topology: str
-    fault: str | None
-    result: str
-    cause: str | None
-    predicted: float | None
-
-    @property
-    def ok(self) -> bool:
-        return self.result in ("killed", "law", "invisible", "clean")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
-    """All cells, in the order they ran."""
-
-    cells: tuple[Cell, ...]
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.cells) and all(cell.ok for cell in self.cells)
-
-    def summary(self) -> str:
-        """One line with the counts."""
-        counts: dict[str, int] = {}
-        for cell in self.cells:
-            counts[cell.result] = counts.get(cell.result, 0) + 1
-        text = ", ".join(f"{n} {result}" for result, n in sorted(counts.items()))
-        return f"{'PASS' if self.ok else 'FAIL'}: {text}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"schema": 1, "ok": self.ok, "cells": [asdict(cell) for cell in self.cells]}
-
-
 def default_topologies() -> list[Path]:
     """Every shipped topology that can be started."""
     return [path for path in shipped_topologies() if not load_topology(path).plan_only]
@@ -86,36 +54,68 @@ def run_matrix(
     seed: int,
     timeout_s: float,
     launcher: Launcher,
-    progress: Callable[[str], None],
+    progress: Progress,
+    workload: str | None = None,
 ) -> Matrix:
     """Every clean topology once, then every fault on it against the same reference.
 
-    Raises UserError for unknown names.
+    workload: instead of the one that each topology names. Raises UserError for unknown names.
     """
-    chosen = [find_fault(name) for name in faults] if faults else list(plan_faults().values())
-    steps = max(fault.min_steps for fault in chosen)
-    cells = []
+    cells: list[Cell] = []
     for path in topologies:
-        with tempfile.TemporaryDirectory(prefix="sumgrad-") as directory:
-            base = CheckOptions(
-                topology=path,
-                seed=seed,
-                steps=steps,
-                tiers=("structure",),
-                timeout_s=timeout_s,
-                keep_partials=True,
-                out=Path(directory, "clean"),
-            )
-            progress(f"{path.stem}: clean")
-            clean, stored = run_check(base, launcher=launcher)
-            cells.append(cell_of(path.stem, None, clean))
-            for fault in chosen:
-                progress(f"{path.stem}: {fault.name}")
-                out = Path(directory, fault.name)
-                options = replace(base, fault=fault.name, out=out, reuse=stored)
-                verdict, _ = run_check(options, launcher=launcher)
-                cells.append(cell_of(path.stem, fault.name, verdict))
+        topology = load_topology(path)
+        name = workload or topology.workload
+        where = topology.where(("workload",)) if workload is None else "--workload"
+        if is_program(find_class(name, where)):
+            run = run_program_matrix
+        else:
+            run = run_plan_matrix
+        cells += run(
+            path,
+            workload=workload,
+            faults=faults,
+            seed=seed,
+            timeout_s=timeout_s,
+            launcher=launcher,
+            progress=progress,
+        )
     return Matrix(cells=tuple(cells))
+
+
+def run_plan_matrix(
+    path: Path,
+    *,
+    workload: str | None,
+    faults: Sequence[str] | None,
+    seed: int,
+    timeout_s: float,
+    launcher: Launcher,
+    progress: Progress,
+) -> list[Cell]:
+    """All cells of a planned workload on one topology. Raises UserError."""
+    chosen = [find_fault(name) for name in faults] if faults else list(plan_faults().values())
+    cells = []
+    with tempfile.TemporaryDirectory(prefix="sumgrad-") as directory:
+        base = CheckOptions(
+            topology=path,
+            workload=workload,
+            seed=seed,
+            steps=max(fault.min_steps for fault in chosen),
+            tiers=("structure",),
+            timeout_s=timeout_s,
+            keep_partials=True,
+            out=Path(directory, "clean"),
+        )
+        progress(f"{path.stem}: clean")
+        clean, stored = run_check(base, launcher=launcher)
+        cells.append(cell_of(path.stem, None, clean))
+        for fault in chosen:
+            progress(f"{path.stem}: {fault.name}")
+            out = Path(directory, fault.name)
+            options = replace(base, fault=fault.name, out=out, reuse=stored)
+            verdict, _ = run_check(options, launcher=launcher)
+            cells.append(cell_of(path.stem, fault.name, verdict))
+    return cells
 
 
 def cell_of(topology: str, fault: str | None, verdict: Verdict) -> Cell:
@@ -139,25 +139,68 @@ def cell_of(topology: str, fault: str | None, verdict: Verdict) -> Cell:
             result = "killed" if report["visible"] else "law"
     else:
         result = "invisible" if verdict.status == "pass" else "alarm"
-    return Cell(topology=topology, fault=fault, result=result, cause=cause, predicted=predicted)
+    return Cell(
+        topology=topology,
+        workload=verdict.data["workload"],
+        fault=fault,
+        result=result,
+        cause=cause,
+        kind=kind,
+        by="comparison" if result == "killed" else "ledger" if result == "law" else None,
+        predicted=predicted,
+    )
 
 
 def render_matrix(matrix: Matrix) -> RenderableType:
-    """Failures first, then the table."""
+    """What fails first, then a table for each workload: faults down, topologies across."""
     parts: list[RenderableType] = []
-    for cell in matrix.cells:
-        if not cell.ok:
-            line = f"{cell.result}: {cell.fault or 'clean'} on {cell.topology}: {cell.cause}"
-            parts.append(Text(line, style="bold red"))
-    topologies = list(dict.fromkeys(cell.topology for cell in matrix.cells))
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    for cell in matrix.bad():
+        line = f"{cell.result}: {cell.fault or 'clean'} on {cell.topology}: {cell.cause}"
+        parts.append(Text(line, style="bold red"))
+    for workload in dict.fromkeys(cell.workload for cell in matrix.cells):
+        mine = [cell for cell in matrix.cells if cell.workload == workload]
+        planned = any(cell.fault in plan_faults() for cell in mine)
+        parts += [_table(mine) if planned else _collectives(mine), Text("")]
+    return Group(*parts)
+
+
+def _table(cells: Sequence[Cell]) -> Table:
+    """One row for each fault, one column for each topology."""
+    topologies = list(dict.fromkeys(cell.topology for cell in cells))
+    table = _new_table(cells[0].workload)
     table.add_column("fault")
     for name in topologies:
         table.add_column(name.removeprefix("three_pool_"))
-    for fault in dict.fromkeys(cell.fault for cell in matrix.cells):
-        row = [
-            next((c.result for c in matrix.cells if (c.fault, c.topology) == (fault, name)), "-")
-            for name in topologies
-        ]
+    by_place = {(cell.fault, cell.topology): cell.result for cell in cells}
+    for fault in dict.fromkeys(cell.fault for cell in cells):
+        row = [by_place.get((fault, name), "-") for name in topologies]
         table.add_row(fault or "(clean)", *row)
-    return Group(*parts, table)
+    return table
+
+
+def _collectives(cells: Sequence[Cell]) -> Group:
+    """For each topology: one row for each collective, one column for each kind of fault."""
+    tables: list[RenderableType] = []
+    for topology in dict.fromkeys(cell.topology for cell in cells):
+        mine = [cell for cell in cells if cell.topology == topology]
+        table = _new_table(f"{cells[0].workload} on {topology}")
+        kinds = [kind for kind in KINDS if any(c.fault and c.fault.startswith(f"{kind}:") for c in mine)]
+        table.add_column("")
+        for kind in kinds:
+            table.add_column(kind)
+        by_place = {cell.fault: cell.result for cell in mine}
+        targets = dict.fromkeys(c.fault.split(":")[1] for c in mine if c.fault and ":" in c.fault)
+        for target in targets:
+            table.add_row(target, *(by_place.get(f"{kind}:{target}", "") for kind in kinds))
+        for cell in mine:
+            if cell.fault is None or ":" not in cell.fault:
+                table.add_row(cell.fault or "(clean)", cell.result)
+        tables.append(table)
+    return Group(*tables)
+
+
+def _new_table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
+        header_style="dim",
+    )  # fmt: skip

@@ -22,11 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sumgrad.endings import open_operation
+from sumgrad.endings import open_operation, read_ledger
+from sumgrad.operations import disagreement_of
 from sumgrad.rank import HELPERS, RankEnv, enter_rank, rank_file
 
 STOP_GRACE_S, KILL_GRACE_S = 3.0, 5.0
 STANDSTILL_S = 10.0
+DISAGREEMENT_S = 1.0  # between two looks at the ledgers of ranks that stand still
 HELPER_PATIENCE = 10  # a reference may take longer than its ranks
 
 
@@ -49,6 +51,8 @@ class _Job:
     kill_at: float | None = None
     window_at: float = 0.0
     written: int = 0
+    looked_at: float = 0.0
+    seen: int = 0
 
     @property
     def living(self) -> list[_Rank]:
@@ -128,7 +132,7 @@ def _enforce(job: _Job) -> None:
         )
         if died or now > job.deadline:
             job.stop_at = now + STOP_GRACE_S
-        elif _stands_still(job, now):
+        elif _stands_still(job, now) or _disagrees(job, now):
             job.stop_at = now
     if job.stop_at is not None and job.kill_at is None and now > job.stop_at:
         job.kill_at = now + KILL_GRACE_S
@@ -148,6 +152,28 @@ def _stands_still(job: _Job, now: float) -> bool:
     still = job.window_at > 0 and written == job.written
     job.window_at, job.written = now, written
     return still and all(_stands_in_operation(job, rank) for rank in ranks)
+
+
+def _disagrees(job: _Job, now: float) -> bool:
+    """Whether nothing was written for a moment, and ranks can never meet in what they issued.
+
+    Two members of a group issued different operations, or one ended well without issuing what
+    another one stands in.
+    """
+    if now < job.looked_at + DISAGREEMENT_S:
+        return False
+    ranks = [rank for rank in job.ranks if not rank.helper]
+    written = sum(_ledger_bytes(job, rank) for rank in ranks)
+    quiet = job.looked_at > 0 and written == job.seen and len(ranks) > 1
+    job.looked_at, job.seen = now, written
+    if not quiet or not any(_stands_in_operation(job, rank) for rank in job.living_ranks):
+        return False
+    ledgers = {
+        rank.rank: list(read_ledger(rank_file(*_place(job.request, rank.rank), ".ledger.jsonl")))
+        for rank in ranks
+    }
+    ended = {rank.rank for rank in ranks if rank.exit_code is not None}
+    return any(d.mismatch or ended & set(d.absent) for d in disagreement_of(ledgers))
 
 
 def _stands_in_operation(job: _Job, rank: _Rank) -> bool:

@@ -11,11 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sumgrad.operations import FAMILIES, POINT_TO_POINT, REDUCTIONS, group_name, members
+from sumgrad.operations import (
+    FAMILIES,
+    POINT_TO_POINT,
+    REDUCTIONS,
+    Disagreement,
+    disagreement_of,
+    group_name,
+    members,
+    signature,
+)
 from sumgrad.outcome import describe_operation, spans
 from sumgrad.program_record import ProgramRecord, events_by_step
 
-UNEVEN = ("all_to_all", "gather", "scatter")  # ranks may hold other sizes
 UNITY = 1e-6  # a factor closer to 1 than this is 1
 Event = Mapping[str, Any]
 
@@ -75,35 +83,35 @@ def labels(record: ProgramRecord) -> Iterator[tuple[str, int]]:
 
 
 def disagreements(record: ProgramRecord) -> Iterator[str]:
-    """The first operation of each group on which its members differ; one a run."""
-    for tier, step in labels(record):
-        for joint in joint_operations(record, tier, step):
-            text = _disagreement(joint)
-            if text:
-                yield f"ranks disagree, {tier}, step {step}: {text}"
-                return
+    """The first operation of a group on which its members differ; one a run.
+
+    A rank that raised or died issues less than the others for that reason alone.
+    """
+    ended = {o.rank for o in record.outcomes if o.status in ("raised", "killed", "missing")}
+    found = sorted(disagreement_of(record.started), key=lambda d: (not d.mismatch, d.number))
+    for d in found:
+        if not d.mismatch and (set(d.absent) & ended or not d.events):
+            continue
+        yield f"ranks disagree: {_words(d)}"
+        return
 
 
-def _disagreement(joint: Joint) -> str | None:
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for rank, event in joint.events.items():
-        family = FAMILIES.get(event["op"], event["op"])
-        numel = None if family in UNEVEN else event["numel"]
-        kinds.setdefault((family, numel, event["dtype"], event.get("reduce")), []).append(rank)
-    over = f"over ranks {spans(joint.ranks)}"
-    if len(kinds) > 1:
+def _words(d: Disagreement) -> str:
+    over = f"operation {d.number + 1} over ranks {spans(d.ranks)}"
+    if d.mismatch:
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for rank, event in d.events.items():
+            kinds.setdefault(signature(event), []).append(rank)
         shown = [
-            f"rank {spans(ranks)} {describe_operation(joint.events[ranks[0]])}"
+            f"on rank {spans(ranks)} {describe_operation(d.events[ranks[0]])}"
             for ranks in kinds.values()
         ]
-        return f"operation {joint.number + 1} {over} is " + ", but ".join(shown[:3])
-    absent = sorted(set(joint.ranks) - set(joint.events))
-    if absent and len(joint.ranks) > 1:
-        return (
-            f"rank {spans(absent)} never issues operation {joint.number + 1} {over}, which rank "
-            f"{spans(list(joint.events))} issues: {describe_operation(joint.first)}"
-        )
-    return None
+        return f"{over} is " + ", but ".join(shown[:3])
+    first = next(iter(d.events.values()))
+    return (
+        f"rank {spans(d.absent)} never issues {over}, which rank {spans(list(d.events))} issues: "
+        f"{describe_operation(first)}"
+    )
 
 
 def law_findings(record: ProgramRecord) -> Iterator[str]:

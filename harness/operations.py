@@ -136,3 +136,49 @@ def _axes(pool: Pool, ranks: tuple[int, ...]) -> str | None:
         if not varying:
             return "self"
     return "+".join(pool.axes[i][0] for i in varying)
+
+
+UNEVEN = ("all_to_all", "gather", "scatter")  # their members may hold other sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """The first collective of a group on which its members differ.
+
+    events: rank -> what it issued there; absent: members that issued less than `number` + 1.
+    mismatch: two members issued different operations, which can never be right.
+    """
+
+    ranks: tuple[int, ...]
+    number: int
+    events: dict[int, Mapping[str, Any]]
+    absent: tuple[int, ...]
+    mismatch: bool
+
+
+def disagreement_of(ledgers: Mapping[int, Iterable[Mapping[str, Any]]]) -> Iterable[Disagreement]:
+    """The first disagreement of every group. ledgers: rank -> its events in order."""
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Mapping[str, Any]]]] = {}
+    for rank, events in ledgers.items():
+        for event in events:
+            if "n" in event and FAMILIES.get(event["op"]) not in POINT_TO_POINT:
+                key = (str(event.get("pg", "")), members(event))
+                groups.setdefault(key, {}).setdefault(rank, []).append(event)
+    for (_, ranks), by_rank in groups.items():
+        longest = max(len(events) for events in by_rank.values())
+        for number in range(longest if len(ranks) > 1 else 0):
+            held = {r: e[number] for r, e in by_rank.items() if number < len(e)}
+            absent = tuple(r for r in ranks if r in ledgers and r not in held)
+            mismatch = len({signature(event) for event in held.values()}) > 1
+            if mismatch or absent:
+                yield Disagreement(
+                    ranks=ranks, number=number, events=held, absent=absent, mismatch=mismatch
+                )
+                break
+
+
+def signature(event: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What all members of a collective must have in common."""
+    family = FAMILIES.get(event["op"], event["op"])
+    numel = None if family in UNEVEN else event["numel"]
+    return (family, numel, event["dtype"], event.get("reduce"))

@@ -105,15 +105,15 @@ class Call:
 
 
 Interposer = Callable[[Call], dist.Work]
-Observer = Callable[[str, tuple[Any, ...]], dict[str, Any]]
+Observer = Callable[[str, tuple[Any, ...]], tuple[dict[str, Any], Callable[[], Any] | None]]
 
 
 class Ledger:
     """Writes one JSON line when an operation starts and one when it is done.
 
     interpose: called in place of every operation of a step, if it is set; it may do anything.
-    observe: called with name and arguments of every operation of a step that is carried out; what
-    it returns goes into the event.
+    observe: called with name and arguments of every operation of a step that is carried out; gives
+    what goes into the event, and what to call for the result's digest once it is waited for.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -156,10 +156,10 @@ class Ledger:
         self._write(event)
         return number
 
-    def done(self, number: int) -> None:
+    def done(self, number: int, **more: Any) -> None:
         self.open_works.pop(number, None)
         if self.open_ops.pop(number, None) is not None:
-            self._write({"done": number})
+            self._write({"done": number, **more})
 
     @property
     def in_step(self) -> bool:
@@ -183,15 +183,23 @@ class Ledger:
 class RecordedWork(dist.Work):
     """The inner work; says `done` to the ledger when it has been waited for."""
 
-    def __init__(self, inner: Any, ledger: Ledger, number: int) -> None:
+    def __init__(
+        self, inner: Any, ledger: Ledger, number: int, result: Callable[[], Any] | None = None
+    ) -> None:
         super().__init__()
         self._inner, self._ledger, self._number = inner, ledger, number
+        self._result = result
         ledger.open_works[number] = inner
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         ok = self._inner.wait(timeout) if timeout is not None else self._inner.wait()
-        self._ledger.done(self._number)
+        self._done()
         return bool(ok)
+
+    def _done(self) -> None:
+        if self._number in self._ledger.open_ops:
+            more = {} if self._result is None else {"output": self._result()}
+            self._ledger.done(self._number, **more)
 
     def is_completed(self) -> bool:
         return bool(self._inner.is_completed())
@@ -207,7 +215,7 @@ class RecordedWork(dist.Work):
 
     def synchronize(self) -> None:
         self._inner.synchronize()
-        self._ledger.done(self._number)
+        self._done()
 
     def get_future(self) -> Any:
         return self._inner.get_future()
@@ -244,10 +252,12 @@ class RecordingProcessGroup(dist.ProcessGroup):
         self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], event: dict[str, Any]
     ) -> RecordedWork:
         """Record an operation and carry it out."""
+        result = None
         if self._ledger.in_step and self._ledger.observe is not None:
-            event = {**event, **self._ledger.observe(op, args)}
+            seen, result = self._ledger.observe(op, args)
+            event = {**event, **seen}
         number = self._ledger.begin(event)
-        return RecordedWork(self.delegate(op, args, kwargs), self._ledger, number)
+        return RecordedWork(self.delegate(op, args, kwargs), self._ledger, number, result)
 
     def _set_group_name(self, name: Any) -> None:
         self._name = name
@@ -260,7 +270,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    def _event(self, op: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    def _event(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         tensors = list(tensors_in(args[:1]))
         event: dict[str, Any] = {
             "op": op,
@@ -270,7 +280,8 @@ class RecordingProcessGroup(dist.ProcessGroup):
             "site": _call_site(),
             "pg": str(getattr(self, "_name", "")),
         }
-        reduce_op = next((getattr(arg, "reduceOp", None) for arg in args[1:]), None)
+        options = [getattr(arg, "reduceOp", None) for arg in (*args[1:], *kwargs.values())]
+        reduce_op = next((op for op in options if op is not None), None)
         if reduce_op is not None:
             event["reduce"] = _reduce_name(reduce_op)
         if op in ("send", "recv"):
@@ -280,7 +291,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
 
 def _method(name: str) -> Callable[..., dist.Work]:
     def call(self: RecordingProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        ledger, event = self._ledger, self._event(name, args)
+        ledger, event = self._ledger, self._event(name, args, kwargs)
         if not ledger.in_step or ledger.interpose is None:
             return self.issue(name, args, kwargs, event)
         asked = Call(op=name, group=self, args=args, kwargs=kwargs, event=event)

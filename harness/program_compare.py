@@ -129,6 +129,8 @@ def compare_again(record: ProgramRecord) -> list[TensorDiff]:
     references = record.references.get(tier, [])
     if not references or references[-1].problems:
         return []
+    if not any(held.again for held in record.ranks.values()):
+        return []  # a matrix does not repeat its steps
     return [
         compare_cell(record, replace(cell, got=record.ranks[cell.rank].again.get(cell.name)))
         for cell in cells(record, tier, references[-1])

@@ -187,4 +187,4 @@ def plant_in_step(
 
 def shipped_programs() -> list[str]:
     """Names of the shipped Programs."""
-    return [name for name, target in SHIPPED.items() if ".programs" in target]
+    return [name for name, target in SHIPPED.items() if target.startswith("sumgrad.programs")]

@@ -28,8 +28,11 @@ from sumgrad.verdict import Status, TierVerdict, Verdict, merge
 from sumgrad.verdict_json import SCHEMA, tensor_json, topology_json
 
 
-def judge_program(record: ProgramRecord) -> Verdict:
-    """The verdict of a stored run. Pure: the same record gives the same verdict."""
+def judge_program(record: ProgramRecord, *, clean: ProgramRecord | None = None) -> Verdict:
+    """The verdict of a stored run. Pure: the same record gives the same verdict.
+
+    clean: a run of the same that passed; it helps to explain, never to decide.
+    """
     spec = record.spec
     diffs = compare_program(record)
     again = compare_again(record)
@@ -43,7 +46,7 @@ def judge_program(record: ProgramRecord) -> Verdict:
     statuses: list[Status] = [tier.status for tier in tiers]
     statuses += ["unknown"] if reasons else []
     statuses += ["fail"] if findings else []
-    diagnoses, coefficients = diagnose_program(record, diffs, again)
+    diagnoses, coefficients = diagnose_program(record, diffs, again, clean=clean)
     verdict = Verdict(
         status=merge(statuses),
         tiers=tiers,

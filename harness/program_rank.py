@@ -15,12 +15,11 @@ import torch
 from sumgrad.collective_faults import CollectiveFault
 from sumgrad.evidence import GradientWatch, bits
 from sumgrad.misbehaviour import Misbehaviour
-from sumgrad.placement import Placed, Placement, place, to_local
+from sumgrad.placement import Placement, place, to_local
 from sumgrad.process_group import Ledger
 from sumgrad.program import (
     Facts,
     build,
-    call,
     default_dtype,
     full_batch,
     hash_model,
@@ -66,14 +65,17 @@ class Rank:
         with ledger.label(f"{SETUP}/meshes"):
             self.meshes = make_meshes(topology)
 
-    def run(self, job: ProgramJob) -> tuple[Tensors, Result]:
-        """All tiers and steps; returns what is stored: tensors and plain data."""
+    def run(self, job: ProgramJob, *, again: bool = True) -> tuple[Tensors, Result]:
+        """All tiers and steps; returns what is stored: tensors and plain data.
+
+        again: repeat the last step of the first tier.
+        """
         tensors: Tensors = {}
         result: Result = {"steps": [], "unknown": [], "params": {}}
         for i, (tier, dtype) in enumerate(job.tiers.items()):
             run = _TierRun(self, job, tier, getattr(torch, dtype))
             try:
-                run.steps(tensors, result, again=i == 0)
+                run.steps(tensors, result, again=again and i == 0)
             finally:
                 run.close()
         result["operations"] = self.ledger.num_operations
@@ -107,13 +109,14 @@ class _TierRun:
             if isinstance(self.fault, CollectiveFault)
             else None
         )
+        self.stepped = False
         self._distribute()
 
     def _distribute(self) -> None:
         scramble(103, self.rank.rank)
         if hasattr(self.program, "distribute"):
             with self.rank.ledger.label(f"{SETUP}/distribute"), default_dtype(self.dtype):
-                model = call(self.program, "distribute", self.model, self.ctx)
+                model = self.program.distribute(self.model, self.ctx)
             if not isinstance(model, nn.Module):
                 raise TypeError(
                     f"distribute() returned {type(model).__name__}, expected the nn.Module whose "
@@ -144,6 +147,7 @@ class _TierRun:
     def step(self, step: int, *, label: str | None = None) -> tuple[Tensors, Result]:
         """One step from its recorded weights: local gradients, and what else was seen."""
         self._set_weights(step)
+        self.stepped = True
         self._unsynchronise()
         for param in self.model.parameters():
             param.grad = None
@@ -156,7 +160,7 @@ class _TierRun:
         batch = {key: value.clone() for key, value in self.batch.items()}
         with self._watching(f"{label or self.tier}/{step}/step"), default_dtype(self.dtype):
             with plant_in_step(self.fault, self.model, self.placement.placed, ctx):
-                call(self.program, "step", self.model, batch, ctx)
+                self.program.step(self.model, batch, ctx)
             info = self._info(step, before)
             grads = self._grads(info)
         return grads, info
@@ -203,10 +207,11 @@ class _TierRun:
         return grads
 
     def _set_weights(self, step: int) -> None:
+        """The recorded weights, but for the very first step: it shows what distribute left."""
         self.full = weights_at(self.base, step, self.dtype)
         with torch.no_grad():
             for p in self.placement.placed:
-                if step or self.job.steps > 1:
+                if self.stepped:
                     p.local().copy_(p.slice(self.full[p.name]))
 
     def _unsynchronise(self) -> None:
@@ -235,6 +240,3 @@ def run_program(guard: RankGuard, job: ProgramJob, ledger: Ledger) -> tuple[Tens
     """One job on an initialised default group."""
     return Rank(job.topology, guard.env.rank, ledger).run(job)
 
-
-def placed_names(placed: tuple[Placed, ...]) -> list[str]:
-    return [p.name for p in placed]

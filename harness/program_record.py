@@ -141,6 +141,7 @@ def write_program_reference(
             {
                 "kinds": r.kinds,
                 "intervals": r.intervals,
+                "row_counts": r.row_counts,
                 "problems": r.problems,
                 "warnings": r.warnings,
             }
@@ -152,16 +153,7 @@ def write_program_reference(
 def load_program_record(directory: Path) -> ProgramRecord:
     """Read a Program's run directory. UserError if it is none; `damage` names lost parts."""
     spec = read_program_spec(directory)
-    damage: list[str] = []
-    ranks, started = {}, {}
-    for rank in range(spec.topology.world_size):
-        started[rank] = list(read_ledger(rank_file(directory, rank, ".ledger.jsonl")))
-        try:
-            ranks[rank] = _read_rank(directory, rank, started[rank])
-        except FileNotFoundError:
-            continue
-        except DAMAGED as error:
-            damage.append(f"rank {rank}: damaged: {type(error).__name__}: {error}")
+    ranks, started, damage = read_program_ranks(directory, spec)
     references = {}
     for tier in spec.tiers:
         try:
@@ -179,6 +171,23 @@ def load_program_record(directory: Path) -> ProgramRecord:
         started=started,
         damage=tuple(damage),
     )
+
+
+def read_program_ranks(
+    directory: Path, spec: ProgramSpec
+) -> tuple[dict[int, ProgramRankRecord], dict[int, list[dict[str, Any]]], list[str]]:
+    """Every rank's record that is there, all ranks' ledgers, and what is damaged."""
+    ranks, started = {}, {}
+    damage: list[str] = []
+    for rank in range(spec.topology.world_size):
+        started[rank] = list(read_ledger(rank_file(directory, rank, ".ledger.jsonl")))
+        try:
+            ranks[rank] = _read_rank(directory, rank, started[rank])
+        except FileNotFoundError:
+            continue
+        except DAMAGED as error:
+            damage.append(f"rank {rank}: damaged: {type(error).__name__}: {error}")
+    return ranks, started, damage
 
 
 def _outcomes(directory: Path, spec: ProgramSpec, damage: list[str]) -> tuple[RankOutcome, ...]:
@@ -217,7 +226,8 @@ def _read_rank(
             grads.setdefault((kind, int(step)), {})[name] = tensor
     info = {(s["tier"], int(s["step"])): s for s in result["steps"]}
     done = {event["done"] for event in ledger if "done" in event}
-    begun = [event for event in ledger if "n" in event]
+    results = {event["done"]: event["output"] for event in ledger if "output" in event}
+    begun = [{**e, "output": results.get(e["n"])} for e in ledger if "n" in e]
     unwaited = {n for step in info.values() for n in step["unwaited"]}
     return ProgramRankRecord(
         rank=rank,
@@ -259,6 +269,7 @@ def _read_references(directory: Path, tier: str, spec: ProgramSpec) -> list[Prog
             kinds=item["kinds"],
             partials=partials.get(step.step, {}),
             intervals=tuple((a, b) for a, b in item["intervals"]),
+            row_counts={term: tuple(counts) for term, counts in item["row_counts"].items()},
             problems=tuple(item["problems"]),
             warnings=tuple(item["warnings"]),
         )

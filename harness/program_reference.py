@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from sumgrad.noise_floor import Grads, Run, differences, error, floor_runs, measure_floor, norm
+from sumgrad.noise_floor import (
+    Grads,
+    Run,
+    differences,
+    error,
+    floor_runs,
+    measure_floor,
+    norm,
+    raise_floor,
+)
 from sumgrad.program import (
     Broken,
     Facts,
@@ -35,6 +44,7 @@ from torch import Tensor
 
 Kind = Literal["rows", "once", "coupled"]
 SAME = 1e-9  # of the scale: float64 runs of one term that differ by more are not one computation
+JITTERS = 4  # runs whose weights are off by one rounding, for sums that are cut within a row
 MAX_PARTIALS = 1 << 24  # elements kept of all partials of a step; rows are merged to fit
 ALL = "all"  # the producer of a Program's partials
 
@@ -45,7 +55,8 @@ Progress = Callable[[str], None]
 class ProgramReference:
     """A step's reference, what kind each term is, and its partials.
 
-    partials: (term, "all") -> name -> (intervals, *shape) float64; intervals: row bounds [a, b).
+    partials: (term, "all") -> name -> (intervals, *shape) float64; intervals: row bounds [a, b);
+    row_counts: term -> the count of each interval.
     problems: why the comparison cannot be trusted. warnings: what a reader should know.
     """
 
@@ -53,6 +64,7 @@ class ProgramReference:
     kinds: dict[str, Kind]
     partials: dict[tuple[str, str], Grads]
     intervals: tuple[tuple[int, int], ...]
+    row_counts: dict[str, tuple[float, ...]]
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -75,12 +87,21 @@ class Single:
         self.rounded_to = rounded_to
         self._runs = 0
 
-    def set_step(self, step: int) -> str:
-        """Set the weights of a step, rounded; returns their hash in the rounded dtype."""
+    def set_step(self, step: int, *, jitter: int = 0) -> str:
+        """Set the weights of a step, rounded; returns their hash in the rounded dtype.
+
+        jitter: a seed; every weight is then moved by one rounding of the dtype, up, down or not.
+        A step that cuts sums within a row (tensor parallelism) rounds like that, and no order of
+        the rows shows it.
+        """
         weights = weights_at(self.base, step, self.rounded_to)
+        eps, generator = torch.finfo(self.dtype).eps, torch.Generator().manual_seed(jitter)
         with torch.no_grad():
             for name, param in trained(self.model).items():
                 param.copy_(weights[name])
+                if jitter:
+                    sign = torch.randint(-1, 2, param.shape, generator=generator)
+                    param.mul_(1 + eps * sign.to(param.dtype))
         return hash_weights(weights)
 
     def gradient(self, name: str, rows: Tensor, whole: Tensor) -> tuple[Grads, float]:
@@ -153,6 +174,7 @@ class _Term:
     scale: Grads
     kind: Kind
     partials: Grads
+    counts: tuple[float, ...]
 
 
 def _reference(
@@ -171,7 +193,12 @@ def _reference(
         for chunks in floor_runs(facts.num_rows, num_chunks, "cpu").values()
     ]
     floor = measure_floor(Run(by_term=by_term, total=total), runs)
-    if exact.rounded_to == torch.float64:
+    for seed in range(JITTERS):
+        working.set_step(step, jitter=seed + 1)
+        run = _working_run(working, terms, rows, [rows])
+        floor = raise_floor(floor, Run(by_term=by_term, total=total), run, scale, working.dtype)
+    working.set_step(step)
+    if exact.rounded_to == torch.float64 and not problems:
         problems += _low_precision(floor.by_name, scale)
     warnings += _other_sum(exact, total, rows, scale)
     reference = StepReference(
@@ -193,6 +220,7 @@ def _reference(
         kinds={name: term.kind for name, term in terms.items()},
         partials={(n, ALL): t.partials for n, t in terms.items() if t.kind != "coupled"},
         intervals=intervals,
+        row_counts={name: term.counts for name, term in terms.items()},
         problems=tuple(problems),
         warnings=tuple(warnings),
     )
@@ -232,6 +260,7 @@ def _exact_term(
         scale=scale,
         kind=kind,
         partials=stacked,
+        counts=tuple(counts),
     )
 
 

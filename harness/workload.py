@@ -28,7 +28,18 @@ if TYPE_CHECKING:
 
     Tensors = Mapping[str, torch.Tensor]
 
-SHIPPED = {"three_pool": "sumgrad.workloads.three_pool:ThreePool"}
+SHIPPED = {
+    "three_pool": "sumgrad.workloads.three_pool:ThreePool",
+    "data_parallel": "sumgrad.programs.data_parallel:DataParallel",
+    "ddp": "sumgrad.programs.ddp:DDP",
+    "fsdp2": "sumgrad.programs.fsdp2:FullyShard",
+    "tensor_parallel": "sumgrad.programs.tensor_parallel:TensorParallel",
+    "sequence_parallel": "sumgrad.programs.tensor_parallel:SequenceTensorParallel",
+    "pipeline": "sumgrad.programs.pipeline:Pipeline",
+    "context_parallel": "sumgrad.programs.context_parallel:ContextParallel",
+    "expert_parallel": "sumgrad.programs.expert_parallel:ExpertParallel",
+    "two_pools": "sumgrad.programs.two_pools:TwoPools",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,85 @@
+"""The kill matrix as data: one Cell for each topology, workload and fault; counts and summary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Result = Literal[
+    "killed", "law", "invisible", "clean", "missed", "misnamed", "mispredicted", "alarm",
+    "crashed", "hung",
+]  # fmt: skip
+GOOD = ("killed", "law", "invisible", "clean")
+WORST_FIRST = ("missed", "alarm", "crashed", "hung", "mispredicted", "misnamed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run. fault: None for the clean one. by: comparison or ledger, where killed.
+
+    predicted: a planned fault's worst error of its own prediction, of the threshold. kind: of the
+    cause that was named.
+    """
+
+    topology: str
+    workload: str
+    fault: str | None
+    result: str
+    cause: str | None = None
+    kind: str | None = None
+    by: str | None = None
+    predicted: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.result in GOOD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """All cells, in the order they ran."""
+
+    cells: tuple[Cell, ...]
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.cells) and all(cell.ok for cell in self.cells)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Result -> how many."""
+        return count(cell.result for cell in self.cells)
+
+    @property
+    def share_named(self) -> float | None:
+        """Of the faults that the comparison or the ledger killed, those named correctly."""
+        kills = [c for c in self.cells if c.result in ("killed", "law", "misnamed")]
+        return sum(c.result != "misnamed" for c in kills) / len(kills) if kills else None
+
+    def bad(self) -> list[Cell]:
+        """What fails the matrix, worst first."""
+        found = [cell for cell in self.cells if not cell.ok]
+        return sorted(found, key=lambda cell: WORST_FIRST.index(cell.result))
+
+    def summary(self) -> str:
+        """One line with the counts."""
+        text = ", ".join(f"{n} {result}" for result, n in sorted(self.counts.items()))
+        named = f"; {self.share_named:.1%} of kills named" if self.share_named is not None else ""
+        return f"{'PASS' if self.ok else 'FAIL'}: {text}{named}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "ok": self.ok,
+            "counts": self.counts,
+            "share_named": self.share_named,
+            "cells": [asdict(cell) for cell in self.cells],
+        }
+
+
+def count(results: Iterable[str]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for result in results:
+        out[result] = out.get(result, 0) + 1
+    return out

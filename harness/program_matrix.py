@@ -1,0 +1,245 @@
+"""The kill matrix of Programs: which of a step's collectives could go wrong unnoticed?
+
+A clean run first: it must pass, and its ledger says what can misbehave. Then every fault, one after
+the other on the same ranks. A fault that changed a bit must be killed and named; one that changed
+none is invisible here and must pass.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sumgrad.check import CheckOptions, run_check
+from sumgrad.collective_faults import KINDS, CollectiveFault, faults_for
+from sumgrad.errors import UserError
+from sumgrad.launch import Launcher, RankJob
+from sumgrad.ledger_checks import carries, fed, joint_operations
+from sumgrad.matrix import Cell
+from sumgrad.operations import number_operations
+from sumgrad.outcome import RankOutcome, first_to_fail
+from sumgrad.program_faults import (
+    ProgramFault,
+    find_program_fault,
+    step_faults,
+    variants,
+)
+from sumgrad.program_judge import judge_program
+from sumgrad.program_record import (
+    ProgramRecord,
+    load_program_record,
+    read_program_ranks,
+    write_program_spec,
+)
+from sumgrad.compare import same_bits
+from sumgrad.verdict import Verdict
+from sumgrad.warm_rank import fault_directory
+
+STEPS = 2  # a stale buffer needs the second
+Progress = Callable[[str], None]
+
+# A collective that carries no gradient (an activation, a count) may also be named like this.
+EXCHANGED = {
+    "avg": ("avg",),
+    "skip": ("skipped_collective", "local_count"),
+    "double": ("double_reduction",),
+    "subgroup": ("wrong_group",),
+    "copy": ("unused_result", "local_count"),
+    "missing_wait": ("unused_result", "missing_wait"),
+    "stale": ("stale_buffer",),
+    "early": ("lost_contribution",),
+    "low_precision": ("low_precision",),
+    "scale_one": ("changed_input", "rank_factor"),
+    "drop": ("unused_result",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """One fault's run: its record, or how the ranks ended where there is none."""
+
+    fault: str
+    record: ProgramRecord | None
+    ended: RankOutcome | None
+
+
+def run_program_matrix(
+    topology: Path,
+    *,
+    workload: str | None,
+    faults: Sequence[str] | None,
+    seed: int,
+    timeout_s: float,
+    launcher: Launcher,
+    progress: Progress,
+) -> list[Cell]:
+    """All cells of one Program on one topology. faults: only these. Raises UserError."""
+    with tempfile.TemporaryDirectory(prefix="sumgrad-") as name:
+        directory = Path(name)
+        options = CheckOptions(
+            topology=topology,
+            workload=workload,
+            seed=seed,
+            steps=STEPS,
+            tiers=("structure",),
+            timeout_s=timeout_s,
+            out=directory / "clean",
+        )
+        progress(f"{topology.stem}: clean")
+        verdict, stored = run_check(options, launcher=launcher)
+        clean = load_program_record(stored)
+        cells = [_clean_cell(topology.stem, clean, verdict)]
+        if verdict.status != "pass":
+            return cells
+        chosen = _chosen(clean, faults)
+        for ran in run_faults(clean, chosen, directory, launcher=launcher, progress=progress):
+            cells.append(cell_of(topology.stem, clean, ran))
+        return cells
+
+
+def all_faults(clean: ProgramRecord) -> list[str]:
+    """Every fault that a clean run's Program can have on its topology, by name."""
+    spec = clean.spec
+    operations = [
+        number_operations(spec.topology, rank, held.events.get((next(iter(spec.tiers)), 0), []))
+        for rank, held in clean.ranks.items()
+    ]
+    collective = [fault.name for fault in faults_for(operations)]
+    own = [name for name, fault in variants().items() if fault.workload == spec.workload]
+    return [*collective, *step_faults(), *own]
+
+
+def _chosen(clean: ProgramRecord, faults: Sequence[str] | None) -> list[str]:
+    known = all_faults(clean)
+    if not faults:
+        return known
+    for name in faults:
+        find_program_fault(name, clean.spec.workload)
+    chosen = [k for k in known if any(k == f or k.startswith(f"{f}#") for f in faults)]
+    if not chosen:
+        raise UserError(
+            f"--fault {', '.join(faults)}: nothing of {clean.spec.workload} on "
+            f"{clean.spec.topology.name} can have it; it can have {', '.join(known[:8])} ..."
+        )
+    return chosen
+
+
+def run_faults(
+    clean: ProgramRecord,
+    faults: Sequence[str],
+    directory: Path,
+    *,
+    launcher: Launcher,
+    progress: Progress,
+) -> list[Ran]:
+    """Run faults on warm ranks; ranks are started again only behind a fault that ended them."""
+    out: list[Ran] = []
+    topology = clean.spec.topology
+    while len(out) < len(faults):
+        left = list(faults[len(out) :])
+        place = directory / f"job{len(out)}"
+        (place / "ranks").mkdir(parents=True)
+        write_program_spec(place, clean.spec)
+        job = RankJob(
+            target="sumgrad.warm_rank:run_faults",
+            num_ranks=topology.world_size,
+            directory=place,
+            pools=[topology.pool_of(r).name for r in range(topology.world_size)],
+            arguments={"faults": left},
+            timeout_s=clean.spec.timeout_s,
+        )
+        progress(f"{topology.name}: {len(left)} faults, {left[0]} first")
+        outcomes = launcher.run(job)
+        done = 0
+        for i, fault in enumerate(left):
+            record = _record_of(clean, fault, fault_directory(place, i))
+            if record is None:
+                break
+            out.append(Ran(fault=fault, record=record, ended=None))
+            done += 1
+        if done < len(left):
+            bad = [o for o in outcomes if not o.ok]
+            ended = first_to_fail(bad) if bad else outcomes[0]
+            out.append(Ran(fault=left[done], record=None, ended=ended))
+    return out
+
+
+def _record_of(clean: ProgramRecord, fault: str, place: Path) -> ProgramRecord | None:
+    """A fault's record beside the clean run's reference; None if a rank did not finish it."""
+    ranks, started, damage = read_program_ranks(place, clean.spec)
+    if len(ranks) < clean.spec.topology.world_size:
+        return None
+    return replace(
+        clean,
+        directory=place,
+        spec=replace(clean.spec, fault=fault),
+        ranks=ranks,
+        started=started,
+        damage=tuple(damage),
+    )
+
+
+def _clean_cell(topology: str, clean: ProgramRecord, verdict: Verdict) -> Cell:
+    result = "clean" if verdict.status == "pass" else "alarm"
+    why = next(iter([*verdict.reasons, *verdict.findings]), None)
+    why = verdict.diagnoses[0].cause if verdict.diagnoses else why
+    return Cell(
+        topology=topology, workload=clean.spec.workload, fault=None, result=result, cause=why
+    )
+
+
+def cell_of(topology: str, clean: ProgramRecord, ran: Ran) -> Cell:
+    """What one fault's run means."""
+    base = Cell(topology=topology, workload=clean.spec.workload, fault=ran.fault, result="missed")
+    if ran.record is None:
+        assert ran.ended is not None
+        result = "hung" if ran.ended.status == "timed_out" else "crashed"
+        return replace(base, result=result, cause=ran.ended.detail)
+    verdict = judge_program(ran.record, clean=clean)
+    cause = verdict.diagnoses[0] if verdict.diagnoses else None
+    shown = cause.cause if cause else next(iter([*verdict.findings, *verdict.reasons]), None)
+    base = replace(base, cause=shown, kind=cause.kind if cause else None)
+    fault = find_program_fault(ran.fault, clean.spec.workload)
+    if not visible(fault, clean, ran.record):
+        return replace(base, result="invisible" if verdict.status == "pass" else "alarm")
+    if verdict.status == "pass":
+        return replace(base, result="missed")
+    killed = replace(base, result="killed", by="comparison" if _compared(verdict) else "ledger")
+    named = cause is not None and cause.kind in expected_kinds(fault, clean)
+    return killed if named else replace(killed, result="misnamed")
+
+
+def _compared(verdict: Verdict) -> bool:
+    return any(t["status"] == "fail" for t in verdict.data["tensors"])
+
+
+def visible(fault: ProgramFault, clean: ProgramRecord, record: ProgramRecord) -> bool:
+    """Whether the fault changed anything: a collective's result, or else a final gradient."""
+    if isinstance(fault, CollectiveFault):
+        return any(i["fault"]["changed"] for h in record.ranks.values() for i in h.info.values())
+    for rank, held in record.ranks.items():
+        for key, grads in held.grads.items():
+            before = clean.ranks[rank].grads[key]
+            if set(grads) != set(before) or any(not same_bits(g, before[n]) for n, g in grads.items()):
+                return True
+    return False
+
+
+def expected_kinds(fault: ProgramFault, clean: ProgramRecord) -> tuple[str, ...]:
+    """Kinds of cause that name this fault correctly."""
+    if not isinstance(fault, CollectiveFault):
+        return fault.named
+    tier = next(iter(clean.spec.tiers))
+    feeds = fed(clean, tier, 0)
+    by_name = {
+        op.name
+        for rank, held in clean.ranks.items()
+        for op in number_operations(clean.spec.topology, rank, held.events.get((tier, 0), []))
+        for joint in joint_operations(clean, tier, 0)
+        if joint.events.get(rank, {}).get("n") == op.event["n"] and carries(joint, feeds)
+    }
+    if fault.target in by_name:
+        return (*KINDS[fault.kind].named, *EXCHANGED[fault.kind])
+    return EXCHANGED[fault.kind]

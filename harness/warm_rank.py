@@ -1,0 +1,52 @@
+"""One rank that runs a Program with one fault after the other, without being started again.
+
+Each fault has a directory of its own with the files of an ordinary run. A fault that raises or
+hangs ends the ranks; what was written before stands, and the matrix goes on behind it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from sumgrad.check_rank import local_group
+from sumgrad.files import write_json
+from sumgrad.process_group import Ledger
+from sumgrad.program_check import job_of
+from sumgrad.program_rank import Rank
+from sumgrad.program_record import read_program_spec, write_program_rank
+from sumgrad.rank import SETUP, RankGuard, rank_file
+
+
+def run_faults(guard: RankGuard, *, faults: list[str]) -> None:
+    """Run each of these, as `--fault` takes them, on the Program of the directory's run.json."""
+    directory, number = guard.env.directory, guard.env.rank
+    with local_group(guard) as ledger:
+        spec = read_program_spec(directory)
+        rank, job = Rank(spec.topology, number, ledger), job_of(spec)
+        for i, fault in enumerate(faults):
+            place = fault_directory(directory, i)
+            (place / "ranks").mkdir(parents=True, exist_ok=True)
+            _write_ledger_to(ledger, guard, rank_file(place, number, ".ledger.jsonl"))
+            tensors, result = rank.run(replace(job, fault=fault), again=False)
+            write_program_rank(place, number, tensors)
+            end = {"rank": number, "status": "ok", "result": result}
+            write_json(rank_file(place, number, ".json"), end)
+            with ledger.label(SETUP):
+                dist.barrier()
+
+
+def fault_directory(directory: Path, number: int) -> Path:
+    """Where the ranks of a matrix write one fault."""
+    return directory / "faults" / f"{number:04d}"
+
+
+def _write_ledger_to(ledger: Ledger, guard: RankGuard, path: Path) -> None:
+    """Go on in a fault's own ledger; the launcher finds it by the rank's usual name."""
+    ledger.redirect(path)
+    usual = guard.env.file(".ledger.jsonl")
+    link = usual.with_suffix(".link")
+    os.symlink(path.resolve(), link)
+    os.replace(link, usual)
