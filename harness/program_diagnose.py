@@ -40,7 +40,8 @@ from sumgrad.trace import first_difference
 from sumgrad.verdict import Diagnosis, RecoveredCoefficient
 
 NARROW = ("bfloat16", "float16")
-GENERIC = ("factor", "row_factors", "param_factors", "not_weighting")  # numbers without a reason
+# Numbers without a reason: what the ledger or a clean run shows goes first.
+GENERIC = ("factor", "row_factors", "param_factors", "local_count", "not_weighting")
 MAX_NAMED = 3
 Found = tuple[tuple[Diagnosis, ...], tuple[RecoveredCoefficient, ...]]
 
@@ -425,29 +426,38 @@ def _divergent(
     if len({cell.rank for cell in case.cells}) < 2:
         return None
     names = list(dict.fromkeys(cell.name for cell in failing))
-    mixed = _mixed(failing)
-    by_rank: dict[int, Explanation] = {}
-    ranks = sorted({cell.rank for cell in failing})
-    for rank in ranks:
+    by_rank = _by_rank(failing, case, mixed=False)
+    scales = {f.values[0] for f in by_rank.values() if f.level == "everything"}
+    if len(scales) > 1 and all(f.level == "everything" for f in by_rank.values()):
+        return _rank_scale(by_rank, names), [((r,), f) for r, f in by_rank.items()]
+    for mixed in (False, True) if _mixed(failing) else (False,):
+        by_rank = by_rank if not mixed else _by_rank(failing, case, mixed=True)
+        zero_one = bool(by_rank) and all(_is_part(f) for f in by_rank.values())
+        summed = own_parts(case, names, wrong_only=mixed)
+        if zero_one or summed is not None:
+            ranks = sorted({cell.rank for cell in failing})
+            parts = by_rank if zero_one else {}
+            diagnosis = _missing_reduction(case, names, ranks, mixed, summed, parts)
+            return diagnosis, [((r,), f) for r, f in parts.items()]
+    return None
+
+
+def _by_rank(failing: Sequence[Cell], case: FailedStep, *, mixed: bool) -> dict[int, Explanation]:
+    """An explanation for every rank; empty if one has none. mixed: of the wrong elements only."""
+    out = {}
+    for rank in sorted({cell.rank for cell in failing}):
         found = explain(case, [c for c in failing if c.rank == rank], wrong_only=mixed)
         if found is None:
-            break
-        by_rank[rank] = found
-    if len(by_rank) == len(ranks) and all(f.level == "everything" for f in by_rank.values()):
-        values = {f.values[0] for f in by_rank.values()}
-        if len(values) > 1:
-            return _rank_scale(by_rank, names), [((r,), f) for r, f in by_rank.items()]
-    whole = len(by_rank) == len(ranks)
-    zero_one = whole and all(
-        f.level in ("rows", "everything")
-        and all(min(abs(v), abs(v - 1)) < 1e-5 for v in f.known)
-        for f in by_rank.values()
+            return {}
+        out[rank] = found
+    return out
+
+
+def _is_part(found: Explanation) -> bool:
+    """Whether a rank holds some rows once and the others not at all."""
+    return found.level in ("rows", "everything") and all(
+        min(abs(v), abs(v - 1)) < 1e-5 for v in found.known
     )
-    summed = own_parts(case, names, wrong_only=mixed)
-    if not zero_one and summed is None:
-        return None
-    diagnosis = _missing_reduction(case, names, ranks, mixed, summed, by_rank if zero_one else {})
-    return diagnosis, [((r,), f) for r, f in by_rank.items()] if zero_one else []
 
 
 def _mixed(failing: Sequence[Cell]) -> bool:

@@ -43,10 +43,10 @@ Progress = Callable[[str], None]
 # A collective that carries no gradient (an activation, a count) may also be named like this.
 EXCHANGED = {
     "avg": ("avg",),
-    "skip": ("skipped_collective", "local_count"),
+    "skip": ("skipped_collective",),
     "double": ("double_reduction",),
     "subgroup": ("wrong_group",),
-    "copy": ("unused_result", "local_count"),
+    "copy": ("unused_result",),
     "missing_wait": ("unused_result", "missing_wait"),
     "stale": ("stale_buffer",),
     "early": ("lost_contribution",),

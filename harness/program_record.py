@@ -228,6 +228,7 @@ def _read_rank(
     done = {event["done"] for event in ledger if "done" in event}
     results = {event["done"]: event["output"] for event in ledger if "output" in event}
     begun = [{**e, "output": results.get(e["n"])} for e in ledger if "n" in e]
+    steps = [event for event in begun if event["n"] < result["operations"]]  # before it was written
     unwaited = {n for step in info.values() for n in step["unwaited"]}
     return ProgramRankRecord(
         rank=rank,
@@ -240,8 +241,8 @@ def _read_rank(
         batch=str(result["batch"]),
         info=info,
         events=events_by_step(begun),
-        ledger_whole=len(begun) == result["operations"]
-        and all(e["n"] in done or e["n"] in unwaited for e in begun),
+        ledger_whole=len(steps) == result["operations"]
+        and all(e["n"] in done or e["n"] in unwaited for e in steps),
     )
 
 

@@ -52,7 +52,9 @@ def first_difference(
     if not found:
         return None
     order = {"missing": 0, "repeated": 0, "dtype": 0, "group": 0, "reduce": 0}
-    first = min(found, key=lambda p: (order.get(p.what, 1), p.place, p.rank))
+    first = min(
+        found, key=lambda p: (order.get(p.what, 1), p.place, p.what == "output", p.rank)
+    )
     ranks = tuple(p.rank for p in found if (p.what, p.place) == (first.what, first.place))
     return _words(first, ranks, len(record.ranks), step)
 
