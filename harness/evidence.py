@@ -130,6 +130,11 @@ def _factor(part: Tensor, grad: Tensor) -> float | None:
     if part.numel() != grad.numel() or part.dtype != grad.dtype:
         return None
     x, y = part.double(), grad.double()
+    at = int(y.abs().argmax())
+    guess = float(x[at]) / float(y[at])
+    rough = 1e-2 * (abs(float(x[0])) + abs(guess * float(y[0])))
+    if guess == 0 or not abs(float(x[0]) - guess * float(y[0])) <= rough:
+        return None  # most pairs are told apart by two elements
     size = float(y.square().sum())
     c = float((x * y).sum()) / size
     close = max(CLOSE, 4 * float(torch.finfo(grad.dtype).eps))

@@ -8,15 +8,18 @@ from typing import Any, Literal
 
 Result = Literal[
     "killed", "law", "invisible", "clean", "missed", "misnamed", "mispredicted", "alarm",
-    "crashed", "hung",
+    "crashed", "hung", "died",
 ]  # fmt: skip
-GOOD = ("killed", "law", "invisible", "clean")
+GOOD = ("killed", "law", "invisible", "clean", "died")
 WORST_FIRST = ("missed", "alarm", "crashed", "hung", "mispredicted", "misnamed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One run. fault: None for the clean one. by: comparison or ledger, where killed.
+
+    died: the ranks ended badly of what a collective did wrong; counted apart, as no kill of the
+    comparison. named_alone: whether the cause is named right without a clean run beside it.
 
     predicted: a planned fault's worst error of its own prediction, of the threshold. kind: of the
     cause that was named.
@@ -30,6 +33,7 @@ class Cell:
     kind: str | None = None
     by: str | None = None
     predicted: float | None = None
+    named_alone: bool | None = None
 
     @property
     def ok(self) -> bool:
@@ -57,6 +61,12 @@ class Matrix:
         kills = [c for c in self.cells if c.result in ("killed", "law", "misnamed")]
         return sum(c.result != "misnamed" for c in kills) / len(kills) if kills else None
 
+    @property
+    def share_named_alone(self) -> float | None:
+        """The same where the diagnosis has only the failed run, as on a user's machine."""
+        kills = [c.named_alone for c in self.cells if c.named_alone is not None]
+        return sum(kills) / len(kills) if kills else None
+
     def bad(self) -> list[Cell]:
         """What fails the matrix, worst first."""
         found = [cell for cell in self.cells if not cell.ok]
@@ -66,6 +76,8 @@ class Matrix:
         """One line with the counts."""
         text = ", ".join(f"{n} {result}" for result, n in sorted(self.counts.items()))
         named = f"; {self.share_named:.1%} of kills named" if self.share_named is not None else ""
+        if self.share_named_alone is not None:
+            named += f" ({self.share_named_alone:.1%} without a clean run beside)"
         return f"{'PASS' if self.ok else 'FAIL'}: {text}{named}"
 
     def to_json(self) -> dict[str, Any]:
@@ -74,6 +86,7 @@ class Matrix:
             "ok": self.ok,
             "counts": self.counts,
             "share_named": self.share_named,
+            "share_named_alone": self.share_named_alone,
             "cells": [asdict(cell) for cell in self.cells],
         }
 

@@ -88,7 +88,9 @@ def scramble(*numbers: int) -> None:
     seed = 0x5EED
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % (1 << 32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for lazy CUDA
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed)
 

@@ -41,7 +41,10 @@ from sumgrad.verdict import Diagnosis, RecoveredCoefficient
 
 NARROW = ("bfloat16", "float16")
 # Numbers without a reason: what the ledger or a clean run shows goes first.
-GENERIC = ("factor", "row_factors", "param_factors", "local_count", "not_weighting")
+GENERIC = (
+    "factor", "row_factors", "param_factors", "term_factor", "local_count", "not_weighting",
+    "skipped_collective", "unused_result",
+)  # fmt: skip
 MAX_NAMED = 3
 Found = tuple[tuple[Diagnosis, ...], tuple[RecoveredCoefficient, ...]]
 
@@ -63,22 +66,34 @@ def diagnose_program(
     case = failed_step(record, failed)
     if outright and outright[0].kind == "other_weights":
         return tuple(outright), ()
-    found = _uniform(case) or _divergent(case)
+    found = _uniform(case) or _divergent(case) or _by_parameter(case)
     coefficients = tuple(_coefficients(case, found[1])) if found else ()
-    if found is not None and found[0].kind not in GENERIC:
-        return (found[0], *outright), coefficients
-    named = _from_ledger(case)
-    if named is None and found is None and _differs(diffs, again):
-        named = _run_to_run(again)
-    if named is None and clean is not None:
-        named = first_difference(record, clean, case.tier, case.step)
-    if named is not None and found is not None:
-        named = replace(named, because=(*named.because, f"in the gradients: {found[0].cause}"))
-    if named is None and found is not None:
-        named = found[0]
-    if named is None and outright:
+    reason = _reason(case, found[0] if found else None, diffs, again, clean)
+    if reason is None and outright:
         return tuple(outright), ()
-    return (named or _unexplained(case), *outright), coefficients
+    return (reason or _unexplained(case), *outright), coefficients
+
+
+def _reason(
+    case: FailedStep,
+    found: Diagnosis | None,
+    diffs: Sequence[TensorDiff],
+    again: Sequence[TensorDiff],
+    clean: ProgramRecord | None,
+) -> Diagnosis | None:
+    """The cause: what the numbers say, unless they only say how much and a ledger says why."""
+    if found is not None and found.kind not in GENERIC:
+        return found
+    parted = first_difference(case.record, clean, case.tier, case.step) if clean else None
+    why = parted.diagnosis if parted is not None and parted.structural else None
+    why = why or _from_ledger(case)
+    if why is None and found is None and _differs(diffs, again):
+        why = _run_to_run(again)
+    if why is None and found is None and parted is not None:
+        why = parted.diagnosis
+    if why is not None and found is not None:
+        return replace(why, because=(*why.because, f"in the gradients: {found.cause}"))
+    return why or found
 
 
 def failed_step(record: ProgramRecord, failed: Sequence[TensorDiff]) -> FailedStep:
@@ -182,6 +197,9 @@ def _uniform(case: FailedStep) -> tuple[Diagnosis, list[tuple[tuple[int, ...], E
     if found.level == "everything":
         diagnosis = _one_factor(case, found.values[0], found.sigmas[0], names)
     elif found.level == "params":
+        sizes = sizes_of(case.record)
+        if None in {power_of(v, sizes) for v in found.known}:
+            return None
         diagnosis = _factor_by_param(case, found)
     elif found.level in ("terms", "cells") and all(u.rows is None for u in found.units):
         diagnosis = _factor_by_term(case, found, names)
@@ -460,6 +478,18 @@ def _is_part(found: Explanation) -> bool:
     )
 
 
+def _by_parameter(
+    case: FailedStep,
+) -> tuple[Diagnosis, list[tuple[tuple[int, ...], Explanation]]] | None:
+    """One factor for each parameter, whatever the factors are."""
+    failing = case.failing()
+    found = explain(case, failing)
+    if found is None or found.level != "params":
+        return None
+    ranks = tuple(sorted({cell.rank for cell in failing}))
+    return replace(_factor_by_param(case, found), ranks=ranks), [(ranks, found)]
+
+
 def _mixed(failing: Sequence[Cell]) -> bool:
     """Whether whole stretches of elements are right beside others that are wrong.
 
@@ -517,13 +547,15 @@ def _which_step(case: FailedStep, names: Sequence[str], mixed: bool) -> tuple[st
     feeds = fed(case.record, case.tier, case.step)
     reductions = [j for j in _reductions(case) if len(j.ranks) > 1]
     carrying = [j for j in reductions if set(j.gradients()) & set(names)]
-    topology = case.record.spec.topology
-    for joint in carrying or reductions:
-        name = group_name(topology, joint.ranks)
-        if name[0].isdigit() and not mixed:
+    apart = [j for j in _reductions(case) if set(j.gradients()) & set(names)]
+    for joint in apart:
+        others = [j for j in apart if set(j.gradients()) & set(joint.gradients())]
+        uneven = len({len(j.ranks) for j in others}) > 1 or len(joint.ranks) == 1
+        if uneven and not mixed:
             return (
                 "wrong_group",
-                f"{{what}} is reduced over ranks {name}, which is no axis of the topology",
+                f"{{what}} is reduced over ranks {spans(joint.ranks)} only: the group lacks others "
+                f"that hold it",
                 f"the ledger shows {describe(case.record, joint)}",
             )
     lost = carrying or [
@@ -560,11 +592,15 @@ def _feeds_any(joint: Joint, feeds: dict[tuple[int, int], dict[str, float]]) -> 
 
 def _from_ledger(case: FailedStep) -> Diagnosis | None:
     """What no coefficient explains may still be written in the ledger."""
-    record, topology = case.record, case.record.spec.topology
+    record = case.record
     for joint in joint_operations(record, case.tier, case.step):
-        if len(joint.ranks) < 2:
-            continue
         words = describe(record, joint)
+        if len(joint.ranks) < 2:
+            if joint.family in REDUCTIONS and _odd_group(case, joint):
+                return _ledger_cause(
+                    "wrong_group", f"{words} has a group of one of its members", "", joint
+                )
+            continue
         dtypes = {str(e["dtype"]) for e in joint.events.values()}
         narrow = dtypes & set(NARROW) if record.spec.tiers[case.tier] not in NARROW else set()
         if narrow:
@@ -575,17 +611,9 @@ def _from_ledger(case: FailedStep) -> Diagnosis | None:
                 joint,
             )
         if joint.family in REDUCTIONS:
-            idle = [r for r, e in joint.events.items() if e.get("nonzero") is False]
-            if idle and len(idle) < len(joint.events):
+            if _odd_group(case, joint):
                 return _ledger_cause(
-                    "lost_contribution",
-                    f"rank {spans(idle)} puts zeros into {words}",
-                    "the other ranks' inputs are not zero",
-                    joint,
-                )
-            if group_name(topology, joint.ranks)[0].isdigit():
-                return _ledger_cause(
-                    "wrong_group", f"{words} is over no axis of the topology", "", joint
+                    "wrong_group", f"{words} leaves members of its group out", "", joint
                 )
             if joint.first.get("reduce") == "AVG":
                 return _ledger_cause("avg", f"{words} averages where others sum", "", joint)
@@ -597,6 +625,15 @@ def _from_ledger(case: FailedStep) -> Diagnosis | None:
                     joint,
                 )
     return None
+
+
+def _odd_group(case: FailedStep, joint: Joint) -> bool:
+    """Whether one process group appears in the ledger with other members elsewhere."""
+    own = str(joint.first.get("pg", ""))
+    return any(
+        str(other.first.get("pg", "")) == own and set(joint.ranks) < set(other.ranks)
+        for other in joint_operations(case.record, case.tier, case.step)
+    )
 
 
 def _ledger_cause(kind: str, cause: str, because: str, joint: Joint) -> Diagnosis:

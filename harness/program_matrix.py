@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from sumgrad.check import CheckOptions, run_check
@@ -171,10 +172,12 @@ def _record_of(clean: ProgramRecord, fault: str, place: Path) -> ProgramRecord |
     ranks, started, damage = read_program_ranks(place, clean.spec)
     if len(ranks) < clean.spec.topology.world_size:
         return None
+    steps = find_program_fault(fault, clean.spec.workload).min_steps
     return replace(
         clean,
         directory=place,
-        spec=replace(clean.spec, fault=fault),
+        spec=replace(clean.spec, fault=fault, steps=steps),
+        references={tier: held[:steps] for tier, held in clean.references.items()},
         ranks=ranks,
         started=started,
         damage=tuple(damage),
@@ -195,7 +198,10 @@ def cell_of(topology: str, clean: ProgramRecord, ran: Ran) -> Cell:
     base = Cell(topology=topology, workload=clean.spec.workload, fault=ran.fault, result="missed")
     if ran.record is None:
         assert ran.ended is not None
-        result = "hung" if ran.ended.status == "timed_out" else "crashed"
+        hung = ran.ended.status == "timed_out"
+        planted = isinstance(find_program_fault(ran.fault, clean.spec.workload), CollectiveFault)
+        # What a collective does wrong is the whole bug: that the program dies of it is its answer.
+        result = ("hung" if hung else "crashed") if not planted else "died"
         return replace(base, result=result, cause=ran.ended.detail)
     verdict = judge_program(ran.record, clean=clean)
     cause = verdict.diagnoses[0] if verdict.diagnoses else None
@@ -208,7 +214,13 @@ def cell_of(topology: str, clean: ProgramRecord, ran: Ran) -> Cell:
         return replace(base, result="missed")
     killed = replace(base, result="killed", by="comparison" if _compared(verdict) else "ledger")
     named = cause is not None and cause.kind in expected_kinds(fault, clean)
-    return killed if named else replace(killed, result="misnamed")
+    alone = judge_program(ran.record)
+    kinds = {d.kind for d in alone.diagnoses[:1]}
+    return replace(
+        killed,
+        result="killed" if named else "misnamed",
+        named_alone=bool(kinds & set(expected_kinds(fault, clean))),
+    )
 
 
 def _compared(verdict: Verdict) -> bool:
@@ -231,15 +243,25 @@ def expected_kinds(fault: ProgramFault, clean: ProgramRecord) -> tuple[str, ...]
     """Kinds of cause that name this fault correctly."""
     if not isinstance(fault, CollectiveFault):
         return fault.named
+    if fault.target in gradient_operations(clean):
+        return (*KINDS[fault.kind].named, *EXCHANGED[fault.kind])
+    return EXCHANGED[fault.kind]
+
+
+@lru_cache(maxsize=1)
+def gradient_operations(clean: ProgramRecord) -> frozenset[str]:
+    """Operations of a clean step that gradients enter or leave, by name."""
     tier = next(iter(clean.spec.tiers))
     feeds = fed(clean, tier, 0)
-    by_name = {
+    carrying = {
+        (rank, event["n"])
+        for joint in joint_operations(clean, tier, 0)
+        if carries(joint, feeds)
+        for rank, event in joint.events.items()
+    }
+    return frozenset(
         op.name
         for rank, held in clean.ranks.items()
         for op in number_operations(clean.spec.topology, rank, held.events.get((tier, 0), []))
-        for joint in joint_operations(clean, tier, 0)
-        if joint.events.get(rank, {}).get("n") == op.event["n"] and carries(joint, feeds)
-    }
-    if fault.target in by_name:
-        return (*KINDS[fault.kind].named, *EXCHANGED[fault.kind])
-    return EXCHANGED[fault.kind]
+        if (rank, op.event["n"]) in carrying
+    )

@@ -73,7 +73,7 @@ class ProgramRankRecord:
     ledger_whole: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ProgramRecord:
     """A stored run of a Program. Ranks whose files are missing or damaged are absent."""
 

@@ -10,24 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from sumgrad.operations import Operation, number_operations
+from sumgrad.operations import Operation, members, number_operations
 from sumgrad.outcome import describe_operation, spans
 from sumgrad.program_record import ProgramRecord
 from sumgrad.verdict import Diagnosis
 
-LOOKED_AT = (  # field of an event, kind of cause where it differs
-    ("dtype", "low_precision"),
-    ("group", "wrong_group"),
-    ("reduce", "avg"),
-)
+FIELDS = {"dtype": "low_precision", "group": "wrong_group", "reduce": "avg"}  # -> kind of cause
+ORDER = {"missing": 0, "repeated": 0, "dtype": 1, "group": 1, "reduce": 1, "input": 2, "output": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parting:
-    """Where one rank's ledger first differs from the clean one. what: missing, repeated, a field,
-    input, output; now, then: the two operations; before: the last one that is the same."""
+    """Where one rank's ledger first differs from the clean one.
+
+    what: missing, repeated, a field, input or output; now, then: the operation here and there;
+    before: the last one that is the same.
+    """
 
     rank: int
     place: int
@@ -37,91 +36,141 @@ class Parting:
     before: Operation | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A cause from the ledgers. structural: an operation itself differs, or one rank's input does;
+    otherwise only what flows between operations, which any fault upstream may have changed."""
+
+    diagnosis: Diagnosis
+    structural: bool
+
+
 def first_difference(
     record: ProgramRecord, clean: ProgramRecord, tier: str, step: int
-) -> Diagnosis | None:
-    """A cause from the first parting of the two ledgers; None if they are the same."""
+) -> Difference | None:
+    """The first parting of the ledgers, in words; None if they are the same."""
+    now, then = _operations(record, tier, step), _operations(clean, tier, step)
     found = [
         parting
-        for rank in sorted(record.ranks)
-        if rank in clean.ranks
-        for parting in [_part(_operations(record, rank, tier, step),
-                              _operations(clean, rank, tier, step), rank)]
+        for rank in sorted(set(now) & set(then))
+        for parting in [_part(now[rank], then[rank], rank)]
         if parting is not None
-    ]  # fmt: skip
+    ]
     if not found:
         return None
-    order = {"missing": 0, "repeated": 0, "dtype": 0, "group": 0, "reduce": 0}
-    first = min(
-        found, key=lambda p: (order.get(p.what, 1), p.place, p.what == "output", p.rank)
-    )
-    ranks = tuple(p.rank for p in found if (p.what, p.place) == (first.what, first.place))
-    return _words(first, ranks, len(record.ranks), step)
+    first = min(found, key=lambda p: (ORDER.get(p.what, 9), p.place, p.rank))
+    same = [p for p in found if (p.what, p.place) == (first.what, first.place)]
+    return _words(first, same, step)
 
 
-def _operations(record: ProgramRecord, rank: int, tier: str, step: int) -> list[Operation]:
-    events = record.ranks[rank].events.get((tier, step), [])
-    return number_operations(record.spec.topology, rank, events)
+def _operations(record: ProgramRecord, tier: str, step: int) -> dict[int, list[Operation]]:
+    topology = record.spec.topology
+    return {
+        rank: number_operations(topology, rank, held.events.get((tier, step), []))
+        for rank, held in record.ranks.items()
+    }
 
 
 def _part(now: Sequence[Operation], then: Sequence[Operation], rank: int) -> Parting | None:
+    counts = [_count(ops) for ops in (now, then)]
+    for stream in dict.fromkeys([*counts[1], *counts[0]]):
+        here, there = counts[0].get(stream, 0), counts[1].get(stream, 0)
+        if here == there or _moved(stream, counts):
+            continue
+        place = next((i for i, (a, b) in enumerate(zip(now, then, strict=False))
+                      if _unlike(a, b)), min(len(now), len(then)))  # fmt: skip
+        op = [o for o in (now if here > there else then) if o.stream == stream]
+        at = next((o for o in op if o.number >= min(here, there) - 1), op[-1])
+        at = next((o for o in [*then[place : place + 1]] if o.stream == stream), at)
+        return Parting(
+            rank=rank,
+            place=place,
+            what="missing" if here < there else "repeated",
+            now=at,
+            then=at,
+            before=None,
+        )
     before: Operation | None = None
-    for i in range(max(len(now), len(then))):
-        a, b = (ops[i] if i < len(ops) else None for ops in (now, then))
-        what = _difference(a, b, now, then, i)
+    for i, (a, b) in enumerate(zip(now, then, strict=False)):
+        what = _unlike(a, b)
         if what is not None:
             return Parting(rank=rank, place=i, what=what, now=a, then=b, before=before)
         before = a
     return None
 
 
-def _difference(
-    a: Operation | None, b: Operation | None, now: Sequence[Operation], then: Sequence[Operation],
-    i: int,
-) -> str | None:  # fmt: skip
-    if a is None or b is None or _shape(a) != _shape(b):
-        if a is not None and len(now) > len(then) and i and _shape(a) == _shape(now[i - 1]):
-            return "repeated"
-        return "missing" if len(now) <= len(then) else "repeated"
-    for key, _ in LOOKED_AT:
+def _count(operations: Sequence[Operation]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for operation in operations:
+        out[operation.stream] = out.get(operation.stream, 0) + 1
+    return out
+
+
+def _moved(stream: str, counts: Sequence[Mapping[str, int]]) -> bool:
+    """Whether as many of its family were issued over other groups: the group differs, no number."""
+    family = stream.partition("@")[0]
+    totals = [sum(n for s, n in c.items() if s.partition("@")[0] == family) for c in counts]
+    return totals[0] == totals[1]
+
+
+def _unlike(a: Operation, b: Operation) -> str | None:
+    for key in (*FIELDS, "input", "output"):
         if a.event.get(key) != b.event.get(key):
             return key
-    return next((key for key in ("input", "output") if a.event.get(key) != b.event.get(key)), None)
+    return None
 
 
-def _shape(operation: Operation) -> tuple[str, Any, Any]:
-    return operation.family, operation.event["numel"], operation.event["site"]
-
-
-def _words(first: Parting, ranks: tuple[int, ...], num_ranks: int, step: int) -> Diagnosis:
-    because = [f"until there every operation of rank {spans(ranks)} is that of a run that passed"]
-    then = describe_operation(_event(first.then)) or "nothing"
-    now = describe_operation(_event(first.now)) or "nothing"
-    fields: Mapping[str, str] = dict(LOOKED_AT)
+def _words(first: Parting, same: Sequence[Parting], step: int) -> Difference:
+    ranks = tuple(p.rank for p in same)
+    op = first.now or first.then
+    assert op is not None
+    shown = describe_operation(op.event)
+    because = (f"everything before it on rank {spans(ranks)} is as in a run that passed",)
     if first.what == "missing":
-        kind, cause = "skipped_collective", f"an operation is missing: {then}"
+        kind, cause = "skipped_collective", f"one {op.stream} is missing: {shown}"
     elif first.what == "repeated":
-        kind, cause = "double_reduction", f"an operation is issued once more: {now}"
-    elif first.what in fields:
-        kind, cause = fields[first.what], f"{now}; a run that passed has {then}"
-    elif first.what == "output":
-        kind, cause = "wrong_result", f"the same values go into {now}, and others come out"
-    elif len(ranks) == 1 or first.before is None:
+        kind, cause = "double_reduction", f"one {op.stream} is issued once more: {shown}"
+    elif first.what in FIELDS:
+        assert first.then is not None
+        kind = FIELDS[first.what]
+        cause = f"{shown}; a run that passed has {describe_operation(first.then.event)}"
+    elif first.what == "input" and _some_members(first, same):
+        kind, cause = "changed_input", f"rank {spans(ranks)} puts other values into {shown}"
         if step:
-            kind, cause = "stale_buffer", f"rank {spans(ranks)} puts other values into {now}: step "
-            cause += "0 was right, so something is carried over"
-        else:
-            kind, cause = "changed_input", f"rank {spans(ranks)} puts other values into {now}"
-    else:
-        before = describe_operation(_event(first.before))
-        kind = "unused_result"
-        cause = (
-            f"the result of {before} is right and does not reach what follows: it is not used, "
-            f"or read too early"
+            kind, cause = "stale_buffer", f"{cause}; step 0 was right: something is carried over"
+        elif op.event.get("nonzero") is False:
+            kind, cause = "lost_contribution", f"rank {spans(ranks)} puts zeros into {shown}"
+    elif first.what == "input" and first.before is not None:
+        before = describe_operation(first.before.event)
+        return Difference(
+            structural=False,
+            diagnosis=Diagnosis(
+                cause=f"the result of {before} is right and does not reach what follows: it is "
+                f"not used, or read too early",
+                kind="unused_result",
+                ranks=ranks,
+                because=(*because, f"the next operation gets other values: {shown}"),
+            ),
         )
-        because.append(f"the next operation gets other values: {now}")
-    return Diagnosis(cause=cause, kind=kind, ranks=ranks, because=tuple(because))
+    else:
+        return Difference(
+            structural=False,
+            diagnosis=Diagnosis(
+                cause=f"other values go through {shown} than in a run that passed",
+                kind="wrong_result" if first.what == "output" else "unused_result",
+                ranks=ranks,
+                because=because,
+            ),
+        )
+    return Difference(
+        structural=True, diagnosis=Diagnosis(cause=cause, kind=kind, ranks=ranks, because=because)
+    )
 
 
-def _event(operation: Operation | None) -> Mapping[str, Any] | None:
-    return operation.event if operation is not None else None
+def _some_members(first: Parting, same: Sequence[Parting]) -> bool:
+    """Whether, in every group, only some members put other values into this operation."""
+    groups: dict[tuple[int, ...], set[int]] = {}
+    for parting in same:
+        if parting.now is not None:
+            groups.setdefault(members(parting.now.event), set()).add(parting.rank)
+    return all(len(mine) < len(ranks) for ranks, mine in groups.items())

@@ -15,6 +15,7 @@ from sumgrad.check_rank import local_group
 from sumgrad.files import write_json
 from sumgrad.process_group import Ledger
 from sumgrad.program_check import job_of
+from sumgrad.program_faults import find_program_fault
 from sumgrad.program_rank import Rank
 from sumgrad.program_record import read_program_spec, write_program_rank
 from sumgrad.rank import SETUP, RankGuard, rank_file
@@ -30,7 +31,8 @@ def run_faults(guard: RankGuard, *, faults: list[str]) -> None:
             place = fault_directory(directory, i)
             (place / "ranks").mkdir(parents=True, exist_ok=True)
             _write_ledger_to(ledger, guard, rank_file(place, number, ".ledger.jsonl"))
-            tensors, result = rank.run(replace(job, fault=fault), again=False)
+            steps = find_program_fault(fault, spec.workload).min_steps
+            tensors, result = rank.run(replace(job, fault=fault, steps=steps), again=False)
             write_program_rank(place, number, tensors)
             end = {"rank": number, "status": "ok", "result": result}
             write_json(rank_file(place, number, ".json"), end)

@@ -108,9 +108,9 @@ class ExpertParallel:
 
     def local_balance(self, model: nn.Module, mine: dict[str, torch.Tensor]) -> torch.Tensor:
         local = self.load(model, mine)
-        total = local.detach().clone()
-        dist.all_reduce(total)
-        return self.balance(local + (total - local).detach(), ROWS)
+        sent = local.detach()[:EXPERTS].clone()
+        dist.all_reduce(sent)  # the mass is only needed where it is differentiated
+        return self.balance(torch.cat([sent, local[EXPERTS:]]), ROWS)
 
     def experts(self, model: nn.Module, x, chosen, ctx) -> torch.Tensor:
         """Send each token to its expert's rank, compute there, send the result back."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -76,13 +76,16 @@ class TensorParallel:
         mine = {k: v.tensor_split(size)[ctx.coords["dp"]] for k, v in batch.items()}
         count = mine["weight"].sum()
         dist.all_reduce(count, group=dp)
-        x = mine["x"]
-        if self.sequence:
-            whole = DTensor.from_local(x, ctx.mesh["tp"], [Replicate()], run_check=False)
-            x = whole.redistribute(placements=[Shard(1)])
-        out = model(x)
-        if isinstance(out, DTensor):
-            out = out.full_tensor()
+        if self.sequence:  # every rank of tp has a stretch of each sequence
+            at, tp = ctx.coords["tp"], ctx.axes["tp"]
+            mine = {k: v.chunk(tp, dim=1)[at] for k, v in mine.items()}
+            shape = torch.Size((len(mine["x"]), LENGTH, WIDTH))
+            x = DTensor.from_local(
+                mine["x"], ctx.mesh["tp"], [Shard(1)], shape=shape, stride=(LENGTH * WIDTH, WIDTH, 1)
+            )
+            out = model(x).to_local()
+        else:
+            out = model(mine["x"])
         loss = ((out - mine["y"]).square() * mine["weight"]).sum()
         (loss / count).backward()
         self.reduce(model, ctx)
