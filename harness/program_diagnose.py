@@ -91,6 +91,8 @@ def _reason(
         why = _run_to_run(again)
     if why is None and found is None and parted is not None:
         why = parted.diagnosis
+    if why is None and found is not None and found.kind in ("local_count", "row_factors"):
+        why = parted.diagnosis if parted is not None else None
     if why is not None and found is not None:
         return replace(why, because=(*why.because, f"in the gradients: {found.cause}"))
     return why or found
@@ -194,6 +196,8 @@ def _uniform(case: FailedStep) -> tuple[Diagnosis, list[tuple[tuple[int, ...], E
         return None
     names = list(dict.fromkeys(cell.name for cell in failing))
     ranks = tuple(sorted({cell.rank for cell in failing}))
+    if found.level == "everything" and _others_are_right(case, failing):
+        return _rank_scale(dict.fromkeys(ranks, found), names), [(ranks, found)]
     if found.level == "everything":
         diagnosis = _one_factor(case, found.values[0], found.sigmas[0], names)
     elif found.level == "params":
@@ -208,6 +212,21 @@ def _uniform(case: FailedStep) -> tuple[Diagnosis, list[tuple[tuple[int, ...], E
     else:
         diagnosis = _factor_by_rows(case, found, names)
     return replace(diagnosis, ranks=diagnosis.ranks or ranks), [(ranks, found)]
+
+
+def _others_are_right(case: FailedStep, failing: Sequence[Cell]) -> bool:
+    """Whether other ranks hold the same elements of the same parameters, and hold them right."""
+    ranks = {cell.rank for cell in failing}
+    if len(ranks) == 1 < len({cell.rank for cell in case.cells}):
+        return True
+    wrong = {(cell.name, _place(cell)) for cell in failing}
+    return any(
+        (cell.name, _place(cell)) in wrong and cell.rank not in ranks for cell in case.cells
+    )
+
+
+def _place(cell: Cell) -> tuple[int, ...]:
+    return () if cell.index is None else tuple(cell.index.reshape(-1).tolist())
 
 
 def _one_factor(
@@ -455,6 +474,9 @@ def _divergent(
         if zero_one or summed is not None:
             ranks = sorted({cell.rank for cell in failing})
             parts = by_rank if zero_one else {}
+            late = _late(parts, names)
+            if late is not None:
+                return late, [((r,), f) for r, f in parts.items()]
             diagnosis = _missing_reduction(case, names, ranks, mixed, summed, parts)
             return diagnosis, [((r,), f) for r, f in parts.items()]
     return None
@@ -469,6 +491,28 @@ def _by_rank(failing: Sequence[Cell], case: FailedStep, *, mixed: bool) -> dict[
             return {}
         out[rank] = found
     return out
+
+
+def _late(parts: dict[int, Explanation], names: Sequence[str]) -> Diagnosis | None:
+    """Some rows are on every rank, others only on their own: they came after the reduction."""
+    once = {r: {u.rows for u in f.counted(1) if u.rows} for r, f in parts.items()}
+    if len(once) < 2 or any(f.level != "rows" for f in parts.values()):
+        return None
+    shared = set.intersection(*once.values())
+    own = {rank: rows - shared for rank, rows in once.items()}
+    if not shared or not any(own.values()):
+        return None
+    shown = "; ".join(f"rank {r}: {list_rows(sorted(rows))}" for r, rows in list(own.items())[:3])
+    return Diagnosis(
+        cause=f"part of {_some(names)} was added after its reduction: some rows are on every rank, "
+        f"others only on their own",
+        kind="late_gradient",
+        ranks=tuple(parts),
+        because=(
+            f"rows {list_rows(sorted(shared))} are counted once on every rank",
+            f"rows counted on one rank alone: {shown}",
+        ),
+    )
 
 
 def _is_part(found: Explanation) -> bool:
@@ -558,9 +602,15 @@ def _which_step(case: FailedStep, names: Sequence[str], mixed: bool) -> tuple[st
                 f"that hold it",
                 f"the ledger shows {describe(case.record, joint)}",
             )
-    lost = carrying or [
-        j for j in reductions if j.family == "reduce_scatter" and not _feeds_any(j, feeds)
-    ]
+    left_out = _left_out(case, names, apart)
+    if left_out and not mixed:
+        return (
+            "wrong_group",
+            f"{{what}} is not reduced over rank {spans(left_out)}, which holds it too",
+            f"the ledger shows {describe(case.record, apart[0])}",
+        )
+    scattered = [j for j in reductions if j.family == "reduce_scatter"]
+    lost = [j for j in carrying or scattered if not _feeds_any(j, feeds)]
     if mixed and lost:
         return (
             "missing_wait",
@@ -579,8 +629,20 @@ def _which_step(case: FailedStep, names: Sequence[str], mixed: bool) -> tuple[st
     return (
         "skipped_collective",
         "{what} is not reduced: every rank keeps its own partial",
-        "no reduction in the ledger carries it",
+        f"it is reduced over {group_name(case.record.spec.topology, carrying[0].ranks)} only"
+        if carrying
+        else "no reduction in the ledger carries it",
     )
+
+
+def _left_out(case: FailedStep, names: Sequence[str], carrying: Sequence[Joint]) -> list[int]:
+    """Ranks that hold one of these parameters but stand in none of the groups that reduce it."""
+    for name in names:
+        reached = {r for j in carrying if name in j.gradients() for r in j.ranks}
+        holders = {cell.rank for cell in case.cells if cell.name == name and cell.index is None}
+        if reached and holders - reached:
+            return sorted(holders - reached)
+    return []
 
 
 def _feeds_any(joint: Joint, feeds: dict[tuple[int, int], dict[str, float]]) -> bool:

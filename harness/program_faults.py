@@ -132,6 +132,20 @@ def step_faults() -> dict[str, StepFault]:
                 plant=_clip_locally,
             ),
             StepFault(
+                name="clip_with_replicas_counted",
+                story="the norm counts replicated gradients once for each rank, so all are clipped",
+                operator="M52",
+                named=("factor",),
+                plant=_scaled_after(lambda ctx: ctx.world_size**-0.5),
+            ),
+            StepFault(
+                name="clip_on_rank_0",
+                story="only rank 0 clips its gradients",
+                operator="M54",
+                named=("rank_scale",),
+                plant=_scaled_after(lambda ctx: 0.5 if ctx.rank == 0 else 1.0),
+            ),
+            StepFault(
                 name="unsynchronised_init",
                 story="one replica starts from other weights",
                 operator="M50",

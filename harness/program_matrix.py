@@ -203,18 +203,20 @@ def cell_of(topology: str, clean: ProgramRecord, ran: Ran) -> Cell:
         # What a collective does wrong is the whole bug: that the program dies of it is its answer.
         result = ("hung" if hung else "crashed") if not planted else "died"
         return replace(base, result=result, cause=ran.ended.detail)
-    verdict = judge_program(ran.record, clean=clean)
+    fault = find_program_fault(ran.fault, clean.spec.workload)
+    alone = judge_program(ran.record)
+    # A clean run tells where a collective went another way; a changed program goes its own.
+    beside = isinstance(fault, CollectiveFault) and alone.status != "pass"
+    verdict = judge_program(ran.record, clean=clean) if beside else alone
     cause = verdict.diagnoses[0] if verdict.diagnoses else None
     shown = cause.cause if cause else next(iter([*verdict.findings, *verdict.reasons]), None)
     base = replace(base, cause=shown, kind=cause.kind if cause else None)
-    fault = find_program_fault(ran.fault, clean.spec.workload)
     if not visible(fault, clean, ran.record):
         return replace(base, result="invisible" if verdict.status == "pass" else "alarm")
     if verdict.status == "pass":
         return replace(base, result="missed")
     killed = replace(base, result="killed", by="comparison" if _compared(verdict) else "ledger")
     named = cause is not None and cause.kind in expected_kinds(fault, clean)
-    alone = judge_program(ran.record)
     kinds = {d.kind for d in alone.diagnoses[:1]}
     return replace(
         killed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 import torch
@@ -142,7 +142,7 @@ def _adds_up(
     return seen
 
 
-def list_rows(rows: Sequence[tuple[int, int] | None]) -> str:
+def list_rows(rows: Iterable[tuple[int, int] | None]) -> str:
     """`0-3, 7` for row intervals [0, 4) and [7, 8)."""
     from sumgrad.outcome import spans
 

@@ -189,7 +189,8 @@ class _TierRun:
         }
 
     def _unwaited(self) -> list[int]:
-        return [n for n, w in self.rank.ledger.open_works.items() if not w.is_completed()]
+        """Operations that nobody had waited for when `settle` looked."""
+        return list(self.rank.ledger.open_works)
 
     def _grads(self, info: Result) -> Tensors:
         """Local gradients. A DTensor that is still a partial sum is reduced here, and noted."""

@@ -35,6 +35,7 @@ SHIPPED = {
     "fsdp2": "sumgrad.programs.fsdp2:FullyShard",
     "tensor_parallel": "sumgrad.programs.tensor_parallel:TensorParallel",
     "sequence_parallel": "sumgrad.programs.tensor_parallel:SequenceTensorParallel",
+    "megatron": "sumgrad.programs.megatron:Megatron",
     "pipeline": "sumgrad.programs.pipeline:Pipeline",
     "context_parallel": "sumgrad.programs.context_parallel:ContextParallel",
     "expert_parallel": "sumgrad.programs.expert_parallel:ExpertParallel",
