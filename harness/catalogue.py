@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+from sumgrad.collective_faults import KINDS
+from sumgrad.fault_operators import OPERATORS as FAULT_OPERATORS
 from sumgrad.faults import plan_faults
 from sumgrad.topology import load_topology
 from sumgrad.workload import SHIPPED
@@ -51,6 +53,11 @@ def catalogue() -> dict[str, Any]:
             for t in topologies
         },
         "faults": {name: fault.story for name, fault in plan_faults().items()},
+        "collective faults": {kind.name: kind.story for kind in KINDS.values()},
+        "fault operators": {
+            op.id: f"{op.story}: {', '.join(op.planted) or 'not planted, ' + op.why_not}"
+            for op in FAULT_OPERATORS
+        },
         "operators": OPERATORS,
         "directory": str(topologies_directory()),
     }
@@ -59,7 +66,9 @@ def catalogue() -> dict[str, Any]:
 def render_catalogue(found: dict[str, Any]) -> RenderableType:
     """The catalogue as tables."""
     parts: list[RenderableType] = []
-    for title in ("workloads", "topologies", "faults", "operators"):
+    for title in found:
+        if title == "directory":
+            continue
         table = Table(
             title=title,
             title_justify="left",

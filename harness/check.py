@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sumgrad import __version__
+from sumgrad.check_rank import Spec, read_any_spec
 from sumgrad.errors import UserError
 from sumgrad.faults import find_fault, plant
 from sumgrad.files import finite, write_bytes, write_json
@@ -31,11 +32,10 @@ from sumgrad.program import Facts, is_program
 from sumgrad.program_check import (
     judge_program_directory,
     look_beside,
-    look_here,
     make_program_spec,
 )
+from sumgrad.program_job import look_here
 from sumgrad.program_record import ProgramSpec, is_program_run, write_program_spec
-from sumgrad.check_rank import Spec, read_any_spec
 from sumgrad.record import RunSpec, load_record, write_outcomes, write_spec
 from sumgrad.topology import Topology, load_topology, topology_to_json
 from sumgrad.verdict import Verdict, merge
@@ -54,8 +54,8 @@ class CheckOptions:
     """The flags of a run. out: an absent or empty directory (default: a new one in .sumgrad/).
 
     keep_partials: store the partials of a clean run too. reuse: a stored run that asked the same
-    but for the fault; its reference and partials are copied instead of computed again. law: "report"
-    or "enforce"; the default enforces it for workloads and reports it for Programs.
+    but for the fault; its reference and partials are copied instead of computed again. law:
+    "report" or "enforce"; the default enforces it for workloads and reports it for Programs.
     """
 
     topology: Path

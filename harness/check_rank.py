@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sumgrad.faults import find_fault, plant
 from sumgrad.plan import Plan, build_plan
 from sumgrad.process_group import BACKEND, Ledger, register_backend
-from sumgrad.program_check import run_program_rank
+from sumgrad.program_job import run_program_rank
 from sumgrad.program_record import ProgramSpec, is_program_run, read_program_spec
 from sumgrad.rank import SETUP, RankGuard
 from sumgrad.record import RunSpec, read_spec, write_rank

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from sumgrad.plan import build_plan
-from sumgrad.program_check import store_program_reference
+from sumgrad.program_job import store_program_reference
 from sumgrad.program_record import is_program_run, read_program_spec
 from sumgrad.rank import RankGuard
 from sumgrad.record import RunSpec, read_spec, write_partials, write_reference

@@ -131,13 +131,20 @@ def _plan(args: argparse.Namespace) -> int:
     from sumgrad.faults import find_fault, plant
     from sumgrad.plan import build_plan
     from sumgrad.plan_report import plan_to_json, render_plan
+    from sumgrad.program import is_program
     from sumgrad.proof import prove
     from sumgrad.topology import load_topology
-    from sumgrad.workload import load_workload
+    from sumgrad.workload import find_class, load_workload
 
     started = time.monotonic()
     topology = load_topology(args.topology)
-    workload = load_workload(args.workload or topology.workload, topology, seed=0)
+    name = args.workload or topology.workload
+    if is_program(find_class(name, "--workload")):
+        raise UserError(
+            f"{args.topology}: {name} is a Program: it is opaque and has no plan; use "
+            f"`sumgrad run {args.topology}`"
+        )
+    workload = load_workload(name, topology, seed=0)
     plan = build_plan(topology, workload.declaration)
     if args.fault:
         plan = plant(find_fault(args.fault), plan)

@@ -176,7 +176,9 @@ def _compare_pool(
             if known is not None:
                 yield replace(known, rank=rank)
                 continue
-        diff = tensor_diff(got, wanted, name=name, unit=unit, pool=pool, rank=rank, tier=tier, step=step)
+        diff = tensor_diff(
+            got, wanted, name=name, unit=unit, pool=pool, rank=rank, tier=tier, step=step
+        )
         if got is not None:
             seen.append((got, diff))
         yield diff

@@ -66,10 +66,8 @@ def run_matrix(
         topology = load_topology(path)
         name = workload or topology.workload
         where = topology.where(("workload",)) if workload is None else "--workload"
-        if is_program(find_class(name, where)):
-            run = run_program_matrix
-        else:
-            run = run_plan_matrix
+        program = is_program(find_class(name, where))
+        run = run_program_matrix if program else run_plan_matrix
         cells += run(
             path,
             workload=workload,
@@ -184,7 +182,9 @@ def _collectives(cells: Sequence[Cell]) -> Group:
     for topology in dict.fromkeys(cell.topology for cell in cells):
         mine = [cell for cell in cells if cell.topology == topology]
         table = _new_table(f"{cells[0].workload} on {topology}")
-        kinds = [kind for kind in KINDS if any(c.fault and c.fault.startswith(f"{kind}:") for c in mine)]
+        kinds = [
+            kind for kind in KINDS if any(c.fault and c.fault.startswith(f"{kind}:") for c in mine)
+        ]
         table.add_column("")
         for kind in kinds:
             table.add_column(kind)

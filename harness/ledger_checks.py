@@ -70,8 +70,8 @@ def joint_operations(record: ProgramRecord, tier: str, step: int) -> list[Joint]
     for (_, ranks), by_rank in found.items():
         longest = max(len(events) for events in by_rank.values())
         for number in range(longest):
-            events = {r: e[number] for r, e in by_rank.items() if number < len(e)}
-            out.append(Joint(ranks=ranks, number=number, events=events))
+            issued = {r: e[number] for r, e in by_rank.items() if number < len(e)}
+            out.append(Joint(ranks=ranks, number=number, events=issued))
     return out
 
 

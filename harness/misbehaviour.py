@@ -8,6 +8,7 @@ whether the fault changed a single bit. Operations that are not hit pass through
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class Misbehaviour:
         self.calls, self.changed = 0, False
         self._seen: dict[str, int] = {}
         self._before: dict[str, list[Tensor]] = {}
-        self._alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        self._alone: Any = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
 
     def begin_step(self) -> None:
         """Count operations from 0 again."""
@@ -88,7 +90,9 @@ class Buffers:
 
     def copied(self, *, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
         """The call's arguments with every tensor replaced by a copy."""
-        return tuple(_mapped(arg, lambda t: t.detach().to(dtype, copy=True)) for arg in self.call.args)
+        return tuple(
+            _mapped(arg, lambda t: t.detach().to(dtype, copy=True)) for arg in self.call.args
+        )
 
     def honest(self) -> list[Tensor] | None:
         """What the operation gives, computed on copies; None for messages."""
@@ -217,7 +221,7 @@ def _on_last(
     *,
     everyone: bool = False,
 ) -> None:
-    """Carry it out with the last member's inputs changed, the inputs themselves left as they are."""
+    """Carry it out with the last member's inputs changed; the tensors themselves stay."""
     own = [t.clone() for t in buffers.inputs]
     if buffers.last or everyone:
         _restore(buffers.inputs, [change(i, t) for i, t in enumerate(own)])

@@ -100,7 +100,9 @@ def members(event: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(group)
 
 
-def _frozen(topology: Topology) -> tuple[tuple[str, tuple[tuple[str, int], ...], tuple[int, ...]], ...]:
+def _frozen(
+    topology: Topology,
+) -> tuple[tuple[str, tuple[tuple[str, int], ...], tuple[int, ...]], ...]:
     return tuple((pool.name, pool.axes, tuple(pool.ranks)) for pool in topology.pools)
 
 

@@ -55,7 +55,8 @@ def place(model: nn.Module, known: Mapping[int, str], full: Mapping[str, Tensor]
     known: id of a parameter of build()'s model -> its name; identity survives most wrappers.
     full: name -> the full weights that the model was built with, in its dtype.
     """
-    placed, unknown = [], []
+    placed: list[Placed] = []
+    unknown: list[str] = []
     for shown, param in trained(model).items():
         name = known.get(id(param)) or _by_name(shown, full)
         candidates = [name] if name else _by_value(param, full, [p.name for p in placed])

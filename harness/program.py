@@ -181,7 +181,9 @@ def _bound(program: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return function.__get__(program) if given == 3 else function
 
 
-def loss_of(term: Callable[..., Any], name: str, model: nn.Module, rows: Any) -> tuple[Tensor, float]:
+def loss_of(
+    term: Callable[..., Any], name: str, model: nn.Module, rows: Any
+) -> tuple[Tensor, float]:
     """(SUM, count) of a loss_sum-like function, checked. Broken if it gives anything else."""
     what = "loss_sum()" if name == "loss" else f"terms[{name!r}]"
     result = term(model, rows)
@@ -250,7 +252,7 @@ def _rows_as(
     program: Any, terms: Mapping[str, Any], model: nn.Module, batch: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> RowsAs:  # fmt: skip
-    """Whether its functions take a cut batch or indices: whichever does not raise; tensors first."""
+    """Whether its functions take a cut batch or indices: the first that does not raise."""
     errors: dict[RowsAs, str | None] = {}
     orders: tuple[RowsAs, RowsAs] = ("tensors", "indices")
     for rows_as in orders:

@@ -8,28 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from sumgrad.errors import UserError
 from sumgrad.files import write_json
 from sumgrad.launch import Launcher, RankJob
-from sumgrad.process_group import Ledger
-from sumgrad.program import Broken, Facts, broken_facts, make_program, probe
+from sumgrad.program import Facts, broken_facts, make_program
 from sumgrad.program_faults import find_program_fault
 from sumgrad.program_judge import judge_program
-from sumgrad.program_rank import ProgramJob, run_program
-from sumgrad.program_record import (
-    ProgramSpec,
-    load_program_record,
-    write_program_rank,
-    write_program_reference,
-)
-from sumgrad.program_reference import compute_program_reference
-from sumgrad.rank import RankGuard
-from sumgrad.topology import Topology, topology_from_json, topology_to_json
+from sumgrad.program_record import ProgramSpec, load_program_record
+from sumgrad.topology import Topology, topology_to_json
 from sumgrad.verdict import Verdict
 
 PROBE_DIRECTORY = "probe"
@@ -74,11 +63,6 @@ def make_program_spec(
     )
 
 
-def look_here(topology: Topology, name: str, seed: int) -> Facts:
-    """Probe in this process."""
-    return probe(make_program(name, topology, seed=seed))
-
-
 def look_beside(launcher: Launcher, directory: Path, timeout_s: float) -> Any:
     """Probe in a process of its own, under a deadline, recorded below the run directory."""
 
@@ -87,7 +71,7 @@ def look_beside(launcher: Launcher, directory: Path, timeout_s: float) -> Any:
         (place / "ranks").mkdir(parents=True)
         write_json(place / "topology.json", topology_to_json(topology))
         job = RankJob(
-            target="sumgrad.program_check:probe_rank",
+            target="sumgrad.program_job:probe_rank",
             num_ranks=1,
             directory=place,
             arguments={"workload": name, "seed": seed},
@@ -107,57 +91,11 @@ def look_beside(launcher: Launcher, directory: Path, timeout_s: float) -> Any:
     return look
 
 
-def probe_rank(guard: RankGuard, *, workload: str, seed: int) -> None:
-    """The process that looks at a Program."""
-    directory = guard.env.directory
-    path = directory / "topology.json"
-    topology = topology_from_json(json.loads(path.read_text()), path=path)
-    write_json(directory / "facts.json", asdict(look_here(topology, workload, seed)))
-
-
 def facts_from_json(data: dict[str, Any]) -> Facts:
     """Read back what was probed."""
     params = {name: tuple(shape) for name, shape in data["params"].items()}
     more = {key: tuple(data[key]) for key in ("terms", "problems")}
     return Facts(**{**data, "params": params, **more})
-
-
-def run_program_rank(guard: RankGuard, spec: ProgramSpec, ledger: Ledger) -> dict[str, Any]:
-    """One rank of a check: write its gradients, return what goes into its end record."""
-    tensors, result = run_program(guard, job_of(spec), ledger)
-    write_program_rank(guard.env.directory, guard.env.rank, tensors)
-    return result
-
-
-def job_of(spec: ProgramSpec) -> ProgramJob:
-    """What the ranks of a spec run."""
-    return ProgramJob(
-        topology=spec.topology,
-        workload=spec.workload,
-        facts=spec.facts,
-        seed=spec.seed,
-        steps=spec.steps,
-        tiers=spec.tiers,
-        fault=spec.fault,
-    )
-
-
-def store_program_reference(directory: Path, spec: ProgramSpec, tier: str) -> None:
-    """Compute and write a tier's reference. Raises Broken where loss_sum does."""
-    program = make_program(spec.workload, spec.topology, seed=spec.seed)
-    try:
-        references = compute_program_reference(
-            program,
-            spec.facts,
-            getattr(torch, spec.tiers[tier]),
-            steps=spec.steps,
-            num_chunks=max(pool.size for pool in spec.topology.pools),
-        )
-    except (UserError, Broken):
-        raise
-    except Exception as error:
-        raise Broken(f"loss_sum() raised {type(error).__name__}: {error}") from error
-    write_program_reference(directory, tier, references)
 
 
 def judge_program_directory(directory: Path, *, law: str | None = None) -> Verdict:
@@ -166,4 +104,3 @@ def judge_program_directory(directory: Path, *, law: str | None = None) -> Verdi
     if law:
         record = replace(record, spec=replace(record.spec, law=law))
     return judge_program(record)
-

@@ -34,9 +34,7 @@ class Cell:
         return torch.zeros_like(self.wanted.value) if self.got is None else self.got.double()
 
 
-def expected(
-    record: ProgramRecord, reference: ProgramReference, name: str, tier: str
-) -> Expected:
+def expected(record: ProgramRecord, reference: ProgramReference, name: str, tier: str) -> Expected:
     """The whole parameter's expectation in a tier."""
     step, dtype = reference.step, record.spec.tiers[tier]
     scale = float(step.scale[name].max()) if step.scale[name].numel() else 0.0

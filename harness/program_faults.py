@@ -180,7 +180,9 @@ def find_program_fault(text: str, workload: str) -> ProgramFault:
             f"lists those of a Program) or one of {', '.join(names)}"
         )
     if known[text].workload != workload:
-        raise UserError(f"--fault {text}: is a variant of {known[text].workload}, not of {workload}")
+        raise UserError(
+            f"--fault {text}: is a variant of {known[text].workload}, not of {workload}"
+        )
     return known[text]
 
 

@@ -84,7 +84,9 @@ def fails(cell: Cell, error: Tensor, *, factor: float = 1.0) -> bool:
     return not float(error.abs().max()) <= cell.wanted.threshold * max(1.0, factor)
 
 
-def explain(case: FailedStep, cells: Sequence[Cell], *, wrong_only: bool = False) -> Explanation | None:
+def explain(
+    case: FailedStep, cells: Sequence[Cell], *, wrong_only: bool = False
+) -> Explanation | None:
     """The first level that explains these cells together.
 
     wrong_only: look only at the elements that are over the threshold.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sumgrad.check import CheckOptions, run_check
 from sumgrad.collective_faults import KINDS, CollectiveFault, faults_for
+from sumgrad.compare import same_bits
 from sumgrad.errors import UserError
 from sumgrad.launch import Launcher, RankJob
 from sumgrad.ledger_checks import carries, fed, joint_operations
@@ -34,7 +35,6 @@ from sumgrad.program_record import (
     read_program_ranks,
     write_program_spec,
 )
-from sumgrad.compare import same_bits
 from sumgrad.verdict import Verdict
 from sumgrad.warm_rank import fault_directory
 
@@ -67,7 +67,7 @@ class Ran:
 
 
 def run_program_matrix(
-    topology: Path,
+    path: Path,
     *,
     workload: str | None,
     faults: Sequence[str] | None,
@@ -80,7 +80,7 @@ def run_program_matrix(
     with tempfile.TemporaryDirectory(prefix="sumgrad-") as name:
         directory = Path(name)
         options = CheckOptions(
-            topology=topology,
+            topology=path,
             workload=workload,
             seed=seed,
             steps=STEPS,
@@ -88,15 +88,15 @@ def run_program_matrix(
             timeout_s=timeout_s,
             out=directory / "clean",
         )
-        progress(f"{topology.stem}: clean")
+        progress(f"{path.stem}: clean")
         verdict, stored = run_check(options, launcher=launcher)
         clean = load_program_record(stored)
-        cells = [_clean_cell(topology.stem, clean, verdict)]
+        cells = [_clean_cell(path.stem, clean, verdict)]
         if verdict.status != "pass":
             return cells
         chosen = _chosen(clean, faults)
         for ran in run_faults(clean, chosen, directory, launcher=launcher, progress=progress):
-            cells.append(cell_of(topology.stem, clean, ran))
+            cells.append(cell_of(path.stem, clean, ran))
         return cells
 
 
@@ -236,7 +236,9 @@ def visible(fault: ProgramFault, clean: ProgramRecord, record: ProgramRecord) ->
     for rank, held in record.ranks.items():
         for key, grads in held.grads.items():
             before = clean.ranks[rank].grads[key]
-            if set(grads) != set(before) or any(not same_bits(g, before[n]) for n, g in grads.items()):
+            if set(grads) != set(before) or any(
+                not same_bits(g, before[n]) for n, g in grads.items()
+            ):
                 return True
     return False
 

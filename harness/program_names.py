@@ -52,7 +52,7 @@ def power_of(value: float, sizes: dict[str, int]) -> tuple[str, int] | None:
 def mean_of_means(case: FailedStep, found: Explanation) -> int | None:
     """The number of parts, if each row's factor is total count / (parts x its part's count).
 
-    0 if it is total count / its part's count: the parts are divided by their own counts, and summed.
+    0 if it is total count / its part's count: divided by their own counts, and summed.
     """
     counts = next(iter(case.reference.row_counts.values()), ())
     if len(case.reference.row_counts) != 1 or len(counts) != len(found.units):

@@ -217,11 +217,11 @@ class _TierRun:
 
     def _unsynchronise(self) -> None:
         """The fault of replicas that start from other weights, on the last rank."""
-        if self.fault is not None and getattr(self.fault, "name", "") == "unsynchronised_init":
-            if self.rank.rank == self.job.topology.world_size - 1:
-                with torch.no_grad():
-                    for p in self.placement.placed:
-                        p.local().mul_(1.01)
+        last = self.rank.rank == self.job.topology.world_size - 1
+        if self.job.fault == "unsynchronised_init" and last:
+            with torch.no_grad():
+                for p in self.placement.placed:
+                    p.local().mul_(1.01)
 
     @contextlib.contextmanager
     def _watching(self, label: str) -> Iterator[None]:
@@ -240,4 +240,3 @@ class _TierRun:
 def run_program(guard: RankGuard, job: ProgramJob, ledger: Ledger) -> tuple[Tensors, Result]:
     """One job on an initialised default group."""
     return Rank(job.topology, guard.env.rank, ledger).run(job)
-

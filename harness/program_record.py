@@ -1,8 +1,8 @@
 """A Program's run directory: the same files as any RunRecord, and how to read them back.
 
-    run.json                          what was asked, `"kind": "program"`, and the Program's Facts
-    ranks/rank_00003.safetensors      TIER/STEP/PARAM, again/TIER/PARAM, index/PARAM of shards
-    reference_TIER.*, partials_TIER.safetensors      as for a workload; problems and kinds beside
+run.json                          what was asked, `"kind": "program"`, and the Program's Facts
+ranks/rank_00003.safetensors      TIER/STEP/PARAM, again/TIER/PARAM, index/PARAM of shards
+reference_TIER.*, partials_TIER.safetensors      as for a workload; problems and kinds beside
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def read_program_spec(directory: Path) -> ProgramSpec:
         data = json.loads(path.read_text())
         if data["schema"] != SCHEMA:
             raise UserError(
-                f"{path}: written with record schema {data['schema']!r}, this version reads {SCHEMA}"
+                f"{path}: written with record schema {data['schema']!r}, this version reads "
+                f"{SCHEMA}"
             )
         data["topology"] = topology_from_json(data["topology"], path=path)
         facts = data["facts"]
@@ -208,9 +209,7 @@ def _outcomes(directory: Path, spec: ProgramSpec, damage: list[str]) -> tuple[Ra
     )
 
 
-def _read_rank(
-    directory: Path, rank: int, ledger: Sequence[dict[str, Any]]
-) -> ProgramRankRecord:
+def _read_rank(directory: Path, rank: int, ledger: Sequence[dict[str, Any]]) -> ProgramRankRecord:
     result = (read_end_record(directory, rank) or {}).get("result") or {}
     grads: dict[tuple[str, int], Grads] = {}
     again: Grads = {}

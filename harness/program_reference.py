@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -125,7 +126,7 @@ class Single:
                 given = cut(self.batch, rows, self.facts.rows_as)
                 loss, count = loss_of(term, name, self.model, given)
             if loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
         grads = {
             n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
             for n, p in params.items()
@@ -357,4 +358,4 @@ def _intervals(facts: Facts) -> tuple[tuple[int, int], ...]:
     numel = sum(torch.Size(shape).numel() for shape in facts.params.values())
     most = max(1, min(facts.num_rows, MAX_PARTIALS // max(1, numel * len(facts.terms))))
     cuts = [round(i * facts.num_rows / most) for i in range(most + 1)]
-    return tuple(zip(cuts[:-1], cuts[1:], strict=True))
+    return tuple(pairwise(cuts))

@@ -27,8 +27,8 @@ from sumgrad.check_rank import Spec
 from sumgrad.endings import outcome_from_record
 from sumgrad.errors import UserError
 from sumgrad.files import write_json
-from sumgrad.rank import RankEnv, RankGuard, rank_file, read_end_record
 from sumgrad.program_record import ProgramSpec
+from sumgrad.rank import RankEnv, RankGuard, rank_file, read_end_record
 from sumgrad.topology import load_topology
 from sumgrad.verdict import Verdict
 from sumgrad.workload import Workload
@@ -212,7 +212,7 @@ class _Member:
 
     def _judge(self) -> Verdict:
         from sumgrad.check_reference import store_reference
-        from sumgrad.program_check import store_program_reference
+        from sumgrad.program_job import store_program_reference
 
         problems = []
         for tier in self.spec.tiers:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from sumgrad.check_rank import local_group
 from sumgrad.files import write_json
 from sumgrad.process_group import Ledger
-from sumgrad.program_check import job_of
 from sumgrad.program_faults import find_program_fault
+from sumgrad.program_job import job_of
 from sumgrad.program_rank import Rank
 from sumgrad.program_record import read_program_spec, write_program_rank
 from sumgrad.rank import SETUP, RankGuard, rank_file

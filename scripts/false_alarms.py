@@ -104,7 +104,7 @@ def sweep(
 def summary(tensors: list[dict], tier: str, worst: dict[str, list[float]]) -> dict:
     """Errors as parts of the threshold, and the worst relative error over seeds."""
     mine = [t for t in tensors if t["tier"] == tier]
-    of_threshold = [t["max_abs"] / t["threshold"] for t in mine]
+    of_threshold = [t["max_abs"] / t["threshold"] if t["max_abs"] else 0.0 for t in mine]
     ratios = [abs(t["ratio"] - 1) for t in mine if t["ratio"] is not None]
     return {
         "tensors": len(mine),
@@ -112,7 +112,11 @@ def summary(tensors: list[dict], tier: str, worst: dict[str, list[float]]) -> di
         "max_of_threshold": round(max(of_threshold), 4),
         "worst_rel": spread(worst[tier]),
         "worst_ratio_minus_1": max(ratios),
-        "smallest_scale_error_caught": max(t["smallest_scale_error_caught"] for t in mine),
+        "smallest_scale_error_caught": max(
+            t["smallest_scale_error_caught"]
+            for t in mine
+            if isinstance(t["smallest_scale_error_caught"], float)
+        ),
     }
 
 

@@ -15,7 +15,9 @@ from sumgrad.topology import load_topology
 from sumgrad.workload import load_workload
 
 pytest_plugins = ["pytester"]
-RUNNABLE = [p.stem for p in shipped_topologies() if not load_topology(p).plan_only]
+TOPOLOGIES = [load_topology(path) for path in shipped_topologies()]
+RUNNABLE = [t.name for t in TOPOLOGIES if t.workload == "three_pool" and not t.plan_only]
+PROGRAMS = [t.name for t in TOPOLOGIES if t.workload != "three_pool"]
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -44,7 +44,7 @@ def test_help_and_version(capsys):
         (["run", "T", "--steps", "0"], "expected an integer from 1"),
         (["run", "T", "--timeout", "-1"], "expected seconds"),
         (["run", "T", "--fault", "bad_luck"], "got 'bad_luck', expected one of"),
-        (["run", "T", "--workload", "x"], "got 'x', expected one of three_pool"),
+        (["run", "T", "--workload", "x"], "got 'x', expected one of "),
         (["plan", "T", "--fault", "bad_luck"], "expected one of"),
         (["judge", "absent"], "no run.json"),
         (["report", "absent"], "no run.json"),
@@ -88,6 +88,11 @@ def test_plan(name, capsys, tmp_path):
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["holds"]
     assert data["edges"]
+
+
+def test_a_program_has_no_plan(capsys):
+    assert run("plan", shipped("ddp")) == 2
+    assert "has no plan; use `sumgrad run" in capsys.readouterr().err
 
 
 def test_plan_with_a_fault(capsys):

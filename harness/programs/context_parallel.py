@@ -1,4 +1,4 @@
-"""Context parallelism: attention whose keys and values are gathered, the loss split over the sequence.
+"""Context parallelism: keys and values gathered, the loss split over the sequence.
 
     sumgrad run topologies/context_parallel.yaml
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.nn.functional import all_gather
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 5, 9, 13, 6
 
@@ -51,12 +51,15 @@ class Model(nn.Module):
 
 
 class ContextParallel:
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
     def build(self) -> nn.Module:
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         return Model()
 
     def batch(self) -> dict[str, torch.Tensor]:
-        g = torch.Generator().manual_seed(1)
+        g = torch.Generator().manual_seed(self.seed + 1)
         lengths = torch.randint(2, LENGTH + 1, (ROWS, 1), generator=g)
         return {
             "tokens": torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g),

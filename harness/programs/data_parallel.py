@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 13, 6, 17, 5
 MICRO_BATCHES = 2
@@ -35,12 +35,15 @@ class Model(nn.Module):
 
 
 class DataParallel:
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
     def build(self) -> nn.Module:
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         return Model()
 
     def batch(self) -> dict[str, torch.Tensor]:
-        g = torch.Generator().manual_seed(1)
+        g = torch.Generator().manual_seed(self.seed + 1)
         lengths = torch.randint(2, LENGTH + 1, (ROWS, 1), generator=g)
         return {
             "tokens": torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g),

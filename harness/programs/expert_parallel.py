@@ -43,15 +43,16 @@ class Model(nn.Module):
 
 
 class ExpertParallel:
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
         self.terms = {"main": self.main, "balance": (self.load, self.balance)}
 
     def build(self) -> nn.Module:
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         return Model()
 
     def batch(self) -> dict[str, torch.Tensor]:
-        g = torch.Generator().manual_seed(1)
+        g = torch.Generator().manual_seed(self.seed + 1)
         return {
             "tokens": torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g),
             "y": torch.randn(ROWS, LENGTH, WIDTH, generator=g),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 ROWS, LENGTH, VOCABULARY, WIDTH, HIDDEN = 7, 5, 13, 6, 8
 SMOOTHING = 0.1
@@ -62,12 +62,15 @@ class Model(nn.Module):
 
 
 class Megatron:
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
     def build(self) -> nn.Module:
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         return Model()
 
     def batch(self) -> dict[str, torch.Tensor]:
-        g = torch.Generator().manual_seed(1)
+        g = torch.Generator().manual_seed(self.seed + 1)
         return {
             "tokens": torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g),
             "targets": torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g),

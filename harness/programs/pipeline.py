@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 12, 4, 11, 5
 MICRO_BATCHES = 3
@@ -43,12 +43,15 @@ class Tied(nn.Module):
 
 
 class Pipeline:
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
     def build(self) -> nn.Module:
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         return Tied()
 
     def batch(self) -> dict[str, torch.Tensor]:
-        g = torch.Generator().manual_seed(1)
+        g = torch.Generator().manual_seed(self.seed + 1)
         lengths = torch.randint(1, LENGTH + 1, (ROWS, 1), generator=g)
         return {
             "tokens": torch.randint(VOCABULARY, (ROWS, LENGTH), generator=g),

@@ -1,4 +1,4 @@
-"""PyTorch's tensor parallelism on DTensor, with and without sequence parallelism, under data parallelism.
+"""PyTorch's tensor parallelism on DTensor, with and without sequence parallelism, under dp.
 
     sumgrad run topologies/tensor_parallel.yaml
     sumgrad run topologies/sequence_parallel.yaml
@@ -36,12 +36,15 @@ class Block(nn.Module):
 class TensorParallel:
     sequence = False
 
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
     def build(self) -> nn.Module:
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         return nn.Sequential(Block(), Block(), nn.LayerNorm(WIDTH))
 
     def batch(self) -> dict[str, torch.Tensor]:
-        g = torch.Generator().manual_seed(1)
+        g = torch.Generator().manual_seed(self.seed + 1)
         shape = (ROWS, LENGTH, WIDTH)
         return {
             "x": torch.randn(shape, generator=g),
@@ -81,7 +84,11 @@ class TensorParallel:
             mine = {k: v.chunk(tp, dim=1)[at] for k, v in mine.items()}
             shape = torch.Size((len(mine["x"]), LENGTH, WIDTH))
             x = DTensor.from_local(
-                mine["x"], ctx.mesh["tp"], [Shard(1)], shape=shape, stride=(LENGTH * WIDTH, WIDTH, 1)
+                mine["x"],
+                ctx.mesh["tp"],
+                [Shard(1)],
+                shape=shape,
+                stride=(LENGTH * WIDTH, WIDTH, 1),
             )
             out = model(x).to_local()
         else:

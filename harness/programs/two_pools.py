@@ -24,12 +24,15 @@ class Model(nn.Module):
 
 
 class TwoPools:
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
     def build(self) -> nn.Module:
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         return Model()
 
     def batch(self) -> dict[str, torch.Tensor]:
-        g = torch.Generator().manual_seed(1)
+        g = torch.Generator().manual_seed(self.seed + 1)
         return {
             "x": torch.randn(ROWS, 4, generator=g),
             "y": torch.randn(ROWS, 3, generator=g),

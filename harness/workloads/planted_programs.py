@@ -42,17 +42,25 @@ def _planted(workload: str, name: str, operator: str, story: str, *named: str) -
 # ---- data parallelism ----------------------------------------------------------------------------
 
 
-@_planted("data_parallel", "local_mean", "M01",
-          "each rank divides by its own tokens and the means are averaged (transformers 34191)",
-          "mean_of_means")  # fmt: skip
+@_planted(
+    "data_parallel",
+    "local_mean",
+    "M01",
+    "each rank divides by its own tokens and the means are averaged (transformers 34191)",
+    "mean_of_means",
+)
 class LocalMean(DataParallel):
     def global_count(self, mine):
         return mine["valid"].sum() * dist.get_world_size()
 
 
-@_planted("data_parallel", "micro_batch_mean", "M01",
-          "each micro-batch is divided by its own tokens, then by their number (transformers 34191)",
-          "mean_of_means")  # fmt: skip
+@_planted(
+    "data_parallel",
+    "micro_batch_mean",
+    "M01",
+    "each micro-batch is divided by its own tokens (transformers 34191)",
+    "mean_of_means",
+)
 class MicroBatchMean(DataParallel):
     def step(self, model, batch, ctx):
         mine = {k: v.tensor_split(ctx.world_size)[ctx.rank] for k, v in batch.items()}
@@ -63,8 +71,13 @@ class MicroBatchMean(DataParallel):
         self.reduce(model)
 
 
-@_planted("data_parallel", "count_positions", "M02",
-          "the loss is divided by all positions, padding included", "factor")  # fmt: skip
+@_planted(
+    "data_parallel",
+    "count_positions",
+    "M02",
+    "the loss is divided by all positions, padding included",
+    "factor",
+)
 class CountPositions(DataParallel):
     def global_count(self, mine):
         count = torch.tensor(mine["valid"].numel())
@@ -72,40 +85,63 @@ class CountPositions(DataParallel):
         return count
 
 
-@_planted("data_parallel", "double_divide", "M03",
-          "divided by the number of micro-batches in the loss and in the accumulator", "factor")  # fmt: skip
+@_planted(
+    "data_parallel",
+    "double_divide",
+    "M03",
+    "divided by the number of micro-batches in the loss and in the accumulator",
+    "factor",
+)
 class DoubleDivide(DataParallel):
     def global_count(self, mine):
         return super().global_count(mine) * MICRO_BATCHES
 
 
-@_planted("data_parallel", "drop_divide", "M04",
-          "a sum-reduced loss that nobody divides by the tokens", "factor")  # fmt: skip
+@_planted(
+    "data_parallel",
+    "drop_divide",
+    "M04",
+    "a sum-reduced loss that nobody divides by the tokens",
+    "factor",
+)
 class DropDivide(DataParallel):
     def global_count(self, mine):
         return torch.tensor(1)
 
 
-@_planted("data_parallel", "avg_silently_sum", "M24",
-          "the loss is multiplied for an AVG that the backend carries out as a SUM (pytorch 162338)",
-          "factor")  # fmt: skip
+@_planted(
+    "data_parallel",
+    "avg_silently_sum",
+    "M24",
+    "scaled for an AVG that the backend carries out as a SUM (pytorch 162338)",
+    "factor",
+)
 class AvgSilentlySum(DataParallel):
     def global_count(self, mine):
         return super().global_count(mine) / dist.get_world_size()
 
 
-@_planted("data_parallel", "drop_return_value", "M25",
-          "an out-of-place collective is called and its result is not used",
-          "unused_result", "skipped_collective")  # fmt: skip
+@_planted(
+    "data_parallel",
+    "drop_return_value",
+    "M25",
+    "an out-of-place collective is called and its result is not used",
+    "unused_result",
+    "skipped_collective",
+)
 class DropReturnValue(DataParallel):
     def reduce(self, model):
         for param in model.parameters():
             funcol.wait_tensor(funcol.all_reduce(param.grad, "sum", dist.group.WORLD))
 
 
-@_planted("data_parallel", "add_after_reduce", "M35",
-          "the last micro-batch is added after the all-reduce",
-          "late_gradient")  # fmt: skip
+@_planted(
+    "data_parallel",
+    "add_after_reduce",
+    "M35",
+    "the last micro-batch is added after the all-reduce",
+    "late_gradient",
+)
 class AddAfterReduce(DataParallel):
     reduce_after = MICRO_BATCHES - 2
 
@@ -120,9 +156,15 @@ class AddAfterReduce(DataParallel):
                 self.reduce(model)
 
 
-@_planted("data_parallel", "reduce_on_rank_with_work", "M43",
-          "a rank that saw no long sequence leaves a parameter out of the reduction",
-          "wrong_group", "row_factors", "not_weighting")  # fmt: skip
+@_planted(
+    "data_parallel",
+    "reduce_on_rank_with_work",
+    "M43",
+    "a rank that saw no long sequence leaves a parameter out of the reduction",
+    "wrong_group",
+    "row_factors",
+    "not_weighting",
+)
 class ReduceWhereUsed(DataParallel):
     def reduce(self, model):
         some = dist.new_group([0, 1])
@@ -133,24 +175,38 @@ class ReduceWhereUsed(DataParallel):
                 dist.all_reduce(param.grad, group=some)
 
 
-@_planted("data_parallel", "first_weight_broadcast", "M61",
-          "every token's gradient is multiplied by the first token's weight", "not_weighting")  # fmt: skip
+@_planted(
+    "data_parallel",
+    "first_weight_broadcast",
+    "M61",
+    "every token's gradient is multiplied by the first token's weight",
+    "not_weighting",
+)
 class FirstWeight(DataParallel):
     def step(self, model, batch, ctx):
         weight = batch["valid"][:, :1] | ~batch["valid"]
         super().step(model, {**batch, "valid": weight.expand_as(batch["valid"])}, ctx)
 
 
-@_planted("ddp", "ddp_average", "M07",
-          "DDP's own average under a loss that is already divided by the global count", "avg")  # fmt: skip
+@_planted(
+    "ddp",
+    "ddp_average",
+    "M07",
+    "DDP's own average under a loss that is already divided by the global count",
+    "avg",
+)
 class DDPAverage(DDP):
     def distribute(self, model, ctx):
         return DistributedDataParallel(model)
 
 
-@_planted("ddp", "sync_first_only", "M38",
-          "the reduction is dispatched with the first micro-batch; later ones stay local",
-          "late_gradient")  # fmt: skip
+@_planted(
+    "ddp",
+    "sync_first_only",
+    "M38",
+    "the reduction is dispatched with the first micro-batch; later ones stay local",
+    "late_gradient",
+)
 class SyncFirst(DDP):
     def step(self, model, batch, ctx):
         mine = {k: v.tensor_split(ctx.world_size)[ctx.rank] for k, v in batch.items()}
@@ -166,8 +222,14 @@ class SyncFirst(DDP):
                     (loss / count).backward()
 
 
-@_planted("fsdp2", "fsdp_average", "M07",
-          "fully_shard's average is left on under a loss with the global count", "avg", "factor")  # fmt: skip
+@_planted(
+    "fsdp2",
+    "fsdp_average",
+    "M07",
+    "fully_shard's average is left on under a loss with the global count",
+    "avg",
+    "factor",
+)
 class FsdpAverage(FullyShard):
     def distribute(self, model, ctx):
         model = super().distribute(model, ctx)
@@ -180,9 +242,13 @@ class FsdpAverage(FullyShard):
 # ---- tensor parallelism --------------------------------------------------------------------------
 
 
-@_planted("sequence_parallel", "skip_replicated_reduce", "M13",
-          "norm gradients are partial sums over tp, and nobody sums them (torchtitan 2532)",
-          "skipped_collective")  # fmt: skip
+@_planted(
+    "sequence_parallel",
+    "skip_replicated_reduce",
+    "M13",
+    "norm gradients are partial sums over tp, and nobody sums them (torchtitan 2532)",
+    "skipped_collective",
+)
 class SkipNorms(SequenceTensorParallel):
     def reduce(self, model, ctx):
         for param in model.parameters():
@@ -193,25 +259,39 @@ class SkipNorms(SequenceTensorParallel):
             dist.all_reduce(param.grad.to_local(), group=ctx.group("dp"))
 
 
-@_planted("megatron", "bias_before_reduce", "M17",
-          "the replicated bias is added on every rank before the SUM (Paddle PR 35186)",
-          "not_weighting")  # fmt: skip
+@_planted(
+    "megatron",
+    "bias_before_reduce",
+    "M17",
+    "the replicated bias is added on every rank before the SUM (Paddle PR 35186)",
+    "not_weighting",
+)
 class BiasBefore(Megatron):
     def out(self, layer, hidden, ctx):
         return self.sum_out(layer.down(hidden) + layer.bias, ctx)
 
 
-@_planted("megatron", "differentiable_bias_over_t", "M18",
-          "every rank adds b/T before the SUM, differentiably: the bias gets 1/T", "factor")  # fmt: skip
+@_planted(
+    "megatron",
+    "differentiable_bias_over_t",
+    "M18",
+    "every rank adds b/T before the SUM, differentiably: the bias gets 1/T",
+    "factor",
+)
 class BiasOverT(Megatron):
     def out(self, layer, hidden, ctx):
         size = 1 if ctx is None else ctx.axes["tp"]
         return self.sum_out(layer.down(hidden) + layer.bias / size, ctx)
 
 
-@_planted("megatron", "identity_backward", "M19",
-          "the backward of the copy into the tensor-parallel region does not sum (lightly 1528)",
-          "not_weighting", "skipped_collective")  # fmt: skip
+@_planted(
+    "megatron",
+    "identity_backward",
+    "M19",
+    "the backward of the copy into the tensor-parallel region does not sum (lightly 1528)",
+    "not_weighting",
+    "skipped_collective",
+)
 class IdentityBackward(Megatron):
     def copy_in(self, x, ctx):
         return x
@@ -228,17 +308,28 @@ class _SumBoth(torch.autograd.Function):
         return megatron._CopyIn.backward(ctx, grad)
 
 
-@_planted("megatron", "sum_backward", "M20",
-          "the backward of an all-reduce all-reduces again: T^k (torch.distributed.nn, 58005)",
-          "depth_factor", "double_reduction", "not_weighting")  # fmt: skip
+@_planted(
+    "megatron",
+    "sum_backward",
+    "M20",
+    "the backward of an all-reduce all-reduces again: T^k (torch.distributed.nn, 58005)",
+    "depth_factor",
+    "double_reduction",
+    "not_weighting",
+)
 class SumBackward(Megatron):
     def sum_out(self, x, ctx):
         return x if ctx is None else _SumBoth.apply(x, ctx.group("tp"))
 
 
-@_planted("megatron", "non_differentiable_collective", "M21",
-          "the sum of the shards is taken without autograd (ms-swift PR 9947)",
-          "not_weighting", "missing")  # fmt: skip
+@_planted(
+    "megatron",
+    "non_differentiable_collective",
+    "M21",
+    "the sum of the shards is taken without autograd (ms-swift PR 9947)",
+    "not_weighting",
+    "missing",
+)
 class NoAutograd(Megatron):
     def sum_out(self, x, ctx):
         if ctx is None:
@@ -248,8 +339,13 @@ class NoAutograd(Megatron):
         return total + (x - x.detach()) * (ctx.coords["tp"] == 0)
 
 
-@_planted("megatron", "index_without_offset", "M58",
-          "the vocabulary shard is indexed with global token ids", "not_weighting")  # fmt: skip
+@_planted(
+    "megatron",
+    "index_without_offset",
+    "M58",
+    "the vocabulary shard is indexed with global token ids",
+    "not_weighting",
+)
 class NoOffset(Megatron):
     def embed(self, model, tokens, ctx):
         if ctx is None:
@@ -259,8 +355,13 @@ class NoOffset(Megatron):
         return model.embed(tokens.clamp(0, size - 1)) * here[..., None]
 
 
-@_planted("megatron", "shard_local_size", "M59",
-          "label smoothing divides by the shard's vocabulary, not by the whole", "not_weighting")  # fmt: skip
+@_planted(
+    "megatron",
+    "shard_local_size",
+    "M59",
+    "label smoothing divides by the shard's vocabulary, not by the whole",
+    "not_weighting",
+)
 class ShardLocalSize(Megatron):
     def step(self, model, batch, ctx):
         self.parts = ctx.axes["tp"]
@@ -278,9 +379,13 @@ class ShardLocalSize(Megatron):
 # ---- pipeline, context, experts, pools -----------------------------------------------------------
 
 
-@_planted("pipeline", "skip_tie_reduce", "M30",
-          "the tied embedding is not summed over the stages that hold it",
-          "skipped_collective")  # fmt: skip
+@_planted(
+    "pipeline",
+    "skip_tie_reduce",
+    "M30",
+    "the tied embedding is not summed over the stages that hold it",
+    "skipped_collective",
+)
 class SkipTie(Pipeline):
     def distribute(self, model, ctx):
         model = super().distribute(model, ctx)
@@ -288,8 +393,14 @@ class SkipTie(Pipeline):
         return model
 
 
-@_planted("pipeline", "count_use_twice", "M32",
-          "both uses of the tied weight deposit the joint gradient", "double_reduction", "factor")  # fmt: skip
+@_planted(
+    "pipeline",
+    "count_use_twice",
+    "M32",
+    "both uses of the tied weight deposit the joint gradient",
+    "double_reduction",
+    "factor",
+)
 class TieTwice(Pipeline):
     def reduce(self, model, ctx):
         super().reduce(model, ctx)
@@ -298,16 +409,28 @@ class TieTwice(Pipeline):
             dist.all_reduce(tied.grad, group=self.tie)
 
 
-@_planted("context_parallel", "cp_factor", "M10",
-          "the factor cp that cancels an average over dp x cp is left in", "factor")  # fmt: skip
+@_planted(
+    "context_parallel",
+    "cp_factor",
+    "M10",
+    "the factor cp that cancels an average over dp x cp is left in",
+    "factor",
+)
 class CpFactor(ContextParallel):
     def global_count(self, mine, ctx):
         return super().global_count(mine, ctx) / ctx.axes["cp"]
 
 
-@_planted("context_parallel", "cp_local_denominator", "M11",
-          "each stretch of the sequence is divided by its own tokens", "not_weighting",
-          "local_count", "row_factors", "skipped_collective")  # fmt: skip
+@_planted(
+    "context_parallel",
+    "cp_local_denominator",
+    "M11",
+    "each stretch of the sequence is divided by its own tokens",
+    "not_weighting",
+    "local_count",
+    "row_factors",
+    "skipped_collective",
+)
 class CpLocal(ContextParallel):
     def global_count(self, mine, ctx):
         count = mine["valid"].sum()
@@ -315,9 +438,14 @@ class CpLocal(ContextParallel):
         return count.clamp(min=1) * ctx.axes["cp"]
 
 
-@_planted("context_parallel", "gather_without_autograd", "M21",
-          "keys and values of other ranks are gathered without their gradient", "not_weighting",
-          "skipped_collective")  # fmt: skip
+@_planted(
+    "context_parallel",
+    "gather_without_autograd",
+    "M21",
+    "keys and values of other ranks are gathered without their gradient",
+    "not_weighting",
+    "skipped_collective",
+)
 class GatherDetached(ContextParallel):
     def gather(self, ctx):
         group, size, at = ctx.group("cp"), ctx.axes["cp"], ctx.coords["cp"]
@@ -331,9 +459,13 @@ class GatherDetached(ContextParallel):
         return gather
 
 
-@_planted("expert_parallel", "expert_divisor", "M26",
-          "expert gradients are divided by the expert-parallel size (DeepSpeed PR 6546)",
-          "factor")  # fmt: skip
+@_planted(
+    "expert_parallel",
+    "expert_divisor",
+    "M26",
+    "expert gradients are divided by the expert-parallel size (DeepSpeed PR 6546)",
+    "factor",
+)
 class ExpertDivisor(ExpertParallel):
     def reduce(self, model, ctx):
         super().reduce(model, ctx)
@@ -341,23 +473,39 @@ class ExpertDivisor(ExpertParallel):
             param.grad /= ctx.axes["ep"]
 
 
-@_planted("expert_parallel", "aux_scale", "M27",
-          "the balance loss is multiplied by the ep size (Megatron-LM PR 5047)", "term_factor")  # fmt: skip
+@_planted(
+    "expert_parallel",
+    "aux_scale",
+    "M27",
+    "the balance loss is multiplied by the ep size (Megatron-LM PR 5047)",
+    "term_factor",
+)
 class AuxScale(ExpertParallel):
     def local_balance(self, model, mine):
         return super().local_balance(model, mine) * 3
 
 
-@_planted("expert_parallel", "aux_dropped", "M28",
-          "the balance loss is not attached to the graph", "term_factor")  # fmt: skip
+@_planted(
+    "expert_parallel",
+    "aux_dropped",
+    "M28",
+    "the balance loss is not attached to the graph",
+    "term_factor",
+)
 class AuxDropped(ExpertParallel):
     def local_balance(self, model, mine):
         return super().local_balance(model, mine).detach()
 
 
-@_planted("expert_parallel", "local_statistics", "M56",
-          "the balance loss uses the rank's own routing counts",
-          "not_weighting", "row_factors", "skipped_collective")  # fmt: skip
+@_planted(
+    "expert_parallel",
+    "local_statistics",
+    "M56",
+    "the balance loss uses the rank's own routing counts",
+    "not_weighting",
+    "row_factors",
+    "skipped_collective",
+)
 class LocalStatistics(ExpertParallel):
     def local_balance(self, model, mine):
         load = self.load(model, mine)
@@ -366,9 +514,13 @@ class LocalStatistics(ExpertParallel):
         return BALANCE * len(sent) * (sent.detach() * mass).sum() / own / (ROWS * LENGTH)
 
 
-@_planted("two_pools", "per_module_dp_mismatch", "M09",
-          "the encoder is normalised with the decoder's data-parallel size (megatron-core vision)",
-          "factor")  # fmt: skip
+@_planted(
+    "two_pools",
+    "per_module_dp_mismatch",
+    "M09",
+    "the encoder is normalised with the decoder's data-parallel size (megatron-core vision)",
+    "factor",
+)
 class DpMismatch(TwoPools):
     def reduce(self, model, ctx):
         super().reduce(model, ctx)
