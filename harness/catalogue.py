@@ -55,7 +55,8 @@ def catalogue() -> dict[str, Any]:
         "faults": {name: fault.story for name, fault in plan_faults().items()},
         "collective faults": {kind.name: kind.story for kind in KINDS.values()},
         "fault operators": {
-            op.id: f"{op.story}: {', '.join(op.planted) or 'not planted, ' + op.why_not}"
+            op.id: f"{op.story} ({op.report}): "
+            f"{', '.join(op.planted) or 'not planted, ' + op.why_not}"
             for op in FAULT_OPERATORS
         },
         "operators": OPERATORS,
@@ -66,7 +67,7 @@ def catalogue() -> dict[str, Any]:
 def render_catalogue(found: dict[str, Any]) -> RenderableType:
     """The catalogue as tables."""
     parts: list[RenderableType] = []
-    for title in found:
+    for title, listed in found.items():
         if title == "directory":
             continue
         table = Table(
@@ -77,7 +78,7 @@ def render_catalogue(found: dict[str, Any]) -> RenderableType:
             pad_edge=False,
             show_header=False,
         )
-        for name, what in found[title].items():
+        for name, what in listed.items():
             if title == "topologies":
                 table.add_row(name, f"{what['ranks']} ranks", what["why"])
             else:

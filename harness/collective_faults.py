@@ -40,14 +40,14 @@ KINDS = {
     for kind in (
         Kind(
             name="avg",
-            story="AVG where SUM is meant (HuggingFace and DDP wrappers; DeepSpeed PR 5259)",
+            story="AVG where SUM is meant",
             operator="M07",
             families=REDUCTIONS,
             named=("avg",),
         ),
         Kind(
             name="skip",
-            story="the reduction is left out for some parameters (Megatron-LM, 17 reports)",
+            story="the reduction is left out for some parameters",
             operator="M13",
             families=(*REDUCTIONS, *EXCHANGES),
             named=("skipped_collective",),
@@ -55,7 +55,7 @@ KINDS = {
         ),
         Kind(
             name="double",
-            story="an already reduced gradient is reduced again (Megatron-LM issue 775)",
+            story="an already reduced gradient is reduced again",
             operator="M15",
             families=("allreduce", "reduce_scatter"),
             named=("double_reduction",),
@@ -71,7 +71,7 @@ KINDS = {
         ),
         Kind(
             name="copy",
-            story="all_reduce(x.contiguous()) reduces a temporary (Megatron-LM issue 5337)",
+            story="all_reduce(x.contiguous()) reduces a temporary",
             operator="M23",
             families=(*REDUCTIONS, *EXCHANGES),
             named=("unused_result",),
@@ -101,7 +101,7 @@ KINDS = {
         ),
         Kind(
             name="low_precision",
-            story="the reduction runs in bfloat16 (PyTorch issue 106395 and others)",
+            story="the reduction runs in bfloat16",
             operator="M64",
             families=(*REDUCTIONS, *EXCHANGES),
             named=("low_precision",),

@@ -14,6 +14,7 @@ import torch
 from sumgrad.clean_trace import first_difference
 from sumgrad.compare import TensorDiff
 from sumgrad.divergent_causes import divergent_cause
+from sumgrad.fault_operators import resembles
 from sumgrad.fit import as_fraction
 from sumgrad.ledger_causes import cause_in_ledger, some_of
 from sumgrad.outcome import spans
@@ -39,6 +40,22 @@ def diagnose_program(
     clean: ProgramRecord | None = None,
 ) -> Found:
     """Causes and coefficients; empty for a run that passes. clean: a stored run that passed."""
+    causes, coefficients = _diagnose(record, diffs, again, clean)
+    return tuple(_with_report(cause) for cause in causes), coefficients
+
+
+def _with_report(cause: Diagnosis) -> Diagnosis:
+    """The cause, and the public report it resembles."""
+    known = resembles(cause.kind)
+    return replace(cause, because=(*cause.because, known)) if known else cause
+
+
+def _diagnose(
+    record: ProgramRecord,
+    diffs: Sequence[TensorDiff],
+    again: Sequence[TensorDiff],
+    clean: ProgramRecord | None,
+) -> Found:
     outright = [*_other_weights(record), *_incomparable(diffs)]
     failed = [d for d in diffs if d.status == "fail"]
     if not failed:

@@ -105,7 +105,7 @@ def step_faults() -> dict[str, StepFault]:
         for fault in (
             StepFault(
                 name="keep_last_microbatch",
-                story="the accumulator is cleared by every micro-batch (DeepSpeed issue 6767)",
+                story="the accumulator is cleared by every micro-batch",
                 operator="M34",
                 named=("lost_rows", "lost_contribution"),
                 plant=_keep_last,
@@ -126,7 +126,7 @@ def step_faults() -> dict[str, StepFault]:
             ),
             StepFault(
                 name="clip_by_local_norm",
-                story="each rank clips by the norm of its own shard (8 reports)",
+                story="each rank clips by the norm of its own shard",
                 operator="M53",
                 named=("rank_scale", "factor"),
                 plant=_clip_locally,

@@ -46,7 +46,7 @@ def _planted(workload: str, name: str, operator: str, story: str, *named: str) -
     "data_parallel",
     "local_mean",
     "M01",
-    "each rank divides by its own tokens and the means are averaged (transformers 34191)",
+    "each rank divides by its own tokens and the means are averaged",
     "mean_of_means",
 )
 class LocalMean(DataParallel):
@@ -58,7 +58,7 @@ class LocalMean(DataParallel):
     "data_parallel",
     "micro_batch_mean",
     "M01",
-    "each micro-batch is divided by its own tokens (transformers 34191)",
+    "each micro-batch is divided by its own tokens",
     "mean_of_means",
 )
 class MicroBatchMean(DataParallel):
@@ -113,7 +113,7 @@ class DropDivide(DataParallel):
     "data_parallel",
     "avg_silently_sum",
     "M24",
-    "scaled for an AVG that the backend carries out as a SUM (pytorch 162338)",
+    "scaled for an AVG that the backend carries out as a SUM",
     "factor",
 )
 class AvgSilentlySum(DataParallel):
@@ -246,7 +246,7 @@ class FsdpAverage(FullyShard):
     "sequence_parallel",
     "skip_replicated_reduce",
     "M13",
-    "norm gradients are partial sums over tp, and nobody sums them (torchtitan 2532)",
+    "norm gradients are partial sums over tp, and nobody sums them",
     "skipped_collective",
 )
 class SkipNorms(SequenceTensorParallel):
@@ -263,7 +263,7 @@ class SkipNorms(SequenceTensorParallel):
     "megatron",
     "bias_before_reduce",
     "M17",
-    "the replicated bias is added on every rank before the SUM (Paddle PR 35186)",
+    "the replicated bias is added on every rank before the SUM",
     "not_weighting",
 )
 class BiasBefore(Megatron):
@@ -288,7 +288,7 @@ class BiasOverT(Megatron):
     "megatron",
     "identity_backward",
     "M19",
-    "the backward of the copy into the tensor-parallel region does not sum (lightly 1528)",
+    "the backward of the copy into the tensor-parallel region does not sum",
     "not_weighting",
     "skipped_collective",
 )
@@ -312,7 +312,7 @@ class _SumBoth(torch.autograd.Function):
     "megatron",
     "sum_backward",
     "M20",
-    "the backward of an all-reduce all-reduces again: T^k (torch.distributed.nn, 58005)",
+    "the backward of an all-reduce all-reduces again: T^k",
     "depth_factor",
     "double_reduction",
     "not_weighting",
@@ -326,7 +326,7 @@ class SumBackward(Megatron):
     "megatron",
     "non_differentiable_collective",
     "M21",
-    "the sum of the shards is taken without autograd (ms-swift PR 9947)",
+    "the sum of the shards is taken without autograd",
     "not_weighting",
     "missing",
 )
@@ -463,7 +463,7 @@ class GatherDetached(ContextParallel):
     "expert_parallel",
     "expert_divisor",
     "M26",
-    "expert gradients are divided by the expert-parallel size (DeepSpeed PR 6546)",
+    "expert gradients are divided by the expert-parallel size",
     "factor",
 )
 class ExpertDivisor(ExpertParallel):
@@ -477,7 +477,7 @@ class ExpertDivisor(ExpertParallel):
     "expert_parallel",
     "aux_scale",
     "M27",
-    "the balance loss is multiplied by the ep size (Megatron-LM PR 5047)",
+    "the balance loss is multiplied by the ep size",
     "term_factor",
 )
 class AuxScale(ExpertParallel):
