@@ -34,6 +34,11 @@ def make_parser() -> argparse.ArgumentParser:
     run = verbs.add_parser("run", help="check a topology, ranks started on this machine")
     run.add_argument("topology", type=Path, metavar="T.yaml")
     add_run_flags(run)
+    run.add_argument(
+        "--shrink",
+        action="store_true",
+        help="on a failure, find the smallest topology and batch that still fail",
+    )
     add_common_flags(run)
 
     plan = verbs.add_parser("plan", help="the rank map, who contributes what, and the proof")

@@ -246,7 +246,54 @@ def run_check(
         outcomes=outcomes[:num_ranks],
         keep_partials=options.keep_partials,
     )
-    return finish(run, problems=problems, progress=progress), directory
+    verdict = finish(run, problems=problems, progress=progress)
+    if isinstance(spec, ProgramSpec) and verdict.status == "fail" and num_ranks > 1:
+        verdict = _with_one_rank(options, verdict, directory, launcher=launcher, progress=progress)
+    return verdict, directory
+
+
+def _with_one_rank(
+    options: CheckOptions,
+    verdict: Verdict,
+    directory: Path,
+    *,
+    launcher: Launcher,
+    progress: Progress,
+) -> Verdict:
+    """The verdict, and whether the same step already fails where there is nothing to distribute.
+
+    Written to the verdict's warnings. Planted faults are left out of the run on one rank.
+    """
+    progress("the same on one rank")
+    whole = topology_to_json(load_topology(options.topology))
+    pools = {
+        name: {"axes": dict.fromkeys(entry["axes"], 1), "role": entry["role"]}
+        for name, entry in whole["pools"].items()
+    }
+    if len(pools) > 1:
+        return verdict  # a pool more is a rank more
+    place = directory / "one_rank"
+    place.mkdir()
+    path = place / "topology.yaml"
+    data = {k: v for k, v in whole.items() if v is not None}
+    write_json(path, {**data, "pools": pools})
+    alone = replace(options, topology=path, fault=None, tiers=("structure",), out=place / "run")
+    try:
+        one, _ = run_check(alone, launcher=launcher)
+    except UserError:
+        return verdict
+    if one.status == "pass":
+        text = "on one rank the step agrees with loss_sum: the fault is in the distribution"
+    elif one.status == "fail":
+        text = "step and loss_sum disagree even on one rank, with nothing distributed: " + (
+            one.diagnoses[0].cause if one.diagnoses else "see one_rank/run"
+        )
+    else:
+        return verdict
+    data = {**verdict.data, "warnings": [*verdict.data["warnings"], text]}
+    verdict = replace(verdict, warnings=(*verdict.warnings, text), data=data)
+    write_verdict(directory, verdict)
+    return verdict
 
 
 def store_spec(directory: Path, spec: Spec) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,20 @@ def _run(args: argparse.Namespace) -> int:
     decide_interpreter(on_cpu=True)
     from sumgrad.check import run_check
     from sumgrad.launch import Launcher
+    from sumgrad.shrink import shrink
 
+    options = _options(args)
     with Launcher() as launcher, _Progress(args.quiet) as progress:
-        verdict, directory = run_check(_options(args), launcher=launcher, progress=progress)
+        verdict, directory = run_check(options, launcher=launcher, progress=progress)
+        if args.shrink and verdict.status == "fail":
+            small = replace(options, tiers=("structure",))
+            shrunk = shrink(small, verdict, directory, launcher=launcher, progress=progress)
+            line = "nothing smaller fails this way"
+            line = f"{shrunk.sentence()}\n           {shrunk.command}" if shrunk else line
+        else:
+            line = ""
+    if line:
+        print(f"shrunk     {line}\n")
     _show(verdict, directory, args)
     return verdict.exit_code
 

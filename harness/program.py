@@ -65,7 +65,25 @@ def make_program(spec: str, topology: Topology, *, seed: int) -> Any:
     Its class is called with those of `options`, `seed` and `topology` that it takes.
     """
     where = topology.where(("workload",)) if spec == topology.workload else "--workload"
-    cls = find_class(spec, where)
+    program = _make(find_class(spec, where), spec, topology, where, seed)
+    return FirstRows(program, topology.rows) if topology.rows else program
+
+
+class FirstRows:
+    """A Program whose batch is cut to its first rows."""
+
+    def __init__(self, program: Any, rows: int) -> None:
+        self._program, self._rows = program, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def batch(self) -> Any:
+        batch = self._program.batch()
+        return {key: value[: self._rows] for key, value in batch.items()}
+
+
+def _make(cls: Any, spec: str, topology: Topology, where: str, seed: int) -> Any:
     if not inspect.isclass(cls):
         return cls
     offered = {"options": topology.options, "seed": seed, "topology": topology}

@@ -196,6 +196,7 @@ def _to_json(
         "fault": spec.fault,
         "seed": spec.seed,
         "steps": spec.steps,
+        "num_rows": spec.facts.num_rows,
         "tiers": {
             t.name: {k: v for k, v in asdict(t).items() if k != "name"} for t in verdict.tiers
         },

@@ -57,7 +57,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Pools that together hold the ranks 0..world_size-1, each rank in exactly one."""
+    """Pools that together hold the ranks 0..world_size-1, each rank in exactly one.
+
+    rows: how many rows of a Program's batch are used; None for all.
+    """
 
     name: str
     why: str
@@ -66,6 +69,7 @@ class Topology:
     plan_only: bool
     pools: tuple[Pool, ...]
     options: dict[str, Any]
+    rows: int | None = None
     source: YamlSource | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -133,6 +137,9 @@ class TopologyFile(BaseModel):
     options: Annotated[
         dict[str, Any], Field(description="Sizes and choices of the workload; it validates them.")
     ] = {}
+    rows: Annotated[
+        int | None, Field(ge=1, description="Only the first rows of a Program's batch.")
+    ] = None
     pools: Annotated[dict[Name, _PoolFile], Field(min_length=1)]
 
 
@@ -163,6 +170,7 @@ def parse_topology(source: YamlSource) -> Topology:
         plan_only=file.plan_only,
         pools=pools,
         options=dict(file.options),
+        rows=file.rows,
         source=source,
     )
 
@@ -185,6 +193,7 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
         "kernels": topology.kernels,
         "plan_only": topology.plan_only,
         "options": topology.options,
+        "rows": topology.rows,
         "pools": pools,
     }
 

@@ -140,6 +140,8 @@ def load_workload(spec: str, topology: Topology, *, seed: int) -> Workload:
     """
     where = topology.where(("workload",)) if spec == topology.workload else "--workload"
     cls = find_class(spec, where)
+    if topology.rows is not None:
+        raise UserError(f"{topology.where(('rows',))}: is for Programs; a workload has options")
     try:
         more = {"where": topology.where} if takes(cls, "where") else {}
         workload = cls(topology.options, seed=seed, **more)

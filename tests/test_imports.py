@@ -88,7 +88,7 @@ LAYERS = [
     ],
     ["judge", "program_judge", "report", "catalogue", "matrix"],
     ["plan_report", "program_check", "check"],
-    ["program_matrix"],
+    ["program_matrix", "shrink"],
     ["torchrun", "fault_matrix", "ops_matrix"],
     ["cli", "pytest_plugin", "run", "__main__"],
 ]
