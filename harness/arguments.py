@@ -53,6 +53,11 @@ def make_parser() -> argparse.ArgumentParser:
     faults.add_argument(
         "--workload", help="your own: file.py:Class or package.module:Class (default: the YAML's)"
     )
+    faults.add_argument(
+        "--quick",
+        action="store_true",
+        help="of a Program's collectives of one kind over one axis only the first",
+    )
     faults.add_argument("--seed", type=int, default=0)
     faults.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS")
     add_common_flags(faults)

@@ -168,9 +168,15 @@ def _words(first: Parting, same: Sequence[Parting], step: int) -> Difference:
 
 
 def _some_members(first: Parting, same: Sequence[Parting]) -> bool:
-    """Whether, in every group, only some members put other values into this operation."""
+    """Whether, in every group, one member alone puts other values into this collective.
+
+    What a rank sends is always its own, and says nothing.
+    """
+    op = first.now
+    if op is None or op.family == "send":
+        return False
     groups: dict[tuple[int, ...], set[int]] = {}
     for parting in same:
         if parting.now is not None:
             groups.setdefault(members(parting.now.event), set()).add(parting.rank)
-    return all(len(mine) < len(ranks) for ranks, mine in groups.items())
+    return all(len(mine) == 1 < len(ranks) for ranks, mine in groups.items())

@@ -186,6 +186,7 @@ def _faults(args: argparse.Namespace) -> int:
             topologies,
             faults=args.fault,
             workload=args.workload,
+            quick=args.quick,
             seed=args.seed,
             timeout_s=args.timeout,
             launcher=launcher,

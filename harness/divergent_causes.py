@@ -9,7 +9,7 @@ from sumgrad.ledger_checks import Joint, describe, fed
 from sumgrad.operations import group_name
 from sumgrad.outcome import spans
 from sumgrad.program_compare import Cell
-from sumgrad.program_fit import Explanation, FailedStep, explain
+from sumgrad.program_fit import Explanation, FailedStep, explain_rank
 from sumgrad.program_names import list_rows, own_parts
 from sumgrad.uniform_causes import Explained, rank_scale
 from sumgrad.verdict import Diagnosis
@@ -46,7 +46,7 @@ def _by_rank(failing: Sequence[Cell], case: FailedStep, *, mixed: bool) -> dict[
     """An explanation for every rank; empty if one has none. mixed: of the wrong elements only."""
     out = {}
     for rank in sorted({cell.rank for cell in failing}):
-        found = explain(case, [c for c in failing if c.rank == rank], wrong_only=mixed)
+        found = explain_rank(case, [c for c in failing if c.rank == rank], wrong_only=mixed)
         if found is None:
             return {}
         out[rank] = found
@@ -114,7 +114,7 @@ def _missing_reduction(
         rows = [u.rows for u in found.counted(1) if u.rows]
         if rows:
             because.append(f"rank {rank} holds rows {list_rows(rows)} only")
-    kind, cause, evidence = _which_step(case, names, mixed)
+    kind, cause, evidence = _which_step(case, names, mixed, summed)
     return Diagnosis(
         cause=cause.format(what=what),
         kind=kind,
@@ -126,13 +126,17 @@ def _missing_reduction(
     )
 
 
-def _which_step(case: FailedStep, names: Sequence[str], mixed: bool) -> tuple[str, str, str]:
+def _which_step(
+    case: FailedStep, names: Sequence[str], mixed: bool, summed: str | None
+) -> tuple[str, str, str]:
     feeds = fed(case.record, case.tier, case.step)
     reductions = [j for j in reductions_of(case) if len(j.ranks) > 1]
     carrying = [j for j in reductions if set(j.gradients()) & set(names)]
     apart = [j for j in reductions_of(case) if set(j.gradients()) & set(names)]
     for joint in apart:
-        others = [j for j in apart if set(j.gradients()) & set(joint.gradients())]
+        others = [
+            j for j in apart if j.site == joint.site and set(j.gradients()) & set(joint.gradients())
+        ]
         uneven = len({len(j.ranks) for j in others}) > 1 or len(joint.ranks) == 1
         if uneven and not mixed:
             return (
@@ -149,7 +153,15 @@ def _which_step(case: FailedStep, names: Sequence[str], mixed: bool) -> tuple[st
             f"the ledger shows {describe(case.record, apart[0])}",
         )
     scattered = [j for j in reductions if j.family == "reduce_scatter"]
+    topology = case.record.spec.topology
+    smallest = min(c.measured.numel() for c in case.failing())
+    along = [
+        j
+        for j in reductions
+        if summed and j.family == "allreduce" and group_name(topology, j.ranks) == summed
+    ]
     lost = [j for j in carrying or scattered if not _feeds_any(j, feeds)]
+    lost = lost or [j for j in along if not _feeds_any(j, feeds) and j.first["numel"] >= smallest]
     if mixed and lost:
         return (
             "missing_wait",
@@ -168,7 +180,7 @@ def _which_step(case: FailedStep, names: Sequence[str], mixed: bool) -> tuple[st
     return (
         "skipped_collective",
         "{what} is not reduced: every rank keeps its own partial",
-        f"it is reduced over {group_name(case.record.spec.topology, carrying[0].ranks)} only"
+        f"it is reduced over {group_name(topology, carrying[0].ranks)} only"
         if carrying
         else "no reduction in the ledger carries it",
     )

@@ -34,6 +34,7 @@ NAMED_AS = {
     "faith_on_all_ranks": "replicated_contribution",
     "skip_block_reduce": "skipped_reduction",
     "divide_by_ci_count": "factor",
+    "block_over_ci_size": "factor",
     "drop_message": "lost_message",
     "imp_local_statistic": "local_statistic",
     "imp_differentiable_sum": "differentiable_sum",
@@ -56,10 +57,12 @@ def run_matrix(
     launcher: Launcher,
     progress: Progress,
     workload: str | None = None,
+    quick: bool = False,
 ) -> Matrix:
     """Every clean topology once, then every fault on it against the same reference.
 
-    workload: instead of the one that each topology names. Raises UserError for unknown names.
+    workload: instead of the one that each topology names. quick: fewer of a Program's collectives.
+    Raises UserError for unknown names.
     """
     cells: list[Cell] = []
     for path in topologies:
@@ -72,6 +75,7 @@ def run_matrix(
             path,
             workload=workload,
             faults=faults,
+            quick=quick,
             seed=seed,
             timeout_s=timeout_s,
             launcher=launcher,
@@ -85,12 +89,17 @@ def run_plan_matrix(
     *,
     workload: str | None,
     faults: Sequence[str] | None,
+    quick: bool = False,
     seed: int,
     timeout_s: float,
     launcher: Launcher,
     progress: Progress,
 ) -> list[Cell]:
-    """All cells of a planned workload on one topology. Raises UserError."""
+    """All cells of a planned workload on one topology. quick: changes nothing, faults are few.
+
+    Raises UserError.
+    """
+    del quick
     chosen = [find_fault(name) for name in faults] if faults else list(plan_faults().values())
     cells = []
     with tempfile.TemporaryDirectory(prefix="sumgrad-") as directory:

@@ -70,6 +70,12 @@ def plan_faults() -> dict[str, Fault]:
                 visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
             ),
             Fault(
+                name="block_over_ci_size",
+                story="the widest block multiplies what it returns by its ranks over the CI ranks",
+                plant=_block_over_ci,
+                visible=lambda plan: _size(plan, _widest(plan)) != _size(plan, _pool(plan, "ci")),
+            ),
+            Fault(
                 name="drop_message",
                 story="what one block rank owes one CI rank is never sent",
                 plant=_drop_message,
@@ -167,6 +173,12 @@ def _from_blocks(plan: Plan) -> tuple[Transfer, ...]:
 
 def _divide_by_ci_count(plan: Plan) -> Plan:
     return _edit(plan, _from_blocks(plan), weight=Fraction(1, _size(plan, _pool(plan, "ci"))))
+
+
+def _block_over_ci(plan: Plan) -> Plan:
+    widest = _widest(plan)
+    weight = Fraction(_size(plan, widest), _size(plan, _pool(plan, "ci")))
+    return _edit(plan, [t for t in _from_blocks(plan) if t.src == widest], weight=weight)
 
 
 def _drop_message(plan: Plan) -> Plan:

@@ -11,6 +11,7 @@ Result = Literal[
     "crashed", "hung", "died",
 ]  # fmt: skip
 GOOD = ("killed", "law", "invisible", "clean", "died")
+MIN_NAMED = 0.95  # of the kills
 WORST_FIRST = ("missed", "alarm", "crashed", "hung", "mispredicted", "misnamed")
 
 
@@ -48,7 +49,10 @@ class Matrix:
 
     @property
     def ok(self) -> bool:
-        return bool(self.cells) and all(cell.ok for cell in self.cells)
+        """Whether every visible fault was killed, every clean run passed, and causes have names."""
+        bad = [cell for cell in self.cells if not cell.ok and cell.result != "misnamed"]
+        named = self.share_named
+        return bool(self.cells) and not bad and (named is None or named >= MIN_NAMED)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -122,7 +122,7 @@ def _group_name(
             return text if len(pools) == 1 else f"{name}.{text}"
     if members_set == world:
         return "world"
-    return spans(ranks)
+    return spans(ranks).replace(" ", "")
 
 
 def _axes(pool: Pool, ranks: tuple[int, ...]) -> str | None:

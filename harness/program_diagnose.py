@@ -90,7 +90,7 @@ def _reason(
         why = _run_to_run(again)
     if why is None and found is None and parted is not None:
         why = parted.diagnosis
-    if why is None and found is not None and found.kind in ("local_count", "row_factors"):
+    if why is None and found is not None and found.kind in ("local_count", "row_factors", "factor"):
         why = parted.diagnosis if parted is not None else None
     if why is not None and found is not None:
         return replace(why, because=(*why.because, f"in the gradients: {found.cause}"))

@@ -22,6 +22,7 @@ Level = Literal["everything", "params", "terms", "rows", "cells", "previous"]
 MIN_EXPLAINED = 0.999
 CLOSE = 1e-6  # a coefficient this near to a number is that number
 MAX_UNITS = 64
+MIN_TELLING = 3  # elements below which a stretch of rows fits by chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,56 @@ def explain(
         if found is not None:
             return found
     return None if wrong_only else _by_param(case, chosen)
+
+
+def explain_rank(
+    case: FailedStep, cells: Sequence[Cell], *, wrong_only: bool = False
+) -> Explanation | None:
+    """The same for one rank, which may also hold just one stretch of the rows.
+
+    A small shard has fewer elements than there are rows: then the stretches are tried one by one.
+    """
+    return explain(case, cells, wrong_only=wrong_only) or _one_stretch(case, cells, wrong_only)
+
+
+def _one_stretch(case: FailedStep, cells: Sequence[Cell], wrong_only: bool) -> Explanation | None:
+    """Rows [a, b) once and no others, for the first such stretch whose residual is small."""
+    intervals = case.reference.intervals
+    chosen = [cell for cell in cells if cell.measured.numel()]
+    if not chosen or len(intervals) > MAX_UNITS:
+        return None
+    masks = [_mask(cell, wrong_only) for cell in chosen]
+    units = [Unit(term=None, rows=rows) for rows in intervals]
+    columns = torch.stack(
+        [
+            torch.cat(
+                [column(case, c, u).reshape(-1)[m] for c, m in zip(chosen, masks, strict=True)]
+            )
+            for u in units
+        ]
+    )
+    got = torch.cat([c.measured.reshape(-1)[m] for c, m in zip(chosen, masks, strict=True)])
+    bound = torch.cat(
+        [
+            torch.full((int(m.sum()),), 2 * c.wanted.threshold)
+            for c, m in zip(chosen, masks, strict=True)
+        ]
+    )
+    if len(got) < MIN_TELLING:
+        return None
+    for a in range(len(units)):
+        total = torch.zeros_like(got)
+        for b in range(a, len(units)):
+            total = total + columns[b]
+            if bool(((got - total).abs() <= bound).all()):
+                values = tuple(1.0 if a <= i <= b else 0.0 for i in range(len(units)))
+                return Explanation(
+                    level="rows",
+                    units=tuple(units),
+                    values=values,
+                    sigmas=(0.0,) * len(units),
+                )
+    return None
 
 
 def _levels(case: FailedStep) -> Iterator[tuple[Level, list[Unit]]]:

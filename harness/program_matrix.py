@@ -71,12 +71,16 @@ def run_program_matrix(
     *,
     workload: str | None,
     faults: Sequence[str] | None,
+    quick: bool = False,
     seed: int,
     timeout_s: float,
     launcher: Launcher,
     progress: Progress,
 ) -> list[Cell]:
-    """All cells of one Program on one topology. faults: only these. Raises UserError."""
+    """All cells of one Program on one topology. faults: only these. Raises UserError.
+
+    quick: of the operations of a kind over an axis only the first, and the first with gradients.
+    """
     with tempfile.TemporaryDirectory(prefix="sumgrad-") as name:
         directory = Path(name)
         options = CheckOptions(
@@ -95,6 +99,7 @@ def run_program_matrix(
         if verdict.status != "pass":
             return cells
         chosen = _chosen(clean, faults)
+        chosen = _first_of_each(clean, chosen) if quick else chosen
         for ran in run_faults(clean, chosen, directory, launcher=launcher, progress=progress):
             cells.append(cell_of(path.stem, clean, ran))
         return cells
@@ -125,6 +130,20 @@ def _chosen(clean: ProgramRecord, faults: Sequence[str] | None) -> list[str]:
             f"{clean.spec.topology.name} can have it; it can have {', '.join(known[:8])} ..."
         )
     return chosen
+
+
+def _first_of_each(clean: ProgramRecord, faults: Sequence[str]) -> list[str]:
+    """Of faults of one kind in one stream, those of the first operation and the first gradient."""
+    carrying = gradient_operations(clean)
+    seen: set[tuple[str, bool]] = set()
+    out = []
+    for name in faults:
+        stream, _, number = name.partition("#")
+        key = (stream, name.partition(":")[2] in carrying)
+        if not number or key not in seen:
+            out.append(name)
+        seen.add(key)
+    return out
 
 
 def run_faults(

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 
 import torch
-from sumgrad.ledger_checks import sizes_of
+from sumgrad.ledger_checks import joint_operations, sizes_of
+from sumgrad.operations import group_name
 from sumgrad.program_fit import CLOSE, Explanation, FailedStep, fails
 
 MAX_POWER = 8
@@ -93,7 +94,7 @@ def own_parts(case: FailedStep, names: Sequence[str], *, wrong_only: bool) -> st
 
 
 def _groups(case: FailedStep) -> list[tuple[str, list[tuple[int, ...]]]]:
-    """Every axis of every pool with its groups of ranks, and the world."""
+    """Every axis of every pool with its groups of ranks, the world, and the ledger's groups."""
     topology = case.record.spec.topology
     out: list[tuple[str, list[tuple[int, ...]]]] = []
     for pool in topology.pools:
@@ -110,6 +111,10 @@ def _groups(case: FailedStep) -> list[tuple[str, list[tuple[int, ...]]]]:
             out.append((pool.name, [tuple(pool.ranks)]))
     if len(topology.pools) > 1:
         out.append(("world", [tuple(range(topology.world_size))]))
+    for joint in joint_operations(case.record, case.tier, case.step):
+        name = group_name(topology, joint.ranks)
+        if name[0].isdigit() and (name, [joint.ranks]) not in out:
+            out.append((name, [joint.ranks]))
     return out
 
 

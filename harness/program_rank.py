@@ -140,7 +140,8 @@ class _TierRun:
                 tensors[f"{self.tier}/{step}/{name}"] = grad
             result["steps"].append(info)
         if again:
-            grads, info = self.step(self.job.steps - 1, label=AGAIN)
+            grads, more = self.step(self.job.steps - 1, label=AGAIN)
+            info["unwaited"] = [*info["unwaited"], *more["unwaited"]]
             for name, grad in grads.items():
                 tensors[f"{AGAIN}/{self.tier}/{name}"] = grad
 

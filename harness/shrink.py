@@ -6,6 +6,7 @@ fails with a cause of the same kind. What is found is written as a YAML of its o
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -73,12 +74,11 @@ def shrink(
         return None
     path = directory / "shrunk.yaml"
     write_bytes(path, _yaml(best))
-    flags = " ".join(_flags(options))
     return Shrunk(
         path=path,
         num_ranks=_size(best),
         rows=best["rows"] or best["options"].get("rows"),
-        command=f"sumgrad run {path}{' ' + flags if flags else ''}",
+        command=shlex.join(["sumgrad", "run", str(path), *_flags(options)]),
         tries=tries,
     )
 
@@ -154,11 +154,12 @@ def _yaml(data: dict[str, Any]) -> bytes:
 
 
 def _flags(options: CheckOptions) -> list[str]:
-    flags = ["--tiers structure", f"--seed {options.seed}"]
-    if options.workload:
-        flags.append(f"--workload {options.workload}")
-    if options.fault:
-        flags.append(f"--fault {options.fault}")
-    if options.steps:
-        flags.append(f"--steps {options.steps}")
+    flags = ["--tiers", "structure", "--seed", str(options.seed)]
+    for name, value in (
+        ("--workload", options.workload),
+        ("--fault", options.fault),
+        ("--steps", options.steps),
+    ):
+        if value:
+            flags += [name, str(value)]
     return flags

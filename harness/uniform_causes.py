@@ -34,10 +34,11 @@ def uniform_cause(
         return None
     names = list(dict.fromkeys(cell.name for cell in failing))
     ranks = tuple(sorted({cell.rank for cell in failing}))
-    if found.level == "everything" and _others_are_right(case, failing):
-        return rank_scale(dict.fromkeys(ranks, found), names), [(ranks, found)]
     if found.level == "everything":
-        diagnosis = _one_factor(case, found.values[0], found.sigmas[0], names)
+        alone = _others_are_right(case, failing)
+        diagnosis = _one_factor(case, found.values[0], found.sigmas[0], names, alone=alone)
+        if diagnosis.kind == "factor" and alone:
+            diagnosis = rank_scale(dict.fromkeys(ranks, found), names)
     elif found.level == "params":
         sizes = sizes_of(case.record)
         if None in {power_of(v, sizes) for v in found.known}:
@@ -78,8 +79,14 @@ def _place(cell: Cell) -> tuple[int, ...]:
 
 
 def _one_factor(
-    case: FailedStep, value: float | None, sigma: float | None, names: Sequence[str]
+    case: FailedStep,
+    value: float | None,
+    sigma: float | None,
+    names: Sequence[str],
+    *,
+    alone: bool,
 ) -> Diagnosis:
+    """alone: other ranks hold the same and hold it right, so no common count is to blame."""
     assert value is not None
     fraction = as_fraction(value, sigma)
     shown = str(fraction) if fraction is not None else f"{value:.9g}"
@@ -107,7 +114,7 @@ def _one_factor(
                 symbol=group_name(record.spec.topology, joint.ranks),
                 because=(fits, f"its inputs are the same bits on all {size} ranks"),
             )
-    counted = _count_counted(case, value, shown, fits)
+    counted = None if alone else _count_counted(case, value, shown, fits)
     if counted is not None:
         return counted
     symbols = factor_symbols(case, value)
