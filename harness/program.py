@@ -242,12 +242,15 @@ def broken_facts(problem: str) -> Facts:
 
 def _probe(program: Any, dtype: torch.dtype) -> Facts:
     scramble(1)
-    model, batch = build(program), full_batch(program)
+    model = build(program)
+    scramble(3)  # build() may seed the global generator itself
+    batch = full_batch(program)
     weights, data = hash_model(model), hash_weights(batch)
     scramble(2)
     problems = []
     if hash_model(build(program)) != weights:
         problems.append("build() gives other weights when it is called again: seed what it draws")
+    scramble(4)
     if hash_weights(full_batch(program)) != data:
         problems.append("batch() gives another batch when it is called again: seed what it draws")
     terms = terms_of(program)

@@ -133,6 +133,16 @@ class Single:
         }
         return grads, count
 
+    def gradient_exact(self, name: str, rows: Tensor, whole: Tensor) -> tuple[Grads, float]:
+        """The same as float64 tensors."""
+        grads, count = self.gradient(name, rows, whole)
+        return {n: g.double() for n, g in grads.items()}, count
+
+    @property
+    def same(self) -> float:
+        """Runs of one computation differ by no more than this part of the scale."""
+        return SAME if self.dtype == torch.float64 else 1e4 * torch.finfo(self.dtype).eps
+
     def _statistic(self, term: Any, rows: Tensor, whole: Tensor) -> tuple[Tensor, float]:
         """<d value / d S at the sums of `whole`, statistics(rows)>, so that rows add up."""
         statistics, value = term
@@ -153,8 +163,12 @@ def compute_program_reference(
     num_chunks: int,
     progress: Progress = lambda _: None,
 ) -> list[ProgramReference]:
-    """The reference of every step in one dtype. Raises Broken where loss_sum does."""
-    exact = Single(program, facts, torch.float64, rounded_to=dtype)
+    """The reference of every step in one dtype. Raises Broken where loss_sum does.
+
+    It is float64, unless the Program cannot run in float64: then it is in the dtype itself.
+    """
+    best = torch.float64 if facts.float64 is None else dtype
+    exact = Single(program, facts, best, rounded_to=dtype)
     working = Single(program, facts, dtype, rounded_to=dtype)
     out = []
     for step in range(steps):
@@ -231,24 +245,26 @@ def _exact_term(
     exact: Single, name: str, rows: Tensor, intervals: Sequence[tuple[int, int]]
 ) -> _Term:
     """A term over all rows, over them once more, and one interval after the other."""
-    summed, count = exact.gradient(name, rows, rows)
-    again, _ = exact.gradient(name, rows.flip(0), rows)
+    summed, count = exact.gradient_exact(name, rows, rows)
+    again, _ = exact.gradient_exact(name, rows.flip(0), rows)
     if not count > 0:
         raise Broken(f"{name}: the count of the full batch is {count:g}, expected more than 0")
     grads = {n: g / count for n, g in summed.items()}
     parts, counts = [], []
     for a, b in intervals:
-        part, own = exact.gradient(name, rows[a:b], rows)
+        part, own = exact.gradient_exact(name, rows[a:b], rows)
         parts.append({n: g / count for n, g in part.items()})
         counts.append(own)
     stacked = {n: torch.stack([part[n] for part in parts]) for n in grads}
     statistic = isinstance(exact.terms[name], tuple)
     scale = {n: s.abs().sum(0) for n, s in stacked.items()}
     if (statistic or abs(sum(counts) - count) <= SAME * count) and _same(
-        {n: s.sum(0) for n, s in stacked.items()}, grads, scale
+        {n: s.sum(0) for n, s in stacked.items()}, grads, scale, exact.same
     ):
         kind: Kind = "rows"
-    elif all(own == count for own in counts) and all(_same(p, grads, grads) for p in parts):
+    elif all(own == count for own in counts) and all(
+        _same(p, grads, grads, exact.same) for p in parts
+    ):
         kind, stacked = "once", {n: g[None] for n, g in grads.items()}
     else:
         kind, stacked = "coupled", {}
@@ -288,12 +304,12 @@ def _problems(
     problems, warnings = [], []
     trained_now = {n: p.detach() for n, p in trained(exact.model).items()}
     wanted = weights_at(exact.base, step, exact.rounded_to)
-    if any(not torch.equal(trained_now[n], wanted[n].double()) for n in wanted):
+    if any(not torch.equal(trained_now[n], wanted[n].to(exact.dtype)) for n in wanted):
         problems.append("loss_sum() changes the weights")
     for name, term in terms.items():
         if not all(bool(torch.isfinite(g).all()) for g in term.grads.values()):
             problems.append(f"{name}: the single-process gradient is not finite")
-        elif not _same(term.again, term.grads, term.scale):
+        elif not _same(term.again, term.grads, term.scale, exact.same):
             problems.append(
                 f"{name}: two single-process runs of loss_sum over the same rows differ: it draws "
                 f"unseeded random numbers, or depends on the order of the rows"
@@ -327,19 +343,19 @@ def _other_sum(exact: Single, total: Grads, rows: Tensor, scale: Grads) -> list[
     terms = exact.terms
     exact.terms = {**terms, "loss_sum": exact.program.loss_sum}
     try:
-        grads, count = exact.gradient("loss_sum", rows, rows)
+        grads, count = exact.gradient_exact("loss_sum", rows, rows)
     except Exception:
         return []
     finally:
         exact.terms = terms
-    if count and _same({n: g / count for n, g in grads.items()}, total, scale):
+    if count and _same({n: g / count for n, g in grads.items()}, total, scale, exact.same):
         return []
     return ["`terms` add up to another gradient than loss_sum; the reference is that of `terms`"]
 
 
-def _same(got: Grads, wanted: Grads, scale: Grads) -> bool:
+def _same(got: Grads, wanted: Grads, scale: Grads, same: float) -> bool:
     return all(
-        error(value, wanted[name]) <= SAME * float(scale[name].abs().max()) + 1e-300
+        error(value, wanted[name]) <= same * float(scale[name].abs().max()) + 1e-300
         for name, value in got.items()
         if value.numel()
     )

@@ -1,0 +1,348 @@
+"""A user's own Program: right ones pass, and each way to be wrong has its own plain verdict."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import PROGRAMS, shipped
+from sumgrad.check import CheckOptions, judge_directory, run_check
+from sumgrad.topology import load_topology
+from sumgrad.verdict import EXIT_CODES
+
+pytestmark = pytest.mark.distributed
+
+SOURCE = """
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class MyStep:
+    def build(self):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def batch(self):
+        g = torch.Generator().manual_seed(1)
+        x, y = torch.randn(11, 5, generator=g), torch.randn(11, 3, generator=g)
+        return {"x": x, "y": y, "mask": (torch.rand(11, 3, generator=g) > 0.3).float()}
+
+    def loss_sum(self, model, rows):
+        error = (model(rows["x"]) - rows["y"]).square() * rows["mask"]
+        return error.sum(), rows["mask"].sum()
+
+    def distribute(self, model, ctx):
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(None, self.sum_hook)
+        return ddp
+
+    @staticmethod
+    def sum_hook(_, bucket):
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def step(self, model, batch, ctx):
+        mine = {k: v.tensor_split(ctx.world_size)[ctx.rank] for k, v in batch.items()}
+        count = mine["mask"].sum()
+        dist.all_reduce(count)
+        loss, _ = self.loss_sum(model, mine)
+        (loss / count).backward()
+"""
+
+
+@pytest.fixture
+def check(tmp_path, sumgrad_launcher):
+    """`check(body, **flags)` -> (verdict, directory): MyStep changed by `body`, on three ranks."""
+
+    def run(body: str = "    pass", *, timeout_s: float = 20, **flags):
+        path, topology = tmp_path / "mine.py", tmp_path / "dp.yaml"
+        path.write_text(f"{SOURCE}\n\nclass Mine(MyStep):\n{body}\n")
+        topology.write_text(
+            f"name: dp\nworkload: {path}:Mine\npools:\n  train: {{axes: {{dp: 3}}}}\n"
+        )
+        out = tmp_path / "runs" / str(time.monotonic_ns())
+        options = CheckOptions(topology=topology, out=out, timeout_s=timeout_s, **flags)
+        return run_check(options, launcher=sumgrad_launcher)
+
+    return run
+
+
+def text(verdict) -> str:
+    return json.dumps(verdict.data)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_shipped_program_passes(name, sumgrad_launcher, tmp_path):
+    options = CheckOptions(topology=shipped(name), steps=3, out=tmp_path, timeout_s=60)
+    verdict, directory = run_check(options, launcher=sumgrad_launcher)
+    assert verdict.status == "pass", (verdict.reasons, verdict.findings, verdict.diagnoses)
+    assert not verdict.warnings, verdict.warnings
+    assert all(t["smallest_scale_error_caught"] < 1e-3 for t in verdict.data["tensors"]
+               if t["tier"] == "structure" and t["max_abs"])  # fmt: skip
+    assert judge_directory(directory).data == verdict.data
+
+
+def test_a_ddp_program_passes_and_is_judged_again(check):
+    verdict, directory = check(steps=2)
+    assert (verdict.status, verdict.exit_code) == ("pass", 0)
+    assert judge_directory(directory).status == "pass"
+    assert {t["name"] for t in verdict.data["tensors"]} == {
+        "0.weight", "0.bias", "2.weight", "2.bias"
+    }  # fmt: skip
+
+
+def test_loss_sum_may_take_indices(check):
+    verdict, _ = check(
+        "    def loss_sum(self, model, rows):\n"
+        "        cut = {k: v.to(model[0].weight.dtype)[rows] for k, v in self.batch().items()}\n"
+        "        return MyStep.loss_sum(self, model, cut)\n"
+        "    def step(self, model, batch, ctx):\n"
+        "        mine = {k: v.tensor_split(3)[ctx.rank] for k, v in batch.items()}\n"
+        "        count = mine['mask'].sum()\n        dist.all_reduce(count)\n"
+        "        (MyStep.loss_sum(self, model, mine)[0] / count).backward()\n"
+    )
+    assert verdict.status == "pass", text(verdict)[:2000]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ("    def build(self):\n        return nn.Linear(5, 3)", "unknown",
+         "build() gives other weights"),
+        ("    def batch(self):\n        return {**super().batch(), 'x': torch.randn(11, 5)}",
+         "unknown", "batch() gives another batch"),
+        ("    def build(self):\n        return 3", "unknown", "expected an nn.Module"),
+        ("    def batch(self):\n        return {'x': torch.ones(3), 'y': torch.ones(4)}",
+         "unknown", "as many in each"),
+        ("    def loss_sum(self, model, rows):\n        return 3.0", "unknown",
+         "expected (sum, count)"),
+        ("    def loss_sum(self, model, rows):\n        raise ValueError('no')",
+         "unknown", "loss_sum() raised ValueError: no at"),
+        ("    def loss_sum(self, model, rows):\n"
+         "        loss, n = super().loss_sum(model, rows)\n"
+         "        return loss * torch.rand(()), n", "unknown", "draws unseeded random numbers"),
+        ("    def step(self, model, batch, ctx):\n"
+         "        if ctx.rank == 1:\n            raise ValueError('boom')\n"
+         "        super().step(model, batch, ctx)", "unknown", "ValueError: boom"),
+        ("    def step(self, model, batch, ctx):\n        super().step(model, batch, ctx)\n"
+         "        model.module[0].bias.grad = None", "fail", "the step left no gradient"),
+        ("    def step(self, model, batch, ctx):\n        super().step(model, batch, ctx)\n"
+         "        with torch.no_grad():\n            model.module[0].bias.add_(1)",
+         "unknown", "changes the weights of 0.bias"),
+        ("    def step(self, model, batch, ctx):\n"
+         "        batch['x'] = batch['x'] * (1 + torch.rand(()) / 10)\n"
+         "        super().step(model, batch, ctx)", "fail", "another gradient each time"),
+        ("    def distribute(self, model, ctx):\n        return None", "unknown",
+         "expected the nn.Module"),
+        ("    def distribute(self, model, ctx):\n"
+         "        return nn.Sequential(nn.Linear(5, 2).to(ctx.dtype), nn.Tanh(), model[2])\n"
+         "    def step(self, model, batch, ctx):\n        model[0].weight.sum().backward()",
+         "fail", "its gradient was not compared"),
+        ("    def step(self, model, batch, ctx):\n"
+         "        dist.all_reduce(torch.ones(2 + ctx.rank % 2))\n"
+         "        super().step(model, batch, ctx)", "fail", "ranks disagree"),
+    ],
+    ids=["build_unseeded", "batch_unseeded", "no_module", "ragged_batch", "no_tuple",
+         "loss_raises", "loss_random", "step_raises", "forgets", "changes_weights", "step_random",
+         "distribute_none", "other_shape", "disagree"],
+)  # fmt: skip
+def test_bad_programs_have_their_own_verdict(check, body, status, words):
+    verdict, directory = check(body)
+    assert verdict.status == status, text(verdict)[:2000]
+    assert words in text(verdict), (verdict.reasons, verdict.findings)
+    assert (directory / "verdict.json").exists()
+    assert judge_directory(directory).status == status
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    def build(self):\n        time.sleep(600)",
+        "    def loss_sum(self, model, rows):\n        time.sleep(600)",
+        "    def step(self, model, batch, ctx):\n        time.sleep(600)",
+    ],
+    ids=["build", "loss_sum", "step"],
+)
+def test_a_program_that_hangs_ends_at_the_deadline(check, body):
+    started = time.monotonic()
+    verdict, _ = check(body, timeout_s=4)
+    assert verdict.status == "unknown"
+    assert time.monotonic() - started < 60
+    assert "timed out" in text(verdict)
+
+
+def test_a_rank_that_leaves_the_others_waiting_is_named_at_once(check):
+    started = time.monotonic()
+    verdict, _ = check(
+        "    def step(self, model, batch, ctx):\n"
+        "        if ctx.rank != 1:\n            super().step(model, batch, ctx)",
+        timeout_s=60,
+        tiers=("structure",),
+    )
+    assert verdict.status != "pass"
+    assert time.monotonic() - started < 30  # the deadline is at 60
+    assert any("rank 1" in finding for finding in verdict.findings), verdict.findings
+
+
+def test_step_and_loss_sum_that_disagree_even_on_one_rank(check):
+    verdict, _ = check(
+        "    def step(self, model, batch, ctx):\n"
+        "        super().step(model, {**batch, 'y': 2 * batch['y']}, ctx)"
+    )
+    assert verdict.status == "fail"
+    assert "disagree even on one rank" in text(verdict)
+
+
+def test_an_average_is_named_and_a_mean_of_means_too(check):
+    average = (
+        "    def distribute(self, model, ctx):\n        return DistributedDataParallel(model)\n"
+    )
+    verdict, _ = check(average)
+    assert verdict.diagnoses[0].kind == "avg"
+    assert verdict.data["coefficients"][0]["fraction"] == "1/3"
+    verdict, _ = check(
+        average + "    def step(self, model, batch, ctx):\n"
+        "        mine = {k: v.tensor_split(3)[ctx.rank] for k, v in batch.items()}\n"
+        "        loss, n = self.loss_sum(model, mine)\n        (loss / n).backward()\n"
+    )
+    assert verdict.diagnoses[0].kind == "mean_of_means", verdict.diagnoses
+
+
+RIGHT_BUT_AVERAGED = (
+    "    def distribute(self, model, ctx):\n        return DistributedDataParallel(model)\n"
+    "    def step(self, model, batch, ctx):\n"
+    "        super().step(model, batch, ctx) if False else None\n"
+    "        mine = {k: v.tensor_split(3)[ctx.rank] for k, v in batch.items()}\n"
+    "        count = mine['mask'].sum()\n        dist.all_reduce(count)\n"
+    "        loss, _ = self.loss_sum(model, mine)\n"
+    "        (loss * 3 / count).backward()\n"
+)
+
+
+def test_two_factors_that_cancel_warn_and_fail_only_where_the_law_is_enforced(check):
+    verdict, directory = check(RIGHT_BUT_AVERAGED)
+    assert verdict.status == "pass"
+    assert any("an average" in warning for warning in verdict.warnings), verdict.warnings
+    assert judge_directory(directory, law="enforce").status == "fail"
+
+
+def test_a_model_that_cannot_be_float64_is_unknown_in_structure_only(check):
+    verdict, _ = check(
+        "    def loss_sum(self, model, rows):\n"
+        "        if rows['x'].dtype == torch.float64:\n            raise TypeError('32 only')\n"
+        "        return super().loss_sum(model, rows)"
+    )
+    tiers = {tier.name: tier.status for tier in verdict.tiers}
+    assert tiers == {"structure": "unknown", "precision": "pass"}
+    assert "32 only" in text(verdict)
+
+
+def test_float64_that_is_none_is_unknown(check):
+    verdict, _ = check(
+        "    def loss_sum(self, model, rows):\n"
+        "        error = (model(rows['x']).float() - rows['y'].float()) * rows['mask'].float()\n"
+        "        return error.square().sum(), rows['mask'].sum()"
+    )
+    assert verdict.status != "pass"
+
+
+def test_terms_and_their_coefficients(check):
+    body = (
+        "    def __init__(self):\n"
+        "        self.terms = {'fit': self.fit, 'decay': self.decay}\n"
+        "    def fit(self, model, rows):\n        return MyStep.loss_sum(self, model, rows)\n"
+        "    def decay(self, model, rows):\n"
+        "        return 0.1 * sum(p.square().sum() for p in model.parameters()), 1\n"
+        "    def loss_sum(self, model, rows):\n"
+        "        loss, n = self.fit(model, rows)\n"
+        "        return loss + n * self.decay(model, rows)[0], n\n"
+        "    def distribute(self, model, ctx):\n        return model\n"
+        "    def step(self, model, batch, ctx):\n"
+        "        mine = {k: v.tensor_split(3)[ctx.rank] for k, v in batch.items()}\n"
+        "        count = mine['mask'].sum()\n        dist.all_reduce(count)\n"
+        "        loss = self.fit(model, mine)[0] / count\n"
+        "        if WHO:\n            loss = loss + self.decay(model, mine)[0]\n"
+        "        loss.backward()\n"
+        "        for p in model.parameters():\n            dist.all_reduce(p.grad)\n"
+    )
+    verdict, _ = check(body.replace("WHO", "ctx.rank == 0"))
+    assert verdict.status == "pass", text(verdict)[:3000]
+    verdict, _ = check(body.replace("WHO", "True"))
+    assert verdict.status == "fail"
+    found = {c["term"]: c["fraction"] for c in verdict.data["coefficients"]}
+    assert found == {"fit": "1", "decay": "3"}, found
+
+
+def test_hand_cut_shards_are_found_by_value_and_constant_ones_are_not_guessed(check):
+    body = (
+        "    def build(self):\n        model = super().build()\n"
+        "        CHANGE\n        return model\n"
+        "    def distribute(self, model, ctx):\n"
+        "        from torch import nn\n"
+        "        a, b = [(0, 2), (2, 4), (4, 7)][ctx.rank]\n"
+        "        up, down = nn.Linear(5, b - a), nn.Linear(b - a, 3, bias=False)\n"
+        "        up.weight.data = model[0].weight.data[a:b]\n"
+        "        up.bias.data = model[0].bias.data[a:b]\n"
+        "        down.weight.data = model[2].weight.data[:, a:b]\n"
+        "        local = nn.ModuleDict({'0': up, '2': down})\n"
+        "        local['2'].bias = model[2].bias\n        return local\n"
+        "    def step(self, model, batch, ctx):\n"
+        "        up, down = model['0'], model['2']\n"
+        "        part = nn.functional.linear(torch.tanh(up(batch['x'])), down.weight)\n"
+        "        whole = part.detach().clone()\n        dist.all_reduce(whole)\n"
+        "        out = part + (whole - part).detach() + down.bias\n"
+        "        error = (out - batch['y']).square() * batch['mask']\n"
+        "        (error.sum() / batch['mask'].sum()).backward()\n"
+    )
+    verdict, _ = check(body.replace("CHANGE", "pass"))
+    assert verdict.status == "pass", text(verdict)[:3000]
+    verdict, _ = check(body.replace("CHANGE", "model[0].bias.data.zero_()"))
+    assert verdict.status == "unknown"
+    assert "occur 2 times" in text(verdict)
+
+
+def test_rows_and_a_program_without_an_options_parameter(tmp_path, sumgrad_launcher):
+    path = tmp_path / "dp.yaml"
+    path.write_text(shipped("data_parallel").read_text() + "rows: 5\n")
+    options = CheckOptions(topology=path, out=tmp_path / "run", timeout_s=60)
+    verdict, _ = run_check(options, launcher=sumgrad_launcher)
+    assert (verdict.status, verdict.data["num_rows"]) == ("pass", 5)
+    assert load_topology(path).rows == 5
+
+
+def test_shrinking_finds_two_ranks(sumgrad_launcher, tmp_path):
+    from sumgrad.shrink import shrink
+
+    options = CheckOptions(
+        topology=shipped("ddp"), fault="ddp_average", out=tmp_path / "run", timeout_s=60
+    )
+    verdict, directory = run_check(options, launcher=sumgrad_launcher)
+    small = replace(options, tiers=("structure",))
+    shrunk = shrink(small, verdict, directory, launcher=sumgrad_launcher, progress=lambda _: None)
+    assert shrunk is not None
+    assert shrunk.num_ranks == 2
+    assert shrunk.rows is not None
+    assert shrunk.rows < 13
+    again = replace(small, topology=shrunk.path, out=tmp_path / "again")
+    assert run_check(again, launcher=sumgrad_launcher)[0].diagnoses[0].kind == "avg"
+
+
+def test_a_program_under_torchrun_has_the_same_verdict(tmp_path):
+    import subprocess
+    import sys
+
+    from conftest import ROOT
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               "3", str(ROOT / "harness" / "run.py"), "--topology", str(shipped("data_parallel")),
+               "--out", str(tmp_path / "run"), "--json", str(tmp_path / "v.json"),
+               "--timeout", "60"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == EXIT_CODES["pass"], done.stdout + done.stderr
+    assert json.loads(Path(tmp_path / "v.json").read_text())["status"] == "pass"

@@ -1,0 +1,95 @@
+"""The sensitivity run: every fault of every shipped Program, one operation of each kind and axis.
+
+`sumgrad faults` without --quick runs them all; docs/data/kill_matrix.json has the result.
+"""
+
+from __future__ import annotations
+
+import pytest
+from conftest import PROGRAMS, shipped
+from sumgrad.collective_faults import KINDS, parse_collective_fault
+from sumgrad.errors import UserError
+from sumgrad.fault_matrix import run_matrix
+from sumgrad.fault_operators import OPERATORS, RESEMBLES, operators_of
+from sumgrad.faults import plan_faults
+from sumgrad.matrix import Cell, Matrix
+from sumgrad.program_faults import step_faults, variants
+
+NAMED: list[Cell] = []
+
+
+def planted() -> set[str]:
+    return {*plan_faults(), *KINDS, *step_faults(), *variants()}
+
+
+def test_every_planted_fault_stands_in_the_catalogue():
+    listed = {name for operator in OPERATORS for name in operator.planted}
+    assert listed - planted() == set()
+    assert planted() - listed - {"scale_one", "times_ci_then_avg"} == set()
+    assert len({operator.id for operator in OPERATORS}) == len(OPERATORS) == 47
+    assert all(bool(operator.planted) != bool(operator.why_not) for operator in OPERATORS)
+    assert set(RESEMBLES.values()) <= {operator.id for operator in OPERATORS}
+
+
+def test_faults_name_the_operator_of_the_catalogue():
+    for name, fault in {**step_faults(), **variants()}.items():
+        assert fault.operator in operators_of(name), name
+    for name, kind in KINDS.items():
+        assert kind.operator is None or kind.operator in operators_of(f"{name}:allreduce@dp")
+
+
+@pytest.mark.parametrize(
+    "text", ["avg", "avg:", "avg:allreduce", "bad:allreduce@dp", "avg:recv@pp"]
+)
+def test_a_malformed_collective_fault_says_what_is_expected(text):
+    with pytest.raises(UserError, match="--fault"):
+        parse_collective_fault(text)
+
+
+def test_a_matrix_fails_where_a_fault_survives():
+    killed = Cell(topology="t", workload="w", fault="avg:allreduce@dp#0", result="killed")
+    clean = Cell(topology="t", workload="w", fault=None, result="clean")
+    for result in ("missed", "alarm", "crashed", "hung"):
+        bad = Cell(topology="t", workload="w", fault="f", result=result)
+        assert not Matrix(cells=(clean, killed, bad)).ok
+        assert Matrix(cells=(clean, killed, bad)).bad() == [bad]
+    assert Matrix(cells=(clean, killed)).ok
+    assert not Matrix(cells=()).ok
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_visible_fault_is_killed(name, sumgrad_launcher):
+    matrix = run_matrix(
+        [shipped(name)], faults=None, quick=True, seed=0, timeout_s=60,
+        launcher=sumgrad_launcher, progress=lambda _: None,
+    )  # fmt: skip
+    bad = [cell for cell in matrix.bad() if cell.result != "misnamed"]
+    assert not bad, bad
+    assert matrix.counts["killed"] > 15
+    NAMED.extend(matrix.cells)
+
+
+@pytest.mark.distributed
+def test_causes_are_named():
+    """Over all Programs that ran in this process, as the matrix counts it."""
+    matrix = Matrix(cells=tuple(NAMED))
+    if len({cell.topology for cell in NAMED}) < len(PROGRAMS):
+        pytest.skip("runs after the whole sensitivity run")
+    assert matrix.share_named is not None
+    assert matrix.share_named >= 0.95, [c for c in matrix.bad()]
+    assert {c.fault.partition(":")[0] for c in NAMED if c.fault and c.result == "killed"} >= (
+        set(KINDS) | set(variants()) | set(step_faults())
+    )
+
+
+@pytest.mark.distributed
+def test_a_fault_on_a_group_of_one_is_invisible_and_passes(tmp_path, sumgrad_launcher):
+    path = tmp_path / "one.yaml"
+    path.write_text(shipped("tensor_parallel").read_text().replace("dp: 2", "dp: 1"))
+    matrix = run_matrix(
+        [path], faults=["divide_by_world", "avg:allreduce@tp", "unsynchronised_init"],
+        seed=0, timeout_s=60, launcher=sumgrad_launcher, progress=lambda _: None,
+    )  # fmt: skip
+    assert matrix.ok, matrix.bad()
+    assert not any(c.fault and "@dp" in c.fault for c in matrix.cells)
