@@ -78,6 +78,15 @@ class FirstRows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            setattr(self._program, name, value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._program, name)
+        super().__delattr__(name)
+
     def batch(self) -> Any:
         batch = self._program.batch()
         return {key: value[: self._rows] for key, value in batch.items()}
@@ -151,6 +160,15 @@ def full_batch(program: Any) -> dict[str, Tensor]:
 def to_dtype(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The batch with its floating tensors in a dtype."""
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def hold_batch(program: Any, batch: Mapping[str, Tensor]) -> None:
+    """Let `self.batch()` inside a method give this batch, in the dtype that is judged.
+
+    Drawn again under another default dtype it would be another batch.
+    """
+    with contextlib.suppress(AttributeError):  # slots, or a module in place of an object
+        program.batch = lambda: {key: value.clone() for key, value in batch.items()}
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -290,6 +308,7 @@ def _try_dtype(
     model = build(program).to(dtype)
     batch = to_dtype(full_batch(program), dtype)
     rows = torch.arange(min(PROBED_ROWS, len(next(iter(batch.values())))))
+    hold_batch(program, batch)
     try:
         with default_dtype(dtype):
             for name, term in terms.items():
@@ -308,6 +327,9 @@ def _try_dtype(
         users = [f for f in frames if f.filename != __file__ and "/torch/" not in f.filename]
         place = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
         return f"loss_sum() raised {type(error).__name__}: {error}{place}"
+    finally:
+        with contextlib.suppress(AttributeError):
+            del program.batch
     return None
 
 

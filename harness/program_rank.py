@@ -23,6 +23,7 @@ from sumgrad.program import (
     default_dtype,
     full_batch,
     hash_model,
+    hold_batch,
     make_program,
     scramble,
     to_dtype,
@@ -99,6 +100,7 @@ class _TierRun:
         self.batch_hash = hash_weights(batch)
         self.model = model.to(dtype)
         self.batch = to_dtype(batch, dtype)
+        hold_batch(self.program, self.batch)
         self.full = weights_at(self.base, 0, dtype)
         self.known = {id(p): n for n, p in trained(self.model).items()}
         self.ctx: Context = make_context(

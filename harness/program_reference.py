@@ -32,6 +32,7 @@ from sumgrad.program import (
     default_dtype,
     full_batch,
     hash_model,
+    hold_batch,
     loss_of,
     scramble,
     terms_of,
@@ -112,6 +113,7 @@ class Single:
         """
         self._runs += 1
         scramble(13, self._runs)
+        hold_batch(self.program, self.batch)
         with torch.no_grad():
             for key, value in self.model.named_buffers():
                 value.copy_(self.buffers[key])
@@ -169,7 +171,7 @@ def compute_program_reference(
     """
     best = torch.float64 if facts.float64 is None else dtype
     exact = Single(program, facts, best, rounded_to=dtype)
-    working = Single(program, facts, dtype, rounded_to=dtype)
+    working = Single(program, facts, dtype, rounded_to=dtype)  # before a batch is held
     out = []
     for step in range(steps):
         progress(f"reference, step {step}")
