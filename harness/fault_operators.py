@@ -50,7 +50,7 @@ OPERATORS = (
         "divide_by_ci_count", "divide_by_world"),
     _op("M09", "one module normalised with another's data parallelism", "Megatron-Bridge PR 4066",
        "unequal pools",
-        "per_module_dp_mismatch"),
+        "per_module_dp_mismatch", "block_over_ci_size"),
     _op("M10", "a factor of the context-parallel degree too many", "Megatron-LM issue 906",
        "cp > 1", "cp_factor"),
     _op("M11", "each stretch of the sequence divided by its own tokens", "prime-rl PR 1960",

@@ -144,7 +144,9 @@ def build(program: Any) -> nn.Module:
 
 
 def full_batch(program: Any) -> dict[str, Tensor]:
-    """The full batch, rows first. Broken if it is none."""
+    """The full batch, rows first, as the Program itself gives it. Broken if it is none."""
+    if isinstance(getattr(program, "batch", None), _Held):
+        del program.batch
     batch = call(program, "batch")
     if not isinstance(batch, Mapping) or not batch:
         raise Broken(f"batch() returned {type(batch).__name__}, expected a dict of tensors")
@@ -167,8 +169,22 @@ def hold_batch(program: Any, batch: Mapping[str, Tensor]) -> None:
 
     Drawn again under another default dtype it would be another batch.
     """
-    with contextlib.suppress(AttributeError):  # slots, or a module in place of an object
-        program.batch = lambda: {key: value.clone() for key, value in batch.items()}
+
+    def held() -> dict[str, Tensor]:
+        return {key: value.clone() for key, value in batch.items()}
+
+    with contextlib.suppress(AttributeError):  # an object with slots
+        program.batch = _Held(held)
+
+
+class _Held:
+    """Stands for a Program's own batch(); `full_batch` takes it away again."""
+
+    def __init__(self, give: Callable[[], dict[str, Tensor]]) -> None:
+        self.give = give
+
+    def __call__(self) -> dict[str, Tensor]:
+        return self.give()
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -327,9 +343,6 @@ def _try_dtype(
         users = [f for f in frames if f.filename != __file__ and "/torch/" not in f.filename]
         place = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
         return f"loss_sum() raised {type(error).__name__}: {error}{place}"
-    finally:
-        with contextlib.suppress(AttributeError):
-            del program.batch
     return None
 
 
