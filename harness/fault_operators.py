@@ -196,3 +196,15 @@ def resembles(kind: str) -> str | None:
         return None
     operator = known[RESEMBLES[kind]]
     return f"resembles {operator.report}: {operator.story} ({operator.id})"
+
+
+def to_markdown() -> str:
+    """The catalogue as the table of docs/faults.md."""
+    lines = [
+        "| operator | what goes wrong | a public report | visible with | planted as |",
+        "|---|---|---|---|---|",
+    ]
+    for op in OPERATORS:
+        planted = ", ".join(f"`{name}`" for name in op.planted) or f"not planted: {op.why_not}"
+        lines.append(f"| {op.id} | {op.story} | {op.report} | {op.visible} | {planted} |")
+    return "\n".join(lines) + "\n"

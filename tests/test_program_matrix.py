@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import pytest
-from conftest import PROGRAMS, shipped
+from conftest import PROGRAMS, ROOT, shipped
 from sumgrad.collective_faults import KINDS, parse_collective_fault
 from sumgrad.errors import UserError
 from sumgrad.fault_matrix import run_matrix
-from sumgrad.fault_operators import OPERATORS, RESEMBLES, operators_of
+from sumgrad.fault_operators import OPERATORS, RESEMBLES, operators_of, to_markdown
 from sumgrad.faults import plan_faults
 from sumgrad.matrix import Cell, Matrix
 from sumgrad.program_faults import step_faults, variants
@@ -29,6 +29,10 @@ def test_every_planted_fault_stands_in_the_catalogue():
     assert len({operator.id for operator in OPERATORS}) == len(OPERATORS) == 47
     assert all(bool(operator.planted) != bool(operator.why_not) for operator in OPERATORS)
     assert set(RESEMBLES.values()) <= {operator.id for operator in OPERATORS}
+
+
+def test_the_documented_table_is_the_catalogue():
+    assert to_markdown() in (ROOT / "docs" / "faults.md").read_text()
 
 
 def test_faults_name_the_operator_of_the_catalogue():
