@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
-Result = Literal[
-    "killed", "law", "invisible", "clean", "missed", "misnamed", "mispredicted", "alarm",
-    "crashed", "hung", "died",
-]  # fmt: skip
 GOOD = ("killed", "law", "invisible", "clean", "died")
 MIN_NAMED = 0.95  # of the kills
 WORST_FIRST = ("missed", "alarm", "crashed", "hung", "mispredicted", "misnamed")
@@ -19,6 +15,8 @@ WORST_FIRST = ("missed", "alarm", "crashed", "hung", "mispredicted", "misnamed")
 class Cell:
     """One run. fault: None for the clean one. by: comparison or ledger, where killed.
 
+    result: clean, killed, law (the ledger alone shows it), invisible, died; or, and then the matrix
+    fails: missed, alarm, crashed, hung, mispredicted, and misnamed where too many are.
     died: the ranks ended badly of what a collective did wrong; counted apart, as no kill of the
     comparison. named_alone: whether the cause is named right without a clean run beside it.
 

@@ -3,7 +3,7 @@
     python scripts/benchmark_faults.py --out docs/data/benchmark_faults.json
 
 Ten ranks of plain data parallelism. A fault's cost is the difference between a matrix with all
-faults and one with a single fault, divided by how many more there were: ranks, records and verdicts.
+faults and one with a single fault, divided by how many more there were: ranks, records, verdicts.
 """
 
 from __future__ import annotations
