@@ -174,7 +174,17 @@ def _missing_wait(self: Misbehaviour, call: Call, buffers: Buffers, key: str) ->
 
 def _stale(self: Misbehaviour, call: Call, buffers: Buffers, key: str) -> None:
     before = self.remember(key, buffers.inputs)
-    _on_last(call, buffers, lambda i, t: t + before[i] if before else t)
+
+    def leftover(i: int, tensor: Tensor) -> Tensor:
+        """What is in the buffer, on top of the start of what was: DDP's buckets change size."""
+        if before is None or i >= len(before):
+            return tensor
+        flat, old = tensor.reshape(-1).clone(), before[i].reshape(-1)
+        room = min(len(flat), len(old))
+        flat[:room] += old[:room]
+        return flat.view(tensor.shape)
+
+    _on_last(call, buffers, leftover)
 
 
 def _early(self: Misbehaviour, call: Call, buffers: Buffers, key: str) -> None:
