@@ -112,7 +112,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fault", metavar="NAME", help="plant this fault; see `sumgrad list`")
     parser.add_argument("--seed", type=int, default=0, help="of weights, text and draws")
-    parser.add_argument("--steps", type=_count, default=None, help="default: 1")
+    parser.add_argument("--steps", type=_count, default=None, help="default: 1; 2 for a Program")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: new, in .sumgrad/runs")
     parser.add_argument(
         "--timeout",

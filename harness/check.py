@@ -229,6 +229,7 @@ def run_check(
         pools=[spec.topology.pool_of(r).name for r in range(num_ranks)],
         helpers=[] if options.reuse else reference_helpers(spec),
         timeout_s=spec.timeout_s,
+        helper_patience=3 if isinstance(spec, ProgramSpec) else 10,
     )
     progress(f"starting {num_ranks} ranks")
     outcomes = launcher.run(job, progress=progress)

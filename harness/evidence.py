@@ -56,7 +56,8 @@ class GradientWatch:
         outputs = list(tensors_in(args[:1]))
         inputs = list(tensors_in(args[1:2])) if family in OUT_OF_PLACE else outputs
         size = sum(t.numel() for t in [*inputs, *outputs])
-        if not inputs or size > MAX_NUMEL or family in (None, "barrier"):
+        sparse = any(t.is_sparse for t in [*inputs, *outputs])
+        if not inputs or size > MAX_NUMEL or sparse or family in (None, "barrier"):
             return {"call": number}, None
         seen: dict[str, Any] = {"call": number}
         if family != "recv":
@@ -73,7 +74,9 @@ class GradientWatch:
         final = {
             name: local(param.grad)
             for name, param in self._params.items()
-            if param.grad is not None and local(param.grad).numel() <= MAX_NUMEL
+            if param.grad is not None
+            and not param.grad.is_sparse
+            and local(param.grad).numel() <= MAX_NUMEL
         }
         out = []
         for number, outputs in self._outputs:
@@ -91,7 +94,9 @@ class GradientWatch:
         out = []
         for name, produced in self._produced.items():
             grad = self._params[name].grad
-            if grad is not None and produced.numel() <= MAX_NUMEL and bool(produced.any()):
+            if grad is None or grad.is_sparse or produced.numel() > MAX_NUMEL:
+                continue
+            if bool(produced.any()):
                 final = local(grad)
                 if final.shape == produced.shape and torch.equal(final, produced):
                     out.append(name)
@@ -100,6 +105,7 @@ class GradientWatch:
     def _saw(self, name: str, grad: Tensor) -> None:
         self.backwards[name] = self.backwards.get(name, 0) + 1
         value = local(grad).detach()
+        value = value.to_dense() if value.is_sparse else value
         before = self._produced.get(name)
         self._produced[name] = value.clone() if before is None else before + value
 

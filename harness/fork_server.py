@@ -29,7 +29,6 @@ from sumgrad.rank import HELPERS, RankEnv, enter_rank, rank_file
 STOP_GRACE_S, KILL_GRACE_S = 3.0, 5.0
 STANDSTILL_S = 10.0
 DISAGREEMENT_S = 1.0  # between two looks at the ledgers of ranks that stand still
-HELPER_PATIENCE = 10  # a reference may take longer than its ranks
 
 
 @dataclass(slots=True)
@@ -120,7 +119,8 @@ def _enforce(job: _Job) -> None:
     """
     now = time.monotonic()
     directory = Path(job.request["directory"])
-    if now > job.deadline + HELPER_PATIENCE * job.request["timeout_s"] + KILL_GRACE_S:
+    patience = job.request["helper_patience"]
+    if now > job.deadline + patience * job.request["timeout_s"] + KILL_GRACE_S:
         for rank in job.living:
             _kill(rank.pid, signal.SIGKILL)
     if job.stop_at is None:
@@ -235,7 +235,8 @@ def _enter(request: dict[str, Any], rank: int) -> int:
         world_size=request["num_ranks"],
         directory=directory,
         rendezvous=Path(request["rendezvous"]),
-        timeout_s=request["timeout_s"] * (1 if rank < request["num_ranks"] else HELPER_PATIENCE),
+        timeout_s=request["timeout_s"]
+        * (1 if rank < request["num_ranks"] else request["helper_patience"]),
     )
     work = request if rank < request["num_ranks"] else request["helpers"][number]
     return enter_rank(env, work["target"], work["arguments"])

@@ -46,7 +46,8 @@ class RankJob:
     """`target(guard, **arguments)` on every rank. directory: exists, empty; holds `ranks/`.
 
     helpers: processes of no rank that run at the same time, recorded under `helpers/`.
-    pools: rank -> pool name, for the outcomes. timeout_s: seconds until every rank must be done.
+    pools: rank -> pool name, for the outcomes. timeout_s: seconds until every rank must be done;
+    helpers, which may be references of large batches, have `helper_patience` times as long.
     """
 
     target: str
@@ -56,6 +57,7 @@ class RankJob:
     pools: Sequence[str] = ()
     helpers: Sequence[Helper] = ()
     timeout_s: float = 60.0
+    helper_patience: int = 10
     start: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
 
 
@@ -141,6 +143,7 @@ class Launcher:
             "directory": str(job.directory.resolve()),
             "rendezvous": os.path.join(self._rendezvous, "store"),
             "timeout_s": job.timeout_s,
+            "helper_patience": job.helper_patience,
             "start": job.start,
             "cwd": os.getcwd(),
             "sys_path": sys.path,

@@ -182,5 +182,6 @@ def disagreement_of(ledgers: Mapping[int, Iterable[Mapping[str, Any]]]) -> Itera
 def signature(event: Mapping[str, Any]) -> tuple[Any, ...]:
     """What all members of a collective must have in common."""
     family = FAMILIES.get(event["op"], event["op"])
-    numel = None if family in UNEVEN else event["numel"]
-    return (family, numel, event["dtype"], event.get("reduce"))
+    if family in UNEVEN:  # only the root of a gather has tensors to receive into
+        return (family, None, None, event.get("reduce"))
+    return (family, event["numel"], event["dtype"], event.get("reduce"))

@@ -7,11 +7,10 @@ is found is checked against the weights bit by bit before anything is compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from sumgrad.program import trained
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -49,49 +48,99 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def place(model: nn.Module, known: Mapping[int, str], full: Mapping[str, Tensor]) -> Placement:
+def place(
+    model: nn.Module,
+    known: Mapping[int, str],
+    full: Mapping[str, Tensor],
+    declared: Callable[[str], tuple[slice, ...] | None] | None = None,
+) -> Placement:
     """Find every trained parameter of a distributed model in the full one.
 
-    known: id of a parameter of build()'s model -> its name; identity survives most wrappers.
-    full: name -> the full weights that the model was built with, in its dtype.
+    known: id of a living parameter of build()'s model -> its name; identity survives most wrappers.
+    full: name -> the full weights that the model was built with, in its dtype. declared: what the
+    Program's own `shard_of` says of a parameter's name.
     """
     placed: list[Placed] = []
     unknown: list[str] = []
-    for shown, param in trained(model).items():
-        name = known.get(id(param)) or _by_name(shown, full)
-        candidates = [name] if name else _by_value(param, full, [p.name for p in placed])
-        if len(candidates) != 1:
-            what = "no parameter" if not candidates else "several parameters"
-            unknown.append(
-                f"{shown} {tuple(param.shape)} is {what} of build()'s model by name, identity or "
-                f"value, so its gradient has no reference"
-            )
+    for shown, param in model.named_parameters():
+        name, index, problem = _place_one(shown, param, known, full, declared)
+        if not param.requires_grad:
+            if name is not None and problem is None:
+                unknown.append(f"{name} is frozen here, though build() trains it")
             continue
-        index, problem = _index(param, full[candidates[0]])
-        if problem:
-            unknown.append(f"{shown}: {problem}")
+        taken = {p.name for p in placed if p.index is None or index is None}
+        if problem is not None or name is None:
+            unknown.append(f"{shown} {tuple(param.shape)}: {problem}")
+        elif name in taken:
+            unknown.append(f"{shown}: another parameter of this rank is {name} too")
         else:
-            placed.append(Placed(name=candidates[0], param=param, index=index))
+            placed.append(Placed(name=name, param=param, index=index))
     return Placement(placed=tuple(placed), unknown=tuple(unknown))
 
 
-def _by_name(shown: str, full: Mapping[str, Tensor]) -> str | None:
+def _place_one(
+    shown: str,
+    param: nn.Parameter,
+    known: Mapping[int, str],
+    full: Mapping[str, Tensor],
+    declared: Callable[[str], tuple[slice, ...] | None] | None,
+) -> tuple[str | None, Tensor | None, str | None]:
+    """(name, index, why not). Identity first, then names whose values agree, then values alone."""
+    if id(param) in known:
+        name = known[id(param)]
+        return (name, *_index(param, full[name]))
+    named = _by_name(shown, full)
+    for name in named:
+        cut = declared(name) if declared else None
+        if cut is not None:
+            everything = torch.arange(full[name].numel()).view(full[name].shape)
+            return name, everything[cut].contiguous(), None
+        index, problem = _index(param, full[name])
+        if problem is None and _agrees(param, full[name], index):
+            return name, index, None
+    found = _by_value(param, full)
+    if len(found) == 1:
+        return (found[0], *_index(param, full[found[0]]))
+    if named:
+        index, problem = _index(param, full[named[0]])
+        if problem is None and _is_permuted(param, full[named[0]], index):
+            problem = "holds the values of build()'s in another order, a layout that is not known"
+        return named[0], index, problem
+    often = "none of" if not found else "several of"
+    return None, None, f"is {often} build()'s parameters by name, identity or value"
+
+
+def _by_name(shown: str, full: Mapping[str, Tensor]) -> list[str]:
+    """Names it may have: as shown, without wrappers' prefixes, or the longest that it ends with."""
     name = shown
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
-    return next((n for n in (shown, name) if n in full), None)
+    ends = [n for n in full if shown.endswith(f".{n}") or name.endswith(f".{n}")]
+    found = [n for n in (shown, name) if n in full] + sorted(ends, key=len, reverse=True)
+    return list(dict.fromkeys(found))
 
 
-def _by_value(param: Tensor, full: Mapping[str, Tensor], taken: list[str]) -> list[str]:
-    """Full parameters that hold exactly these values, or have them as a shard."""
+def _agrees(param: Tensor, full: Tensor, index: Tensor | None) -> bool:
+    local = to_local(param).detach()
+    return _equal(local, full if index is None else full.reshape(-1)[index])
+
+
+def _is_permuted(param: Tensor, full: Tensor, index: Tensor | None) -> bool:
+    local = to_local(param).detach().reshape(-1)
+    whole = (full if index is None else full.reshape(-1)[index]).reshape(-1)
+    same = len(local) == len(whole) and torch.equal(local.sort().values, whole.sort().values)
+    return bool(same) and not torch.equal(local, whole)
+
+
+def _by_value(param: Tensor, full: Mapping[str, Tensor]) -> list[str]:
+    """Full parameters that hold exactly these values, or have them as one block."""
     local = to_local(param).detach()
     if not local.numel():
         return []
     return [
         name
         for name, value in full.items()
-        if name not in taken
-        and value.dim() == local.dim()
+        if value.dim() == local.dim()
         and value.dtype == local.dtype
         and len(_offsets(local, value)) == 1
     ]

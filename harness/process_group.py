@@ -120,6 +120,7 @@ class Ledger:
         self._fd, self._next, self._label = -1, 0, ""
         self.open_ops: dict[int, dict[str, Any]] = {}
         self.open_works: dict[int, Any] = {}
+        self.asked: set[int] = set()
         self.interpose: Interposer | None = None
         self.observe: Observer | None = None
         self.redirect(path)
@@ -133,6 +134,11 @@ class Ledger:
         self._next = 0
         self.open_ops.clear()
         self.open_works.clear()
+        self.asked.clear()
+
+    def nobody_waits_for(self) -> list[int]:
+        """Operations that are neither waited for nor handed on as a future."""
+        return [number for number in self.open_works if number not in self.asked]
 
     def settle(self) -> None:
         """Say `done` of what has ended without anybody's asking, as under DDP's futures."""
@@ -218,6 +224,7 @@ class RecordedWork(dist.Work):
         self._done()
 
     def get_future(self) -> Any:
+        self._ledger.asked.add(self._number)
         return self._inner.get_future()
 
 

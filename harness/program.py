@@ -92,16 +92,21 @@ class FirstRows:
         return {key: value[: self._rows] for key, value in batch.items()}
 
 
+def check_options_taken(spec: str, topology: Topology) -> None:
+    """UserError where a topology has options and the Program takes none. Runs none of its code."""
+    cls = find_class(spec, "--workload")
+    if topology.options and not (inspect.isclass(cls) and takes(cls, "options")):
+        raise UserError(
+            f"{topology.where(('options',))}: {spec} takes no options; its __init__ has no "
+            f"parameter `options`"
+        )
+
+
 def _make(cls: Any, spec: str, topology: Topology, where: str, seed: int) -> Any:
     if not inspect.isclass(cls):
         return cls
     offered = {"options": topology.options, "seed": seed, "topology": topology}
     given = {name: value for name, value in offered.items() if takes(cls, name)}
-    if topology.options and "options" not in given:
-        raise UserError(
-            f"{topology.where(('options',))}: {spec} takes no options; its __init__ has no "
-            f"parameter `options`"
-        )
     try:
         return cls(**given)
     except UserError:
@@ -347,9 +352,9 @@ def _try_dtype(
 
 
 def hash_model(model: nn.Module) -> str:
-    """A hash of a model's parameters and buffers."""
-    return hash_weights({name: value for name, value in model.state_dict().items()
-                         if isinstance(value, Tensor)})  # fmt: skip
+    """A hash of a model's parameters and buffers, also of those that no state_dict has."""
+    held = {f"p.{n}": p.detach() for n, p in model.named_parameters()}
+    return hash_weights(held | {f"b.{n}": b for n, b in model.named_buffers()})
 
 
 def weights_at(base: Mapping[str, Tensor], step: int, dtype: torch.dtype) -> Weights:

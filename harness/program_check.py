@@ -7,6 +7,7 @@ is drawn unseeded there is named there.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from sumgrad.files import write_json
 from sumgrad.launch import Launcher, RankJob
-from sumgrad.program import Facts, broken_facts, make_program
+from sumgrad.program import Facts, broken_facts, check_options_taken
 from sumgrad.program_faults import find_program_fault
 from sumgrad.program_judge import judge_program
 from sumgrad.program_record import ProgramSpec, load_program_record
@@ -22,6 +23,7 @@ from sumgrad.topology import Topology, topology_to_json
 from sumgrad.verdict import Verdict
 
 PROBE_DIRECTORY = "probe"
+DEFAULT_STEPS = 2  # a gradient may be zero at the first weights, and a stale buffer needs a second
 
 
 def make_program_spec(
@@ -39,9 +41,10 @@ def make_program_spec(
     look: Callable[[Topology, str, int], Facts],
 ) -> ProgramSpec:
     """Validate and probe. look: probes, in this process or another one. Raises UserError."""
-    found = find_program_fault(fault, name) if fault else None
-    num_steps = steps or (found.min_steps if found else 1)
-    make_program(name, topology, seed=seed)
+    if fault:
+        find_program_fault(fault, name)
+    num_steps = steps or DEFAULT_STEPS
+    check_options_taken(name, topology)
     facts = look(topology, name, seed)
     skipped = {}
     if facts.float64 is not None:
@@ -81,7 +84,8 @@ def look_beside(launcher: Launcher, directory: Path, timeout_s: float) -> Any:
         if outcome.ok:
             return facts_from_json(json.loads((place / "facts.json").read_text()))
         lines = [line.strip() for line in (outcome.stack or "").splitlines() if "File" in line]
-        users = [line for line in lines if "/torch/" not in line and "sumgrad" not in line]
+        ours = os.path.dirname(os.path.abspath(__file__))
+        users = [line for line in lines if "/torch/" not in line and ours not in line]
         where = f"; it stood at {users[-1]}" if users else ""
         return broken_facts(
             f"build(), batch() or loss_sum() in a single process: {outcome.status}, "

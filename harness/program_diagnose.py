@@ -65,6 +65,11 @@ def _diagnose(
     case = failed_step(record, failed)
     if outright and outright[0].kind == "other_weights":
         return tuple(outright), ()
+    races = _race(record)
+    if races is not None:
+        return (races, *outright), ()
+    if outright and all(cell.got is None for cell in case.failing()):
+        return tuple(outright), ()
     found = uniform_cause(case) or divergent_cause(case) or factors_by_parameter(case)
     coefficients = tuple(_coefficients(case, found[1])) if found else ()
     reason = _reason(case, found[0] if found else None, diffs, again, clean)
@@ -152,6 +157,20 @@ def _incomparable(diffs: Sequence[TensorDiff]) -> Iterator[Diagnosis]:
                 ranks=ranks,
                 because=(f"{len(bad)} tensors of {len(diffs)} could not be compared",),
             )
+
+
+def _race(record: ProgramRecord) -> Diagnosis | None:
+    for rank, held in record.ranks.items():
+        for info in held.info.values():
+            for text in info["races"][:1]:
+                return Diagnosis(
+                    cause=f"nobody waits for {text}: the gradient is read before it is done",
+                    kind="missing_wait",
+                    ranks=(rank,),
+                    because=("the step ended while this operation was neither waited for nor a "
+                             "future of anybody",),
+                )  # fmt: skip
+    return None
 
 
 def _differs(diffs: Sequence[TensorDiff], again: Sequence[TensorDiff]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from sumgrad.errors import UserError
 from sumgrad.files import write_json
 from sumgrad.process_group import Ledger
-from sumgrad.program import Broken, Facts, make_program, probe
+from sumgrad.program import Broken, Facts, broken_facts, make_program, probe
 from sumgrad.program_rank import ProgramJob, run_program
 from sumgrad.program_record import ProgramSpec, write_program_rank, write_program_reference
 from sumgrad.program_reference import compute_program_reference
@@ -21,7 +21,10 @@ from sumgrad.topology import Topology, topology_from_json
 
 def look_here(topology: Topology, name: str, seed: int) -> Facts:
     """Probe in this process."""
-    return probe(make_program(name, topology, seed=seed))
+    try:
+        return probe(make_program(name, topology, seed=seed))
+    except UserError as error:
+        return broken_facts(str(error))
 
 
 def probe_rank(guard: RankGuard, *, workload: str, seed: int) -> None:

@@ -40,7 +40,7 @@ def judge_program(record: ProgramRecord, *, clean: ProgramRecord | None = None) 
     diffs = _like_float32(record, compare_program(record), clean)
     again = compare_again(record)
     reasons = tuple(dict.fromkeys(_not_compared(record)))
-    broken = tuple(dict.fromkeys([*disagreements(record), *_weights(record)]))
+    broken = tuple(dict.fromkeys([*disagreements(record), *_weights(record), *_races(record)]))
     law = tuple(dict.fromkeys([*law_findings(record), *differing_replicas(record)]))
     enforced = spec.law == "enforce"
     tiers = tuple(_tier(record, tier, diffs) for tier in spec.tiers)
@@ -153,6 +153,17 @@ def _weights(record: ProgramRecord) -> Iterator[str]:
                 )
 
 
+def _races(record: ProgramRecord) -> Iterator[str]:
+    """Operations that a step started and left: what it reads may be half done."""
+    found: dict[str, list[int]] = {}
+    for rank, held in record.ranks.items():
+        for info in held.info.values():
+            for text in info["races"]:
+                found.setdefault(text, []).append(rank)
+    for text, ranks in list(found.items())[:3]:
+        yield f"nobody waits for {text}, on rank {spans(ranks)}: what it gives may not be there yet"
+
+
 def _again(diffs: Sequence[TensorDiff], again: Sequence[TensorDiff]) -> tuple[str, ...]:
     """The repeated step failed where the first one passed."""
     failed = {(d.tier, d.rank, d.name) for d in diffs if d.status != "pass"}
@@ -167,6 +178,18 @@ def _again(diffs: Sequence[TensorDiff], again: Sequence[TensorDiff]) -> tuple[st
 
 
 def _warnings(record: ProgramRecord) -> Iterator[str]:
+    partial: dict[str, list[int]] = {}
+    for rank, held in record.ranks.items():
+        for info in held.info.values():
+            for name in info["partial"]:
+                partial.setdefault(name, []).append(rank)
+    if partial:
+        name, ranks = next(iter(partial.items()))
+        more = f" and {len(partial) - 1} more" if len(partial) > 1 else ""
+        yield (
+            f"the gradient of {name}{more} on rank {spans(ranks)} is still a Partial DTensor; it "
+            f"was reduced for the comparison"
+        )
     seen = set()
     for tier, references in record.references.items():
         for reference in references:

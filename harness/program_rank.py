@@ -15,6 +15,7 @@ import torch
 from sumgrad.collective_faults import CollectiveFault
 from sumgrad.evidence import GradientWatch, bits
 from sumgrad.misbehaviour import Misbehaviour
+from sumgrad.outcome import describe_operation
 from sumgrad.placement import Placement, place, to_local
 from sumgrad.process_group import Ledger
 from sumgrad.program import (
@@ -102,7 +103,8 @@ class _TierRun:
         self.batch = to_dtype(batch, dtype)
         hold_batch(self.program, self.batch)
         self.full = weights_at(self.base, 0, dtype)
-        self.known = {id(p): n for n, p in trained(self.model).items()}
+        self.kept = trained(self.model)  # kept alive: a freed parameter's id would be used again
+        self.known = {id(p): n for n, p in self.kept.items()}
         self.ctx: Context = make_context(
             job.topology, rank.rank, rank.meshes, dtype=dtype, seed=job.seed
         )
@@ -125,7 +127,14 @@ class _TierRun:
                     f"gradients are to be read"
                 )
             self.model = model
-        self.placement: Placement = place(self.model, self.known, self.full)
+        declared = getattr(self.program, "shard_of", None)
+        self.placement: Placement = place(
+            self.model,
+            self.known,
+            self.full,
+            (lambda name: declared(name, self.ctx)) if declared else None,
+        )
+        self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
 
     def steps(self, tensors: Tensors, result: Result, *, again: bool) -> None:
@@ -144,6 +153,7 @@ class _TierRun:
         if again:
             grads, more = self.step(self.job.steps - 1, label=AGAIN)
             info["unwaited"] = [*info["unwaited"], *more["unwaited"]]
+            info["races"] = list(dict.fromkeys([*info["races"], *more["races"]]))
             for name, grad in grads.items():
                 tensors[f"{AGAIN}/{self.tier}/{name}"] = grad
 
@@ -154,6 +164,10 @@ class _TierRun:
         self._unsynchronise()
         for param in self.model.parameters():
             param.grad = None
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name in self.buffers and buffer.shape == self.buffers[name].shape:
+                    buffer.copy_(self.buffers[name])
         before = {p.name: bits([p.local()]) for p in self.placement.placed}
         scramble(104, self.rank.rank, step, int(label is not None))
         self.watch.begin_step()
@@ -164,7 +178,9 @@ class _TierRun:
         with self._watching(f"{label or self.tier}/{step}/step"), default_dtype(self.dtype):
             with plant_in_step(self.fault, self.model, self.placement.placed, ctx):
                 self.program.step(self.model, batch, ctx)
-            info = self._info(step, before)
+            unwaited = self.rank.ledger.nobody_waits_for()
+            races = self._races(unwaited)
+            info = {**self._info(step, before), "races": races}
             grads = self._grads(info)
         return grads, info
 
@@ -191,6 +207,11 @@ class _TierRun:
             else None,
         }
 
+    def _races(self, unwaited: list[int]) -> list[str]:
+        """Operations that the step left without waiting for them, in words."""
+        open_ops = self.rank.ledger.open_ops
+        return [text for n in unwaited if (text := describe_operation(open_ops.get(n)))]
+
     def _unwaited(self) -> list[int]:
         """Operations that nobody had waited for when `settle` looked."""
         return list(self.rank.ledger.open_works)
@@ -207,6 +228,7 @@ class _TierRun:
                 with self.rank.ledger.label(f"{SETUP}/partial"):
                     assert isinstance(p.param, DTensor)
                     grad = grad.redistribute(placements=p.param.placements)
+            grad = grad.to_dense() if grad.is_sparse else grad
             grads[p.name] = to_local(grad).detach().clone().contiguous()
         return grads
 

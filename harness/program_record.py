@@ -141,6 +141,7 @@ def write_program_reference(
         [
             {
                 "kinds": r.kinds,
+                "reached": r.reached,
                 "intervals": r.intervals,
                 "row_counts": r.row_counts,
                 "problems": r.problems,
@@ -267,6 +268,7 @@ def _read_references(directory: Path, tier: str, spec: ProgramSpec) -> list[Prog
         ProgramReference(
             step=step,
             kinds=item["kinds"],
+            reached=tuple(item["reached"]),
             partials=partials.get(step.step, {}),
             intervals=tuple((a, b) for a, b in item["intervals"]),
             row_counts={term: tuple(counts) for term, counts in item["row_counts"].items()},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -60,12 +60,14 @@ class ProgramReference:
     """A step's reference, what kind each term is, and its partials.
 
     partials: (term, "all") -> name -> (intervals, *shape) float64; intervals: row bounds [a, b);
-    row_counts: term -> the count of each interval.
+    row_counts: term -> the count of each interval. reached: parameters whose gradient is not zero
+    at weights moved a little, whatever it is at these.
     problems: why the comparison cannot be trusted. warnings: what a reader should know.
     """
 
     step: StepReference
     kinds: dict[str, Kind]
+    reached: tuple[str, ...]
     partials: dict[tuple[str, str], Grads]
     intervals: tuple[tuple[int, int], ...]
     row_counts: dict[str, tuple[float, ...]]
@@ -80,7 +82,7 @@ class Single:
         self, program: Any, facts: Facts, dtype: torch.dtype, *, rounded_to: torch.dtype
     ) -> None:
         scramble(11)
-        model = build(program)
+        model = copy.deepcopy(build(program))  # a Program may give the same object each time
         self.facts, self.dtype = facts, dtype
         self.base = {n: p.detach().double().clone() for n, p in trained(model).items()}
         self.built = hash_model(model)
@@ -135,7 +137,7 @@ class Single:
             if loss.requires_grad:
                 loss.backward(torch.full_like(loss, seed))
         grads = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            n: torch.zeros_like(p) if p.grad is None else _dense(p.grad).detach().clone()
             for n, p in params.items()
         }
         return grads, count
@@ -179,13 +181,26 @@ def compute_program_reference(
     best = torch.float64 if facts.float64 is None else dtype
     exact = Single(program, facts, best, rounded_to=dtype)
     working = Single(program, facts, dtype, rounded_to=dtype)  # before a batch is held
+    reached = _reached(exact, facts, steps)
     out = []
     for step in range(steps):
         progress(f"reference, step {step}")
         hashed = exact.set_step(step)
         working.set_step(step)
-        out.append(_reference(exact, working, facts, step, hashed, num_chunks))
+        found = _reference(exact, working, facts, step, hashed, num_chunks)
+        out.append(replace(found, reached=reached))
     return out
+
+
+def _reached(exact: Single, facts: Facts, steps: int) -> tuple[str, ...]:
+    """Parameters that the loss depends on, seen at the weights of a step that is not run."""
+    exact.set_step(steps)
+    rows = torch.arange(facts.num_rows)
+    found: dict[str, None] = {}
+    for name in exact.terms:
+        grads, _ = exact.gradient(name, rows, rows)
+        found |= dict.fromkeys(n for n, g in grads.items() if bool(g.any()))
+    return tuple(found)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,6 +257,7 @@ def _reference(
     return ProgramReference(
         step=reference,
         kinds={name: term.kind for name, term in terms.items()},
+        reached=(),
         partials={(n, ALL): t.partials for n, t in terms.items() if t.kind != "coupled"},
         intervals=intervals,
         row_counts={name: term.counts for name, term in terms.items()},
@@ -323,7 +339,8 @@ def _problems(
     exact: Single, terms: dict[str, _Term], before: str, step: int
 ) -> tuple[list[str], list[str]]:
     """What makes the reference untrustworthy, and what only limits the diagnosis."""
-    problems, warnings = [], []
+    problems: list[str] = []
+    warnings: list[str] = []
     trained_now = {n: p.detach() for n, p in trained(exact.model).items()}
     wanted = weights_at(exact.base, step, exact.rounded_to)
     if any(not torch.equal(trained_now[n], wanted[n].to(exact.dtype)) for n in wanted):
@@ -354,7 +371,8 @@ def _low_precision(floor: dict[str, float], scale: Grads) -> list[str]:
     """float64 that is none: a cast inside loss_sum leaves its mark on the noise floor."""
     from sumgrad.tolerances import STRUCTURE_CAP
 
-    odd = [n for n, f in floor.items() if f > STRUCTURE_CAP * max(float(scale[n].max()), 1e-300)]
+    sizes = {n: float(s.max()) for n, s in scale.items() if s.numel()}
+    odd = [n for n, size in sizes.items() if floor[n] > STRUCTURE_CAP * max(size, 1e-300)]
     loud = [n for n in odd if floor[n] > STRUCTURE_CAP]
     if not loud:
         return []
@@ -379,6 +397,10 @@ def _other_sum(exact: Single, total: Grads, rows: Tensor, scale: Grads) -> list[
     if count and _same({n: g / count for n, g in grads.items()}, total, scale, exact.same):
         return []
     return ["`terms` add up to another gradient than loss_sum; the reference is that of `terms`"]
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 def _same(got: Grads, wanted: Grads, scale: Grads, same: float) -> bool:

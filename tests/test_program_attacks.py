@@ -1,0 +1,175 @@
+"""Programs that once had a wrong verdict, most of them found by an independent review."""
+
+from __future__ import annotations
+
+import pytest
+from test_program import check, text  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.distributed
+
+HAND = """
+    def distribute(self, model, ctx):
+        return model
+    def mine(self, batch, ctx):
+        return {k: v.tensor_split(3)[ctx.rank] for k, v in batch.items()}
+    def reduce(self, model, ctx):
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+    def step(self, model, batch, ctx):
+        count = batch["mask"].sum()
+        loss, _ = self.loss_sum(model, self.mine(batch, ctx))
+        (loss / count).backward()
+        self.reduce(model, ctx)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ("""
+    def build(self):
+        model = super().build()
+        nn.init.zeros_(model[2].weight)
+        return model
+    def reduce(self, model, ctx):
+        for p in model[2].parameters():
+            dist.all_reduce(p.grad)
+""", "fail", "0.weight, 0.bias is not reduced"),
+        ("""
+    def reduce(self, model, ctx):
+        for p in model.parameters():
+            dist.all_reduce(p.grad, async_op=True)
+        time.sleep(0.2)
+""", "fail", "nobody waits for"),
+        ("""
+    def distribute(self, model, ctx):
+        if ctx.rank == 1:
+            model[0].bias.requires_grad_(False)
+        return model
+    def reduce(self, model, ctx):
+        for p in model.parameters():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(grad)
+""", "fail", "frozen here"),
+        ("""
+    def distribute(self, model, ctx):
+        import copy
+        model.add_module("module", copy.deepcopy(model))
+        return model
+    def loss_sum(self, model, rows):
+        out = model[2](model[1](model[0](rows["x"])))
+        return ((out - rows["y"]).square() * rows["mask"]).sum(), rows["mask"].sum()
+    def reduce(self, model, ctx):
+        for p, q in zip(list(model.parameters())[:4], model.module.parameters()):
+            q.grad = p.grad.clone()
+            dist.all_reduce(q.grad)
+""", "fail", "another parameter of this rank is"),
+    ],
+    ids=["zero_head", "no_wait", "frozen_on_one_rank", "twin"],
+)  # fmt: skip
+def test_wrong_programs_do_not_pass(check, body, status, words):  # noqa: F811
+    verdict, _ = check(HAND + body)
+    assert verdict.status == status, text(verdict)[:2000]
+    assert words in text(verdict)
+
+
+def test_a_zero_gradient_at_the_only_step_is_unknown(check):  # noqa: F811
+    body = """
+    def build(self):
+        model = super().build()
+        nn.init.zeros_(model[2].weight)
+        return model
+"""
+    verdict, _ = check(HAND + body, steps=1)
+    assert verdict.status == "unknown"
+    assert "--steps 2" in text(verdict)
+    assert check(HAND + body)[0].status == "pass"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        """
+    def distribute(self, model, ctx):
+        for part in (model[0], model[2]):
+            part.weight = nn.Parameter(part.weight.data.clone())
+            part.bias = nn.Parameter(part.bias.data.clone())
+        return model
+""",
+        """
+    def reduce(self, model, ctx):
+        for p in model.parameters():
+            parts = [torch.empty_like(p.grad) for _ in range(3)] if ctx.rank == 0 else None
+            dist.gather(p.grad, parts, dst=0)
+            dist.scatter(p.grad, [sum(parts)] * 3 if parts else None, src=0)
+""",
+        """
+    def build(self):
+        torch.manual_seed(0)
+        part = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(5, 7))
+        return nn.Sequential(part, nn.Tanh(), nn.Linear(7, 3))
+""",
+        """
+    def build(self):
+        if not hasattr(self, "model"):
+            self.model = super().build()
+        return self.model
+""",
+        """
+    def build(self):
+        model = super().build()
+        model.register_parameter("empty", nn.Parameter(torch.empty(0, 3)))
+        return model
+    def reduce(self, model, ctx):
+        for p in (model[0].weight, model[0].bias, model[2].weight, model[2].bias):
+            dist.all_reduce(p.grad)
+""",
+    ],
+    ids=["new_parameters", "gather_scatter", "moving_buffers", "cached_model", "empty_parameter"],
+)
+def test_right_programs_pass(check, body):  # noqa: F811
+    verdict, _ = check(HAND + body)
+    assert verdict.status == "pass", text(verdict)[:3000]
+
+
+def test_a_float32_cast_in_the_loss_is_unknown_in_structure_only(check):  # noqa: F811
+    body = """
+    def loss_sum(self, model, rows):
+        out = model(rows["x"]).float().log_softmax(-1)
+        return -(out * rows["mask"]).sum(), rows["mask"].sum()
+"""
+    verdict, _ = check(HAND + body)
+    assert {t.name: t.status for t in verdict.tiers} == {
+        "structure": "unknown", "precision": "pass"
+    }  # fmt: skip
+    assert "less than float64" in text(verdict)
+
+
+def test_a_program_may_say_which_shard_it_holds(check):  # noqa: F811
+    body = """
+    def build(self):
+        model = super().build()
+        model[0].bias.data.zero_()
+        return model
+    cuts = [(0, 2), (2, 4), (4, 7)]
+    def shard_of(self, name, ctx):
+        return (slice(*self.cuts[ctx.rank]),) if name == "0.bias" else None
+    def distribute(self, model, ctx):
+        a, b = self.cuts[ctx.rank]
+        up, down = nn.Linear(5, b - a), nn.Linear(b - a, 3, bias=False)
+        up.weight.data, up.bias.data = model[0].weight.data[a:b], model[0].bias.data[a:b]
+        down.weight.data = model[2].weight.data[:, a:b]
+        local = nn.ModuleDict({"0": up, "2": down})
+        local["2"].bias = model[2].bias
+        return local
+    def step(self, model, batch, ctx):
+        up, down = model["0"], model["2"]
+        part = nn.functional.linear(torch.tanh(up(batch["x"])), down.weight)
+        whole = part.detach().clone()
+        dist.all_reduce(whole)
+        out = part + (whole - part).detach() + down.bias
+        error = (out - batch["y"]).square() * batch["mask"]
+        (error.sum() / batch["mask"].sum()).backward()
+"""
+    verdict, _ = check(body)
+    assert verdict.status == "pass", text(verdict)[:3000]
