@@ -15,9 +15,10 @@ from typing import Any
 
 from sumgrad.files import write_json
 from sumgrad.launch import Launcher, RankJob
-from sumgrad.program import Facts, broken_facts, check_options_taken
+from sumgrad.program import Facts, check_options_taken
 from sumgrad.program_faults import find_program_fault
 from sumgrad.program_judge import judge_program
+from sumgrad.program_probe import broken_facts
 from sumgrad.program_record import ProgramSpec, load_program_record
 from sumgrad.topology import Topology, topology_to_json
 from sumgrad.verdict import Verdict

@@ -237,13 +237,15 @@ def _is_narrow(cell: Cell) -> bool:
 def _coefficients(
     case: FailedStep, found: Sequence[tuple[tuple[int, ...], Explanation]]
 ) -> Iterator[RecoveredCoefficient]:
+    failing = case.failing()
     for ranks, explanation in found:
+        names = dict.fromkeys(cell.name for cell in failing if cell.rank in ranks)
         for i, (unit, value, sigma) in enumerate(
             zip(explanation.units, explanation.values, explanation.sigmas, strict=True)
         ):
             fraction = as_fraction(value, sigma)
             expected = "0" if unit.previous else "1"
-            params = explanation.params[i] if explanation.params else "failing"
+            params = explanation.params[i] if explanation.params else some_of(list(names))
             yield RecoveredCoefficient(
                 params=params,
                 ranks=ranks,

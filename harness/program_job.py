@@ -11,7 +11,8 @@ import torch
 from sumgrad.errors import UserError
 from sumgrad.files import write_json
 from sumgrad.process_group import Ledger
-from sumgrad.program import Broken, Facts, broken_facts, make_program, probe
+from sumgrad.program import Broken, Facts, make_program
+from sumgrad.program_probe import broken_facts, probe
 from sumgrad.program_rank import ProgramJob, run_program
 from sumgrad.program_record import ProgramSpec, write_program_rank, write_program_reference
 from sumgrad.program_reference import compute_program_reference

@@ -52,6 +52,7 @@ LAYERS = [
         "hypotheses",
         "endings",
         "program",
+        "program_probe",
         "program_context",
         "placement",
         "evidence",
