@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sumgrad.ledger_causes import reductions_of, some_of
+from sumgrad.ledger_causes import reductions_of
 from sumgrad.ledger_checks import Joint, describe, fed
 from sumgrad.operations import group_name
-from sumgrad.outcome import spans
+from sumgrad.outcome import some_of, spans
 from sumgrad.program_compare import Cell
 from sumgrad.program_fit import Explanation, FailedStep, explain_rank
 from sumgrad.program_names import list_rows, own_parts

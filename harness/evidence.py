@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from sumgrad.operations import FAMILIES, REDUCTIONS
+from sumgrad.placement import to_local
 from sumgrad.process_group import tensors_in
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 CLOSE = 1e-9  # of the norm: the same numbers, divided once, in float64
 OUT_OF_PLACE = ("reduce_scatter", "all_gather", "all_to_all", "scatter", "gather")
@@ -72,11 +72,11 @@ class GradientWatch:
     def feeds(self) -> list[dict[str, Any]]:
         """Which reductions' results the final gradients are: call number -> parameters, factor."""
         final = {
-            name: local(param.grad)
+            name: to_local(param.grad)
             for name, param in self._params.items()
             if param.grad is not None
             and not param.grad.is_sparse
-            and local(param.grad).numel() <= MAX_NUMEL
+            and to_local(param.grad).numel() <= MAX_NUMEL
         }
         out = []
         for number, outputs in self._outputs:
@@ -89,22 +89,9 @@ class GradientWatch:
                 out.append({"call": number, "grads": named})
         return out
 
-    def unreduced(self) -> list[str]:
-        """Parameters that end with exactly what this rank's own autograd produced."""
-        out = []
-        for name, produced in self._produced.items():
-            grad = self._params[name].grad
-            if grad is None or grad.is_sparse or produced.numel() > MAX_NUMEL:
-                continue
-            if bool(produced.any()):
-                final = local(grad)
-                if final.shape == produced.shape and torch.equal(final, produced):
-                    out.append(name)
-        return out
-
     def _saw(self, name: str, grad: Tensor) -> None:
         self.backwards[name] = self.backwards.get(name, 0) + 1
-        value = local(grad).detach()
+        value = to_local(grad).detach()
         value = value.to_dense() if value.is_sparse else value
         before = self._produced.get(name)
         self._produced[name] = value.clone() if before is None else before + value
@@ -153,11 +140,6 @@ def digest(flat: Tensor) -> str:
     """A hash of raw bits."""
     raw = flat.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """A DTensor's own shard, unreduced if it is a partial; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def bits(tensors: Sequence[Tensor]) -> str:

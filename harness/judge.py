@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from statistics import median
 from typing import Any
 
 from sumgrad.case import holders
@@ -30,7 +29,13 @@ from sumgrad.predict import PartialSums, Prediction
 from sumgrad.record import RunRecord
 from sumgrad.schedule import Mismatch, compare_ledger, outside_steps
 from sumgrad.verdict import Diagnosis, Status, TierVerdict, Verdict, merge
-from sumgrad.verdict_json import SCHEMA, tensor_json, topology_json
+from sumgrad.verdict_json import (
+    SCHEMA,
+    tensor_json,
+    tier_verdict,
+    topology_json,
+    unknown_tensors,
+)
 
 
 def judge(record: RunRecord) -> Verdict:
@@ -185,9 +190,7 @@ def _tier(
     references = record.references.get(tier, [])
     if [r.step for r in references] != list(range(record.spec.steps)):
         statuses.append("unknown")
-    reasons = dict.fromkeys(
-        f"{d.name}: {d.reason}" for d in mine if d.status == "unknown" and d.reason
-    )
+    reasons = unknown_tensors(mine)
     dtype = record.spec.tiers[tier]
     norms = [n for r in references for n in expect_norms(record.plan, r, dtype) if not n.seen]
     if norms:
@@ -195,22 +198,7 @@ def _tier(
         reasons |= {
             f"{n.field}: a halved or doubled norm would not have been seen": None for n in norms
         }
-    judged = [d for d in mine if d.comparable]
-    worst = max(judged, key=lambda d: d.max_rel, default=None)
-    same = [d.max_rel_same_dtype for d in judged if d.max_rel_same_dtype is not None]
-    same_l2 = [d.l2_rel_same_dtype for d in judged if d.l2_rel_same_dtype is not None]
-    return TierVerdict(
-        name=tier,
-        dtype=record.spec.tiers[tier],
-        status=merge(statuses),
-        worst_rel=worst.max_rel if worst else None,
-        worst_tensor=worst.name if worst else None,
-        worst_of_threshold=max((d.of_threshold for d in judged), default=None),
-        median_of_threshold=median([d.of_threshold for d in judged]) if judged else None,
-        worst_rel_same_dtype=max(same, default=None) if tier != "structure" else None,
-        worst_l2_rel_same_dtype=max(same_l2, default=None) if tier != "structure" else None,
-        reasons=tuple(reasons),
-    )
+    return tier_verdict(tier, dtype, statuses=statuses, diffs=mine, reasons=reasons)
 
 
 def _to_json(record: RunRecord, verdict: Verdict, diffs: Sequence[TensorDiff]) -> dict[str, Any]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sumgrad.ledger_checks import Joint, carries, describe, fed, identical, joint_operations
 from sumgrad.operations import REDUCTIONS
 from sumgrad.program_fit import CLOSE, FailedStep
 from sumgrad.verdict import Diagnosis
 
 NARROW = ("bfloat16", "float16")
-MAX_NAMED = 3
 
 
 def reductions_of(case: FailedStep) -> list[Joint]:
@@ -83,8 +80,8 @@ def _ledger_cause(kind: str, cause: str, because: str, joint: Joint) -> Diagnosi
     )
 
 
-def empty_handed(case: FailedStep, names: Sequence[str]) -> tuple[list[int], str] | None:
-    """Ranks whose input to a reduction of these gradients is zeros, while others' is not."""
+def empty_handed(case: FailedStep) -> tuple[list[int], str] | None:
+    """Ranks whose input to a reduction is zeros, while others' is not."""
     for joint in reductions_of(case):
         idle = [r for r, e in joint.events.items() if e.get("nonzero") is False]
         if idle and len(idle) < len(joint.events):
@@ -99,9 +96,3 @@ def scaled_by(case: FailedStep, factor: float) -> list[int]:
         for by_rank in joint.gradients().values():
             out |= {r for r, c in by_rank.items() if abs(c - factor) < CLOSE}
     return sorted(out) if len(out) < len(case.record.ranks) else []
-
-
-def some_of(names: Sequence[str]) -> str:
-    """A few names, and how many more there are."""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

@@ -7,7 +7,7 @@ inputs that are the same everywhere, a reduction whose result no gradient is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from sumgrad.operations import (
     members,
     signature,
 )
-from sumgrad.outcome import describe_operation, spans
+from sumgrad.outcome import describe_operation, some_of, spans
 from sumgrad.program_record import ProgramRecord, events_by_step
 
 UNITY = 1e-6  # a factor closer to 1 than this is 1
@@ -157,12 +157,12 @@ def _law(
     what = describe(record, joint)
     op = joint.first.get("reduce")
     if op != "SUM":
-        yield f"{what} is a {op}, not a SUM, of the gradients of {_some(names)}"
+        yield f"{what} is a {op}, not a SUM, of the gradients of {some_of(names)}"
     factors = prescaled(joint, sizes_of(record))
     if factors:
         factor, size_name = factors
         yield (
-            f"the gradients of {_some(list(joint.gradients()))} are multiplied by {factor:.6g} = "
+            f"the gradients of {some_of(list(joint.gradients()))} are multiplied by {factor:.6g} = "
             f"1/{size_name} before {what}: an average"
         )
     if identical(joint):
@@ -210,8 +210,3 @@ def sizes_of(record: ProgramRecord) -> dict[str, int]:
             out.setdefault("*".join(f"{head}{axis}" for axis, _ in pool.axes), pool.size)
     out.setdefault("world", topology.world_size)
     return out
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(names[:2]) + more

@@ -134,10 +134,8 @@ def _skip(self: Misbehaviour, call: Call, buffers: Buffers, key: str) -> None:
 
 def _double(self: Misbehaviour, call: Call, buffers: Buffers, key: str) -> None:
     call.issue().wait()
-    if buffers.in_place:
-        call.issue().wait()
-    else:
-        call.issue().wait()
+    call.issue().wait()
+    if not buffers.in_place:
         for out in buffers.outputs:
             out.mul_(buffers.size)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+MAX_NAMED = 3
 Status = Literal["ok", "raised", "killed", "timed_out", "missing"]
 
 
@@ -66,6 +67,12 @@ def spans(values: Sequence[int]) -> str:
         else:
             found.append([value, value])
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """A few names, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def describe_operation(event: Mapping[str, Any] | None) -> str | None:

@@ -16,8 +16,8 @@ from sumgrad.compare import TensorDiff
 from sumgrad.divergent_causes import divergent_cause
 from sumgrad.fault_operators import resembles
 from sumgrad.fit import as_fraction
-from sumgrad.ledger_causes import cause_in_ledger, some_of
-from sumgrad.outcome import spans
+from sumgrad.ledger_causes import cause_in_ledger
+from sumgrad.outcome import some_of, spans
 from sumgrad.program_compare import Cell, cells
 from sumgrad.program_fit import Explanation, FailedStep, Unit
 from sumgrad.program_record import ProgramRecord

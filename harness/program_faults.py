@@ -15,7 +15,6 @@ import torch
 from sumgrad.collective_faults import CollectiveFault, parse_collective_fault
 from sumgrad.errors import UserError
 from sumgrad.placement import Placed
-from sumgrad.workload import SHIPPED
 from torch import nn
 
 VARIANTS = "sumgrad.workloads.planted_programs"
@@ -112,7 +111,7 @@ def step_faults() -> dict[str, StepFault]:
             ),
             StepFault(
                 name="divide_by_world",
-                story="the result is divided by the world size once more (ms-swift, verl)",
+                story="the result is divided by the world size once more",
                 operator="M08",
                 named=("factor",),
                 plant=_scaled_after(lambda ctx: 1 / ctx.world_size),
@@ -199,8 +198,3 @@ def plant_in_step(
     if isinstance(fault, StepFault):
         return fault.plant(model, placed, ctx)
     return contextlib.nullcontext()
-
-
-def shipped_programs() -> list[str]:
-    """Names of the shipped Programs."""
-    return [name for name, target in SHIPPED.items() if target.startswith("sumgrad.programs")]

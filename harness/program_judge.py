@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +25,13 @@ from sumgrad.program_compare import (
 from sumgrad.program_diagnose import diagnose_program
 from sumgrad.program_record import ProgramRecord
 from sumgrad.verdict import Status, TierVerdict, Verdict, merge
-from sumgrad.verdict_json import SCHEMA, tensor_json, topology_json
+from sumgrad.verdict_json import (
+    SCHEMA,
+    tensor_json,
+    tier_verdict,
+    topology_json,
+    unknown_tensors,
+)
 
 FLOAT32_ROUNDINGS = 16
 
@@ -208,25 +213,12 @@ def _tier(record: ProgramRecord, tier: str, diffs: Sequence[TensorDiff]) -> Tier
     complete = [r for r, h in record.ranks.items() if all((tier, s) in h.grads for s in wanted)]
     if sound != wanted or len(complete) < record.spec.topology.world_size:
         statuses.append("unknown")
-    judged = [d for d in mine if d.comparable]
-    worst = max(judged, key=lambda d: d.max_rel, default=None)
-    same = [d.max_rel_same_dtype for d in judged if d.max_rel_same_dtype is not None]
-    same_l2 = [d.l2_rel_same_dtype for d in judged if d.l2_rel_same_dtype is not None]
-    return TierVerdict(
-        name=tier,
-        dtype=record.spec.tiers[tier],
-        status=merge(statuses),
-        worst_rel=worst.max_rel if worst else None,
-        worst_tensor=worst.name if worst else None,
-        worst_of_threshold=max((d.of_threshold for d in judged), default=None),
-        median_of_threshold=median([d.of_threshold for d in judged]) if judged else None,
-        worst_rel_same_dtype=max(same, default=None) if tier != "structure" else None,
-        worst_l2_rel_same_dtype=max(same_l2, default=None) if tier != "structure" else None,
-        reasons=tuple(
-            dict.fromkeys(
-                f"{d.name}: {d.reason}" for d in mine if d.status == "unknown" and d.reason
-            )
-        ),
+    return tier_verdict(
+        tier,
+        record.spec.tiers[tier],
+        statuses=statuses,
+        diffs=mine,
+        reasons=unknown_tensors(mine),
     )
 
 

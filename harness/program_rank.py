@@ -198,7 +198,6 @@ class _TierRun:
             "changed_weights": changed,
             "other_weights": wrong,
             "feeds": self.watch.feeds(),
-            "unreduced": self.watch.unreduced(),
             "backwards": max(self.watch.backwards.values(), default=0),
             "unwaited": self._unwaited(),
             "partial": [],

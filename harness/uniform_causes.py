@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sumgrad.fit import as_fraction
-from sumgrad.ledger_causes import carried_by, empty_handed, reductions_of, scaled_by, some_of
+from sumgrad.ledger_causes import carried_by, empty_handed, reductions_of, scaled_by
 from sumgrad.ledger_checks import Joint, describe, identical, prescaled, sizes_of
 from sumgrad.operations import group_name
-from sumgrad.outcome import spans
+from sumgrad.outcome import some_of, spans
 from sumgrad.program_compare import Cell
 from sumgrad.program_fit import CLOSE, Explanation, FailedStep, explain
 from sumgrad.program_names import (
@@ -267,7 +267,7 @@ def _factor_by_rows(case: FailedStep, found: Explanation, names: Sequence[str]) 
     lost = [u.rows for u in found.counted(0) if u.rows]
     others = [v for v in found.known if abs(v) >= CLOSE]
     if lost and all(abs(v - 1) < CLOSE for v in others):
-        empty = empty_handed(case, names)
+        empty = empty_handed(case)
         if empty is not None:
             return Diagnosis(
                 cause=f"rank {spans(empty[0])} contributes zeros to {empty[1]}, so rows "

@@ -1,11 +1,14 @@
-"""The parts of verdict.json that every kind of run shares (the contract is INTERFACE's)."""
+"""What the verdict of every kind of run has in common: a tier's figures, and parts of the JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any
 
 from sumgrad.compare import TensorDiff
 from sumgrad.topology import Topology
+from sumgrad.verdict import Status, TierVerdict, merge
 
 SCHEMA = 1
 
@@ -20,6 +23,40 @@ def topology_json(topology: Topology) -> dict[str, Any]:
             for p in topology.pools
         },
     }
+
+
+def tier_verdict(
+    tier: str,
+    dtype: str,
+    *,
+    statuses: Iterable[Status],
+    diffs: Sequence[TensorDiff],
+    reasons: Iterable[str],
+) -> TierVerdict:
+    """A tier's verdict from the statuses found and its own tensors."""
+    judged = [d for d in diffs if d.comparable]
+    worst = max(judged, key=lambda d: d.max_rel, default=None)
+    same = [d.max_rel_same_dtype for d in judged if d.max_rel_same_dtype is not None]
+    same_l2 = [d.l2_rel_same_dtype for d in judged if d.l2_rel_same_dtype is not None]
+    return TierVerdict(
+        name=tier,
+        dtype=dtype,
+        status=merge(statuses),
+        worst_rel=worst.max_rel if worst else None,
+        worst_tensor=worst.name if worst else None,
+        worst_of_threshold=max((d.of_threshold for d in judged), default=None),
+        median_of_threshold=median([d.of_threshold for d in judged]) if judged else None,
+        worst_rel_same_dtype=max(same, default=None) if tier != "structure" else None,
+        worst_l2_rel_same_dtype=max(same_l2, default=None) if tier != "structure" else None,
+        reasons=tuple(reasons),
+    )
+
+
+def unknown_tensors(diffs: Sequence[TensorDiff]) -> dict[str, None]:
+    """Why tensors are UNKNOWN, each reason once, in order."""
+    return dict.fromkeys(
+        f"{d.name}: {d.reason}" for d in diffs if d.status == "unknown" and d.reason
+    )
 
 
 def tensor_json(d: TensorDiff) -> dict[str, Any]:
