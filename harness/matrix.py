@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 GOOD = ("killed", "law", "invisible", "clean", "died")
-MIN_NAMED = 0.95  # of the kills
 WORST_FIRST = ("missed", "alarm", "crashed", "hung", "mispredicted", "misnamed")
 
 
@@ -16,7 +15,7 @@ class Cell:
     """One run. fault: None for the clean one. by: comparison or ledger, where killed.
 
     result: clean, killed, law (the ledger alone shows it), invisible, died; or, and then the matrix
-    fails: missed, alarm, crashed, hung, mispredicted, and misnamed where too many are.
+    fails: missed, alarm, crashed, hung, mispredicted; misnamed is listed, and does not fail.
     died: the ranks ended badly of what a collective did wrong; counted apart, as no kill of the
     comparison. named_alone: whether the cause is named right without a clean run beside it.
 
@@ -47,10 +46,12 @@ class Matrix:
 
     @property
     def ok(self) -> bool:
-        """Whether every visible fault was killed, every clean run passed, and causes have names."""
+        """Whether every visible fault was killed and every clean run passed, as the exit says.
+
+        A cause with another name is listed and counted; that the fault was killed stands.
+        """
         bad = [cell for cell in self.cells if not cell.ok and cell.result != "misnamed"]
-        named = self.share_named
-        return bool(self.cells) and not bad and (named is None or named >= MIN_NAMED)
+        return bool(self.cells) and not bad
 
     @property
     def counts(self) -> dict[str, int]:
