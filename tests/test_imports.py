@@ -86,6 +86,7 @@ LAYERS = [
         "check_reference",
         "ops_rank",
         "warm_rank",
+        "plugin_rank",
     ],
     ["judge", "program_judge", "report", "catalogue", "matrix"],
     ["plan_report", "program_check", "check"],
