@@ -16,6 +16,7 @@ from sumgrad.operations import FAMILIES, REDUCTIONS
 from sumgrad.placement import to_local
 from sumgrad.process_group import tensors_in
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 CLOSE = 1e-9  # of the norm: the same numbers, divided once, in float64
 OUT_OF_PLACE = ("reduce_scatter", "all_gather", "all_to_all", "scatter", "gather")
@@ -31,9 +32,12 @@ class GradientWatch:
         self._outputs: list[tuple[int, list[Tensor]]] = []
         self.backwards: dict[str, int] = {}
         self._calls = 0
+        # On the node that accumulates: a hook on the tensor also fires inside autograd.grad, whose
+        # result is no gradient of the step. The node lives as long as somebody holds it.
+        self._nodes = {n: get_gradient_edge(p).node for n, p in params.items() if p.requires_grad}
         self._hooks = [
-            param.register_hook(lambda grad, name=name: self._saw(name, grad))
-            for name, param in params.items()
+            node.register_prehook(lambda grads, name=name: self._saw(name, grads[0]))
+            for name, node in self._nodes.items()
         ]
 
     def begin_step(self) -> None:
@@ -89,7 +93,9 @@ class GradientWatch:
                 out.append({"call": number, "grads": named})
         return out
 
-    def _saw(self, name: str, grad: Tensor) -> None:
+    def _saw(self, name: str, grad: Tensor | None) -> None:
+        if grad is None:  # an autograd function that leaves a gradient for later
+            return
         self.backwards[name] = self.backwards.get(name, 0) + 1
         value = to_local(grad).detach()
         value = value.to_dense() if value.is_sparse else value

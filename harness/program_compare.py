@@ -10,6 +10,7 @@ from sumgrad.compare import Expected, TensorDiff, same_bits, tensor_diff
 from sumgrad.program_record import ProgramRankRecord, ProgramRecord
 from sumgrad.program_reference import ProgramReference
 from sumgrad.tolerances import noise_floor, threshold
+from sumgrad.unseen_checks import elsewhere
 from torch import Tensor
 
 
@@ -109,6 +110,10 @@ def compare_cell(record: ProgramRecord, cell: Cell) -> TensorDiff:
             return replace(diff, status="pass", reason=None)
         return replace(diff, status="unknown", reason="its gradient is zero at these weights, so "
                        "nothing was checked; --steps 2 moves the weights")  # fmt: skip
+    if cell.got is None and (cell.rank, cell.name) in elsewhere(record):
+        attribute = elsewhere(record)[cell.rank, cell.name]
+        why = f"the step left no .grad, but a gradient in {attribute}, which was not compared"
+        return replace(diff, status="unknown", reason=why)
     if cell.got is None and diff.status == "fail":
         return replace(diff, reason="the step left no gradient (None); the reference is not zero")
     return diff

@@ -24,6 +24,7 @@ from sumgrad.program_compare import (
 )
 from sumgrad.program_diagnose import diagnose_program
 from sumgrad.program_record import ProgramRecord
+from sumgrad.unseen_checks import buffer_warnings, unseen
 from sumgrad.verdict import Status, TierVerdict, Verdict, merge
 from sumgrad.verdict_json import (
     SCHEMA,
@@ -110,6 +111,7 @@ def _not_compared(record: ProgramRecord) -> Iterator[str]:
     if record.ranks:
         yield from uncovered(record)
     yield from _unsound(record)
+    yield from unseen(record)
 
 
 def _unsound(record: ProgramRecord) -> Iterator[str]:
@@ -195,6 +197,7 @@ def _warnings(record: ProgramRecord) -> Iterator[str]:
             f"the gradient of {name}{more} on rank {spans(ranks)} is still a Partial DTensor; it "
             f"was reduced for the comparison"
         )
+    yield from buffer_warnings(record)
     seen = set()
     for tier, references in record.references.items():
         for reference in references:

@@ -35,12 +35,14 @@ from sumgrad.program_context import Context, make_context, make_meshes
 from sumgrad.program_faults import find_program_fault, plant_in_step, planted_class
 from sumgrad.rank import SETUP, RankGuard
 from sumgrad.topology import Topology
+from sumgrad.unseen import buffers_after, come_alive, gradients_elsewhere, trained_names
 from sumgrad.workload import hash_weights
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 AGAIN = "again"  # label of the run that repeats a step
+BUFFER = "buffer"  # of a stored tensor that is no gradient
 
 Result = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -135,6 +137,7 @@ class _TierRun:
             (lambda name: declared(name, self.ctx)) if declared else None,
         )
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
+        self.trained = trained_names(self.model)
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
 
     def steps(self, tensors: Tensors, result: Result, *, again: bool) -> None:
@@ -149,6 +152,9 @@ class _TierRun:
             grads, info = self.step(step)
             for name, grad in grads.items():
                 tensors[f"{self.tier}/{step}/{name}"] = grad
+            held, info["changed_buffers"] = buffers_after(self.model, self.buffers)
+            for name, buffer in held.items():
+                tensors[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
             result["steps"].append(info)
         if again:
             grads, more = self.step(self.job.steps - 1, label=AGAIN)
@@ -201,6 +207,8 @@ class _TierRun:
             "backwards": max(self.watch.backwards.values(), default=0),
             "unwaited": self._unwaited(),
             "partial": [],
+            "elsewhere": gradients_elsewhere(self.placement.placed),
+            "alive": come_alive(self.model, self.trained),
             "fault": {"calls": self.misbehaviour.calls, "changed": self.misbehaviour.changed}
             if self.misbehaviour
             else None,

@@ -57,6 +57,7 @@ LAYERS = [
         "placement",
         "evidence",
         "misbehaviour",
+        "unseen",
     ],
     ["step", "reference", "program_reference", "program_faults", "program_rank"],
     [
@@ -68,6 +69,7 @@ LAYERS = [
         "verdict_json",
         "program_record",
         "program_compare",
+        "unseen_checks",
         "program_fit",
         "program_names",
         "ledger_checks",
