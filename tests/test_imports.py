@@ -89,6 +89,7 @@ LAYERS = [
         "ops_rank",
         "warm_rank",
         "plugin_rank",
+        "agreement",
     ],
     ["judge", "program_judge", "report", "catalogue", "matrix"],
     ["plan_report", "program_check", "check"],
