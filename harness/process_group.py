@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ _TRANSPORT = tuple(
     for name in ("process_group.py", "exchange.py", "convention.py", "misbehaviour.py")
 )
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+# Parts of torch that issue operations which, by design, nobody need wait for: Join's notice to
+# ranks that have joined; functional collectives, whose results wait for themselves when read.
+JOIN = "distributed/algorithms/join.py"
+OWN_WAITING = (JOIN, "nn/parallel/distributed.py", "distributed/_functional_collectives.py")
+_PASSED_ON = ("distributed_c10d.py", "c10d_logger.py", os.sep + "_ops.py", "contextlib.py")
 
 # What our subclass overrides -> the backend's method of the same meaning.
 _DELEGATED = {
@@ -120,6 +127,7 @@ class Ledger:
         self._fd, self._next, self._label = -1, 0, ""
         self.open_ops: dict[int, dict[str, Any]] = {}
         self.open_works: dict[int, Any] = {}
+        self.handed_over: deque[RecordedWork] = deque(maxlen=64)
         self.asked: set[int] = set()
         self.interpose: Interposer | None = None
         self.observe: Observer | None = None
@@ -264,7 +272,11 @@ class RecordingProcessGroup(dist.ProcessGroup):
             seen, result = self._ledger.observe(op, args)
             event = {**event, **seen}
         number = self._ledger.begin(event)
-        return RecordedWork(self.delegate(op, args, kwargs), self._ledger, number, result)
+        work = RecordedWork(self.delegate(op, args, kwargs), self._ledger, number, result)
+        if event.get("by") == JOIN:
+            # DDP's reducer keeps the C++ half and waits for it; without this one it waits forever.
+            self._ledger.handed_over.append(work)
+        return work
 
     def _set_group_name(self, name: Any) -> None:
         self._name = name
@@ -287,6 +299,9 @@ class RecordingProcessGroup(dist.ProcessGroup):
             "site": _call_site(),
             "pg": str(getattr(self, "_name", "")),
         }
+        issuer = _issuer()
+        if issuer in OWN_WAITING:
+            event["by"] = issuer
         options = [getattr(arg, "reduceOp", None) for arg in (*args[1:], *kwargs.values())]
         reduce_op = next((op for op in options if op is not None), None)
         if reduce_op is not None:
@@ -343,6 +358,17 @@ def _reduce_name(op: Any) -> str:
 def _span(ranks: list[int]) -> list[int] | str:
     step_one = ranks == list(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]}-{ranks[-1]}" if step_one else ranks
+
+
+def _issuer() -> str | None:
+    """The file of torch that asked for this operation, below torch's folder; None if the user's."""
+    frame = sys._getframe(3)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if name not in _TRANSPORT and not name.endswith(_PASSED_ON):
+            return name.removeprefix(_TORCH) if name.startswith(_TORCH) else None
+        frame = frame.f_back
+    return None
 
 
 def _call_site() -> str:

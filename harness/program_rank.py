@@ -217,7 +217,8 @@ class _TierRun:
     def _races(self, unwaited: list[int]) -> list[str]:
         """Operations that the step left without waiting for them, in words."""
         open_ops = self.rank.ledger.open_ops
-        return [text for n in unwaited if (text := describe_operation(open_ops.get(n)))]
+        left = [open_ops[n] for n in unwaited if n in open_ops and "by" not in open_ops[n]]
+        return [text for event in left if (text := describe_operation(event))]
 
     def _unwaited(self) -> list[int]:
         """Operations that nobody had waited for when `settle` looked."""
