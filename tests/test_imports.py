@@ -34,6 +34,7 @@ LAYERS = [
         "operations",
         "collective_faults",
         "fault_operators",
+        "delegation",
     ],
     ["plan"],
     [
@@ -103,7 +104,7 @@ EXCEPTIONS = {("rank", "workload")}
 MAY_TOUCH_DISTRIBUTED = {
     "convention", "exchange", "process_group", "step", "check_rank", "torchrun", "pytest_plugin",
     "fork_server", "launch", "tree_exchange", "ops_rank", "placement", "program_context",
-    "program_rank", "evidence", "misbehaviour", "warm_rank",
+    "program_rank", "evidence", "misbehaviour", "warm_rank", "delegation",
 }  # fmt: skip
 MAY_PRINT = {"cli"}
 
