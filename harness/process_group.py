@@ -38,7 +38,10 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # ranks that have joined; functional collectives, whose results wait for themselves when read.
 JOIN = "distributed/algorithms/join.py"
 OWN_WAITING = (JOIN, "nn/parallel/distributed.py", "distributed/_functional_collectives.py")
-_PASSED_ON = ("distributed_c10d.py", "c10d_logger.py", os.sep + "_ops.py", "contextlib.py")
+_PASSED_ON = (
+    "distributed_c10d.py", "c10d_logger.py", "contextlib.py", "torch/_ops.py",
+    "torch/_library/autograd.py",
+)  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

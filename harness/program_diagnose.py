@@ -113,7 +113,11 @@ def failed_step(record: ProgramRecord, failed: Sequence[TensorDiff]) -> FailedSt
         step=step,
         reference=references[step],
         previous=references[step - 1] if step else None,
-        cells=tuple(cells(record, tier, references[step])),
+        cells=tuple(
+            cell
+            for cell in cells(record, tier, references[step])
+            if cell.measured.shape == cell.wanted.value.shape
+        ),
     )
 
 

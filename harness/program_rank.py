@@ -16,7 +16,7 @@ from sumgrad.collective_faults import CollectiveFault
 from sumgrad.evidence import GradientWatch, bits
 from sumgrad.misbehaviour import Misbehaviour
 from sumgrad.outcome import describe_operation
-from sumgrad.placement import Placement, place, to_local
+from sumgrad.placement import Placed, Placement, place, to_local
 from sumgrad.process_group import Ledger
 from sumgrad.program import (
     Facts,
@@ -107,6 +107,7 @@ class _TierRun:
         self.full = weights_at(self.base, 0, dtype)
         self.kept = trained(self.model)  # kept alive: a freed parameter's id would be used again
         self.known = {id(p): n for n, p in self.kept.items()}
+        self.kept_modules = dict(self.model.named_modules())
         self.ctx: Context = make_context(
             job.topology, rank.rank, rank.meshes, dtype=dtype, seed=job.seed
         )
@@ -135,9 +136,11 @@ class _TierRun:
             self.known,
             self.full,
             (lambda name: declared(name, self.ctx)) if declared else None,
+            {id(module): name for name, module in self.kept_modules.items()},
         )
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
         self.trained = trained_names(self.model)
+        self.shapes = {p.name: p.local().shape for p in self.placement.placed}
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
 
     def steps(self, tensors: Tensors, result: Result, *, again: bool) -> None:
@@ -174,7 +177,7 @@ class _TierRun:
             for name, buffer in self.model.named_buffers():
                 if name in self.buffers and buffer.shape == self.buffers[name].shape:
                     buffer.copy_(self.buffers[name])
-        before = {p.name: bits([p.local()]) for p in self.placement.placed}
+        before = {p.name: bits([p.local()]) for p in self._kept_shape()}
         scramble(104, self.rank.rank, step, int(label is not None))
         self.watch.begin_step()
         if self.misbehaviour:
@@ -192,12 +195,9 @@ class _TierRun:
 
     def _info(self, step: int, before: dict[str, str]) -> Result:
         self.rank.ledger.settle()
-        changed = [p.name for p in self.placement.placed if bits([p.local()]) != before[p.name]]
-        wrong = [
-            p.name
-            for p in self.placement.placed
-            if before[p.name] != bits([p.slice(self.full[p.name])])
-        ]
+        kept = [p for p in self._kept_shape() if p.name in before]
+        changed = [p.name for p in kept if bits([p.local()]) != before[p.name]]
+        wrong = [p.name for p in kept if before[p.name] != bits([p.slice(self.full[p.name])])]
         return {
             "tier": self.tier,
             "step": step,
@@ -209,10 +209,18 @@ class _TierRun:
             "partial": [],
             "elsewhere": gradients_elsewhere(self.placement.placed),
             "alive": come_alive(self.model, self.trained),
+            "reshaped": {p.name: list(p.local().shape) for p in self._reshaped()},
             "fault": {"calls": self.misbehaviour.calls, "changed": self.misbehaviour.changed}
             if self.misbehaviour
             else None,
         }
+
+    def _kept_shape(self) -> list[Placed]:
+        """Parameters whose place still holds: a step may shard what distribute left whole."""
+        return [p for p in self.placement.placed if p.local().shape == self.shapes[p.name]]
+
+    def _reshaped(self) -> list[Placed]:
+        return [p for p in self.placement.placed if p.local().shape != self.shapes[p.name]]
 
     def _races(self, unwaited: list[int]) -> list[str]:
         """Operations that the step left without waiting for them, in words."""
@@ -227,7 +235,7 @@ class _TierRun:
     def _grads(self, info: Result) -> Tensors:
         """Local gradients. A DTensor that is still a partial sum is reduced here, and noted."""
         grads = {}
-        for p in self.placement.placed:
+        for p in self._kept_shape():
             grad = p.param.grad
             if grad is None:
                 continue
@@ -244,7 +252,7 @@ class _TierRun:
         """The recorded weights, but for the very first step: it shows what distribute left."""
         self.full = weights_at(self.base, step, self.dtype)
         with torch.no_grad():
-            for p in self.placement.placed:
+            for p in self._kept_shape():
                 if self.stepped:
                     p.local().copy_(p.slice(self.full[p.name]))
 

@@ -27,6 +27,12 @@ def unseen(record: ProgramRecord) -> Iterator[str]:
             f"{name}.{attribute} on rank {spans(ranks)} holds another gradient than its .grad, "
             f"which is what was compared; which of them the optimizer takes is not known"
         )
+    for name, (shape, ranks) in _reshaped(record).items():
+        yield (
+            f"{name} on rank {spans(ranks)} has shape {shape} after the step and had another one "
+            f"when the model was distributed, so which elements it holds is not known; shard it in "
+            f"distribute()"
+        )
     alive: dict[str, list[int]] = {}
     for rank, info in _infos(record):
         for name in info.get("alive", ()):
@@ -39,19 +45,31 @@ def unseen(record: ProgramRecord) -> Iterator[str]:
         )
 
 
-def elsewhere(record: ProgramRecord) -> dict[tuple[int, str], str]:
-    """(rank, parameter) -> the attribute that holds another gradient of it than `.grad`."""
-    return {
-        (rank, name): attribute
-        for rank, info in _infos(record)
-        for name, attribute in info.get("elsewhere", {}).items()
-    }
+def unread(record: ProgramRecord) -> dict[tuple[int, str], str]:
+    """(rank, parameter) -> why a missing `.grad` does not mean that there is no gradient."""
+    out = {}
+    for rank, info in _infos(record):
+        for name, attribute in info.get("elsewhere", {}).items():
+            out[rank, name] = f"the step left no .grad, but a gradient in {attribute}"
+        for name, shape in info.get("reshaped", {}).items():
+            out[rank, name] = f"it has another shape {tuple(shape)} after the step"
+    return out
 
 
 def _elsewhere(record: ProgramRecord) -> dict[str, tuple[str, list[int]]]:
-    out: dict[str, tuple[str, list[int]]] = {}
-    for (rank, name), attribute in elsewhere(record).items():
-        out.setdefault(name, (attribute, []))[1].append(rank)
+    return _by_name(record, "elsewhere")
+
+
+def _reshaped(record: ProgramRecord) -> dict[str, tuple[Any, list[int]]]:
+    return {n: (tuple(s), ranks) for n, (s, ranks) in _by_name(record, "reshaped").items()}
+
+
+def _by_name(record: ProgramRecord, key: str) -> dict[str, tuple[Any, list[int]]]:
+    """Parameter -> what the first rank noted of it, and the ranks that did; at most three."""
+    out: dict[str, tuple[Any, list[int]]] = {}
+    for rank, info in _infos(record):
+        for name, noted in info.get(key, {}).items():
+            out.setdefault(name, (noted, []))[1].append(rank)
     return dict(list(out.items())[:3])
 
 

@@ -54,10 +54,14 @@ UNFROZEN = """
          "_hp_grad on rank 1 holds another gradient"),
         (CRITERION, "unknown", "self.criterion.weight is trained by the loss and is none of"),
         (UNREGISTERED, "unknown", "a tensor of shape () is trained by the loss"),
+        (STEP + "        w = model.module[2].weight\n"
+         "        g, w.grad = w.grad[:1].clone(), None\n"
+         "        w.data = w.data[:1].clone()\n        w.grad = 3 * g", "unknown",
+         "2.weight on rank 0-2 has shape (1, 7) after the step"),
         (UNFROZEN, "unknown", "module.2.bias is trained after the step on rank 0-2"),
     ],
     ids=["main_grad", "main_grad_same", "main_grad_alone", "hp_grad_of_one_rank", "criterion",
-         "unregistered", "unfrozen_later"],
+         "unregistered", "sharded_in_the_step", "unfrozen_later"],
 )  # fmt: skip
 def test_what_is_trained_elsewhere_is_never_outside_in_silence(check, body, status, words):
     verdict, _ = check(body)
@@ -153,3 +157,39 @@ def test_weight_gradients_that_come_later(check):
     """Autograd hands None to the weight's node; the step makes the gradient itself."""
     verdict, _ = check(DEFERRED)
     assert verdict.status == "pass", (verdict.reasons, verdict.findings, verdict.diagnoses)
+
+
+JOIN = """
+    def step(self, model, batch, ctx):
+        from torch.distributed.algorithms.join import Join
+        mine = {k: v.tensor_split(3)[ctx.rank] for k, v in batch.items()}
+        count = mine['mask'].sum()
+        dist.all_reduce(count)
+        with Join([model], divide_by_initial_world_size=WHAT):
+            loss, _ = self.loss_sum(model, mine)
+            (loss / count).backward()
+"""
+LOGGED = """
+        import torch.distributed._functional_collectives as functional
+        self.logged = functional.all_reduce(batch['x'].sum().detach(), 'sum', ctx.group())
+"""
+LEFT = """
+        self.logged = dist.all_reduce(batch['x'].sum().detach(), async_op=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (JOIN.replace("WHAT", "True"), "pass"),
+        (JOIN.replace("WHAT", "False"), "pass"),
+        (STEP + LOGGED, "pass"),
+        (STEP + LEFT, "fail"),
+    ],
+    ids=["join", "join_by_those_that_are_left", "functional_never_read", "left_by_the_step"],
+)
+def test_who_need_not_wait(check, body, status):
+    """Join's notices and functional collectives wait for themselves; a step's own work does not."""
+    verdict, _ = check(body, tiers=("structure",))
+    assert verdict.status == status, (verdict.reasons, verdict.findings)
+    assert any("nobody waits" in text for text in verdict.findings) == (status == "fail")
