@@ -70,6 +70,8 @@ class GradientWatch:
             flat = torch.cat([t.detach().reshape(-1) for t in inputs])
             self._outputs.append((number, outputs))
             seen["nonzero"] = bool(flat.count_nonzero())
+            if flat.numel() == 1:
+                seen["scalar"] = float(flat)
             seen["grads"] = [[n, c] for n, c in segments(flat, self._produced)]
         return seen, None if family == "send" else lambda: bits(outputs)
 
@@ -125,18 +127,19 @@ def segments(flat: Tensor, grads: Mapping[str, Tensor]) -> list[tuple[str, float
 
 
 def _factor(part: Tensor, grad: Tensor) -> float | None:
-    """c with part = c grad, c not 0; None if there is none."""
-    if part.numel() != grad.numel() or part.dtype != grad.dtype:
+    """c with part = c grad, c not 0; None if there is none. Either may be rounded to its dtype."""
+    if part.numel() != grad.numel() or not part.is_floating_point():
         return None
+    eps = max(float(torch.finfo(part.dtype).eps), float(torch.finfo(grad.dtype).eps))
+    close = max(CLOSE, 4 * eps)
     x, y = part.double(), grad.double()
     at = int(y.abs().argmax())
     guess = float(x[at]) / float(y[at])
-    rough = 1e-2 * (abs(float(x[0])) + abs(guess * float(y[0])))
+    rough = max(1e-2, close) * (abs(float(x[0])) + abs(guess * float(y[0])))
     if guess == 0 or not abs(float(x[0]) - guess * float(y[0])) <= rough:
         return None  # most pairs are told apart by two elements
     size = float(y.square().sum())
     c = float((x * y).sum()) / size
-    close = max(CLOSE, 4 * float(torch.finfo(grad.dtype).eps))
     if c == 0 or not float((x - c * y).norm()) <= close * abs(c) * size**0.5:
         return None
     return c

@@ -28,7 +28,7 @@ BACKEND = "sumgrad"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TRANSPORT = tuple(
     os.path.join(_HERE, name)
-    for name in ("process_group.py", "exchange.py", "convention.py", "misbehaviour.py")
+    for name in ("process_group.py", "exchange.py", "convention.py", "misbehaviour.py", "narrow.py")
 )
 # Parts of the names of files that nobody wrote as a step: wrappers, and what a compiler wrote.
 _WRAPPERS = ("contextlib", "typing_extensions", "<eval_with_key>", " in wrapped", "torchinductor_")

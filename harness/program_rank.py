@@ -15,6 +15,7 @@ import torch
 from sumgrad.collective_faults import CollectiveFault
 from sumgrad.evidence import GradientWatch, bits
 from sumgrad.misbehaviour import Misbehaviour
+from sumgrad.narrow import NarrowWatch, is_compiled
 from sumgrad.outcome import describe_operation
 from sumgrad.placement import Placed, Placement, place, to_local
 from sumgrad.process_group import Ledger
@@ -163,6 +164,8 @@ class _TierRun:
             grads, more = self.step(self.job.steps - 1, label=AGAIN)
             info["unwaited"] = [*info["unwaited"], *more["unwaited"]]
             info["races"] = list(dict.fromkeys([*info["races"], *more["races"]]))
+            if "narrow" in more:
+                info["narrow"] = more["narrow"]
             for name, grad in grads.items():
                 tensors[f"{AGAIN}/{self.tier}/{name}"] = grad
 
@@ -184,12 +187,16 @@ class _TierRun:
             self.misbehaviour.begin_step()
         ctx = replace(self.ctx, step=step)
         batch = {key: value.clone() for key, value in self.batch.items()}
+        looked = label == AGAIN and self.dtype == torch.float64 and not is_compiled(self.model)
+        narrow = NarrowWatch()
         with self._watching(f"{label or self.tier}/{step}/step"), default_dtype(self.dtype):
-            with plant_in_step(self.fault, self.model, self.placement.placed, ctx):
+            planted = plant_in_step(self.fault, self.model, self.placement.placed, ctx)
+            with planted, narrow if looked else contextlib.nullcontext():
                 self.program.step(self.model, batch, ctx)
             unwaited = self.rank.ledger.nobody_waits_for()
             races = self._races(unwaited)
             info = {**self._info(step, before), "races": races}
+            info |= {"narrow": narrow.places} if looked else {}
             grads = self._grads(info)
         return grads, info
 

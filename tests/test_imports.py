@@ -59,6 +59,7 @@ LAYERS = [
         "evidence",
         "misbehaviour",
         "unseen",
+        "narrow",
     ],
     ["step", "reference", "program_reference", "program_faults", "program_rank"],
     [
