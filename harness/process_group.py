@@ -38,10 +38,6 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # ranks that have joined; functional collectives, whose results wait for themselves when read.
 JOIN = "distributed/algorithms/join.py"
 OWN_WAITING = (JOIN, "nn/parallel/distributed.py", "distributed/_functional_collectives.py")
-_PASSED_ON = (
-    "distributed_c10d.py", "c10d_logger.py", "contextlib.py", "torch/_ops.py",
-    "torch/_library/autograd.py",
-)  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -295,7 +291,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
             "pg": str(getattr(self, "_name", "")),
         }
         issuer = _issuer()
-        if issuer in OWN_WAITING:
+        if issuer is not None:
             event["by"] = issuer
         options = [getattr(arg, "reduceOp", None) for arg in (*args[1:], *kwargs.values())]
         reduce_op = next((op for op in options if op is not None), None)
@@ -373,12 +369,14 @@ def _span(ranks: list[int]) -> list[int] | str:
 
 
 def _issuer() -> str | None:
-    """The file of torch that asked for this operation, below torch's folder; None if the user's."""
-    frame = sys._getframe(3)
+    """The part of torch with waiting of its own through which this was asked for, if any."""
+    frame = sys._getframe(2)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
-        if name not in _TRANSPORT and not name.endswith(_PASSED_ON):
-            return name.removeprefix(_TORCH) if name.startswith(_TORCH) else None
+        if not name.startswith(_TORCH) and name not in _TRANSPORT and "contextlib" not in name:
+            return None
+        if name.startswith(_TORCH) and name.removeprefix(_TORCH) in OWN_WAITING:
+            return name.removeprefix(_TORCH)
         frame = frame.f_back
     return None
 

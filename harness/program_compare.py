@@ -149,7 +149,10 @@ def compare_program(record: ProgramRecord) -> list[TensorDiff]:
 
 
 def _unplaced(record: ProgramRecord) -> bool:
-    return any(held.unknown for held in record.ranks.values())
+    return any(
+        held.unknown or any(info.get("reshaped") for info in held.info.values())
+        for held in record.ranks.values()
+    )
 
 
 def compare_again(record: ProgramRecord) -> list[TensorDiff]:
