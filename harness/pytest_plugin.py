@@ -16,7 +16,8 @@ is not, and the test fails with a word of it; a `monkeypatch` asked for by the t
 rank's own. The first failing rank's traceback and output are shown. Another project's `distributed`
 marker is left alone: this plugin takes part where `ranks=N` is given or our fixtures are used;
 `sumgrad_markers = true` in pytest's configuration makes any other use of the marker an error.
-Importing this module imports no torch.
+Coverage of ranks: `patch = ["subprocess", "fork", "_exit"]` and `parallel = true` in coverage's own
+configuration, since ranks are forked and leave by os._exit. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -339,11 +340,12 @@ def _raise(failed: Sequence[RankOutcome], num_ranks: int, directory: Path) -> No
 def _describe(
     first: RankOutcome, failed: Sequence[RankOutcome], num_ranks: int, traceback: str | None
 ) -> str:
-    """The first failing rank's traceback and output, then who else did not end well."""
+    """The first failing rank, its traceback and output, then who else did not end well."""
     stack = traceback or first.stack
     output = (first.output or "").replace(first.stack or "\0", "")  # shown once
-    lines = [stack.rstrip()] if stack and stack.strip() else []
-    lines.append(f"---- rank {first.rank} {first.status}: {first.detail}")
+    lines = [f"rank {first.rank} {first.status}: {first.detail}"]
+    if stack and stack.strip():
+        lines.append(stack.rstrip())
     if first.waiting_in:
         lines.append(f"in {first.waiting_in}")
     if output.strip():

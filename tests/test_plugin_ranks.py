@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 
 import pytest
@@ -244,6 +245,33 @@ def test_the_failing_ranks_own_traceback_is_first(pytester, flags):
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert "said on rank 0" not in text
+
+
+def test_coverage_counts_what_ranks_ran(pytester):
+    """With the configuration that the plugin documents; `of_rank_one` runs on rank 1 alone."""
+    pytester.makepyfile(
+        lib="def of_rank_one():\n    return 1\n\n\ndef of_nobody():\n    return 2\n",
+        test_it="""
+        import pytest
+        from lib import of_rank_one
+
+        @pytest.mark.distributed(ranks=2)
+        def test_lines(ranks):
+            assert ranks.rank == 0 or of_rank_one()
+        """,
+    )
+    pytester.makefile(
+        ".coveragerc",
+        "[run]\nsource = .\nparallel = true\npatch =\n  subprocess\n  fork\n  _exit\n",
+    )
+    (pytester.path / "test_coverage_counts_what_ranks_ran.coveragerc").rename(
+        pytester.path / ".coveragerc"
+    )
+    run = [sys.executable, "-m", "coverage"]
+    assert pytester.run(*run, "run", "-m", "pytest", "-p", "no:cacheprovider").ret == 0
+    pytester.run(*run, "combine")
+    shown = pytester.run(*run, "report", "-m", "--include=lib.py").stdout.str()
+    assert [line.split()[-1] for line in shown.splitlines() if line.startswith("lib.py")] == ["6"]
 
 
 FOREIGN = """
