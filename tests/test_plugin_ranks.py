@@ -260,13 +260,8 @@ def test_coverage_counts_what_ranks_ran(pytester):
             assert ranks.rank == 0 or of_rank_one()
         """,
     )
-    pytester.makefile(
-        ".coveragerc",
-        "[run]\nsource = .\nparallel = true\npatch =\n  subprocess\n  fork\n  _exit\n",
-    )
-    (pytester.path / "test_coverage_counts_what_ranks_ran.coveragerc").rename(
-        pytester.path / ".coveragerc"
-    )
+    settings = "[run]\nsource = .\nparallel = true\npatch =\n  subprocess\n  fork\n  _exit\n"
+    (pytester.path / ".coveragerc").write_text(settings)
     run = [sys.executable, "-m", "coverage"]
     assert pytester.run(*run, "run", "-m", "pytest", "-p", "no:cacheprovider").ret == 0
     pytester.run(*run, "combine")
