@@ -68,11 +68,13 @@ def unrecorded_operations() -> set[str]:
 
 def operations_elsewhere() -> dict[tuple[str, str], int]:
     """(backend, group) -> operations so far, for groups that torch made without our class."""
-    held: dict[Any, Any] = dist.distributed_c10d._world.pg_map
+    held = dist.distributed_c10d._world.pg_map
+    foreign: list[tuple[Any, str]] = [
+        (pg, backend) for pg, (backend, _) in held.items() if type(pg) is dist.ProcessGroup
+    ]
     return {
-        (str(backend), str(pg.group_name)): pg._get_sequence_number_for_group()
-        for pg, (backend, _) in held.items()
-        if type(pg) is dist.ProcessGroup
+        (backend, str(pg.group_name)): pg._get_sequence_number_for_group()
+        for pg, backend in foreign
     }
 
 
