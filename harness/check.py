@@ -171,10 +171,13 @@ def chosen_kernels(options: CheckOptions, topology: Topology, workload: Workload
 
 
 def versions() -> dict[str, str]:
-    """What a stored run was made with."""
+    """What a stored run was made with, and what of this torch no ledger would show."""
     import torch
+    from sumgrad.delegation import unrecorded_operations
 
-    return {
+    unrecorded = ", ".join(sorted(unrecorded_operations()))
+    more = {"not recorded": unrecorded} if unrecorded else {}
+    return more | {
         "sumgrad": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

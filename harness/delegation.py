@@ -66,9 +66,23 @@ def unrecorded_operations() -> set[str]:
     return names - set(DELEGATED) - _NO_OPERATION
 
 
+def operations_elsewhere() -> dict[tuple[str, str], int]:
+    """(backend, group) -> operations so far, for groups that torch made without our class."""
+    held = dist.distributed_c10d._world.pg_map
+    foreign: list[tuple[Any, str]] = [
+        (pg, backend) for pg, (backend, _) in held.items() if type(pg) is dist.ProcessGroup
+    ]
+    return {
+        (backend, str(pg.group_name)): pg._get_sequence_number_for_group()
+        for pg, backend in foreign
+    }
+
+
 def carry_out(inner: Any, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation on the backend below. Returns its work; None where it has none."""
     name = DELEGATED[op]
+    if name == "gather_single":
+        return _gather_single(inner, *args, **kwargs)
     if name not in _ONE_BY_ONE or hasattr(inner, name):
         return getattr(inner, name)(*args, **kwargs)
     outputs, inputs, *rest = args  # Gloo has no coalesced form
@@ -79,3 +93,10 @@ def carry_out(inner: Any, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     for work in works[:-1]:
         work.wait()
     return works[-1]
+
+
+def _gather_single(inner: Any, output: Any, held: Any, opts: Any) -> Any:
+    """Gloo has only the form with one tensor a rank: the parts of one are views of it."""
+    root = inner.rank() == opts.rootRank
+    parts = [list(output.view(-1).chunk(inner.size()))] if root else []
+    return inner.gather(parts, [held.reshape(-1)], opts)

@@ -57,6 +57,21 @@ class Joint:
         return out
 
 
+def unrecorded(record: ProgramRecord) -> Iterator[str]:
+    """Calls of methods that this version does not know: what they moved is in no ledger."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank, events in record.started.items():
+        for event in events:
+            if "op" in event and str(event["op"]) not in FAMILIES:
+                where = (str(event["op"]), str(event.get("site")))
+                found.setdefault(where, []).append(rank)
+    for (op, site), ranks in found.items():
+        yield (
+            f"rank {spans(sorted(set(ranks)))} calls {op} at {site}: this version of sumgrad does "
+            f"not record it (torch {record.spec.versions.get('torch')})"
+        )
+
+
 def joint_operations(record: ProgramRecord, tier: str, step: int) -> list[Joint]:
     """Every collective of a step, by group and order, from all ranks that wrote a ledger."""
     found: dict[tuple[str, tuple[int, ...]], dict[int, list[Event]]] = {}

@@ -321,9 +321,10 @@ def _unrecorded(name: str) -> Callable[..., Any]:
         number = self._ledger.begin(self._event(name, args, kwargs))
         known_below = getattr(self._inner, name, None)
         method = known_below or getattr(super(RecordingProcessGroup, self), name)
-        result = method(*args, **kwargs)
-        self._ledger.done(number)
-        return result
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._ledger.done(number)
 
     call.__name__ = name
     return _step_aside(call)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sumgrad.compare import TensorDiff
 from sumgrad.files import finite
-from sumgrad.ledger_checks import disagreements, law_findings
+from sumgrad.ledger_checks import disagreements, law_findings, unrecorded
 from sumgrad.outcome import outcome_to_json, some_of, spans
 from sumgrad.program_compare import (
     compare_again,
@@ -117,6 +117,7 @@ def _not_compared(record: ProgramRecord) -> Iterator[str]:
         yield from (f"{place(rank)}: {text}" for text in held.unknown)
         if not held.ledger_whole:
             yield f"{place(rank)}: its ledger is missing or cut short"
+    yield from unrecorded(record)
     yield from record.damage
     if record.ranks:
         yield from uncovered(record)

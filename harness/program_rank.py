@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from sumgrad.collective_faults import CollectiveFault
+from sumgrad.delegation import operations_elsewhere
 from sumgrad.evidence import GradientWatch, bits
 from sumgrad.misbehaviour import Misbehaviour
 from sumgrad.narrow import NarrowWatch, is_compiled
@@ -118,6 +119,7 @@ class _TierRun:
             else None
         )
         self.stepped = False
+        self.elsewhere = operations_elsewhere()
         self._distribute()
 
     def _distribute(self) -> None:
@@ -168,6 +170,17 @@ class _TierRun:
                 info["narrow"] = more["narrow"]
             for name, grad in grads.items():
                 tensors[f"{AGAIN}/{self.tier}/{name}"] = grad
+        result["unknown"] += [u for u in self._elsewhere() if u not in result["unknown"]]
+
+    def _elsewhere(self) -> list[str]:
+        """Backends over which the Program communicated unseen, by groups of its own."""
+        now = operations_elsewhere()
+        used = {key[0] for key, count in now.items() if count > self.elsewhere.get(key, 0)}
+        return [
+            f"communicates over a group of backend {backend}, which no ledger shows: leave the "
+            f"backend out of new_group"
+            for backend in sorted(used)
+        ]
 
     def step(self, step: int, *, label: str | None = None) -> tuple[Tensors, Result]:
         """One step from its recorded weights: local gradients, and what else was seen."""

@@ -129,6 +129,38 @@ def test_a_stale_buffer_adds_what_the_last_rank_sent_before(ranks):
     assert got == [[6.0, 6.0], [9.0, 9.0]]
 
 
+@pytest.mark.distributed(ranks=2)
+def test_messages_in_a_batch_arrive(ranks):
+    """torch 2.14 asks the group for its backend first, and 2.15's pipeline what that can do."""
+    group, cpu, other = dist.group.WORLD, torch.device("cpu"), 1 - ranks.rank
+    backend = group._get_backend(cpu)
+    assert backend is group  # nothing goes around the ledger
+    assert not backend.supports_coalescing
+    assert not backend.supports_splitting
+    assert not backend.supports_tensor_alloc(cpu)
+    assert backend.options._timeout.total_seconds() > 0
+    sent, got = torch.full((2,), ranks.rank + 1.0), torch.zeros(2)
+    started = group._ledger.num_operations
+    ops = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, got, other)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert got.tolist() == [other + 1.0] * 2
+    assert group._ledger.num_operations == started + 2
+
+
+@pytest.mark.distributed(ranks=3)
+def test_one_gathered_tensor_and_a_barrier_without_work(ranks):
+    """gather_single, new in torch 2.14, on a backend without it; monitored_barrier gives None."""
+    out, options = torch.zeros(3, 2), dist.GatherOptions()
+    options.rootRank = 1
+    held = torch.full((2,), float(ranks.rank))
+    group = dist.group.WORLD
+    group.gather_single(out if ranks.rank == 1 else held.new_empty(0), held, options).wait()
+    assert out.tolist() == [[r * (ranks.rank == 1)] * 2 for r in range(3)]
+    assert group.monitored_barrier() is None
+    assert not group._ledger.open_ops
+
+
 @pytest.mark.distributed(ranks=3)
 def test_recording_costs_little(ranks):
     """An all-reduce through the recording group against one straight on Gloo, side by side."""
