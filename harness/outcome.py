@@ -17,6 +17,7 @@ class RankOutcome:
     detail: one line for the report. waiting_in: the operation that had started and was not done.
     stack: traceback of the exception, or of where the rank stood. output: the tail of what it
     printed, when it did not end well. ended_at: seconds since the epoch, by the rank's own clock.
+    by_launcher: it was killed by the launcher, because it did not end when it was asked to.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class RankOutcome:
     stack: str | None = None
     output: str | None = None
     ended_at: float | None = None
+    by_launcher: bool = False
 
     @property
     def ok(self) -> bool:
@@ -54,7 +56,7 @@ def outcome_to_json(outcome: RankOutcome) -> dict[str, Any]:
 
 
 def outcome_from_json(data: Mapping[str, Any]) -> RankOutcome:
-    fields: dict[str, Any] = {f: data.get(f) for f in RankOutcome.__dataclass_fields__}
+    fields: dict[str, Any] = {f: data[f] for f in RankOutcome.__dataclass_fields__ if f in data}
     return RankOutcome(**fields)
 
 
