@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from sumgrad.conversation import Conversation
 from sumgrad.endings import outcome_from_record
+from sumgrad.errors import LaunchError
 from sumgrad.interpreter import server_environment
 from sumgrad.outcome import RankOutcome
 from sumgrad.processes import end_tagged, kill
@@ -70,10 +71,6 @@ class RankJob:
     timeout_s: float = 60.0
     helper_patience: int = 10
     start: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
-
-
-class LaunchError(RuntimeError):
-    """The fork server itself could not start or died."""
 
 
 class Launcher:

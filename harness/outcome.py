@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -35,6 +36,12 @@ class RankOutcome:
     @property
     def ok(self) -> bool:
         return self.status == "ok"
+
+    @property
+    def killed_from_outside(self) -> bool:
+        """Killed by neither the launcher nor a crash of its own code: somebody, or the kernel."""
+        own = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
+        return self.status == "killed" and not self.by_launcher and self.exit_code not in own
 
 
 def first_to_fail(outcomes: Sequence[RankOutcome]) -> RankOutcome:
