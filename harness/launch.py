@@ -38,7 +38,7 @@ SINGLE_THREAD = {
     name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 }
 START_LIMIT_S = 300.0  # torch from a cold disk
-SILENCE_S = 60.0  # the server says a word every second while a job runs
+SILENCE_S = 30.0  # the server says a word every second while a job runs
 CLOSE_S = 10.0
 TICK_S = 1.0
 TAG = "SUMGRAD_LAUNCHER"  # whose ranks a process descends from

@@ -83,7 +83,11 @@ class RankGuard:
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(  # a child that is stopped at once must not write to our pipe
+            before=lambda: _block(signal.SIG_BLOCK),
+            after_in_parent=lambda: _block(signal.SIG_UNBLOCK),
+            after_in_child=self._forget,
+        )
         with self.env.file(".stack").open("w") as file:
             self._stack_fd = os.dup(file.fileno())
         faulthandler.dump_traceback_later(self.env.timeout_s + 1, file=self._stack_fd)
@@ -131,11 +135,11 @@ class RankGuard:
 
     def _forget(self) -> None:
         """In a process that a step forks: this rank's signals are none of its business."""
-        if self._closing:
-            return
-        signal.set_wakeup_fd(-1)
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        if not self._closing:
+            signal.set_wakeup_fd(-1)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+        _block(signal.SIG_UNBLOCK)
 
     def _wait(self) -> int | None:
         """The signal that stops this rank; 0 at the deadline, None when the guard is closed.
@@ -248,6 +252,10 @@ def _one_line(error: BaseException) -> str:
     if any(words in text for words in LOST):
         return "lost its connection to another rank"
     return f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__
+
+
+def _block(how: int) -> None:
+    signal.pthread_sigmask(how, STOP_SIGNALS)
 
 
 def flush() -> None:
