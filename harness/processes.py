@@ -74,10 +74,10 @@ def reap_children() -> None:
 
 def children_of(parent: int) -> list[int]:
     """The living processes and zombies whose parent this is; empty where there is no /proc."""
-    lists = list(Path(f"/proc/{parent}/task").glob("*/children"))
-    if lists:
-        return [int(pid) for file in lists for pid in _read(file).split()]
-    return [
+    threads = list(Path(f"/proc/{parent}/task").glob("*"))
+    if all((thread / "children").exists() for thread in threads):  # none: it is gone
+        return [int(pid) for thread in threads for pid in _read(thread / "children").split()]
+    return [  # a kernel without such lists
         int(stat.parent.name)
         for stat in Path("/proc").glob("[0-9]*/stat")
         if _read(stat).rpartition(")")[2].split()[1:2] == [str(parent)]
