@@ -247,9 +247,14 @@ def read_end_record(directory: Path, rank: int) -> dict[str, Any] | None:
     return data if isinstance(data, dict) and "status" in data else None
 
 
+def lost_another(error: BaseException) -> bool:
+    """Whether this is how the end of another rank shows: it says nothing of this one."""
+    return any(words in " ".join(str(error).split()) for words in LOST)
+
+
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    if any(words in text for words in LOST):
+    if lost_another(error):
         return "lost its connection to another rank"
     return f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__
 

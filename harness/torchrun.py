@@ -32,7 +32,7 @@ from sumgrad.files import write_bytes, write_json
 from sumgrad.outcome import RankOutcome
 from sumgrad.processes import adopt_orphans, end_children
 from sumgrad.program_record import ProgramSpec
-from sumgrad.rank import RankEnv, RankGuard, flush, rank_file, read_end_record
+from sumgrad.rank import RankEnv, RankGuard, flush, lost_another, rank_file, read_end_record
 from sumgrad.topology import load_topology
 from sumgrad.verdict import Verdict
 from sumgrad.workload import Workload
@@ -197,7 +197,8 @@ class _Member:
             guard.finish("ok", result=result)
         except BaseException as error:
             self.failed = guard.raised(error)
-            traceback.print_exc()
+            if not lost_another(error):
+                traceback.print_exc()
         guard.close()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)

@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -368,24 +369,30 @@ def handles(pid: int | None) -> bool:
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+def row_of(case: Case) -> dict:
+    """One case in a directory of its own, as data."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        seen = run_case(case, Path(place))
+    row = {**asdict(case), **asdict(seen)}
+    del row["case"], row["said"]
+    return row
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Drawn kills and signals; see the docstring.")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
     started, rows = time.monotonic(), []
-    for case in draw(args.seed, args.count):
-        if args.only and case.number not in args.only:
-            continue
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
-            seen = run_case(case, Path(place))
-        row = {**asdict(seen), **asdict(case)}
-        del row["case"], row["said"]
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+    cases = [c for c in draw(args.seed, args.count) if not args.only or c.number in args.only]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for row in pool.map(row_of, cases):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     bad = [row["number"] for row in rows if row["problems"]]
     summary = {
         "cases": len(rows),
