@@ -386,7 +386,8 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it,
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this; the runs would inherit it
     started, rows = time.monotonic(), []
     cases = [c for c in draw(args.seed, args.count) if not args.only or c.number in args.only]
     with ThreadPoolExecutor(args.jobs) as pool:
