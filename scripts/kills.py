@@ -12,7 +12,8 @@ What every case must show:
   that ends or stops it, at any time before its process was gone, also after its last write; the
   fork server was struck while a job ran; the command or its group was struck before it had printed
   its last line. (Ranks and the server ignore SIGINT, which is meant for the command. A server that
-  is struck while nothing runs is replaced.)
+  is struck while nothing runs is replaced. Under torchrun the command is torchrun's agent: its
+  ranks are told to end or go on without it, what they say is theirs, its exit code is its own.)
 - No FAIL: nothing is wrong with what is run.
 - No traceback on standard error (of torchrun's own there are some; none may name our files), and
   an exit code of ours, or 128 + n or -n where the command itself was struck.
@@ -277,7 +278,8 @@ def wrong(seen: Seen, text: str, errors: str) -> list[str]:
     harmed = seen.struck and case.signal not in HARMLESS.get(case.who, ())
     if case.who == "server" and case.when in ("import", "judging"):
         harmed = False
-    if case.who in ("main", "group") and "sumgrad: PASS" in seen.said:
+    printed_before = "sumgrad: PASS" in seen.said
+    if case.who in ("main", "group") and (printed_before or case.subject == "torchrun"):
         harmed = False
     if passed and harmed:
         out.append(f"passed: exit {seen.exit_code}, {seen.last_line}")
