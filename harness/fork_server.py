@@ -72,6 +72,7 @@ class _Job:
     looked_at: float = 0.0
     seen: int = 0
     beat_at: float = 0.0
+    soon_until: float = 0.0  # a process that closes its output is about to end
 
     @property
     def living(self) -> list[_Rank]:
@@ -141,16 +142,15 @@ def _listen(ours: Conversation, job: _Job) -> dict[str, Any] | None:
         job.beat_at = now
         ours.mention({"id": job.request["id"], "beat": True})
     logs = {rank.log.reader: rank.log for rank in job.ranks if rank.log.open}
-    ending = any(not rank.log.open for rank in job.living)
     poll = select.poll()
     for descriptor in (ours.fileno(), *logs):
         poll.register(descriptor, select.POLLIN)
-    for descriptor, _ in poll.poll((SOON_S if ending else TICK_S) * 1000):
+    for descriptor, _ in poll.poll((SOON_S if now < job.soon_until else TICK_S) * 1000):
         if descriptor in logs:
             logs[descriptor].drain()
-        elif (message := ours.receive(0)) is not None:
-            return message
-    return None
+            if not logs[descriptor].open:
+                job.soon_until = time.monotonic() + TICK_S
+    return ours.receive(0)  # it may have come together with the request
 
 
 def _reap(ours: Conversation, job: _Job) -> None:
