@@ -38,10 +38,11 @@ class RankOutcome:
         return self.status == "ok"
 
     @property
-    def killed_from_outside(self) -> bool:
-        """Killed by neither the launcher nor a crash of its own code: somebody, or the kernel."""
+    def ended_from_outside(self) -> bool:
+        """Ended by neither the launcher nor its own code: somebody or the kernel, or not known."""
         own = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
-        return self.status == "killed" and not self.by_launcher and self.exit_code not in own
+        killed = self.status == "killed" and not self.by_launcher and self.exit_code not in own
+        return killed or (self.status == "missing" and self.exit_code is None)
 
 
 def first_to_fail(outcomes: Sequence[RankOutcome]) -> RankOutcome:

@@ -205,7 +205,8 @@ def _record_of(clean: ProgramRecord, fault: str, place: Path) -> ProgramRecord |
 
 
 def _clean_cell(topology: str, clean: ProgramRecord, verdict: Verdict) -> Cell:
-    result = "clean" if verdict.status == "pass" else "alarm"
+    ended_well = all(o["status"] == "ok" for o in verdict.data["outcomes"])
+    result = "clean" if verdict.status == "pass" else "alarm" if ended_well else "crashed"
     why = next(iter([*verdict.reasons, *verdict.findings]), None)
     why = verdict.diagnoses[0].cause if verdict.diagnoses else why
     return Cell(
@@ -221,7 +222,7 @@ def cell_of(topology: str, clean: ProgramRecord, ran: Ran) -> Cell:
         hung = ran.ended.status == "timed_out"
         planted = isinstance(find_program_fault(ran.fault, clean.spec.workload), CollectiveFault)
         # What a collective does wrong is the whole bug: that the program dies of it is its answer.
-        its_own = planted and not (ran.ended.ok or ran.ended.killed_from_outside)
+        its_own = planted and not (ran.ended.ok or ran.ended.ended_from_outside)
         result = "died" if its_own else "hung" if hung else "crashed"
         return replace(base, result=result, cause=ran.ended.detail)
     fault = find_program_fault(ran.fault, clean.spec.workload)

@@ -75,6 +75,7 @@ class RankGuard:
         self._main = threading.main_thread().ident
         self._reader, self._writer = os.pipe()
         self._closing = False
+        self.stopping = False  # whether a signal or the deadline ends this rank
         self._pid = os.getpid()
 
     def start(self) -> None:
@@ -170,6 +171,7 @@ class RankGuard:
     def _watch(self) -> None:
         if (number := self._wait()) is None:
             return
+        self.stopping = True
         frames = sys._current_frames()
         frame = frames.get(self._main) if self._main else None
         status, why = self._stopped(number)
@@ -204,7 +206,7 @@ def enter_rank(env: RankEnv, target: str, arguments: dict[str, Any]) -> int:
     try:
         result = load_target(target)(guard, **arguments)
         guard.finish("ok", **({"result": result} if result is not None else {}))
-        return 0
+        return EXIT_TIMED_OUT if guard.stopping else 0  # told to end while it wrote its last
     except BaseException as error:
         guard.raised(error)
         traceback.print_exc()

@@ -11,10 +11,13 @@ What every case must show:
 - No PASS that is not earned. Not earned: a rank, its reference or its probe was struck by a signal
   that ends or stops it, at any time before its process was gone, also after its last write; the
   fork server was struck while a job ran; the command or its group was struck before it had printed
-  its last line. (Ranks and the server ignore SIGINT, which is meant for the command. A server that
-  is struck while nothing runs is replaced. Under torchrun the command is torchrun's agent: its
-  ranks are told to end or go on without it, what they say is theirs, its exit code is its own.)
-- No FAIL: nothing is wrong with what is run.
+  its last line. Earned is it where nobody was harmed: ranks and the server ignore SIGINT, which is
+  meant for the command; a server that is struck while nothing runs is replaced (`faults` runs many
+  jobs, and one that was struck in a job is counted as crashed). Under torchrun the command is
+  torchrun's agent: its ranks are told to end or go on without it, what they say is theirs, its
+  exit code is its own; ranks that have finished ignore SIGTERM there, by which an agent that lost
+  one rank would end the one that judges.
+- No FAIL: nothing is wrong with what is run. (`faults` fails by saying who crashed.)
 - No traceback on standard error (of torchrun's own there are some; none may name our files), and
   an exit code of ours, or 128 + n or -n where the command itself was struck.
 - The command ends within its limit; within a grace time after it no process of the run is left,
@@ -28,6 +31,7 @@ import json
 import os
 import platform
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -276,17 +280,20 @@ def wrong(seen: Seen, text: str, errors: str) -> list[str]:
     case, out = seen.case, []
     passed = seen.exit_code == 0 or "sumgrad: PASS" in text
     harmed = seen.struck and case.signal not in HARMLESS.get(case.who, ())
-    if case.who == "server" and case.when in ("import", "judging"):
+    if case.who == "server" and (case.when in ("import", "judging") or case.subject == "faults"):
+        harmed = False
+    if (case.subject, case.when, case.signal) == ("torchrun", "exit", "TERM"):
         harmed = False
     printed_before = "sumgrad: PASS" in seen.said
     if case.who in ("main", "group") and (printed_before or case.subject == "torchrun"):
         harmed = False
     if passed and harmed:
         out.append(f"passed: exit {seen.exit_code}, {seen.last_line}")
-    if "sumgrad: FAIL" in text:
+    if "sumgrad: FAIL" in text and not re.search(r"FAIL: .*\bcrashed", text):
         out.append("failed, and nothing was wrong with it")
     torchs = case.subject == "torchrun"
-    ours = [part for part in tracebacks(errors) if not torchs or "harness/" in part]
+    in_ours = re.compile(r'File "[^"]*/harness/')
+    ours = [part for part in tracebacks(errors) if not torchs or in_ours.search(part)]
     if ours:
         out.append(f"traceback: {ours[0][-400:]}")
     allowed: tuple[int, ...] = (0, 3, 4)

@@ -175,6 +175,17 @@ def end_late(ranks):
         atexit.register(os._exit, 3)
     elif how == "hang":
         atexit.register(time.sleep, 1000)
+    elif how == "told":  # to end, while it writes its last
+        import sumgrad.rank
+
+        write = sumgrad.rank.write_json
+
+        def write_later(path, data):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+            write(path, data)
+
+        sumgrad.rank.write_json = write_later
 
 
 LATE_ENDS = {
@@ -182,12 +193,13 @@ LATE_ENDS = {
     "kill": ("killed", "killed by SIGKILL"),
     "code": ("raised", "exited with code 3 after it had finished"),
     "hang": ("raised", "exited with code 124 after it had finished"),
+    "told": ("raised", "exited with code 124 after it had finished"),
     "well": ("ok", None),
 }
 
 
 def test_a_rank_that_ends_badly_after_its_last_write(sumgrad_launcher, tmp_path):
-    outcomes = on_ranks(sumgrad_launcher, tmp_path, end_late, num_ranks=5)
+    outcomes = on_ranks(sumgrad_launcher, tmp_path, end_late, num_ranks=len(LATE_ENDS))
     for record in (tmp_path / "ranks").glob("rank_?????.json"):
         assert json.loads(record.read_text())["status"] == "ok"
     assert [(o.status, o.detail) for o in outcomes] == list(LATE_ENDS.values())
@@ -247,11 +259,14 @@ def test_torchrun_says_who_ended_badly(tmp_path):
 
 def test_a_rank_killed_from_outside_is_no_fault_that_was_caught():
     base = {"rank": 0, "pool": "ci", "status": "killed"}
-    assert RankOutcome(**base, exit_code=-9).killed_from_outside
-    assert RankOutcome(**base, exit_code=124).killed_from_outside  # by SIGTERM, as it wrote itself
-    assert not RankOutcome(**base, exit_code=-9, by_launcher=True).killed_from_outside
-    assert not RankOutcome(**base, exit_code=-11).killed_from_outside
-    assert not RankOutcome(**{**base, "status": "raised"}, exit_code=1).killed_from_outside
+    gone = {**base, "status": "missing"}
+    assert RankOutcome(**base, exit_code=-9).ended_from_outside
+    assert RankOutcome(**base, exit_code=124).ended_from_outside  # by SIGTERM, as it wrote itself
+    assert RankOutcome(**gone).ended_from_outside  # the server was lost
+    assert not RankOutcome(**gone, exit_code=0).ended_from_outside
+    assert not RankOutcome(**base, exit_code=-9, by_launcher=True).ended_from_outside
+    assert not RankOutcome(**base, exit_code=-11).ended_from_outside
+    assert not RankOutcome(**{**base, "status": "raised"}, exit_code=1).ended_from_outside
 
 
 # ---- what ranks print ---------------------------------------------------------------------------
