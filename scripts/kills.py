@@ -52,6 +52,8 @@ GRACE_S = 20.0
 SIGNALS = ("KILL", "TERM", "INT", "SEGV", "ABRT", "HUP", "stop", "stay")
 WEIGHTS = (20, 18, 14, 12, 8, 10, 10, 4)
 HARMLESS = {"rank": ("INT",), "helper": ("INT",), "server": ("INT",)}
+# A background shell ignores SIGINT, nohup SIGHUP, and what is ignored is inherited.
+AS_IN_A_TERMINAL = ("env", "--default-signal=INT,HUP")
 PLACES = ("step", "writes", "exit")
 WHO_WHEN = {
     "run": {
@@ -194,7 +196,7 @@ def run_case(case: Case, place: Path) -> Seen:
     started = time.monotonic()
     with (place / "stdout").open("w") as out, (place / "stderr").open("w") as err:
         process = subprocess.Popen(
-            command_of(case, place), stdout=out, stderr=err, stdin=subprocess.DEVNULL,
+            [*AS_IN_A_TERMINAL, *command_of(case, place)], stdout=out, stderr=err, stdin=subprocess.DEVNULL,
             env=environment, start_new_session=True, cwd=place,
         )  # fmt: skip
     problems = []
@@ -395,8 +397,6 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it,
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this; the runs would inherit it
     started, rows = time.monotonic(), []
     cases = [c for c in draw(args.seed, args.count) if not args.only or c.number in args.only]
     with ThreadPoolExecutor(args.jobs) as pool:
