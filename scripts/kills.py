@@ -196,8 +196,8 @@ def run_case(case: Case, place: Path) -> Seen:
     started = time.monotonic()
     with (place / "stdout").open("w") as out, (place / "stderr").open("w") as err:
         process = subprocess.Popen(
-            [*AS_IN_A_TERMINAL, *command_of(case, place)], stdout=out, stderr=err, stdin=subprocess.DEVNULL,
-            env=environment, start_new_session=True, cwd=place,
+            [*AS_IN_A_TERMINAL, *command_of(case, place)], stdout=out, stderr=err,
+            stdin=subprocess.DEVNULL, env=environment, start_new_session=True, cwd=place,
         )  # fmt: skip
     problems = []
     struck = await_moment(case, process, place)
