@@ -325,32 +325,45 @@ def _redirect(output: int) -> None:
     os.dup2(output, 2)
 
 
-def _leave(code: int, scratch: Path) -> NoReturn:
-    """End everybody below, remove what is theirs, and go; also from within a signal handler."""
+def _leave(code: int, scratch: Path, parent: int) -> NoReturn:
+    """End everybody below and go; also from within a signal handler.
+
+    The temporary files are the command's while it lives: it may start another server over them.
+    """
     end_children()
-    shutil.rmtree(scratch, ignore_errors=True)
+    if os.getppid() != parent:
+        shutil.rmtree(scratch, ignore_errors=True)
     os._exit(code)
 
 
+def _closed(scratch: Path, parent: int) -> NoReturn:
+    """Nobody is at the other end: the command dies (its files are closed first), or has closed."""
+    end_children()
+    deadline = time.monotonic() + KILL_GRACE_S
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(SOON_S)
+    _leave(0, scratch, parent)
+
+
 def main() -> None:
-    """`--serve FD SCRATCH MODULE...` is the server; `--rank N FILE` is one spawned rank."""
+    """`--serve FD PARENT SCRATCH MODULE...` is the server; `--rank N FILE` one spawned rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.argv[1] == "--rank":
         die_with_parent()
         sys.exit(_enter(json.loads(Path(sys.argv[3]).read_text()), int(sys.argv[2])))
-    scratch = Path(sys.argv[3])
+    parent, scratch = int(sys.argv[3]), Path(sys.argv[4])
     for number in LEAVE_SIGNALS:
-        signal.signal(number, lambda number, _: _leave(128 + number, scratch))
+        signal.signal(number, lambda number, _: _leave(128 + number, scratch, parent))
     die_with_parent(signal.SIGTERM)
     adopt_orphans()
     ours = Conversation(socket.socket(fileno=int(sys.argv[2])))
     try:
-        serve(ours, preload=sys.argv[4:], scratch=scratch)
+        serve(ours, preload=sys.argv[5:], scratch=scratch)
     except EOFError:
-        _leave(0, scratch)
+        _closed(scratch, parent)
     except BaseException:
         traceback.print_exc()
-        _leave(1, scratch)
+        _leave(1, scratch, parent)
 
 
 if __name__ == "__main__":

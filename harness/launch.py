@@ -121,7 +121,7 @@ class Launcher:
         command = [sys.executable, "-m", "sumgrad.fork_server", "--serve", str(theirs.fileno())]
         try:
             self._process = subprocess.Popen(
-                [*command, str(self._scratch), *self._preload],
+                [*command, str(os.getpid()), str(self._scratch), *self._preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **server_environment(), **SINGLE_THREAD, **self._tag},

@@ -98,10 +98,11 @@ def do_to_the_server(ranks, *, marks, number):
 def test_a_server_that_is_killed_or_stopped_is_missed(tmp_path, monkeypatch):
     """And what its ranks had started is ended by the launcher."""
     monkeypatch.setattr("sumgrad.launch.SILENCE_S", 2.0)
-    with Launcher() as launcher:
+    with Launcher() as launcher, launcher.temporary_directory() as kept:
         for number, words in (
             (signal.SIGKILL, "the fork server ended with exit code -9"),
             (signal.SIGSTOP, "the fork server was silent for 2 s"),
+            (signal.SIGTERM, "the fork server ended with exit code 143"),
         ):
             marks = tmp_path / number.name
             marks.mkdir()
@@ -112,6 +113,8 @@ def test_a_server_that_is_killed_or_stopped_is_missed(tmp_path, monkeypatch):
             assert outcome.detail == words
             (mark,) = (marks / "session").iterdir()
             wait_until(lambda mark=mark: not alive(int(mark.name)))
+            assert kept.exists()  # whatever became of a server
+    assert not kept.parent.exists()
 
 
 def terminate_a_child(guard):
