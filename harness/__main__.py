@@ -2,7 +2,7 @@
 
 import sys
 
-from sumgrad.cli import main
+from sumgrad.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

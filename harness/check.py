@@ -36,9 +36,9 @@ from sumgrad.program_check import (
 )
 from sumgrad.program_job import look_here
 from sumgrad.program_record import ProgramSpec, is_program_run, write_program_spec
-from sumgrad.record import RunSpec, load_record, write_outcomes, write_spec
+from sumgrad.record import RunSpec, load_record, write_outcomes, write_problems, write_spec
 from sumgrad.topology import Topology, load_topology, topology_to_json
-from sumgrad.verdict import Verdict, merge
+from sumgrad.verdict import Verdict
 from sumgrad.workload import Workload, find_class, first_params, has_kernels, load_workload
 
 Progress = Callable[[str], None]
@@ -223,7 +223,7 @@ def run_check(
     directory = made[0] if made else make_directory(options, topology.name)
     store_spec(directory, spec)
     if isinstance(spec, ProgramSpec) and spec.facts.problems:
-        return finish_program(directory, problems=(), progress=progress), directory
+        return finish_program(directory, progress=progress), directory
     num_ranks = spec.topology.world_size
     job = RankJob(
         target="sumgrad.check_rank:check_rank",
@@ -341,16 +341,18 @@ class Run:
 def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Verdict:
     """Judge, explain a failure, write the verdict.
 
-    problems: why a reference is missing, if one is.
+    problems: why a reference is missing, or not to be relied on; kept with the run.
     """
     from sumgrad.check_reference import store_partials
     from sumgrad.judge import judge
 
     directory, spec = run.directory, run.spec
     write_outcomes(directory, run.outcomes)
+    if problems:
+        write_problems(directory, problems)
     progress("comparing")
     if isinstance(spec, ProgramSpec):
-        return finish_program(directory, problems=problems, progress=progress)
+        return finish_program(directory, progress=progress)
     assert run.workload is not None
     record = load_record(directory)
     verdict = judge(record)
@@ -361,7 +363,7 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
         store_partials(directory, spec, run.workload, tier, step)
         record = load_record(directory)
         verdict = judge(record)
-    return _with_problems(directory, verdict, problems)
+    return _written(directory, verdict)
 
 
 def judge_directory(directory: Path, *, law: str | None = None) -> Verdict:
@@ -376,22 +378,15 @@ def judge_directory(directory: Path, *, law: str | None = None) -> Verdict:
     return judge(record)
 
 
-def finish_program(directory: Path, *, problems: Sequence[str], progress: Progress) -> Verdict:
+def finish_program(directory: Path, *, progress: Progress) -> Verdict:
     """Judge a Program's run and write the verdict."""
     progress("judging")
-    return _with_problems(directory, judge_program_directory(directory), problems)
+    return _written(directory, judge_program_directory(directory))
 
 
-def _with_problems(directory: Path, verdict: Verdict, problems: Sequence[str]) -> Verdict:
-    """The verdict with what kept a reference from being made; written to the directory."""
-    data = dict(verdict.data)
-    reasons = verdict.reasons
-    if problems:
-        reasons = (*reasons, *problems)
-        verdict = replace(verdict, status=merge([verdict.status, "unknown"]))
-        data |= {"not_compared": list(reasons), "status": verdict.status}
-    data = finite(data)
-    verdict = replace(verdict, reasons=reasons, data=data)
+def _written(directory: Path, verdict: Verdict) -> Verdict:
+    """The verdict, once it is in the directory."""
+    verdict = replace(verdict, data=finite(verdict.data))
     write_verdict(directory, verdict)
     return verdict
 

@@ -11,16 +11,21 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sumgrad.arguments import Parser, add_common_flags, add_run_flags, make_parser
-from sumgrad.errors import UserError
+from sumgrad.errors import LaunchError, UserError
 from sumgrad.files import write_bytes, write_json
 from sumgrad.interpreter import decide_interpreter, has_gpu
+from sumgrad.interrupts import closed_on_signal
 from sumgrad.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
+
+if TYPE_CHECKING:
+    from sumgrad.launch import Launcher
 
 WIDTH_ELSEWHERE = 200
 
@@ -47,6 +52,9 @@ def _guarded(call: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("sumgrad: interrupted; every rank was ended", file=sys.stderr)
         return 130
+    except LaunchError as error:
+        print(f"sumgrad: {error}; no verdict", file=sys.stderr)
+        return EXIT_INTERNAL
     except BrokenPipeError:
         sys.stderr.close()
         return EXIT_INTERNAL
@@ -88,14 +96,22 @@ def _dispatch(args: argparse.Namespace) -> int:
     return code
 
 
+@contextmanager
+def _launcher() -> Iterator[Launcher]:
+    """A launcher that is closed whatever ends the command, a signal too."""
+    from sumgrad.launch import Launcher
+
+    with Launcher() as launcher, closed_on_signal(launcher.end):
+        yield launcher
+
+
 def _run(args: argparse.Namespace) -> int:
     decide_interpreter(on_cpu=True)
     from sumgrad.check import run_check
-    from sumgrad.launch import Launcher
     from sumgrad.shrink import shrink
 
     options = _options(args)
-    with Launcher() as launcher, _Progress(args.quiet) as progress:
+    with _launcher() as launcher, _Progress(args.quiet) as progress:
         verdict, directory = run_check(options, launcher=launcher, progress=progress)
         if args.shrink and verdict.status == "fail":
             small = replace(options, tiers=("structure",))
@@ -178,10 +194,9 @@ def _plan(args: argparse.Namespace) -> int:
 def _faults(args: argparse.Namespace) -> int:
     decide_interpreter(on_cpu=True)
     from sumgrad.fault_matrix import default_topologies, render_matrix, run_matrix
-    from sumgrad.launch import Launcher
 
     topologies = args.topologies or default_topologies()
-    with Launcher() as launcher, _Progress(args.quiet) as progress:
+    with _launcher() as launcher, _Progress(args.quiet) as progress:
         matrix = run_matrix(
             topologies,
             faults=args.fault,
@@ -203,10 +218,9 @@ def _faults(args: argparse.Namespace) -> int:
 def _ops(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if has_gpu() else "cpu")
     decide_interpreter(on_cpu=device == "cpu")
-    from sumgrad.launch import Launcher
     from sumgrad.ops_matrix import render_ops, run_matrix
 
-    with Launcher() as launcher, _Progress(args.quiet) as progress:
+    with _launcher() as launcher, _Progress(args.quiet) as progress:
         matrix = run_matrix(
             args.op,
             dtype=args.dtype,

@@ -2,7 +2,7 @@
 
 Anything wrong with what the user wrote (a file, a flag, a workload) raises `UserError` with every
 problem found, each naming its place; the command line prints them and exits 2. Errors of ours are
-assertions with values.
+assertions with values; what fails around us (a process that was killed) is a `LaunchError`.
 """
 
 from __future__ import annotations
@@ -19,3 +19,7 @@ class UserError(ValueError):
 
     def __reduce__(self) -> tuple[type[UserError], tuple[tuple[str, ...]]]:
         return (type(self), (self.problems,))
+
+
+class LaunchError(RuntimeError):
+    """The fork server could not start, or is gone: one line that says how."""

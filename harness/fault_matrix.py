@@ -6,7 +6,6 @@ clean run must pass. Anything else is listed first and fails the matrix.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +101,7 @@ def run_plan_matrix(
     del quick
     chosen = [find_fault(name) for name in faults] if faults else list(plan_faults().values())
     cells = []
-    with tempfile.TemporaryDirectory(prefix="sumgrad-") as directory:
+    with launcher.temporary_directory() as directory:
         base = CheckOptions(
             topology=path,
             workload=workload,

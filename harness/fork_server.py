@@ -2,17 +2,23 @@
 
 What it is: a small process between the command and the ranks. It never runs a tensor operation, a
 backward or CUDA, and stays single-threaded (a child forked after an OpenMP region hangs). What it
-does: fork ranks on request, reap them, enforce the deadline, and leave nobody behind: it dies with
-its parent, and the ranks die with it. Speaks JSON lines over one socket; see launch.py.
+does: fork ranks on request, reap them, enforce the deadline, keep what they print, and leave
+nobody and nothing behind: whatever a rank started is adopted and ended with its job. It ends when
+its parent does, the ranks die with it, and it takes their temporary files along.
+
+    {"sync": n}          -> {"synced": n, "threads": ...}       ends a job that runs
+    {"id": n, job ...}   -> {"id": n, "rank": ...} ..., {"id": n, "done": true}
+
+One job at a time; anything that arrives while it runs ends it. See launch.py for the other side.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -20,11 +26,20 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from sumgrad.conversation import Conversation
 from sumgrad.endings import open_operation, read_ledger
 from sumgrad.operations import disagreement_of
-from sumgrad.rank import HELPERS, RankEnv, enter_rank, rank_file
+from sumgrad.processes import (
+    adopt_orphans,
+    die_with_parent,
+    end_children,
+    kill,
+    kill_group,
+)
+from sumgrad.rank import HELPERS, RankEnv, enter_rank, flush, own_exit_functions, rank_file
+from sumgrad.rank_log import RankLog
 
 STOP_GRACE_S, KILL_GRACE_S = 3.0, 5.0
 STANDSTILL_S = 10.0
@@ -32,6 +47,9 @@ IMPORTED_UNDER = (
     "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_INTERPRET",
 )  # fmt: skip
 DISAGREEMENT_S = 1.0  # between two looks at the ledgers of ranks that stand still
+TICK_S, SOON_S = 0.05, 0.002  # between two looks at the ranks; when one has closed its output
+BEAT_S = 1.0
+LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(slots=True)
@@ -39,9 +57,10 @@ class _Rank:
     rank: int
     pid: int
     started: float
+    log: RankLog
     helper: bool = False
     exit_code: int | None = None
-    seconds: float | None = None
+    killed: bool = False  # by this server
 
 
 @dataclass(slots=True)
@@ -55,6 +74,8 @@ class _Job:
     written: int = 0
     looked_at: float = 0.0
     seen: int = 0
+    beat_at: float = 0.0
+    soon_until: float = 0.0  # a process that closes its output is about to end
 
     @property
     def living(self) -> list[_Rank]:
@@ -65,54 +86,92 @@ class _Job:
         return [rank for rank in self.living if not rank.helper]
 
 
-def serve(connection: socket.socket, *, preload: list[str]) -> None:
-    """Answer requests until the other end closes."""
-    started = time.monotonic()
+def serve(ours: Conversation, *, preload: list[str], scratch: Path) -> None:
+    """Answer requests until the other end closes. scratch: removed by whoever is last."""
     for name in preload:
         importlib.import_module(name)
+    scratch.mkdir(mode=0o700, exist_ok=True)
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    _send(
-        connection,
-        {"ready": os.getpid(), "threads": threads, "seconds": round(time.monotonic() - started, 3)},
-    )
-    for line in connection.makefile("r"):
-        request = json.loads(line)
-        _run(connection, request)
+    message = None
+    while True:
+        message = message or ours.receive(None)
+        assert message is not None
+        if "sync" in message:
+            ours.send({"synced": message["sync"], "threads": threads})
+            message = None
+        else:
+            message = _run(ours, message)
 
 
-def _run(connection: socket.socket, request: dict[str, Any]) -> None:
-    started = time.monotonic()
-    ranks = []
-    start = _spawn if request["start"] == "spawn" else _fork
-    for number in range(request["num_ranks"] + len(request["helpers"])):
-        pid = start(connection, request, number)
-        helper = number >= request["num_ranks"]
-        ranks.append(_Rank(number, pid, time.monotonic(), helper))
-    job = _Job(request, ranks, deadline=started + request["timeout_s"])
+def _run(ours: Conversation, request: dict[str, Any]) -> dict[str, Any] | None:
+    """Run a job to its end. Returns the message that ended it before, if one did."""
+    rendezvous = Path(request["rendezvous"]).parent
+    rendezvous.mkdir(parents=True)
+    job = _Job(request, [], deadline=time.monotonic() + request["timeout_s"])
     try:
+        _start(ours, job)
         while job.living:
-            if _closed(connection):
-                raise SystemExit(0)
-            _reap(connection, job)
+            if (message := _listen(ours, job)) is not None:
+                return message
+            _reap(ours, job)
             _enforce(job)
     finally:
         for rank in job.living:
-            _kill(rank.pid, signal.SIGKILL)
-    _send(connection, {"done": True})
+            _end(rank)
+        end_children()
+        for rank in job.ranks:
+            rank.log.close()
+        shutil.rmtree(rendezvous, ignore_errors=True)
+    ours.send({"id": request["id"], "done": True})
+    return None
 
 
-def _reap(connection: socket.socket, job: _Job) -> None:
-    """Wait up to 50 ms for news, then collect every rank that has ended."""
-    signal.sigtimedwait([signal.SIGCHLD], 0.05) if hasattr(signal, "sigtimedwait") else time.sleep(
-        0.02
-    )
+def _start(ours: Conversation, job: _Job) -> None:
+    request = job.request
+    start = _spawn if request["start"] == "spawn" else _fork
+    for number in range(request["num_ranks"] + len(request["helpers"])):
+        log = RankLog(_log(request, number))
+        readers = [rank.log.reader for rank in job.ranks]
+        pid = start(request, number, log.writer, [ours.fileno(), log.reader, *readers])
+        os.close(log.writer)
+        helper = number >= request["num_ranks"]
+        job.ranks.append(_Rank(number, pid, time.monotonic(), log, helper))
+
+
+def _listen(ours: Conversation, job: _Job) -> dict[str, Any] | None:
+    """Wait a moment for output, an end or a message, and take what there is."""
+    now = time.monotonic()
+    if now > job.beat_at + BEAT_S:
+        job.beat_at = now
+        ours.mention({"id": job.request["id"], "beat": True})
+    logs = {rank.log.reader: rank.log for rank in job.ranks if rank.log.open}
+    poll = select.poll()
+    for descriptor in (ours.fileno(), *logs):
+        poll.register(descriptor, select.POLLIN)
+    for descriptor, _ in poll.poll((SOON_S if now < job.soon_until else TICK_S) * 1000):
+        if descriptor in logs:
+            logs[descriptor].drain()
+            if not logs[descriptor].open:
+                job.soon_until = time.monotonic() + TICK_S
+    return ours.receive(0)  # it may have come together with the request
+
+
+def _reap(ours: Conversation, job: _Job) -> None:
+    """Collect every rank that has ended."""
     for rank in job.living:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)
         if pid:
             rank.exit_code = os.waitstatus_to_exitcode(status)
-            rank.seconds = round(time.monotonic() - rank.started, 3)
-            event = {"rank": rank.rank, "exit_code": rank.exit_code, "seconds": rank.seconds}
-            _send(connection, event)
+            seconds = round(time.monotonic() - rank.started, 3)
+            event = {"rank": rank.rank, "exit_code": rank.exit_code, "seconds": seconds}
+            ours.send({"id": job.request["id"], **event, "killed": rank.killed})
+
+
+def _end(rank: _Rank) -> None:
+    """Kill a rank, with its group, that will not end of itself."""
+    rank.killed = True
+    kill_group(rank.pid, signal.SIGKILL)
+    kill(rank.pid, signal.SIGKILL)
 
 
 def _enforce(job: _Job) -> None:
@@ -125,7 +184,7 @@ def _enforce(job: _Job) -> None:
     patience = job.request["helper_patience"]
     if now > job.deadline + patience * job.request["timeout_s"] + KILL_GRACE_S:
         for rank in job.living:
-            _kill(rank.pid, signal.SIGKILL)
+            _end(rank)
     if job.stop_at is None:
         died = any(
             not r.helper
@@ -140,10 +199,10 @@ def _enforce(job: _Job) -> None:
     if job.stop_at is not None and job.kill_at is None and now > job.stop_at:
         job.kill_at = now + KILL_GRACE_S
         for rank in job.living_ranks:
-            _kill(rank.pid, signal.SIGUSR1)
+            kill(rank.pid, signal.SIGUSR1)
     if job.kill_at is not None and now > job.kill_at:
         for rank in job.living_ranks:
-            _kill(rank.pid, signal.SIGKILL)
+            _end(rank)
 
 
 def _stands_still(job: _Job, now: float) -> bool:
@@ -190,39 +249,46 @@ def _ledger_bytes(job: _Job, rank: _Rank) -> int:
         return 0
 
 
-def _fork(connection: socket.socket, request: dict[str, Any], rank: int) -> int:
+def _fork(request: dict[str, Any], rank: int, output: int, foreign: list[int]) -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, LEAVE_SIGNALS)  # the server's handlers are not ours
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, LEAVE_SIGNALS)
         return pid
     code = 1
     try:
-        connection.close()
+        os.setpgid(0, 0)
+        for number in LEAVE_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, LEAVE_SIGNALS)
         die_with_parent()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        _redirect(_log(request, rank))
-        code = _enter(request, rank)
+        _redirect(output)
+        for descriptor in (output, *foreign):
+            os.close(descriptor)
+        with own_exit_functions():
+            code = _enter(request, rank)
     except BaseException:
         traceback.print_exc()
-        sys.stderr.flush()
+        code = code or 1
     finally:
+        flush()
         os._exit(code)
 
 
-def _spawn(connection: socket.socket, request: dict[str, Any], rank: int) -> int:
+def _spawn(request: dict[str, Any], rank: int, output: int, foreign: list[int]) -> int:
     """Where forking is unsafe (macOS): a fresh interpreter for every rank."""
+    del foreign  # none of them is inherited
     file = Path(request["rendezvous"]).with_name("request.json")
     if not file.exists():
         file.write_text(json.dumps(request))
-    log = str(_log(request, rank))
     command = [sys.executable, "-m", "sumgrad.fork_server", "--rank", str(rank), str(file)]
-    write = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_OPEN, 1, log, write, 0o644),
-        (os.POSIX_SPAWN_DUP2, 1, 2),
+        (os.POSIX_SPAWN_DUP2, output, 1),
+        (os.POSIX_SPAWN_DUP2, output, 2),
     ]
     return os.posix_spawn(
-        sys.executable, command, dict(os.environ), file_actions=actions, setsigmask=[]
+        sys.executable, command, dict(os.environ), file_actions=actions, setpgroup=0
     )
 
 
@@ -263,52 +329,52 @@ def _log(request: dict[str, Any], rank: int) -> Path:
     return rank_file(*_place(request, rank), ".log")
 
 
-def _redirect(log: Path) -> None:
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+def _redirect(output: int) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux)."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+def _leave(code: int, scratch: Path, parent: int) -> NoReturn:
+    """End everybody below and go; also from within a signal handler.
+
+    The temporary files are the command's while it lives: it may start another server over them.
+    """
+    end_children()
+    if os.getppid() != parent:
+        shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(code)
 
 
-def _closed(connection: socket.socket) -> bool:
-    ready, _, _ = select.select([connection], [], [], 0)
-    return bool(ready) and not connection.recv(1, socket.MSG_PEEK)
-
-
-def _kill(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
-
-
-def _send(connection: socket.socket, event: dict[str, Any]) -> None:
-    try:
-        connection.sendall((json.dumps(event) + "\n").encode())
-    except OSError:
-        raise SystemExit(0) from None
+def _closed(scratch: Path, parent: int) -> NoReturn:
+    """Nobody is at the other end: the command dies (its files are closed first), or has closed."""
+    end_children()
+    deadline = time.monotonic() + KILL_GRACE_S
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(SOON_S)
+    _leave(0, scratch, parent)
 
 
 def main() -> None:
-    """`--serve FD MODULE...` is the server; `--rank N FILE` is one spawned rank."""
+    """`--serve FD PARENT SCRATCH MODULE...` is the server; `--rank N FILE` one spawned rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.argv[1] == "--rank":
         die_with_parent()
         sys.exit(_enter(json.loads(Path(sys.argv[3]).read_text()), int(sys.argv[2])))
-    die_with_parent()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-    connection = socket.socket(fileno=int(sys.argv[2]))
-    serve(connection, preload=sys.argv[3:])
+    parent, scratch = int(sys.argv[3]), Path(sys.argv[4])
+    for number in LEAVE_SIGNALS:
+        signal.signal(number, lambda number, _: _leave(128 + number, scratch, parent))
+    die_with_parent(signal.SIGTERM)
+    adopt_orphans()
+    ours = Conversation(socket.socket(fileno=int(sys.argv[2])))
+    try:
+        serve(ours, preload=sys.argv[5:], scratch=scratch)
+    except EOFError:
+        _closed(scratch, parent)
+    except BaseException:
+        traceback.print_exc()
+        _leave(1, scratch, parent)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,28 @@ behind, also after Ctrl-C or when this process is killed. For many machines use 
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from sumgrad.conversation import Conversation
 from sumgrad.endings import outcome_from_record
+from sumgrad.errors import LaunchError
 from sumgrad.interpreter import server_environment
 from sumgrad.outcome import RankOutcome
+from sumgrad.processes import end_tagged, kill
 from sumgrad.rank import HELPERS
 
 Progress = Callable[[str], None]
@@ -34,6 +41,11 @@ READ_ON_IMPORT = (
     "ATEN", "CUDA", "GLOO", "KMP", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "OPENBLAS", "PYTHON",
     "PYTORCH", "TORCH", "TRITON",
 )  # fmt: skip
+START_LIMIT_S = 300.0  # torch from a cold disk
+SILENCE_S = 30.0  # the server says a word every second while a job runs
+CLOSE_S = 10.0
+TICK_S = 1.0
+TAG = "SUMGRAD_LAUNCHER"  # whose ranks a process descends from
 PRELOAD_TORCH = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch")
 
 
@@ -65,10 +77,6 @@ class RankJob:
     start: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
 
 
-class LaunchError(RuntimeError):
-    """The fork server itself could not start or died."""
-
-
 class Launcher:
     """A fork server and the socket to it. Use as a context manager; `run` as often as you like."""
 
@@ -84,8 +92,13 @@ class Launcher:
             *preload,
         ]
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
         self._read_on_import: dict[str, str] = {}
+        self._server: Conversation | None = None
+        self._scratch = Path(tempfile.gettempdir(), f"sumgrad-{uuid.uuid4().hex}")
+        self._tag = {TAG: self._scratch.name}
+        self._numbers = itertools.count(1)
+        self._job = 0  # the number of the last request
+        self._in_step = False  # whether the server is known to run nothing and to listen
         self.threads: int | None = None
 
     def __enter__(self) -> Launcher:
@@ -109,97 +122,195 @@ class Launcher:
         if self._process is not None:
             if self._process.poll() is None and self._read_on_import == _read_on_import():
                 return
-            self.close()
+            self._drop_server()
         self._read_on_import = _read_on_import()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "sumgrad.fork_server", "--serve", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            [*command, *self._preload],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **server_environment(), **SINGLE_THREAD},
-        )
-        theirs.close()
-        self._socket = ours
-        self._lines = ours.makefile("r")
+        try:
+            self._process = subprocess.Popen(
+                [*command, str(os.getpid()), str(self._scratch), *self._preload],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **server_environment(), **SINGLE_THREAD, **self._tag},
+                start_new_session=True,  # Ctrl-C and a killed group are for us to answer
+            )
+            self._server = Conversation(ours)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
 
     def wait_ready(self) -> None:
-        """Wait until the server has imported everything. Raises LaunchError."""
+        """Wait until the server has imported everything and runs nothing. Raises LaunchError."""
         self.start()
-        if self.threads is None:
-            self.threads = int(self._event()["threads"])
+        if not self._in_step:
+            self._synchronise(START_LIMIT_S)
+
+    @contextmanager
+    def temporary_directory(self) -> Iterator[Path]:
+        """A directory for this launcher's runs that is removed even if this process is killed."""
+        self.wait_ready()
+        with tempfile.TemporaryDirectory(dir=self._scratch, ignore_cleanup_errors=True) as name:
+            yield Path(name)
 
     def run(self, job: RankJob, *, progress: Progress = lambda _: None) -> list[RankOutcome]:
-        """Run a job to its end; exactly one outcome for each rank, then each helper, in order."""
-        self.submit(job)
-        return self.collect(job, progress=progress)
+        """Run a job to its end; exactly one outcome for each rank, then each helper, in order.
+
+        What is raised in this process meanwhile (Ctrl-C, a test's time limit) ends the ranks.
+        """
+        try:
+            self.submit(job)
+            return self.collect(job, progress=progress)
+        except LaunchError as error:
+            return [_lost(job, rank, None, str(error)) for rank in range(_everyone(job))]
+        except BaseException:
+            self._abandon()
+            raise
 
     def submit(self, job: RankJob) -> None:
-        """Start a job's ranks; this process can go on with other work before `collect`."""
+        """Start a job's ranks; this process can go on with other work before `collect`.
+
+        A job that was not collected is ended. Raises LaunchError.
+        """
         self.wait_ready()
-        assert self._socket is not None
+        assert self._server is not None
         (job.directory / "ranks").mkdir(parents=True, exist_ok=True)
         if job.helpers:
             (job.directory / HELPERS / "ranks").mkdir(parents=True, exist_ok=True)
-        self._rendezvous = tempfile.mkdtemp(prefix="sumgrad-")
+        self._in_step = False
+        self._job = next(self._numbers)
         request = {
+            "id": self._job,
             "target": job.target,
             "arguments": dict(job.arguments),
             "num_ranks": job.num_ranks,
             "helpers": [{"target": h.target, "arguments": dict(h.arguments)} for h in job.helpers],
             "directory": str(job.directory.resolve()),
-            "rendezvous": os.path.join(self._rendezvous, "store"),
+            "rendezvous": os.path.join(self._scratch, f"rendezvous-{self._job}", "store"),
             "timeout_s": job.timeout_s,
             "helper_patience": job.helper_patience,
             "start": job.start,
             "cwd": os.getcwd(),
             "sys_path": sys.path,
-            "environ": dict(os.environ),
+            "environ": {**os.environ, **self._tag},
         }
-        self._socket.sendall((json.dumps(request) + "\n").encode())
+        try:
+            self._server.send(request)
+        except EOFError:
+            raise self._died() from None
 
     def collect(self, job: RankJob, *, progress: Progress = lambda _: None) -> list[RankOutcome]:
         """Wait for a submitted job's ranks."""
         ends: dict[int, dict[str, Any]] = {}
-        everyone = job.num_ranks + len(job.helpers)
         try:
             while "done" not in (event := self._event()):
+                if "rank" not in event:
+                    continue
                 ends[event["rank"]] = event
                 num_ended = sum(rank < job.num_ranks for rank in ends)
                 waiting = "; waiting for the reference" if num_ended == job.num_ranks else ""
                 progress(f"{num_ended} of {job.num_ranks} ranks ended{waiting}")
+            self._in_step = True
         except LaunchError as error:
-            return [_lost(job, rank, ends.get(rank), str(error)) for rank in range(everyone)]
-        finally:
-            _remove(self._rendezvous)
-        return [_outcome(job, rank, ends[rank]) for rank in range(everyone)]
+            return [_lost(job, r, ends.get(r), str(error)) for r in range(_everyone(job))]
+        except BaseException:
+            self._abandon()
+            raise
+        return [_outcome(job, rank, ends[rank]) for rank in range(_everyone(job))]
 
     def close(self) -> None:
         """End the server, and with it any rank that still runs."""
-        if self._process is None or self._socket is None:
+        self._drop_server()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def end(self) -> None:
+        """`close` for a signal handler: it may interrupt any other method, and takes no lock."""
+        if self._process is not None:
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                kill(self._process.pid, number)
+            deadline = time.monotonic() + CLOSE_S
+            while (running := _runs(self._process.pid)) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            if running:
+                kill(self._process.pid, signal.SIGKILL)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _drop_server(self) -> None:
+        process, server = self._process, self._server
+        self._process = self._server = self.threads = None
+        self._in_step = False
+        if process is None:
             return
-        self._lines.close()
-        self._socket.close()
-        if self.threads is None:  # still importing: it would not notice
-            self._process.kill()
+        if server is not None:
+            server.close()
+        process.terminate()
+        process.send_signal(signal.SIGCONT)
         try:
-            self._process.wait(timeout=5)
+            process.wait(timeout=CLOSE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = self._socket = self.threads = None
+            process.kill()
+            process.wait()
+        if process.returncode < 0:  # it could not end what its ranks had started
+            end_tagged(TAG, self._tag[TAG])
+
+    def _synchronise(self, limit_s: float) -> None:
+        """End whatever the server does and drop what it said of it. Raises LaunchError."""
+        assert self._server is not None
+        number = next(self._numbers)
+        self._in_step = False
+        deadline = time.monotonic() + limit_s
+        try:
+            self._server.send({"sync": number})
+            while (answer := self._server.receive(TICK_S) or {}).get("synced") != number:
+                if time.monotonic() > deadline:
+                    raise self._died(f"did not answer within {limit_s:g} s")
+        except EOFError:
+            raise self._died() from None
+        self.threads = int(answer["threads"])
+        self._in_step = True
+
+    def _abandon(self) -> None:
+        """End a job that nobody waits for any more; if the server does not answer, end that."""
+        if self._server is None:
+            return
+        try:
+            self._synchronise(CLOSE_S)
+        except LaunchError:
+            return
+        except BaseException:
+            self._drop_server()
+            raise
 
     def _event(self) -> dict[str, Any]:
-        line = self._lines.readline()
-        if not line:
-            assert self._process is not None
+        """The next word about the running job. Raises LaunchError, also after a long silence."""
+        assert self._server is not None
+        silent = 0
+        while silent * TICK_S < SILENCE_S:  # counted, so that a stop of this process is no silence
             try:
-                code: int | None = self._process.wait(timeout=5)
+                event = self._server.receive(TICK_S)
+            except EOFError:
+                raise self._died() from None
+            if event is not None and event.get("id") == self._job:
+                return event
+            silent += event is None
+        raise self._died(f"was silent for {SILENCE_S:g} s")
+
+    def _died(self, how: str | None = None) -> LaunchError:
+        """What became of the server, which is gone for good after this."""
+        process = self._process
+        assert process is not None
+        if how is None:
+            try:
+                how = f"ended with exit code {process.wait(timeout=CLOSE_S)}"
             except subprocess.TimeoutExpired:
-                code = None
-            raise LaunchError(f"the fork server ended with exit code {code}")
-        data: dict[str, Any] = json.loads(line)
-        return data
+                how = "closed its connection"
+        self._drop_server()
+        return LaunchError(f"the fork server {how}")
+
+
+def _everyone(job: RankJob) -> int:
+    return job.num_ranks + len(job.helpers)
 
 
 def _read_on_import() -> dict[str, str]:
@@ -208,11 +319,17 @@ def _read_on_import() -> dict[str, str]:
 
 
 def _outcome(job: RankJob, rank: int, end: dict[str, Any]) -> RankOutcome:
-    helper = rank - job.num_ranks
-    if helper >= 0:
-        directory = job.directory / HELPERS
-        return outcome_from_record(directory, helper, "helper", exit_code=end["exit_code"])
-    return outcome_from_record(job.directory, rank, _pool(job, rank), exit_code=end["exit_code"])
+    helper = rank >= job.num_ranks
+    outcome = outcome_from_record(
+        job.directory / HELPERS if helper else job.directory,
+        rank - job.num_ranks if helper else rank,
+        _pool(job, rank),
+        exit_code=end["exit_code"],
+    )
+    if end["killed"] and outcome.status == "killed":
+        detail = "did not end when it was asked to; killed by the launcher"
+        return replace(outcome, detail=detail, by_launcher=True)
+    return outcome
 
 
 def _lost(job: RankJob, rank: int, end: dict[str, Any] | None, why: str) -> RankOutcome:
@@ -227,5 +344,9 @@ def _pool(job: RankJob, rank: int) -> str:
     return job.pools[rank] if job.pools else ""
 
 
-def _remove(directory: str) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
+def _runs(pid: int) -> bool:
+    """Whether a child of this process still runs. Collects it; takes no lock."""
+    try:
+        return os.waitpid(pid, os.WNOHANG) == (0, 0)
+    except ChildProcessError:
+        return False

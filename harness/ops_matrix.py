@@ -8,7 +8,6 @@ torch's controls are reported as they are, and alone they are no verdict.
 from __future__ import annotations
 
 import json
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -168,8 +167,7 @@ def run_matrix(
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this torch sees no GPU")
     selection, found = choose(asked)
-    with tempfile.TemporaryDirectory(prefix="sumgrad-ops-") as place:
-        directory = Path(place)
+    with launcher.temporary_directory() as directory:
         (directory / "ranks").mkdir()
         job = RankJob(
             target="sumgrad.ops_rank:ops_rank",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -17,6 +18,7 @@ class RankOutcome:
     detail: one line for the report. waiting_in: the operation that had started and was not done.
     stack: traceback of the exception, or of where the rank stood. output: the tail of what it
     printed, when it did not end well. ended_at: seconds since the epoch, by the rank's own clock.
+    by_launcher: it was killed by the launcher, because it did not end when it was asked to.
     """
 
     rank: int
@@ -29,10 +31,18 @@ class RankOutcome:
     stack: str | None = None
     output: str | None = None
     ended_at: float | None = None
+    by_launcher: bool = False
 
     @property
     def ok(self) -> bool:
         return self.status == "ok"
+
+    @property
+    def ended_from_outside(self) -> bool:
+        """Ended by neither the launcher nor its own code: somebody or the kernel, or not known."""
+        own = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
+        killed = self.status == "killed" and not self.by_launcher and self.exit_code not in own
+        return killed or (self.status == "missing" and self.exit_code is None)
 
 
 def first_to_fail(outcomes: Sequence[RankOutcome]) -> RankOutcome:
@@ -54,7 +64,7 @@ def outcome_to_json(outcome: RankOutcome) -> dict[str, Any]:
 
 
 def outcome_from_json(data: Mapping[str, Any]) -> RankOutcome:
-    fields: dict[str, Any] = {f: data.get(f) for f in RankOutcome.__dataclass_fields__}
+    fields: dict[str, Any] = {f: data[f] for f in RankOutcome.__dataclass_fields__ if f in data}
     return RankOutcome(**fields)
 
 

@@ -7,7 +7,6 @@ none is invisible here and must pass.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -81,8 +80,7 @@ def run_program_matrix(
 
     quick: of the operations of a kind over an axis only the first, and the first with gradients.
     """
-    with tempfile.TemporaryDirectory(prefix="sumgrad-") as name:
-        directory = Path(name)
+    with launcher.temporary_directory() as directory:
         options = CheckOptions(
             topology=path,
             workload=workload,
@@ -179,8 +177,11 @@ def run_faults(
                 break
             out.append(Ran(fault=fault, record=record, ended=None))
             done += 1
+        bad = [o for o in outcomes if not o.ok]
+        if bad and done == len(left):  # all was written, but a rank did not survive it
+            done -= 1
+            out.pop()
         if done < len(left):
-            bad = [o for o in outcomes if not o.ok]
             ended = first_to_fail(bad) if bad else outcomes[0]
             out.append(Ran(fault=left[done], record=None, ended=ended))
     return out
@@ -204,7 +205,8 @@ def _record_of(clean: ProgramRecord, fault: str, place: Path) -> ProgramRecord |
 
 
 def _clean_cell(topology: str, clean: ProgramRecord, verdict: Verdict) -> Cell:
-    result = "clean" if verdict.status == "pass" else "alarm"
+    ended_well = all(o["status"] == "ok" for o in verdict.data["outcomes"])
+    result = "clean" if verdict.status == "pass" else "alarm" if ended_well else "crashed"
     why = next(iter([*verdict.reasons, *verdict.findings]), None)
     why = verdict.diagnoses[0].cause if verdict.diagnoses else why
     return Cell(
@@ -220,7 +222,8 @@ def cell_of(topology: str, clean: ProgramRecord, ran: Ran) -> Cell:
         hung = ran.ended.status == "timed_out"
         planted = isinstance(find_program_fault(ran.fault, clean.spec.workload), CollectiveFault)
         # What a collective does wrong is the whole bug: that the program dies of it is its answer.
-        result = ("hung" if hung else "crashed") if not planted else "died"
+        its_own = planted and not (ran.ended.ok or ran.ended.ended_from_outside)
+        result = "died" if its_own else "hung" if hung else "crashed"
         return replace(base, result=result, cause=ran.ended.detail)
     fault = find_program_fault(ran.fault, clean.spec.workload)
     alone = judge_program(ran.record)

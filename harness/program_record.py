@@ -28,6 +28,7 @@ from sumgrad.record import (
     SCHEMA,
     Grads,
     read_partials,
+    read_problems,
     read_reference,
     read_tensors,
     write_partials,
@@ -167,6 +168,7 @@ def load_program_record(directory: Path) -> ProgramRecord:
     """Read a Program's run directory. UserError if it is none; `damage` names lost parts."""
     spec = read_program_spec(directory)
     ranks, started, damage = read_program_ranks(directory, spec)
+    damage += read_problems(directory)
     references = {}
     for tier in spec.tiers:
         try:

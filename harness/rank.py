@@ -8,6 +8,7 @@ ledger and faulthandler's traceback.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
 import json
@@ -18,7 +19,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,8 @@ class RankGuard:
         self._main = threading.main_thread().ident
         self._reader, self._writer = os.pipe()
         self._closing = False
+        self.stopping = False  # whether a signal or the deadline ends this rank
+        self._pid = os.getpid()
 
     def start(self) -> None:
         """Arm the deadline and the stop signals. Call from the main thread."""
@@ -80,6 +84,11 @@ class RankGuard:
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        os.register_at_fork(  # a child that is stopped at once must not write to our pipe
+            before=lambda: _block(signal.SIG_BLOCK),
+            after_in_parent=lambda: _block(signal.SIG_UNBLOCK),
+            after_in_child=self._forget,
+        )
         with self.env.file(".stack").open("w") as file:
             self._stack_fd = os.dup(file.fileno())
         faulthandler.dump_traceback_later(self.env.timeout_s + 1, file=self._stack_fd)
@@ -87,7 +96,12 @@ class RankGuard:
         self._thread.start()
 
     def finish(self, status: str, **extra: Any) -> bool:
-        """Write the end record once; False if it was already written."""
+        """Write the end record once; False if it was already written.
+
+        A process that a step forked and that comes back through here writes none.
+        """
+        if os.getpid() != self._pid:
+            return False
         faulthandler.cancel_dump_traceback_later()
         record = {
             "rank": self.env.rank,
@@ -120,33 +134,61 @@ class RankGuard:
         os.write(self._writer, b"\0")
         self._thread.join()
 
+    def _forget(self) -> None:
+        """In a process that a step forks: this rank's signals are none of its business."""
+        if not self._closing:
+            signal.set_wakeup_fd(-1)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+        _block(signal.SIG_UNBLOCK)
+
+    def _wait(self) -> int | None:
+        """The signal that stops this rank; 0 at the deadline, None when the guard is closed.
+
+        Other signals that have a handler (a step's own alarm) come this way too and mean nothing.
+        """
+        while True:
+            left = self.env.timeout_s - (time.monotonic() - self._started)
+            ready, _, _ = select.select([self._reader], [], [], max(left, 0))
+            if self._closing:
+                return None
+            if not ready:
+                return 0
+            if (number := os.read(self._reader, 1)[0]) in STOP_SIGNALS:
+                return number
+
+    def _stopped(self, number: int) -> tuple[str, str]:
+        """Status and words for a signal, or for the deadline."""
+        if not number:
+            return "timed_out", f"timed out after {self.env.timeout_s:g} s"
+        name = signal.Signals(number).name
+        if number == signal.SIGUSR1:
+            return "timed_out", f"stopped by {name}: others were gone, or all stood still"
+        if self.on_stop is not None:
+            return "timed_out", f"stopped by {name}: another rank is gone, or the run was ended"
+        return "killed", f"stopped by {name}, which the launcher never sends"
+
     def _watch(self) -> None:
-        left = self.env.timeout_s - (time.monotonic() - self._started)
-        ready, _, _ = select.select([self._reader], [], [], max(left, 0))
-        if self._closing:
+        if (number := self._wait()) is None:
             return
-        number = os.read(self._reader, 1)[0] if ready else 0
+        self.stopping = True
         frames = sys._current_frames()
         frame = frames.get(self._main) if self._main else None
-        why = (
-            f"timed out after {self.env.timeout_s:g} s"
-            if not ready
-            else f"stopped by {signal.Signals(number).name}: others were gone, or all stood still"
-        )
+        status, why = self._stopped(number)
         try:
             self.finish(
-                "timed_out",
+                status,
                 detail=why,
                 waiting_in=self._waiting_in(),
                 stack="".join(traceback.format_stack(frame)) if frame else None,
             )
-            if not ready:
+            if not number:
                 time.sleep(LAST_WORDS_S)
             code = self.on_stop() if self.on_stop else EXIT_TIMED_OUT
         except BaseException:
             traceback.print_exc()
             code = EXIT_TIMED_OUT
-        _flush()
+        flush()
         os._exit(code)
 
     def _waiting_in(self) -> str | None:
@@ -164,13 +206,26 @@ def enter_rank(env: RankEnv, target: str, arguments: dict[str, Any]) -> int:
     try:
         result = load_target(target)(guard, **arguments)
         guard.finish("ok", **({"result": result} if result is not None else {}))
-        return 0
+        return EXIT_TIMED_OUT if guard.stopping else 0  # told to end while it wrote its last
     except BaseException as error:
         guard.raised(error)
         traceback.print_exc()
         return EXIT_RAISED
     finally:
-        _flush()
+        flush()
+
+
+@contextmanager
+def own_exit_functions() -> Iterator[None]:
+    """In a forked process: run at the end what was registered in it, as at an interpreter's exit.
+
+    What the parent had registered is the parent's.
+    """
+    atexit._clear()
+    try:
+        yield
+    finally:
+        atexit._run_exitfuncs()
 
 
 def load_target(target: str) -> Any:
@@ -194,14 +249,24 @@ def read_end_record(directory: Path, rank: int) -> dict[str, Any] | None:
     return data if isinstance(data, dict) and "status" in data else None
 
 
+def lost_another(error: BaseException) -> bool:
+    """Whether this is how the end of another rank shows: it says nothing of this one."""
+    return any(words in " ".join(str(error).split()) for words in LOST)
+
+
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    if any(words in text for words in LOST):
+    if lost_another(error):
         return "lost its connection to another rank"
     return f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__
 
 
-def _flush() -> None:
+def _block(how: int) -> None:
+    signal.pthread_sigmask(how, STOP_SIGNALS)
+
+
+def flush() -> None:
+    """Write out what this process has printed."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -37,6 +37,7 @@ SCHEMA = 1
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 Grads = dict[str, torch.Tensor]
+PROBLEMS = "reference_problems.json"  # named like a reference, so that it goes where they go
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,10 +190,24 @@ def write_outcomes(directory: Path, outcomes: Sequence[RankOutcome]) -> None:
     write_json(directory / "outcomes.json", [outcome_to_json(o) for o in outcomes])
 
 
+def write_problems(directory: Path, problems: Sequence[str]) -> None:
+    """Write why a reference is missing or not to be relied on: who computed it ended badly."""
+    write_json(directory / PROBLEMS, list(problems))
+
+
+def read_problems(directory: Path) -> list[str]:
+    """What `write_problems` wrote; empty where nothing was wrong."""
+    path = directory / PROBLEMS
+    try:
+        return [str(line) for line in json.loads(path.read_text())] if path.exists() else []
+    except (*DAMAGED, RecursionError):
+        return [f"{PROBLEMS} is damaged: whether the references can be relied on is not known"]
+
+
 def load_record(directory: Path) -> RunRecord:
     """Read a run directory. UserError if it is none; damaged parts are named in `damage`."""
     spec = read_spec(directory)
-    damage: list[str] = []
+    damage = read_problems(directory)
     outcomes = _read_outcomes(directory, spec, damage)
     ranks = {}
     for rank in range(spec.topology.world_size):

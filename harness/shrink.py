@@ -7,7 +7,6 @@ fails with a cause of the same kind. What is found is written as a YAML of its o
 from __future__ import annotations
 
 import shlex
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -57,7 +56,7 @@ def shrink(
     wanted = kind_of(verdict)
     whole = load_topology(options.topology)
     best, tries = topology_to_json(whole), 0
-    with tempfile.TemporaryDirectory(prefix="sumgrad-") as name:
+    with launcher.temporary_directory() as scratch:
         changed = True
         while changed and tries < MAX_TRIES:
             changed = False
@@ -66,7 +65,7 @@ def shrink(
                     break
                 tries += 1
                 progress(f"shrinking: {_size(candidate)} ranks, try {tries}")
-                place = Path(name, str(tries))
+                place = scratch / str(tries)
                 if _kind(options, candidate, place, launcher) == wanted:
                     best, changed = candidate, True
                     break

@@ -2,11 +2,13 @@
 
 Ranks find the run directory through the rendezvous store; where a rank cannot see it (another
 machine, no shared disk), its files travel through the store. A rank that raises or is stopped still
-writes its record first, so a verdict comes out whoever died.
+writes its record first, so a verdict comes out whoever died. Nobody here can ask for a rank's exit
+code, so its last act is to say that it leaves; a rank that ends without a word was killed.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -20,20 +22,23 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sumgrad.agreement import agree, asked_of
 from sumgrad.check import CheckOptions, Run, finish, make_directory, make_spec, store_spec
 from sumgrad.check_rank import Spec
 from sumgrad.endings import outcome_from_record
 from sumgrad.errors import UserError
-from sumgrad.files import write_json
+from sumgrad.files import write_bytes, write_json
+from sumgrad.outcome import RankOutcome
+from sumgrad.processes import adopt_orphans, end_children
 from sumgrad.program_record import ProgramSpec
-from sumgrad.rank import RankEnv, RankGuard, rank_file, read_end_record
+from sumgrad.rank import RankEnv, RankGuard, flush, lost_another, rank_file, read_end_record
 from sumgrad.topology import load_topology
 from sumgrad.verdict import Verdict
 from sumgrad.workload import Workload
 
+PROCESS, LEFT = ".process.json", ".left.json"  # who a rank is, and its last word
 RECORD_SUFFIXES = (".safetensors", ".ledger.jsonl", ".stack", ".json")
 STOP_JUDGE_S = 20.0
 REFERENCE_PATIENCE = 10
@@ -165,7 +170,7 @@ class _Member:
         self.report, self.progress = report, progress
         self.failed = False
         who = {"pid": os.getpid(), "host": socket.gethostname()}
-        write_json(env.file(".process.json"), who)
+        write_json(env.file(PROCESS), who)
         if not shared:
             store.set(f"sumgrad/remote/{env.rank}", "1")
 
@@ -174,6 +179,7 @@ class _Member:
         from sumgrad.check_rank import GROUP_PATIENCE_S, meet, run_rank, start_ledger
         from sumgrad.process_group import BACKEND
 
+        adopt_orphans()
         guard = RankGuard(self.env, on_stop=self._stopped)
         guard.start()
         self.progress(f"connecting {self.env.world_size} ranks")
@@ -188,10 +194,13 @@ class _Member:
             )
             meet(ledger)
             self.progress("running the step")
-            guard.finish("ok", result=run_rank(guard, self.spec, ledger))
+            result = run_rank(guard, self.spec, ledger)
+            dist.destroy_process_group()
+            guard.finish("ok", result=result)
         except BaseException as error:
             self.failed = guard.raised(error)
-            traceback.print_exc()
+            if not lost_another(error):
+                traceback.print_exc()
         guard.close()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
@@ -206,11 +215,23 @@ class _Member:
         if not self.shared:
             self._send_files()
         if self.env.rank != self._lowest_living():
-            return self._wait_for_verdict(deadline) if self.failed else 0
+            self._leave(self._wait_for_verdict(deadline) if self.failed else 0)
         self._collect(deadline)
         verdict = self._judge()
         self.report(verdict, self.env.directory)
+        end_children()
         return verdict.exit_code
+
+    def _leave(self, code: int) -> NoReturn:
+        """End this process: what it started, what it registered for its exit, its last word."""
+        _run_exit_functions()
+        end_children()
+        flush()
+        if self.shared:
+            write_json(self.env.file(LEFT), {"exit_code": code})
+        else:
+            self.store.set(f"sumgrad/left/{self.env.rank}", str(code))
+        os._exit(code)
 
     def _judge(self) -> Verdict:
         from sumgrad.check_reference import store_reference
@@ -228,18 +249,45 @@ class _Member:
                         store_reference(self.env.directory, self.spec, self.workload, tier)
             except Exception as error:
                 problems.append(f"the reference of tier {tier}: {type(error).__name__}: {error}")
-        pools = self.spec.topology.pool_of
-        outcomes = [
-            outcome_from_record(self.env.directory, r, pools(r).name)
-            for r in range(self.env.world_size)
-        ]
+        _run_exit_functions()  # if this rank's own exit kills it, there is no verdict
         run = Run(
             directory=self.env.directory,
             spec=self.spec,
             workload=self.workload,
-            outcomes=outcomes,
+            outcomes=[self._outcome(rank) for rank in range(self.env.world_size)],
         )
         return finish(run, problems=problems, progress=self.progress)
+
+    def _outcome(self, rank: int) -> RankOutcome:
+        gone = self._gone(rank)  # before looking for its last word
+        pool = self.spec.topology.pool_of(rank).name
+        outcome = outcome_from_record(self.env.directory, rank, pool)
+        if not outcome.ok or rank == self.env.rank or self._has_left(rank):
+            return outcome
+        if gone:
+            detail = "its process was killed, or its exit failed, after it had finished"
+            return replace(outcome, status="killed", exit_code=None, detail=detail)
+        detail = "had finished, but its process did not end"
+        return replace(outcome, status="timed_out", exit_code=None, detail=detail)
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank has said its last word."""
+        left = rank_file(self.env.directory, rank, LEFT).exists()
+        return left or self._has_key(f"sumgrad/left/{rank}")
+
+    def _gone(self, rank: int) -> bool:
+        """Whether a rank's process is known to exist no more; of another machine's it never is."""
+        who = self._who(rank)
+        return who is not None and who["host"] == socket.gethostname() and not _runs(who["pid"])
+
+    def _who(self, rank: int) -> dict[str, Any] | None:
+        try:
+            who: dict[str, Any] = json.loads(
+                rank_file(self.env.directory, rank, PROCESS).read_text()
+            )
+        except (OSError, ValueError):
+            return None
+        return who
 
     def _lowest_living(self) -> int:
         return next(r for r in range(self.env.world_size) if self._alive(r))
@@ -251,9 +299,7 @@ class _Member:
             return True
         if not self.shared:
             return rank == 0
-        try:
-            who = json.loads(rank_file(self.env.directory, rank, ".process.json").read_text())
-        except (OSError, ValueError):
+        if (who := self._who(rank)) is None:
             return self._has_key(f"sumgrad/remote/{rank}") and not self._has_key(
                 f"sumgrad/sent/{rank}"
             )
@@ -268,16 +314,19 @@ class _Member:
             return False
 
     def _collect(self, deadline: float) -> None:
-        """Wait for the others' records, and fetch those that travel."""
+        """Wait for the others' records and last words, and fetch the records that travel."""
+        others = [r for r in range(self.env.world_size) if r != self.env.rank]
         while time.monotonic() < deadline:
-            missing = [
-                r
-                for r in range(self.env.world_size)
-                if read_end_record(self.env.directory, r) is None and not self._fetch(r)
-            ]
-            if not any(self._alive(r) for r in missing):
+            if all(self._settled(rank) for rank in others):
                 return
             time.sleep(0.05)
+
+    def _settled(self, rank: int) -> bool:
+        """Whether nothing more is to come of a rank; one that failed waits for the verdict."""
+        record = read_end_record(self.env.directory, rank)
+        if record is None:
+            return not (self._fetch(rank) or self._alive(rank))
+        return record["status"] != "ok" or self._gone(rank) or self._has_left(rank)
 
     def _wait_for_verdict(self, deadline: float) -> int:
         """A rank that failed stays until there is a verdict: its end would end the judge."""
@@ -304,10 +353,16 @@ class _Member:
                 key = f"sumgrad/file/{rank}/{suffix}"
                 if self._has_key(key):
                     path = rank_file(self.env.directory, rank, suffix)
-                    path.write_bytes(self.store.get(key))
+                    write_bytes(path, self.store.get(key))
         except RuntimeError:
             return False
         return True
+
+
+def _run_exit_functions() -> None:
+    """What was registered for the interpreter's exit; not while the main thread hangs."""
+    if threading.current_thread() is threading.main_thread():
+        atexit._run_exitfuncs()
 
 
 def _runs(pid: int) -> bool:

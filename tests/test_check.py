@@ -306,34 +306,38 @@ class Odd(ThreePoolFormulas):
 
 
 def test_nothing_stays_behind_a_check_that_is_interrupted(tmp_path):
-    command = [sys.executable, "-m", "sumgrad", "run", str(shipped("three_pool_wide")), "--out",
+    """One line, 128 + n, no verdict; nobody lives when the command has ended, nothing is left."""
+    number = signal.SIGTERM  # others: test_kills.py
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "sumgrad", "run", str(shipped("three_pool")), "--out",
                str(tmp_path / "out")]  # fmt: skip
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
+        env={**os.environ, "TMPDIR": str(temporary), "INTERRUPTED": str(tmp_path)},
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while not list((tmp_path / "out" / "ranks").glob("*.log")):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "interrupted" in errors
-    deadline = time.monotonic() + 10
-    while living := session_members(process.pid):
-        assert time.monotonic() < deadline, living
-        time.sleep(0.05)
+    os.killpg(process.pid, number)
+    out, errors = process.communicate(timeout=30)
+    assert (process.returncode, out) == (128 + number, "")
+    assert errors == f"sumgrad: interrupted by {number.name}; every rank was ended, no verdict\n"
+    assert not started_with("INTERRUPTED", str(tmp_path))
+    assert [n for n in os.listdir(temporary) if not n.startswith("torchinductor_")] == []
 
 
-def session_members(session: int) -> list[str]:
-    """Processes of a session that are not dead already."""
+def started_with(variable: str, value: str) -> list[str]:
+    """Processes that have this in their environment and are not dead."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for file in Path("/proc").glob("[0-9]*/environ"):
         try:
-            state, _, _, theirs, *_ = stat.read_text().rsplit(")", 1)[1].split()
+            if f"{variable}={value}".encode() in file.read_bytes().split(b"\0"):
+                found.append(file.parent.name)
         except OSError:
             continue
-        if int(theirs) == session and state not in ("Z", "X"):
-            found.append(stat.parent.name)
     return found
 
 

@@ -22,6 +22,10 @@ LAYERS = [
         "interpreter",
         "arrangement",
         "arguments",
+        "interrupts",
+        "processes",
+        "conversation",
+        "rank_log",
     ],
     ["yaml_source", "topology", "outcome"],
     [
@@ -97,7 +101,7 @@ LAYERS = [
     ["plan_report", "program_check", "check"],
     ["program_matrix", "shrink"],
     ["torchrun", "fault_matrix", "ops_matrix"],
-    ["cli", "pytest_plugin", "run", "__main__"],
+    ["cli", "pytest_plugin", "entry", "run", "__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # rank starts user functions, which may live in a file: it borrows the importer at run time.

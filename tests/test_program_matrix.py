@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from conftest import PROGRAMS, ROOT, shipped
+from sumgrad.check import CheckOptions, run_check
 from sumgrad.collective_faults import KINDS, parse_collective_fault
 from sumgrad.errors import UserError
 from sumgrad.fault_matrix import run_matrix
@@ -14,6 +17,8 @@ from sumgrad.fault_operators import OPERATORS, RESEMBLES, operators_of, to_markd
 from sumgrad.faults import plan_faults
 from sumgrad.matrix import Cell, Matrix
 from sumgrad.program_faults import step_faults, variants
+from sumgrad.program_matrix import cell_of, run_faults
+from sumgrad.program_record import load_program_record
 
 NAMED: list[Cell] = []
 
@@ -97,3 +102,39 @@ def test_a_fault_on_a_group_of_one_is_invisible_and_passes(tmp_path, sumgrad_lau
     )  # fmt: skip
     assert matrix.ok, matrix.bad()
     assert not any(c.fault and "@dp" in c.fault for c in matrix.cells)
+
+
+class Struck:
+    """A launcher whose warm ranks are struck behind their last write, as the kernel would."""
+
+    def __init__(self, launcher, **ended) -> None:
+        self.launcher, self.ended = launcher, ended
+
+    def run(self, job):
+        outcomes = self.launcher.run(job)
+        assert [o.detail for o in outcomes if not o.ok] == []
+        return [*outcomes[:-1], replace(outcomes[-1], **self.ended)]
+
+
+@pytest.mark.distributed
+def test_a_warm_rank_that_dies_after_its_last_write_is_no_fault_that_was_caught(
+    tmp_path, sumgrad_launcher
+):
+    options = CheckOptions(
+        topology=shipped("data_parallel"), steps=2, tiers=("structure",), out=tmp_path / "clean"
+    )
+    _, stored = run_check(options, launcher=sumgrad_launcher)
+    clean = load_program_record(stored)
+    faults = ["avg:allreduce@dp#1", "skip:allreduce@dp#1"]
+    for i, (ended, result) in enumerate(
+        [
+            ({"status": "killed", "exit_code": -9}, "crashed"),  # somebody, or the kernel
+            ({"status": "killed", "exit_code": -11}, "died"),  # what the collective did to it
+        ]
+    ):
+        struck = Struck(sumgrad_launcher, **ended)
+        place = tmp_path / str(i)
+        ran = run_faults(clean, faults, place, launcher=struck, progress=lambda _: None)
+        assert [r.fault for r in ran] == faults
+        cells = [cell_of("data_parallel", clean, r) for r in ran]
+        assert [cell.result for cell in cells] == ["killed", result]
