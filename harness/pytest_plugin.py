@@ -168,9 +168,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     default = float(pyfuncitem.config.getoption("--sumgrad-timeout"))
     limit = float(marker.kwargs.get("timeout", default))
     launcher = pyfuncitem._request.getfixturevalue("sumgrad_launcher")
-    with tempfile.TemporaryDirectory(prefix="sumgrad-") as directory:
-        outcomes = _run(launcher, call, num_ranks, limit, Path(directory))
-        _conclude(outcomes, Path(directory))
+    with launcher.temporary_directory() as directory:
+        outcomes = _run(launcher, call, num_ranks, limit, directory)
+        _conclude(outcomes, directory)
     return True
 
 

@@ -30,12 +30,20 @@ def on_ranks(launcher, directory, function, **more):
 
 def job_of(directory, function, *, num_ranks=1, timeout_s=30.0, **arguments):
     return RankJob(
-        target="sumgrad.pytest_plugin:run_test_on_rank",
+        target=f"{__file__}:in_group",
         num_ranks=num_ranks,
         directory=directory,
-        arguments={"file": __file__, "name": function.__name__, "arguments": arguments},
+        arguments={"name": function.__name__, "arguments": arguments},
         timeout_s=timeout_s,
     )
+
+
+def in_group(guard, *, name, arguments):
+    """One of the functions below on a rank, in the default group."""
+    from sumgrad.check_rank import local_group
+
+    with local_group(guard):
+        globals()[name](ranks=guard.env, **arguments)
 
 
 def alive(pid: int) -> bool:
