@@ -26,6 +26,7 @@ from sumgrad.errors import UserError
 from sumgrad.faults import find_fault, plant
 from sumgrad.files import finite, write_bytes, write_json
 from sumgrad.launch import Helper, Launcher, RankJob
+from sumgrad.manifest import Changes, find_changes, write_manifest
 from sumgrad.outcome import RankOutcome
 from sumgrad.plan import build_plan
 from sumgrad.program import Facts, is_program
@@ -220,6 +221,7 @@ def run_check(
     directory = made[0] if made else make_directory(options, topology.name)
     store_spec(directory, spec)
     if isinstance(spec, ProgramSpec) and spec.facts.problems:
+        write_manifest(directory)
         return finish_program(directory, problems=(), progress=progress), directory
     num_ranks = spec.topology.world_size
     job = RankJob(
@@ -345,6 +347,7 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
 
     directory, spec = run.directory, run.spec
     write_outcomes(directory, run.outcomes)
+    write_manifest(directory)
     progress("comparing")
     if isinstance(spec, ProgramSpec):
         return finish_program(directory, problems=problems, progress=progress)
@@ -356,18 +359,39 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
         progress("recovering the coefficients")
         tier, step = wanted
         store_partials(directory, spec, run.workload, tier, step)
+        write_manifest(directory)
         record = load_record(directory)
         verdict = judge(record)
     return _with_problems(directory, verdict, problems)
 
 
 def judge_directory(directory: Path, *, law: str | None = None) -> Verdict:
-    """Judge a stored run again, of a workload or a Program. Raises UserError."""
+    """Judge a stored run again, of a workload or a Program. Raises UserError.
+
+    Files that are not what the run wrote are not read; a run with such files never passes.
+    """
+    if not (directory / "run.json").exists():
+        raise UserError(f"{directory}: no run.json; expected a run directory")
+    changes = find_changes(directory)
+    if "run.json" in changes.files:
+        raise UserError(f"{directory / 'run.json'}: {changes.files['run.json']}")
+    try:
+        return _judge_unchanged(directory, law, changes)
+    except UserError:
+        raise
+    except Exception as error:
+        if not changes.reasons:
+            raise
+        text = f"damaged, cannot be judged: {type(error).__name__}: {error}"
+        raise UserError([f"{directory}: {text}", *changes.reasons]) from error
+
+
+def _judge_unchanged(directory: Path, law: str | None, changes: Changes) -> Verdict:
     from sumgrad.judge import judge
 
     if is_program_run(directory):
-        return judge_program_directory(directory, law=law)
-    record = load_record(directory)
+        return judge_program_directory(directory, law=law, changes=changes)
+    record = load_record(directory, changes=changes)
     if law:
         record = replace(record, spec=replace(record.spec, law=law))
     return judge(record)

@@ -186,7 +186,9 @@ class _Member:
             )
             meet(ledger)
             self.progress("running the step")
-            guard.finish("ok", result=run_rank(guard, self.spec, ledger))
+            result = run_rank(guard, self.spec, ledger)
+            ledger.redirect(None)  # what is judged must not grow while it is judged
+            guard.finish("ok", result=result)
         except BaseException as error:
             self.failed = guard.raised(error)
             traceback.print_exc()

@@ -22,6 +22,7 @@ LAYERS = [
         "interpreter",
         "arrangement",
         "arguments",
+        "manifest",
     ],
     ["yaml_source", "topology", "outcome"],
     [
