@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from sumgrad.arguments import Parser, add_common_flags, add_run_flags, make_parser
-from sumgrad.errors import UserError
+from sumgrad.errors import UserError, shown
 from sumgrad.files import write_bytes, write_json
 from sumgrad.interpreter import decide_interpreter, has_gpu
 from sumgrad.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
 
 WIDTH_ELSEWHERE = 200
+MAX_ERROR, MAX_ERROR_LINES = 600, 12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def _guarded(call: Callable[[], int]) -> int:
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             for problem in error.problems:
-                print(f"sumgrad: {problem}", file=sys.stderr)
+                print(f"sumgrad: {_printable(problem)}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("sumgrad: interrupted; every rank was ended", file=sys.stderr)
@@ -61,6 +62,13 @@ def _guarded(call: Callable[[], int]) -> int:
         traceback.print_exc()
         print("sumgrad: internal error; the traceback above is ours to mend", file=sys.stderr)
         return EXIT_INTERNAL
+
+
+def _printable(problem: str) -> str:
+    """A problem's few lines without what a terminal would obey, and bounded."""
+    lines = problem.splitlines() or [""]
+    more = ["..."] if len(lines) > MAX_ERROR_LINES else []
+    return "\n".join([*(shown(line, MAX_ERROR) for line in lines[:MAX_ERROR_LINES]), *more])
 
 
 def _checked(args: argparse.Namespace) -> argparse.Namespace:

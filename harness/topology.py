@@ -10,15 +10,14 @@ process group. Any size is legal, nothing need divide anything, a rank may own n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from sumgrad.errors import UserError
-from sumgrad.yaml_source import YamlSource, read_yaml
+from sumgrad.errors import UserError, shown
+from sumgrad.yaml_source import YamlSource, dotted, read_yaml
 
 MAX_RANKS = 1 << 20
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
@@ -92,7 +91,7 @@ class Topology:
 
     def where(self, loc: Sequence[str | int]) -> str:
         """`file.yaml:LINE: key.path`, for errors about a value of this topology."""
-        return self.source.where(loc) if self.source else f"{self.name}: " + ".".join(map(str, loc))
+        return self.source.where(loc) if self.source else f"{self.name}: {dotted(loc)}"
 
 
 class _PoolFile(BaseModel):
@@ -205,13 +204,16 @@ def topology_from_json(data: Any, *, path: Path) -> Topology:
 
 def _place_pools(file: TopologyFile, source: YamlSource, problems: list[str]) -> tuple[Pool, ...]:
     owner: dict[int, str] = {}
-    pools, free = [], 0
+    pools, free, total = [], 0, 0
     for name, entry in file.pools.items():
-        size = prod(entry.axes.values())
+        size = _num_cells(entry.axes)
         loc = ("pools", name)
-        if size > MAX_RANKS:
-            problems.append(f"{source.where((*loc, 'axes'))}: {size} ranks, at most {MAX_RANKS}")
-            continue
+        total += size
+        if total > MAX_RANKS:
+            problems.append(
+                f"{source.where((*loc, 'axes'))}: too many ranks, at most {MAX_RANKS} in all"
+            )
+            break
         ranks: Sequence[int] = range(free, free + size) if entry.ranks is None else entry.ranks
         if len(ranks) != size:
             problems.append(
@@ -248,6 +250,16 @@ def _place_pools(file: TopologyFile, source: YamlSource, problems: list[str]) ->
     return tuple(pools)
 
 
+def _num_cells(axes: Mapping[str, int]) -> int:
+    """The product of the axes, or the first partial product that no topology can have."""
+    size = 1
+    for axis in axes.values():
+        size *= axis
+        if size > MAX_RANKS:
+            break
+    return size
+
+
 def validate_model(
     model: type[Model], data: Any, *, where: Where, prefix: tuple[str | int, ...] = ()
 ) -> Model:
@@ -271,8 +283,8 @@ def _clean_loc(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
 
 
 def _describe(item: Any) -> str:
-    kind, got, context = item["type"], repr(item["input"]), item.get("ctx", {})
-    got = got if len(got) <= 60 else got[:57] + "..."
+    kind, context = item["type"], item.get("ctx", {})
+    got = repr(shown(item["input"])) if isinstance(item["input"], str) else shown(item["input"])
     if kind == "extra_forbidden":
         return "unknown key"
     if kind == "missing":
@@ -293,7 +305,7 @@ def _describe(item: Any) -> str:
         "string_pattern_mismatch": "a name: letters, digits and _, starting with a letter",
         "too_short": "at least one entry",
         "literal_error": f"one of {context.get('expected')}",
-    }.get(kind, item["msg"])
+    }.get(kind, shown(item["msg"], 200))
     if kind == "greater_than_equal" and isinstance(item["input"], int):
         expected = f"an integer >= {context.get('ge')}"
     return f"got {got}, expected {expected}"
