@@ -187,11 +187,13 @@ def load_program_record(directory: Path, *, changes: Changes = NO_CHANGES) -> Pr
 def read_program_ranks(
     directory: Path, spec: ProgramSpec, *, changes: Changes = NO_CHANGES
 ) -> tuple[dict[int, ProgramRankRecord], dict[int, list[dict[str, Any]]], list[str]]:
-    """Every rank's record that is there, all ranks' ledgers, and what is damaged."""
+    """Every rank's record that is there, the ledgers, and what is damaged.
+
+    A ledger that is not what the rank wrote is left out: nobody says that it issued nothing.
+    """
     ranks, damage = {}, list[str]()
     started: dict[int, list[dict[str, Any]]] = {}
     for rank in range(spec.topology.world_size):
-        started[rank] = []
         try:
             refuse_rank(changes, rank)
             started[rank] = list(read_ledger(rank_file(directory, rank, ".ledger.jsonl")))
