@@ -419,7 +419,7 @@ def _with_problems(directory: Path, verdict: Verdict, problems: Sequence[str]) -
 
 def write_verdict(directory: Path, verdict: Verdict) -> None:
     """verdict.json and report.md."""
-    from sumgrad.report import to_markdown
+    from sumgrad.report_files import to_markdown
 
     write_json(directory / "verdict.json", verdict.data)
     write_bytes(directory / "report.md", to_markdown(verdict).encode())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import sys
 import time
@@ -17,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from sumgrad.arguments import Parser, add_common_flags, add_run_flags, make_parser
-from sumgrad.errors import UserError, shown
+from sumgrad.errors import UserError
 from sumgrad.files import write_bytes, write_json
 from sumgrad.interpreter import decide_interpreter, has_gpu
+from sumgrad.plain_text import shown
 from sumgrad.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
 
 WIDTH_ELSEWHERE = 200
@@ -29,6 +31,9 @@ MAX_ERROR, MAX_ERROR_LINES = 600, 12
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks need the cores
+    for stream in (sys.stdout, sys.stderr):  # a name that this terminal cannot show ends nothing
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     return _guarded(lambda: _dispatch(_checked(make_parser().parse_args(argv))))
 
 
@@ -243,7 +248,7 @@ def _judge(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from sumgrad import report
+    from sumgrad import report_files as report
     from sumgrad.check import judge_directory
 
     with _Progress(args.quiet) as progress:
@@ -300,11 +305,18 @@ def _show(verdict: Verdict, directory: Path, args: argparse.Namespace) -> None:
 
 
 def _console() -> Any:
-    """Standard output: its own width on a terminal, wide elsewhere, colour only on a terminal."""
+    """Standard output: its own width on a terminal, wide elsewhere, colour only on a terminal.
+
+    Names are shown as they are: `[bold]` and `:smile:` mean nothing.
+    """
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH_ELSEWHERE)
+    console = Console(markup=False, emoji=False)
+    return (
+        console
+        if console.is_terminal
+        else Console(width=WIDTH_ELSEWHERE, markup=False, emoji=False)
+    )
 
 
 class _Progress:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_PROBLEMS = 20
-MAX_SHOWN = 60
 
 
 class UserError(ValueError):
@@ -27,13 +26,3 @@ class UserError(ValueError):
 
     def __reduce__(self) -> tuple[type[UserError], tuple[tuple[str, ...]]]:
         return (type(self), (self.problems,))
-
-
-def shown(value: object, limit: int = MAX_SHOWN) -> str:
-    """A user's value in a message: on one line, bounded, whatever it is."""
-    try:
-        text = value if isinstance(value, str) else repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits has no decimal text
-        text = f"a huge {type(value).__name__}"
-    text = text if text.isprintable() else repr(text)[1:-1]
-    return text if len(text) <= limit else text[: limit - 3] + "..."

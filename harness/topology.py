@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from sumgrad.errors import UserError, shown
+from sumgrad.errors import UserError
+from sumgrad.plain_text import shown
 from sumgrad.yaml_source import YamlSource, dotted, read_yaml
 
 MAX_RANKS = 1 << 20

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from sumgrad.errors import UserError, shown
+from sumgrad.errors import UserError
+from sumgrad.plain_text import shown
 
 MAX_BYTES = 1_000_000
 MAX_VALUES = 20_000

@@ -241,7 +241,8 @@ def store_runs(place: Path, launcher: Launcher) -> list[Stored]:
         ("three_pool", {"fault": "avg_on_ci"}),
         ("ddp", {}),
         ("ddp", {"seed": 1, "tiers": ("structure",)}),
-        ("ddp", {"fault": "avg:allreduce@dp"}),
+        ("ddp", {"fault": "ddp_average"}),
+        ("ddp", {"fault": "avg:allreduce@dp", "tiers": ("structure",)}),  # ranks raise
         ("tensor_parallel", {"tiers": ("structure",)}),
     ]
     runs = []

@@ -23,6 +23,7 @@ LAYERS = [
         "arrangement",
         "arguments",
         "manifest",
+        "plain_text",
     ],
     ["yaml_source", "topology", "outcome"],
     [
@@ -88,7 +89,7 @@ LAYERS = [
         "ops_rank",
         "warm_rank",
     ],
-    ["judge", "program_judge", "report", "catalogue", "matrix"],
+    ["judge", "program_judge", "report", "report_files", "catalogue", "matrix"],
     ["plan_report", "program_check", "check"],
     ["program_matrix", "shrink"],
     ["torchrun", "fault_matrix", "ops_matrix"],
