@@ -11,9 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shlex
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,12 +20,13 @@ from pathlib import Path
 
 from sumgrad import __version__
 from sumgrad.check_rank import Spec, read_any_spec
+from sumgrad.commands import command_line, sumgrad_command, torchrun_prefix
 from sumgrad.errors import UserError
 from sumgrad.faults import find_fault, plant
 from sumgrad.files import finite, write_bytes, write_json
 from sumgrad.launch import Helper, Launcher, RankJob
 from sumgrad.manifest import Changes, find_changes, write_manifest
-from sumgrad.outcome import RankOutcome
+from sumgrad.outcome import RankOutcome, some_of
 from sumgrad.plan import build_plan
 from sumgrad.program import Facts, is_program
 from sumgrad.program_check import (
@@ -40,7 +39,14 @@ from sumgrad.program_record import ProgramSpec, is_program_run, write_program_sp
 from sumgrad.record import RunSpec, load_record, write_outcomes, write_spec
 from sumgrad.topology import Topology, load_topology, topology_to_json
 from sumgrad.verdict import Verdict, merge
-from sumgrad.workload import Workload, find_class, first_params, has_kernels, load_workload
+from sumgrad.workload import (
+    Workload,
+    chosen_workload,
+    find_class,
+    first_params,
+    has_kernels,
+    load_workload,
+)
 
 Progress = Callable[[str], None]
 DEFAULT_TIERS = ("structure", "precision")
@@ -82,8 +88,7 @@ def make_spec(
     look: how a Program is probed. A Program has no Workload.
     """
     topology = _startable(options)
-    name = options.workload or topology.workload
-    where = topology.where(("workload",)) if name == topology.workload else "--workload"
+    name, where = chosen_workload(topology, options.workload)
     if "bitwise" in options.tiers:
         raise UserError("--tiers: bitwise needs canonical trees in the step, a later release")
     if not is_program(find_class(name, where)):
@@ -99,7 +104,7 @@ def make_spec(
         fault=options.fault,
         law=options.law or "report",
         timeout_s=options.timeout_s,
-        reproduce=lambda steps: shlex.join([*prefix, *_flags(options, steps)]),
+        reproduce=lambda steps: command_line([*prefix, *_flags(options, steps)]),
         versions=versions(),
         look=look,
     )
@@ -116,7 +121,7 @@ def _startable(options: CheckOptions) -> Topology:
     if topology.plan_only:
         raise UserError(
             f"{options.topology}: plan_only: {topology.world_size} ranks are proved, not started; "
-            f"use `sumgrad plan {options.topology}`"
+            f"use `{command_line(['sumgrad', 'plan', options.topology])}`"
         )
     if topology.world_size > MAX_LOCAL_RANKS and "RANK" not in os.environ:
         raise UserError(
@@ -148,7 +153,7 @@ def _workload_spec(
         law=options.law or "enforce",
         kernels=kernels,
         timeout_s=options.timeout_s,
-        reproduce=shlex.join([*prefix, *_flags(options, steps)]),
+        reproduce=command_line([*prefix, *_flags(options, steps)]),
         versions=versions(),
     )
     return spec, workload
@@ -195,8 +200,13 @@ def make_directory(options: CheckOptions, name: str) -> Path:
         else:
             directory = options.out
             directory.mkdir(parents=True, exist_ok=True)
-            if any(directory.iterdir()):
-                raise UserError(f"--out {directory}: is not empty; stored runs are not overwritten")
+            held = sorted(path.name for path in directory.iterdir())
+            if held:
+                what = "a stored run" if "run.json" in held else some_of(held)
+                raise UserError(
+                    f"--out {directory}: already holds {what}; nothing is overwritten or deleted, "
+                    f"so give a new directory, or leave out --out"
+                )
         (directory / "ranks").mkdir()
     except OSError as error:
         place = options.out or Path(".sumgrad")
@@ -217,7 +227,7 @@ def run_check(
         progress("looking at the program")
         return look_beside(launcher, made[0], options.timeout_s)(topology, name, seed)
 
-    spec, workload = make_spec(options, prefix=["sumgrad", "run"], look=look)
+    spec, workload = make_spec(options, prefix=[*sumgrad_command(), "run"], look=look)
     directory = made[0] if made else make_directory(options, topology.name)
     store_spec(directory, spec)
     if isinstance(spec, ProgramSpec) and spec.facts.problems:
@@ -461,7 +471,4 @@ def _flags(options: CheckOptions, steps: int) -> list[str]:
 
 def torchrun_command(topology: Topology, path: Path) -> str:
     """The right command line for a topology under torchrun on one machine."""
-    script = os.path.relpath(Path(__file__).with_name("run.py"))
-    name = os.path.basename(sys.argv[0]) if sys.argv[0].endswith("run.py") else script
-    shown = sys.argv[0] if name == "run.py" else script
-    return f"torchrun --standalone --nproc-per-node {topology.world_size} {shown} --topology {path}"
+    return command_line([*torchrun_prefix(topology.world_size), "--topology", path])

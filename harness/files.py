@@ -28,7 +28,12 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON atomically. Not-a-number and infinities are written as text, not as bad JSON."""
-    write_bytes(path, (json.dumps(finite(data), indent=1) + "\n").encode())
+    write_bytes(path, json_text(data).encode())
+
+
+def json_text(data: Any) -> str:
+    """JSON as it is written to files and to standard output."""
+    return json.dumps(finite(data), indent=1) + "\n"
 
 
 def read_json(path: Path) -> Any:

@@ -33,7 +33,6 @@ def render(verdict: Verdict) -> RenderableType:
     parts += _outcomes(data)
     if data.get("fault_report"):
         parts += [Text(""), _fault(data)]
-    parts += [Text(""), Text.assemble(("reproduce  ", "dim"), data["reproduce"])]
     return Group(*parts)
 
 
@@ -46,6 +45,9 @@ def last_line(verdict: Verdict, directory: Any) -> str:
 def print_report(verdict: Verdict, console: Console) -> None:
     """Write the terminal report; colour only where the console is a terminal."""
     console.print(render(verdict), markup=False, emoji=False)
+    command = printable(verdict.data["reproduce"])
+    line = Text.assemble("\n", ("reproduce  ", "dim"), command)
+    console.print(line, soft_wrap=True)  # wrapped by us it could not be pasted
 
 
 def number(value: Any) -> str:

@@ -10,8 +10,9 @@ process group. Any size is legal, nothing need divide anything, a rank may own n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -59,12 +60,13 @@ class Pool:
 class Topology:
     """Pools that together hold the ranks 0..world_size-1, each rank in exactly one.
 
-    rows: how many rows of a Program's batch are used; None for all.
+    workload: None where the file leaves it to --workload. rows: how many rows of a Program's batch
+    are used; None for all.
     """
 
     name: str
     why: str
-    workload: str
+    workload: str | None
     kernels: Literal["auto", "triton", "torch"]
     plan_only: bool
     pools: tuple[Pool, ...]
@@ -122,11 +124,16 @@ class TopologyFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, title="sumgrad topology")
 
-    name: Name
+    name: Annotated[Name | None, Field(description="Default: the file's name.")] = None
     why: Annotated[str, Field(description="One line: what this topology is there to show.")] = ""
     workload: Annotated[
-        str, Field(description="NAME, file.py:Class or package.module:Class.", min_length=1)
-    ]
+        str | None,
+        Field(
+            description="NAME, file.py:Class (beside this file) or package.module:Class; may be "
+            "left out where --workload is given.",
+            min_length=1,
+        ),
+    ] = None
     kernels: Annotated[
         Literal["auto", "triton", "torch"],
         Field(description="auto: Triton on a GPU, torch on a CPU."),
@@ -152,7 +159,18 @@ def json_schema() -> str:
 
 def load_topology(path: Path) -> Topology:
     """Read and validate a topology file; UserError lists every problem with file and line."""
-    return parse_topology(read_yaml(Path(path)))
+    path = Path(path)
+    topology = parse_topology(read_yaml(path))
+    return replace(topology, workload=_beside(path, topology.workload))
+
+
+def _beside(path: Path, workload: str | None) -> str | None:
+    """`file.py:Class` with the file beside the YAML, if it is there; else as it stands."""
+    file, colon, name = (workload or "").rpartition(":")
+    here = path.parent / file
+    if colon and file.endswith(".py") and here.is_file():
+        return f"{here}:{name}"
+    return workload
 
 
 def parse_topology(source: YamlSource) -> Topology:
@@ -163,7 +181,7 @@ def parse_topology(source: YamlSource) -> Topology:
     if problems:
         raise UserError(problems)
     return Topology(
-        name=file.name,
+        name=file.name or _name_from(source.path),
         why=file.why,
         workload=file.workload,
         kernels=file.kernels,
@@ -173,6 +191,12 @@ def parse_topology(source: YamlSource) -> Topology:
         rows=file.rows,
         source=source,
     )
+
+
+def _name_from(path: Path) -> str:
+    """A file's name as the name of its topology: what is no letter or digit becomes `_`."""
+    text = re.sub(r"[^A-Za-z0-9_]", "_", path.stem)[:60]
+    return text if text[:1].isalpha() else f"t_{text}"
 
 
 def topology_to_json(topology: Topology) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -22,8 +21,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sumgrad.check import CheckOptions, Run, finish, make_directory, make_spec, store_spec
+from sumgrad.check import (
+    CheckOptions,
+    Run,
+    finish,
+    make_directory,
+    make_spec,
+    store_spec,
+    torchrun_command,
+)
 from sumgrad.check_rank import Spec
+from sumgrad.commands import torchrun_prefix
 from sumgrad.endings import outcome_from_record
 from sumgrad.errors import UserError
 from sumgrad.files import write_json
@@ -60,15 +68,7 @@ def run_torchrun_rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    prefix = [
-        "torchrun",
-        "--standalone",
-        "--nproc-per-node",
-        str(world_size),
-        sys.argv[0],
-        "--topology",
-    ]
-    spec, workload = make_spec(options, prefix=prefix)
+    spec, workload = make_spec(options, prefix=[*torchrun_prefix(world_size), "--topology"])
     wait = timedelta(seconds=options.timeout_s)
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=wait)))  # type: ignore[attr-defined]
     store.set_timeout(wait)
@@ -90,8 +90,8 @@ def check_world_size(options: CheckOptions, world_size: int) -> None:
     if topology.world_size != world_size:
         raise UserError(
             f"{options.topology}: got {world_size} ranks from torchrun, expected "
-            f"{topology.world_size}; the right command is\n  torchrun --standalone "
-            f"--nproc-per-node {topology.world_size} {sys.argv[0]} --topology {options.topology}"
+            f"{topology.world_size}; the right command is\n  "
+            + torchrun_command(topology, options.topology)
         )
 
 

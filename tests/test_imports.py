@@ -23,6 +23,7 @@ LAYERS = [
         "arrangement",
         "arguments",
         "manifest",
+        "commands",
         "plain_text",
     ],
     ["yaml_source", "topology", "outcome"],
