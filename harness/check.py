@@ -204,8 +204,8 @@ def make_directory(options: CheckOptions, name: str) -> Path:
             if held:
                 what = "a stored run" if "run.json" in held else some_of(held)
                 raise UserError(
-                    f"--out {directory}: already holds {what}; nothing is overwritten or deleted, "
-                    f"so give a new directory, or leave out --out"
+                    f"--out {directory}: already holds {what}; stored runs are not overwritten, "
+                    f"so give a new directory or leave --out away"
                 )
         (directory / "ranks").mkdir()
     except OSError as error:

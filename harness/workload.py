@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -303,9 +304,9 @@ def _let_import_neighbours(folder: Path) -> None:
     text = str(folder)
     if text in sys.path:
         sys.path.remove(text)
-    ends = ("site-packages", "dist-packages")
-    installed = [i for i, entry in enumerate(sys.path) if entry.endswith(ends)]
-    sys.path.insert(installed[0] if installed else len(sys.path), text)
+    standard = sysconfig.get_path("stdlib")
+    own = [i for i, p in enumerate(sys.path) if p.startswith(standard) and "-packages" not in p]
+    sys.path.insert(own[-1] + 1 if own else len(sys.path), text)
     for entry in folder.iterdir():
         held = sys.modules.get(entry.stem) if entry.suffix == ".py" or entry.is_dir() else None
         file = getattr(held, "__file__", None)

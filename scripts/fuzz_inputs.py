@@ -2,6 +2,8 @@
 
     python scripts/fuzz_inputs.py --out docs/data/fuzz_inputs.json
 
+Either part can run alone (`--directories 0`); the other's figures in the file are kept.
+
 Every input goes through the command line's own `main`. An exit code other than 0 to 3, a traceback,
 a message that is no bounded list of lines, more than LIMIT_S seconds, or an exit 0 that was not
 earned is a failure and is listed with what drew it. A topology earns `plan`'s 0 by a proof; a
@@ -451,6 +453,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict:
     return {
         "commands": len(outcomes),
         "exit_codes": dict(sorted(collections.Counter(str(o.code) for o in outcomes).items())),
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "slowest_s": round(max((o.seconds for o in outcomes), default=0.0), 2),
         "failures": [asdict(o) for o in outcomes if o.wrong],
     }
@@ -464,31 +467,40 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
+    data = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    ran = {
+        "command": " ".join(sys.argv),
+        "seed": args.seed,
+        "limit_s": LIMIT_S,
+        "machine": machine(),
+    }
     with tempfile.TemporaryDirectory(prefix="sumgrad-fuzz-") as name:
         place = Path(name)
-        texts = fuzz_topologies(args.topologies, args.seed, place, args.processes)
-        with Launcher() as launcher:
-            runs = store_runs(place / "runs", launcher)
-        damaged, kinds = fuzz_directories(args.directories, args.seed, runs, place)
-    data = {
-        "command": " ".join(sys.argv),
-        "machine": {"processor": platform.processor() or platform.machine(), **versions()},
-        "limit_s": LIMIT_S,
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "topologies": {"seed": args.seed, "drawn": args.topologies, **summary(texts)},
-        "directories": {
-            "seed": args.seed,
-            "drawn": args.directories,
-            "runs": {run.name: "pass" if run.passed else "no pass" for run in runs},
-            "damage": dict(kinds),
-            **summary(damaged),
-        },
-    }
+        if args.topologies:
+            texts = fuzz_topologies(args.topologies, args.seed, place, args.processes)
+            data["topologies"] = {
+                **ran,
+                "in_a_process_of_their_own": args.processes,
+                **summary(texts),
+            }
+        if args.directories:
+            with Launcher() as launcher:
+                runs = store_runs(place / "runs", launcher)
+            damaged, kinds = fuzz_directories(args.directories, args.seed, runs, place)
+            whole = {run.name: "pass" if run.passed else "no pass" for run in runs}
+            more = {"runs": whole, "damage": dict(kinds)}
+            data["directories"] = {**ran, **more, **summary(damaged)}
     if args.out:
         args.out.write_text(json.dumps(data, indent=1) + "\n")
-    failures = len(data["topologies"]["failures"]) + len(data["directories"]["failures"])
-    print(f"{failures} failures in {args.topologies} topologies, {args.directories} directories")
+    failures = sum(len(part["failures"]) for part in data.values())
+    print(f"{failures} failures in {', '.join(data) or 'nothing'}")
     return 1 if failures else 0
+
+
+def machine() -> dict:
+    """What it ran on."""
+    return {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+            **versions()}  # fmt: skip
 
 
 if __name__ == "__main__":
