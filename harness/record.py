@@ -7,6 +7,7 @@
     reference_TIER.safetensors|json   the reference, its scale and its noise floor
     partials_TIER.safetensors         every partial, after a failure
     outcomes.json, verdict.json, report.md
+    manifest.json           what of this is judged, by size and digest
 
 Read back, it is a value: judging it again needs neither the workload nor the ranks.
 """
