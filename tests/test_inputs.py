@@ -178,9 +178,14 @@ def test_the_fuzz_fails_what_it_must(tmp_path):
     assert "exit 0" in fuzz.run_command(["list", "--quiet"], "x", allowed=[1, 2, 3]).wrong
     assert fuzz.run_command(["plan", str(tmp_path / "absent")], "x", allowed=[2]).wrong is None
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuzz, "WALL_LIMIT_S", 0.05)
         patch.setattr(fuzz, "command", lambda argv: time.sleep(9))
-        patch.setattr(fuzz, "LIMIT_S", 0.05)
-        assert "took longer" in fuzz.run_command(ok, "x", allowed=fuzz.CODES).wrong
+        assert "took more" in fuzz.run_command(ok, "x", allowed=fuzz.CODES).wrong
+        patch.setattr(fuzz, "WALL_LIMIT_S", 900)
+        patch.setattr(fuzz, "CPU_LIMIT_S", 0.05)
+        patch.setattr(fuzz, "command", lambda argv: all(iter(lambda: True, False)))
+        assert "took more" in fuzz.run_command(ok, "x", allowed=fuzz.CODES).wrong
+        patch.setattr(fuzz, "CPU_LIMIT_S", 30)
         patch.setattr(fuzz, "command", lambda argv: 4)
         assert "exit 4" in fuzz.run_command(ok, "x", allowed=fuzz.CODES).wrong
         patch.setattr(fuzz, "command", lambda argv: print("Traceback", file=sys.stderr) or 2)
