@@ -51,7 +51,7 @@ class Hung(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a command did. seconds: of work, in this process. wrong: why it is a failure, or None."""
+    """What a command did. seconds: of work here. wrong: why that is a failure, or None."""
 
     what: str
     code: int
