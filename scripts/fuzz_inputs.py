@@ -466,7 +466,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--topologies", type=int, default=10_000)
-    parser.add_argument("--processes", type=int, default=50, help="of these, in their own process")
+    parser.add_argument("--processes", type=int, default=20, help="of these, in their own process")
     parser.add_argument("--directories", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
