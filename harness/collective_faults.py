@@ -110,14 +110,14 @@ KINDS = {
             story="one rank's contribution is 1.001 times what it should be",
             operator=None,
             families=(*REDUCTIONS, *EXCHANGES),
-            named=("rank_factor", "not_weighting"),
+            named=("rank_factor", "open"),
         ),
         Kind(
             name="drop",
             story="what was received is thrown away: the buffer keeps zeros",
             operator="M25",
             families=("recv",),
-            named=("unused_result", "not_weighting"),
+            named=("unused_result", "open"),
         ),
     )
 }

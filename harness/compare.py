@@ -33,7 +33,8 @@ class TensorDiff:
 
     comparable: the gradient is there, of the right shape, and finite. ratio: <dist, ref> /
     <ref, ref>. power: term -> smallest relative scale error of that term alone that would have
-    failed; inf where none would. lost_share_caught: smallest part of the absolute partials whose
+    failed; inf where none would. power_whole: the same of all terms together; every_term: whether
+    this tier must see each alone. lost_share_caught: smallest part of the absolute partials whose
     loss would have failed. of_threshold: max_abs / threshold.
     """
 
@@ -53,6 +54,8 @@ class TensorDiff:
     noise_floor: float
     threshold: float
     power: dict[str, float]
+    power_whole: float
+    every_term: bool
     lost_share_caught: float
     index: tuple[int, ...]
     max_rel_same_dtype: float | None
@@ -60,7 +63,12 @@ class TensorDiff:
 
     @property
     def smallest_scale_error_caught(self) -> float:
-        """Any term scaled by more than this would have failed; inf if one could hide."""
+        """Any term scaled by more than this would have failed; inf if one could hide.
+
+        Of the whole gradient where another tier judges the terms one by one.
+        """
+        if not self.every_term:
+            return self.power_whole
         return max(self.power.values(), default=float("inf"))
 
     @property
@@ -250,6 +258,10 @@ def tensor_diff(
         noise_floor=wanted.floor,
         threshold=wanted.threshold,
         power=power,
+        power_whole=(wanted.threshold + wanted.floor) / wanted.size
+        if wanted.size
+        else float("inf"),
+        every_term=wanted.every_term,
         lost_share_caught=(wanted.threshold + wanted.floor) / wanted.scale
         if wanted.scale
         else float("inf"),

@@ -114,7 +114,7 @@ def _missing_reduction(
         rows = [u.rows for u in found.counted(1) if u.rows]
         if rows:
             because.append(f"rank {rank} holds rows {list_rows(rows)} only")
-    kind, cause, evidence = _which_step(case, names, mixed, summed)
+    kind, cause, evidence = _which_step(case, names, mixed)
     return Diagnosis(
         cause=cause.format(what=what),
         kind=kind,
@@ -126,9 +126,7 @@ def _missing_reduction(
     )
 
 
-def _which_step(
-    case: FailedStep, names: Sequence[str], mixed: bool, summed: str | None
-) -> tuple[str, str, str]:
+def _which_step(case: FailedStep, names: Sequence[str], mixed: bool) -> tuple[str, str, str]:
     feeds = fed(case.record, case.tier, case.step)
     reductions = [j for j in reductions_of(case) if len(j.ranks) > 1]
     carrying = [j for j in reductions if set(j.gradients()) & set(names)]
@@ -152,16 +150,8 @@ def _which_step(
             f"{{what}} is not reduced over rank {spans(left_out)}, which holds it too",
             f"the ledger shows {describe(case.record, apart[0])}",
         )
-    scattered = [j for j in reductions if j.family == "reduce_scatter"]
     topology = case.record.spec.topology
-    smallest = min(c.measured.numel() for c in case.failing())
-    along = [
-        j
-        for j in reductions
-        if summed and j.family == "allreduce" and group_name(topology, j.ranks) == summed
-    ]
-    lost = [j for j in carrying or scattered if not _feeds_any(j, feeds)]
-    lost = lost or [j for j in along if not _feeds_any(j, feeds) and j.first["numel"] >= smallest]
+    lost = [j for j in carrying if not _feeds_any(j, feeds)]
     if mixed and lost:
         return (
             "missing_wait",

@@ -16,6 +16,7 @@ from sumgrad.operations import FAMILIES, REDUCTIONS
 from sumgrad.placement import to_local
 from sumgrad.process_group import tensors_in
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 CLOSE = 1e-9  # of the norm: the same numbers, divided once, in float64
 OUT_OF_PLACE = ("reduce_scatter", "all_gather", "all_to_all", "scatter", "gather")
@@ -31,9 +32,12 @@ class GradientWatch:
         self._outputs: list[tuple[int, list[Tensor]]] = []
         self.backwards: dict[str, int] = {}
         self._calls = 0
+        # On the node that accumulates: a hook on the tensor also fires inside autograd.grad, whose
+        # result is no gradient of the step. The node lives as long as somebody holds it.
+        self._nodes = {n: get_gradient_edge(p).node for n, p in params.items() if p.requires_grad}
         self._hooks = [
-            param.register_hook(lambda grad, name=name: self._saw(name, grad))
-            for name, param in params.items()
+            node.register_prehook(lambda grads, name=name: self._saw(name, grads[0]))
+            for name, node in self._nodes.items()
         ]
 
     def begin_step(self) -> None:
@@ -66,6 +70,8 @@ class GradientWatch:
             flat = torch.cat([t.detach().reshape(-1) for t in inputs])
             self._outputs.append((number, outputs))
             seen["nonzero"] = bool(flat.count_nonzero())
+            if flat.numel() == 1:
+                seen["scalar"] = float(flat)
             seen["grads"] = [[n, c] for n, c in segments(flat, self._produced)]
         return seen, None if family == "send" else lambda: bits(outputs)
 
@@ -89,7 +95,9 @@ class GradientWatch:
                 out.append({"call": number, "grads": named})
         return out
 
-    def _saw(self, name: str, grad: Tensor) -> None:
+    def _saw(self, name: str, grad: Tensor | None) -> None:
+        if grad is None:  # an autograd function that leaves a gradient for later
+            return
         self.backwards[name] = self.backwards.get(name, 0) + 1
         value = to_local(grad).detach()
         value = value.to_dense() if value.is_sparse else value
@@ -119,18 +127,19 @@ def segments(flat: Tensor, grads: Mapping[str, Tensor]) -> list[tuple[str, float
 
 
 def _factor(part: Tensor, grad: Tensor) -> float | None:
-    """c with part = c grad, c not 0; None if there is none."""
-    if part.numel() != grad.numel() or part.dtype != grad.dtype:
+    """c with part = c grad, c not 0; None if there is none. Either may be rounded to its dtype."""
+    if part.numel() != grad.numel() or not part.is_floating_point():
         return None
+    eps = max(float(torch.finfo(part.dtype).eps), float(torch.finfo(grad.dtype).eps))
+    close = max(CLOSE, 4 * eps)
     x, y = part.double(), grad.double()
     at = int(y.abs().argmax())
     guess = float(x[at]) / float(y[at])
-    rough = 1e-2 * (abs(float(x[0])) + abs(guess * float(y[0])))
+    rough = max(1e-2, close) * (abs(float(x[0])) + abs(guess * float(y[0])))
     if guess == 0 or not abs(float(x[0]) - guess * float(y[0])) <= rough:
         return None  # most pairs are told apart by two elements
     size = float(y.square().sum())
     c = float((x * y).sum()) / size
-    close = max(CLOSE, 4 * float(torch.finfo(grad.dtype).eps))
     if c == 0 or not float((x - c * y).norm()) <= close * abs(c) * size**0.5:
         return None
     return c

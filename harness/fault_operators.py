@@ -168,7 +168,6 @@ def operators_of(fault: str) -> list[str]:
 # The kind of cause that a diagnosis names -> the operator it resembles.
 RESEMBLES = {
     "avg": "M07",
-    "factor": "M08",
     "mean_of_means": "M01",
     "local_count": "M01",
     "double_reduction": "M15",

@@ -28,6 +28,9 @@ from sumgrad.rank import HELPERS, RankEnv, enter_rank, rank_file
 
 STOP_GRACE_S, KILL_GRACE_S = 3.0, 5.0
 STANDSTILL_S = 10.0
+IMPORTED_UNDER = (
+    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_INTERPRET",
+)  # fmt: skip
 DISAGREEMENT_S = 1.0  # between two looks at the ledgers of ranks that stand still
 
 
@@ -227,6 +230,7 @@ def _enter(request: dict[str, Any], rank: int) -> int:
     import torch
 
     torch.set_num_threads(1)
+    _set_environment(request["environ"])
     os.chdir(request["cwd"])
     sys.path[:] = request["sys_path"]
     directory, number = _place(request, rank)
@@ -240,6 +244,13 @@ def _enter(request: dict[str, Any], rank: int) -> int:
     )
     work = request if rank < request["num_ranks"] else request["helpers"][number]
     return enter_rank(env, work["target"], work["arguments"])
+
+
+def _set_environment(wanted: dict[str, str]) -> None:
+    """The caller's environment as it is now; what this process was imported under stays."""
+    kept = {name: os.environ[name] for name in IMPORTED_UNDER if name in os.environ}
+    os.environ.clear()
+    os.environ.update({**wanted, **kept})
 
 
 def _place(request: dict[str, Any], rank: int) -> tuple[Path, int]:

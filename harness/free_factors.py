@@ -60,9 +60,9 @@ def _fit_holder(case: Case, holder: Holder) -> tuple[Diagnosis, list[RecoveredCo
         if fitting:
             return _free_factor(case, holder, fitting)
     return Diagnosis(
-        cause=f"not a weighting bug: no factors on the terms' partials explain {holder.unit} on "
-        f"rank {spans(holder.ranks)}",
-        kind="not_weighting",
+        cause=f"open: {holder.unit} is wrong on rank {spans(holder.ranks)} and no cause of it is "
+        f"proved",
+        kind="open",
         ranks=holder.ranks,
         because=("no fit leaves a residual under the threshold and explains the deviation",),
         however=(f"{nearest} explains {share:.4%} of the deviation",),
@@ -218,7 +218,7 @@ def _free_factor(
 def _merge_equal(diagnoses: Iterable[Diagnosis]) -> list[Diagnosis]:
     merged: dict[tuple[str, str | None], Diagnosis] = {}
     for d in diagnoses:
-        key = (d.kind if d.kind == "not_weighting" else d.cause, d.factor)
+        key = (d.kind if d.kind == "open" else d.cause, d.factor)
         if key in merged:
             ranks = tuple(sorted({*merged[key].ranks, *d.ranks}))
             merged[key] = replace(merged[key], ranks=ranks)

@@ -30,6 +30,10 @@ Progress = Callable[[str], None]
 SINGLE_THREAD = {
     name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 }
+READ_ON_IMPORT = (
+    "ATEN", "CUDA", "GLOO", "KMP", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "OPENBLAS", "PYTHON",
+    "PYTORCH", "TORCH", "TRITON",
+)  # fmt: skip
 PRELOAD_TORCH = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch")
 
 
@@ -81,6 +85,7 @@ class Launcher:
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._read_on_import: dict[str, str] = {}
         self.threads: int | None = None
 
     def __enter__(self) -> Launcher:
@@ -98,12 +103,14 @@ class Launcher:
     def start(self) -> None:
         """Start the server process; it imports torch while this process goes on.
 
-        A server that died is replaced.
+        A server that died is replaced, and so is one that imported its libraries under another
+        setting of the variables that they read on import.
         """
         if self._process is not None:
-            if self._process.poll() is None:
+            if self._process.poll() is None and self._read_on_import == _read_on_import():
                 return
             self.close()
+        self._read_on_import = _read_on_import()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "sumgrad.fork_server", "--serve", str(theirs.fileno())]
         self._process = subprocess.Popen(
@@ -147,6 +154,7 @@ class Launcher:
             "start": job.start,
             "cwd": os.getcwd(),
             "sys_path": sys.path,
+            "environ": dict(os.environ),
         }
         self._socket.sendall((json.dumps(request) + "\n").encode())
 
@@ -192,6 +200,11 @@ class Launcher:
             raise LaunchError(f"the fork server ended with exit code {code}")
         data: dict[str, Any] = json.loads(line)
         return data
+
+
+def _read_on_import() -> dict[str, str]:
+    """The variables that what a server preloads may read once, when it is imported."""
+    return {name: value for name, value in os.environ.items() if name.startswith(READ_ON_IMPORT)}
 
 
 def _outcome(job: RankJob, rank: int, end: dict[str, Any]) -> RankOutcome:

@@ -21,13 +21,24 @@ def carried_by(case: FailedStep, joint: Joint) -> list[str]:
     return carries(joint, fed(case.record, case.tier, case.step))
 
 
+def wrong_parameters(case: FailedStep) -> set[str]:
+    """Parameters whose gradient is wrong on some rank."""
+    return {cell.name for cell in case.failing()}
+
+
 def cause_in_ledger(case: FailedStep) -> Diagnosis | None:
-    """What no coefficient explains may still be written in the ledger."""
-    record = case.record
-    for joint in joint_operations(record, case.tier, case.step):
+    """What no coefficient explains may still be written in the ledger.
+
+    Only of reductions that carried a wrong gradient, by its values: a scalar for a log, a map of
+    used parameters or a sum of the forward that looks odd is no evidence.
+    """
+    record, wrong = case.record, wrong_parameters(case)
+    for joint in reductions_of(case):
+        if not wrong & set(carried_by(case, joint)):
+            continue
         words = describe(record, joint)
         if len(joint.ranks) < 2:
-            if joint.family in REDUCTIONS and _odd_group(case, joint):
+            if _odd_group(case, joint):
                 return _ledger_cause(
                     "wrong_group", f"{words} has a group of one of its members", "", joint
                 )
@@ -41,20 +52,19 @@ def cause_in_ledger(case: FailedStep) -> Diagnosis | None:
                 f"everything else of the {case.tier} tier is {record.spec.tiers[case.tier]}",
                 joint,
             )
-        if joint.family in REDUCTIONS:
-            if _odd_group(case, joint):
-                return _ledger_cause(
-                    "wrong_group", f"{words} leaves members of its group out", "", joint
-                )
-            if joint.first.get("reduce") == "AVG":
-                return _ledger_cause("avg", f"{words} averages where others sum", "", joint)
-            if identical(joint) and joint.first["numel"] > 1:
-                return _ledger_cause(
-                    "double_reduction",
-                    f"{words} sums the same bits from all its ranks: what is already whole",
-                    "",
-                    joint,
-                )
+        if _odd_group(case, joint):
+            return _ledger_cause(
+                "wrong_group", f"{words} leaves members of its group out", "", joint
+            )
+        if joint.first.get("reduce") == "AVG":
+            return _ledger_cause("avg", f"{words} averages where others sum", "", joint)
+        if identical(joint):
+            return _ledger_cause(
+                "double_reduction",
+                f"{words} sums the same bits from all its ranks: what is already whole",
+                "",
+                joint,
+            )
     return None
 
 
@@ -73,16 +83,16 @@ def _ledger_cause(kind: str, cause: str, because: str, joint: Joint) -> Diagnosi
         kind=kind,
         ranks=joint.ranks,
         because=tuple(filter(None, (f"the ledger shows it at {joint.site}", because))),
-        however=(
-            "no factors on the terms' partials explain the gradient: it comes through the "
-            "values that ranks exchange",
-        ),
+        however=("how often each row is counted in the gradient was not recovered",),
     )
 
 
 def empty_handed(case: FailedStep) -> tuple[list[int], str] | None:
-    """Ranks whose input to a reduction is zeros, while others' is not."""
+    """Ranks whose input to a reduction of a wrong gradient is zeros, while others' is not."""
+    wrong = wrong_parameters(case)
     for joint in reductions_of(case):
+        if not wrong & set(carried_by(case, joint)):
+            continue
         idle = [r for r, e in joint.events.items() if e.get("nonzero") is False]
         if idle and len(idle) < len(joint.events):
             return idle, describe(case.record, joint)
@@ -90,9 +100,10 @@ def empty_handed(case: FailedStep) -> tuple[list[int], str] | None:
 
 
 def scaled_by(case: FailedStep, factor: float) -> list[int]:
-    """Ranks whose own gradients enter a reduction with this factor."""
-    out = set()
+    """Ranks whose own part of a wrong gradient enters a reduction with this factor."""
+    out, wrong = set(), wrong_parameters(case)
     for joint in reductions_of(case):
-        for by_rank in joint.gradients().values():
-            out |= {r for r, c in by_rank.items() if abs(c - factor) < CLOSE}
+        for name, by_rank in joint.gradients().items():
+            if name in wrong:
+                out |= {r for r, c in by_rank.items() if abs(c - factor) < CLOSE}
     return sorted(out) if len(out) < len(case.record.ranks) else []

@@ -38,6 +38,8 @@ FAMILIES = {
     "broadcast": "broadcast",
     "scatter": "scatter",
     "gather": "gather",
+    "gather_single": "gather",
+    "gather_into_tensor": "gather",
     "barrier": "barrier",
     "monitored_barrier": "barrier",
     "send": "send",

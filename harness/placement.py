@@ -53,17 +53,20 @@ def place(
     known: Mapping[int, str],
     full: Mapping[str, Tensor],
     declared: Callable[[str], tuple[slice, ...] | None] | None = None,
+    modules: Mapping[int, str] | None = None,
 ) -> Placement:
     """Find every trained parameter of a distributed model in the full one.
 
     known: id of a living parameter of build()'s model -> its name; identity survives most wrappers.
     full: name -> the full weights that the model was built with, in its dtype. declared: what the
-    Program's own `shard_of` says of a parameter's name.
+    Program's own `shard_of` says of a parameter's name. modules: id of a living module of build()'s
+    model -> its name: stages that share its layers number them anew.
     """
     placed: list[Placed] = []
     unknown: list[str] = []
     for shown, param in model.named_parameters():
-        name, index, problem = _place_one(shown, param, known, full, declared)
+        held_in = _module_name(model, shown, modules or {})
+        name, index, problem = _place_one(held_in or shown, param, known, full, declared)
         if not param.requires_grad:
             if name is not None and problem is None:
                 unknown.append(f"{name} is frozen here, though build() trains it")
@@ -76,6 +79,13 @@ def place(
         else:
             placed.append(Placed(name=name, param=param, index=index))
     return Placement(placed=tuple(placed), unknown=tuple(unknown))
+
+
+def _module_name(model: nn.Module, shown: str, modules: Mapping[int, str]) -> str | None:
+    """The name that build() has for a parameter of one of its own modules."""
+    path, _, leaf = shown.rpartition(".")
+    owner = modules.get(id(model.get_submodule(path)))
+    return None if owner is None else f"{owner}.{leaf}" if owner else leaf
 
 
 def _place_one(

@@ -10,75 +10,48 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from sumgrad.delegation import DELEGATED, carry_out, unrecorded_operations
 from sumgrad.rank import SETUP
+from torch._C._dynamo import eval_frame as _eval_frame
 
 BACKEND = "sumgrad"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TRANSPORT = tuple(
     os.path.join(_HERE, name)
-    for name in ("process_group.py", "exchange.py", "convention.py", "misbehaviour.py")
+    for name in ("process_group.py", "exchange.py", "convention.py", "misbehaviour.py", "narrow.py")
 )
+# Parts of the names of files that nobody wrote as a step: wrappers, and what a compiler wrote.
+_WRAPPERS = ("contextlib", "typing_extensions", "<eval_with_key>", " in wrapped", "torchinductor_")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
-# What our subclass overrides -> the backend's method of the same meaning.
-_DELEGATED = {
-    "allreduce": "allreduce",
-    "allreduce_coalesced": "allreduce_coalesced",
-    "allgather": "allgather",
-    "_allgather_base": "_allgather_base",
-    "all_gather_single": "_allgather_base",
-    "allgather_coalesced": "allgather_coalesced",
-    "allgather_into_tensor_coalesced": "allgather_into_tensor_coalesced",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce": "reduce",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "_reduce_scatter_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "alltoall": "alltoall",
-    "alltoall_base": "alltoall_base",
-    "all_to_all_single": "alltoall_base",
-    "broadcast": "broadcast",
-    "gather": "gather",
-    "scatter": "scatter",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
-    "recv_anysource": "recv_anysource",
-    "monitored_barrier": "monitored_barrier",
-}
-_ONE_BY_ONE = {
-    "allgather_into_tensor_coalesced": "_allgather_base",
-    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
-}
-# What a ProcessGroup has that moves no data of its own; the rest must stand in _DELEGATED.
-_NO_OPERATION = {
-    "BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "_backend_id",
-    "_device_types", "_enable_collectives_timing", "_end_coalescing", "_get_backend",
-    "_get_backend_name", "_get_sequence_number_for_group", "_has_hooks", "_id",
-    "_pybind11_conduit_v1_", "_register_backend", "_register_on_completion_hook",
-    "_set_default_backend", "_set_group_desc", "_set_group_name",
-    "_set_sequence_number_for_group", "_start_coalescing", "_wait_for_pending_works", "abort",
-    "bound_device_id", "boxed", "get_group_store", "group_desc", "group_name",
-    "merge_remote_group", "name", "rank", "set_timeout", "shutdown", "size", "split_group",
-    "unbox", "use_pg_for_symm_mem_rendezvous",
-}  # fmt: skip
+# Parts of torch that issue operations which, by design, nobody need wait for: Join's notice to
+# ranks that have joined; functional collectives, whose results wait for themselves when read.
+JOIN = "distributed/algorithms/join.py"
+OWN_WAITING = (JOIN, "nn/parallel/distributed.py", "distributed/_functional_collectives.py")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def unknown_operations() -> set[str]:
-    """Methods of this torch's ProcessGroup that are neither recorded nor known to move no data."""
-    names = {name for name in dir(dist.ProcessGroup) if not name.startswith("__")}
-    return names - set(_DELEGATED) - _NO_OPERATION
+def _step_aside(function: Function) -> Function:
+    """Keep Dynamo out of a function and of what it calls: a compiled region breaks around it.
+
+    What torch.compiler.disable does, without importing Dynamo, which takes seconds.
+    """
+    skip = _eval_frame._FrameAction.SKIP
+    strategy = _eval_frame._FrameExecStrategy(skip, skip)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +68,7 @@ class Call:
     kwargs: dict[str, Any]
     event: dict[str, Any]
 
-    def issue(self, *args: Any, **change: Any) -> RecordedWork:
+    def issue(self, *args: Any, **change: Any) -> Any:
         """Carry it out and record it. args: in place of its own; change: of the ledger's event."""
         return self.group.issue(self.op, args or self.args, self.kwargs, {**self.event, **change})
 
@@ -120,6 +93,7 @@ class Ledger:
         self._fd, self._next, self._label = -1, 0, ""
         self.open_ops: dict[int, dict[str, Any]] = {}
         self.open_works: dict[int, Any] = {}
+        self.handed_over: deque[RecordedWork] = deque(maxlen=64)
         self.asked: set[int] = set()
         self.interpose: Interposer | None = None
         self.observe: Observer | None = None
@@ -197,6 +171,7 @@ class RecordedWork(dist.Work):
         self._result = result
         ledger.open_works[number] = inner
 
+    @_step_aside
     def wait(self, timeout: timedelta | None = None) -> bool:
         ok = self._inner.wait(timeout) if timeout is not None else self._inner.wait()
         self._done()
@@ -207,22 +182,28 @@ class RecordedWork(dist.Work):
             more = {} if self._result is None else {"output": self._result()}
             self._ledger.done(self._number, **more)
 
+    @_step_aside
     def is_completed(self) -> bool:
         return bool(self._inner.is_completed())
 
+    @_step_aside
     def is_success(self) -> bool:
         return bool(self._inner.is_success())
 
+    @_step_aside
     def exception(self) -> Any:
         return self._inner.exception()
 
+    @_step_aside
     def result(self) -> Any:
         return self._inner.result()
 
+    @_step_aside
     def synchronize(self) -> None:
         self._inner.synchronize()
         self._done()
 
+    @_step_aside
     def get_future(self) -> Any:
         self._ledger.asked.add(self._number)
         return self._inner.get_future()
@@ -242,29 +223,26 @@ class RecordingProcessGroup(dist.ProcessGroup):
 
     def delegate(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry an operation out on the backend below, unrecorded. Returns its work."""
-        name = _DELEGATED[op]
-        if hasattr(self._inner, name):
-            return getattr(self._inner, name)(*args, **kwargs)
-        single = _ONE_BY_ONE[name]  # Gloo has no coalesced form
-        outputs, inputs, *rest = args
-        works = [
-            getattr(self._inner, single)(out, held, *rest, **kwargs)
-            for out, held in zip(outputs, inputs, strict=True)
-        ]
-        for work in works[:-1]:
-            work.wait()
-        return works[-1]
+        return carry_out(self._inner, op, args, kwargs)
 
     def issue(
         self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], event: dict[str, Any]
-    ) -> RecordedWork:
-        """Record an operation and carry it out."""
+    ) -> RecordedWork | None:
+        """Record an operation and carry it out. None where it has no work to wait for."""
         result = None
         if self._ledger.in_step and self._ledger.observe is not None:
             seen, result = self._ledger.observe(op, args)
             event = {**event, **seen}
         number = self._ledger.begin(event)
-        return RecordedWork(self.delegate(op, args, kwargs), self._ledger, number, result)
+        inner = self.delegate(op, args, kwargs)
+        if inner is None:  # monitored_barrier has ended when it returns
+            self._ledger.done(number)
+            return None
+        work = RecordedWork(inner, self._ledger, number, result)
+        if event.get("by") == JOIN:
+            # DDP's reducer keeps the C++ half and waits for it; without this one it waits forever.
+            self._ledger.handed_over.append(work)
+        return work
 
     def _set_group_name(self, name: Any) -> None:
         self._name = name
@@ -277,6 +255,31 @@ class RecordingProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
+    def _get_backend(self, device: Any) -> Any:
+        """Its own backend, as torch asks of groups written in Python: nothing goes around it."""
+        return self
+
+    get_backend = _get_backend  # as torch 2.14 calls it
+
+    @property
+    def options(self) -> Any:
+        """Of the backend below: torch reads the timeout from it."""
+        return self._inner.options
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """No: every operation is carried out, and written down, by itself."""
+        return False
+
+    @property
+    def supports_splitting(self) -> bool:
+        """No: groups are made by new_group, so that each of them records."""
+        return False
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """No: torch allocates the buffers."""
+        return False
+
     def _event(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         tensors = list(tensors_in(args[:1]))
         event: dict[str, Any] = {
@@ -287,6 +290,9 @@ class RecordingProcessGroup(dist.ProcessGroup):
             "site": _call_site(),
             "pg": str(getattr(self, "_name", "")),
         }
+        issuer = _issuer()
+        if issuer is not None:
+            event["by"] = issuer
         options = [getattr(arg, "reduceOp", None) for arg in (*args[1:], *kwargs.values())]
         reduce_op = next((op for op in options if op is not None), None)
         if reduce_op is not None:
@@ -296,8 +302,8 @@ class RecordingProcessGroup(dist.ProcessGroup):
         return event
 
 
-def _method(name: str) -> Callable[..., dist.Work]:
-    def call(self: RecordingProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: RecordingProcessGroup, *args: Any, **kwargs: Any) -> Any:
         ledger, event = self._ledger, self._event(name, args, kwargs)
         if not ledger.in_step or ledger.interpose is None:
             return self.issue(name, args, kwargs, event)
@@ -305,11 +311,28 @@ def _method(name: str) -> Callable[..., dist.Work]:
         return ledger.interpose(asked)
 
     call.__name__ = name
-    return call
+    return _step_aside(call)
 
 
-for _name in _DELEGATED:
+def _unrecorded(name: str) -> Callable[..., Any]:
+    """A method that we do not know: the ledger says that it was called, the verdict is UNKNOWN."""
+
+    def call(self: RecordingProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        number = self._ledger.begin(self._event(name, args, kwargs))
+        known_below = getattr(self._inner, name, None)
+        method = known_below or getattr(super(RecordingProcessGroup, self), name)
+        result = method(*args, **kwargs)
+        self._ledger.done(number)
+        return result
+
+    call.__name__ = name
+    return _step_aside(call)
+
+
+for _name in DELEGATED:
     setattr(RecordingProcessGroup, _name, _method(_name))
+for _name in unrecorded_operations():
+    setattr(RecordingProcessGroup, _name, _unrecorded(_name))
 
 
 def register_backend(ledger: Ledger) -> None:
@@ -345,11 +368,25 @@ def _span(ranks: list[int]) -> list[int] | str:
     return f"{ranks[0]}-{ranks[-1]}" if step_one else ranks
 
 
-def _call_site() -> str:
+def _issuer() -> str | None:
+    """The part of torch with waiting of its own through which this was asked for, if any."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_TORCH) and name not in _TRANSPORT and "contextlib" not in name:
+            return None
+        if name.startswith(_TORCH) and name.removeprefix(_TORCH) in OWN_WAITING:
+            return name.removeprefix(_TORCH)
+        frame = frame.f_back
+    return None
+
+
+def _call_site() -> str:
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        below = name.startswith(_TORCH) or name in _TRANSPORT
+        if not below and not any(part in name for part in _WRAPPERS):
             break
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -2,7 +2,7 @@
 
 Detecting is done; this only explains. First what a record says outright, then one explanation for
 all ranks, then one for each rank, then what the ledger shows, then, if a clean run is at hand, the
-first operation that differs from it. What none of them explains is called not a weighting bug.
+first operation that differs from it. What none of them explains is said to be open.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sumgrad.verdict import Diagnosis, RecoveredCoefficient
 
 # Numbers without a reason: what the ledger or a clean run shows goes first.
 GENERIC = (
-    "factor", "row_factors", "param_factors", "term_factor", "local_count", "not_weighting",
+    "factor", "row_factors", "param_factors", "term_factor", "local_count", "open",
     "skipped_collective", "unused_result",
 )  # fmt: skip
 Found = tuple[tuple[Diagnosis, ...], tuple[RecoveredCoefficient, ...]]
@@ -113,7 +113,11 @@ def failed_step(record: ProgramRecord, failed: Sequence[TensorDiff]) -> FailedSt
         step=step,
         reference=references[step],
         previous=references[step - 1] if step else None,
-        cells=tuple(cells(record, tier, references[step])),
+        cells=tuple(
+            cell
+            for cell in cells(record, tier, references[step])
+            if cell.measured.shape == cell.wanted.value.shape
+        ),
     )
 
 
@@ -216,11 +220,14 @@ def _unexplained(case: FailedStep) -> Diagnosis:
             however=tuple(however),
         )
     return Diagnosis(
-        cause=f"not a weighting bug: no factors on rows or terms explain {some_of(names)}; the "
-        f"largest error is in {worst.name} on rank {worst.rank}",
-        kind="not_weighting",
+        cause=f"open: {some_of(names)} is wrong and no cause of it is proved; the largest error is "
+        f"in {worst.name} on rank {worst.rank}",
+        kind="open",
         ranks=tuple(sorted({c.rank for c in failing})),
-        because=("no fit leaves a residual under the threshold",),
+        because=(
+            "one factor on everything, on a parameter, on a term or on stretches of rows does "
+            "not leave a residual under the threshold",
+        ),
         however=tuple(however),
     )
 

@@ -15,7 +15,7 @@ import torch
 from sumgrad.compare import TensorDiff
 from sumgrad.files import finite
 from sumgrad.ledger_checks import disagreements, law_findings
-from sumgrad.outcome import outcome_to_json, spans
+from sumgrad.outcome import outcome_to_json, some_of, spans
 from sumgrad.program_compare import (
     compare_again,
     compare_program,
@@ -24,6 +24,7 @@ from sumgrad.program_compare import (
 )
 from sumgrad.program_diagnose import diagnose_program
 from sumgrad.program_record import ProgramRecord
+from sumgrad.unseen_checks import buffer_warnings, unseen
 from sumgrad.verdict import Status, TierVerdict, Verdict, merge
 from sumgrad.verdict_json import (
     SCHEMA,
@@ -70,11 +71,17 @@ def judge_program(record: ProgramRecord, *, clean: ProgramRecord | None = None) 
 def _like_float32(
     record: ProgramRecord, diffs: list[TensorDiff], clean: ProgramRecord | None
 ) -> list[TensorDiff]:
-    """Failing float64 tensors whose errors are float32 roundings that no cause explains: UNKNOWN.
+    """Failing float64 tensors whose errors may be float32 roundings, and no cause: UNKNOWN.
 
     A step or a model that computes in float32 whatever it is given is not wrong, but what a
-    float64 run would have shown was not seen either. Never a PASS.
+    float64 run would have shown was not seen either. Never a PASS; and a FAIL where the step was
+    looked at and nothing of it computes in less than float64.
     """
+    looked = [info["narrow"] for h in record.ranks.values() for info in h.info.values()
+              if "narrow" in info]  # fmt: skip
+    places = list(dict.fromkeys(place for seen in looked for place in seen))
+    if looked and not places:
+        return diffs
     failed = [d for d in diffs if d.status == "fail" and record.spec.tiers[d.tier] == "float64"]
     if not failed or any(not d.comparable for d in failed):
         return diffs
@@ -84,9 +91,13 @@ def _like_float32(
         if d.max_abs > FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps * float(scale.max()):
             return diffs
     causes, _ = diagnose_program(record, diffs, [], clean=clean)
-    if any(cause.kind != "not_weighting" for cause in causes):
+    if any(cause.kind != "open" for cause in causes):
         return diffs
-    why = "errors like float32 roundings: the step or the model computes in float32 somewhere"
+    seen = f"the step makes {some_of(places)}" if places else "what it computes in was not seen"
+    why = (
+        f"its error is no larger than float32 roundings, and {seen}: a wrong term of that size "
+        f"would look the same"
+    )
     unsure = {id(d) for d in failed}
     return [replace(d, status="unknown", reason=why) if id(d) in unsure else d for d in diffs]
 
@@ -110,6 +121,7 @@ def _not_compared(record: ProgramRecord) -> Iterator[str]:
     if record.ranks:
         yield from uncovered(record)
     yield from _unsound(record)
+    yield from unseen(record)
 
 
 def _unsound(record: ProgramRecord) -> Iterator[str]:
@@ -195,6 +207,7 @@ def _warnings(record: ProgramRecord) -> Iterator[str]:
             f"the gradient of {name}{more} on rank {spans(ranks)} is still a Partial DTensor; it "
             f"was reduced for the comparison"
         )
+    yield from buffer_warnings(record)
     seen = set()
     for tier, references in record.references.items():
         for reference in references:

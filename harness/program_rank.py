@@ -15,8 +15,9 @@ import torch
 from sumgrad.collective_faults import CollectiveFault
 from sumgrad.evidence import GradientWatch, bits
 from sumgrad.misbehaviour import Misbehaviour
+from sumgrad.narrow import NarrowWatch, is_compiled
 from sumgrad.outcome import describe_operation
-from sumgrad.placement import Placement, place, to_local
+from sumgrad.placement import Placed, Placement, place, to_local
 from sumgrad.process_group import Ledger
 from sumgrad.program import (
     Facts,
@@ -35,12 +36,14 @@ from sumgrad.program_context import Context, make_context, make_meshes
 from sumgrad.program_faults import find_program_fault, plant_in_step, planted_class
 from sumgrad.rank import SETUP, RankGuard
 from sumgrad.topology import Topology
+from sumgrad.unseen import buffers_after, come_alive, gradients_elsewhere, trained_names
 from sumgrad.workload import hash_weights
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 AGAIN = "again"  # label of the run that repeats a step
+BUFFER = "buffer"  # of a stored tensor that is no gradient
 
 Result = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -105,6 +108,7 @@ class _TierRun:
         self.full = weights_at(self.base, 0, dtype)
         self.kept = trained(self.model)  # kept alive: a freed parameter's id would be used again
         self.known = {id(p): n for n, p in self.kept.items()}
+        self.kept_modules = dict(self.model.named_modules())
         self.ctx: Context = make_context(
             job.topology, rank.rank, rank.meshes, dtype=dtype, seed=job.seed
         )
@@ -133,8 +137,11 @@ class _TierRun:
             self.known,
             self.full,
             (lambda name: declared(name, self.ctx)) if declared else None,
+            {id(module): name for name, module in self.kept_modules.items()},
         )
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
+        self.trained = trained_names(self.model)
+        self.shapes = {p.name: p.local().shape for p in self.placement.placed}
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
 
     def steps(self, tensors: Tensors, result: Result, *, again: bool) -> None:
@@ -149,11 +156,16 @@ class _TierRun:
             grads, info = self.step(step)
             for name, grad in grads.items():
                 tensors[f"{self.tier}/{step}/{name}"] = grad
+            held, info["changed_buffers"] = buffers_after(self.model, self.buffers)
+            for name, buffer in held.items():
+                tensors[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
             result["steps"].append(info)
         if again:
             grads, more = self.step(self.job.steps - 1, label=AGAIN)
             info["unwaited"] = [*info["unwaited"], *more["unwaited"]]
             info["races"] = list(dict.fromkeys([*info["races"], *more["races"]]))
+            if "narrow" in more:
+                info["narrow"] = more["narrow"]
             for name, grad in grads.items():
                 tensors[f"{AGAIN}/{self.tier}/{name}"] = grad
 
@@ -168,30 +180,31 @@ class _TierRun:
             for name, buffer in self.model.named_buffers():
                 if name in self.buffers and buffer.shape == self.buffers[name].shape:
                     buffer.copy_(self.buffers[name])
-        before = {p.name: bits([p.local()]) for p in self.placement.placed}
+        before = {p.name: bits([p.local()]) for p in self._kept_shape()}
         scramble(104, self.rank.rank, step, int(label is not None))
         self.watch.begin_step()
         if self.misbehaviour:
             self.misbehaviour.begin_step()
         ctx = replace(self.ctx, step=step)
         batch = {key: value.clone() for key, value in self.batch.items()}
+        looked = label == AGAIN and self.dtype == torch.float64 and not is_compiled(self.model)
+        narrow = NarrowWatch()
         with self._watching(f"{label or self.tier}/{step}/step"), default_dtype(self.dtype):
-            with plant_in_step(self.fault, self.model, self.placement.placed, ctx):
+            planted = plant_in_step(self.fault, self.model, self.placement.placed, ctx)
+            with planted, narrow if looked else contextlib.nullcontext():
                 self.program.step(self.model, batch, ctx)
             unwaited = self.rank.ledger.nobody_waits_for()
             races = self._races(unwaited)
             info = {**self._info(step, before), "races": races}
+            info |= {"narrow": narrow.places} if looked else {}
             grads = self._grads(info)
         return grads, info
 
     def _info(self, step: int, before: dict[str, str]) -> Result:
         self.rank.ledger.settle()
-        changed = [p.name for p in self.placement.placed if bits([p.local()]) != before[p.name]]
-        wrong = [
-            p.name
-            for p in self.placement.placed
-            if before[p.name] != bits([p.slice(self.full[p.name])])
-        ]
+        kept = [p for p in self._kept_shape() if p.name in before]
+        changed = [p.name for p in kept if bits([p.local()]) != before[p.name]]
+        wrong = [p.name for p in kept if before[p.name] != bits([p.slice(self.full[p.name])])]
         return {
             "tier": self.tier,
             "step": step,
@@ -201,15 +214,26 @@ class _TierRun:
             "backwards": max(self.watch.backwards.values(), default=0),
             "unwaited": self._unwaited(),
             "partial": [],
+            "elsewhere": gradients_elsewhere(self.placement.placed),
+            "alive": come_alive(self.model, self.trained),
+            "reshaped": {p.name: list(p.local().shape) for p in self._reshaped()},
             "fault": {"calls": self.misbehaviour.calls, "changed": self.misbehaviour.changed}
             if self.misbehaviour
             else None,
         }
 
+    def _kept_shape(self) -> list[Placed]:
+        """Parameters whose place still holds: a step may shard what distribute left whole."""
+        return [p for p in self.placement.placed if p.local().shape == self.shapes[p.name]]
+
+    def _reshaped(self) -> list[Placed]:
+        return [p for p in self.placement.placed if p.local().shape != self.shapes[p.name]]
+
     def _races(self, unwaited: list[int]) -> list[str]:
         """Operations that the step left without waiting for them, in words."""
         open_ops = self.rank.ledger.open_ops
-        return [text for n in unwaited if (text := describe_operation(open_ops.get(n)))]
+        left = [open_ops[n] for n in unwaited if n in open_ops and "by" not in open_ops[n]]
+        return [text for event in left if (text := describe_operation(event))]
 
     def _unwaited(self) -> list[int]:
         """Operations that nobody had waited for when `settle` looked."""
@@ -218,7 +242,7 @@ class _TierRun:
     def _grads(self, info: Result) -> Tensors:
         """Local gradients. A DTensor that is still a partial sum is reduced here, and noted."""
         grads = {}
-        for p in self.placement.placed:
+        for p in self._kept_shape():
             grad = p.param.grad
             if grad is None:
                 continue
@@ -235,7 +259,7 @@ class _TierRun:
         """The recorded weights, but for the very first step: it shows what distribute left."""
         self.full = weights_at(self.base, step, self.dtype)
         with torch.no_grad():
-            for p in self.placement.placed:
+            for p in self._kept_shape():
                 if self.stepped:
                     p.local().copy_(p.slice(self.full[p.name]))
 

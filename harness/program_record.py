@@ -7,6 +7,7 @@ reference_TIER.*, partials_TIER.safetensors      as for a workload; problems and
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -59,7 +60,8 @@ class ProgramSpec:
 class ProgramRankRecord:
     """What one rank wrote. grads, info, events by (tier, step); again: name -> gradient.
 
-    index: name -> the elements it holds of a sharded parameter. params: names it holds.
+    index: name -> the elements it holds of a sharded parameter. params: names it holds. buffers:
+    after a step, by (tier, step).
     """
 
     rank: int
@@ -73,6 +75,7 @@ class ProgramRankRecord:
     info: dict[tuple[str, int], dict[str, Any]]
     events: dict[tuple[str, int], list[dict[str, Any]]]
     ledger_whole: bool
+    buffers: dict[tuple[str, int], Grads] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,6 +141,8 @@ def write_program_reference(
     """Write a tier's reference, its partials, and what is wrong with it."""
     write_reference(directory, tier, [r.step for r in references])
     write_partials(directory, tier, {r.step.step: r.partials for r in references})
+    buffers = {f"{r.step.step}/{n}": b for r in references for n, b in r.buffers.items()}
+    write_bytes(_buffers_file(directory, tier), save(buffers))
     write_json(
         directory / f"program_{tier}.json",
         [
@@ -148,10 +153,16 @@ def write_program_reference(
                 "row_counts": r.row_counts,
                 "problems": r.problems,
                 "warnings": r.warnings,
+                "outside": r.outside,
+                "changed_buffers": r.changed_buffers,
             }
             for r in references
         ],
     )
+
+
+def _buffers_file(directory: Path, tier: str) -> Path:
+    return directory / f"program_{tier}_buffers.safetensors"
 
 
 def load_program_record(directory: Path, *, changes: Changes = NO_CHANGES) -> ProgramRecord:
@@ -166,7 +177,7 @@ def load_program_record(directory: Path, *, changes: Changes = NO_CHANGES) -> Pr
     for tier in spec.tiers:
         try:
             kinds = ("reference_{}.json", "reference_{}.safetensors", "program_{}.json",
-                     "partials_{}.safetensors")  # fmt: skip
+                     "partials_{}.safetensors", "program_{}_buffers.safetensors")  # fmt: skip
             refuse(changes, *(kind.format(tier) for kind in kinds))
             references[tier] = _read_references(directory, tier, spec)
         except FileNotFoundError:
@@ -231,10 +242,14 @@ def _read_rank(directory: Path, rank: int, ledger: Sequence[dict[str, Any]]) -> 
     grads: dict[tuple[str, int], Grads] = {}
     again: Grads = {}
     index: Grads = {}
+    buffers: dict[tuple[str, int], Grads] = {}
     for key, tensor in read_tensors(rank_file(directory, rank, ".safetensors")):
         kind, rest = key.split("/", 1)
         if kind == "index":
             index[rest] = tensor
+        elif kind == "buffer":
+            tier, step, name = rest.split("/", 2)
+            buffers.setdefault((tier, int(step)), {})[name] = tensor
         elif kind == "again":
             again[rest.split("/", 1)[1]] = tensor
         else:
@@ -259,6 +274,7 @@ def _read_rank(directory: Path, rank: int, ledger: Sequence[dict[str, Any]]) -> 
         events=events_by_step(begun),
         ledger_whole=len(steps) == result["operations"]
         and all(e["n"] in done or e["n"] in unwaited for e in steps),
+        buffers=buffers,
     )
 
 
@@ -280,6 +296,11 @@ def _read_references(directory: Path, tier: str, spec: ProgramSpec) -> list[Prog
     steps = read_reference(directory, tier, names=list(facts.params), terms=list(facts.terms))
     partials = read_partials(directory, tier)
     plain = read_json(directory / f"program_{tier}.json")
+    buffers: dict[int, Grads] = {}
+    with contextlib.suppress(FileNotFoundError):  # runs stored before buffers were looked at
+        for key, tensor in read_tensors(_buffers_file(directory, tier)):
+            number, name = key.split("/", 1)
+            buffers.setdefault(int(number), {})[name] = tensor
     return [
         ProgramReference(
             step=step,
@@ -290,6 +311,9 @@ def _read_references(directory: Path, tier: str, spec: ProgramSpec) -> list[Prog
             row_counts={term: tuple(counts) for term, counts in item["row_counts"].items()},
             problems=tuple(item["problems"]),
             warnings=tuple(item["warnings"]),
+            outside=tuple(item.get("outside", ())),
+            buffers=buffers.get(step.step, {}),
+            changed_buffers=tuple(item.get("changed_buffers", ())),
         )
         for step, item in zip(steps, plain, strict=True)
     ]

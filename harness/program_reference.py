@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ from sumgrad.program import (
     weights_at,
 )
 from sumgrad.reference import StepReference
+from sumgrad.unseen import buffers_after, describe_tensor, leaves_of
 from sumgrad.workload import hash_weights
 from torch import Tensor
 
@@ -62,7 +63,9 @@ class ProgramReference:
     partials: (term, "all") -> name -> (intervals, *shape) float64; intervals: row bounds [a, b);
     row_counts: term -> the count of each interval. reached: parameters whose gradient is not zero
     at weights moved a little, whatever it is at these.
-    problems: why the comparison cannot be trusted. warnings: what a reader should know.
+    problems: why the comparison cannot be trusted. warnings: what a reader should know. outside:
+    what the loss trains beside build()'s parameters. buffers: after one
+    pass over all rows, of a single term only; changed_buffers: those that the pass changed.
     """
 
     step: StepReference
@@ -73,6 +76,9 @@ class ProgramReference:
     row_counts: dict[str, tuple[float, ...]]
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    buffers: Grads = field(default_factory=dict)
+    changed_buffers: tuple[str, ...] = ()
 
 
 class Single:
@@ -92,6 +98,7 @@ class Single:
         self.program, self.terms = program, terms_of(program)
         self.rounded_to = rounded_to
         self._runs = 0
+        self.leaves: dict[int, tuple[Tensor, int]] = {}
 
     def set_step(self, step: int, *, jitter: int = 0) -> str:
         """Set the weights of a step, rounded; returns their hash in the rounded dtype.
@@ -134,6 +141,8 @@ class Single:
             else:
                 given = cut(self.batch, rows, self.facts.rows_as)
                 loss, count = loss_of(term, name, self.model, given)
+            if len(rows) == self.facts.num_rows:
+                self._see_leaves(loss)
             if loss.requires_grad:
                 loss.backward(torch.full_like(loss, seed))
         grads = {
@@ -141,6 +150,31 @@ class Single:
             for n, p in params.items()
         }
         return grads, count
+
+    def _see_leaves(self, loss: Tensor) -> None:
+        """Count in how many runs each tensor is trained by the loss."""
+        for leaf in leaves_of(loss):
+            self.leaves[id(leaf)] = (leaf, self.leaves.get(id(leaf), (leaf, 0))[1] + 1)
+
+    def outside(self) -> tuple[str, ...]:
+        """What the loss trains that is none of build()'s parameters. What a run makes for itself
+        (the points of a gradient penalty) is another tensor each time."""
+        params = trained(self.model)
+        own = {id(param) for param in params.values()}
+        found = [leaf for leaf, runs in self.leaves.values() if runs > 1 and id(leaf) not in own]
+        words = [
+            f"{describe_tensor(leaf, self.program)} is trained by the loss and is none of "
+            f"build()'s parameters, so its gradient was not compared: hold it in build()'s model, "
+            f"or freeze it"
+            for leaf in found
+        ]
+        late = [name for name in params if name not in self.facts.params]
+        words += [f"{name} requires a gradient only after loss_sum has run" for name in late]
+        return tuple(dict.fromkeys(words))
+
+    def buffers_after(self) -> tuple[Grads, list[str]]:
+        """Buffers as the last run left them, and which of them it changed."""
+        return buffers_after(self.model, self.buffers)
 
     def gradient_exact(
         self, name: str, rows: Tensor, whole: Tensor, *, seed: float = 1.0
@@ -189,7 +223,7 @@ def compute_program_reference(
         working.set_step(step)
         found = _reference(exact, working, facts, step, hashed, num_chunks)
         out.append(replace(found, reached=reached))
-    return out
+    return [replace(found, outside=exact.outside()) for found in out]
 
 
 def _reached(exact: Single, facts: Facts, steps: int) -> tuple[str, ...]:
@@ -214,6 +248,7 @@ class _Term:
     kind: Kind
     partials: Grads
     counts: tuple[float, ...]
+    buffers: tuple[Grads, list[str]]
 
 
 def _reference(
@@ -240,6 +275,7 @@ def _reference(
     if exact.rounded_to == torch.float64 and not problems:
         problems += _low_precision(floor.by_name, scale)
     warnings += _other_sum(exact, total, rows, scale)
+    buffers, changed = next(iter(terms.values())).buffers if len(terms) == 1 else ({}, [])
     reference = StepReference(
         step=step,
         grads=total,
@@ -263,6 +299,8 @@ def _reference(
         row_counts={name: term.counts for name, term in terms.items()},
         problems=tuple(problems),
         warnings=tuple(warnings),
+        buffers=buffers,
+        changed_buffers=tuple(changed),
     )
 
 
@@ -271,6 +309,7 @@ def _exact_term(
 ) -> _Term:
     """A term over all rows, over them once more, and one interval after the other."""
     summed, count = exact.gradient_exact(name, rows, rows)
+    buffers = exact.buffers_after()
     if not count > 0:
         raise Broken(f"{name}: the count of the full batch is {count:g}, expected more than 0")
     grads = {n: g / count for n, g in summed.items()}
@@ -308,6 +347,7 @@ def _exact_term(
         kind=kind,
         partials=stacked,
         counts=tuple(counts),
+        buffers=buffers,
     )
 
 

@@ -10,28 +10,34 @@
     def test_my_topology(sumgrad_check):       # runs once, checks a topology
         assert sumgrad_check("three_pool.yaml").status == "pass"
 
-Arguments other than `ranks` must be plain data (parametrize does that). The first failing rank's
-traceback and output are shown, the others' are not. Importing this module imports no torch.
+Fixtures are made once, by pytest, and their values sent to the ranks; so are the environment, the
+working directory and sys.path as the test has them. What a fixture patches in pytest's own process
+is not, and the test fails with a word of it; a `monkeypatch` asked for by the test itself is each
+rank's own. The first failing rank's traceback and output are shown. Another project's `distributed`
+marker is left alone: this plugin takes part where `ranks=N` is given or our fixtures are used;
+`sumgrad_markers = true` in pytest's configuration makes any other use of the marker an error.
+Coverage of ranks: `patch = ["subprocess", "fork", "_exit"]` and `parallel = true` in coverage's own
+configuration, since ranks are forked and leave by os._exit. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-from sumgrad.interpreter import decide_interpreter
 
 if TYPE_CHECKING:
     from sumgrad.launch import Launcher
     from sumgrad.outcome import RankOutcome
-    from sumgrad.rank import RankGuard
+    from sumgrad.plugin_rank import Call
     from sumgrad.verdict import Verdict
 
 MAX_RANKS = 512
+REPORT = "_sumgrad_report"  # attribute of an exception: what to show of it
 MARKER = (
     "distributed(ranks=N, timeout=60): starts real ranks; with `ranks`, the test itself runs on "
     "every one of them"
@@ -47,11 +53,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="until every rank of a distributed test must be done (default: 60)",
     )
+    parser.addini(
+        "sumgrad_markers",
+        help="every `distributed` marker of this project is sumgrad's: one with a slip is an error",
+        type="bool",
+        default=False,
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
-    decide_interpreter()
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +70,7 @@ def sumgrad_launcher() -> Iterator[Launcher]:
     """A warm fork server, one for each pytest process (so also for each xdist worker)."""
     from sumgrad.launch import Launcher
 
-    with Launcher() as launcher:
+    with Launcher(preload=["pytest", "sumgrad.plugin_rank"]) as launcher:
         yield launcher
 
 
@@ -100,117 +111,245 @@ def sumgrad_ranks(
     timeout_s = float(request.config.getoption("--sumgrad-timeout"))
 
     def run(function: Callable[..., Any], num_ranks: int, **arguments: Any) -> list[RankOutcome]:
-        file, name = Path(function.__code__.co_filename), function.__qualname__
+        from sumgrad.plugin_rank import Call
+
         limit = arguments.pop("timeout_s", timeout_s)
+        call = Call(
+            file=Path(function.__code__.co_filename),
+            module=function.__module__,
+            name=function.__qualname__,
+            arguments=_pickled(function.__qualname__, arguments),
+        )
         directory = Path(tempfile.mkdtemp(dir=tmp_path))
-        return _run(sumgrad_launcher, file, name, num_ranks, arguments, limit, directory)
+        return _run(sumgrad_launcher, call, num_ranks, limit, directory)
 
     return run
 
 
+class _OnRanks:
+    """Stands for the RankEnv in pytest's own process."""
+
+
 @pytest.fixture
-def ranks() -> None:
+def ranks() -> Any:
     """Inside a rank: the RankEnv (rank, world_size, directory). Only for tests with `ranks=N`."""
-    return None
+    return _OnRanks()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse what pytest would run here although it is marked for ranks."""
+    from sumgrad.plugin_rank import is_unittest
+
+    marker = item.get_closest_marker("distributed")
+    if marker is None or "ranks" not in marker.kwargs:
+        return
+    if not isinstance(item, pytest.Function) or is_unittest(item.cls):
+        pytest.fail(
+            f"{item.name}: distributed(ranks=N) is for test functions and methods of plain "
+            f"classes; this is a {type(item).__name__}, and no rank would run it",
+            pytrace=False,
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test marked with `ranks=N` on every rank instead of here."""
     marker = pyfuncitem.get_closest_marker("distributed")
-    if marker is None:
+    mine = any(isinstance(value, _OnRanks) for value in pyfuncitem.funcargs.values())
+    strict = bool(pyfuncitem.config.getini("sumgrad_markers"))
+    given = marker is not None and "ranks" in marker.kwargs
+    if not (given or mine or (strict and marker is not None)):
         return None
-    _check_marker(pyfuncitem.name, marker)
-    if "ranks" not in marker.kwargs:
+    _check_marker(pyfuncitem.name, marker, needs_ranks=mine)
+    if marker is None or not given:
         return None
-    num_ranks, arguments = marker.kwargs["ranks"], _plain_arguments(pyfuncitem)
+    _refuse_patches(pyfuncitem)
+    call, num_ranks = _call_of(pyfuncitem), marker.kwargs["ranks"]
     default = float(pyfuncitem.config.getoption("--sumgrad-timeout"))
     limit = float(marker.kwargs.get("timeout", default))
     launcher = pyfuncitem._request.getfixturevalue("sumgrad_launcher")
     with tempfile.TemporaryDirectory(prefix="sumgrad-") as directory:
-        file, name = Path(str(pyfuncitem.path)), pyfuncitem.function.__qualname__
-        outcomes = _run(launcher, file, name, num_ranks, arguments, limit, Path(directory))
-    failed = [outcome for outcome in outcomes if not outcome.ok]
-    if failed:
-        pytest.fail(_describe(failed, len(outcomes)), pytrace=False)
+        outcomes = _run(launcher, call, num_ranks, limit, Path(directory))
+        _conclude(outcomes, Path(directory))
     return True
 
 
-def _check_marker(name: str, marker: pytest.Mark) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show a rank's own traceback in place of this process's."""
+    report = yield
+    text = getattr(call.excinfo.value, REPORT, None) if call.excinfo else None
+    if text is not None and report.failed:
+        report.longrepr = text
+    return report
+
+
+def _check_marker(name: str, marker: pytest.Mark | None, *, needs_ranks: bool) -> None:
     """A marker with a slip in it must not become a test that runs on no rank."""
-    unknown = set(marker.kwargs) - {"ranks", "timeout"}
-    num_ranks = marker.kwargs.get("ranks", 1)
+    args, kwargs = (marker.args, marker.kwargs) if marker else ((), {})
+    num_ranks = kwargs.get("ranks", None if needs_ranks else 1)
     integer = isinstance(num_ranks, int) and not isinstance(num_ranks, bool)
-    if marker.args or unknown or not integer or not 1 <= num_ranks <= MAX_RANKS:
+    if args or set(kwargs) - {"ranks", "timeout"} or not integer or not 1 <= num_ranks <= MAX_RANKS:
+        shown = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+        got = f"distributed({', '.join(shown)})" if marker else "no distributed marker"
         pytest.fail(
-            f"{name}: got distributed({', '.join([*map(repr, marker.args), *map(str, unknown)])}) "
-            f"with ranks={num_ranks!r}, expected distributed(ranks=N, timeout=SECONDS), N >= 1",
+            f"{name}: got {got}, expected distributed(ranks=N, timeout=SECONDS), "
+            f"1 <= N <= {MAX_RANKS}",
             pytrace=False,
         )
 
 
-def run_test_on_rank(guard: RankGuard, *, file: str, name: str, arguments: dict[str, Any]) -> Any:
-    """What a rank does: make the default group, call the test function, end the group."""
-    from sumgrad.check_rank import local_group
-    from sumgrad.workload import import_file
+def _refuse_patches(item: pytest.Function) -> None:
+    """What a fixture patched in this process would silently be unpatched on the ranks."""
+    patch: Any = item.funcargs.get("monkeypatch")
+    if not isinstance(patch, pytest.MonkeyPatch):
+        return
+    patched = [f"attribute {name!r} of {_name_of(target)}" for target, name, _ in patch._setattr]
+    patched += [
+        f"key {key!r} of a {type(held).__name__}"
+        for held, key, _ in patch._setitem
+        if held is not os.environ
+    ]
+    if patched:
+        pytest.fail(
+            f"{item.name}: a fixture has patched {patched[0]} in pytest's own process, and ranks "
+            f"are processes of their own; patch it in the test itself, where `monkeypatch` is "
+            f"each rank's (environment, chdir and syspath_prepend do reach the ranks)",
+            pytrace=False,
+        )
 
-    function: Any = import_file(Path(file))
-    for part in name.split("."):
-        function = getattr(function, part)
-        if isinstance(function, type):
-            function = function()
-    with local_group(guard):
-        return function(ranks=guard.env, **arguments)
+
+def _name_of(target: object) -> str:
+    return str(getattr(target, "__name__", type(target).__name__))
+
+
+def _call_of(item: pytest.Function) -> Call:
+    """What the ranks are to call: the function, its arguments, what its instance was given."""
+    from sumgrad.plugin_rank import Call
+
+    names = item._fixtureinfo.argnames
+    values = {name: item.funcargs[name] for name in names}
+    ranks_as = next((n for n, v in values.items() if isinstance(v, _OnRanks)), None)
+    patch_as = next((n for n, v in values.items() if isinstance(v, pytest.MonkeyPatch)), None)
+    arguments = {n: v for n, v in values.items() if n not in (ranks_as, patch_as)}
+    option = item.config.getoption
+    return Call(
+        file=Path(str(item.path)),
+        module=item.module.__name__,
+        name=item.function.__qualname__,
+        arguments=_pickled(item.name, arguments),
+        attributes=_attributes(item),
+        ranks_as=ranks_as,
+        monkeypatch_as=patch_as,
+        rewrite_asserts=option("assertmode") == "rewrite",
+        style=str(option("tbstyle")),
+        show_locals=bool(option("showlocals")),
+    )
+
+
+def _pickled(test: str, arguments: dict[str, Any]) -> bytes:
+    import cloudpickle
+
+    for name, value in arguments.items():
+        of_pytest = type(value).__module__.partition(".")[0] in ("pytest", "_pytest")
+        problem = "acts on pytest's own process" if of_pytest else _unsendable(value)
+        if problem and not isinstance(value, os.PathLike):
+            pytest.fail(
+                f"{test}: argument {name!r} is a {type(value).__name__}, which {problem}; it "
+                f"cannot be sent to the ranks",
+                pytrace=False,
+            )
+    pickled: bytes = cloudpickle.dumps(arguments)
+    return pickled
+
+
+def _unsendable(value: object) -> str | None:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        return f"does not pickle ({type(error).__name__}: {error})"
+    return None
+
+
+def _attributes(item: pytest.Function) -> dict[str, bytes | None]:
+    """What fixtures and setups have set on a test's instance."""
+    import cloudpickle
+
+    held = vars(item.instance) if item.cls is not None else {}
+    return {
+        name: None if _unsendable(value) else cloudpickle.dumps(value)
+        for name, value in held.items()
+    }
 
 
 def _run(
-    launcher: Launcher,
-    file: Path,
-    name: str,
-    num_ranks: int,
-    arguments: dict[str, Any],
-    timeout_s: float,
-    directory: Path,
+    launcher: Launcher, call: Call, num_ranks: int, timeout_s: float, directory: Path
 ) -> list[RankOutcome]:
     from sumgrad.launch import RankJob
 
+    call.store(directory)
     job = RankJob(
-        target="sumgrad.pytest_plugin:run_test_on_rank",
+        target="sumgrad.plugin_rank:run_test_on_rank",
         num_ranks=num_ranks,
         directory=directory,
-        arguments={"file": str(file), "name": name, "arguments": arguments},
         timeout_s=timeout_s,
     )
     return launcher.run(job)
 
 
-def _plain_arguments(item: pytest.Function) -> dict[str, Any]:
-    names = [n for n in item._fixtureinfo.argnames if n != "ranks"]
-    arguments = {n: item.funcargs[n] for n in names}
-    arguments = {n: str(v) if isinstance(v, Path) else v for n, v in arguments.items()}
-    for name, value in arguments.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            pytest.fail(
-                f"{item.name}: argument {name!r} is a {type(value).__name__}; a test that runs on "
-                f"ranks takes plain data only",
-                pytrace=False,
-            )
-    return arguments
+def _conclude(outcomes: Sequence[RankOutcome], directory: Path) -> None:
+    """End the test as its ranks ended: pass, skip, xfail, or the first failing rank's exception."""
+    from sumgrad.rank import read_end_record
+
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    if failed:
+        _raise(failed, len(outcomes), directory)
+    results = [(read_end_record(directory, o.rank) or {}).get("result") or {} for o in outcomes]
+    endings = [result.get("ending", "lost") for result in results]
+    odd = next((r for r, ending in enumerate(endings) if ending != "passed"), None)
+    if odd is None:
+        return
+    reason = results[odd].get("reason", "")
+    if endings[odd] == "xfailed":
+        pytest.xfail(reason)
+    if set(endings) == {"skipped"}:
+        pytest.skip(reason)
+    shown = ", ".join(f"rank {rank} {ending}" for rank, ending in enumerate(endings))
+    pytest.fail(f"the ranks do not agree on how the test ended: {shown} ({reason})", pytrace=False)
 
 
-def _describe(failed: list[RankOutcome], num_ranks: int) -> str:
+def _raise(failed: Sequence[RankOutcome], num_ranks: int, directory: Path) -> NoReturn:
+    """Raise the first failing rank's own exception, or a failure that says how it ended."""
     from sumgrad.outcome import first_to_fail
+    from sumgrad.plugin_rank import read_error
 
     first = first_to_fail(failed)
-    lines = [f"{len(failed)} of {num_ranks} ranks did not end well; the first to fail:"]
-    lines.append(f"rank {first.rank} {first.status}: {first.detail}")
+    own = read_error(directory, first.rank)
+    text = _describe(first, failed, num_ranks, own.text if own else None)
+    error = own.exception() if own else None
+    if error is None:
+        pytest.fail(text, pytrace=False)
+    setattr(error, REPORT, text)
+    raise error
+
+
+def _describe(
+    first: RankOutcome, failed: Sequence[RankOutcome], num_ranks: int, traceback: str | None
+) -> str:
+    """The first failing rank, its traceback and output, then who else did not end well."""
+    stack = traceback or first.stack
+    output = (first.output or "").replace(first.stack or "\0", "")  # shown once
+    lines = [f"rank {first.rank} {first.status}: {first.detail}"]
+    if stack and stack.strip():
+        lines.append(stack.rstrip())
     if first.waiting_in:
         lines.append(f"in {first.waiting_in}")
-    output = (first.output or "").replace(first.stack or "\0", "")  # shown once
-    for title, text in (("traceback", first.stack), ("output", output)):
-        if text and text.strip():
-            lines += [f"---- {title} of rank {first.rank}", text.rstrip()]
+    if output.strip():
+        lines += [f"---- output of rank {first.rank}", output.rstrip()]
     others = ", ".join(f"rank {o.rank} {o.status}" for o in failed if o is not first)
-    return "\n".join([*lines, f"---- others: {others}"] if others else lines)
+    head = f"---- {len(failed)} of {num_ranks} ranks did not end well"
+    return "\n".join([*lines, f"{head}; the others: {others}" if others else head])

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from sumgrad.agreement import agree, asked_of
 from sumgrad.check import (
     CheckOptions,
     Run,
@@ -72,6 +73,7 @@ def run_torchrun_rank(
     wait = timedelta(seconds=options.timeout_s)
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=wait)))  # type: ignore[attr-defined]
     store.set_timeout(wait)
+    agree(store, rank, world_size, asked_of(spec))
     directory, shared = _agree_on_directory(store, rank, options, spec)
     env = RankEnv(
         rank=rank,

@@ -21,6 +21,7 @@ from sumgrad.program_names import (
 )
 from sumgrad.verdict import Diagnosis
 
+CLIP_EPS, CLIP_DIGITS = 1e-6, 1e-9
 Explained = tuple[Diagnosis, list[tuple[tuple[int, ...], Explanation]]]
 
 
@@ -94,6 +95,9 @@ def _one_factor(
     what = "every gradient" if whole else some_of(names)
     fits = f"{what} is the reference's times {shown} on all ranks, within the threshold"
     record, sizes = case.record, sizes_of(case.record)
+    clipped = _clipped(case, value, shown, what) if whole and not alone else None
+    if clipped is not None:
+        return clipped
     for joint in reductions_of(case):
         if not set(carried_by(case, joint)) & set(names):
             continue
@@ -118,7 +122,7 @@ def _one_factor(
     if counted is not None:
         return counted
     symbols = factor_symbols(case, value)
-    named = f" = {symbols[0]}" if symbols else ""
+    named = f", which equals {symbols[0]}" if symbols else ""
     return Diagnosis(
         cause=f"{what} is multiplied by {shown}{named}",
         kind="factor",
@@ -132,14 +136,49 @@ def _one_factor(
     )
 
 
+def _clipped(case: FailedStep, value: float, shown: str, what: str) -> Diagnosis | None:
+    """A factor below 1 that leaves a norm of two digits at most: what clipping to it does.
+
+    torch divides by the norm plus 1e-6; nobody else's factor gives such a number to nine digits.
+    """
+    norm = case.reference.step.norm
+    if not 0 < value < 1 or not case.exact:
+        return None
+    for total in (norm + CLIP_EPS, norm):
+        limit = value * total
+        rounded = float(f"{limit:.1e}")
+        if rounded and abs(limit / rounded - 1) < CLIP_DIGITS:
+            return Diagnosis(
+                cause=f"{what} is clipped inside the step: the global norm is {rounded:g}, the "
+                f"reference's is {norm:.6g}",
+                kind="clipped",
+                factor=shown,
+                symbol="max_norm/norm",
+                because=(
+                    f"every gradient is the reference's times {shown} = {rounded:g}/{norm:.9g} on "
+                    f"all ranks, within the threshold",
+                ),
+                however=("gradients are compared as they are before clipping: end the step "
+                         "before it",),
+            )  # fmt: skip
+    return None
+
+
 def _count_counted(case: FailedStep, value: float, shown: str, fits: str) -> Diagnosis | None:
-    """A reduction of something that all gradients are divided by: repeated, or averaged."""
+    """A reduction of a count that all gradients are divided by: repeated, or averaged.
+
+    By its value: what the ranks put in is a term's count, whole or in parts.
+    """
+    counts = [float(count) for count in case.reference.step.counts.values()]
     for joint in reductions_of(case):
         size, words = len(joint.ranks), describe(case.record, joint)
-        if size < 2 or carried_by(case, joint):
+        scalars = [float(e["scalar"]) for e in joint.events.values() if "scalar" in e]
+        if size < 2 or len(scalars) < size or carried_by(case, joint):
             continue
         axis = group_name(case.record.spec.topology, joint.ranks)
-        if identical(joint) and abs(value * size - 1) < CLOSE:
+        whole = any(abs(scalars[0] - count) < CLOSE * count for count in counts)
+        in_parts = any(abs(sum(scalars) - count) < CLOSE * count for count in counts)
+        if whole and identical(joint) and abs(value * size - 1) < CLOSE:
             return Diagnosis(
                 cause=f"{words} sums what is already whole; every gradient is divided by it",
                 kind="double_reduction",
@@ -148,7 +187,8 @@ def _count_counted(case: FailedStep, value: float, shown: str, fits: str) -> Dia
                 symbol=f"1/{axis}",
                 because=(fits, f"its inputs are the same bits on all {size} ranks"),
             )
-        if joint.first.get("reduce") == "AVG" and abs(value - size) < CLOSE * size:
+        averaged = joint.first.get("reduce") == "AVG" and abs(value - size) < CLOSE * size
+        if averaged and in_parts:
             cause = f"{words} averages a count that every gradient is divided by"
             return _avg(cause, shown, axis, fits, joint)
     return None
@@ -317,8 +357,8 @@ def rank_scale(by_rank: Mapping[int, Explanation], names: Sequence[str]) -> Diag
     """Ranks that scale what they hold by numbers of their own."""
     shown = ", ".join(f"rank {r}: {f.values[0]:.6g}" for r, f in list(by_rank.items())[:4])
     return Diagnosis(
-        cause=f"each rank scales its gradients by a number of its own ({shown}): a norm or a clip "
-        f"coefficient that was not reduced over the ranks",
+        cause=f"each rank scales its gradients by a number of its own ({shown}), as a norm or a "
+        f"clip coefficient does that is not reduced over the ranks",
         kind="rank_scale",
         ranks=tuple(by_rank),
         because=("one factor for each rank leaves a residual under the threshold",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,47 @@ TOPOLOGIES = [load_topology(path) for path in shipped_topologies()]
 RUNNABLE = [t.name for t in TOPOLOGIES if t.workload == "three_pool" and not t.plan_only]
 PROGRAMS = [t.name for t in TOPOLOGIES if t.workload != "three_pool"]
 ROOT = Path(__file__).resolve().parent.parent
+
+
+MY_STEP = """
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class MyStep:
+    def build(self):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def batch(self):
+        g = torch.Generator().manual_seed(1)
+        x, y = torch.randn(11, 5, generator=g), torch.randn(11, 3, generator=g)
+        return {"x": x, "y": y, "mask": (torch.rand(11, 3, generator=g) > 0.3).float()}
+
+    def loss_sum(self, model, rows):
+        error = (model(rows["x"]) - rows["y"]).square() * rows["mask"]
+        return error.sum(), rows["mask"].sum()
+
+    def distribute(self, model, ctx):
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(None, self.sum_hook)
+        return ddp
+
+    @staticmethod
+    def sum_hook(_, bucket):
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def step(self, model, batch, ctx):
+        mine = {k: v.tensor_split(ctx.world_size)[ctx.rank] for k, v in batch.items()}
+        count = mine["mask"].sum()
+        dist.all_reduce(count)
+        loss, _ = self.loss_sum(model, mine)
+        (loss / count).backward()
+"""
 
 
 def shipped(name: str) -> Path:
@@ -47,5 +89,24 @@ def run_once(sumgrad_launcher, tmp_path_factory) -> Callable:  # type: ignore[no
             options = CheckOptions(topology=shipped(name), out=out, timeout_s=60, **flags)
             known[key] = run_check(options, launcher=sumgrad_launcher)
         return known[key]
+
+    return run
+
+
+@pytest.fixture
+def check(tmp_path, sumgrad_launcher) -> Callable:  # type: ignore[no-untyped-def]
+    """`check(body, **flags)` -> (verdict, directory): MyStep changed by `body`, on 3 ranks."""
+
+    def run(body: str = "    pass", *, timeout_s: float = 20, **flags):  # type: ignore[no-untyped-def]
+        from sumgrad.check import CheckOptions, run_check
+
+        path, topology = tmp_path / "mine.py", tmp_path / "dp.yaml"
+        path.write_text(f"{MY_STEP}\n\nclass Mine(MyStep):\n{body}\n")
+        topology.write_text(
+            f"name: dp\nworkload: {path}:Mine\npools:\n  train: {{axes: {{dp: 3}}}}\n"
+        )
+        out = tmp_path / "runs" / str(time.monotonic_ns())
+        options = CheckOptions(topology=topology, out=out, timeout_s=timeout_s, **flags)
+        return run_check(options, launcher=sumgrad_launcher)
 
     return run

@@ -37,6 +37,7 @@ LAYERS = [
         "operations",
         "collective_faults",
         "fault_operators",
+        "delegation",
     ],
     ["plan"],
     [
@@ -60,6 +61,8 @@ LAYERS = [
         "placement",
         "evidence",
         "misbehaviour",
+        "unseen",
+        "narrow",
     ],
     ["step", "reference", "program_reference", "program_faults", "program_rank"],
     [
@@ -71,6 +74,7 @@ LAYERS = [
         "verdict_json",
         "program_record",
         "program_compare",
+        "unseen_checks",
         "program_fit",
         "program_names",
         "ledger_checks",
@@ -89,6 +93,8 @@ LAYERS = [
         "check_reference",
         "ops_rank",
         "warm_rank",
+        "plugin_rank",
+        "agreement",
     ],
     ["judge", "program_judge", "report", "report_files", "catalogue", "matrix"],
     ["plan_report", "program_check", "check"],
@@ -102,7 +108,7 @@ EXCEPTIONS = {("rank", "workload")}
 MAY_TOUCH_DISTRIBUTED = {
     "convention", "exchange", "process_group", "step", "check_rank", "torchrun", "pytest_plugin",
     "fork_server", "launch", "tree_exchange", "ops_rank", "placement", "program_context",
-    "program_rank", "evidence", "misbehaviour", "warm_rank",
+    "program_rank", "evidence", "misbehaviour", "warm_rank", "delegation",
 }  # fmt: skip
 MAY_PRINT = {"cli"}
 

@@ -18,6 +18,14 @@ pytestmark = pytest.mark.distributed
 # ---- what ranks do ------------------------------------------------------------------------------
 
 
+def in_group(guard, *, name, arguments):
+    """A job without pytest: one of the functions below, in the default group."""
+    from sumgrad.check_rank import local_group
+
+    with local_group(guard):
+        globals()[name](ranks=guard.env, **arguments)
+
+
 def sum_once(ranks):
     import torch
     import torch.distributed as dist
@@ -93,10 +101,10 @@ def test_results_and_outcomes(sumgrad_ranks):
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_both_ways_to_start(sumgrad_launcher, tmp_path, start):
     job = RankJob(
-        target="sumgrad.pytest_plugin:run_test_on_rank",
+        target=f"{__file__}:in_group",
         num_ranks=2,
         directory=tmp_path,
-        arguments={"file": __file__, "name": "sum_once", "arguments": {}},
+        arguments={"name": "sum_once", "arguments": {}},
         start=start,
     )
     assert [o.status for o in sumgrad_launcher.run(job)] == ["ok", "ok"]
@@ -182,8 +190,8 @@ def test_ranks_use_one_thread(sumgrad_ranks):
 
 
 def test_a_server_that_died_is_replaced(tmp_path):
-    job = {"target": "sumgrad.pytest_plugin:run_test_on_rank", "num_ranks": 1,
-           "arguments": {"file": __file__, "name": "use_one_thread", "arguments": {}}}  # fmt: skip
+    arguments = {"name": "use_one_thread", "arguments": {}}
+    job = {"target": f"{__file__}:in_group", "num_ranks": 1, "arguments": arguments}
     with Launcher() as launcher:
         launcher.wait_ready()
         os.kill(launcher.pid, signal.SIGKILL)
@@ -200,10 +208,9 @@ from pathlib import Path
 from sumgrad.launch import Launcher, RankJob
 with Launcher() as launcher:
     launcher.run(RankJob(
-        target="sumgrad.pytest_plugin:run_test_on_rank", num_ranks=3,
+        target={f"{__file__}:in_group"!r}, num_ranks=3,
         directory=Path({str(tmp_path)!r}),
-        arguments={{"file": {__file__!r}, "name": "leave_a_mark",
-                   "arguments": {{"directory": {str(marks)!r}}}}}))
+        arguments={{"name": "leave_a_mark", "arguments": {{"directory": {str(marks)!r}}}}}))
 """
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.DEVNULL, start_new_session=True
@@ -221,14 +228,10 @@ with Launcher() as launcher:
 def test_the_server_is_killed(tmp_path):
     with Launcher() as launcher:
         job = RankJob(
-            target="sumgrad.pytest_plugin:run_test_on_rank",
+            target=f"{__file__}:in_group",
             num_ranks=2,
             directory=tmp_path,
-            arguments={
-                "file": __file__,
-                "name": "leave_a_mark",
-                "arguments": {"directory": str(tmp_path)},
-            },
+            arguments={"name": "leave_a_mark", "arguments": {"directory": str(tmp_path)}},
         )
         launcher.submit(job)
         wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from sumgrad.collective_faults import CollectiveFault
+from sumgrad.delegation import DELEGATED, unrecorded_operations
 from sumgrad.misbehaviour import Misbehaviour
 from sumgrad.operations import FAMILIES, disagreement_of, group_name
-from sumgrad.process_group import _DELEGATED, unknown_operations
 from sumgrad.topology import parse_topology
 from sumgrad.yaml_source import YamlSource
 
@@ -19,9 +19,13 @@ def topology(**pools):
 
 
 def test_every_operation_of_torchs_process_group_is_known():
-    """Fails when torch adds a method: record it, or say that it moves no data."""
-    assert unknown_operations() == set()
-    assert set(FAMILIES) == set(_DELEGATED)
+    """Fails when torch adds a method: record it, or say that it moves no data.
+
+    new_window gives one-sided access to memory and reconfigure other members: a step that calls
+    them is UNKNOWN.
+    """
+    assert unrecorded_operations() <= {"new_window", "reconfigure"}
+    assert set(FAMILIES) == set(DELEGATED)
 
 
 @pytest.mark.parametrize(

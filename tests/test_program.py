@@ -15,63 +15,6 @@ from sumgrad.verdict import EXIT_CODES
 
 pytestmark = pytest.mark.distributed
 
-SOURCE = """
-import time
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-
-class MyStep:
-    def build(self):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-    def batch(self):
-        g = torch.Generator().manual_seed(1)
-        x, y = torch.randn(11, 5, generator=g), torch.randn(11, 3, generator=g)
-        return {"x": x, "y": y, "mask": (torch.rand(11, 3, generator=g) > 0.3).float()}
-
-    def loss_sum(self, model, rows):
-        error = (model(rows["x"]) - rows["y"]).square() * rows["mask"]
-        return error.sum(), rows["mask"].sum()
-
-    def distribute(self, model, ctx):
-        ddp = DistributedDataParallel(model)
-        ddp.register_comm_hook(None, self.sum_hook)
-        return ddp
-
-    @staticmethod
-    def sum_hook(_, bucket):
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    def step(self, model, batch, ctx):
-        mine = {k: v.tensor_split(ctx.world_size)[ctx.rank] for k, v in batch.items()}
-        count = mine["mask"].sum()
-        dist.all_reduce(count)
-        loss, _ = self.loss_sum(model, mine)
-        (loss / count).backward()
-"""
-
-
-@pytest.fixture
-def check(tmp_path, sumgrad_launcher):
-    """`check(body, **flags)` -> (verdict, directory): MyStep changed by `body`, on three ranks."""
-
-    def run(body: str = "    pass", *, timeout_s: float = 20, **flags):
-        path, topology = tmp_path / "mine.py", tmp_path / "dp.yaml"
-        path.write_text(f"{SOURCE}\n\nclass Mine(MyStep):\n{body}\n")
-        topology.write_text(
-            f"name: dp\nworkload: {path}:Mine\npools:\n  train: {{axes: {{dp: 3}}}}\n"
-        )
-        out = tmp_path / "runs" / str(time.monotonic_ns())
-        options = CheckOptions(topology=topology, out=out, timeout_s=timeout_s, **flags)
-        return run_check(options, launcher=sumgrad_launcher)
-
-    return run
-
 
 def text(verdict) -> str:
     return json.dumps(verdict.data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_program import check, text  # noqa: F401 - a fixture
+from test_program import text
 
 pytestmark = pytest.mark.distributed
 
@@ -67,13 +67,13 @@ HAND = """
     ],
     ids=["zero_head", "no_wait", "frozen_on_one_rank", "twin"],
 )  # fmt: skip
-def test_wrong_programs_do_not_pass(check, body, status, words):  # noqa: F811
+def test_wrong_programs_do_not_pass(check, body, status, words):
     verdict, _ = check(HAND + body)
     assert verdict.status == status, text(verdict)[:2000]
     assert words in text(verdict)
 
 
-def test_a_zero_gradient_at_the_only_step_is_unknown(check):  # noqa: F811
+def test_a_zero_gradient_at_the_only_step_is_unknown(check):
     body = """
     def build(self):
         model = super().build()
@@ -127,12 +127,12 @@ def test_a_zero_gradient_at_the_only_step_is_unknown(check):  # noqa: F811
     ],
     ids=["new_parameters", "gather_scatter", "moving_buffers", "cached_model", "empty_parameter"],
 )
-def test_right_programs_pass(check, body):  # noqa: F811
+def test_right_programs_pass(check, body):
     verdict, _ = check(HAND + body)
     assert verdict.status == "pass", text(verdict)[:3000]
 
 
-def test_a_float32_cast_in_the_loss_is_unknown_in_structure_only(check):  # noqa: F811
+def test_a_float32_cast_in_the_loss_is_unknown_in_structure_only(check):
     body = """
     def loss_sum(self, model, rows):
         out = model(rows["x"]).float().log_softmax(-1)
@@ -145,7 +145,7 @@ def test_a_float32_cast_in_the_loss_is_unknown_in_structure_only(check):  # noqa
     assert "less than float64" in text(verdict)
 
 
-def test_a_program_may_say_which_shard_it_holds(check):  # noqa: F811
+def test_a_program_may_say_which_shard_it_holds(check):
     body = """
     def build(self):
         model = super().build()

@@ -163,7 +163,7 @@ class AddAfterReduce(DataParallel):
     "a rank that saw no long sequence leaves a parameter out of the reduction",
     "wrong_group",
     "row_factors",
-    "not_weighting",
+    "open",
 )
 class ReduceWhereUsed(DataParallel):
     def reduce(self, model):
@@ -180,7 +180,7 @@ class ReduceWhereUsed(DataParallel):
     "first_weight_broadcast",
     "M61",
     "every token's gradient is multiplied by the first token's weight",
-    "not_weighting",
+    "open",
 )
 class FirstWeight(DataParallel):
     def step(self, model, batch, ctx):
@@ -264,7 +264,7 @@ class SkipNorms(SequenceTensorParallel):
     "bias_before_reduce",
     "M17",
     "the replicated bias is added on every rank before the SUM",
-    "not_weighting",
+    "open",
 )
 class BiasBefore(Megatron):
     def out(self, layer, hidden, ctx):
@@ -289,7 +289,7 @@ class BiasOverT(Megatron):
     "identity_backward",
     "M19",
     "the backward of the copy into the tensor-parallel region does not sum",
-    "not_weighting",
+    "open",
     "skipped_collective",
 )
 class IdentityBackward(Megatron):
@@ -315,7 +315,7 @@ class _SumBoth(torch.autograd.Function):
     "the backward of an all-reduce all-reduces again: T^k",
     "depth_factor",
     "double_reduction",
-    "not_weighting",
+    "open",
 )
 class SumBackward(Megatron):
     def sum_out(self, x, ctx):
@@ -327,7 +327,7 @@ class SumBackward(Megatron):
     "non_differentiable_collective",
     "M21",
     "the sum of the shards is taken without autograd",
-    "not_weighting",
+    "open",
     "missing",
 )
 class NoAutograd(Megatron):
@@ -344,7 +344,7 @@ class NoAutograd(Megatron):
     "index_without_offset",
     "M58",
     "the vocabulary shard is indexed with global token ids",
-    "not_weighting",
+    "open",
 )
 class NoOffset(Megatron):
     def embed(self, model, tokens, ctx):
@@ -360,7 +360,7 @@ class NoOffset(Megatron):
     "shard_local_size",
     "M59",
     "label smoothing divides by the shard's vocabulary, not by the whole",
-    "not_weighting",
+    "open",
 )
 class ShardLocalSize(Megatron):
     def step(self, model, batch, ctx):
@@ -426,7 +426,7 @@ class CpFactor(ContextParallel):
     "cp_local_denominator",
     "M11",
     "each stretch of the sequence is divided by its own tokens",
-    "not_weighting",
+    "open",
     "local_count",
     "row_factors",
     "skipped_collective",
@@ -443,7 +443,7 @@ class CpLocal(ContextParallel):
     "gather_without_autograd",
     "M21",
     "keys and values of other ranks are gathered without their gradient",
-    "not_weighting",
+    "open",
     "skipped_collective",
 )
 class GatherDetached(ContextParallel):
@@ -502,7 +502,7 @@ class AuxDropped(ExpertParallel):
     "local_statistics",
     "M56",
     "the balance loss uses the rank's own routing counts",
-    "not_weighting",
+    "open",
     "row_factors",
     "skipped_collective",
 )
