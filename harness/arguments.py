@@ -132,7 +132,12 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
     """What every verb has."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="machine-readable result")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="machine-readable result; `-`: standard output, reports then go to standard error",
+    )
     parser.add_argument("--quiet", action="store_true", help="only the last line")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from sumgrad.collective_faults import KINDS
+from sumgrad.errors import UserError
 from sumgrad.fault_operators import OPERATORS as FAULT_OPERATORS
 from sumgrad.faults import plan_faults
 from sumgrad.topology import load_topology
@@ -37,6 +39,29 @@ def topologies_directory() -> Path:
 def shipped_topologies() -> list[Path]:
     """Every shipped topology file, by name."""
     return sorted(topologies_directory().glob("*.yaml"))
+
+
+def find_topology(path: Path) -> Path:
+    """A topology file: this path, or the shipped file of this name. UserError if there is neither.
+
+    A file here wins, with or without its `.yaml`.
+    """
+    local = (path, path.with_name(f"{path.name}.yaml"))
+    found = next((p for p in local if p.exists() and not p.is_dir()), None)
+    if found or path.name != str(path):
+        return found or path  # a path with folders names no shipped file
+    shipped = {known.stem: known for known in shipped_topologies()}
+    name = path.name.removesuffix(".yaml").removesuffix(".yml")
+    if name in shipped:
+        return shipped[name]
+    if path.is_dir():
+        return path
+    near = get_close_matches(name, shipped, n=3, cutoff=0.5)
+    like = f", such as {' or '.join(near)}" if near else ""
+    raise UserError(
+        f"{path}: no such file, and no shipped topology of that name{like} "
+        f"(`sumgrad list` shows all)"
+    )
 
 
 def catalogue() -> dict[str, Any]:

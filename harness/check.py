@@ -11,9 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shlex
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +20,13 @@ from pathlib import Path
 
 from sumgrad import __version__
 from sumgrad.check_rank import Spec, read_any_spec
+from sumgrad.commands import command_line, sumgrad_command, torchrun_prefix
 from sumgrad.errors import UserError
 from sumgrad.faults import find_fault, plant
 from sumgrad.files import finite, write_bytes, write_json
 from sumgrad.launch import Helper, Launcher, RankJob
-from sumgrad.outcome import RankOutcome
+from sumgrad.manifest import Changes, find_changes, write_manifest
+from sumgrad.outcome import RankOutcome, some_of
 from sumgrad.plan import build_plan
 from sumgrad.program import Facts, is_program
 from sumgrad.program_check import (
@@ -39,7 +39,14 @@ from sumgrad.program_record import ProgramSpec, is_program_run, write_program_sp
 from sumgrad.record import RunSpec, load_record, write_outcomes, write_problems, write_spec
 from sumgrad.topology import Topology, load_topology, topology_to_json
 from sumgrad.verdict import Verdict
-from sumgrad.workload import Workload, find_class, first_params, has_kernels, load_workload
+from sumgrad.workload import (
+    Workload,
+    chosen_workload,
+    find_class,
+    first_params,
+    has_kernels,
+    load_workload,
+)
 
 Progress = Callable[[str], None]
 DEFAULT_TIERS = ("structure", "precision")
@@ -81,8 +88,7 @@ def make_spec(
     look: how a Program is probed. A Program has no Workload.
     """
     topology = _startable(options)
-    name = options.workload or topology.workload
-    where = topology.where(("workload",)) if name == topology.workload else "--workload"
+    name, where = chosen_workload(topology, options.workload)
     if "bitwise" in options.tiers:
         raise UserError("--tiers: bitwise needs canonical trees in the step, a later release")
     if not is_program(find_class(name, where)):
@@ -98,7 +104,7 @@ def make_spec(
         fault=options.fault,
         law=options.law or "report",
         timeout_s=options.timeout_s,
-        reproduce=lambda steps: shlex.join([*prefix, *_flags(options, steps)]),
+        reproduce=lambda steps: command_line([*prefix, *_flags(options, steps)]),
         versions=versions(),
         look=look,
     )
@@ -115,7 +121,7 @@ def _startable(options: CheckOptions) -> Topology:
     if topology.plan_only:
         raise UserError(
             f"{options.topology}: plan_only: {topology.world_size} ranks are proved, not started; "
-            f"use `sumgrad plan {options.topology}`"
+            f"use `{command_line(['sumgrad', 'plan', options.topology])}`"
         )
     if topology.world_size > MAX_LOCAL_RANKS and "RANK" not in os.environ:
         raise UserError(
@@ -147,7 +153,7 @@ def _workload_spec(
         law=options.law or "enforce",
         kernels=kernels,
         timeout_s=options.timeout_s,
-        reproduce=shlex.join([*prefix, *_flags(options, steps)]),
+        reproduce=command_line([*prefix, *_flags(options, steps)]),
         versions=versions(),
     )
     return spec, workload
@@ -197,8 +203,13 @@ def make_directory(options: CheckOptions, name: str) -> Path:
         else:
             directory = options.out
             directory.mkdir(parents=True, exist_ok=True)
-            if any(directory.iterdir()):
-                raise UserError(f"--out {directory}: is not empty; stored runs are not overwritten")
+            held = sorted(path.name for path in directory.iterdir())
+            if held:
+                what = "a stored run" if "run.json" in held else some_of(held)
+                raise UserError(
+                    f"--out {directory}: already holds {what}; stored runs are not overwritten, "
+                    f"so give a new directory or leave --out away"
+                )
         (directory / "ranks").mkdir()
     except OSError as error:
         place = options.out or Path(".sumgrad")
@@ -219,10 +230,11 @@ def run_check(
         progress("looking at the program")
         return look_beside(launcher, made[0], options.timeout_s)(topology, name, seed)
 
-    spec, workload = make_spec(options, prefix=["sumgrad", "run"], look=look)
+    spec, workload = make_spec(options, prefix=[*sumgrad_command(), "run"], look=look)
     directory = made[0] if made else make_directory(options, topology.name)
     store_spec(directory, spec)
     if isinstance(spec, ProgramSpec) and spec.facts.problems:
+        write_manifest(directory)
         return finish_program(directory, progress=progress), directory
     num_ranks = spec.topology.world_size
     job = RankJob(
@@ -350,6 +362,7 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
     write_outcomes(directory, run.outcomes)
     if problems:
         write_problems(directory, problems)
+    write_manifest(directory)
     progress("comparing")
     if isinstance(spec, ProgramSpec):
         return finish_program(directory, progress=progress)
@@ -361,18 +374,39 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
         progress("recovering the coefficients")
         tier, step = wanted
         store_partials(directory, spec, run.workload, tier, step)
+        write_manifest(directory)
         record = load_record(directory)
         verdict = judge(record)
     return _written(directory, verdict)
 
 
 def judge_directory(directory: Path, *, law: str | None = None) -> Verdict:
-    """Judge a stored run again, of a workload or a Program. Raises UserError."""
+    """Judge a stored run again, of a workload or a Program. Raises UserError.
+
+    Files that are not what the run wrote are not read; a run with such files never passes.
+    """
+    if not (directory / "run.json").exists():
+        raise UserError(f"{directory}: no run.json; expected a run directory")
+    changes = find_changes(directory)
+    if "run.json" in changes.files:
+        raise UserError(f"{directory / 'run.json'}: {changes.files['run.json']}")
+    try:
+        return _judge_unchanged(directory, law, changes)
+    except UserError:
+        raise
+    except Exception as error:
+        if not changes.reasons:
+            raise
+        text = f"damaged, cannot be judged: {type(error).__name__}: {error}"
+        raise UserError([f"{directory}: {text}", *changes.reasons]) from error
+
+
+def _judge_unchanged(directory: Path, law: str | None, changes: Changes) -> Verdict:
     from sumgrad.judge import judge
 
     if is_program_run(directory):
-        return judge_program_directory(directory, law=law)
-    record = load_record(directory)
+        return judge_program_directory(directory, law=law, changes=changes)
+    record = load_record(directory, changes=changes)
     if law:
         record = replace(record, spec=replace(record.spec, law=law))
     return judge(record)
@@ -393,7 +427,7 @@ def _written(directory: Path, verdict: Verdict) -> Verdict:
 
 def write_verdict(directory: Path, verdict: Verdict) -> None:
     """verdict.json and report.md."""
-    from sumgrad.report import to_markdown
+    from sumgrad.report_files import to_markdown
 
     write_json(directory / "verdict.json", verdict.data)
     write_bytes(directory / "report.md", to_markdown(verdict).encode())
@@ -435,7 +469,4 @@ def _flags(options: CheckOptions, steps: int) -> list[str]:
 
 def torchrun_command(topology: Topology, path: Path) -> str:
     """The right command line for a topology under torchrun on one machine."""
-    script = os.path.relpath(Path(__file__).with_name("run.py"))
-    name = os.path.basename(sys.argv[0]) if sys.argv[0].endswith("run.py") else script
-    shown = sys.argv[0] if name == "run.py" else script
-    return f"torchrun --standalone --nproc-per-node {topology.world_size} {shown} --topology {path}"
+    return command_line([*torchrun_prefix(topology.world_size), "--topology", path])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import sys
 import time
@@ -15,24 +16,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from sumgrad.arguments import Parser, add_common_flags, add_run_flags, make_parser
+from sumgrad.commands import command_line, sumgrad_command
 from sumgrad.errors import LaunchError, UserError
-from sumgrad.files import write_bytes, write_json
+from sumgrad.files import json_text, write_bytes
 from sumgrad.interpreter import decide_interpreter, has_gpu
 from sumgrad.interrupts import closed_on_signal
+from sumgrad.plain_text import shown
 from sumgrad.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
 
 if TYPE_CHECKING:
     from sumgrad.launch import Launcher
 
 WIDTH_ELSEWHERE = 200
+MAX_ERROR, MAX_ERROR_LINES = 600, 12
+FORMATS = ("json", "html", "markdown", "junit")
+STANDARD_OUTPUT = Path("-")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks need the cores
+    for stream in (sys.stdout, sys.stderr):  # a name that this terminal cannot show ends nothing
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     return _guarded(lambda: _dispatch(_checked(make_parser().parse_args(argv))))
 
 
@@ -47,7 +56,7 @@ def _guarded(call: Callable[[], int]) -> int:
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             for problem in error.problems:
-                print(f"sumgrad: {problem}", file=sys.stderr)
+                print(f"sumgrad: {_printable(problem)}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("sumgrad: interrupted; every rank was ended", file=sys.stderr)
@@ -71,16 +80,47 @@ def _guarded(call: Callable[[], int]) -> int:
         return EXIT_INTERNAL
 
 
+def _printable(problem: str) -> str:
+    """A problem's few lines without what a terminal would obey, and bounded."""
+    lines = problem.splitlines() or [""]
+    more = ["..."] if len(lines) > MAX_ERROR_LINES else []
+    return "\n".join([*(shown(line, MAX_ERROR) for line in lines[:MAX_ERROR_LINES]), *more])
+
+
 def _checked(args: argparse.Namespace) -> argparse.Namespace:
     """Places for results are looked at before work starts, not after."""
     problems = []
-    for name in ("json", "html", "markdown", "junit"):
+    for name in FORMATS:
         path = getattr(args, name, None)
-        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        if path in (None, STANDARD_OUTPUT):
+            continue
+        if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
             problems.append(f"--{name} {path}: cannot be written")
+    if sum(getattr(args, name, None) == STANDARD_OUTPUT for name in FORMATS) > 1:
+        problems.append("only one of --json, --html, --markdown, --junit can be `-`")
     if problems:
         raise UserError(problems)
     return args
+
+
+def _report_stream(args: argparse.Namespace) -> TextIO:
+    """Where people read: standard output, or standard error where that holds a result."""
+    taken = any(getattr(args, name, None) == STANDARD_OUTPUT for name in FORMATS)
+    return sys.stderr if taken else sys.stdout
+
+
+def _write(path: Path, text: str) -> None:
+    """A result to its file, or to standard output for `-`."""
+    if path == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        write_bytes(path, text.encode())
+
+
+def _write_json(args: argparse.Namespace, data: Any) -> None:
+    if args.json:
+        _write(args.json, json_text(data))
 
 
 def _dispatch(args: argparse.Namespace) -> int:
@@ -121,7 +161,7 @@ def _run(args: argparse.Namespace) -> int:
         else:
             line = ""
     if line:
-        print(f"shrunk     {line}\n")
+        print(f"shrunk     {line}\n", file=_report_stream(args))
     _show(verdict, directory, args)
     return verdict.exit_code
 
@@ -133,16 +173,19 @@ def _torchrun() -> int:
     add_common_flags(parser)
     args = _checked(parser.parse_args())
     decide_interpreter(on_cpu=True)
+    from sumgrad.catalogue import find_topology
     from sumgrad.torchrun import run_torchrun_rank, under_torchrun
 
+    args.topology = find_topology(args.topology)
     if not under_torchrun():
         from sumgrad.check import torchrun_command
         from sumgrad.topology import load_topology
 
         command = torchrun_command(load_topology(args.topology), args.topology)
+        local = command_line([*sumgrad_command(), "run", args.topology])
         raise UserError(
             f"harness/run.py: not started by torchrun; use\n  {command}\nor, on one machine and "
-            f"faster,\n  sumgrad run {args.topology}"
+            f"faster,\n  {local}"
         )
     quiet = args.quiet or os.environ.get("RANK", "0") != "0"
     with _Progress(quiet) as progress:
@@ -156,21 +199,23 @@ def _torchrun() -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from sumgrad.catalogue import find_topology
     from sumgrad.faults import find_fault, plant
     from sumgrad.plan import build_plan
     from sumgrad.plan_report import plan_to_json, render_plan
     from sumgrad.program import is_program
     from sumgrad.proof import prove
     from sumgrad.topology import load_topology
-    from sumgrad.workload import find_class, load_workload
+    from sumgrad.workload import chosen_workload, find_class, load_workload
 
     started = time.monotonic()
-    topology = load_topology(args.topology)
-    name = args.workload or topology.workload
-    if is_program(find_class(name, "--workload")):
+    path = find_topology(args.topology)
+    topology = load_topology(path)
+    name, where = chosen_workload(topology, args.workload)
+    if is_program(find_class(name, where)):
+        command = command_line(["sumgrad", "run", args.topology])
         raise UserError(
-            f"{args.topology}: {name} is a Program: it is opaque and has no plan; use "
-            f"`sumgrad run {args.topology}`"
+            f"{path}: {name} is a Program: it is opaque and has no plan; use `{command}`"
         )
     workload = load_workload(name, topology, seed=0)
     plan = build_plan(topology, workload.declaration)
@@ -180,22 +225,23 @@ def _plan(args: argparse.Namespace) -> int:
         progress(f"proving {topology.world_size} ranks")
         proof = prove(plan)
     seconds = time.monotonic() - started
-    if args.json:
-        write_json(args.json, plan_to_json(plan, proof))
+    _write_json(args, plan_to_json(plan, proof))
     if not args.quiet:
-        _console().print(render_plan(plan, proof))
+        _console(args).print(render_plan(plan, proof))
     print(
         f"sumgrad: {'PROVED' if proof.holds else 'REFUTED'} for {topology.world_size} ranks, "
-        f"{proof.num_messages} messages, in {seconds:.2f} s"
+        f"{proof.num_messages} messages, in {seconds:.2f} s",
+        file=_report_stream(args),
     )
     return 0 if proof.holds else 1
 
 
 def _faults(args: argparse.Namespace) -> int:
     decide_interpreter(on_cpu=True)
+    from sumgrad.catalogue import find_topology
     from sumgrad.fault_matrix import default_topologies, render_matrix, run_matrix
 
-    topologies = args.topologies or default_topologies()
+    topologies = [find_topology(path) for path in args.topologies] or default_topologies()
     with _launcher() as launcher, _Progress(args.quiet) as progress:
         matrix = run_matrix(
             topologies,
@@ -207,11 +253,10 @@ def _faults(args: argparse.Namespace) -> int:
             launcher=launcher,
             progress=progress,
         )
-    if args.json:
-        write_json(args.json, matrix.to_json())
+    _write_json(args, matrix.to_json())
     if not args.quiet:
-        _console().print(render_matrix(matrix))
-    print(f"sumgrad: {matrix.summary()}")
+        _console(args).print(render_matrix(matrix))
+    print(f"sumgrad: {matrix.summary()}", file=_report_stream(args))
     return 0 if matrix.ok else 1
 
 
@@ -231,10 +276,9 @@ def _ops(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if not args.quiet:
-        _console().print(render_ops(matrix))
-    print(f"sumgrad: {matrix.summary()}", flush=True)
-    if args.json:
-        write_json(args.json, matrix.to_json())
+        _console(args).print(render_ops(matrix))
+    print(f"sumgrad: {matrix.summary()}", file=_report_stream(args), flush=True)
+    _write_json(args, matrix.to_json())
     return matrix.exit_code
 
 
@@ -249,7 +293,7 @@ def _judge(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from sumgrad import report
+    from sumgrad import report_files as report
     from sumgrad.check import judge_directory
 
     with _Progress(args.quiet) as progress:
@@ -261,7 +305,7 @@ def _report(args: argparse.Namespace) -> int:
         (args.junit, report.to_junit),
     ):
         if path is not None:
-            write_bytes(path, render(verdict).encode())
+            _write(path, render(verdict))
     _show(verdict, args.directory, args)
     return verdict.exit_code
 
@@ -270,18 +314,18 @@ def _list(args: argparse.Namespace) -> int:
     from sumgrad.catalogue import catalogue, render_catalogue
 
     found = catalogue()
-    if args.json:
-        write_json(args.json, found)
+    _write_json(args, found)
     if not args.quiet:
-        _console().print(render_catalogue(found))
+        _console(args).print(render_catalogue(found))
     return 0
 
 
 def _options(args: argparse.Namespace) -> Any:
+    from sumgrad.catalogue import find_topology
     from sumgrad.check import CheckOptions
 
     return CheckOptions(
-        topology=args.topology,
+        topology=find_topology(args.topology),
         workload=args.workload,
         dtype=args.dtype,
         tiers=args.tiers,
@@ -299,18 +343,21 @@ def _show(verdict: Verdict, directory: Path, args: argparse.Namespace) -> None:
     from sumgrad.report import last_line, print_report
 
     if not args.quiet:
-        print_report(verdict, _console())
-    if args.json:
-        write_json(args.json, verdict.data)
-    print(last_line(verdict, directory), flush=True)
+        print_report(verdict, _console(args))
+    _write_json(args, verdict.data)
+    print(last_line(verdict, directory), file=_report_stream(args), flush=True)
 
 
-def _console() -> Any:
-    """Standard output: its own width on a terminal, wide elsewhere, colour only on a terminal."""
+def _console(args: argparse.Namespace) -> Any:
+    """The report's stream: its own width on a terminal, wide elsewhere, colour only on a terminal.
+
+    Names are shown as they are: `[bold]` and `:smile:` mean nothing.
+    """
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH_ELSEWHERE)
+    flags: dict[str, Any] = {"file": _report_stream(args), "markup": False, "emoji": False}
+    console = Console(**flags)
+    return console if console.is_terminal else Console(width=WIDTH_ELSEWHERE, **flags)
 
 
 class _Progress:

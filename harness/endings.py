@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sumgrad.files import is_regular
 from sumgrad.outcome import RankOutcome, Status, describe_operation
 from sumgrad.rank import rank_file, read_end_record
 
@@ -70,13 +71,13 @@ def open_operation(ledger: Path) -> dict[str, Any] | None:
 def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a ledger file that can be read; a last line cut off by a crash is left out."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text().splitlines() if is_regular(path) else []
     except (OSError, UnicodeDecodeError):
         return
     for line in lines:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and (set(event) >= OPERATION or "done" in event):
             yield event
@@ -93,7 +94,7 @@ def _tail(directory: Path, rank: int) -> str | None:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(errors="replace") if is_regular(path) else None
     except OSError:
         return None
 

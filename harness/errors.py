@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MAX_PROBLEMS = 20
+
 
 class UserError(ValueError):
-    """Bad input: one line per problem, each starting with the place where it can be mended."""
+    """Bad input: one line per problem, each starting with the place where it can be mended.
+
+    Of very many problems the first are kept, and how many more there are.
+    """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        listed = (problems,) if isinstance(problems, str) else tuple(problems)
+        more = len(listed) - MAX_PROBLEMS
+        self.problems = (*listed[:MAX_PROBLEMS], f"and {more} more") if more > 0 else listed
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[tuple[str, ...]]]:

@@ -23,7 +23,7 @@ from sumgrad.program import is_program
 from sumgrad.program_matrix import run_program_matrix
 from sumgrad.topology import load_topology
 from sumgrad.verdict import Verdict
-from sumgrad.workload import find_class
+from sumgrad.workload import chosen_workload, find_class
 
 Progress = Callable[[str], None]
 
@@ -66,9 +66,7 @@ def run_matrix(
     cells: list[Cell] = []
     for path in topologies:
         topology = load_topology(path)
-        name = workload or topology.workload
-        where = topology.where(("workload",)) if workload is None else "--workload"
-        program = is_program(find_class(name, where))
+        program = is_program(find_class(*chosen_workload(topology, workload)))
         run = run_program_matrix if program else run_plan_matrix
         cells += run(
             path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,27 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON atomically. Not-a-number and infinities are written as text, not as bad JSON."""
-    write_bytes(path, (json.dumps(finite(data), indent=1) + "\n").encode())
+    write_bytes(path, json_text(data).encode())
+
+
+def json_text(data: Any) -> str:
+    """JSON as it is written to files and to standard output."""
+    return json.dumps(finite(data), indent=1) + "\n"
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file. OSError if it cannot be read, ValueError if it is no file or no JSON."""
+    if not is_regular(path):
+        raise ValueError("is no regular file")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def is_regular(path: Path) -> bool:
+    """Whether opening it ends: no pipe, device or directory. OSError if it is not there."""
+    return stat.S_ISREG(path.stat().st_mode)
 
 
 def finite(value: Any) -> Any:

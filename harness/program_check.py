@@ -15,6 +15,7 @@ from typing import Any
 
 from sumgrad.files import write_json
 from sumgrad.launch import Launcher, RankJob
+from sumgrad.manifest import NO_CHANGES, Changes
 from sumgrad.program import Facts, check_options_taken
 from sumgrad.program_faults import find_program_fault
 from sumgrad.program_judge import judge_program
@@ -103,9 +104,11 @@ def facts_from_json(data: dict[str, Any]) -> Facts:
     return Facts(**{**data, "params": params, **more})
 
 
-def judge_program_directory(directory: Path, *, law: str | None = None) -> Verdict:
-    """Judge a stored run."""
-    record = load_program_record(directory)
+def judge_program_directory(
+    directory: Path, *, law: str | None = None, changes: Changes = NO_CHANGES
+) -> Verdict:
+    """Judge a stored run. changes: as `load_program_record` takes them."""
+    record = load_program_record(directory, changes=changes)
     if law:
         record = replace(record, spec=replace(record.spec, law=law))
     return judge_program(record)

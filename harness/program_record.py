@@ -8,7 +8,6 @@ reference_TIER.*, partials_TIER.safetensors      as for a workload; problems and
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +17,8 @@ import torch
 from safetensors.torch import save
 from sumgrad.endings import outcome_from_record, read_ledger
 from sumgrad.errors import UserError
-from sumgrad.files import write_bytes, write_json
+from sumgrad.files import read_json, write_bytes, write_json
+from sumgrad.manifest import NO_CHANGES, Changes
 from sumgrad.outcome import RankOutcome, outcome_from_json
 from sumgrad.program import Facts
 from sumgrad.program_reference import ProgramReference
@@ -31,6 +31,8 @@ from sumgrad.record import (
     read_problems,
     read_reference,
     read_tensors,
+    refuse,
+    refuse_rank,
     write_partials,
     write_reference,
 )
@@ -101,7 +103,7 @@ def write_program_spec(directory: Path, spec: ProgramSpec) -> None:
 def is_program_run(directory: Path) -> bool:
     """Whether run.json is that of a Program."""
     try:
-        return json.loads((directory / "run.json").read_text()).get("kind") == "program"
+        return bool(read_json(directory / "run.json").get("kind") == "program")
     except DAMAGED:
         return False
 
@@ -110,7 +112,7 @@ def read_program_spec(directory: Path) -> ProgramSpec:
     """Read run.json. Raises UserError where it is damaged."""
     path = directory / "run.json"
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path)
         if data["schema"] != SCHEMA:
             raise UserError(
                 f"{path}: written with record schema {data['schema']!r}, this version reads "
@@ -164,14 +166,20 @@ def _buffers_file(directory: Path, tier: str) -> Path:
     return directory / f"program_{tier}_buffers.safetensors"
 
 
-def load_program_record(directory: Path) -> ProgramRecord:
-    """Read a Program's run directory. UserError if it is none; `damage` names lost parts."""
+def load_program_record(directory: Path, *, changes: Changes = NO_CHANGES) -> ProgramRecord:
+    """Read a Program's run directory. UserError if it is none; `damage` names lost parts.
+
+    changes: files that are not what the run wrote; they are not read.
+    """
     spec = read_program_spec(directory)
-    ranks, started, damage = read_program_ranks(directory, spec)
-    damage += read_problems(directory)
+    ranks, started, lost = read_program_ranks(directory, spec, changes=changes)
+    damage = [*changes.reasons, *lost, *read_problems(directory)]
     references = {}
     for tier in spec.tiers:
         try:
+            kinds = ("reference_{}.json", "reference_{}.safetensors", "program_{}.json",
+                     "partials_{}.safetensors", "program_{}_buffers.safetensors")  # fmt: skip
+            refuse(changes, *(kind.format(tier) for kind in kinds))
             references[tier] = _read_references(directory, tier, spec)
         except FileNotFoundError:
             damage.append(f"tier {tier}: no reference was stored")
@@ -180,7 +188,7 @@ def load_program_record(directory: Path) -> ProgramRecord:
     return ProgramRecord(
         directory=directory,
         spec=spec,
-        outcomes=_outcomes(directory, spec, damage),
+        outcomes=_outcomes(directory, spec, damage, changes),
         ranks=ranks,
         references=references,
         started=started,
@@ -189,14 +197,18 @@ def load_program_record(directory: Path) -> ProgramRecord:
 
 
 def read_program_ranks(
-    directory: Path, spec: ProgramSpec
+    directory: Path, spec: ProgramSpec, *, changes: Changes = NO_CHANGES
 ) -> tuple[dict[int, ProgramRankRecord], dict[int, list[dict[str, Any]]], list[str]]:
-    """Every rank's record that is there, all ranks' ledgers, and what is damaged."""
-    ranks, started = {}, {}
-    damage: list[str] = []
+    """Every rank's record that is there, the ledgers, and what is damaged.
+
+    A ledger that is not what the rank wrote is left out: nobody says that it issued nothing.
+    """
+    ranks, damage = {}, list[str]()
+    started: dict[int, list[dict[str, Any]]] = {}
     for rank in range(spec.topology.world_size):
-        started[rank] = list(read_ledger(rank_file(directory, rank, ".ledger.jsonl")))
         try:
+            refuse_rank(changes, rank)
+            started[rank] = list(read_ledger(rank_file(directory, rank, ".ledger.jsonl")))
             ranks[rank] = _read_rank(directory, rank, started[rank])
         except FileNotFoundError:
             continue
@@ -205,10 +217,13 @@ def read_program_ranks(
     return ranks, started, damage
 
 
-def _outcomes(directory: Path, spec: ProgramSpec, damage: list[str]) -> tuple[RankOutcome, ...]:
+def _outcomes(
+    directory: Path, spec: ProgramSpec, damage: list[str], changes: Changes
+) -> tuple[RankOutcome, ...]:
     world_size = spec.topology.world_size
     try:
-        raw = json.loads((directory / "outcomes.json").read_text())
+        refuse(changes, "outcomes.json")
+        raw = read_json(directory / "outcomes.json")
         outcomes = tuple(outcome_from_json(item) for item in raw)
     except DAMAGED:
         outcomes = ()
@@ -281,7 +296,7 @@ def _read_references(directory: Path, tier: str, spec: ProgramSpec) -> list[Prog
     facts = spec.facts
     steps = read_reference(directory, tier, names=list(facts.params), terms=list(facts.terms))
     partials = read_partials(directory, tier)
-    plain = json.loads((directory / f"program_{tier}.json").read_text())
+    plain = read_json(directory / f"program_{tier}.json")
     buffers: dict[int, Grads] = {}
     with contextlib.suppress(FileNotFoundError):  # runs stored before buffers were looked at
         for key, tensor in read_tensors(_buffers_file(directory, tier)):

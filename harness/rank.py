@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import importlib
-import json
 import os
 import select
 import signal
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sumgrad.files import write_json
+from sumgrad.files import read_json, write_json
 from sumgrad.outcome import describe_operation
 
 EXIT_RAISED, EXIT_TIMED_OUT = 1, 124
@@ -243,7 +242,7 @@ def load_target(target: str) -> Any:
 def read_end_record(directory: Path, rank: int) -> dict[str, Any] | None:
     """The end record of a rank, or None where there is none that can be read."""
     try:
-        data = json.loads(rank_file(directory, rank, ".json").read_text())
+        data = read_json(rank_file(directory, rank, ".json"))
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and "status" in data else None

@@ -7,13 +7,13 @@
     reference_TIER.safetensors|json   the reference, its scale and its noise floor
     partials_TIER.safetensors         every partial, after a failure
     outcomes.json, verdict.json, report.md
+    manifest.json           what of this is judged, by size and digest
 
 Read back, it is a value: judging it again needs neither the workload nor the ranks.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +26,8 @@ from safetensors.torch import save
 from sumgrad.declaration import Declaration, declaration_from_json, declaration_to_json
 from sumgrad.endings import outcome_from_record, read_ledger
 from sumgrad.errors import UserError
-from sumgrad.files import write_bytes, write_json
+from sumgrad.files import is_regular, read_json, write_bytes, write_json
+from sumgrad.manifest import NO_CHANGES, Changes
 from sumgrad.outcome import RankOutcome, outcome_from_json, outcome_to_json
 from sumgrad.plan import Plan, build_plan
 from sumgrad.rank import SETUP, rank_file, read_end_record
@@ -35,7 +36,15 @@ from sumgrad.topology import Topology, topology_from_json, topology_to_json
 
 SCHEMA = 1
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+DAMAGED = (
+    OSError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    TypeError,
+    AttributeError,
+    SafetensorError,
+)
 Grads = dict[str, torch.Tensor]
 PROBLEMS = "reference_problems.json"  # named like a reference, so that it goes where they go
 
@@ -104,7 +113,7 @@ def read_spec(directory: Path) -> RunSpec:
     """Read run.json; UserError if it is missing, damaged or of another version."""
     path = directory / "run.json"
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path)
     except FileNotFoundError:
         raise UserError(f"{directory}: no run.json; expected a run directory") from None
     except (OSError, ValueError) as error:
@@ -119,7 +128,9 @@ def read_spec(directory: Path) -> RunSpec:
         data["topology"] = topology_from_json(data["topology"], path=path)
         data["declaration"] = declaration_from_json(data["declaration"])
         return RunSpec(**{name: data[name] for name in RunSpec.__dataclass_fields__})
-    except (KeyError, TypeError, AttributeError) as error:
+    except UserError:
+        raise
+    except DAMAGED as error:
         raise UserError(f"{path}: damaged: {type(error).__name__}: {error}") from None
 
 
@@ -199,19 +210,23 @@ def read_problems(directory: Path) -> list[str]:
     """What `write_problems` wrote; empty where nothing was wrong."""
     path = directory / PROBLEMS
     try:
-        return [str(line) for line in json.loads(path.read_text())] if path.exists() else []
+        return [str(line) for line in read_json(path)] if path.exists() else []
     except (*DAMAGED, RecursionError):
         return [f"{PROBLEMS} is damaged: whether the references can be relied on is not known"]
 
 
-def load_record(directory: Path) -> RunRecord:
-    """Read a run directory. UserError if it is none; damaged parts are named in `damage`."""
+def load_record(directory: Path, *, changes: Changes = NO_CHANGES) -> RunRecord:
+    """Read a run directory. UserError if it is none; damaged parts are named in `damage`.
+
+    changes: files that are not what the run wrote; they are not read.
+    """
     spec = read_spec(directory)
-    damage = read_problems(directory)
-    outcomes = _read_outcomes(directory, spec, damage)
+    damage = [*changes.reasons, *read_problems(directory)]
+    outcomes = _read_outcomes(directory, spec, damage, changes)
     ranks = {}
     for rank in range(spec.topology.world_size):
         try:
+            refuse_rank(changes, rank)
             ranks[rank] = _read_rank(directory, rank)
         except FileNotFoundError as error:
             if outcomes[rank].ok:
@@ -221,6 +236,7 @@ def load_record(directory: Path) -> RunRecord:
     references, partials = {}, {}
     for tier in spec.tiers:
         try:
+            refuse(changes, f"reference_{tier}.json", f"reference_{tier}.safetensors")
             references[tier] = read_reference(
                 directory,
                 tier,
@@ -232,6 +248,7 @@ def load_record(directory: Path) -> RunRecord:
         except DAMAGED as error:
             damage.append(f"tier {tier}: damaged reference: {type(error).__name__}: {error}")
         try:
+            refuse(changes, f"partials_{tier}.safetensors")
             partials[tier] = read_partials(directory, tier)
         except DAMAGED as error:
             damage.append(f"tier {tier}: damaged partials: {type(error).__name__}: {error}")
@@ -246,11 +263,27 @@ def load_record(directory: Path) -> RunRecord:
     )
 
 
-def _read_outcomes(directory: Path, spec: RunSpec, damage: list[str]) -> tuple[RankOutcome, ...]:
+def refuse(changes: Changes, *names: str) -> None:
+    """ValueError if one of these files is not what the run wrote."""
+    for name in names:
+        if name in changes.files:
+            raise ValueError(f"{name} {changes.files[name]}")
+
+
+def refuse_rank(changes: Changes, rank: int) -> None:
+    """ValueError if a file of this rank is not what the run wrote."""
+    place = rank_file(Path(), rank, "").as_posix()
+    refuse(changes, *(place + suffix for suffix in (".json", ".safetensors", ".ledger.jsonl")))
+
+
+def _read_outcomes(
+    directory: Path, spec: RunSpec, damage: list[str], changes: Changes
+) -> tuple[RankOutcome, ...]:
     """What became of every rank; from the ranks' own records where outcomes.json is lost."""
     world_size = spec.topology.world_size
     try:
-        raw = json.loads((directory / "outcomes.json").read_text())
+        refuse(changes, "outcomes.json")
+        raw = read_json(directory / "outcomes.json")
         outcomes = tuple(outcome_from_json(item) for item in raw)
     except DAMAGED:
         outcomes = ()
@@ -309,7 +342,7 @@ def read_reference(
     directory: Path, tier: str, *, names: Sequence[str], terms: Sequence[str]
 ) -> list[StepReference]:
     """Read one tier's reference. Raises FileNotFoundError or one of DAMAGED."""
-    plain = json.loads((directory / f"reference_{tier}.json").read_text())
+    plain = read_json(directory / f"reference_{tier}.json")
     held: dict[int, dict[str, Grads]] = {}
     for key, tensor in read_tensors(directory / f"reference_{tier}.safetensors"):
         step, kind, name = key.split("/", 2)
@@ -355,6 +388,8 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a file by its key. Raises FileNotFoundError or SafetensorError."""
     if not path.exists():
         raise FileNotFoundError(path)
+    if not is_regular(path):
+        raise ValueError(f"{path.name} is no regular file")
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - the handle is no mapping
             yield key, file.get_tensor(key)

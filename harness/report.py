@@ -1,16 +1,15 @@
-"""Renders a Verdict for people: terminal, markdown, HTML and JUnit. Judges nothing."""
+"""Renders a Verdict on the terminal. Judges nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, select_autoescape
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from sumgrad.outcome import first_to_fail, outcome_from_json, spans
+from sumgrad.plain_text import printable, printable_data
 from sumgrad.verdict import Verdict
 
 STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
@@ -20,7 +19,7 @@ MAX_STACK_LINES = 12
 
 def render(verdict: Verdict) -> RenderableType:
     """The terminal report: status, tiers, what failed, because, who did not end, reproduce."""
-    data = verdict.data
+    data = printable_data(verdict.data)
     parts: list[RenderableType] = [_headline(data), Text("")]
     parts.append(_tiers(data))
     for diagnosis in data["diagnoses"]:
@@ -33,35 +32,22 @@ def render(verdict: Verdict) -> RenderableType:
     parts += _lists(data)
     parts += _outcomes(data)
     if data.get("fault_report"):
-        parts += [Text(""), Text.from_markup(fault_sentence(data))]
-    parts += [Text(""), Text.assemble(("reproduce  ", "dim"), data["reproduce"])]
+        parts += [Text(""), _fault(data)]
     return Group(*parts)
 
 
 def last_line(verdict: Verdict, directory: Any) -> str:
     """`sumgrad: FAIL ... (exit 1) in DIR`: the line scripts look for."""
-    return f"sumgrad: {verdict.status.upper()} (exit {verdict.exit_code}) in {directory}"
+    place = printable(str(directory))
+    return f"sumgrad: {verdict.status.upper()} (exit {verdict.exit_code}) in {place}"
 
 
 def print_report(verdict: Verdict, console: Console) -> None:
     """Write the terminal report; colour only where the console is a terminal."""
-    console.print(render(verdict))
-
-
-def to_markdown(verdict: Verdict) -> str:
-    """The same content as markdown."""
-    return _environment().get_template("report.md.jinja").render(_context(verdict.data))
-
-
-def to_html(verdict: Verdict) -> str:
-    """One self-contained page."""
-    return _environment().get_template("report.html.jinja").render(_context(verdict.data))
-
-
-def to_junit(verdict: Verdict) -> str:
-    """JUnit XML: one test case for each tier, and one for the ranks."""
-    text = _environment().get_template("report.junit.jinja").render(_context(verdict.data))
-    return printable(text)
+    console.print(render(verdict), markup=False, emoji=False)
+    command = printable(verdict.data["reproduce"])
+    line = Text.assemble("\n", ("reproduce  ", "dim"), command)
+    console.print(line, soft_wrap=True)  # wrapped by us it could not be pasted
 
 
 def number(value: Any) -> str:
@@ -74,7 +60,7 @@ def number(value: Any) -> str:
 def fault_sentence(data: Mapping[str, Any]) -> str:
     """What a planted fault should have done and did."""
     report, name, failed = data["fault_report"], data["fault"], data["status"] == "fail"
-    head = f"[dim]planted[/]  {escape(name)}: {escape(report['story'])}. "
+    head = f"{name}: {report['story']}. "
     agreement = ""
     prediction = report["prediction"]
     if prediction.get("agrees") is not None:
@@ -100,9 +86,13 @@ def fault_sentence(data: Mapping[str, Any]) -> str:
     return head + what + agreement
 
 
+def _fault(data: Mapping[str, Any]) -> Text:
+    return Text.assemble(("planted", "dim"), "  ", fault_sentence(data))
+
+
 def _headline(data: Mapping[str, Any]) -> Text:
     topology = data["topology"]
-    pools = ", ".join(f"{n} {_axes(p['axes'])}" for n, p in topology["pools"].items())
+    pools = ", ".join(f"{n} {axes_text(p['axes'])}" for n, p in topology["pools"].items())
     steps = f"{data['steps']} steps" if data["steps"] > 1 else "1 step"
     return Text.assemble(
         (f" {data['status'].upper()} ", STYLES[data["status"]] + " reverse"),
@@ -111,7 +101,8 @@ def _headline(data: Mapping[str, Any]) -> Text:
     )
 
 
-def _axes(axes: Mapping[str, int]) -> str:
+def axes_text(axes: Mapping[str, int]) -> str:
+    """`2x3` for a pool's axes."""
     return "x".join(str(size) for size in axes.values())
 
 
@@ -288,35 +279,8 @@ def _outcomes(data: Mapping[str, Any]) -> list[RenderableType]:
 
 def _telling_lines(text: str) -> list[str]:
     """The end of a traceback; of faulthandler's, which has the innermost frame first, the start."""
-    lines = printable(text).strip().splitlines()
+    lines = text.strip().splitlines()
     fatal = next((i for i, line in enumerate(lines) if "Fatal Python error" in line), None)
     if fatal is not None:
         return lines[fatal : fatal + MAX_STACK_LINES]
     return lines[-MAX_STACK_LINES:]
-
-
-def printable(text: str) -> str:
-    """Text without control characters, which XML and terminals cannot take."""
-    return "".join(c for c in text if c.isprintable() or c in "\n\t")
-
-
-def _context(data: Mapping[str, Any]) -> dict[str, Any]:
-    failed = [t for t in data["tensors"] if t["status"] != "pass"]
-    ended_badly = [o for o in data["outcomes"] if o["status"] != "ok"]
-    return {
-        **data,
-        "failed": failed,
-        "ended_badly": ended_badly,
-        "number": number,
-        "ranks_text": spans,
-        "axes": _axes,
-    }
-
-
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("sumgrad", "templates"),
-        autoescape=select_autoescape(("html", "junit")),
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )

@@ -6,7 +6,6 @@ fails with a cause of the same kind. What is found is written as a YAML of its o
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,13 +14,14 @@ from typing import Any
 
 import yaml
 from sumgrad.check import CheckOptions, run_check
+from sumgrad.commands import command_line, sumgrad_command
 from sumgrad.errors import UserError
 from sumgrad.files import write_bytes
 from sumgrad.launch import Launcher
 from sumgrad.program import is_program
 from sumgrad.topology import Topology, load_topology, topology_to_json
 from sumgrad.verdict import Verdict
-from sumgrad.workload import find_class
+from sumgrad.workload import chosen_workload, find_class
 
 SIZES = (1, 2, 3, 5)
 MAX_TRIES = 48
@@ -77,7 +77,7 @@ def shrink(
         path=path,
         num_ranks=_size(best),
         rows=best["rows"] or best["options"].get("rows"),
-        command=shlex.join(["sumgrad", "run", str(path), *_flags(options)]),
+        command=command_line([*sumgrad_command(), "run", path, *_flags(options)]),
         tries=tries,
     )
 
@@ -132,8 +132,7 @@ def _with_axis(best: dict[str, Any], pool: str, axis: str, size: int) -> dict[st
 
 def _num_rows(topology: Topology, options: CheckOptions, verdict: Verdict) -> int | None:
     """Rows of a Program's batch; a workload's are its own option."""
-    name = options.workload or topology.workload
-    if not is_program(find_class(name, "--workload")):
+    if not is_program(find_class(*chosen_workload(topology, options.workload))):
         return None
     return verdict.data.get("num_rows")
 

@@ -10,15 +10,16 @@ process group. Any size is legal, nothing need divide anything, a rank may own n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from math import prod
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from sumgrad.errors import UserError
-from sumgrad.yaml_source import YamlSource, read_yaml
+from sumgrad.plain_text import shown
+from sumgrad.yaml_source import YamlSource, dotted, read_yaml
 
 MAX_RANKS = 1 << 20
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
@@ -59,12 +60,13 @@ class Pool:
 class Topology:
     """Pools that together hold the ranks 0..world_size-1, each rank in exactly one.
 
-    rows: how many rows of a Program's batch are used; None for all.
+    workload: None where the file leaves it to --workload. rows: how many rows of a Program's batch
+    are used; None for all.
     """
 
     name: str
     why: str
-    workload: str
+    workload: str | None
     kernels: Literal["auto", "triton", "torch"]
     plan_only: bool
     pools: tuple[Pool, ...]
@@ -92,7 +94,7 @@ class Topology:
 
     def where(self, loc: Sequence[str | int]) -> str:
         """`file.yaml:LINE: key.path`, for errors about a value of this topology."""
-        return self.source.where(loc) if self.source else f"{self.name}: " + ".".join(map(str, loc))
+        return self.source.where(loc) if self.source else f"{self.name}: {dotted(loc)}"
 
 
 class _PoolFile(BaseModel):
@@ -122,11 +124,16 @@ class TopologyFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, title="sumgrad topology")
 
-    name: Name
+    name: Annotated[Name | None, Field(description="Default: the file's name.")] = None
     why: Annotated[str, Field(description="One line: what this topology is there to show.")] = ""
     workload: Annotated[
-        str, Field(description="NAME, file.py:Class or package.module:Class.", min_length=1)
-    ]
+        str | None,
+        Field(
+            description="NAME, file.py:Class (beside this file) or package.module:Class; may be "
+            "left out where --workload is given.",
+            min_length=1,
+        ),
+    ] = None
     kernels: Annotated[
         Literal["auto", "triton", "torch"],
         Field(description="auto: Triton on a GPU, torch on a CPU."),
@@ -152,7 +159,18 @@ def json_schema() -> str:
 
 def load_topology(path: Path) -> Topology:
     """Read and validate a topology file; UserError lists every problem with file and line."""
-    return parse_topology(read_yaml(Path(path)))
+    path = Path(path)
+    topology = parse_topology(read_yaml(path))
+    return replace(topology, workload=_beside(path, topology.workload))
+
+
+def _beside(path: Path, workload: str | None) -> str | None:
+    """`file.py:Class` with the file beside the YAML, if it is there; else as it stands."""
+    file, colon, name = (workload or "").rpartition(":")
+    here = path.parent / file
+    if colon and file.endswith(".py") and here.is_file():
+        return f"{here}:{name}"
+    return workload
 
 
 def parse_topology(source: YamlSource) -> Topology:
@@ -163,7 +181,7 @@ def parse_topology(source: YamlSource) -> Topology:
     if problems:
         raise UserError(problems)
     return Topology(
-        name=file.name,
+        name=file.name or _name_from(source.path),
         why=file.why,
         workload=file.workload,
         kernels=file.kernels,
@@ -173,6 +191,12 @@ def parse_topology(source: YamlSource) -> Topology:
         rows=file.rows,
         source=source,
     )
+
+
+def _name_from(path: Path) -> str:
+    """A file's name as the name of its topology: what is no letter or digit becomes `_`."""
+    text = re.sub(r"[^A-Za-z0-9_]", "_", path.stem)[:60]
+    return text if text[:1].isalpha() else f"t_{text}"
 
 
 def topology_to_json(topology: Topology) -> dict[str, Any]:
@@ -205,13 +229,16 @@ def topology_from_json(data: Any, *, path: Path) -> Topology:
 
 def _place_pools(file: TopologyFile, source: YamlSource, problems: list[str]) -> tuple[Pool, ...]:
     owner: dict[int, str] = {}
-    pools, free = [], 0
+    pools, free, total = [], 0, 0
     for name, entry in file.pools.items():
-        size = prod(entry.axes.values())
+        size = _num_cells(entry.axes)
         loc = ("pools", name)
-        if size > MAX_RANKS:
-            problems.append(f"{source.where((*loc, 'axes'))}: {size} ranks, at most {MAX_RANKS}")
-            continue
+        total += size
+        if total > MAX_RANKS:
+            problems.append(
+                f"{source.where((*loc, 'axes'))}: too many ranks, at most {MAX_RANKS} in all"
+            )
+            break
         ranks: Sequence[int] = range(free, free + size) if entry.ranks is None else entry.ranks
         if len(ranks) != size:
             problems.append(
@@ -248,6 +275,16 @@ def _place_pools(file: TopologyFile, source: YamlSource, problems: list[str]) ->
     return tuple(pools)
 
 
+def _num_cells(axes: Mapping[str, int]) -> int:
+    """The product of the axes, or the first partial product that no topology can have."""
+    size = 1
+    for axis in axes.values():
+        size *= axis
+        if size > MAX_RANKS:
+            break
+    return size
+
+
 def validate_model(
     model: type[Model], data: Any, *, where: Where, prefix: tuple[str | int, ...] = ()
 ) -> Model:
@@ -271,8 +308,8 @@ def _clean_loc(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
 
 
 def _describe(item: Any) -> str:
-    kind, got, context = item["type"], repr(item["input"]), item.get("ctx", {})
-    got = got if len(got) <= 60 else got[:57] + "..."
+    kind, context = item["type"], item.get("ctx", {})
+    got = repr(shown(item["input"])) if isinstance(item["input"], str) else shown(item["input"])
     if kind == "extra_forbidden":
         return "unknown key"
     if kind == "missing":
@@ -293,7 +330,7 @@ def _describe(item: Any) -> str:
         "string_pattern_mismatch": "a name: letters, digits and _, starting with a letter",
         "too_short": "at least one entry",
         "literal_error": f"one of {context.get('expected')}",
-    }.get(kind, item["msg"])
+    }.get(kind, shown(item["msg"], 200))
     if kind == "greater_than_equal" and isinstance(item["input"], int):
         expected = f"an integer >= {context.get('ge')}"
     return f"got {got}, expected {expected}"

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -25,8 +24,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sumgrad.agreement import agree, asked_of
-from sumgrad.check import CheckOptions, Run, finish, make_directory, make_spec, store_spec
+from sumgrad.check import (
+    CheckOptions,
+    Run,
+    finish,
+    make_directory,
+    make_spec,
+    store_spec,
+    torchrun_command,
+)
 from sumgrad.check_rank import Spec
+from sumgrad.commands import torchrun_prefix
 from sumgrad.endings import outcome_from_record
 from sumgrad.errors import UserError
 from sumgrad.files import write_bytes, write_json
@@ -66,15 +74,7 @@ def run_torchrun_rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    prefix = [
-        "torchrun",
-        "--standalone",
-        "--nproc-per-node",
-        str(world_size),
-        sys.argv[0],
-        "--topology",
-    ]
-    spec, workload = make_spec(options, prefix=prefix)
+    spec, workload = make_spec(options, prefix=[*torchrun_prefix(world_size), "--topology"])
     wait = timedelta(seconds=options.timeout_s)
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=wait)))  # type: ignore[attr-defined]
     store.set_timeout(wait)
@@ -97,8 +97,8 @@ def check_world_size(options: CheckOptions, world_size: int) -> None:
     if topology.world_size != world_size:
         raise UserError(
             f"{options.topology}: got {world_size} ranks from torchrun, expected "
-            f"{topology.world_size}; the right command is\n  torchrun --standalone "
-            f"--nproc-per-node {topology.world_size} {sys.argv[0]} --topology {options.topology}"
+            f"{topology.world_size}; the right command is\n  "
+            + torchrun_command(topology, options.topology)
         )
 
 
@@ -196,6 +196,7 @@ class _Member:
             self.progress("running the step")
             result = run_rank(guard, self.spec, ledger)
             dist.destroy_process_group()
+            ledger.redirect(None)  # what is judged must not grow while it is judged
             guard.finish("ok", result=result)
         except BaseException as error:
             self.failed = guard.raised(error)

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,16 @@ class Workload(Protocol):
         A workload that can also run on Triton's kernels takes `kernels="triton"` here.
         """
         ...
+
+
+def chosen_workload(topology: Topology, flag: str | None) -> tuple[str, str]:
+    """What `--workload` or else the topology names, and where that is written. Raises UserError."""
+    if flag:
+        return flag, "--workload"
+    where = topology.where(("workload",))
+    if topology.workload is None:
+        raise UserError(f"{where}: missing; name one here or with --workload")
+    return topology.workload, where
 
 
 def load_workload(spec: str, topology: Topology, *, seed: int) -> Workload:
@@ -269,13 +280,41 @@ def find_class(spec: str, where: str) -> Any:
 
 
 def import_file(path: Path) -> Any:
-    """Import a Python file by path, under a name of its own."""
+    """Import a Python file by path, under a name of its own; it may import its neighbours."""
     path = path.resolve()
     name = f"sumgrad_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
+    _let_import_neighbours(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _let_import_neighbours(folder: Path) -> None:
+    """Put a folder on the path for good, since functions import late: behind the standard library.
+
+    A neighbour called `random` or `types` would else break whoever imports the real one later.
+    Neighbours of the same names that a file of another folder brought are forgotten.
+    """
+    if folder == Path(__file__).resolve().parent:
+        return  # our own modules have names of their own, sumgrad.*
+    text = str(folder)
+    if text in sys.path:
+        sys.path.remove(text)
+    standard = sysconfig.get_path("stdlib")
+    own = [i for i, p in enumerate(sys.path) if p.startswith(standard) and "-packages" not in p]
+    sys.path.insert(own[-1] + 1 if own else len(sys.path), text)
+    for entry in folder.iterdir():
+        held = sys.modules.get(entry.stem) if entry.suffix == ".py" or entry.is_dir() else None
+        file = getattr(held, "__file__", None)
+        if file and _is_users(Path(file)) and not Path(file).is_relative_to(folder):
+            del sys.modules[entry.stem]
+
+
+def _is_users(file: Path) -> bool:
+    """Whether a module's file belongs to neither Python, nor what is installed, nor pytest."""
+    roots = (sys.prefix, sys.base_prefix, str(Path(__file__).resolve().parent))
+    return file.stem != "conftest" and not any(file.is_relative_to(root) for root in roots)

@@ -1,8 +1,9 @@
 """A YAML file read strictly: every value keeps its line, nothing is guessed.
 
-Refused, with file and line: duplicate keys, anchors and aliases (an alias bomb is three lines),
-files over 1 MB, nesting over 32 levels, several documents, tags. Values are what YAML's safe
-resolver makes of them; types are judged by whoever validates the result.
+Refused, with file and line: duplicate keys, keys that are no names, anchors and aliases (an alias
+bomb is three lines), several documents, tags; and, before anything is built of them, files over
+MAX_BYTES, more than MAX_VALUES values, MAX_DEPTH levels, numbers of more than MAX_DIGITS digits.
+Values are what YAML's safe resolver makes of them; types are judged by whoever validates them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from typing import Any
 
 import yaml
 from sumgrad.errors import UserError
+from sumgrad.plain_text import shown
 
 MAX_BYTES = 1_000_000
+MAX_VALUES = 20_000
 MAX_DEPTH = 32
+MAX_DIGITS = 64
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 Path_ = tuple[str | int, ...]
 
@@ -35,23 +40,25 @@ class YamlSource:
         known = next(
             (self.lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in self.lines), 1
         )
-        dotted = ".".join(str(part) for part in loc)
-        return f"{self.path}:{known}: {dotted}" if dotted else f"{self.path}:{known}"
+        return f"{self.path}:{known}: {dotted(loc)}" if loc else f"{self.path}:{known}"
+
+
+def dotted(loc: Sequence[str | int]) -> str:
+    """`a.b.0` for a key path, on one line whatever the keys are."""
+    return ".".join(shown(str(part)) for part in loc)
 
 
 def read_yaml(path: Path) -> YamlSource:
     """Read one YAML document. Raises UserError for anything a person should mend."""
     text = _read_text(path)
     try:
-        _refuse_anchors(path, text)
+        _refuse_at_sight(path, text)
         nodes = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"{path}:{line}: not valid YAML: {problem}") from None
-    except RecursionError:
-        raise UserError(f"{path}:1: nested deeper than {MAX_DEPTH} levels") from None
+        raise UserError(f"{path}:{line}: not valid YAML: {shown(problem, 200)}") from None
     if len(nodes) != 1:
         raise UserError(f"{path}:1: got {len(nodes)} YAML documents, expected exactly one")
     walker = _Walker(path)
@@ -82,20 +89,35 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path}:{line}: not UTF-8 text") from None
 
 
-def _refuse_anchors(path: Path, text: str) -> None:
-    depth = 0
+def _refuse_at_sight(path: Path, text: str) -> None:
+    """Read through the events, which are small, before any node is built."""
+    depth, values, resolver = 0, 0, yaml.SafeLoader("")
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = event.start_mark.line + 1 if event.start_mark else 1
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise UserError(f"{path}:{line}: anchors and aliases are not allowed; write it out")
         if getattr(event, "tag", None):
             raise UserError(f"{path}:{line}: tags are not allowed")
+        if isinstance(event, yaml.ScalarEvent) and _is_long_number(event, resolver):
+            text = shown(event.value, MAX_DIGITS // 2)
+            raise UserError(f"{path}:{line}: {text} is a number of more than {MAX_DIGITS} digits")
+        values += isinstance(event, yaml.NodeEvent)
+        if values > MAX_VALUES:
+            raise UserError(
+                f"{path}:{line}: more than {MAX_VALUES} values; a topology fits one screen"
+            )
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         if depth > MAX_DEPTH:
             raise UserError(f"{path}:{line}: nested deeper than {MAX_DEPTH} levels")
+
+
+def _is_long_number(event: yaml.ScalarEvent, resolver: yaml.SafeLoader) -> bool:
+    if len(event.value) <= MAX_DIGITS:
+        return False
+    return resolver.resolve(yaml.ScalarNode, event.value, event.implicit) in NUMBERS
 
 
 class _Walker:
@@ -122,7 +144,8 @@ class _Walker:
         for key_node, value_node in node.value:
             key = key_node.value
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
-                self.problems.append(f"{self._place(key_node, loc)}: got key {key!r}, not a name")
+                what = repr(shown(key)) if isinstance(key, str) else f"a {key_node.id}"
+                self.problems.append(f"{self._place(key_node, loc)}: got key {what}, not a name")
                 continue
             here = (*loc, key)
             if key in out:
@@ -136,5 +159,4 @@ class _Walker:
         return out
 
     def _place(self, node: yaml.Node, loc: Path_) -> str:
-        dotted = ".".join(str(part) for part in loc)
-        return f"{self.path}:{node.start_mark.line + 1}: {dotted}"
+        return f"{self.path}:{node.start_mark.line + 1}: {dotted(loc)}"

@@ -26,6 +26,9 @@ LAYERS = [
         "processes",
         "conversation",
         "rank_log",
+        "manifest",
+        "commands",
+        "plain_text",
     ],
     ["yaml_source", "topology", "outcome"],
     [
@@ -97,7 +100,7 @@ LAYERS = [
         "plugin_rank",
         "agreement",
     ],
-    ["judge", "program_judge", "report", "catalogue", "matrix"],
+    ["judge", "program_judge", "report", "report_files", "catalogue", "matrix"],
     ["plan_report", "program_check", "check"],
     ["program_matrix", "shrink"],
     ["torchrun", "fault_matrix", "ops_matrix"],

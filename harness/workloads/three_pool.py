@@ -50,7 +50,7 @@ class Options(BaseModel):
     length: Annotated[int, Field(ge=2, le=1024)] = 16
     vocabulary: Annotated[int, Field(ge=2, le=256)] = 256
     width: Annotated[int, Field(ge=2, le=4096, multiple_of=2)] = 16
-    layers: Count = 2
+    layers: Annotated[int, Field(ge=1, le=256)] = 2  # planning grows with their square
     heads: Literal[1, 2] = 2
     mlp: Count = 24
     components: Count = 4
