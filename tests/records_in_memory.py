@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sumgrad.declaration import Declaration, Param, Quantity, Role, Term
 from sumgrad.outcome import RankOutcome
 from sumgrad.plan import Count, Norm, Plan, build_plan
 from sumgrad.program import Facts
@@ -21,7 +22,6 @@ from sumgrad.record import RankRecord, RunRecord, RunSpec
 from sumgrad.reference import StepReference
 from sumgrad.schedule import schedule
 from sumgrad.topology import Topology, parse_topology
-from sumgrad.workload import load_workload
 from sumgrad.yaml_source import YamlSource
 
 SCALE = 4.0
@@ -33,19 +33,42 @@ NUM_ROWS = 8
 
 def topology_of(workload: str = "mine", **pools: dict[str, Any]) -> Topology:
     data = {"name": "t", "workload": workload, "pools": pools}
-    if workload == "three_pool":
-        data["options"] = {"rows": NUM_ROWS, "length": 3}
     return parse_topology(YamlSource(path=Path("t"), data=data, lines={}))
 
 
 def planned_topology() -> Topology:
-    """Nine ranks: more than five, and no two pools of one kind of job."""
+    """Nine ranks, more than five: two blocks, a pool whose quantity they read, and replicas."""
     return topology_of(
-        "three_pool",
+        "mine",
         ci={"axes": {"dp": 3}},
         b0={"role": "block", "axes": {"dp": 2}},
         b1={"role": "block", "axes": {"dp": 2}},
         ppgd={"axes": {"dp": 2}},
+    )
+
+
+def planned_declaration() -> Declaration:
+    """Every kind of term; a parameter more in each unit than one, and a bias."""
+    shapes = {"v.V": (2, 3), "v.U": (3, 2), "o.V": (2, 3), "o.U": (3,), "ci.w": (4, 3), "ci.b": (4,)}
+    units = {"v": "v", "o": "o", "ci": "ci_fn"}
+    return Declaration(
+        workload="mine",
+        row_lengths=(2, 3, 1, 3, 2, 1, 3, 2),
+        params=tuple(
+            Param(name=n, unit=units[n.partition(".")[0]], shape=s) for n, s in shapes.items()
+        ),
+        roles=(
+            Role(name="ci", units=("ci_fn",), home=True),
+            Role(name="block", units=("v", "o"), home=True, shared_by_pools=True),
+            Role(name="ppgd", units=("v", "o"), home=False),
+        ),
+        quantity=Quantity(name="g", role="ci", shapes={"v": (2,), "o": (3,)}),
+        terms=(
+            Term(name="stoch", role="block", kind="rows", reads_quantity=True),
+            Term(name="faith", role="block", kind="replicated"),
+            Term(name="imp", role="ci", kind="statistic", statistic_numel=5),
+            Term(name="ppgd", role="ppgd", kind="rows", reads_quantity=True),
+        ),
     )
 
 
@@ -101,11 +124,11 @@ def planned_reference(plan: Plan, tier: str, step: int) -> StepReference:
 def planned_record(*, steps: int = 2, tiers: dict[str, str] | None = None) -> RunRecord:
     """A run in which every rank did right."""
     topology, tiers = planned_topology(), TIERS if tiers is None else tiers
-    declaration = load_workload("three_pool", topology, seed=0).declaration
+    declaration = planned_declaration()
     plan = build_plan(topology, declaration)
     references = {t: [planned_reference(plan, t, s) for s in range(steps)] for t in tiers}
     spec = RunSpec(
-        topology=topology, declaration=declaration, workload="three_pool", seed=0, steps=steps,
+        topology=topology, declaration=declaration, workload="mine", seed=0, steps=steps,
         tiers=tiers, fault=None, law="enforce", kernels="torch", timeout_s=1.0, reproduce="again",
         versions={},
     )  # fmt: skip
