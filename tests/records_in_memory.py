@@ -272,7 +272,8 @@ def _program_rank(
             }
             info[tier, ref.step.step] = {
                 "tier": tier, "step": ref.step.step, "changed_weights": [], "other_weights": [],
-                "races": [], "partial": [], "feeds": [], "unwaited": [],
+                "races": [], "partial": [], "feeds": [], "unwaited": [], "backwards": 1,
+                "fault": {"calls": 0, "changed": 0},
             }  # fmt: skip
     first = next(iter(tiers))
     return ProgramRankRecord(

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from sumgrad import tolerances
 from sumgrad.noise_floor import (
     FEW_ROWS,
     Run,
@@ -20,15 +19,6 @@ from sumgrad.noise_floor import (
 from sumgrad.tolerances import noise_floor, threshold, with_kernels
 
 EPS64, EPS32 = 2.0**-52, 2.0**-23
-
-
-def test_the_numbers_are_those_of_the_derivations():
-    assert tolerances.FLOOR_FACTOR == 4
-    assert tolerances.KERNEL_CAP == 4
-    assert tolerances.ZERO_FACTOR == 1000
-    assert tolerances.STRUCTURE_CAP == 1e-12
-    assert tolerances.BLIND_STRUCTURE == 0.5
-    assert tolerances.BLIND_PRECISION == 1
 
 
 @pytest.mark.parametrize(
