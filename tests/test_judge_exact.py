@@ -95,6 +95,30 @@ def test_a_norm_that_could_not_have_failed_is_unknown(record, tier):
         assert (text in said) == (status == "unknown")
 
 
+def test_the_clipped_norm_is_rounded_once_more_and_must_be_seen_too():
+    one = planned_record(steps=1, tiers={"precision": "bfloat16"})
+    references = [replace(r, norm_floor=0.124 * r.norm) for r in one.references["precision"]]
+    (tier,) = judge(replace(one, references={"precision": references})).tiers
+    assert tier.status == "unknown"
+    assert [r for r in tier.reasons if "norm" in r] == [
+        "clipped_norm: a halved or doubled norm would not have been seen"
+    ]
+
+
+def test_a_failure_is_in_the_data_with_its_outcomes_causes_and_planted_fault(record):
+    wrong = scaled(record, 0.5)
+    planted = replace(wrong, spec=replace(wrong.spec, fault="avg_on_ci"))
+    data = judge(planted).data
+    assert data["status"] == "fail"
+    assert [o["rank"] for o in data["outcomes"]] == list(range(9))
+    assert data["diagnoses"][0]["factor"] == "1/2"
+    report = data["fault_report"]
+    assert (report["visible"], report["breaks_law"]) == (True, True)
+    assert report["prediction"]["agrees"] is False  # an average over three is no half
+    third = replace(scaled(record, 1 / 3), spec=planted.spec)
+    assert judge(third).data["fault_report"]["prediction"]["agrees"] is True
+
+
 def test_wrong_scalars_fail_their_own_tier_and_equal_ones_are_one_line(record):
     wrong = record
     for rank in (3, 4):
