@@ -98,6 +98,7 @@ def drawn_mutants(table: dict[str, Any], num: int, seed: int) -> list[Mutant]:
     """`num` mutants, as many of each module as it has, as many of each function as it has.
 
     The order is that of a hash of seed and change: new code elsewhere draws no other mutants here.
+    Those that mostly crash come last in their function: any test kills them.
     """
     queues: dict[str, list[Mutant]] = {}
     for path in table["modules"]:
@@ -108,7 +109,7 @@ def drawn_mutants(table: dict[str, Any], num: int, seed: int) -> list[Mutant]:
             mutant = Mutant(path=path, change=change, what=change.operator, written=False)
             by_function.setdefault(change.function, []).append(mutant)
         for mutants in by_function.values():
-            mutants.sort(key=lambda m: _order(seed, m.key))
+            mutants.sort(key=lambda m: (m.what in operators.CRASHES, _order(seed, m.key)))
         names = sorted(by_function, key=lambda name: _order(seed, f"{path}:{name}"))
         rounds = max(len(mutants) for mutants in by_function.values())
         queues[path] = [
