@@ -94,7 +94,9 @@ def test_a_replicated_contribution_is_the_leaders(other, rank):
 def test_a_residual_has_the_global_value_and_the_local_gradient(other):
     other.sends = lambda sent: torch.tensor([10.0, 20.0], dtype=sent.dtype)
     local = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    total = convention.global_residual(3 * local, group="g")
+    own = 3 * local
+    total = convention.global_residual(own, group="g")
+    assert own.tolist() == [3, 6]
     assert total.tolist() == [13, 26]
     assert other.calls[0][1:] == (torch.distributed.ReduceOp.SUM, "g")
     (slope,) = torch.autograd.grad((total * total).sum(), local)

@@ -110,6 +110,20 @@ def test_the_last_block_of_a_parameter_is_found_and_nothing_past_its_end():
     assert [p.index.tolist() for p in found.placed] == [[0, 1]]
 
 
+def test_a_block_that_would_leave_the_parameter_on_one_side_is_none():
+    full = {"w": torch.tensor([[1.0, 2.0, 1.0], [3.0, 4.0, 9.0]])}
+    found = place(model_of(x=torch.tensor([[1.0, 2.0], [3.0, 4.0]])), {}, full)
+    assert [p.index.tolist() for p in found.placed] == [[[0, 1], [3, 4]]]
+
+
+def test_a_wrapper_inside_a_name_is_taken_out():
+    """The values are no help: both parameters are ones."""
+    full = {"0.weight": torch.ones(2), "1.weight": torch.ones(2)}
+    for inner in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"):
+        found = place(model_of(**{f"1__{inner}__weight": torch.ones(2)}), {}, full)
+        assert [p.name for p in found.placed] == ["1.weight"]
+
+
 def test_a_shard_without_elements_holds_none():
     assert placed(**{"0__weight": torch.empty(0, 3)}) == [("0.weight", [])]
 

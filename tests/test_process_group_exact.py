@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from sumgrad import process_group
 from sumgrad.process_group import Ledger, RecordingProcessGroup, tensors_in
 
 
@@ -136,6 +138,24 @@ def test_what_is_written_of_each_operation(group, tmp_path, call, event):
     if begun["op"] not in ("send", "recv"):
         assert "peer" not in begun
         assert "tag" not in begun
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *(Path(process_group.__file__).with_name(f"{name}.py")
+          for name in ("process_group", "exchange", "convention", "misbehaviour")),
+        Path(torch.__file__).with_name("anything.py"),
+        Path("/usr/lib/python3/contextlib.py"),
+    ],
+)  # fmt: skip
+def test_the_call_site_is_the_first_line_outside_of_torch_and_the_transport(group, tmp_path, file):
+    def called():
+        exec(compile("group.barrier()", str(file), "exec"), {"group": group})
+
+    called()
+    (begun,) = lines(tmp_path)
+    assert begun["site"] == f"test_process_group_exact.py:{called.__code__.co_firstlineno + 1}"
 
 
 def test_long_groups_are_written_short(ledger, tmp_path):

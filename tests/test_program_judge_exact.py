@@ -54,6 +54,7 @@ def test_a_tier_that_was_not_run_is_unknown_and_says_why(record):
     assert verdict.status == "unknown"
     assert tiers_of(verdict)["bitwise"] == "unknown"
     assert verdict.tiers[-1].reasons == ("no float64",)
+    assert verdict.data["tiers"]["bitwise"]["reasons"] == ("no float64",)
     assert verdict.reasons == ("the bitwise tier was not run: no float64",)
 
 
@@ -139,6 +140,9 @@ def test_what_breaks_fails(record):
         "weights, precision, step 1: rank 2 starts from other values of w and 1 more than the "
         "reference",
     )
+    for key in record.ranks[0].info:
+        (text,) = judge_program(with_info(record, 0, key, other_weights=["w"])).findings
+        assert text.startswith(f"weights, {key[0]}, step {key[1]}: rank 0 starts from other values")
     elsewhere = with_info(with_rank(record, 2, built="x"), 2, other_weights=["w"])
     assert judge_program(elsewhere).findings == ()  # said already: build() gives other weights
     races = with_info(with_info(record, 0, races=["a", "b"]), 2, races=["a", "c", "d"])
