@@ -127,12 +127,17 @@ def _order(seed: int, text: str) -> str:
 
 def check_green(table: dict[str, Any], paths: list[str]) -> dict[str, float]:
     """Seconds of each module's tests without a mutant. SystemExit where they are not green."""
-    seconds = {}
+    seconds: dict[str, float] = {}
+    known: dict[tuple[str, ...], float] = {}
     for path in paths:
-        found = run_tests(table["modules"][path] + table["always"], None, timeout_s=600)
+        tests = tuple(table["modules"][path])
+        if tests in known:
+            seconds[path] = known[tests]
+            continue
+        found = run_tests([*tests, *table["always"]], None, timeout_s=600)
         if found.by is not None:
             sys.exit(f"{path}: its tests are not green without a mutant: {found.by}\n{found.words}")
-        seconds[path] = found.seconds
+        seconds[path] = known[tests] = found.seconds
         print(f"green  {path}: {found.seconds:.1f} s, {found.num_tests} tests", flush=True)
     return seconds
 

@@ -79,8 +79,16 @@ def integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return size * (2 * torch.randint(0, 2, shape, generator=generator) - 1)
 
 
+def spread(value: torch.Tensor, *, shift: int) -> torch.Tensor:
+    """(NUM_ROWS, *shape) that sums to `value` exactly; no two rows have one direction."""
+    shares = torch.tensor([2.0**-min(i + 1, NUM_ROWS - 1) for i in range(NUM_ROWS)]).double()
+    row, place = torch.arange(NUM_ROWS)[:, None], torch.arange(value.numel())[None]
+    share = shares[(row + place + shift) % NUM_ROWS]
+    return (share * value.reshape(1, -1)).view(NUM_ROWS, *value.shape)
+
+
 def planned_partials(plan: Plan, step: int) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
-    """(term, producer) -> name -> an eighth for each row; one whole for a replicated term."""
+    """(term, producer) -> name -> its partials by rows; one whole for a replicated term."""
     out: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
     for i, param in enumerate(plan.declaration.params):
         for j, (term, producer) in enumerate(
@@ -88,8 +96,9 @@ def planned_partials(plan: Plan, step: int) -> dict[tuple[str, str], dict[str, t
         ):
             value = integers(param.shape, 100 * i + 10 * j + step)
             whole = plan.declaration.term(term).kind == "replicated"
-            rows = value[None] if whole else (value / NUM_ROWS).expand(NUM_ROWS, *param.shape)
-            out.setdefault((term, producer), {})[param.name] = rows.clone()
+            out.setdefault((term, producer), {})[param.name] = (
+                value[None].clone() if whole else spread(value, shift=j)
+            )
     return out
 
 

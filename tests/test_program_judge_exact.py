@@ -54,7 +54,7 @@ def test_a_tier_that_was_not_run_is_unknown_and_says_why(record):
     assert verdict.status == "unknown"
     assert tiers_of(verdict)["bitwise"] == "unknown"
     assert verdict.tiers[-1].reasons == ("no float64",)
-    assert verdict.data["tiers"]["bitwise"]["reasons"] == ("no float64",)
+    assert verdict.data["tiers"]["bitwise"]["reasons"] == ["no float64"]
     assert verdict.reasons == ("the bitwise tier was not run: no float64",)
 
 
