@@ -148,6 +148,15 @@ def test_a_residual_over_the_threshold_explains_nothing(record, sign):
         assert clean is not far
 
 
+def test_a_factor_that_explains_a_part_of_a_small_deviation_is_none(record):
+    """Just over the threshold a factor's residual is under it, whatever the deviation is made of."""
+    generator = torch.Generator().manual_seed(5)
+    noise = 3.2e-14 * torch.sign(torch.randn(12, generator=generator, dtype=torch.float64))
+    small = wrong(record, {("imp", "ci", None): 1 + 1e-14}, off=noise)
+    (cause,), _ = explain(small)
+    assert cause.kind == "not_weighting"
+
+
 def test_noise_is_no_weighting_bug_and_says_what_came_nearest(record):
     generator = torch.Generator().manual_seed(3)
     noise = torch.randn(12, generator=generator, dtype=torch.float64)
@@ -255,7 +264,7 @@ def test_directions_without_information_and_with_a_little():
         (1.0, 0.0124, Fraction(1)),
         (1.0, 0.0126, None),
         (1 / 4096, 1e-14, Fraction(1, 4096)),
-        (1 / 4099, 1e-16, None),
+        (1 / 4097, 1e-16, None),
         (1e6 + 0.5, 0.0, Fraction(2000001, 2)),
         (1 / 3 + 3e-13, 0.0, Fraction(1, 3)),
         (1 / 3 + 3e-12, 0.0, None),
