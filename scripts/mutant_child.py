@@ -7,6 +7,7 @@ whole process group.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -69,10 +70,8 @@ def run_tests(tests: list[str], source: Source | None, *, timeout_s: float) -> K
     os.close(writing)
     data, timed_out = _read(reading, started + timeout_s)
     os.close(reading)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # and whatever a test left running
-    except ProcessLookupError:
-        pass
     os.waitpid(pid, 0)
     seconds = time.monotonic() - started
     if timed_out:

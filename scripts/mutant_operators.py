@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 COMPARISONS = {
@@ -155,9 +154,13 @@ class _Finder(ast.NodeVisitor):
         if before != after:
             self.changes.append(
                 Change(
-                    function=".".join(self.scope), operator=operator, before=before, after=after,
-                    start=start, end=end,
-                )  # fmt: skip
+                    function=".".join(self.scope),
+                    operator=operator,
+                    before=before,
+                    after=after,
+                    start=start,
+                    end=end,
+                )
             )
 
     def _span(self, node: ast.AST) -> tuple[int, int]:

@@ -113,7 +113,10 @@ def drawn_mutants(table: dict[str, Any], num: int, seed: int) -> list[Mutant]:
         names = sorted(by_function, key=lambda name: _order(seed, f"{path}:{name}"))
         rounds = max(len(mutants) for mutants in by_function.values())
         queues[path] = [
-            by_function[name][i] for i in range(rounds) for name in names if i < len(by_function[name])
+            by_function[name][i]
+            for i in range(rounds)
+            for name in names
+            if i < len(by_function[name])
         ]
     out: list[Mutant] = []
     for i in range(max(len(queue) for queue in queues.values())):
@@ -182,7 +185,9 @@ def main() -> int:
         mutants = [m for m in mutants if m.key in args.key]
     if args.list:
         for m in mutants:
-            print(f"{m.key}  {m.path} {m.change.function}: {m.change.before!r} -> {m.change.after!r}")
+            print(
+                f"{m.key}  {m.path} {m.change.function}: {m.change.before!r} -> {m.change.after!r}"
+            )
         return 0
     stored = _stored(args.out or OUT) if args.again else {}
     rows, seconds = _run([m for m in mutants if m.key not in stored], table)

@@ -49,7 +49,14 @@ def planned_topology() -> Topology:
 
 def planned_declaration() -> Declaration:
     """Every kind of term; a parameter more in each unit than one, and a bias."""
-    shapes = {"v.V": (2, 3), "v.U": (3, 2), "o.V": (2, 3), "o.U": (3,), "ci.w": (4, 3), "ci.b": (4,)}
+    shapes = {
+        "v.V": (2, 3),
+        "v.U": (3, 2),
+        "o.V": (2, 3),
+        "o.U": (3,),
+        "ci.w": (4, 3),
+        "ci.b": (4,),
+    }
     units = {"v": "v", "o": "o", "ci": "ci_fn"}
     return Declaration(
         workload="mine",
@@ -81,7 +88,7 @@ def integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 def spread(value: torch.Tensor, *, shift: int) -> torch.Tensor:
     """(NUM_ROWS, *shape) that sums to `value` exactly; no two rows have one direction."""
-    shares = torch.tensor([2.0**-min(i + 1, NUM_ROWS - 1) for i in range(NUM_ROWS)]).double()
+    shares = torch.tensor([2.0 ** -min(i + 1, NUM_ROWS - 1) for i in range(NUM_ROWS)]).double()
     row, place = torch.arange(NUM_ROWS)[:, None], torch.arange(value.numel())[None]
     share = shares[(row + place + shift) % NUM_ROWS]
     return (share * value.reshape(1, -1)).view(NUM_ROWS, *value.shape)
@@ -107,7 +114,9 @@ def planned_reference(plan: Plan, tier: str, step: int) -> StepReference:
     partials = planned_partials(plan, step)
     names = [p.name for p in plan.declaration.params]
     terms = [t.name for t in plan.declaration.terms]
-    by_term = {t: {p.name: torch.zeros(p.shape).double() for p in plan.declaration.params} for t in terms}
+    by_term = {
+        t: {p.name: torch.zeros(p.shape).double() for p in plan.declaration.params} for t in terms
+    }
     for (term, _), grads in partials.items():
         for name, rows in grads.items():
             by_term[term][name] += rows.sum(0)
@@ -257,9 +266,7 @@ def program_record(
         skipped={}, fault=None, law=law, timeout_s=1.0, reproduce="again", versions={},
     )  # fmt: skip
     references = {t: [program_reference(t, s) for s in range(steps)] for t in tiers}
-    held = {
-        r: _program_rank(r, references, tiers, (index or {}).get(r, {})) for r in range(ranks)
-    }
+    held = {r: _program_rank(r, references, tiers, (index or {}).get(r, {})) for r in range(ranks)}
     return ProgramRecord(
         directory=Path("nowhere"), spec=spec, outcomes=outcomes(topology), ranks=held,
         references=references, started={r: [] for r in range(ranks)},

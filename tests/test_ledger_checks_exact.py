@@ -1,4 +1,4 @@
-"""What the ledgers show by themselves: disagreement, and what breaks the law, on ledgers by hand."""
+"""What ledgers made by hand show by themselves: disagreement, and what breaks the law."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from sumgrad.ledger_checks import (
 GROUP = (0, 1, 2)
 
 
-def event(n, op="allreduce", *, label="structure/0/step", group=GROUP, numel=3, reduce="SUM", **more):
+def event(
+    n, op="allreduce", *, label="structure/0/step", group=GROUP, numel=3, reduce="SUM", **more
+):
     return {"n": n, "label": label, "op": op, "group": list(group), "dtype": "float32",
             "numel": numel, "reduce": reduce, "site": "train.py:31", "pg": "0", **more}  # fmt: skip
 
@@ -211,7 +213,7 @@ def test_a_group_of_one_breaks_no_law_and_every_step_of_every_tier_is_read():
     for label in ("structure/1/step", "precision/0/step", "precision/1/step"):
         record = record_of(*ledgers(reduce="AVG", label=label), tiers=tiers, steps=2)
         assert len(list(law_findings(record))) == 1
-    twice = [a + [{**a[0], "n": 1, "label": "precision/0/step"}] for a in ledgers(reduce="AVG")]
+    twice = [[*a, {**a[0], "n": 1, "label": "precision/0/step"}] for a in ledgers(reduce="AVG")]
     assert len(list(law_findings(record_of(*twice, tiers=tiers)))) == 1  # said once
 
 

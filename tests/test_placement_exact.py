@@ -1,4 +1,4 @@
-"""Which elements of a full parameter a rank holds: by identity, name, value, or what it declares."""
+"""Which elements of a parameter a rank holds: by identity, name, value, or its own word."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_what_a_program_declares_of_a_shard_counts():
     full = {"w": torch.ones(4, 2), "v": torch.zeros(3)}
     cuts = {"w": (slice(2, 3), slice(None))}
     model = model_of(module__w=torch.ones(1, 2), v=torch.zeros(3))
-    found = place(model, {}, full, lambda name: cuts.get(name))
+    found = place(model, {}, full, cuts.get)
     assert [(p.name, None if p.index is None else p.index.tolist()) for p in found.placed] == [
         ("v", None), ("w", [[4, 5]])
     ]  # fmt: skip

@@ -117,7 +117,10 @@ def test_an_operation_is_written_when_it_starts_and_when_it_was_waited_for(group
 @pytest.mark.parametrize(
     ("call", "event"),
     [
-        (lambda g: g.allreduce([X, X], options()), {"op": "allreduce", "numel": 12, "reduce": "SUM"}),
+        (
+            lambda g: g.allreduce([X, X], options()),
+            {"op": "allreduce", "numel": 12, "reduce": "SUM"},
+        ),
         (lambda g: g.allreduce([X], opts=options(dist.ReduceOp.MAX)), {"reduce": "MAX"}),
         (lambda g: g.send([X], 1, 5), {"op": "send", "peer": 7, "tag": 5, "numel": 6}),
         (lambda g: g.recv([X], 0), {"op": "recv", "peer": 4, "tag": 0}),

@@ -123,7 +123,9 @@ def test_an_error_just_over_the_threshold_of_any_rank(record, sharded, rank, nam
     for key in (KEY, ("structure", 1)):
         for sign in (1, -1):
             assert failed(changed(record, rank, name, sign * 5 * error, key)) == set()
-            assert failed(changed(record, rank, name, sign * 6 * error, key)) == {(rank, name, *key)}
+            assert failed(changed(record, rank, name, sign * 6 * error, key)) == {
+                (rank, name, *key)
+            }
     assert failed(changed(sharded, rank, name, 5 * error)) == set()
     assert failed(changed(sharded, rank, name, 6 * error)) == {(rank, name, *KEY)}
     assert failed(changed(record, rank, name, 3.5e-6, ("precision", 1))) == set()

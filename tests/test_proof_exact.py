@@ -117,9 +117,7 @@ def test_a_skipped_reduction_leaves_each_rank_its_own_rows(plan):
             assert set(rows.values()) <= {0, 1}
     halved = changed(skipped, "reduce:ci_fn@ci", op="none", weight=HALF)
     assert {c.weight for c in prove(halved).coefficients if c.pool == "ci"} == {0, HALF}
-    assert found(skipped) == [
-        ("reduce:ci_fn@ci", "is skipped: partial sums stay on their ranks")
-    ]
+    assert found(skipped) == [("reduce:ci_fn@ci", "is skipped: partial sums stay on their ranks")]
 
 
 def test_one_lost_message_loses_its_rows_only(plan):

@@ -1,10 +1,10 @@
 """The reference of a workload of small integers, whose every gradient is known by hand.
 
-    main    sum over rows of (x w)^2, by two producers on a unit each; divided by its count
-    reg     3 sum(w^2) / 2, from the weights alone
-    stat    2 |S|^2 / count with S = sum over rows of x v: not linear in its global sums
-    state   sum over rows of h v, where h grows by step + 1 with every step
-    read    sum over rows of the quantity g = x w
+main    sum over rows of (x w)^2, by two producers on a unit each; divided by its count
+reg     3 sum(w^2) / 2, from the weights alone
+stat    2 |S|^2 / count with S = sum over rows of x v: not linear in its global sums
+state   sum over rows of h v, where h grows by step + 1 with every step
+read    sum over rows of the quantity g = x w
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def test_every_gradient_of_every_term_at_every_step():
                 assert value.tolist() == pytest.approx(
                     grads.get(name, [0, 0] if name == "idle" else 0), rel=1e-14
                 ), (term, name)
-        total = {n: sum(g.get(n, 0.0) for g in wanted(r.step).values()) for n in ("one", "two", "v")}
+        total = {
+            n: sum(g.get(n, 0.0) for g in wanted(r.step).values()) for n in ("one", "two", "v")
+        }
         for name, value in total.items():
             assert r.grads[name].item() == pytest.approx(value, rel=1e-14)
             assert r.scale[name].item() == pytest.approx(value, rel=1e-14)  # all of one sign

@@ -78,7 +78,9 @@ def test_other_kernels_raise_a_floor_within_a_bound(floor, kernel_error, scale, 
 
 def run(**terms: dict[str, list[float]]) -> Run:
     """Terms by name, each a gradient `w` of these numbers; their sum in float64."""
-    grads = {t: {n: torch.tensor(v, dtype=torch.float64) for n, v in g.items()} for t, g in terms.items()}
+    grads = {
+        t: {n: torch.tensor(v, dtype=torch.float64) for n, v in g.items()} for t, g in terms.items()
+    }
     total = {n: sum(g[n] for g in grads.values()) for n in next(iter(grads.values()))}
     return Run(by_term=grads, total=total)
 
