@@ -169,8 +169,7 @@ def main() -> int:
     parser.add_argument("--num", type=int, default=NUM_DRAWN, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--key", action="append", help="only mutants of these keys")
-    parser.add_argument("--again", action="store_true",
-                        help="keep the stored rows of those killed before, run the others")  # fmt: skip
+    parser.add_argument("--again", action="store_true", help="only those not killed before")
     parser.add_argument("--list", action="store_true", help="print them and run nothing")
     parser.add_argument("--out", type=Path, default=None, help="where the table goes")
     args = parser.parse_args()
@@ -185,9 +184,8 @@ def main() -> int:
         mutants = [m for m in mutants if m.key in args.key]
     if args.list:
         for m in mutants:
-            print(
-                f"{m.key}  {m.path} {m.change.function}: {m.change.before!r} -> {m.change.after!r}"
-            )
+            change = f"{m.change.before!r} -> {m.change.after!r}"
+            print(f"{m.key}  {m.path} {m.change.function}: {change}")
         return 0
     stored = _stored(args.out or OUT) if args.again else {}
     rows, seconds = _run([m for m in mutants if m.key not in stored], table)

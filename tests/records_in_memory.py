@@ -292,8 +292,9 @@ def _program_rank(
                 "fault": {"calls": 0, "changed": 0},
             }  # fmt: skip
     first = next(iter(tiers))
+    last = grads[first, len(references[first]) - 1]
     return ProgramRankRecord(
-        rank=rank, grads=grads, again={n: g.clone() for n, g in grads[first, len(references[first]) - 1].items()},
+        rank=rank, grads=grads, again={n: g.clone() for n, g in last.items()},
         index=index, params=tuple(SHAPES), unknown=(), built="built", batch="drawn", info=info,
         events={}, ledger_whole=True,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What kernels share: checks of arguments, sinks, layouts, the cache and the tree, at their bounds."""
+"""What kernels share, at its bounds: checks of arguments, sinks, layouts, the cache, the tree."""
 
 from __future__ import annotations
 

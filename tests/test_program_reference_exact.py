@@ -200,8 +200,8 @@ def test_what_makes_a_reference_unsound():
             return model(rows["x"]).sum() / 0.0, len(rows["x"])
 
     facts = probe(Linear(), dtype=torch.float64)
-    for program, words in ((Moves(), "loss_sum() changes the weights"),
-                           (Infinite(), "loss: the single-process gradient is not finite")):  # fmt: skip
+    not_finite = "loss: the single-process gradient is not finite"
+    for program, words in ((Moves(), "loss_sum() changes the weights"), (Infinite(), not_finite)):
         (r,) = compute_program_reference(program, facts, torch.float64, steps=1, num_chunks=3)
         assert words in r.problems
 
