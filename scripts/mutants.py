@@ -26,7 +26,7 @@ import os
 import platform
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,15 +129,15 @@ def _order(seed: int, text: str) -> str:
 
 
 def check_green(table: dict[str, Any], paths: list[str]) -> dict[str, float]:
-    """Seconds of each module's tests without a mutant. SystemExit where they are not green."""
+    """Seconds of each module's test files without a mutant. SystemExit where they are not green."""
     seconds: dict[str, float] = {}
     known: dict[tuple[str, ...], float] = {}
     for path in paths:
-        tests = tuple(table["modules"][path])
+        tests = tuple(t for t in table["modules"][path] if t.startswith("tests/"))  # and no -k
         if tests in known:
             seconds[path] = known[tests]
             continue
-        found = run_tests([*tests, *table["always"]], None, timeout_s=600)
+        found = run_tests([*tests, *table["always"]], None, timeout_s=900)
         if found.by is not None:
             sys.exit(f"{path}: its tests are not green without a mutant: {found.by}\n{found.words}")
         seconds[path] = known[tests] = found.seconds
@@ -187,11 +187,14 @@ def main() -> int:
             change = f"{m.change.before!r} -> {m.change.after!r}"
             print(f"{m.key}  {m.path} {m.change.function}: {change}")
         return 0
-    stored = _stored(args.out or OUT) if args.again else {}
-    rows, seconds = _run([m for m in mutants if m.key not in stored], table)
-    known = {**stored, **{row["key"]: row for row in rows}}
-    rows = [known[m.key] for m in mutants]
-    return _report(rows, seconds, args.out or (OUT if whole else None), args.seed)
+    out = args.out or (OUT if whole else None)
+    rows = _stored(out or OUT) if args.again else {}
+    rows = {m.key: rows[m.key] for m in mutants if m.key in rows}
+    for row in _run([m for m in mutants if m.key not in rows], table):
+        rows[row["key"]] = row
+        if out:
+            _write(out, list(rows.values()), args.seed)  # so that --again can go on from here
+    return _report([rows[m.key] for m in mutants], out, args.seed)
 
 
 def _stored(out: Path) -> dict[str, dict[str, Any]]:
@@ -200,27 +203,27 @@ def _stored(out: Path) -> dict[str, dict[str, Any]]:
     return {row["key"]: row for row in rows if row["status"] != "survived"}
 
 
-def _run(mutants: list[Mutant], table: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
-    started, rows = time.monotonic(), []
+def _run(mutants: list[Mutant], table: dict[str, Any]) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
         prepare(ROOT, Path(scratch))
         seconds = check_green(table, list(dict.fromkeys(m.path for m in mutants)))
         for i, mutant in enumerate(mutants):
             row = run_one(mutant, table, seconds[mutant.path])
-            rows.append(row)
             print(f"{i + 1}/{len(mutants)} {row['status']:8} {row['seconds']:5.1f} s  {row['key']} "
                   f"{row['module']} {row['function']}: {_short(row['from'])} -> {_short(row['to'])}"
                   f"  [{row['by'] or ''}]", flush=True)  # fmt: skip
-    return rows, time.monotonic() - started
+            yield row
 
 
 def _short(text: str) -> str:
     return " ".join(text.split())[:90]
 
 
-def _report(rows: list[dict[str, Any]], seconds: float, out: Path | None, seed: int) -> int:
+def _write(out: Path, rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """Write the table; returns its head. seconds: of all rows together."""
     counts = {s: sum(r["status"] == s for r in rows) for s in ("killed", "timeout", "survived")}
     open_ones = [r for r in rows if r["status"] == "survived" and not r["reason"]]
+    seconds = sum(row["seconds"] for row in rows)
     share = counts["survived"] / max(1, len(rows))
     head = {
         "command": "scripts/mutants" + (f" --seed {seed}" if seed != 1 else ""),
@@ -229,14 +232,21 @@ def _report(rows: list[dict[str, Any]], seconds: float, out: Path | None, seed: 
         "seconds": round(seconds, 1), "mutants": len(rows), **counts,
         "survived_share": round(share, 4), "survived_without_reason": len(open_ones),
     }  # fmt: skip
-    if out:
-        out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    part.replace(out)
+    return head
+
+
+def _report(rows: list[dict[str, Any]], out: Path | None, seed: int) -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        head = _write(out or Path(scratch) / "table.json", rows, seed)
     print(json.dumps(head))
     for row in rows:
         if row["status"] == "survived":
             print(f"survived {row['key']} {row['module']} {row['function']}: {row['from']!r} -> "
                   f"{row['to']!r}: {row['reason'] or 'NO REASON'}")  # fmt: skip
-    return 1 if open_ones else 0
+    return 1 if head["survived_without_reason"] else 0
 
 
 if __name__ == "__main__":

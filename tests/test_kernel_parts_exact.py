@@ -21,7 +21,7 @@ from sumgrad.kernels.runtime import (
     launch,
 )
 from sumgrad.kernels.sink import check_sinks, deliver
-from sumgrad.kernels.tree import Accumulator, Nodes, TreeError, TreeId, sum_nodes
+from sumgrad.kernels.tree import Accumulator, Nodes, TreeError, TreeId, plan_tree, sum_nodes
 
 
 def draw(*shape: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
@@ -187,6 +187,13 @@ def test_a_cache_takes_chunks_in_order_and_knows_its_room():
                    (Piece(sample=0, stop=4, row=0, ends=False),)):  # fmt: skip
         with pytest.raises(LayoutError, match="must hold whole samples"):
             KeyValueCache(piece_layout(*pieces), num_heads=1, head=2, dtype=torch.float32)
+
+
+def test_a_stack_is_as_deep_as_leaves_wait_for_their_siblings():
+    for leaves, depth in ((1, 1), (2, 2), (3, 2), (4, 3), (7, 3), (8, 4)):
+        assert plan_tree(Layout.single(16 * leaves), 16).depth == depth, leaves
+    assert plan_tree(Layout.packed((16, 16)), 16).depth == 2
+    assert plan_tree(Layout.packed((0,)), 16).depth == 1
 
 
 def test_errors_of_a_tree_say_where():

@@ -319,6 +319,7 @@ def test_the_same_is_within_a_part_of_the_scale():
         for sign in (1, -1):
             moved = {"w": one["w"] + sign * torch.tensor([0.0, by]).double(), "e": one["e"]}
             assert _same(moved, one, scale, 1e-9) == same
+    assert _same({"w": one["w"] + 4.0}, one, scale, 1.0)  # the bound itself is the same
     zero = {"w": torch.zeros(2).double(), "e": one["e"]}
     assert _same(zero, zero, zero, 1e-9)
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from records_in_memory import NUM_ROWS, planned_declaration, planned_topology
+from records_in_memory import NUM_ROWS, planned_declaration, topology_of
 from sumgrad.plan import ONE, Plan, Transfer, build_plan, messages
 from sumgrad.proof import Cover, Sweep, expected_terms, prove
 
@@ -17,7 +17,10 @@ CI = [("stoch", "b0"), ("stoch", "b1"), ("imp", "ci"), ("ppgd", "ppgd")]
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return build_plan(planned_topology(), planned_declaration())
+    """The pool declared last cuts the rows where no other pool does."""
+    blocks = {f"b{i}": {"role": "block", "axes": {"dp": 2}} for i in (0, 1)}
+    ends = {"ci": {"axes": {"dp": 3}}, **blocks, "ppgd": {"axes": {"dp": 4}}}
+    return build_plan(topology_of("mine", **ends), planned_declaration())
 
 
 def changed(plan: Plan, edge: str, **change) -> Plan:

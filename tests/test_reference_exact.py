@@ -174,6 +174,8 @@ def test_the_floor_is_the_error_of_eight_orders_in_the_working_dtype():
     assert r.floor["one"] == max(errors) == r.floor_by_term["main"]["one"] > 0
     assert r.norm_floor == pytest.approx(max(errors), rel=1e-6)
     assert r.same_dtype["one"].dtype == torch.float32
+    assert abs(r.same_dtype["one"].item() - exact) == errors[0]  # all rows at once
+    assert len(set(errors)) > 1
     assert r.grads["one"].dtype == torch.float64
 
 
