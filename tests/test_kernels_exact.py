@@ -147,6 +147,14 @@ def test_a_users_scale_counts_in_every_gradient(scale):
     close(got, gradients(lambda *t: torch_attention(*t, scale=scale), q, k, v, seed=do))
 
 
+def test_tiles_of_attention_are_powers_of_two_and_fit_into_each_other():
+    for query, key in ((16, 16), (64, 16), (128, 128)):
+        assert AttentionTiles(query=query, key=key).query == query
+    for query, key in ((8, 8), (24, 8), (32, 24), (16, 32), (48, 16), (0, 16)):
+        with pytest.raises(KernelError, match="query a multiple of key"):
+            AttentionTiles(query=query, key=key)
+
+
 def test_the_largest_head_and_none_larger():
     q = draw(3, 1, 128)
     close([attention(q, q, q, tiles=TILES)], [torch_attention(q, q, q)])
