@@ -183,6 +183,17 @@ def test_holders_with_one_cause_are_one_diagnosis(record):
     two = wrong(two, {("imp", "ci", None): 2.0}, ranks=(1,))
     causes, _ = explain(two)
     assert [(c.factor, c.ranks) for c in causes] == [("3", (0,)), ("2", (1,))]
+    alike = wrong(wrong(record, {("imp", "ci", None): 3.0}, ranks=(0,)),
+                  {("ppgd", "ppgd", None): 3.0}, ranks=(1,))  # fmt: skip
+    causes, _ = explain(alike)  # one factor, but of two terms
+    assert [(c.factor, c.term, c.ranks) for c in causes] == [
+        ("3", "imp", (0,)), ("3", "ppgd", (1,))
+    ]  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    noise = [torch.randn(12, generator=generator, dtype=torch.float64) for _ in range(2)]
+    unexplained = wrong(wrong(record, {}, off=noise[0], ranks=(0,)), {}, off=noise[1], ranks=(1,))
+    causes, _ = explain(unexplained)
+    assert [(c.kind, c.ranks) for c in causes] == [("not_weighting", (0, 1))]
 
 
 def test_which_groups_of_cells_are_tried(record):
