@@ -231,6 +231,14 @@ def test_an_embedding_of_long_rows_and_its_refusals():
     for ids, words in (([4, 0, 0], r"t\[0\]: got 4"), ([0, 0, -1], r"t\[2\]: got -1")):
         with pytest.raises(KernelError, match=words):
             check_tokens("t", torch.tensor(ids), 3, 4, counted)
+    last = Layout.packed((2,), gap=1)  # a row of padding, which may name any token
+    assert embedding(torch.tensor([-7, 1, 0]), weight, layout=last)[0].tolist() == [0] * 4098
+    with pytest.raises(KernelError, match=r"tokens\[2\]: got 2, expected 0 to 1"):
+        embedding(torch.tensor([-7, 1, 2]), weight, layout=last)
+    with pytest.raises(KernelError, match=r"tokens\[1\]: got -1"):
+        embedding(torch.tensor([-7, -1, 1]), weight, layout=last)
+    with pytest.raises(KernelError, match=r"tokens\[1\]: got 2"):
+        embedding(torch.tensor([5, 2, 1]), weight, layout=last)
     assert (default_leaf(torch.bfloat16), default_leaf(torch.float16)) == (1024, 1024)
     assert (default_leaf(torch.float32), default_leaf(torch.float64)) == (256, 256)
 
