@@ -11,15 +11,16 @@ from sumgrad.kernels.rms_norm import rms_norm
 from sumgrad.kernels.swiglu import swiglu
 
 
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).requires_grad_()
 
 
 CASES = {
-    "swiglu": (custom_ops.swiglu_op, swiglu, lambda: (draw(5, 6), draw(5, 6))),
+    "swiglu": (custom_ops.swiglu_op, swiglu, lambda: (draw(5, 6), draw(5, 6, seed=1))),
     "rms_norm": (custom_ops.rms_norm_op, rms_norm, lambda: (draw(5, 6), draw(6), 1e-6)),
     "layer_norm": (
-        custom_ops.layer_norm_op, layer_norm, lambda: (draw(5, 6), draw(6), draw(6), 1e-5)
+        custom_ops.layer_norm_op, layer_norm, lambda: (draw(5, 6), draw(6), draw(6, seed=1), 1e-5)
     ),
     "linear": (custom_ops.linear_op, linear, lambda: (draw(5, 6), draw(3, 6), draw(3))),
 }  # fmt: skip

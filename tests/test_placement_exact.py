@@ -1,0 +1,241 @@
+"""Which elements of a parameter a rank holds: by identity, name, value, or its own word."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sumgrad.placement import Placed, place, to_local
+from torch import nn
+
+FULL = {
+    "0.weight": torch.arange(12.0).view(4, 3),
+    "0.bias": torch.tensor([20.0, 21.0, 22.0]),
+    "1.weight": torch.arange(30.0, 42.0).view(3, 4),
+}
+
+
+def model_of(frozen: tuple[str, ...] = (), **values: torch.Tensor) -> nn.Module:
+    """A module with parameters of these names, `__` for a dot."""
+    out = nn.Module()
+    for name, value in values.items():
+        *path, last = name.split("__")
+        at = out
+        for part in path:
+            if not hasattr(at, part):
+                at.add_module(part, nn.Module())
+            at = getattr(at, part)
+        at.register_parameter(last, nn.Parameter(value.clone(), name not in frozen))
+    return out
+
+
+def placed(**values):
+    found = place(model_of(**values), {}, FULL)
+    assert found.unknown == ()
+    return [(p.name, None if p.index is None else p.index.tolist()) for p in found.placed]
+
+
+def unknown(**values) -> str:
+    found = place(model_of(**values), {}, FULL)
+    assert found.placed == ()
+    (text,) = found.unknown
+    return text
+
+
+@pytest.mark.parametrize(
+    ("shown", "name"),
+    [
+        ("0__weight", "0.weight"),
+        ("module__0__weight", "0.weight"),
+        ("_fsdp_wrapped_module__0__weight", "0.weight"),
+        ("_orig_mod__0___checkpoint_wrapped_module__weight", "0.weight"),
+        ("any__where__0__weight", "0.weight"),
+    ],
+)
+def test_a_whole_parameter_is_found_by_its_name_under_wrappers(shown, name):
+    assert placed(**{shown: FULL[name]}) == [(name, None)]
+
+
+def test_the_longest_name_that_it_ends_with_is_tried_first():
+    full = {"weight": torch.ones(2), "a.weight": torch.ones(2), "b": torch.zeros(2)}
+    found = place(model_of(x__a__weight=torch.ones(2)), {}, full)
+    assert [p.name for p in found.placed] == ["a.weight"]
+    full["a.weight"] = torch.zeros(2)  # its values do not agree, the shorter one's do
+    found = place(model_of(x__a__weight=torch.ones(2)), {}, full)
+    assert [p.name for p in found.placed] == ["weight"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [((0, 2), (0, 3)), ((1, 4), (0, 3)), ((0, 4), (2, 3)), ((3, 4), (1, 3))]
+)
+def test_a_block_is_found_by_its_values_under_any_name(rows, columns):
+    part = FULL["0.weight"][rows[0] : rows[1], columns[0] : columns[1]]
+    index = torch.arange(12).view(4, 3)[rows[0] : rows[1], columns[0] : columns[1]]
+    assert placed(cut=part) == [("0.weight", index.tolist())]
+    assert placed(**{"0__weight": part}) == [("0.weight", index.tolist())]
+    assert placed(cut=FULL["1.weight"]) == [("1.weight", None)]
+
+
+def test_a_placed_shard_cuts_a_full_tensor():
+    index = torch.tensor([[4, 5], [7, 8]])
+    param = nn.Parameter(FULL["0.weight"][1:3, 1:])
+    one = Placed(name="0.weight", param=param, index=index)
+    assert one.slice(FULL["0.weight"] * 10).tolist() == [[40, 50], [70, 80]]
+    assert one.local() is param
+    assert to_local(param) is param
+    whole = Placed(name="0.weight", param=param, index=None)
+    assert whole.slice(FULL["0.weight"]) is FULL["0.weight"]
+
+
+def test_what_occurs_twice_or_nowhere_is_not_guessed():
+    twice = {"w": torch.tensor([1.0, 2.0, 1.0, 2.0, 5.0]), "v": torch.tensor([7.0, 8.0])}
+    (text,) = place(model_of(x=torch.tensor([1.0, 2.0])), {}, twice).unknown
+    assert text == "x (2,): is none of build()'s parameters by name, identity or value"
+    (text,) = place(model_of(w=torch.tensor([1.0, 2.0])), {}, twice).unknown
+    assert text == "w (2,): has shape (2,), and its values occur 2 times in the full weight"
+    assert unknown(x=torch.tensor([1.0, 9.0])).startswith("x (2,): is none of build()'s")
+    assert "occur nowhere" in unknown(**{"0__bias": torch.tensor([20.0, 22.0])})
+    both = {"w": torch.tensor([1.0, 2.0, 3.0]), "v": torch.tensor([1.0, 2.0])}
+    (text,) = place(model_of(x=torch.tensor([1.0, 2.0])), {}, both).unknown
+    assert text == "x (2,): is several of build()'s parameters by name, identity or value"
+    assert "has shape (1, 3); build() has (3,)" in unknown(**{"0__bias": FULL["0.bias"][None]})
+    assert "is none of" in unknown(x=FULL["0.bias"].double()[:2])  # another dtype
+    assert "is none of" in unknown(x=torch.empty(0))
+    assert "occur nowhere" in unknown(**{"0__bias": torch.arange(20.0, 24)})  # more than there is
+
+
+def test_the_last_block_of_a_parameter_is_found_and_nothing_past_its_end():
+    assert placed(x=torch.tensor([22.0])) == [("0.bias", [2])]
+    full = {"w": torch.tensor([1.0, 2.0, 1.0])}
+    found = place(model_of(x=torch.tensor([1.0, 2.0])), {}, full)
+    assert [p.index.tolist() for p in found.placed] == [[0, 1]]
+
+
+def test_a_block_that_would_leave_the_parameter_on_one_side_is_none():
+    full = {"w": torch.tensor([[1.0, 2.0, 1.0], [3.0, 4.0, 9.0]])}
+    found = place(model_of(x=torch.tensor([[1.0, 2.0], [3.0, 4.0]])), {}, full)
+    assert [p.index.tolist() for p in found.placed] == [[[0, 1], [3, 4]]]
+
+
+def test_a_wrapper_inside_a_name_is_taken_out():
+    """The values are no help: both parameters are ones."""
+    full = {"0.weight": torch.ones(2), "1.weight": torch.ones(2)}
+    for inner in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"):
+        found = place(model_of(**{f"1__{inner}__weight": torch.ones(2)}), {}, full)
+        assert [p.name for p in found.placed] == ["1.weight"]
+
+
+def test_a_shard_without_elements_holds_none():
+    assert placed(**{"0__weight": torch.empty(0, 3)}) == [("0.weight", [])]
+
+
+def test_identity_comes_before_names_and_values():
+    model = model_of(x=FULL["0.weight"], other=torch.ones(3, 3))
+    known = {id(model.x): "0.weight", id(model.other): "0.weight"}
+    found = place(model, {id(model.x): "0.weight"}, FULL)
+    assert [(p.name, p.index) for p in found.placed] == [("0.weight", None)]
+    assert found.placed[0].param is model.x
+    found = place(model, known, FULL)
+    assert [p.name for p in found.placed] == ["0.weight"]
+    assert found.unknown[0].startswith("other (3, 3): has shape (3, 3), and its values occur")
+    moved = model_of(x=FULL["0.weight"] + 1)  # its values changed, it is the same parameter
+    found = place(moved, {id(moved.x): "0.weight"}, FULL)
+    assert [(p.name, p.index) for p in found.placed] == [("0.weight", None)]
+
+
+def test_two_parameters_for_one_only_where_both_are_parts():
+    halves = {"a": FULL["0.weight"][:2], "b": FULL["0.weight"][2:]}
+    assert [name for name, _ in placed(**halves)] == ["0.weight", "0.weight"]
+    for second in (FULL["0.weight"], FULL["0.weight"][:2]):
+        found = place(model_of(a=FULL["0.weight"], b=second), {}, FULL)
+        assert [p.name for p in found.placed] == ["0.weight"]
+        assert found.unknown == ("b: another parameter of this rank is 0.weight too",)
+    found = place(model_of(a=FULL["0.weight"][:2], b=FULL["0.weight"]), {}, FULL)
+    assert found.unknown == ("b: another parameter of this rank is 0.weight too",)
+
+
+def test_values_in_another_order_are_said_to_be():
+    model = model_of(**{"0__weight": FULL["0.weight"].flip(0)})
+    (text,) = place(model, {}, FULL).unknown
+    assert text == (
+        "0.weight (4, 3): holds the values of build()'s in another order, a layout that is not "
+        "known"
+    )
+    other = place(model_of(**{"0__weight": FULL["0.weight"] + 1}), {}, FULL)
+    assert [(p.name, p.index) for p in other.placed] == [("0.weight", None)]  # weights are checked
+
+
+def test_frozen_parameters_are_left_out_and_said_where_build_trains_them():
+    model = model_of(frozen=("0__bias", "x"), **{"0__bias": FULL["0.bias"], "x": torch.ones(7)},
+                     **{"0__weight": FULL["0.weight"]})  # fmt: skip
+    found = place(model, {}, FULL)
+    assert [p.name for p in found.placed] == ["0.weight"]
+    assert found.unknown == ("0.bias is frozen here, though build() trains it",)
+
+
+def test_what_a_program_declares_of_a_shard_counts():
+    """A constant weight occurs everywhere: only the Program can say which part it is."""
+    full = {"w": torch.ones(4, 2), "v": torch.zeros(3)}
+    cuts = {"w": (slice(2, 3), slice(None))}
+    model = model_of(module__w=torch.ones(1, 2), v=torch.zeros(3))
+    found = place(model, {}, full, cuts.get)
+    assert [(p.name, None if p.index is None else p.index.tolist()) for p in found.placed] == [
+        ("v", None), ("w", [[4, 5]])
+    ]  # fmt: skip
+    assert found.unknown == ()
+    assert len(place(model, {}, full).unknown) == 1
+
+
+@pytest.fixture
+def mesh():
+    """Rank 1 of four, without processes."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_says_itself_what_it_holds(mesh):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    index = torch.arange(12).view(4, 3)
+
+    def held(local, *placements, full="0.weight"):
+        whole = FULL[full].shape
+        tensor = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=whole,
+            stride=FULL[full].stride(),
+        )  # fmt: skip
+        model = nn.Module()
+        model.register_parameter("x", nn.Parameter(tensor))
+        return place(model, {id(model.x): full}, FULL)
+
+    # Rank 1 lies at (0, 1): the second part of what axis b cuts, the first of a's.
+    found = held(FULL["0.weight"][2:], Replicate(), Shard(0))
+    assert [p.index.tolist() for p in found.placed] == [index[2:].tolist()]
+    assert found.placed[0].local().tolist() == FULL["0.weight"][2:].tolist()
+    found = held(FULL["0.weight"][:2, 2:], Shard(0), Shard(1))
+    assert [p.index.tolist() for p in found.placed] == [index[:2, 2:].tolist()]
+    found = held(FULL["0.weight"], Replicate(), Replicate())
+    assert [p.index for p in found.placed] == [None]
+    # It holds another part than its placement says: where its values lie.
+    found = held(FULL["0.weight"][:2], Replicate(), Shard(0))
+    assert [p.index.tolist() for p in found.placed] == [index[:2].tolist()]
+    # Values that moved say nothing: its placement does.
+    found = held(FULL["0.weight"][2:] + 100, Replicate(), Shard(0))
+    assert [p.index.tolist() for p in found.placed] == [index[2:].tolist()]
+    # A shard of another shape than the placement's is found by its values.
+    found = held(FULL["0.weight"][1:], Replicate(), Shard(0))
+    assert [p.index.tolist() for p in found.placed] == [index[1:].tolist()]
+
+
+def test_a_dtensor_of_another_shape_is_not_the_parameter(mesh):
+    from torch.distributed.tensor import DTensor, Replicate
+
+    tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Replicate()], run_check=False)
+    model = nn.Module()
+    model.register_parameter("x", nn.Parameter(tensor))
+    (text,) = place(model, {id(model.x): "0.weight"}, FULL).unknown
+    assert text == "x (2, 2): a DTensor of shape (2, 2); build() has (4, 3)"

@@ -1,0 +1,298 @@
+"""A Program's shards, replicas and references: what is compared, and what must not be passed by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from records_in_memory import (
+    FLOOR,
+    SCALE,
+    SHAPES,
+    integers,
+    program_record,
+    program_reference,
+    with_rank,
+)
+from sumgrad.program_compare import (
+    cells,
+    compare_again,
+    compare_cell,
+    compare_program,
+    differing_replicas,
+    expected,
+    shard,
+    uncovered,
+)
+
+KEY = ("structure", 0)
+# Rank 0 holds the first row of w, rank 1 the rest, rank 2 what rank 1 holds; all hold b.
+SHARDS = {
+    0: {"w": torch.arange(3).view(1, 3)},
+    1: {"w": torch.arange(3, 12).view(3, 3)},
+    2: {"w": torch.arange(3, 12).view(3, 3)},
+}
+
+
+@pytest.fixture(scope="module")
+def record():
+    return program_record(steps=2)
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return program_record(index=SHARDS)
+
+
+def changed(record, rank: int, name: str, by: float, key=KEY):
+    grads = {k: dict(v) for k, v in record.ranks[rank].grads.items()}
+    tensor = grads[key][name].clone()
+    tensor.reshape(-1)[-1] += by
+    grads[key][name] = tensor
+    return with_rank(record, rank, grads=grads)
+
+
+def failed(record) -> set[tuple[int, str, str, int]]:
+    return {(d.rank, d.name, d.tier, d.step) for d in compare_program(record) if d.status == "fail"}
+
+
+def with_reference(record, tier: str = "structure", at: int = 0, *, program=None, **step):
+    """One reference changed: `program` its own fields, the others those of its step."""
+    references = list(record.references[tier])
+    old = references[at]
+    references[at] = replace(old, step=replace(old.step, **step), **(program or {}))
+    return replace(record, references={**record.references, tier: references})
+
+
+def test_what_is_expected_of_a_whole_parameter(record):
+    reference = record.references["structure"][1]
+    found = expected(record, reference, "w", "structure")
+    assert torch.equal(found.value, reference.step.grads["w"])
+    assert torch.equal(found.same_dtype, reference.step.same_dtype["w"])
+    assert (found.floor, found.scale, found.threshold) == (FLOOR, SCALE, 4 * FLOOR)
+    assert set(found.terms) == {"main", "aux"}
+    assert found.resolution == {"main": 1e-20, "aux": 1e-20}
+    assert found.every_term
+    assert found.size == float(reference.step.grads["w"].abs().max())
+    precise = record.references["precision"][0]
+    assert not expected(record, precise, "w", "precision").every_term
+    alone = program_record(tiers={"precision": "float32"})
+    assert expected(alone, precise, "w", "precision").every_term
+    assert expected(record, precise, "w", "precision").threshold == pytest.approx(4e-6)
+    quiet = with_reference(record, floor={"w": 0.0, "b": 0.0})
+    found = expected(quiet, quiet.references["structure"][0], "w", "structure")
+    assert found.floor == SCALE * 2**-52
+    scale = {"w": torch.tensor([1.0, 8.0, 2.0]).double(), "b": torch.empty(0)}
+    uneven = with_reference(record, scale=scale)
+    assert expected(uneven, uneven.references["structure"][0], "w", "structure").scale == 8
+    assert expected(uneven, uneven.references["structure"][0], "b", "structure").scale == 0
+
+
+def test_a_shard_is_held_against_its_own_elements(record):
+    whole = expected(record, record.references["structure"][0], "w", "structure")
+    index = torch.tensor([[11, 0], [5, 4]])
+    part = shard(whole, index)
+    for got, full in (
+        (part.value, whole.value),
+        (part.same_dtype, whole.same_dtype),
+        (part.terms["main"], whole.terms["main"]),
+        (part.terms["aux"], whole.terms["aux"]),
+    ):
+        flat = full.flatten()
+        assert got.tolist() == [[flat[11], flat[0]], [flat[5], flat[4]]]
+    assert (part.scale, part.size, part.threshold) == (whole.scale, whole.size, whole.threshold)
+    assert shard(whole, None) is whole
+    assert shard(replace(whole, same_dtype=None), index).same_dtype is None
+
+
+def test_every_tensor_of_every_rank_tier_and_step(record):
+    diffs = compare_program(record)
+    assert {d.status for d in diffs} == {"pass"}
+    assert {(d.rank, d.name, d.tier, d.step) for d in diffs} == {
+        (r, n, t, s) for r in range(3) for n in SHAPES for t in record.spec.tiers for s in (0, 1)
+    }
+    assert {d.pool for d in diffs} == {"train"}
+    assert len(diffs) == 3 * 2 * 2 * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_error_just_over_the_threshold_of_any_rank(record, sharded, rank, name):
+    error = 2.0**-47  # 7.1e-15: 5 of them are under 4e-14, 6 above
+    for key in (KEY, ("structure", 1)):
+        for sign in (1, -1):
+            assert failed(changed(record, rank, name, sign * 5 * error, key)) == set()
+            assert failed(changed(record, rank, name, sign * 6 * error, key)) == {
+                (rank, name, *key)
+            }
+    assert failed(changed(sharded, rank, name, 5 * error)) == set()
+    assert failed(changed(sharded, rank, name, 6 * error)) == {(rank, name, *KEY)}
+    assert failed(changed(record, rank, name, 3.5e-6, ("precision", 1))) == set()
+    assert failed(changed(record, rank, name, 4.5e-6, ("precision", 1))) == {
+        (rank, name, "precision", 1)
+    }
+
+
+def test_cells_are_what_ranks_hold(sharded):
+    reference = sharded.references["structure"][0]
+    partial = with_rank(sharded, 1, params=("w",))
+    found = {(c.rank, c.name): c for c in cells(partial, "structure", reference)}
+    assert set(found) == {(0, "w"), (1, "w"), (2, "w"), (0, "b"), (2, "b")}
+    assert found[1, "w"].wanted.value.shape == (3, 3)
+    assert found[0, "b"].index is None
+    none = with_rank(sharded, 1, grads={})
+    assert {c.rank for c in cells(none, "structure", reference)} == {0, 2}
+    cell = replace(found[0, "b"], got=None)
+    assert torch.equal(cell.measured, torch.zeros(3).double())
+    assert found[0, "b"].measured.dtype == torch.float64
+    half = replace(found[0, "b"], got=found[0, "b"].got.float())
+    assert torch.equal(half.measured, found[0, "b"].wanted.value)
+
+
+def lost(record, rank: int, name: str):
+    grads = {k: {n: g for n, g in v.items() if n != name} for k, v in
+             record.ranks[rank].grads.items()}  # fmt: skip
+    return with_rank(record, rank, grads=grads)
+
+
+def test_no_gradient_is_wrong_where_there_is_one_and_right_where_there_is_none(record):
+    wrong = lost(record, 1, "b")
+    bad = [d for d in compare_program(wrong) if d.status == "fail"]
+    assert {(d.rank, d.name) for d in bad} == {(1, "b")}
+    assert {d.reason for d in bad} == {
+        "the step left no gradient (None); the reference is not zero"
+    }
+    zero = torch.zeros(3).double()
+    unused = dict(
+        grads={**record.references["structure"][0].step.grads, "b": zero},
+        by_term={t: {**g, "b": zero} for t, g in
+                 record.references["structure"][0].step.by_term.items()},
+        scale={**record.references["structure"][0].step.scale, "b": zero},
+        floor={"w": FLOOR, "b": 0.0},
+    )  # fmt: skip
+    one = program_record(tiers={"structure": "float64"})
+    never = with_reference(one, program={"reached": ("w",)}, **unused)
+    for rank in range(3):
+        never = lost(never, rank, "b")
+    assert {d.status for d in compare_program(never)} == {"pass"}  # nothing uses it
+    used = replace(never, references={"structure": [replace(never.references["structure"][0],
+                                                            reached=("w", "b"))]})  # fmt: skip
+    unsure = [d for d in compare_program(used) if d.name == "b"]
+    assert {d.status for d in unsure} == {"unknown"}
+    assert "zero at these weights" in unsure[0].reason
+    # Something where no term reaches: a failure, however little it is.
+    for r in range(3):
+        grads = {KEY: {**never.ranks[r].grads[KEY], "b": zero + 1e-300}}
+        assert (r, "b", *KEY) in failed(with_rank(never, r, grads=grads))
+    # It has a gradient at another step: there it was checked.
+    two = program_record(tiers={"structure": "float64"}, steps=2)
+    two = with_reference(two, **unused)
+    for r in range(3):
+        grads = {**two.ranks[r].grads, KEY: {**two.ranks[r].grads[KEY], "b": zero}}
+        two = with_rank(two, r, grads=grads)
+    assert {d.status for d in compare_program(two)} == {"pass"}
+
+
+def test_zero_by_mathematics_passes_without_a_gradient(record):
+    """The reference is zero, its scale is not: no gradient is zeros, and was seen."""
+    zero = torch.zeros(3).double()
+    one = program_record(tiers={"structure": "float64"})
+    step = one.references["structure"][0].step
+    quiet = with_reference(one, grads={**step.grads, "b": zero})
+    cell = next(c for c in cells(quiet, "structure", quiet.references["structure"][0])
+                if c.name == "b")  # fmt: skip
+    assert compare_cell(quiet, replace(cell, got=None)).status == "pass"
+    nearly = with_reference(one, grads={**step.grads, "b": zero + torch.tensor([0, 0, 1.0])})
+    cell = next(c for c in cells(nearly, "structure", nearly.references["structure"][0])
+                if c.name == "b")  # fmt: skip
+    assert compare_cell(nearly, replace(cell, got=None)).status == "fail"
+
+
+def test_another_model_another_batch_or_an_unsound_reference_is_not_compared(record):
+    assert compare_program(with_rank(record, 2, built="other")) == []
+    assert compare_program(with_rank(record, 0, batch="other")) == []
+    unsound = with_reference(record, program={"problems": ("it draws",)})
+    diffs = compare_program(unsound)
+    assert {(d.tier, d.step) for d in diffs} == {
+        ("structure", 1), ("precision", 0), ("precision", 1)
+    }  # fmt: skip
+
+
+def test_steps_after_the_first_need_every_parameters_place(record):
+    lostone = with_rank(record, 1, unknown=("x: nowhere",))
+    assert {(d.tier, d.step) for d in compare_program(lostone)} == {KEY, ("precision", 0)}
+    assert compare_again(lostone) == []
+
+
+def test_the_repeated_step_is_the_last_of_the_first_tier(record):
+    diffs = compare_again(record)
+    assert {(d.rank, d.name, d.tier, d.step) for d in diffs} == {
+        (r, n, "structure", 1) for r in range(3) for n in SHAPES
+    }
+    assert {d.status for d in diffs} == {"pass"}
+    again = {**record.ranks[2].again, "b": record.ranks[2].again["b"] + 1}
+    (bad,) = [d for d in compare_again(with_rank(record, 2, again=again)) if d.status == "fail"]
+    assert (bad.rank, bad.name) == (2, "b")
+    none = record
+    for rank in range(3):
+        none = with_rank(none, rank, again={})
+    assert compare_again(none) == []
+    assert len(compare_again(with_rank(record, 0, again={}))) == 6
+    assert compare_again(with_rank(record, 0, built="other")) == []
+    unsound = with_reference(record, at=1, program={"problems": ("it draws",)})
+    assert compare_again(unsound) == []
+    assert compare_again(replace(record, references={})) == []
+
+
+def test_elements_that_no_rank_holds_are_counted(sharded, record):
+    assert list(uncovered(sharded)) == []
+    assert list(uncovered(record)) == []
+    for rank, missing in ((0, 3), (1, 0)):
+        left = {r: h for r, h in sharded.ranks.items() if r != rank}
+        found = list(uncovered(replace(sharded, ranks=left)))
+        assert found == (
+            [f"no rank holds {missing} of 12 elements of w, so its gradient was not compared"]
+            if missing
+            else []
+        )
+    only = {0: sharded.ranks[0]}
+    assert list(uncovered(replace(sharded, ranks=only))) == [
+        "no rank holds 9 of 12 elements of w, so its gradient was not compared"
+    ]
+    nobody = record
+    for rank in range(3):
+        nobody = with_rank(nobody, rank, params=("b",))
+    assert list(uncovered(nobody)) == ["no rank holds w, so its gradient was not compared"]
+    # An index of a parameter that the rank says it does not hold counts nothing.
+    liar = replace(sharded, ranks={0: sharded.ranks[0],
+                                   1: replace(sharded.ranks[1], params=("b",))})  # fmt: skip
+    assert list(uncovered(liar)) == [
+        "no rank holds 9 of 12 elements of w, so its gradient was not compared"
+    ]
+
+
+def test_ranks_that_hold_the_same_elements_have_the_same_bits(sharded, record):
+    assert list(differing_replicas(sharded)) == []
+    assert list(differing_replicas(record)) == []
+    for key in (("structure", 1), ("precision", 0)):
+        (text,) = differing_replicas(changed(record, 2, "b", 2.0**-20, key))
+        assert text == (
+            f"replicas, {key[0]}, step {key[1]}: rank 0 and rank 2 hold other bits of b's gradient"
+        )
+    (text,) = differing_replicas(changed(sharded, 2, "w", 1.0))
+    assert "rank 1 and rank 2 hold other bits of w" in text
+    alone = changed(sharded, 0, "w", 1.0)  # nobody else holds these elements
+    assert list(differing_replicas(alone)) == []
+    for rank in (0, 2):
+        assert list(differing_replicas(lost(record, rank, "b"))) == []
+
+
+def test_a_term_that_would_hide_makes_a_program_unknown():
+    one = program_record(tiers={"structure": "float64"})
+    small = {n: integers(s, 3) * 1e-14 for n, s in SHAPES.items()}
+    step = program_reference().step
+    hidden = with_reference(one, by_term={**step.by_term, "aux": small})
+    diffs = compare_program(hidden)
+    assert {d.status for d in diffs} == {"unknown"}
+    assert {d.reason for d in diffs} == {"a wrong factor on aux would not have been seen"}

@@ -1,0 +1,242 @@
+"""What a Program's stored run must not pass with, and what is only said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from records_in_memory import SCALE, SHAPES, program_record, with_rank
+from sumgrad.program_judge import judge_program
+from sumgrad.verdict import Verdict
+
+KEY = ("structure", 0)
+ROUNDING = 2.0**-23 * SCALE  # one of float32, of the scale
+
+
+@pytest.fixture(scope="module")
+def record():
+    return program_record(steps=2)
+
+
+def with_info(record, rank: int, key=KEY, **change):
+    info = {**record.ranks[rank].info}
+    info[key] = {**info[key], **change}
+    return with_rank(record, rank, info=info)
+
+
+def with_references(record, tier: str, **change):
+    references = [replace(r, **change) for r in record.references[tier]]
+    return replace(record, references={**record.references, tier: references})
+
+
+def with_facts(record, **change):
+    return replace(record, spec=replace(record.spec, facts=replace(record.spec.facts, **change)))
+
+
+def tiers_of(verdict: Verdict) -> dict[str, str]:
+    return {t.name: t.status for t in verdict.tiers}
+
+
+def test_a_right_run_passes_and_says_nothing(record):
+    verdict = judge_program(record)
+    assert verdict.status == "pass"
+    assert tiers_of(verdict) == {"structure": "pass", "precision": "pass"}
+    assert (verdict.findings, verdict.warnings, verdict.reasons, verdict.diagnoses) == ((),) * 4
+    assert len(verdict.data["tensors"]) == 3 * 2 * 2 * 2
+    assert [t.dtype for t in verdict.tiers] == ["float64", "float32"]
+    assert judge_program(replace(record, spec=replace(record.spec, law="enforce"))).status == "pass"
+
+
+def test_a_tier_that_was_not_run_is_unknown_and_says_why(record):
+    spec = replace(record.spec, skipped={"bitwise": "no float64"})
+    verdict = judge_program(replace(record, spec=spec))
+    assert verdict.status == "unknown"
+    assert tiers_of(verdict)["bitwise"] == "unknown"
+    assert verdict.tiers[-1].reasons == ("no float64",)
+    assert verdict.data["tiers"]["bitwise"]["reasons"] == ["no float64"]
+    assert verdict.reasons == ("the bitwise tier was not run: no float64",)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_missing_rank_is_unknown(record, rank):
+    gone = replace(record, ranks={r: h for r, h in record.ranks.items() if r != rank})
+    verdict = judge_program(gone)
+    assert tiers_of(verdict) == {"structure": "unknown", "precision": "unknown"}
+    where = f"rank {rank} (train[{rank}])"
+    assert verdict.reasons == (f"{where}: ended well, but its record is missing or incomplete",)
+    dead = tuple(
+        replace(o, status="raised", detail="ValueError: x") if o.rank == rank else o
+        for o in record.outcomes
+    )
+    assert judge_program(replace(gone, outcomes=dead)).reasons == (
+        f"{where}: raised, ValueError: x",
+    )
+    late = judge_program(replace(record, outcomes=dead))
+    assert (late.status, late.reasons) == ("unknown", (f"{where}: raised, ValueError: x",))
+    silent = tuple(replace(o, detail=None) for o in dead)
+    assert judge_program(replace(gone, outcomes=silent)).reasons == (f"{where}: raised",)
+    nobody = judge_program(replace(record, ranks={}))
+    assert nobody.status == "unknown"
+
+
+@pytest.mark.parametrize("key", [("structure", 0), ("precision", 1)])
+def test_a_step_that_one_rank_did_not_write_is_unknown_in_its_tier(record, key):
+    grads = {k: g for k, g in record.ranks[1].grads.items() if k != key}
+    verdict = judge_program(with_rank(record, 1, grads=grads))
+    assert tiers_of(verdict)[key[0]] == "unknown"
+    assert sorted(tiers_of(verdict).values()) == ["pass", "unknown"]
+
+
+def test_a_missing_or_unsound_reference_is_unknown_in_its_tier(record):
+    for tier in ("structure", "precision"):
+        for kept in ([0], [1], []):
+            references = {**record.references, tier: [record.references[tier][i] for i in kept]}
+            verdict = judge_program(replace(record, references=references))
+            assert tiers_of(verdict)[tier] == "unknown"
+        verdict = judge_program(with_references(record, tier, problems=("it draws",)))
+        assert tiers_of(verdict)[tier] == "unknown"
+        assert verdict.reasons == (f"{tier}: it draws",)
+        assert sorted(tiers_of(verdict).values()) == ["pass", "unknown"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"built": "other"}, "build() gives other weights on rank 1 than in a single process"),
+        ({"batch": "other"}, "batch() gives another batch on rank 1 than in a single process"),
+        ({"unknown": ("x (2,): nowhere",)}, "rank 1 (train[1]): x (2,): nowhere"),
+        ({"ledger_whole": False}, "rank 1 (train[1]): its ledger is missing or cut short"),
+    ],
+)
+def test_what_one_rank_did_otherwise_is_unknown(record, change, words):
+    verdict = judge_program(with_rank(record, 1, **change))
+    assert verdict.status == "unknown"
+    assert any(reason.startswith(words) for reason in verdict.reasons), verdict.reasons
+    assert verdict.findings == ()
+
+
+def test_damage_and_problems_of_the_program_are_reasons(record):
+    assert judge_program(replace(record, damage=("torn",))).reasons == ("torn",)
+    verdict = judge_program(with_facts(record, problems=("no build()",)))
+    assert (verdict.status, verdict.reasons) == ("unknown", ("no build()",))
+    half = replace(record.ranks[0], params=("w",))
+    verdict = judge_program(replace(record, ranks=dict.fromkeys(range(3), half)))
+    assert verdict.reasons == ("no rank holds b, so its gradient was not compared",)
+
+
+def test_a_step_that_changes_weights_is_unknown(record):
+    wrong = with_info(with_info(record, 2, changed_weights=["w", "b"]), 1, changed_weights=["b"])
+    (reason,) = judge_program(wrong).reasons
+    assert reason.startswith("step() changes the weights of b and 1 more on rank 1-2")
+    (reason,) = judge_program(with_info(record, 0, ("precision", 1), changed_weights=["w"])).reasons
+    assert reason.startswith("step() changes the weights of w on rank 0")
+
+
+def test_what_breaks_fails(record):
+    other = judge_program(with_info(record, 2, ("precision", 1), other_weights=["w", "b"]))
+    assert other.status == "fail"
+    assert other.findings == (
+        "weights, precision, step 1: rank 2 starts from other values of w and 1 more than the "
+        "reference",
+    )
+    for key in record.ranks[0].info:
+        (text,) = judge_program(with_info(record, 0, key, other_weights=["w"])).findings
+        assert text.startswith(f"weights, {key[0]}, step {key[1]}: rank 0 starts from other values")
+    elsewhere = with_info(with_rank(record, 2, built="x"), 2, other_weights=["w"])
+    assert judge_program(elsewhere).findings == ()  # said already: build() gives other weights
+    races = with_info(with_info(record, 0, races=["a", "b"]), 2, races=["a", "c", "d"])
+    verdict = judge_program(races)
+    assert verdict.status == "fail"
+    assert [f.partition(",")[0] for f in verdict.findings] == [
+        "nobody waits for a", "nobody waits for b", "nobody waits for c"
+    ]  # fmt: skip
+    assert "on rank 0, 2: what it gives" in verdict.findings[0]
+
+
+def test_what_is_only_said(record):
+    partial = with_info(with_info(record, 0, partial=["w"]), 2, partial=["w", "b"])
+    verdict = judge_program(partial)
+    assert verdict.status == "pass"
+    (text,) = verdict.warnings
+    assert text.startswith("the gradient of w and 1 more on rank 0, 2 is still a Partial DTensor")
+    loud = with_references(with_references(record, "structure", warnings=("x", "y")),
+                           "precision", warnings=("y", "z"))  # fmt: skip
+    verdict = judge_program(loud)
+    assert (verdict.status, verdict.warnings) == (
+        "pass", ("structure: x", "structure: y", "precision: z")
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("law", ["report", "enforce"])
+def test_replicas_with_other_bits_fail_only_where_the_law_is_enforced(law):
+    one = program_record(law=law)
+    grads = {**one.ranks[1].grads}
+    grads["precision", 0] = {**grads["precision", 0]}
+    grads["precision", 0]["b"] = grads["precision", 0]["b"] * (1 + 2.0**-22)
+    verdict = judge_program(with_rank(one, 1, grads=grads))
+    said = ("replicas, precision, step 0: rank 0 and rank 1 hold other bits of b's gradient",)
+    if law == "report":
+        assert (verdict.status, verdict.findings, verdict.warnings) == ("pass", (), said)
+    else:
+        assert (verdict.status, verdict.findings, verdict.warnings) == ("fail", said, ())
+
+
+def test_a_repeated_step_that_fails_where_the_first_passed(record):
+    again = {**record.ranks[2].again, "b": record.ranks[2].again["b"] + 1}
+    verdict = judge_program(with_rank(record, 2, again=again))
+    assert verdict.status == "fail"
+    assert any("gave another gradient of b the second time, on rank 2" in text.replace("\n", " ")
+               for text in verdict.findings)  # fmt: skip
+    wrong = with_rank(record, 2, again=again)
+    grads = {**wrong.ranks[2].grads}
+    grads["structure", 0] = {**grads["structure", 0], "b": grads["structure", 0]["b"] + 1}
+    verdict = judge_program(with_rank(wrong, 2, grads=grads))  # it failed already
+    assert not any("second time" in text for text in verdict.findings)
+
+
+def noisy(tiers, size: float, *, rank: int = 1):
+    """Each element of w off by a different part of `size`, one of them by all of it."""
+    one = program_record(tiers=tiers)
+    key = (next(iter(tiers)), 0)
+    noise = size * torch.tensor([1, -0.3, 0.7, 0.2, -0.9, 0.4, -0.1, 0.8, 0.5, -0.6, 0.15, 0.35])
+    for r in range(3):
+        grads = {k: dict(g) for k, g in one.ranks[r].grads.items()}
+        grads[key]["w"] = (grads[key]["w"].double() + noise.double().view(4, 3)).to(
+            grads[key]["w"].dtype
+        )
+        one = with_rank(one, r, grads=grads, again={})
+    return one
+
+
+@pytest.mark.parametrize(("times", "status"), [(15.9, "unknown"), (16.1, "fail"), (150, "fail")])
+def test_errors_like_float32_roundings_are_unknown_up_to_sixteen_of_them(times, status):
+    verdict = judge_program(noisy({"structure": "float64"}, times * ROUNDING))
+    assert verdict.status == status
+    said = [x for t in verdict.tiers for x in t.reasons]
+    assert any("errors like float32 roundings" in x for x in said) == (status == "unknown")
+
+
+def test_float32_is_no_excuse_elsewhere():
+    loud = judge_program(noisy({"precision": "float32"}, 15 * ROUNDING))
+    assert loud.status == "fail"
+    lost = noisy({"structure": "float64"}, 15 * ROUNDING)
+    grads = {KEY: {n: g for n, g in lost.ranks[0].grads[KEY].items() if n != "b"}}
+    assert judge_program(with_rank(lost, 0, grads=grads)).status == "fail"
+    # A factor that explains it is a cause, however small it is.
+    scaled = program_record(tiers={"structure": "float64"})
+    for r in range(3):
+        grads = {KEY: {n: g * (1 + 2.0**-22) for n, g in scaled.ranks[r].grads[KEY].items()}}
+        scaled = with_rank(scaled, r, grads=grads, again={})
+    assert judge_program(scaled).status == "fail"
+
+
+def test_another_gradient_fails_and_says_where(record):
+    grads = {**record.ranks[1].grads, KEY: {**record.ranks[1].grads[KEY]}}
+    grads[KEY]["w"] = grads[KEY]["w"] * 2
+    verdict = judge_program(with_rank(record, 1, grads=grads))
+    assert verdict.status == "fail"
+    assert tiers_of(verdict) == {"structure": "fail", "precision": "pass"}
+    bad = [t for t in verdict.data["tensors"] if t["status"] == "fail"]
+    assert [(t["name"], t["rank"]) for t in bad] == [("w", 1)]
+    assert set(SHAPES) == {t["name"] for t in verdict.data["tensors"]}

@@ -1,0 +1,347 @@
+"""A Program's reference: linear models of small integers, whose gradients are known by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sumgrad.program import Broken, hash_model, weights_at
+from sumgrad.program_probe import probe
+from sumgrad.program_reference import (
+    Single,
+    _low_precision,
+    _same,
+    compute_program_reference,
+)
+from torch import nn
+
+X = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.0, 4.0], [2.0, 2.0], [-3.0, 1.0]])
+NUM = len(X)
+
+
+class Linear:
+    """loss = sum over rows of x w, count = rows; subclasses change what they are about."""
+
+    def build(self):
+        model = nn.Linear(2, 1, bias=False)
+        model.register_buffer("seen", torch.zeros(()))
+        nn.init.constant_(model.weight, 2.0)
+        return model
+
+    def batch(self):
+        return {"x": X.clone()}
+
+    def loss_sum(self, model, rows):
+        return model(rows["x"]).sum(), len(rows["x"])
+
+    def step(self, model, batch, ctx):
+        raise NotImplementedError
+
+
+def reference(program, dtype=torch.float64, steps=1, num_chunks=3):
+    facts = probe(program, dtype=dtype)
+    assert facts.problems == ()
+    return compute_program_reference(program, facts, dtype, steps=steps, num_chunks=num_chunks)
+
+
+def weight(grads) -> list[float]:
+    return grads["weight"].reshape(-1).tolist()
+
+
+def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-15)
+
+
+def test_the_gradient_is_that_of_the_sum_over_the_count():
+    first, second = reference(Linear(), steps=2)
+    assert weight(first.step.grads) == pytest.approx([3 / 5, 8 / 5], rel=1e-14)
+    assert weight(first.step.by_term["loss"]) == weight(first.step.grads)
+    assert weight(first.step.scale) == pytest.approx([9 / 5, 10 / 5], rel=1e-14)
+    assert first.kinds == {"loss": "rows"}
+    assert first.step.counts == {"loss": 5}
+    assert first.intervals == ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
+    partials = first.partials["loss", "all"]["weight"]
+    assert partials.shape == (5, 1, 2)
+    near(partials[:, 0], X.double() / 5)
+    assert first.row_counts == {"loss": (1.0,) * 5}
+    assert first.reached == second.reached == ("weight",)
+    assert (first.problems, first.warnings) == ((), ())
+    assert first.step.norm == pytest.approx((0.36 + 2.56) ** 0.5, rel=1e-14)
+    assert [r.step.step for r in (first, second)] == [0, 1]
+    assert first.step.weights != second.step.weights
+    assert 0 < first.step.floor["weight"] < 1e-14
+    assert first.step.resolution["loss"]["weight"] < 1e-15
+
+
+class Squares(Linear):
+    """A gradient that depends on the weights, so that they and their rounding count."""
+
+    def loss_sum(self, model, rows):
+        return model(rows["x"]).square().sum() / 3, len(rows["x"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_every_step_are_rounded_and_the_reference_is_not(dtype):
+    found = reference(Squares(), dtype, steps=2)
+    base = {"weight": torch.full((1, 2), 2.0).double()}
+    for r in found:
+        w = weights_at(base, r.step.step, dtype)["weight"].double()
+        wanted = 2 / 3 / 5 * (X.double() @ w.T).T @ X.double()
+        near(r.step.grads["weight"], wanted)
+        assert r.step.same_dtype["weight"].dtype == dtype
+        error = (r.step.same_dtype["weight"].double() - wanted).abs().max()
+        assert 0 < error <= r.step.floor["weight"]
+
+
+def test_the_floor_knows_weights_that_are_off_by_one_rounding():
+    """(3 w - 6)^2 / w near w = 2: no order of rows shows what one rounding of w does."""
+
+    class Steep(Linear):
+        def loss_sum(self, model, rows):
+            y = rows["x"][:, :1] * 0 + (model.weight[0, 0] - 1.9375) * 64
+            return y.square().sum(), len(rows["x"])
+
+    (r,) = reference(Steep(), torch.float32)
+    one_rounding = 2 * 64 * 64 * 2 * 2.0**-23  # of a gradient of 2 * 64 * 64 / 16
+    assert r.step.grads["weight"][0, 0].item() == 512
+    assert r.step.scale["weight"].max().item() == 512
+    # Four floors at most, and the floor without it is one rounding of the scale.
+    assert r.step.floor["weight"] == pytest.approx(4 * 512 * 2.0**-23)
+    assert one_rounding > 4 * 512 * 2.0**-23
+
+
+def test_terms_of_every_kind():
+    class Terms(Linear):
+        def terms(self):
+            return {
+                "rows": lambda m, r: (m(r["x"]).sum(), 2 * len(r["x"])),
+                "once": lambda m, r: (m.weight.square().sum(), 1),
+                "coupled": lambda m, r: (m(r["x"]).sum().square(), len(r["x"])),
+                "statistic": (
+                    lambda m, r: m(r["x"]).sum()[None],
+                    lambda s, count: s.square().sum() / count,
+                ),
+            }
+
+    (r,) = reference(Terms())
+    assert r.kinds == {
+        "rows": "rows", "once": "once", "coupled": "coupled", "statistic": "rows"
+    }  # fmt: skip
+    total = X.double().sum(0)
+    by = {t: weight(g) for t, g in r.step.by_term.items()}
+    assert by["rows"] == pytest.approx((total / 10).tolist(), rel=1e-14)
+    assert by["once"] == [4, 4]
+    s = 2 * total.sum()
+    assert by["coupled"] == pytest.approx((2 * s * total / 5).tolist(), rel=1e-14)
+    assert by["statistic"] == pytest.approx((2 * s / 5 * total).tolist(), rel=1e-14)
+    assert weight(r.step.grads) == pytest.approx([sum(v[i] for v in by.values()) for i in (0, 1)])
+    assert set(r.partials) == {("rows", "all"), ("once", "all"), ("statistic", "all")}
+    assert r.partials["once", "all"]["weight"].tolist() == [[[4.0, 4.0]]]
+    stat = r.partials["statistic", "all"]["weight"]
+    near(stat[:, 0], 2 * s / 5 * X.double())
+    # The scale of what has no partials is its size and a hundredth of the largest element.
+    own = torch.tensor(by["coupled"]).abs().double()
+    rest = torch.tensor([9.0, 10.0]).double() / 10 + torch.tensor([9.0, 10.0]).double() * 2 * s / 5
+    once = torch.tensor([4.04, 4.04]).double()
+    wanted = own + 0.01 * own.max() + rest + once
+    assert weight(r.step.scale) == pytest.approx(wanted.tolist(), rel=1e-6)
+    (warning, other) = r.warnings
+    assert warning.startswith("coupled is non-additive")
+    assert other.startswith("`terms` add up to another gradient than loss_sum")
+
+
+def test_terms_that_add_up_to_loss_sum_are_not_warned_of():
+    class Both(Linear):
+        def terms(self):
+            return {"a": lambda m, r: (m(r["x"][:, :]).sum() / 4, len(r["x"])),
+                    "b": lambda m, r: (m(r["x"]).sum() * 0.75, len(r["x"]))}  # fmt: skip
+
+    (r,) = reference(Both())
+    assert r.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [(0.0, None), (4e-10, None), (4e-9, "less than float64"), (4e-5, "less than float64"),
+     (1e-3, "unseeded"), (0.5, "unseeded")],
+)  # fmt: skip
+def test_runs_that_differ_are_unsound_and_named_by_how_much(size, problem):
+    """The second run over the same rows is off by this part of the scale."""
+
+    class Drifts(Linear):
+        calls = 0
+
+        def loss_sum(self, model, rows):
+            self.calls += 1
+            more = 2 * size * (self.calls % 2)  # the scale is 2
+            loss = (rows["x"] * model.weight).sum()
+            return loss + more * model.weight[0, 1] * len(rows["x"]), len(rows["x"])
+
+    program = Drifts()
+    facts = probe(Linear(), dtype=torch.float64)
+    program.calls = 0
+    (r,) = compute_program_reference(program, facts, torch.float64, steps=1, num_chunks=3)
+    if problem is None:
+        assert not [p for p in r.problems if "unseeded" in p or "two single" in p]
+    else:
+        assert problem in r.problems[0], r.problems
+
+
+def test_what_makes_a_reference_unsound():
+    class Moves(Linear):
+        def loss_sum(self, model, rows):
+            with torch.no_grad():
+                model.weight.add_(1e-3)
+            return super().loss_sum(model, rows)
+
+    class Infinite(Linear):
+        def loss_sum(self, model, rows):
+            return model(rows["x"]).sum() / 0.0, len(rows["x"])
+
+    facts = probe(Linear(), dtype=torch.float64)
+    not_finite = "loss: the single-process gradient is not finite"
+    for program, words in ((Moves(), "loss_sum() changes the weights"), (Infinite(), not_finite)):
+        (r,) = compute_program_reference(program, facts, torch.float64, steps=1, num_chunks=3)
+        assert words in r.problems
+
+    class Nothing(Linear):
+        def loss_sum(self, model, rows):
+            return model(rows["x"]).sum(), 0
+
+    with pytest.raises(Broken, match="loss: the count of the full batch is 0, expected more"):
+        compute_program_reference(Nothing(), facts, torch.float64, steps=1, num_chunks=3)
+
+
+def test_buffers_and_random_numbers_are_reset_before_each_run():
+    class Remembers(Linear):
+        def loss_sum(self, model, rows):
+            model.seen += 1
+            return model(rows["x"]).sum() * model.seen, len(rows["x"])
+
+    (r,) = reference(Remembers())
+    assert r.problems == ()
+    assert weight(r.step.grads) == pytest.approx([3 / 5, 8 / 5], rel=1e-14)
+
+    class Draws(Linear):
+        def loss_sum(self, model, rows):
+            return model(rows["x"]).sum() * (1 + torch.rand(())), len(rows["x"])
+
+    facts = probe(Linear(), dtype=torch.float64)
+    (r,) = compute_program_reference(Draws(), facts, torch.float64, steps=1, num_chunks=3)
+    assert any("draws unseeded random numbers" in p for p in r.problems)
+
+
+def test_a_parameter_is_reached_where_some_step_uses_it():
+    class Two(Linear):
+        def build(self):
+            model = super().build()
+            model.gate = nn.Parameter(torch.zeros(()))
+            model.idle = nn.Parameter(torch.ones(()))
+            return model
+
+        def terms(self):
+            return {"a": lambda m, r: (m(r["x"]).sum() + 0 * m.idle, len(r["x"])),
+                    "b": lambda m, r: (m.gate.square() * len(r["x"]), len(r["x"]))}  # fmt: skip
+
+    (r,) = reference(Two())
+    assert r.reached == ("weight", "gate")  # the gate's gradient is zero at these weights only
+    assert r.step.grads["gate"].item() == 0
+    assert r.step.scale["gate"].item() == 0
+
+
+def test_one_weight_is_moved_by_one_rounding_up_down_or_not():
+    facts = probe(Linear(), dtype=torch.float32)
+    single = Single(Linear(), facts, torch.float32, rounded_to=torch.float32)
+    hashed = single.set_step(0)
+    seen = set()
+    for seed in range(1, 8):
+        assert single.set_step(0, jitter=seed) == hashed
+        seen |= set(single.model.weight.reshape(-1).tolist())
+    eps = 2.0**-23
+    assert seen == {2 * (1 - eps), 2.0, 2 * (1 + eps)}
+    single.set_step(0)
+    assert single.model.weight.tolist() == [[2.0, 2.0]]
+    assert single.same == pytest.approx(1e4 * eps)
+    exact = Single(Linear(), facts, torch.float64, rounded_to=torch.float32)
+    assert exact.same == 1e-9
+    assert exact.built == hash_model(Linear().build())
+    rows = torch.arange(NUM)
+    grads, count = exact.gradient("loss", rows[:2], rows, seed=0.5)
+    assert (weight(grads), count) == ([2, 0.5], 2)
+
+
+def test_partials_are_merged_to_fit_into_memory(monkeypatch):
+    from sumgrad import program_reference
+
+    monkeypatch.setattr(program_reference, "MAX_PARTIALS", 5)  # elements; a gradient has two
+    (r,) = reference(Linear())
+    assert r.intervals == ((0, 2), (2, 5))
+    assert r.row_counts == {"loss": (2.0, 3.0)}
+    parts = r.partials["loss", "all"]["weight"]
+    assert parts[0, 0].tolist() == pytest.approx([4 / 5, 1 / 5])
+    monkeypatch.setattr(program_reference, "MAX_PARTIALS", 1)
+    assert reference(Linear())[0].intervals == ((0, 5),)
+
+
+def test_a_loss_that_needs_several_rows_has_no_partials():
+    class Several(Linear):
+        def loss_sum(self, model, rows):
+            if len(rows["x"]) < 2:
+                raise ValueError("needs two rows")
+            return model(rows["x"]).sum(), len(rows["x"])
+
+    facts = probe(Linear(), dtype=torch.float64)
+    (r,) = compute_program_reference(Several(), facts, torch.float64, steps=1, num_chunks=3)
+    assert r.kinds == {"loss": "coupled"}
+    assert r.partials == {}
+    assert r.row_counts == {"loss": (-1.0,)}
+    assert weight(r.step.grads) == pytest.approx([3 / 5, 8 / 5], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("floor", "scale", "loud"),
+    [(3e-12, 2.0, True), (1.9e-12, 2.0, False), (3e-12, 10.0, False), (0.9e-12, 1e-3, False),
+     (1.1e-12, 1e-3, True), (1e-9, 0.0, True)],
+)  # fmt: skip
+def test_a_cast_inside_leaves_its_mark_on_the_floor(floor, scale, loud):
+    scales = {"e": torch.empty(0), "w": torch.tensor([scale / 2, scale]).double()}
+    found = _low_precision({"e": 1.0, "w": floor}, scales)
+    assert bool(found) == loud
+    if loud:
+        assert found[0].startswith("loss_sum() computes w in less than float64 somewhere")
+
+
+def test_the_same_is_within_a_part_of_the_scale():
+    one = {"w": torch.tensor([1.0, 2.0]).double(), "e": torch.empty(0)}
+    scale = {"w": torch.tensor([-4.0, 1.0]).double(), "e": torch.empty(0)}
+    for by, same in ((3.9e-9, True), (4.1e-9, False)):
+        for sign in (1, -1):
+            moved = {"w": one["w"] + sign * torch.tensor([0.0, by]).double(), "e": one["e"]}
+            assert _same(moved, one, scale, 1e-9) == same
+    assert _same({"w": one["w"] + 4.0}, one, scale, 1.0)  # the bound itself is the same
+    zero = {"w": torch.zeros(2).double(), "e": one["e"]}
+    assert _same(zero, zero, zero, 1e-9)
+
+
+def test_sparse_gradients_and_objects_with_slots_are_taken():
+    class Table(Linear):
+        __slots__ = ()
+
+        def build(self):
+            model = nn.Module()
+            model.table = nn.Embedding(3, 2, sparse=True)
+            nn.init.constant_(model.table.weight, 1.0)
+            return model
+
+        def batch(self):
+            return {"x": torch.tensor([0, 2, 2])}
+
+        def loss_sum(self, model, rows):
+            return model.table(rows["x"]).sum(), len(rows["x"])
+
+    (r,) = reference(Table())
+    assert r.step.grads["table.weight"].tolist() == [
+        pytest.approx([1 / 3] * 2), [0, 0], pytest.approx([2 / 3] * 2)
+    ]  # fmt: skip
+    assert SimpleNamespace(**r.kinds).loss == "rows"
