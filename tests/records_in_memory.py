@@ -269,7 +269,8 @@ def program_record(
     held = {r: _program_rank(r, references, tiers, (index or {}).get(r, {})) for r in range(ranks)}
     return ProgramRecord(
         directory=Path("nowhere"), spec=spec, outcomes=outcomes(topology), ranks=held,
-        references=references, started={r: [] for r in range(ranks)},
+        references=references,
+        started={r: [e for kept in held[r].events.values() for e in kept] for r in range(ranks)},
     )  # fmt: skip
 
 
@@ -279,24 +280,32 @@ def _program_rank(
     tiers: dict[str, str],
     index: dict[str, torch.Tensor],
 ) -> ProgramRankRecord:
-    grads, info = {}, {}
+    grads, info, events = {}, {}, {}
     for tier, dtype in tiers.items():
         for ref in references[tier]:
+            events[tier, ref.step.step] = [
+                {
+                    "n": len(events), "call": 0, "label": f"{tier}/{ref.step.step}/step",
+                    "op": "allreduce", "reduce": "SUM", "group": "0-2", "dtype": dtype, "numel": 15,
+                    "site": "mine.py:9", "pg": "0",
+                }
+            ]  # fmt: skip
             grads[tier, ref.step.step] = {
                 n: (g.reshape(-1)[index[n]] if n in index else g).to(getattr(torch, dtype))
                 for n, g in ref.step.grads.items()
             }
             info[tier, ref.step.step] = {
                 "tier": tier, "step": ref.step.step, "changed_weights": [], "other_weights": [],
-                "races": [], "partial": [], "feeds": [], "unwaited": [], "backwards": 1,
+                "races": [], "partial": [], "unwaited": [], "backwards": 1,
                 "fault": {"calls": 0, "changed": 0},
+                "feeds": [{"call": 0, "grads": [[n, 1.0] for n in SHAPES]}],
             }  # fmt: skip
     first = next(iter(tiers))
     last = grads[first, len(references[first]) - 1]
     return ProgramRankRecord(
         rank=rank, grads=grads, again={n: g.clone() for n, g in last.items()},
         index=index, params=tuple(SHAPES), unknown=(), built="built", batch="drawn", info=info,
-        events={}, ledger_whole=True,
+        events=events, ledger_whole=True,
     )  # fmt: skip
 
 

@@ -53,6 +53,12 @@ def changed(record, rank: int, name: str, by: float, key=KEY):
     return with_rank(record, rank, grads=grads)
 
 
+def with_feeds(record, rank: int, feeds: list):
+    """The record of a run in which no all-reduce gave this rank its gradients."""
+    info = {key: {**held, "feeds": feeds} for key, held in record.ranks[rank].info.items()}
+    return with_rank(record, rank, info=info)
+
+
 def failed(record) -> set[tuple[int, str, str, int]]:
     return {(d.rank, d.name, d.tier, d.step) for d in compare_program(record) if d.status == "fail"}
 
@@ -278,10 +284,13 @@ def test_ranks_that_hold_the_same_elements_have_the_same_bits(sharded, record):
     for key in (("structure", 1), ("precision", 0)):
         (text,) = differing_replicas(changed(record, 2, "b", 2.0**-20, key))
         assert text == (
-            f"replicas, {key[0]}, step {key[1]}: rank 0 and rank 2 hold other bits of b's gradient"
+            f"replicas, {key[0]}, step {key[1]}: rank 0 and rank 2 hold other bits of b's "
+            f"gradient, which one collective gave to both"
         )
     (text,) = differing_replicas(changed(sharded, 2, "w", 1.0))
     assert "rank 1 and rank 2 hold other bits of w" in text
+    apart = with_feeds(changed(record, 2, "b", 2.0**-20), 2, [])  # summed by another operation
+    assert list(differing_replicas(apart)) == []
     alone = changed(sharded, 0, "w", 1.0)  # nobody else holds these elements
     assert list(differing_replicas(alone)) == []
     for rank in (0, 2):

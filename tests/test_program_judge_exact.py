@@ -175,7 +175,10 @@ def test_replicas_with_other_bits_fail_only_where_the_law_is_enforced(law):
     grads["precision", 0] = {**grads["precision", 0]}
     grads["precision", 0]["b"] = grads["precision", 0]["b"] * (1 + 2.0**-22)
     verdict = judge_program(with_rank(one, 1, grads=grads))
-    said = ("replicas, precision, step 0: rank 0 and rank 1 hold other bits of b's gradient",)
+    said = (
+        "replicas, precision, step 0: rank 0 and rank 1 hold other bits of b's gradient, which one "
+        "collective gave to both",
+    )
     if law == "report":
         assert (verdict.status, verdict.findings, verdict.warnings) == ("pass", (), said)
     else:
@@ -214,7 +217,21 @@ def test_errors_like_float32_roundings_are_unknown_up_to_sixteen_of_them(times, 
     verdict = judge_program(noisy({"structure": "float64"}, times * ROUNDING))
     assert verdict.status == status
     said = [x for t in verdict.tiers for x in t.reasons]
-    assert any("errors like float32 roundings" in x for x in said) == (status == "unknown")
+    assert any("no larger than float32 roundings" in x for x in said) == (status == "unknown")
+
+
+@pytest.mark.parametrize(
+    ("places", "status"), [([], "fail"), (["float32 at mine.py:9"], "unknown")]
+)
+def test_float32_is_an_excuse_only_where_it_was_seen(places, status):
+    one = noisy({"structure": "float64"}, 15 * ROUNDING)
+    for r in range(3):
+        info = {key: {**held, "narrow": places} for key, held in one.ranks[r].info.items()}
+        one = with_rank(one, r, info=info)
+    verdict = judge_program(one)
+    assert verdict.status == status
+    said = [x for t in verdict.tiers for x in t.reasons]
+    assert any("the step makes float32 at mine.py:9" in x for x in said) == bool(places)
 
 
 def test_float32_is_no_excuse_elsewhere():
