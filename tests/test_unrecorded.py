@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sumgrad.endings import read_ledger
-from test_program import check, text  # noqa: F401 - a fixture
+from test_program import text
 
 pytestmark = pytest.mark.distributed
 
@@ -27,7 +27,7 @@ REDUCES = """
     ],
     ids=["used", "unused"],
 )
-def test_groups_of_another_backend(check, backend, group, status):  # noqa: F811
+def test_groups_of_another_backend(check, backend, group, status):
     verdict, _ = check(REDUCES.format(backend=backend, group=group))
     assert verdict.status == status, text(verdict)[:2000]
     seen = [r for r in verdict.reasons if "over a group of backend gloo, which no ledger" in r]
@@ -35,7 +35,7 @@ def test_groups_of_another_backend(check, backend, group, status):  # noqa: F811
 
 
 @pytest.mark.parametrize("raises", ["False", "True"])
-def test_a_method_that_a_later_torch_brings(check, raises):  # noqa: F811
+def test_a_method_that_a_later_torch_brings(check, raises):
     """It exists: nothing to say. It is called: UNKNOWN, even where it raises and is caught."""
     body = f"""
     def build(self):
@@ -86,7 +86,7 @@ def sites(directory) -> list[str]:
     return [source[int(site.partition(":")[2]) - 1].strip() for site in at]
 
 
-def test_ddp_under_torch_compile(check):  # noqa: F811
+def test_ddp_under_torch_compile(check):
     body = COMPILED.format(hook="ddp.register_comm_hook(None, self.sum_hook)")
     verdict, directory = check(body, timeout_s=180)
     assert verdict.status == "pass", text(verdict)[:2000]
@@ -96,7 +96,7 @@ def test_ddp_under_torch_compile(check):  # noqa: F811
     assert hook.startswith("work = dist.all_reduce(bucket")
 
 
-def test_an_average_under_torch_compile_fails(check):  # noqa: F811
+def test_an_average_under_torch_compile_fails(check):
     verdict, _ = check(COMPILED.format(hook="pass"), tiers=("structure",), steps=1, timeout_s=180)
     assert verdict.status == "fail", text(verdict)[:2000]
     assert verdict.diagnoses[0].factor.startswith("1/3")
@@ -118,7 +118,7 @@ WHOLE = """
 """
 
 
-def test_a_fault_below_a_compiled_step_is_seen(check):  # noqa: F811
+def test_a_fault_below_a_compiled_step_is_seen(check):
     """The whole step, with its reductions and their works; one of them averages."""
     verdict, directory = check(
         WHOLE, fault="avg:allreduce@dp#2", tiers=("structure",), steps=1, timeout_s=180
