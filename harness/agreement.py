@@ -21,7 +21,7 @@ from sumgrad.program_record import ProgramSpec
 from sumgrad.topology import topology_to_json
 from sumgrad.workload import find_class
 
-COMPARED = ("workload", "seed", "steps", "tiers", "skipped", "fault", "law", "kernels", "timeout_s")
+COMPARED = ("seed", "steps", "tiers", "skipped", "fault", "law", "kernels", "timeout_s")
 MAX_SHOWN = 4
 Asked = dict[str, str]
 
@@ -33,6 +33,7 @@ def asked_of(spec: Spec) -> Asked:
         for name in COMPARED
         if hasattr(spec, name)
     }
+    out["--workload"] = Path(spec.workload).name  # hosts may keep it in folders of other names
     out |= {f"version of {name}": value for name, value in spec.versions.items()}
     out["topology"] = _digest(json.dumps(topology_to_json(spec.topology), sort_keys=True).encode())
     if isinstance(spec, ProgramSpec):

@@ -93,6 +93,20 @@ def test_other_versions_topologies_and_sources_are_named(tmp_path):
     assert "source file helper.py" in told[1][0]
 
 
+def test_a_folder_of_another_name_is_no_other_check(tmp_path):
+    asked = []
+    for name in ("here", "there"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "mine.py").write_text(MY_STEP)
+        (folder / "dp.yaml").write_text(
+            "name: dp\nworkload: mine.py:MyStep\npools: {t: {axes: {dp: 2}}}\n"
+        )
+        spec, _ = make_spec(CheckOptions(topology=folder / "dp.yaml"), prefix=[])
+        asked.append(asked_of(spec))
+    assert run_agree(asked) == [[], []]
+
+
 @pytest.mark.distributed
 def test_one_rank_with_another_seed_under_torchrun(tmp_path):
     script = tmp_path / "odd.py"

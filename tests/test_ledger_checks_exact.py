@@ -17,6 +17,7 @@ from sumgrad.ledger_checks import (
     law_findings,
     prescaled,
     sizes_of,
+    unrecorded,
 )
 
 GROUP = (0, 1, 2)
@@ -221,3 +222,11 @@ def test_a_result_that_becomes_a_gradient_is_carried_too():
     feeds = {r: [{"call": 0, "grads": [["b", 1.0]]}] for r in range(3)}
     (text,) = law_findings(record_of(*ledgers(reduce="AVG", grads=None), feeds=feeds))
     assert text.endswith("of the gradients of b")
+
+
+def test_calls_that_are_not_recorded_are_named_with_rank_and_place():
+    strange = event(0, op="new_window")
+    found = list(unrecorded(record_of([event(0)], [strange, event(1)], [strange])))
+    assert len(found) == 1
+    assert found[0].startswith("rank 1-2 calls new_window at train.py:31")
+    assert list(unrecorded(record_of([event(0)], [event(0)], [event(0)]))) == []

@@ -239,3 +239,19 @@ def test_a_dtensor_of_another_shape_is_not_the_parameter(mesh):
     model.register_parameter("x", nn.Parameter(tensor))
     (text,) = place(model, {id(model.x): "0.weight"}, FULL).unknown
     assert text == "x (2, 2): a DTensor of shape (2, 2); build() has (4, 3)"
+
+
+def test_a_layer_that_build_made_keeps_its_name_whatever_numbers_it_now():
+    """All values alike and an empty shard: neither name nor value could tell."""
+    built = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    for layer in (built[0], built[2]):
+        layer.weight = nn.Parameter(torch.zeros(2, 2))
+        layer.bias = nn.Parameter(torch.zeros(2))
+    full = {name: param.detach().clone() for name, param in built.named_parameters()}
+    modules = {id(module): name for name, module in built.named_modules()}
+    stage = nn.Sequential(built[2])
+    stage[0].weight = nn.Parameter(torch.empty(0, 2))
+    names = [p.name for p in place(stage, {}, full, modules=modules).placed]
+    assert names == ["2.weight", "2.bias"]
+    assert next(p.name for p in place(built, {}, full, modules=modules).placed) == "0.weight"
+    assert [p.name for p in place(stage, {}, full).placed] != names

@@ -345,3 +345,25 @@ def test_sparse_gradients_and_objects_with_slots_are_taken():
         pytest.approx([1 / 3] * 2), [0, 0], pytest.approx([2 / 3] * 2)
     ]  # fmt: skip
     assert SimpleNamespace(**r.kinds).loss == "rows"
+
+
+class Outside(Linear):
+    """Trains two tensors beside its model, and one that is another each time."""
+
+    def __init__(self):
+        self.first, self.last = torch.ones((), requires_grad=True), nn.Linear(1, 1, bias=False)
+
+    def loss_sum(self, model, rows):
+        own = torch.ones((), dtype=rows["x"].dtype).requires_grad_()
+        scale = own * self.first.to(rows["x"].dtype)
+        self.last.to(rows["x"].dtype)
+        return self.last(model(rows["x"]) * scale).sum(), len(rows["x"])
+
+
+def test_every_tensor_that_is_trained_outside_the_model_is_named():
+    (found,) = reference(Outside())
+    assert [text.partition(" is trained")[0] for text in sorted(found.outside)] == [
+        "self.first", "self.last.weight"
+    ]  # fmt: skip
+    (found,) = reference(Linear())
+    assert found.outside == ()

@@ -17,6 +17,7 @@ from sumgrad.kernels.tree import (
     TreeError,
     TreeId,
     dyadic,
+    merge,
     plan_tree,
     sum_nodes,
 )
@@ -301,3 +302,10 @@ def test_layouts_that_contradict_themselves_are_refused():
         Layout(num_samples=1, num_rows=20, pieces=pieces)
     tensors = Layout.packed(torch.tensor([20, 20]), samples=np.array([1, 0]))
     assert tensors == Layout.packed([20, 20], samples=[1, 0])
+
+
+def test_nothing_merged_with_a_node_is_the_node():
+    node = torch.tensor([1.0, 2.0])
+    assert merge(None, None) is None
+    assert merge(node, None) is node
+    assert merge(None, node) is node
