@@ -35,7 +35,8 @@ def asked_of(spec: Spec) -> Asked:
     }
     out["--workload"] = Path(spec.workload).name  # hosts may keep it in folders of other names
     out |= {f"version of {name}": value for name, value in spec.versions.items()}
-    out["topology"] = _digest(json.dumps(topology_to_json(spec.topology), sort_keys=True).encode())
+    topology = {**topology_to_json(spec.topology), "workload": None}
+    out["topology"] = _digest(json.dumps(topology, sort_keys=True).encode())
     if isinstance(spec, ProgramSpec):
         out["parameters"] = _digest(repr(sorted(spec.facts.params.items())).encode())
     for name, content in _sources(spec.workload):

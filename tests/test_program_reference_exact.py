@@ -367,3 +367,19 @@ def test_every_tensor_that_is_trained_outside_the_model_is_named():
     ]  # fmt: skip
     (found,) = reference(Linear())
     assert found.outside == ()
+
+
+class Before(Linear):
+    """Trains what its rows are scaled by: the leaf that a walk of the graph meets last."""
+
+    def __init__(self):
+        self.scale = torch.ones((), requires_grad=True)
+
+    def loss_sum(self, model, rows):
+        return model(rows["x"] * self.scale.to(rows["x"].dtype)).sum(), len(rows["x"])
+
+
+def test_a_tensor_that_is_trained_before_the_model_is_named():
+    (found,) = reference(Before())
+    assert len(found.outside) == 1
+    assert found.outside[0].startswith("self.scale is trained by the loss")
