@@ -81,7 +81,7 @@ def measure(uv: str, python: str, torch: str, *, tests: bool) -> dict[str, Any]:
 
 
 def install(uv: str, python: str, torch: str, env: Path) -> str | None:
-    """Make the environment; returns the last line of what went wrong."""
+    """Make the environment; returns what went wrong, in the installer's last words."""
     wanted = ["--resolution", "lowest-direct"] if torch == "lowest" else [f"torch=={torch}"]
     tools = ["pytest>=9", "pytest-xdist>=3.8", "hypothesis>=6.150"]
     for command in (
@@ -91,7 +91,7 @@ def install(uv: str, python: str, torch: str, env: Path) -> str | None:
     ):  # fmt: skip
         done = run(*command)
         if done.returncode:
-            return last_line(done)
+            return " ".join(done.stderr.split())[-600:]
     return None
 
 
