@@ -184,3 +184,15 @@ def test_where_no_term_reaches_nothing_was_checked():
 )
 def test_same_bits(a, b, same):
     assert same_bits(a, b) == same
+
+
+def test_a_tier_that_need_not_see_each_term_says_what_it_sees_of_all_of_them():
+    """A pass of a coarse dtype beside "factor errors of 17 are caught" said nothing true."""
+    small = {"a": VALUE * (1 - 2**-12), "b": VALUE * 2**-12}
+    diff = diff_of(VALUE, wanted(every_term=False, terms=small))
+    assert diff.status == "pass"
+    assert diff.power["b"] > 1
+    assert diff.smallest_scale_error_caught == diff.power_whole == pytest.approx(5e-3 / 12)
+    assert diff_of(VALUE, wanted(terms=small)).smallest_scale_error_caught == diff.power["b"]
+    nothing = wanted(value=torch.zeros(2, 2).double(), size=0.0, every_term=False, terms={})
+    assert diff_of(torch.zeros(2, 2), nothing).smallest_scale_error_caught == float("inf")

@@ -121,8 +121,8 @@ PENALTY = """
         dist.all_reduce(count)
         loss, _ = self.loss_sum(model, mine)
         params = list(model.parameters())
-        torch.autograd.grad(loss, params, retain_graph=True)  # looked at, thrown away
-        torch.autograd.grad(loss / 3, params, retain_graph=True)
+        torch.autograd.grad(loss / count, params, retain_graph=True)  # looked at, thrown away
+        torch.autograd.grad(loss / count, params, retain_graph=True)
         (loss / count).backward()
         for p in params:
             dist.all_reduce(p.grad)
