@@ -238,7 +238,7 @@ def test_the_failing_ranks_own_traceback_is_first(pytester, flags):
     parts = [
         '>           assert len(wanted) == wanted[2] - 5, "counted"',
         "E           AssertionError: counted",
-        "where 3 = len([1, 2, 4])",
+        "E            +  where 3 = len([1, 2, 4])",
         "said on rank 1",
         "of 2 ranks did not end well",
     ]
@@ -285,7 +285,8 @@ FOREIGN = """
 """
 
 
-def test_another_projects_marker_is_left_alone(pytester):
+def test_another_projects_marker_is_left_alone(pytester, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")  # of our own tests
     result = run(pytester, FOREIGN)
     result.assert_outcomes(passed=3)
 
