@@ -54,4 +54,8 @@ class NarrowWatch(TorchDispatchMode):
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether a part of a model is compiled: such regions are not looked into."""
-    return any(type(module).__name__ == "OptimizedModule" for module in model.modules())
+    return any(
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )

@@ -64,8 +64,8 @@ class ProgramReference:
     row_counts: term -> the count of each interval. reached: parameters whose gradient is not zero
     at weights moved a little, whatever it is at these.
     problems: why the comparison cannot be trusted. warnings: what a reader should know. outside:
-    what the loss trains beside build()'s parameters. buffers: after one
-    pass over all rows, of a single term only; changed_buffers: those that the pass changed.
+    what the loss trains beside build()'s parameters. buffers: after one pass over all rows, of a
+    single term only; changed_buffers: those that the pass changed.
     """
 
     step: StepReference

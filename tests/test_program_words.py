@@ -64,6 +64,17 @@ def test_clipping_is_called_clipping(check, limit):
     assert f"the global norm is {limit:g}" in verdict.diagnoses[0].cause
 
 
+def test_a_compiled_model_is_known_however_it_was_compiled():
+    """Such a region is not looked into, so what was not seen in it is no evidence."""
+    import torch
+    from sumgrad.narrow import is_compiled
+
+    plain, wrapped, in_place = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(3))
+    wrapped[0] = torch.compile(wrapped[0], backend="eager")
+    in_place[0].compile(backend="eager")
+    assert [is_compiled(model) for model in (plain, wrapped, in_place)] == [False, True, True]
+
+
 SMALL = """
     def step(self, model, batch, ctx):
         super().step(model, batch, ctx)
