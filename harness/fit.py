@@ -66,7 +66,7 @@ def as_fraction(value: float | None, sigma: float | None) -> Fraction | None:
     error = max(4 * sigma, 1e-12 * max(1.0, abs(value)))
     if error > 0.05:
         return None
-    for limit in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, MAX_DENOMINATOR):
+    for limit in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, MAX_DENOMINATOR):
         guess = Fraction(value).limit_denominator(limit)
         if abs(float(guess) - value) <= error:
             # A fraction is evidence only if few others of that size would have fitted.

@@ -43,7 +43,7 @@ from sumgrad.program import (
 from sumgrad.reference import StepReference
 from sumgrad.unseen import buffers_after, describe_tensor, leaves_of
 from sumgrad.workload import hash_weights
-from torch import Tensor
+from torch import Tensor, nn
 
 Kind = Literal["rows", "once", "coupled"]
 SAME = 1e-9  # of the scale: float64 runs of one term that differ by more are not one computation
@@ -110,12 +110,17 @@ class Single:
         weights = weights_at(self.base, step, self.rounded_to)
         eps, generator = torch.finfo(self.dtype).eps, torch.Generator().manual_seed(jitter)
         with torch.no_grad():
-            for name, param in trained(self.model).items():
+            for name, param in self._params().items():
                 param.copy_(weights[name])
                 if jitter:
                     sign = torch.randint(-1, 2, param.shape, generator=generator)
                     param.mul_(1 + eps * sign.to(param.dtype))
         return hash_weights(weights)
+
+    def _params(self) -> dict[str, nn.Parameter]:
+        """What build() trains; what the loss thaws later is outside."""
+        params = dict(self.model.named_parameters())
+        return {name: params[name] for name in self.base}
 
     def gradient(
         self, name: str, rows: Tensor, whole: Tensor, *, seed: float = 1.0
@@ -131,7 +136,7 @@ class Single:
         with torch.no_grad():
             for key, value in self.model.named_buffers():
                 value.copy_(self.buffers[key])
-        params = trained(self.model)
+        params = self._params()
         for param in params.values():
             param.grad = None
         term = self.terms[name]

@@ -9,7 +9,8 @@ from fractions import Fraction
 import pytest
 import torch
 from records_in_memory import planned_record, with_rank
-from sumgrad.case import Case, holders
+from sumgrad import free_factors
+from sumgrad.case import Case, deviation, holders
 from sumgrad.fit import as_fraction, fit_deviation
 from sumgrad.free_factors import MAX_INTERVALS, _by_rank_rows, _intervals, _levels, fit_factors
 from sumgrad.predict import PartialSums
@@ -154,6 +155,16 @@ def test_a_factor_that_explains_a_part_of_a_small_deviation_is_none(record):
     small = wrong(record, {("imp", "ci", None): 1 + 1.5e-14}, off=noise)
     (cause,), _ = explain(small)
     assert cause.kind == "open"
+
+
+def test_three_elements_are_enough_for_a_factor_and_two_are_not(record, monkeypatch):
+    half = wrong(record, {(t, p, None): 0.5 for t, p in CI})
+    (holder,) = case_of(half).failing
+    elements = len(deviation(holder))
+    monkeypatch.setattr(free_factors, "MIN_ELEMENTS", elements)
+    assert explain(half)[0][0].kind == "free_factor"
+    monkeypatch.setattr(free_factors, "MIN_ELEMENTS", elements + 1)
+    assert explain(half)[0][0].kind == "open"
 
 
 def test_noise_is_no_weighting_bug_and_says_what_came_nearest(record):

@@ -60,6 +60,7 @@ def test_the_longest_name_that_it_ends_with_is_tried_first():
     found = place(model_of(x__a__weight=torch.ones(2)), {}, full)
     assert [p.name for p in found.placed] == ["a.weight"]
     full["a.weight"] = torch.zeros(2)  # its values do not agree, the shorter one's do
+    full["other"] = torch.ones(2)  # by value alone it could be either
     found = place(model_of(x__a__weight=torch.ones(2)), {}, full)
     assert [p.name for p in found.placed] == ["weight"]
 
@@ -255,3 +256,12 @@ def test_a_layer_that_build_made_keeps_its_name_whatever_numbers_it_now():
     assert names == ["2.weight", "2.bias"]
     assert next(p.name for p in place(built, {}, full, modules=modules).placed) == "0.weight"
     assert [p.name for p in place(stage, {}, full).placed] != names
+
+
+def test_a_parameter_of_the_model_itself_has_no_module_before_its_name():
+    full = {"first": torch.zeros(2), "second": torch.zeros(2)}  # no value could tell
+    built = model_of(**full)
+    stage = nn.Module()
+    stage.second = built.second
+    names = [p.name for p in place(built, {}, full, modules={id(built): ""}).placed]
+    assert names == ["first", "second"]

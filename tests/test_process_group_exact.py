@@ -204,6 +204,17 @@ def test_a_timeout_is_handed_on_and_futures_and_streams_count_as_waiting(group, 
     assert [e["done"] for e in lines(tmp_path) if "done" in e] == [0, 2, 1]
 
 
+def test_a_method_that_nobody_knows_is_written_down_and_handed_on(tmp_path, ledger):
+    class WithMore(RecordingProcessGroup):
+        put_signal = process_group._unrecorded("put_signal")
+
+    group = WithMore(Backend(), [4, 7], ledger)
+    work = group.put_signal(X, peer=1)
+    assert (work, group._inner.asked) == (group._inner.works[0], [("put_signal", (X,), {"peer": 1})])
+    begun, done = lines(tmp_path)
+    assert (begun["op"], begun["n"], done) == ("put_signal", 0, {"done": 0})
+
+
 def test_another_file_begins_anew(group, ledger, tmp_path):
     group.allreduce([X], options()).get_future()
     group.barrier()

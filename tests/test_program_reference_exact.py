@@ -379,6 +379,24 @@ class Before(Linear):
         return model(rows["x"] * self.scale.to(rows["x"].dtype)).sum(), len(rows["x"])
 
 
+class Late(Linear):
+    """A parameter that loss_sum thaws."""
+
+    def build(self):
+        model = super().build()
+        model.late = nn.Parameter(torch.ones(()), requires_grad=False)
+        return model
+
+    def loss_sum(self, model, rows):
+        model.late.requires_grad_()
+        return (model(rows["x"]) * model.late).sum(), len(rows["x"])
+
+
+def test_a_parameter_that_is_trained_late_is_named():
+    (found,) = reference(Late())
+    assert found.outside == ("late requires a gradient only after loss_sum has run",)
+
+
 def test_a_tensor_that_is_trained_before_the_model_is_named():
     (found,) = reference(Before())
     assert len(found.outside) == 1
