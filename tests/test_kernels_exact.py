@@ -245,8 +245,8 @@ def test_an_embedding_of_long_rows_and_its_refusals():
 
 def test_activations_and_turns_refuse_what_does_not_fit():
     for shape in ((2, 3), ((1 << 16) + 3,)):  # the second is more than one block
-        close(gradients(swiglu, draw(*shape), draw(*shape, seed=1)),
-              gradients(lambda g, u: F.silu(g) * u, draw(*shape), draw(*shape, seed=1)))  # fmt: skip
+        given = draw(*shape), draw(*shape, seed=1)
+        close(gradients(swiglu, *given), gradients(lambda g, u: F.silu(g) * u, *given))
     far = torch.tensor([-800.0, 800.0]).double()
     assert swiglu(far, torch.ones(2).double()).tolist() == [0, 800]
     with pytest.raises(KernelError, match="up: got shape"):
