@@ -116,7 +116,9 @@ def make(place: Path, only: str | None, jobs: int) -> int:
         out = place / "runs" / name
         shutil.rmtree(out, ignore_errors=True)
         asked = command("run", *arguments, "--out", str(out), "--quiet")
-        done = subprocess.run(asked, capture_output=True, text=True, cwd=place, env=_environment())
+        done = subprocess.run(
+            asked, check=False, capture_output=True, text=True, cwd=place, env=_environment()
+        )
         return f"{done.returncode} {name} {(done.stdout + done.stderr).strip()[-200:]}"
 
     wanted = {n: a for n, a in cases().items() if only is None or only in n}
@@ -163,7 +165,7 @@ def _judge_all(place: Path) -> dict[str, dict[str, Any]]:
     def one(run: Path) -> dict[str, Any]:
         done = subprocess.run(
             command("judge", str(run), "--json", "-"),
-            capture_output=True, text=True, cwd=place, env=_environment(),
+            check=False, capture_output=True, text=True, cwd=place, env=_environment(),
         )  # fmt: skip
         try:
             verdict: dict[str, Any] = json.loads(done.stdout)
