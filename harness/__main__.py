@@ -2,7 +2,7 @@
 
 import sys
 
-from sumgrad.entry import main
+from sumgrad.cli.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 if TYPE_CHECKING:
-    from sumgrad.launch import Launcher
-    from sumgrad.outcome import RankOutcome
-    from sumgrad.plugin_rank import Call
-    from sumgrad.verdict import Verdict
+    from sumgrad.base.outcome import RankOutcome
+    from sumgrad.base.verdict import Verdict
+    from sumgrad.launch.local.launcher import Launcher
+    from sumgrad.launch.plugin_rank import Call
 
 MAX_RANKS = 512
 REPORT = "_sumgrad_report"  # attribute of an exception: what to show of it
@@ -68,9 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def sumgrad_launcher() -> Iterator[Launcher]:
     """A warm fork server, one for each pytest process (so also for each xdist worker)."""
-    from sumgrad.launch import Launcher
+    from sumgrad.launch.local.launcher import Launcher
 
-    with Launcher(preload=["pytest", "sumgrad.plugin_rank"]) as launcher:
+    with Launcher(preload=["pytest", "sumgrad.launch.plugin_rank"]) as launcher:
         yield launcher
 
 
@@ -82,8 +82,9 @@ def sumgrad_check(
 
     topology: a path, or the name of a shipped file.
     """
-    from sumgrad.catalogue import topologies_directory
-    from sumgrad.check import CheckOptions, run_check
+    from sumgrad.launch.ask import CheckOptions
+    from sumgrad.launch.check import run_check
+    from sumgrad.topology.shipped import topologies_directory
 
     timeout_s = float(request.config.getoption("--sumgrad-timeout"))
 
@@ -111,7 +112,7 @@ def sumgrad_ranks(
     timeout_s = float(request.config.getoption("--sumgrad-timeout"))
 
     def run(function: Callable[..., Any], num_ranks: int, **arguments: Any) -> list[RankOutcome]:
-        from sumgrad.plugin_rank import Call
+        from sumgrad.launch.plugin_rank import Call
 
         limit = arguments.pop("timeout_s", timeout_s)
         call = Call(
@@ -138,7 +139,7 @@ def ranks() -> Any:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse what pytest would run here although it is marked for ranks."""
-    from sumgrad.plugin_rank import is_unittest
+    from sumgrad.launch.plugin_rank import is_unittest
 
     marker = item.get_closest_marker("distributed")
     if marker is None or "ranks" not in marker.kwargs:
@@ -227,7 +228,7 @@ def _name_of(target: object) -> str:
 
 def _call_of(item: pytest.Function) -> Call:
     """What the ranks are to call: the function, its arguments, what its instance was given."""
-    from sumgrad.plugin_rank import Call
+    from sumgrad.launch.plugin_rank import Call
 
     names = item._fixtureinfo.argnames
     values = {name: item.funcargs[name] for name in names}
@@ -289,11 +290,11 @@ def _attributes(item: pytest.Function) -> dict[str, bytes | None]:
 def _run(
     launcher: Launcher, call: Call, num_ranks: int, timeout_s: float, directory: Path
 ) -> list[RankOutcome]:
-    from sumgrad.launch import RankJob
+    from sumgrad.launch.local.launcher import RankJob
 
     call.store(directory)
     job = RankJob(
-        target="sumgrad.plugin_rank:run_test_on_rank",
+        target="sumgrad.launch.plugin_rank:run_test_on_rank",
         num_ranks=num_ranks,
         directory=directory,
         timeout_s=timeout_s,
@@ -303,7 +304,7 @@ def _run(
 
 def _conclude(outcomes: Sequence[RankOutcome], directory: Path) -> None:
     """End the test as its ranks ended: pass, skip, xfail, or the first failing rank's exception."""
-    from sumgrad.rank import read_end_record
+    from sumgrad.record.endings import read_end_record
 
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if failed:
@@ -324,8 +325,8 @@ def _conclude(outcomes: Sequence[RankOutcome], directory: Path) -> None:
 
 def _raise(failed: Sequence[RankOutcome], num_ranks: int, directory: Path) -> NoReturn:
     """Raise the first failing rank's own exception, or a failure that says how it ended."""
-    from sumgrad.outcome import first_to_fail
-    from sumgrad.plugin_rank import read_error
+    from sumgrad.base.outcome import first_to_fail
+    from sumgrad.launch.plugin_rank import read_error
 
     first = first_to_fail(failed)
     own = read_error(directory, first.rank)

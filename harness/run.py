@@ -11,6 +11,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != HERE]
 
 if __name__ == "__main__":
-    from sumgrad.entry import torchrun_main
+    from sumgrad.cli.entry import torchrun_main
 
     sys.exit(torchrun_main())

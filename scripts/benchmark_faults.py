@@ -17,10 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from sumgrad.catalogue import topologies_directory
-from sumgrad.check import versions
-from sumgrad.launch import Launcher
-from sumgrad.program_matrix import run_program_matrix
+from sumgrad.launch.ask import versions
+from sumgrad.launch.local.launcher import Launcher
+from sumgrad.launch.matrix.programs import run_program_matrix
+from sumgrad.topology.shipped import topologies_directory
 
 RANKS = 10
 RUN = Path(__file__).resolve().parent.parent / "harness" / "run.py"

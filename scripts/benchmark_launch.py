@@ -20,10 +20,11 @@ import threading
 import time
 from pathlib import Path
 
-from sumgrad.catalogue import topologies_directory
-from sumgrad.check import CheckOptions, run_check, versions
-from sumgrad.launch import Launcher, RankJob
-from sumgrad.topology import load_topology
+from sumgrad.launch.ask import CheckOptions, versions
+from sumgrad.launch.check import run_check
+from sumgrad.launch.local.launcher import Launcher, RankJob
+from sumgrad.topology.pools import load_topology
+from sumgrad.topology.shipped import topologies_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 TRIVIAL = """

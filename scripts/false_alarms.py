@@ -17,9 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from sumgrad.check import CheckOptions, run_check, versions
-from sumgrad.fault_matrix import default_topologies
-from sumgrad.launch import Launcher
+from sumgrad.launch.ask import CheckOptions, versions
+from sumgrad.launch.check import run_check
+from sumgrad.launch.local.launcher import Launcher
+from sumgrad.launch.matrix.plan_faults import default_topologies
 
 
 def main() -> int:

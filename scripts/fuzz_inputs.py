@@ -34,10 +34,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sumgrad.catalogue import shipped_topologies
-from sumgrad.check import CheckOptions, run_check, versions
-from sumgrad.cli import main as command
-from sumgrad.launch import Launcher
+from sumgrad.cli.main import main as command
+from sumgrad.launch.ask import CheckOptions, versions
+from sumgrad.launch.check import run_check
+from sumgrad.launch.local.launcher import Launcher
+from sumgrad.topology.shipped import shipped_topologies
 
 CPU_LIMIT_S, WALL_LIMIT_S = 30.0, 900.0  # of one case; a busy machine is no hang
 MAX_LINES, MAX_LINE = 40, 1000

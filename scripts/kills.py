@@ -43,8 +43,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sumgrad.catalogue import topologies_directory
-from sumgrad.processes import children_of
+from sumgrad.launch.local.processes import children_of
+from sumgrad.topology.shipped import topologies_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 10
@@ -71,10 +71,10 @@ WORKLOAD = '''
 import atexit, os, sys, time
 from pathlib import Path
 
-import sumgrad.rank
+import sumgrad.launch.guard
 import torch.distributed as dist
-from sumgrad.programs.ddp import DDP
-from sumgrad.workloads.three_pool import ThreePool
+from sumgrad.workloads.programs.ddp import DDP
+from sumgrad.workloads.three_pool.workload import ThreePool
 
 PHASE, WHO, MARK = (os.environ["KILLS_" + name] for name in ("PHASE", "WHO", "MARK"))
 armed = []
@@ -88,15 +88,15 @@ def pause(phase):
 def here():
     """A rank, or a reference or probe beside them, is inside the user's code."""
     who = str(dist.get_rank()) if dist.is_initialized() else "helper"
-    if who != WHO or "sumgrad.cli" in sys.modules and who == "helper":
+    if who != WHO or "sumgrad.cli.main" in sys.modules and who == "helper":
         return
     if not armed:
         armed.append(who)
-        write = sumgrad.rank.write_json
+        write = sumgrad.launch.guard.write_json
         def write_later(path, data):
             pause("writes")
             write(path, data)
-        sumgrad.rank.write_json = write_later
+        sumgrad.launch.guard.write_json = write_later
         atexit.register(pause, "exit")
     pause("step")
 
@@ -414,7 +414,7 @@ def main() -> int:
     }
     print(json.dumps(summary))
     if args.out:
-        from sumgrad.check import versions
+        from sumgrad.launch.ask import versions
 
         machine = {"cores": os.cpu_count(), "processor": platform.machine(), **versions()}
         data = {"command": " ".join(sys.argv), "machine": machine, **summary, "rows": rows}

@@ -34,7 +34,7 @@ TESTS = (
 ASK = (
     "import json, platform, importlib.metadata as m\n"
     "names = ('torch', 'triton', 'numpy', 'pyyaml', 'pydantic', 'rich', 'safetensors', 'jinja2')\n"
-    "from sumgrad.delegation import unrecorded_operations\n"
+    "from sumgrad.ledger.delegation import unrecorded_operations\n"
     "print(json.dumps({'python': platform.python_version(), 'glibc': platform.libc_ver()[1],\n"
     "    'installed': {n: m.version(n) for n in names},\n"
     "    'not recorded': sorted(unrecorded_operations())}))"

@@ -11,10 +11,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks need th
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton: kernels are tested on CPU tensors
 
 import pytest
-from sumgrad.catalogue import shipped_topologies
-from sumgrad.plan import Plan, build_plan
-from sumgrad.topology import load_topology
-from sumgrad.workload import load_workload
+from sumgrad.plan.edges import Plan, build_plan
+from sumgrad.subjects.planned.workload import load_workload
+from sumgrad.topology.pools import load_topology
+from sumgrad.topology.shipped import shipped_topologies
 
 pytest_plugins = ["pytester"]
 TOPOLOGIES = [load_topology(path) for path in shipped_topologies()]
@@ -79,7 +79,8 @@ def plan_of(name: str) -> Plan:
 @pytest.fixture(scope="session")
 def run_once(sumgrad_launcher, tmp_path_factory) -> Callable:  # type: ignore[no-untyped-def]
     """`run_once(topology, **flags)` -> (verdict, directory); equal calls share one run."""
-    from sumgrad.check import CheckOptions, run_check
+    from sumgrad.launch.ask import CheckOptions
+    from sumgrad.launch.check import run_check
 
     known: dict[tuple, tuple] = {}
 
@@ -99,7 +100,8 @@ def check(tmp_path, sumgrad_launcher) -> Callable:  # type: ignore[no-untyped-de
     """`check(body, **flags)` -> (verdict, directory): MyStep changed by `body`, on 3 ranks."""
 
     def run(body: str = "    pass", *, timeout_s: float = 20, **flags):  # type: ignore[no-untyped-def]
-        from sumgrad.check import CheckOptions, run_check
+        from sumgrad.launch.ask import CheckOptions
+        from sumgrad.launch.check import run_check
 
         path, topology = tmp_path / "mine.py", tmp_path / "dp.yaml"
         path.write_text(f"{MY_STEP}\n\nclass Mine(MyStep):\n{body}\n")

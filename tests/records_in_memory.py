@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sumgrad.declaration import Declaration, Param, Quantity, Role, Term
-from sumgrad.outcome import RankOutcome
-from sumgrad.plan import Count, Norm, Plan, build_plan
-from sumgrad.program import Facts
-from sumgrad.program_record import ProgramRankRecord, ProgramRecord, ProgramSpec
-from sumgrad.program_reference import ProgramReference
-from sumgrad.proof import expected_terms
-from sumgrad.record import RankRecord, RunRecord, RunSpec
-from sumgrad.reference import StepReference
-from sumgrad.schedule import schedule
-from sumgrad.topology import Topology, parse_topology
-from sumgrad.yaml_source import YamlSource
+from sumgrad.base.outcome import RankOutcome
+from sumgrad.plan.edges import Count, Norm, Plan, build_plan
+from sumgrad.plan.proof import expected_terms
+from sumgrad.plan.schedule import schedule
+from sumgrad.record.directory import Record
+from sumgrad.record.ranks import RankRecord
+from sumgrad.record.reference import Reference
+from sumgrad.record.spec import Facts, RunSpec
+from sumgrad.topology.declaration import Declaration, Param, Quantity, Role, Term
+from sumgrad.topology.pools import Topology, parse_topology
+from sumgrad.topology.yaml_source import YamlSource
 
 SCALE = 4.0
 FLOOR = 1e-14  # of the structure tier; 4 times it is the threshold
@@ -109,7 +108,7 @@ def planned_partials(plan: Plan, step: int) -> dict[tuple[str, str], dict[str, t
     return out
 
 
-def planned_reference(plan: Plan, tier: str, step: int) -> StepReference:
+def planned_reference(plan: Plan, tier: str, step: int) -> Reference:
     """Exact sums of the partials; every floor and the scale as chosen above."""
     partials = planned_partials(plan, step)
     names = [p.name for p in plan.declaration.params]
@@ -123,7 +122,7 @@ def planned_reference(plan: Plan, tier: str, step: int) -> StepReference:
     grads = {n: torch.stack([by_term[t][n] for t in terms]).sum(0) for n in names}
     norm = float(torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt())
     floor = FLOORS[tier]
-    return StepReference(
+    return Reference(
         step=step,
         grads=grads,
         by_term=by_term,
@@ -139,7 +138,7 @@ def planned_reference(plan: Plan, tier: str, step: int) -> StepReference:
     )
 
 
-def planned_record(*, steps: int = 2, tiers: dict[str, str] | None = None) -> RunRecord:
+def planned_record(*, steps: int = 2, tiers: dict[str, str] | None = None) -> Record:
     """A run in which every rank did right."""
     topology, tiers = planned_topology(), TIERS if tiers is None else tiers
     declaration = planned_declaration()
@@ -151,7 +150,7 @@ def planned_record(*, steps: int = 2, tiers: dict[str, str] | None = None) -> Ru
         versions={},
     )  # fmt: skip
     ranks = {r: _planned_rank(plan, r, references, tiers) for r in range(topology.world_size)}
-    return RunRecord(
+    return Record(
         directory=Path("nowhere"), spec=spec, outcomes=outcomes(topology), ranks=ranks,
         references=references,
         partials={t: {s: planned_partials(plan, s) for s in range(steps)} for t in tiers},
@@ -166,7 +165,7 @@ def outcomes(topology: Topology) -> tuple[RankOutcome, ...]:
 
 
 def _planned_rank(
-    plan: Plan, rank: int, references: dict[str, list[StepReference]], tiers: dict[str, str]
+    plan: Plan, rank: int, references: dict[str, list[Reference]], tiers: dict[str, str]
 ) -> RankRecord:
     pool = plan.topology.pool_of(rank).name
     (edge,) = plan.select(Norm)
@@ -211,7 +210,7 @@ SHAPES = {"w": (4, 3), "b": (3,)}
 TERMS = ("main", "aux")
 
 
-def program_reference(tier: str = "structure", step: int = 0, **change: Any) -> ProgramReference:
+def program_reference(tier: str = "structure", step: int = 0, **change: Any) -> Reference:
     by_term = {
         t: {n: integers(s, 7 * i + j + 50 * step) for j, (n, s) in enumerate(SHAPES.items())}
         for i, t in enumerate(TERMS)
@@ -221,7 +220,7 @@ def program_reference(tier: str = "structure", step: int = 0, **change: Any) -> 
         (t, "all"): {n: (g / NUM_ROWS).expand(NUM_ROWS, *g.shape).clone() for n, g in held.items()}
         for t, held in by_term.items()
     }
-    reference = StepReference(
+    reference = Reference(
         step=step,
         grads=grads,
         by_term=by_term,
@@ -243,7 +242,7 @@ def program_reference(tier: str = "structure", step: int = 0, **change: Any) -> 
         "intervals": tuple((i, i + 1) for i in range(NUM_ROWS)),
         "row_counts": {t: (1.0,) * NUM_ROWS for t in TERMS},
     }
-    return ProgramReference(**(fields | change))
+    return Reference(**(fields | change))
 
 
 def program_record(
@@ -253,7 +252,7 @@ def program_record(
     ranks: int = 3,
     law: str = "report",
     index: dict[int, dict[str, torch.Tensor]] | None = None,
-) -> ProgramRecord:
+) -> Record:
     """A Program's run in which every rank did right. index: rank -> name -> its shard."""
     topology = topology_of(train={"axes": {"dp": ranks}})
     tiers = TIERS if tiers is None else tiers
@@ -261,13 +260,13 @@ def program_record(
         params=SHAPES, num_rows=NUM_ROWS, terms=TERMS, rows_as="tensors", float64=None,
         problems=(), weights="built", batch="drawn",
     )  # fmt: skip
-    spec = ProgramSpec(
+    spec = RunSpec(
         topology=topology, facts=facts, workload="mine", seed=0, steps=steps, tiers=tiers,
         skipped={}, fault=None, law=law, timeout_s=1.0, reproduce="again", versions={},
     )  # fmt: skip
     references = {t: [program_reference(t, s) for s in range(steps)] for t in tiers}
     held = {r: _program_rank(r, references, tiers, (index or {}).get(r, {})) for r in range(ranks)}
-    return ProgramRecord(
+    return Record(
         directory=Path("nowhere"), spec=spec, outcomes=outcomes(topology), ranks=held,
         references=references,
         started={r: [e for kept in held[r].events.values() for e in kept] for r in range(ranks)},
@@ -276,10 +275,10 @@ def program_record(
 
 def _program_rank(
     rank: int,
-    references: dict[str, list[ProgramReference]],
+    references: dict[str, list[Reference]],
     tiers: dict[str, str],
     index: dict[str, torch.Tensor],
-) -> ProgramRankRecord:
+) -> RankRecord:
     grads, info, events = {}, {}, {}
     for tier, dtype in tiers.items():
         for ref in references[tier]:
@@ -302,7 +301,7 @@ def _program_rank(
             }  # fmt: skip
     first = next(iter(tiers))
     last = grads[first, len(references[first]) - 1]
-    return ProgramRankRecord(
+    return RankRecord(
         rank=rank, grads=grads, again={n: g.clone() for n, g in last.items()},
         index=index, params=tuple(SHAPES), unknown=(), built="built", batch="drawn", info=info,
         events=events, ledger_whole=True,

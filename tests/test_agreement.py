@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 from conftest import MY_STEP, shipped
-from sumgrad.agreement import agree, asked_of
-from sumgrad.check import CheckOptions, make_spec
-from sumgrad.errors import UserError
+from sumgrad.base.errors import UserError
+from sumgrad.launch.agreement import agree, asked_of
+from sumgrad.launch.ask import CheckOptions, make_spec
 
 ODD_RANK = """
 import os, sys
-from sumgrad.cli import torchrun_main
+from sumgrad.cli.main import torchrun_main
 if os.environ["RANK"] == "2":
     sys.argv += CHANGE
 sys.exit(torchrun_main())

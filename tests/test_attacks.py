@@ -8,16 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
-from sumgrad.errors import UserError
-from sumgrad.judge import judge
-from sumgrad.record import load_record
+from sumgrad.base.errors import UserError
+from sumgrad.diagnose.verdict import judge
+from sumgrad.record.directory import load_record
 
 pytestmark = pytest.mark.distributed
-HEAD = "from sumgrad.workloads.three_pool import ThreePool, ThreePoolFormulas\n"
+HEAD = "from sumgrad.workloads.three_pool.workload import ThreePool, ThreePoolFormulas\n"
 MINI = '''
 import torch
-from sumgrad.declaration import *
-from sumgrad.workload import Produced
+from sumgrad.topology.declaration import *
+from sumgrad.subjects.planned.workload import Produced
 
 class Mini:
     """One pool, one linear model; subclasses change what they are about."""
@@ -120,11 +120,11 @@ def test_gradients_that_are_clipped_wrongly_fail(mine):
     verdict = mine(
         formulas("    pass\n")
         + """
-import sumgrad.step
+import sumgrad.subjects.planned.step
 def clip(grads, *, norm, max_norm):
     for grad in grads:
         grad.mul_(1000.0)
-sumgrad.step.clip_by_global_norm_ = clip
+sumgrad.subjects.planned.step.clip_by_global_norm_ = clip
 """,
         tiers=("structure",),
     )

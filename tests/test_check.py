@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, RUNNABLE, shipped
-from sumgrad.fault_matrix import NAMED_AS, cell_of
-from sumgrad.faults import plan_faults
-from sumgrad.judge import judge
-from sumgrad.record import load_record
-from sumgrad.schedule import compare_ledger
+from sumgrad.diagnose.verdict import judge
+from sumgrad.faults.plan import plan_faults
+from sumgrad.launch.matrix.plan_faults import NAMED_AS, cell_of
+from sumgrad.plan.schedule import compare_ledger
+from sumgrad.record.directory import load_record
 
 pytestmark = pytest.mark.distributed
 FAST = ["three_pool", "three_pool_ones", "three_pool_empty"]
@@ -179,7 +179,7 @@ def test_torchrun_when_a_rank_is_killed(tmp_path, victim):
 
 KILLER = """
 import os, signal
-from sumgrad.workloads.three_pool import ThreePool
+from sumgrad.workloads.three_pool.workload import ThreePool
 
 class Killer(ThreePool):
     def formulas(self, dtype, device, **more):
@@ -191,9 +191,9 @@ class Killer(ThreePool):
 
 BLIND = """
 import os, sys
-import sumgrad.torchrun
-from sumgrad.cli import torchrun_main
-sumgrad.torchrun.sees = lambda directory: os.environ["RANK"] in ("0", "2")
+import sumgrad.launch.torchrun
+from sumgrad.cli.main import torchrun_main
+sumgrad.launch.torchrun.sees = lambda directory: os.environ["RANK"] in ("0", "2")
 sys.exit(torchrun_main())
 """
 
@@ -228,7 +228,7 @@ def test_the_records_of_other_ranks_are_kept(tmp_path, sumgrad_check):
 
 BREAKS = """
 import torch.distributed as dist
-from sumgrad.workloads.three_pool import ThreePool, ThreePoolFormulas
+from sumgrad.workloads.three_pool.workload import ThreePool, ThreePoolFormulas
 
 class Breaks(ThreePool):
     def formulas(self, dtype, device, *, rounded_to=None):
@@ -256,7 +256,7 @@ class BreaksHere(ThreePoolFormulas):
     ],
 )
 def test_workloads_that_are_none(tmp_path, sumgrad_check, source, words):
-    from sumgrad.errors import UserError
+    from sumgrad.base.errors import UserError
 
     path = tmp_path / "mine.py"
     path.write_text(source)
@@ -265,11 +265,11 @@ def test_workloads_that_are_none(tmp_path, sumgrad_check, source, words):
 
 
 def test_a_workload_with_wrong_shapes(tmp_path, sumgrad_check):
-    from sumgrad.errors import UserError
+    from sumgrad.base.errors import UserError
 
     path = tmp_path / "mine.py"
     path.write_text(
-        "from sumgrad.workloads.three_pool import ThreePool\n"
+        "from sumgrad.workloads.three_pool.workload import ThreePool\n"
         "class Thing(ThreePool):\n"
         "    def params(self, step):\n"
         "        out = super().params(step)\n"
@@ -292,7 +292,7 @@ def test_a_gradient_that_is_not_finite(tmp_path, sumgrad_check, value):
 
 NOT_FINITE = """
 import torch.distributed as dist
-from sumgrad.workloads.three_pool import ThreePool, ThreePoolFormulas
+from sumgrad.workloads.three_pool.workload import ThreePool, ThreePoolFormulas
 
 class Thing(ThreePool):
     def formulas(self, dtype, device, *, rounded_to=None):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import RUNNABLE, shipped
-from sumgrad.cli import main
-from sumgrad.verdict import merge
+from sumgrad.base.verdict import merge
+from sumgrad.cli.main import main
 
 
 def run(*argv: object) -> int:
@@ -69,7 +69,7 @@ def test_plan_only_topologies_are_not_started(capsys):
 
 
 def test_run_py_without_torchrun_says_what_to_type(monkeypatch, capsys):
-    from sumgrad.cli import torchrun_main
+    from sumgrad.cli.main import torchrun_main
 
     monkeypatch.setattr("sys.argv", ["run.py", "--topology", str(shipped("three_pool"))])
     monkeypatch.delenv("RANK", raising=False)

@@ -7,12 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sumgrad.compare import (
-    Expected,
-    TensorDiff,
-    same_bits,
-    tensor_diff,
-)
+from sumgrad.base.tensors import same_bits
+from sumgrad.judge.comparison import Expected, TensorDiff, tensor_diff
 
 KEY = ("structure", 1)
 VALUE = torch.tensor([[3.0, -4.0], [0.0, 12.0]], dtype=torch.float64)  # its norm is 13

@@ -8,14 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from records_in_memory import FLOOR, SCALE, planned_record, with_rank
-from sumgrad.compare import (
-    compare_replicas,
-    compare_scalars,
-    compare_tensors,
-    complete_ranks,
-    expect,
-    expect_norms,
-)
+from sumgrad.judge.cells import compare
+from sumgrad.judge.checks.same_start import expect_norms
+from sumgrad.judge.planned import compare_replicas, compare_scalars, complete_ranks, expect
 
 KEY = ("structure", 1)
 
@@ -44,7 +39,7 @@ def test_a_home_is_compared_with_all_terms_and_a_replica_with_its_own(record):
 
 
 def test_every_tensor_of_every_rank_in_every_tier_and_step(record):
-    diffs = list(compare_tensors(record))
+    diffs = list(compare(record))
     assert {d.status for d in diffs} == {"pass"}
     found = {(d.tier, d.step, d.rank, d.name) for d in diffs}
     expected = {
@@ -80,7 +75,7 @@ def test_one_element_of_one_rank_is_seen(record, rank):
         (error * (int(bound / error) + 1), True),
     ):
         wrong = changed(record, rank, name, by)
-        bad = [d for d in compare_tensors(wrong) if d.status == "fail"]
+        bad = [d for d in compare(wrong) if d.status == "fail"]
         assert {(d.rank, d.name, d.tier, d.step) for d in bad} == (
             {(rank, name, *KEY)} if fails else set()
         )
@@ -93,28 +88,28 @@ def test_the_precision_tier_asks_less_unless_it_is_alone():
         out = planned_record(steps=1, tiers=tiers)
         for reference in out.references["precision"]:
             reference.floor.update(dict.fromkeys(reference.floor, 0.2))  # a factor of a half on 2
-        return {d.status for d in compare_tensors(out) if d.tier == "precision" and d.pool == "ci"}
+        return {d.status for d in compare(out) if d.tier == "precision" and d.pool == "ci"}
 
     assert statuses({"structure": "float64", "precision": "float32"}) == {"pass"}
     out = planned_record(steps=1, tiers={"precision": "float32"})
     for reference in out.references["precision"]:
         reference.floor.update(dict.fromkeys(reference.floor, 0.2))
         reference.by_term["imp"]["ci.b"] /= 2  # at most 1.5: a halved term would have passed
-    assert {d.name for d in compare_tensors(out) if d.status == "unknown"} == {"ci.b"}
+    assert {d.name for d in compare(out) if d.status == "unknown"} == {"ci.b"}
 
 
 def test_ranks_that_wrote_nothing_of_a_step_are_left_out_and_a_lost_tensor_fails(record):
     grads = {k: v for k, v in record.ranks[1].grads.items() if k != KEY}
-    found = {(d.rank, d.tier, d.step) for d in compare_tensors(with_rank(record, 1, grads=grads))}
+    found = {(d.rank, d.tier, d.step) for d in compare(with_rank(record, 1, grads=grads))}
     assert (1, *KEY) not in found
     assert {(0, *KEY), (2, *KEY), (1, "structure", 0), (8, *KEY)} <= found
     lost = {k: {n: g for n, g in v.items() if n != "ci.b"}
             for k, v in record.ranks[1].grads.items()}  # fmt: skip
-    bad = [d for d in compare_tensors(with_rank(record, 1, grads=lost)) if d.status == "fail"]
+    bad = [d for d in compare(with_rank(record, 1, grads=lost)) if d.status == "fail"]
     assert {(d.rank, d.name) for d in bad} == {(1, "ci.b")}
     assert len(bad) == 4
     gone = replace(record, ranks={r: h for r, h in record.ranks.items() if r != 0})
-    assert {d.rank for d in compare_tensors(gone)} == set(range(1, 9))
+    assert {d.rank for d in compare(gone)} == set(range(1, 9))
 
 
 def test_replicas_are_compared_in_every_pool_by_their_bits(record):

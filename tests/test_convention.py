@@ -177,7 +177,7 @@ def test_reduction_of_shards_and_replicas(ranks):
 @pytest.mark.distributed(ranks=3)
 def test_messages_of_any_order_arrive(ranks):
     import torch
-    from sumgrad.exchange import Parcel, exchange
+    from sumgrad.subjects.planned.exchange import Parcel, exchange
 
     def parcel(edge, peer, payload):
         return Parcel(edge=edge, peer=peer, a=0, b=2, tag=hash(edge) % 7, payload=payload)
@@ -193,7 +193,7 @@ def test_messages_of_any_order_arrive(ranks):
 @pytest.mark.parametrize(("numel", "edge"), [(3, "a"), (5, "a"), (4, "b")])
 def test_messages_of_another_size_or_edge_are_refused(ranks, numel, edge):
     import torch
-    from sumgrad.exchange import MessageError, Parcel, exchange
+    from sumgrad.subjects.planned.exchange import MessageError, Parcel, exchange
 
     if ranks.rank == 0:
         payload = torch.ones(numel)

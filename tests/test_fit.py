@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from sumgrad.fit import as_fraction, fit_deviation
+from sumgrad.diagnose.fit import as_fraction, fit_deviation
 
 
 def columns(num: int, size: int = 200) -> list[torch.Tensor]:

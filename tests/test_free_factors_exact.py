@@ -9,12 +9,18 @@ from fractions import Fraction
 import pytest
 import torch
 from records_in_memory import planned_record, with_rank
-from sumgrad import free_factors
-from sumgrad.case import Case, deviation, holders
-from sumgrad.fit import as_fraction, fit_deviation
-from sumgrad.free_factors import MAX_INTERVALS, _by_rank_rows, _intervals, _levels, fit_factors
-from sumgrad.predict import PartialSums
-from sumgrad.schedule import Mismatch
+from sumgrad.diagnose.case import Case, deviation, holders
+from sumgrad.diagnose.explainers.free_factors import (
+    MAX_INTERVALS,
+    _by_rank_rows,
+    _intervals,
+    _levels,
+    free_factors,
+)
+from sumgrad.diagnose.fit import as_fraction, fit_deviation
+from sumgrad.diagnose.free_factors import fit_factors
+from sumgrad.plan.predict import PartialSums
+from sumgrad.plan.schedule import Mismatch
 
 KEY = ("structure", 0)
 

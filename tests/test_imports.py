@@ -192,7 +192,7 @@ def test_no_module_takes_a_standard_library_name(path):
 
 def test_the_plugin_and_help_import_no_torch():
     code = (
-        "import sys, sumgrad.pytest_plugin, sumgrad.cli; "
+        "import sys, sumgrad.pytest_plugin, sumgrad.cli.main; "
         "sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,10 +10,10 @@ import time
 
 import pytest
 from conftest import ROOT
-from sumgrad.cli import main
-from sumgrad.errors import UserError
-from sumgrad.topology import load_topology
-from sumgrad.workload import import_file
+from sumgrad.base.errors import UserError
+from sumgrad.cli.main import main
+from sumgrad.subjects.loading import import_file
+from sumgrad.topology.pools import load_topology
 
 fuzz = import_file(ROOT / "scripts" / "fuzz_inputs.py")
 HEAD = "name: t\nworkload: three_pool\n"
@@ -49,7 +49,8 @@ HOSTILE = {
 LOAD = """
 import sys
 from pathlib import Path
-from sumgrad.topology import UserError, load_topology
+from sumgrad.base.errors import UserError
+from sumgrad.topology.pools import load_topology
 try:
     load_topology(Path(sys.argv[1]))
 except UserError as error:

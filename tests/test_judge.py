@@ -13,35 +13,35 @@ from fractions import Fraction
 
 import pytest
 import torch
-from sumgrad.hypotheses import hypotheses
-from sumgrad.judge import judge
-from sumgrad.plan import Emission, Handoff, Plan, Reduction, Transfer, messages
-from sumgrad.predict import PartialSums, Prediction
-from sumgrad.record import RunRecord, load_record
+from sumgrad.diagnose.explainers.hypotheses import hypotheses
+from sumgrad.diagnose.verdict import judge
+from sumgrad.plan.edges import Emission, Handoff, Plan, Reduction, Transfer, messages
+from sumgrad.plan.predict import PartialSums, Prediction
+from sumgrad.record.directory import Record, load_record
 
 pytestmark = pytest.mark.distributed
 KEY = ("structure", 1)
 
 
 @pytest.fixture(scope="module")
-def stored(run_once) -> RunRecord:
+def stored(run_once) -> Record:
     _, directory = run_once("three_pool", steps=2, tiers=("structure",), keep_partials=True)
     return load_record(directory)
 
 
 @pytest.fixture(scope="module")
-def stored_ragged(run_once) -> RunRecord:
+def stored_ragged(run_once) -> Record:
     _, directory = run_once("three_pool_ragged", steps=2, tiers=("structure",), keep_partials=True)
     return load_record(directory)
 
 
 @pytest.fixture
-def record(stored) -> RunRecord:
+def record(stored) -> Record:
     """A copy that a test may change."""
     return copy.deepcopy(stored)
 
 
-def predict_run(record: RunRecord, plan: Plan) -> RunRecord:
+def predict_run(record: Record, plan: Plan) -> Record:
     """The record that ranks running `plan` in the second step would have left, but the ledger."""
     partials = record.partials["structure"]
     prediction = Prediction(plan, PartialSums(partials[1]), PartialSums(partials[0]))
@@ -61,7 +61,7 @@ def predict_run(record: RunRecord, plan: Plan) -> RunRecord:
     return out
 
 
-def first_kind(record: RunRecord) -> str | None:
+def first_kind(record: Record) -> str | None:
     verdict = judge(record)
     return verdict.diagnoses[0].kind if verdict.diagnoses else None
 
@@ -77,11 +77,11 @@ def test_its_own_prediction_passes(record):
     assert judge(predict_run(record, record.plan)).status == "pass"
 
 
-def tensor(record: RunRecord, rank: int, name: str) -> torch.Tensor:
+def tensor(record: Record, rank: int, name: str) -> torch.Tensor:
     return record.ranks[rank].grads[KEY][name]
 
 
-def every_rank(record: RunRecord, name: str) -> list[int]:
+def every_rank(record: Record, name: str) -> list[int]:
     return [r for r, held in record.ranks.items() if name in held.grads[KEY]]
 
 
@@ -202,7 +202,7 @@ def test_wrong_scalars_fail(record, field, value, what):
     assert any(text.startswith(what) for text in verdict.findings)
 
 
-def edit_ledger(record: RunRecord, change: Callable[[list[dict]], None]) -> RunRecord:
+def edit_ledger(record: Record, change: Callable[[list[dict]], None]) -> Record:
     change(record.ranks[4].events[KEY])
     return record
 

@@ -8,8 +8,9 @@ from fractions import Fraction
 
 import pytest
 from records_in_memory import planned_record, with_rank
-from sumgrad.judge import judge, ledger_mismatches, prediction_agrees
-from sumgrad.plan import Reduction
+from sumgrad.diagnose.verdict import judge, prediction_agrees
+from sumgrad.judge.checks.ledgers import ledger_mismatches
+from sumgrad.plan.edges import Reduction
 
 KEYS = [(tier, step) for tier in ("structure", "precision") for step in (0, 1)]
 

@@ -404,7 +404,7 @@ def test_without_triton_layouts_trees_and_oracles_work_and_kernels_say_so():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import sumgrad.kernels.tree, sumgrad.kernels.layout, sumgrad.kernels.oracle\n"
-        "import sumgrad.workloads.three_pool\n"
+        "import sumgrad.workloads.three_pool.workload\n"
         "import sumgrad.kernels.swiglu"
     )
     found = run_python(code)

@@ -18,9 +18,7 @@ from sumgrad.kernels.layout import Layout, Piece
 from sumgrad.kernels.linear import Tiles, column_nodes, linear, weight_nodes
 from sumgrad.kernels.rms_norm import rms_norm
 from sumgrad.kernels.rope import rope
-from sumgrad.kernels.runtime import (
-    KernelError,
-)
+from sumgrad.kernels.runtime import KernelError
 from sumgrad.kernels.swiglu import swiglu
 from sumgrad.kernels.tree import Accumulator
 from torch.nn import functional as F

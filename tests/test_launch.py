@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sumgrad.launch import Launcher, RankJob
+from sumgrad.launch.local.launcher import Launcher, RankJob
 
 pytestmark = pytest.mark.distributed
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 def in_group(guard, *, name, arguments):
     """A job without pytest: one of the functions below, in the default group."""
-    from sumgrad.check_rank import local_group
+    from sumgrad.launch.rank import local_group
 
     with local_group(guard):
         globals()[name](ranks=guard.env, **arguments)
@@ -205,7 +205,7 @@ def test_nobody_is_left_behind(tmp_path, number):
     marks.mkdir()
     code = f"""
 from pathlib import Path
-from sumgrad.launch import Launcher, RankJob
+from sumgrad.launch.local.launcher import Launcher, RankJob
 with Launcher() as launcher:
     launcher.run(RankJob(
         target={f"{__file__}:in_group"!r}, num_ranks=3,
@@ -266,7 +266,7 @@ def test_ranks_interpret_triton_whoever_starts_them(tmp_path):
     """A script that never heard of TRITON_INTERPRET, and imported triton before the launcher."""
     code = (
         "import torch._dynamo; from pathlib import Path\n"
-        "from sumgrad.launch import Launcher, RankJob\n"
+        "from sumgrad.launch.local.launcher import Launcher, RankJob\n"
         f"place = Path({str(tmp_path)!r}); (place / 'ranks').mkdir()\n"
         "job = RankJob(target='test_launch:which_triton', num_ranks=1, directory=place)\n"
         "with Launcher() as launcher:\n"

@@ -6,19 +6,17 @@ from dataclasses import replace
 
 import pytest
 from records_in_memory import program_record, topology_of
-from sumgrad.ledger_checks import (
+from sumgrad.judge.joint import (
     Joint,
     carries,
-    disagreements,
     fed,
     identical,
     joint_operations,
-    labels,
-    law_findings,
     prescaled,
     sizes_of,
     unrecorded,
 )
+from sumgrad.judge.ledger import disagreements, labels, law_findings
 
 GROUP = (0, 1, 2)
 

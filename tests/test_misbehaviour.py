@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from sumgrad.collective_faults import CollectiveFault
-from sumgrad.delegation import DELEGATED, unrecorded_operations
-from sumgrad.misbehaviour import Misbehaviour
-from sumgrad.operations import FAMILIES, disagreement_of, group_name
-from sumgrad.topology import parse_topology
-from sumgrad.yaml_source import YamlSource
+from sumgrad.faults.collective import CollectiveFault
+from sumgrad.faults.misbehaviour import Misbehaviour
+from sumgrad.ledger.delegation import DELEGATED, unrecorded_operations
+from sumgrad.ledger.operations import FAMILIES, disagreement_of, group_name
+from sumgrad.topology.pools import parse_topology
+from sumgrad.topology.yaml_source import YamlSource
 
 
 def topology(**pools):

@@ -102,7 +102,7 @@ def test_the_table_names_files_that_exist_and_reasons_of_mutants_that_exist():
         assert (ROOT / path).exists()
         assert all((ROOT / t).exists() for t in tests if t.startswith("tests/"))
         assert mutants.module_name(path).startswith("sumgrad.")
-    assert mutants.module_name("harness/judge/compare.py") == "sumgrad.judge.compare"
+    assert mutants.module_name("harness/judge/compare.py") == "sumgrad.judge.judge.compare"
     for path, functions in table["not_here"].items():
         for function in functions:
             mutant_operators.function_source((ROOT / path).read_text(), function)
@@ -126,4 +126,4 @@ def test_a_mutant_is_killed_and_what_is_no_mutant_is_not():
     found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert found.returncode == 0, found.stdout + found.stderr
     assert '"killed": 1' in found.stdout
-    assert "green  harness/tolerances.py" in found.stdout
+    assert "green  harness/base/tolerances.py" in found.stdout

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sumgrad.placement import Placed, place, to_local
+from sumgrad.base.tensors import to_local
+from sumgrad.subjects.program.placement import Placed, place
 from torch import nn
 
 FULL = {

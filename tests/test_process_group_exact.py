@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from sumgrad import process_group
-from sumgrad.process_group import Ledger, RecordingProcessGroup, tensors_in
+from sumgrad.ledger import process_group
+from sumgrad.ledger.process_group import Ledger, RecordingProcessGroup, tensors_in
 
 
 class Work:

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, shipped
-from sumgrad.check import CheckOptions, judge_directory, run_check
-from sumgrad.conversation import Conversation
-from sumgrad.launch import Launcher, RankJob
-from sumgrad.outcome import RankOutcome
-from sumgrad.rank_log import RankLog
+from sumgrad.base.outcome import RankOutcome
+from sumgrad.launch.ask import CheckOptions
+from sumgrad.launch.check import run_check
+from sumgrad.launch.judging import judge_directory
+from sumgrad.launch.local.conversation import Conversation
+from sumgrad.launch.local.launcher import Launcher, RankJob
+from sumgrad.launch.local.rank_log import RankLog
 
 pytestmark = pytest.mark.distributed
 
@@ -40,7 +42,7 @@ def job_of(directory, function, *, num_ranks=1, timeout_s=30.0, **arguments):
 
 def in_group(guard, *, name, arguments):
     """One of the functions below on a rank, in the default group."""
-    from sumgrad.check_rank import local_group
+    from sumgrad.launch.rank import local_group
 
     with local_group(guard):
         globals()[name](ranks=guard.env, **arguments)
@@ -105,7 +107,7 @@ def do_to_the_server(ranks, *, marks, number):
 
 def test_a_server_that_is_killed_or_stopped_is_missed(tmp_path, monkeypatch):
     """And what its ranks had started is ended by the launcher."""
-    monkeypatch.setattr("sumgrad.launch.SILENCE_S", 2.0)
+    monkeypatch.setattr("sumgrad.launch.local.launcher.SILENCE_S", 2.0)
     with Launcher() as launcher, launcher.temporary_directory() as kept:
         for number, words in (
             (signal.SIGKILL, "the fork server ended with exit code -9"),
@@ -187,16 +189,16 @@ def end_late(ranks):
     elif how == "hang":
         atexit.register(time.sleep, 1000)
     elif how == "told":  # to end, while it writes its last
-        import sumgrad.rank
+        import sumgrad.launch.guard
 
-        write = sumgrad.rank.write_json
+        write = sumgrad.launch.guard.write_json
 
         def write_later(path, data):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.5)
             write(path, data)
 
-        sumgrad.rank.write_json = write_later
+        sumgrad.launch.guard.write_json = write_later
 
 
 LATE_ENDS = {
@@ -218,8 +220,8 @@ def test_a_rank_that_ends_badly_after_its_last_write(sumgrad_launcher, tmp_path)
 
 LATE = """
 import atexit, os, signal
-from sumgrad.check_rank import check_rank
-from sumgrad.workloads.three_pool import ThreePool
+from sumgrad.launch.rank import check_rank
+from sumgrad.workloads.three_pool.workload import ThreePool
 
 class Late(ThreePool):
     def formulas(self, dtype, device, **more):
@@ -409,10 +411,10 @@ def test_a_launcher_survives_what_is_raised_while_it_waits(tmp_path, alarm):
 
 def test_a_launcher_survives_an_interruption_at_any_line(tmp_path):
     """Raised at many places of a run, from the first line of `submit` to the last of `collect`."""
-    import sumgrad.conversation
-    import sumgrad.launch
+    import sumgrad.launch.local.conversation
+    import sumgrad.launch.local.launcher
 
-    files = {sumgrad.launch.__file__, sumgrad.conversation.__file__}
+    files = {sumgrad.launch.local.launcher.__file__, sumgrad.launch.local.conversation.__file__}
     with Launcher() as launcher:
         launcher.wait_ready()
         for stop_at in [*range(1, 60, 4), *range(60, 400, 60)]:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from conftest import PROGRAMS, shipped
-from sumgrad.check import CheckOptions, judge_directory, run_check
-from sumgrad.topology import load_topology
-from sumgrad.verdict import EXIT_CODES
+from sumgrad.base.verdict import EXIT_CODES
+from sumgrad.launch.ask import CheckOptions
+from sumgrad.launch.check import run_check
+from sumgrad.launch.judging import judge_directory
+from sumgrad.topology.pools import load_topology
 
 pytestmark = pytest.mark.distributed
 
@@ -260,7 +262,7 @@ def test_rows_and_a_program_without_an_options_parameter(tmp_path, sumgrad_launc
 
 
 def test_shrinking_finds_two_ranks(sumgrad_launcher, tmp_path):
-    from sumgrad.shrink import shrink
+    from sumgrad.launch.matrix.shrink import shrink
 
     options = CheckOptions(
         topology=shipped("ddp"), fault="ddp_average", out=tmp_path / "run", timeout_s=60

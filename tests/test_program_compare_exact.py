@@ -15,16 +15,8 @@ from records_in_memory import (
     program_reference,
     with_rank,
 )
-from sumgrad.program_compare import (
-    cells,
-    compare_again,
-    compare_cell,
-    compare_program,
-    differing_replicas,
-    expected,
-    shard,
-    uncovered,
-)
+from sumgrad.judge.cells import cells, compare, compare_again, compare_cell, expected, shard
+from sumgrad.judge.program import differing_replicas, uncovered
 
 KEY = ("structure", 0)
 # Rank 0 holds the first row of w, rank 1 the rest, rank 2 what rank 1 holds; all hold b.
@@ -60,7 +52,7 @@ def with_feeds(record, rank: int, feeds: list):
 
 
 def failed(record) -> set[tuple[int, str, str, int]]:
-    return {(d.rank, d.name, d.tier, d.step) for d in compare_program(record) if d.status == "fail"}
+    return {(d.rank, d.name, d.tier, d.step) for d in compare(record) if d.status == "fail"}
 
 
 def with_reference(record, tier: str = "structure", at: int = 0, *, program=None, **step):
@@ -113,7 +105,7 @@ def test_a_shard_is_held_against_its_own_elements(record):
 
 
 def test_every_tensor_of_every_rank_tier_and_step(record):
-    diffs = compare_program(record)
+    diffs = compare(record)
     assert {d.status for d in diffs} == {"pass"}
     assert {(d.rank, d.name, d.tier, d.step) for d in diffs} == {
         (r, n, t, s) for r in range(3) for n in SHAPES for t in record.spec.tiers for s in (0, 1)
@@ -164,7 +156,7 @@ def lost(record, rank: int, name: str):
 
 def test_no_gradient_is_wrong_where_there_is_one_and_right_where_there_is_none(record):
     wrong = lost(record, 1, "b")
-    bad = [d for d in compare_program(wrong) if d.status == "fail"]
+    bad = [d for d in compare(wrong) if d.status == "fail"]
     assert {(d.rank, d.name) for d in bad} == {(1, "b")}
     assert {d.reason for d in bad} == {
         "the step left no gradient (None); the reference is not zero"
@@ -181,10 +173,10 @@ def test_no_gradient_is_wrong_where_there_is_one_and_right_where_there_is_none(r
     never = with_reference(one, program={"reached": ("w",)}, **unused)
     for rank in range(3):
         never = lost(never, rank, "b")
-    assert {d.status for d in compare_program(never)} == {"pass"}  # nothing uses it
+    assert {d.status for d in compare(never)} == {"pass"}  # nothing uses it
     used = replace(never, references={"structure": [replace(never.references["structure"][0],
                                                             reached=("w", "b"))]})  # fmt: skip
-    unsure = [d for d in compare_program(used) if d.name == "b"]
+    unsure = [d for d in compare(used) if d.name == "b"]
     assert {d.status for d in unsure} == {"unknown"}
     assert "zero at these weights" in unsure[0].reason
     # Something where no term reaches: a failure, however little it is.
@@ -197,7 +189,7 @@ def test_no_gradient_is_wrong_where_there_is_one_and_right_where_there_is_none(r
     for r in range(3):
         grads = {**two.ranks[r].grads, KEY: {**two.ranks[r].grads[KEY], "b": zero}}
         two = with_rank(two, r, grads=grads)
-    assert {d.status for d in compare_program(two)} == {"pass"}
+    assert {d.status for d in compare(two)} == {"pass"}
 
 
 def test_zero_by_mathematics_passes_without_a_gradient(record):
@@ -216,10 +208,10 @@ def test_zero_by_mathematics_passes_without_a_gradient(record):
 
 
 def test_another_model_another_batch_or_an_unsound_reference_is_not_compared(record):
-    assert compare_program(with_rank(record, 2, built="other")) == []
-    assert compare_program(with_rank(record, 0, batch="other")) == []
+    assert compare(with_rank(record, 2, built="other")) == []
+    assert compare(with_rank(record, 0, batch="other")) == []
     unsound = with_reference(record, program={"problems": ("it draws",)})
-    diffs = compare_program(unsound)
+    diffs = compare(unsound)
     assert {(d.tier, d.step) for d in diffs} == {
         ("structure", 1), ("precision", 0), ("precision", 1)
     }  # fmt: skip
@@ -227,7 +219,7 @@ def test_another_model_another_batch_or_an_unsound_reference_is_not_compared(rec
 
 def test_steps_after_the_first_need_every_parameters_place(record):
     lostone = with_rank(record, 1, unknown=("x: nowhere",))
-    assert {(d.tier, d.step) for d in compare_program(lostone)} == {KEY, ("precision", 0)}
+    assert {(d.tier, d.step) for d in compare(lostone)} == {KEY, ("precision", 0)}
     assert compare_again(lostone) == []
 
 
@@ -302,6 +294,6 @@ def test_a_term_that_would_hide_makes_a_program_unknown():
     small = {n: integers(s, 3) * 1e-14 for n, s in SHAPES.items()}
     step = program_reference().step
     hidden = with_reference(one, by_term={**step.by_term, "aux": small})
-    diffs = compare_program(hidden)
+    diffs = compare(hidden)
     assert {d.status for d in diffs} == {"unknown"}
     assert {d.reason for d in diffs} == {"a wrong factor on aux would not have been seen"}

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from records_in_memory import SCALE, SHAPES, program_record, with_rank
-from sumgrad.program_judge import judge_program
-from sumgrad.verdict import Verdict
+from sumgrad.base.verdict import Verdict
+from sumgrad.diagnose.verdict import judge
 
 KEY = ("structure", 0)
 ROUNDING = 2.0**-23 * SCALE  # one of float32, of the scale
@@ -39,18 +39,18 @@ def tiers_of(verdict: Verdict) -> dict[str, str]:
 
 
 def test_a_right_run_passes_and_says_nothing(record):
-    verdict = judge_program(record)
+    verdict = judge(record)
     assert verdict.status == "pass"
     assert tiers_of(verdict) == {"structure": "pass", "precision": "pass"}
     assert (verdict.findings, verdict.warnings, verdict.reasons, verdict.diagnoses) == ((),) * 4
     assert len(verdict.data["tensors"]) == 3 * 2 * 2 * 2
     assert [t.dtype for t in verdict.tiers] == ["float64", "float32"]
-    assert judge_program(replace(record, spec=replace(record.spec, law="enforce"))).status == "pass"
+    assert judge(replace(record, spec=replace(record.spec, law="enforce"))).status == "pass"
 
 
 def test_a_tier_that_was_not_run_is_unknown_and_says_why(record):
     spec = replace(record.spec, skipped={"bitwise": "no float64"})
-    verdict = judge_program(replace(record, spec=spec))
+    verdict = judge(replace(record, spec=spec))
     assert verdict.status == "unknown"
     assert tiers_of(verdict)["bitwise"] == "unknown"
     assert verdict.tiers[-1].reasons == ("no float64",)
@@ -61,7 +61,7 @@ def test_a_tier_that_was_not_run_is_unknown_and_says_why(record):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_missing_rank_is_unknown(record, rank):
     gone = replace(record, ranks={r: h for r, h in record.ranks.items() if r != rank})
-    verdict = judge_program(gone)
+    verdict = judge(gone)
     assert tiers_of(verdict) == {"structure": "unknown", "precision": "unknown"}
     where = f"rank {rank} (train[{rank}])"
     assert verdict.reasons == (f"{where}: ended well, but its record is missing or incomplete",)
@@ -69,21 +69,21 @@ def test_a_missing_rank_is_unknown(record, rank):
         replace(o, status="raised", detail="ValueError: x") if o.rank == rank else o
         for o in record.outcomes
     )
-    assert judge_program(replace(gone, outcomes=dead)).reasons == (
+    assert judge(replace(gone, outcomes=dead)).reasons == (
         f"{where}: raised, ValueError: x",
     )
-    late = judge_program(replace(record, outcomes=dead))
+    late = judge(replace(record, outcomes=dead))
     assert (late.status, late.reasons) == ("unknown", (f"{where}: raised, ValueError: x",))
     silent = tuple(replace(o, detail=None) for o in dead)
-    assert judge_program(replace(gone, outcomes=silent)).reasons == (f"{where}: raised",)
-    nobody = judge_program(replace(record, ranks={}))
+    assert judge(replace(gone, outcomes=silent)).reasons == (f"{where}: raised",)
+    nobody = judge(replace(record, ranks={}))
     assert nobody.status == "unknown"
 
 
 @pytest.mark.parametrize("key", [("structure", 0), ("precision", 1)])
 def test_a_step_that_one_rank_did_not_write_is_unknown_in_its_tier(record, key):
     grads = {k: g for k, g in record.ranks[1].grads.items() if k != key}
-    verdict = judge_program(with_rank(record, 1, grads=grads))
+    verdict = judge(with_rank(record, 1, grads=grads))
     assert tiers_of(verdict)[key[0]] == "unknown"
     assert sorted(tiers_of(verdict).values()) == ["pass", "unknown"]
 
@@ -92,9 +92,9 @@ def test_a_missing_or_unsound_reference_is_unknown_in_its_tier(record):
     for tier in ("structure", "precision"):
         for kept in ([0], [1], []):
             references = {**record.references, tier: [record.references[tier][i] for i in kept]}
-            verdict = judge_program(replace(record, references=references))
+            verdict = judge(replace(record, references=references))
             assert tiers_of(verdict)[tier] == "unknown"
-        verdict = judge_program(with_references(record, tier, problems=("it draws",)))
+        verdict = judge(with_references(record, tier, problems=("it draws",)))
         assert tiers_of(verdict)[tier] == "unknown"
         assert verdict.reasons == (f"{tier}: it draws",)
         assert sorted(tiers_of(verdict).values()) == ["pass", "unknown"]
@@ -110,43 +110,43 @@ def test_a_missing_or_unsound_reference_is_unknown_in_its_tier(record):
     ],
 )
 def test_what_one_rank_did_otherwise_is_unknown(record, change, words):
-    verdict = judge_program(with_rank(record, 1, **change))
+    verdict = judge(with_rank(record, 1, **change))
     assert verdict.status == "unknown"
     assert any(reason.startswith(words) for reason in verdict.reasons), verdict.reasons
     assert verdict.findings == ()
 
 
 def test_damage_and_problems_of_the_program_are_reasons(record):
-    assert judge_program(replace(record, damage=("torn",))).reasons == ("torn",)
-    verdict = judge_program(with_facts(record, problems=("no build()",)))
+    assert judge(replace(record, damage=("torn",))).reasons == ("torn",)
+    verdict = judge(with_facts(record, problems=("no build()",)))
     assert (verdict.status, verdict.reasons) == ("unknown", ("no build()",))
     half = replace(record.ranks[0], params=("w",))
-    verdict = judge_program(replace(record, ranks=dict.fromkeys(range(3), half)))
+    verdict = judge(replace(record, ranks=dict.fromkeys(range(3), half)))
     assert verdict.reasons == ("no rank holds b, so its gradient was not compared",)
 
 
 def test_a_step_that_changes_weights_is_unknown(record):
     wrong = with_info(with_info(record, 2, changed_weights=["w", "b"]), 1, changed_weights=["b"])
-    (reason,) = judge_program(wrong).reasons
+    (reason,) = judge(wrong).reasons
     assert reason.startswith("step() changes the weights of b and 1 more on rank 1-2")
-    (reason,) = judge_program(with_info(record, 0, ("precision", 1), changed_weights=["w"])).reasons
+    (reason,) = judge(with_info(record, 0, ("precision", 1), changed_weights=["w"])).reasons
     assert reason.startswith("step() changes the weights of w on rank 0")
 
 
 def test_what_breaks_fails(record):
-    other = judge_program(with_info(record, 2, ("precision", 1), other_weights=["w", "b"]))
+    other = judge(with_info(record, 2, ("precision", 1), other_weights=["w", "b"]))
     assert other.status == "fail"
     assert other.findings == (
         "weights, precision, step 1: rank 2 starts from other values of w and 1 more than the "
         "reference",
     )
     for key in record.ranks[0].info:
-        (text,) = judge_program(with_info(record, 0, key, other_weights=["w"])).findings
+        (text,) = judge(with_info(record, 0, key, other_weights=["w"])).findings
         assert text.startswith(f"weights, {key[0]}, step {key[1]}: rank 0 starts from other values")
     elsewhere = with_info(with_rank(record, 2, built="x"), 2, other_weights=["w"])
-    assert judge_program(elsewhere).findings == ()  # said already: build() gives other weights
+    assert judge(elsewhere).findings == ()  # said already: build() gives other weights
     races = with_info(with_info(record, 0, races=["a", "b"]), 2, races=["a", "c", "d"])
-    verdict = judge_program(races)
+    verdict = judge(races)
     assert verdict.status == "fail"
     assert [f.partition(",")[0] for f in verdict.findings] == [
         "nobody waits for a", "nobody waits for b", "nobody waits for c"
@@ -156,13 +156,13 @@ def test_what_breaks_fails(record):
 
 def test_what_is_only_said(record):
     partial = with_info(with_info(record, 0, partial=["w"]), 2, partial=["w", "b"])
-    verdict = judge_program(partial)
+    verdict = judge(partial)
     assert verdict.status == "pass"
     (text,) = verdict.warnings
     assert text.startswith("the gradient of w and 1 more on rank 0, 2 is still a Partial DTensor")
     loud = with_references(with_references(record, "structure", warnings=("x", "y")),
                            "precision", warnings=("y", "z"))  # fmt: skip
-    verdict = judge_program(loud)
+    verdict = judge(loud)
     assert (verdict.status, verdict.warnings) == (
         "pass", ("structure: x", "structure: y", "precision: z")
     )  # fmt: skip
@@ -174,7 +174,7 @@ def test_replicas_with_other_bits_fail_only_where_the_law_is_enforced(law):
     grads = {**one.ranks[1].grads}
     grads["precision", 0] = {**grads["precision", 0]}
     grads["precision", 0]["b"] = grads["precision", 0]["b"] * (1 + 2.0**-22)
-    verdict = judge_program(with_rank(one, 1, grads=grads))
+    verdict = judge(with_rank(one, 1, grads=grads))
     said = (
         "replicas, precision, step 0: rank 0 and rank 1 hold other bits of b's gradient, which one "
         "collective gave to both",
@@ -187,14 +187,14 @@ def test_replicas_with_other_bits_fail_only_where_the_law_is_enforced(law):
 
 def test_a_repeated_step_that_fails_where_the_first_passed(record):
     again = {**record.ranks[2].again, "b": record.ranks[2].again["b"] + 1}
-    verdict = judge_program(with_rank(record, 2, again=again))
+    verdict = judge(with_rank(record, 2, again=again))
     assert verdict.status == "fail"
     assert any("gave another gradient of b the second time, on rank 2" in text.replace("\n", " ")
                for text in verdict.findings)  # fmt: skip
     wrong = with_rank(record, 2, again=again)
     grads = {**wrong.ranks[2].grads}
     grads["structure", 0] = {**grads["structure", 0], "b": grads["structure", 0]["b"] + 1}
-    verdict = judge_program(with_rank(wrong, 2, grads=grads))  # it failed already
+    verdict = judge(with_rank(wrong, 2, grads=grads))  # it failed already
     assert not any("second time" in text for text in verdict.findings)
 
 
@@ -214,7 +214,7 @@ def noisy(tiers, size: float, *, rank: int = 1):
 
 @pytest.mark.parametrize(("times", "status"), [(15.9, "unknown"), (16.1, "fail"), (150, "fail")])
 def test_errors_like_float32_roundings_are_unknown_up_to_sixteen_of_them(times, status):
-    verdict = judge_program(noisy({"structure": "float64"}, times * ROUNDING))
+    verdict = judge(noisy({"structure": "float64"}, times * ROUNDING))
     assert verdict.status == status
     said = [x for t in verdict.tiers for x in t.reasons]
     assert any("no larger than float32 roundings" in x for x in said) == (status == "unknown")
@@ -228,30 +228,30 @@ def test_float32_is_an_excuse_only_where_it_was_seen(places, status):
     for r in range(3):
         info = {key: {**held, "narrow": places} for key, held in one.ranks[r].info.items()}
         one = with_rank(one, r, info=info)
-    verdict = judge_program(one)
+    verdict = judge(one)
     assert verdict.status == status
     said = [x for t in verdict.tiers for x in t.reasons]
     assert any("the step makes float32 at mine.py:9" in x for x in said) == bool(places)
 
 
 def test_float32_is_no_excuse_elsewhere():
-    loud = judge_program(noisy({"precision": "float32"}, 15 * ROUNDING))
+    loud = judge(noisy({"precision": "float32"}, 15 * ROUNDING))
     assert loud.status == "fail"
     lost = noisy({"structure": "float64"}, 15 * ROUNDING)
     grads = {KEY: {n: g for n, g in lost.ranks[0].grads[KEY].items() if n != "b"}}
-    assert judge_program(with_rank(lost, 0, grads=grads)).status == "fail"
+    assert judge(with_rank(lost, 0, grads=grads)).status == "fail"
     # A factor that explains it is a cause, however small it is.
     scaled = program_record(tiers={"structure": "float64"})
     for r in range(3):
         grads = {KEY: {n: g * (1 + 2.0**-22) for n, g in scaled.ranks[r].grads[KEY].items()}}
         scaled = with_rank(scaled, r, grads=grads, again={})
-    assert judge_program(scaled).status == "fail"
+    assert judge(scaled).status == "fail"
 
 
 def test_another_gradient_fails_and_says_where(record):
     grads = {**record.ranks[1].grads, KEY: {**record.ranks[1].grads[KEY]}}
     grads[KEY]["w"] = grads[KEY]["w"] * 2
-    verdict = judge_program(with_rank(record, 1, grads=grads))
+    verdict = judge(with_rank(record, 1, grads=grads))
     assert verdict.status == "fail"
     assert tiers_of(verdict) == {"structure": "fail", "precision": "pass"}
     bad = [t for t in verdict.data["tensors"] if t["status"] == "fail"]

@@ -9,16 +9,17 @@ from dataclasses import replace
 
 import pytest
 from conftest import PROGRAMS, ROOT, shipped
-from sumgrad.check import CheckOptions, run_check
-from sumgrad.collective_faults import KINDS, parse_collective_fault
-from sumgrad.errors import UserError
-from sumgrad.fault_matrix import run_matrix
-from sumgrad.fault_operators import OPERATORS, RESEMBLES, operators_of, to_markdown
-from sumgrad.faults import plan_faults
-from sumgrad.matrix import Cell, Matrix
-from sumgrad.program_faults import step_faults, variants
-from sumgrad.program_matrix import cell_of, run_faults
-from sumgrad.program_record import load_program_record
+from sumgrad.base.errors import UserError
+from sumgrad.faults.collective import KINDS, parse_collective_fault
+from sumgrad.faults.operators import OPERATORS, RESEMBLES, operators_of, to_markdown
+from sumgrad.faults.plan import plan_faults
+from sumgrad.faults.step import step_faults, variants
+from sumgrad.launch.ask import CheckOptions
+from sumgrad.launch.check import run_check
+from sumgrad.launch.matrix.cells import Cell, Matrix
+from sumgrad.launch.matrix.plan_faults import run_matrix
+from sumgrad.launch.matrix.programs import cell_of, run_faults
+from sumgrad.record.directory import load_record
 
 NAMED: list[Cell] = []
 
@@ -124,7 +125,7 @@ def test_a_warm_rank_that_dies_after_its_last_write_is_no_fault_that_was_caught(
         topology=shipped("data_parallel"), steps=2, tiers=("structure",), out=tmp_path / "clean"
     )
     _, stored = run_check(options, launcher=sumgrad_launcher)
-    clean = load_program_record(stored)
+    clean = load_record(stored)
     faults = ["avg:allreduce@dp#1", "skip:allreduce@dp#1"]
     for i, (ended, result) in enumerate(
         [

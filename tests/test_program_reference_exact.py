@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.program import Broken, hash_model, weights_at
-from sumgrad.program_probe import probe
-from sumgrad.program_reference import (
+from sumgrad.subjects.program.probe import probe
+from sumgrad.subjects.program.protocol import Broken, hash_model, weights_at
+from sumgrad.subjects.program.reference import (
     Single,
     _low_precision,
     _same,
@@ -272,7 +272,7 @@ def test_one_weight_is_moved_by_one_rounding_up_down_or_not():
 
 
 def test_partials_are_merged_to_fit_into_memory(monkeypatch):
-    from sumgrad import program_reference
+    from sumgrad.subjects.program import reference as program_reference
 
     monkeypatch.setattr(program_reference, "MAX_PARTIALS", 5)  # elements; a gradient has two
     (r,) = reference(Linear())

@@ -67,7 +67,7 @@ def test_clipping_is_called_clipping(check, limit):
 def test_a_compiled_model_is_known_however_it_was_compiled():
     """Such a region is not looked into, so what was not seen in it is no evidence."""
     import torch
-    from sumgrad.narrow import is_compiled
+    from sumgrad.ledger.narrow import is_compiled
 
     plain, wrapped, in_place = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(3))
     wrapped[0] = torch.compile(wrapped[0], backend="eager")

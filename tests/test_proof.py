@@ -11,9 +11,9 @@ import pytest
 from conftest import RUNNABLE, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sumgrad.errors import UserError
-from sumgrad.faults import plan_faults
-from sumgrad.plan import (
+from sumgrad.base.errors import UserError
+from sumgrad.faults.plan import plan_faults
+from sumgrad.plan.edges import (
     Emission,
     Handoff,
     Plan,
@@ -24,10 +24,10 @@ from sumgrad.plan import (
     messages,
     row_owner,
 )
-from sumgrad.proof import prove
-from sumgrad.topology import parse_topology
-from sumgrad.workload import load_workload
-from sumgrad.yaml_source import YamlSource
+from sumgrad.plan.proof import prove
+from sumgrad.subjects.planned.workload import load_workload
+from sumgrad.topology.pools import parse_topology
+from sumgrad.topology.yaml_source import YamlSource
 
 
 def make_plan(ci: int, blocks: list[int], ppgd: int, rows: int, **pools: dict) -> Plan:

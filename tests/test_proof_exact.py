@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from records_in_memory import NUM_ROWS, planned_declaration, topology_of
-from sumgrad.plan import ONE, Plan, Transfer, build_plan, messages
-from sumgrad.proof import Cover, Sweep, expected_terms, prove
+from sumgrad.plan.edges import ONE, Plan, Transfer, build_plan, messages
+from sumgrad.plan.proof import Cover, Sweep, expected_terms, prove
 
 HALF = Fraction(1, 2)
 CI = [("stoch", "b0"), ("stoch", "b1"), ("imp", "ci"), ("ppgd", "ppgd")]
@@ -163,7 +163,7 @@ def test_what_is_found_of_an_edge(plan):
 
 
 def _findings_of(plan: Plan):
-    from sumgrad.proof import _findings
+    from sumgrad.plan.proof import _findings
 
     return list(_findings(plan))
 

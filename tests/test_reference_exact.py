@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.declaration import Declaration, Param, Quantity, Role, Term
-from sumgrad.noise_floor import floor_runs
-from sumgrad.reference import Job, compute_partials, compute_reference
-from sumgrad.workload import Produced, hash_weights
+from sumgrad.base.tensors import hash_weights
+from sumgrad.subjects.noise_floor import floor_runs
+from sumgrad.subjects.planned.reference import Job, compute_partials, compute_reference
+from sumgrad.subjects.planned.workload import Produced
+from sumgrad.topology.declaration import Declaration, Param, Quantity, Role, Term
 
 X = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
 NUM = len(X)

@@ -15,12 +15,12 @@ from xml.etree import ElementTree
 import pytest
 from markdown_it import MarkdownIt
 from rich.console import Console
-from sumgrad.cli import main
-from sumgrad.files import write_json
-from sumgrad.plain_text import printable, shown
-from sumgrad.report import print_report
-from sumgrad.report_files import to_html, to_junit, to_markdown
-from sumgrad.verdict import Verdict
+from sumgrad.base.files import write_json
+from sumgrad.base.plain_text import printable, shown
+from sumgrad.base.verdict import Verdict
+from sumgrad.cli.main import main
+from sumgrad.report.files import to_html, to_junit, to_markdown
+from sumgrad.report.terminal import print_report
 
 OWNED = "document.documentElement.setAttribute('data-owned', 1)"
 PAYLOADS = {
@@ -247,7 +247,9 @@ class MyStep:
 @pytest.mark.distributed
 def test_a_rank_that_raises_hostile_words(tmp_path, sumgrad_launcher):
     """From the exception on a rank to every report, also judged again from disk."""
-    from sumgrad.check import CheckOptions, judge_directory, run_check
+    from sumgrad.launch.ask import CheckOptions
+    from sumgrad.launch.check import run_check
+    from sumgrad.launch.judging import judge_directory
 
     message = "".join(PAYLOADS.values())
     source, topology = tmp_path / "mine.py", tmp_path / "t.yaml"

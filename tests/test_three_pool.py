@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import RUNNABLE, plan_of, shipped
-from sumgrad.check_reference import reference_job
-from sumgrad.record import RunSpec
-from sumgrad.reference import _Single
-from sumgrad.topology import load_topology
-from sumgrad.workload import load_workload
-from sumgrad.workloads import documents, draws, three_pool_model
-from sumgrad.workloads.three_pool import Options, ThreePool
-from sumgrad.workloads.three_pool_model import allowed_keys, lower, upper
+from sumgrad.launch.reference import reference_job
+from sumgrad.record.spec import RunSpec
+from sumgrad.subjects.planned.reference import _Single
+from sumgrad.subjects.planned.workload import load_workload
+from sumgrad.topology.pools import load_topology
+from sumgrad.workloads.three_pool import documents, draws
+from sumgrad.workloads.three_pool import model as three_pool_model
+from sumgrad.workloads.three_pool.model import allowed_keys, lower, upper
+from sumgrad.workloads.three_pool.workload import Options, ThreePool
 
 
 def spec_of(name: str, seed: int = 0) -> tuple[RunSpec, ThreePool]:

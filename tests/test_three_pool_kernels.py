@@ -7,19 +7,19 @@ import json
 import pytest
 import torch
 from conftest import ROOT
-from sumgrad.check import CheckOptions, make_spec
-from sumgrad.cli import main
-from sumgrad.errors import UserError
-from sumgrad.tolerances import KERNEL_CAP, noise_floor, with_kernels
-from sumgrad.workloads import three_pool_model as model
-from sumgrad.workloads.three_pool_kernels import triton_operators
+from sumgrad.base.errors import UserError
+from sumgrad.base.tolerances import KERNEL_CAP, noise_floor, with_kernels
+from sumgrad.cli.main import main
+from sumgrad.launch.ask import CheckOptions, make_spec
+from sumgrad.workloads.three_pool import model
+from sumgrad.workloads.three_pool.kernels import triton_operators
 from test_attacks import MINI, ONE_POOL
 
 WRONG = '''
 from dataclasses import replace
-from sumgrad.workloads import three_pool_kernels
-from sumgrad.workloads.three_pool import ThreePool
-from sumgrad.workloads import three_pool_model as model
+from sumgrad.workloads.three_pool import kernels as three_pool_kernels
+from sumgrad.workloads.three_pool.workload import ThreePool
+from sumgrad.workloads.three_pool import model
 
 class Mine(ThreePool):
     """Its Triton linear layer is wrong by one part in 10^10; torch's is right."""

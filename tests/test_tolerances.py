@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from sumgrad.noise_floor import (
+from sumgrad.base.tolerances import noise_floor, threshold, with_kernels
+from sumgrad.subjects.noise_floor import (
     FEW_ROWS,
     Run,
     differences,
@@ -16,7 +17,6 @@ from sumgrad.noise_floor import (
     norm,
     raise_floor,
 )
-from sumgrad.tolerances import noise_floor, threshold, with_kernels
 
 EPS64, EPS32 = 2.0**-52, 2.0**-23
 

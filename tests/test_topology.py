@@ -8,16 +8,16 @@ import pytest
 from conftest import PROGRAMS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sumgrad.catalogue import shipped_topologies, topologies_directory
-from sumgrad.errors import UserError
-from sumgrad.topology import (
+from sumgrad.base.errors import UserError
+from sumgrad.topology.pools import (
     json_schema,
     load_topology,
     parse_topology,
     topology_from_json,
     topology_to_json,
 )
-from sumgrad.yaml_source import YamlSource
+from sumgrad.topology.shipped import shipped_topologies, topologies_directory
+from sumgrad.topology.yaml_source import YamlSource
 
 HEAD = "name: t\nworkload: three_pool\n"
 

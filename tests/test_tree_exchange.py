@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from sumgrad.invariance.tree_exchange import DifferentTrees, Held, TooManyNodes, tree_sum
 from sumgrad.kernels.layout import Layout
 from sumgrad.kernels.tree import Accumulator, Nodes
-from sumgrad.tree_exchange import DifferentTrees, Held, TooManyNodes, tree_sum
 from test_tree import TREE, nodes_of, whole_root
 
 LENGTHS = (37, 16, 1, 50, 0, 23, 31, 20, 64, 3, 40)

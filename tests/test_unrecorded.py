@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sumgrad.endings import read_ledger
+from sumgrad.record.endings import read_ledger
 from test_program import text
 
 pytestmark = pytest.mark.distributed
@@ -39,7 +39,8 @@ def test_a_method_that_a_later_torch_brings(check, raises):
     """It exists: nothing to say. It is called: UNKNOWN, even where it raises and is caught."""
     body = f"""
     def build(self):
-        from sumgrad import delegation, process_group
+        from sumgrad.ledger import delegation
+        from sumgrad.ledger import process_group
         def put_single(self, tensor):
             if {raises}:
                 raise RuntimeError("not on this backend")

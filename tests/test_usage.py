@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, shipped
 from rich.console import Console
-from sumgrad.catalogue import find_topology
-from sumgrad.check import CheckOptions, run_check
-from sumgrad.cli import main
-from sumgrad.commands import command_line, sumgrad_command, torchrun_prefix
-from sumgrad.errors import UserError
-from sumgrad.report import print_report
-from sumgrad.topology import load_topology
-from sumgrad.workload import find_class, import_file
+from sumgrad.base.commands import command_line, sumgrad_command, torchrun_prefix
+from sumgrad.base.errors import UserError
+from sumgrad.cli.main import main
+from sumgrad.launch.ask import CheckOptions
+from sumgrad.launch.check import run_check
+from sumgrad.report.terminal import print_report
+from sumgrad.subjects.loading import find_class, import_file
+from sumgrad.topology.pools import load_topology
+from sumgrad.topology.shipped import find_topology
 
 README = (ROOT / "README.md").read_text()
 POOL = "pools: {train: {axes: {dp: 2}}}\n"
@@ -87,8 +88,8 @@ def test_a_wheel_has_the_topologies(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")
     script = (
-        "import sumgrad; from pathlib import Path; from sumgrad.topology import load_topology; "
-        "from sumgrad.catalogue import find_topology as find; "
+        "import sumgrad; from pathlib import Path; from sumgrad.topology.pools import load_topology; "
+        "from sumgrad.cli.catalogue import find_topology as find; "
         "print(sumgrad.__file__, load_topology(find(Path('three_pool'))).world_size)"
     )
     process = subprocess.run(
@@ -397,7 +398,7 @@ def test_the_figures_of_the_readme_are_those_of_its_data():
 
 
 def test_every_command_of_the_readme_is_one(here):
-    from sumgrad.arguments import make_parser
+    from sumgrad.cli.arguments import make_parser
 
     lines = re.findall(r"^    (sumgrad \w.*?)(?:\s+#.*)?$", README, flags=re.M)
     assert len(lines) >= 12

@@ -1,0 +1,48 @@
+"""A rank's own part of a tensor, and raw bits: compared and hashed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_local(tensor: Any) -> Tensor:
+    """A DTensor's own shard; any other tensor itself."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal shape, dtype and raw bits; NaNs of equal bits are equal."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    flat_a, flat_b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
+    return bool(torch.equal(flat_a.view(torch.uint8), flat_b.view(torch.uint8)))
+
+
+def digest(flat: Tensor) -> str:
+    """A hash of raw bits."""
+    raw = flat.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(raw, digest_size=8).hexdigest()
+
+
+def bits(tensors: Sequence[Tensor]) -> str:
+    """A hash of the raw bits of several tensors."""
+    total = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        total.update(digest(tensor.detach().reshape(-1)).encode())
+    return total.hexdigest()
+
+
+def hash_weights(params: Mapping[str, Tensor]) -> str:
+    """A hash of all weights by name, shape and bits."""
+    total = hashlib.sha256()
+    for name in sorted(params):
+        flat = params[name].detach().cpu().contiguous()
+        total.update(f"{name}{tuple(flat.shape)}{flat.dtype}".encode())
+        total.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:16]

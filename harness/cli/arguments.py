@@ -1,0 +1,169 @@
+"""The flags of every command, their help, and what they accept."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from sumgrad import __version__
+from sumgrad.base.errors import UserError
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+TIERS = ("structure", "precision", "bitwise")
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UserError where argparse would print and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message} (see {self.prog} --help)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """`sumgrad VERB ...`."""
+    parser = Parser(
+        prog="sumgrad",
+        description="Checks every rank's gradient of a distributed training step, and says which "
+        "term on which rank was counted how often.",
+        epilog="exit codes: 0 PASS, 1 FAIL, 2 bad usage or input, 3 UNKNOWN, 4 internal error",
+    )
+    parser.add_argument("--version", action="version", version=f"sumgrad {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    run = verbs.add_parser("run", help="check a topology, ranks started on this machine")
+    run.add_argument("topology", type=Path, metavar="T.yaml")
+    add_run_flags(run)
+    run.add_argument(
+        "--shrink",
+        action="store_true",
+        help="on a failure, find the smallest topology and batch that still fail",
+    )
+    add_common_flags(run)
+
+    plan = verbs.add_parser("plan", help="the rank map, who contributes what, and the proof")
+    plan.add_argument("topology", type=Path, metavar="T.yaml")
+    plan.add_argument("--workload", help="NAME, file.py:Class or package.module:Class")
+    plan.add_argument("--fault", metavar="NAME", help="prove the plan with this fault planted")
+    add_common_flags(plan)
+
+    faults = verbs.add_parser("faults", help="the kill matrix: topologies x planted faults")
+    faults.add_argument("topologies", type=Path, nargs="*", metavar="T.yaml")
+    faults.add_argument("--fault", action="append", metavar="NAME", help="only this; repeatable")
+    faults.add_argument(
+        "--workload", help="your own: file.py:Class or package.module:Class (default: the YAML's)"
+    )
+    faults.add_argument(
+        "--quick",
+        action="store_true",
+        help="of a Program's collectives of one kind over one axis only the first",
+    )
+    faults.add_argument("--seed", type=int, default=0)
+    faults.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS")
+    add_common_flags(faults)
+
+    ops = verbs.add_parser("ops", help="the invariance matrix: operators x properties, on raw bits")
+    ops.add_argument(
+        "--op",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this one, or your own as file.py:NAME (made with sumgrad.invariance.runs.plain); "
+        "repeatable",
+    )
+    ops.add_argument("--dtype", choices=DTYPES, default="float32")
+    ops.add_argument("--seed", type=int, default=0)
+    ops.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default=None,
+        help="default: cuda where there is a GPU, else cpu, where Triton's kernels are interpreted",
+    )
+    ops.add_argument("--timeout", type=_positive, default=1800.0, metavar="SECONDS")
+    add_common_flags(ops)
+
+    judge = verbs.add_parser("judge", help="judge a stored run again")
+    judge.add_argument("directory", type=Path, metavar="DIR")
+    judge.add_argument("--law", choices=("report", "enforce"), help="default: as the run was")
+    add_common_flags(judge)
+
+    report = verbs.add_parser("report", help="render a stored run")
+    report.add_argument("directory", type=Path, metavar="DIR")
+    for kind in ("html", "markdown", "junit"):
+        report.add_argument(f"--{kind}", type=Path, metavar="FILE")
+    add_common_flags(report)
+
+    listing = verbs.add_parser("list", help="workloads, topologies, faults, operators")
+    add_common_flags(listing)
+    return parser
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """What `sumgrad run` and harness/run.py share."""
+    parser.add_argument(
+        "--workload", help="NAME, file.py:Class or package.module:Class (default: the YAML's)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the precision tier")
+    parser.add_argument(
+        "--tiers",
+        type=_tiers,
+        default=("structure", "precision"),
+        help="comma-separated: " + ", ".join(TIERS) + " (default: structure,precision)",
+    )
+    parser.add_argument("--fault", metavar="NAME", help="plant this fault; see `sumgrad list`")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, text and draws")
+    parser.add_argument("--steps", type=_count, default=None, help="default: 1; 2 for a Program")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: new, in .sumgrad/runs")
+    parser.add_argument(
+        "--timeout",
+        type=_positive,
+        default=120.0,
+        metavar="SECONDS",
+        help="until every rank must be done (default: 120)",
+    )
+    parser.add_argument(
+        "--law",
+        choices=("report", "enforce"),
+        default=None,
+        help="findings of the law warn (default for a Program), or fail (default for a workload)",
+    )
+    parser.add_argument("--kernels", choices=("auto", "triton", "torch"), default=None)
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """What every verb has."""
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="machine-readable result; `-`: standard output, reports then go to standard error",
+    )
+    parser.add_argument("--quiet", action="store_true", help="only the last line")
+
+
+def _tiers(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    wrong = [name for name in names if name not in TIERS]
+    if wrong or not names:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected some of {', '.join(TIERS)}")
+    return names
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer from 1 to 1000")
+    return value
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 86400:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds, more than 0")
+    return value

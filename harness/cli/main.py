@@ -1,0 +1,382 @@
+"""The `sumgrad` command: parses, calls, prints. The only module that prints.
+
+Exit codes: 0 PASS, 1 FAIL, 2 bad usage or bad input, 3 UNKNOWN, 4 internal error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import io
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from sumgrad.base.commands import command_line, sumgrad_command
+from sumgrad.base.errors import LaunchError, UserError
+from sumgrad.base.files import json_text, write_bytes
+from sumgrad.base.interpreter import decide_interpreter, has_gpu
+from sumgrad.base.plain_text import shown
+from sumgrad.base.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
+from sumgrad.cli.arguments import Parser, add_common_flags, add_run_flags, make_parser
+from sumgrad.cli.interrupts import closed_on_signal
+
+if TYPE_CHECKING:
+    from sumgrad.launch.local.launcher import Launcher
+
+WIDTH_ELSEWHERE = 200
+MAX_ERROR, MAX_ERROR_LINES = 600, 12
+FORMATS = ("json", "html", "markdown", "junit")
+STANDARD_OUTPUT = Path("-")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks need the cores
+    for stream in (sys.stdout, sys.stderr):  # a name that this terminal cannot show ends nothing
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    return _guarded(lambda: _dispatch(_checked(make_parser().parse_args(argv))))
+
+
+def torchrun_main() -> int:
+    """What harness/run.py runs in every worker."""
+    return _guarded(_torchrun)
+
+
+def _guarded(call: Callable[[], int]) -> int:
+    try:
+        return call()
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            for problem in error.problems:
+                print(f"sumgrad: {_printable(problem)}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("sumgrad: interrupted; every rank was ended", file=sys.stderr)
+        return 130
+    except LaunchError as error:
+        print(f"sumgrad: {error}; no verdict", file=sys.stderr)
+        return EXIT_INTERNAL
+    except BrokenPipeError:
+        sys.stderr.close()
+        return EXIT_INTERNAL
+    except SystemExit as error:  # argparse's --help and --version
+        return error.code if isinstance(error.code, int) else EXIT_INTERNAL
+    except OSError as error:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EROFS):
+            raise
+        print(f"sumgrad: {error.filename or 'disk'}: {error.strerror}", file=sys.stderr)
+        return EXIT_USAGE
+    except Exception:
+        traceback.print_exc()
+        print("sumgrad: internal error; the traceback above is ours to mend", file=sys.stderr)
+        return EXIT_INTERNAL
+
+
+def _printable(problem: str) -> str:
+    """A problem's few lines without what a terminal would obey, and bounded."""
+    lines = problem.splitlines() or [""]
+    more = ["..."] if len(lines) > MAX_ERROR_LINES else []
+    return "\n".join([*(shown(line, MAX_ERROR) for line in lines[:MAX_ERROR_LINES]), *more])
+
+
+def _checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Places for results are looked at before work starts, not after."""
+    problems = []
+    for name in FORMATS:
+        path = getattr(args, name, None)
+        if path in (None, STANDARD_OUTPUT):
+            continue
+        if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+            problems.append(f"--{name} {path}: cannot be written")
+    if sum(getattr(args, name, None) == STANDARD_OUTPUT for name in FORMATS) > 1:
+        problems.append("only one of --json, --html, --markdown, --junit can be `-`")
+    if problems:
+        raise UserError(problems)
+    return args
+
+
+def _report_stream(args: argparse.Namespace) -> TextIO:
+    """Where people read: standard output, or standard error where that holds a result."""
+    taken = any(getattr(args, name, None) == STANDARD_OUTPUT for name in FORMATS)
+    return sys.stderr if taken else sys.stdout
+
+
+def _write(path: Path, text: str) -> None:
+    """A result to its file, or to standard output for `-`."""
+    if path == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        write_bytes(path, text.encode())
+
+
+def _write_json(args: argparse.Namespace, data: Any) -> None:
+    if args.json:
+        _write(args.json, json_text(data))
+
+
+def _dispatch(args: argparse.Namespace) -> int:
+    code: int = {
+        "run": _run,
+        "plan": _plan,
+        "faults": _faults,
+        "ops": _ops,
+        "judge": _judge,
+        "report": _report,
+        "list": _list,
+    }[args.verb](args)
+    return code
+
+
+@contextmanager
+def _launcher() -> Iterator[Launcher]:
+    """A launcher that is closed whatever ends the command, a signal too."""
+    from sumgrad.launch.local.launcher import Launcher
+
+    with Launcher() as launcher, closed_on_signal(launcher.end):
+        yield launcher
+
+
+def _run(args: argparse.Namespace) -> int:
+    decide_interpreter(on_cpu=True)
+    from sumgrad.launch.check import run_check
+    from sumgrad.launch.matrix.shrink import shrink
+
+    options = _options(args)
+    with _launcher() as launcher, _Progress(args.quiet) as progress:
+        verdict, directory = run_check(options, launcher=launcher, progress=progress)
+        if args.shrink and verdict.status == "fail":
+            small = replace(options, tiers=("structure",))
+            shrunk = shrink(small, verdict, directory, launcher=launcher, progress=progress)
+            line = "nothing smaller fails this way"
+            line = f"{shrunk.sentence()}\n           {shrunk.command}" if shrunk else line
+        else:
+            line = ""
+    if line:
+        print(f"shrunk     {line}\n", file=_report_stream(args))
+    _show(verdict, directory, args)
+    return verdict.exit_code
+
+
+def _torchrun() -> int:
+    parser = Parser(prog="harness/run.py", description="The check under torchrun.")
+    parser.add_argument("--topology", type=Path, required=True, metavar="T.yaml")
+    add_run_flags(parser)
+    add_common_flags(parser)
+    args = _checked(parser.parse_args())
+    decide_interpreter(on_cpu=True)
+    from sumgrad.launch.torchrun import run_torchrun_rank, under_torchrun
+    from sumgrad.topology.shipped import find_topology
+
+    args.topology = find_topology(args.topology)
+    if not under_torchrun():
+        from sumgrad.launch.ask import torchrun_command
+        from sumgrad.topology.pools import load_topology
+
+        command = torchrun_command(load_topology(args.topology), args.topology)
+        local = command_line([*sumgrad_command(), "run", args.topology])
+        raise UserError(
+            f"harness/run.py: not started by torchrun; use\n  {command}\nor, on one machine and "
+            f"faster,\n  {local}"
+        )
+    quiet = args.quiet or os.environ.get("RANK", "0") != "0"
+    with _Progress(quiet) as progress:
+        code = run_torchrun_rank(
+            _options(args),
+            report=lambda verdict, directory: _show(verdict, directory, args),
+            progress=progress,
+        )
+    sys.stdout.flush()
+    return code
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from sumgrad.faults.plan import find_fault, plant
+    from sumgrad.plan.edges import build_plan
+    from sumgrad.plan.proof import prove
+    from sumgrad.report.plan import plan_to_json, render_plan
+    from sumgrad.subjects.loading import chosen_workload, find_class
+    from sumgrad.subjects.planned.workload import load_workload
+    from sumgrad.subjects.program.protocol import is_program
+    from sumgrad.topology.pools import load_topology
+    from sumgrad.topology.shipped import find_topology
+
+    started = time.monotonic()
+    path = find_topology(args.topology)
+    topology = load_topology(path)
+    name, where = chosen_workload(topology, args.workload)
+    if is_program(find_class(name, where)):
+        command = command_line(["sumgrad", "run", args.topology])
+        raise UserError(
+            f"{path}: {name} is a Program: it is opaque and has no plan; use `{command}`"
+        )
+    workload = load_workload(name, topology, seed=0)
+    plan = build_plan(topology, workload.declaration)
+    if args.fault:
+        plan = plant(find_fault(args.fault), plan)
+    with _Progress(args.quiet) as progress:
+        progress(f"proving {topology.world_size} ranks")
+        proof = prove(plan)
+    seconds = time.monotonic() - started
+    _write_json(args, plan_to_json(plan, proof))
+    if not args.quiet:
+        _console(args).print(render_plan(plan, proof))
+    print(
+        f"sumgrad: {'PROVED' if proof.holds else 'REFUTED'} for {topology.world_size} ranks, "
+        f"{proof.num_messages} messages, in {seconds:.2f} s",
+        file=_report_stream(args),
+    )
+    return 0 if proof.holds else 1
+
+
+def _faults(args: argparse.Namespace) -> int:
+    decide_interpreter(on_cpu=True)
+    from sumgrad.launch.matrix.plan_faults import default_topologies, render_matrix, run_matrix
+    from sumgrad.topology.shipped import find_topology
+
+    topologies = [find_topology(path) for path in args.topologies] or default_topologies()
+    with _launcher() as launcher, _Progress(args.quiet) as progress:
+        matrix = run_matrix(
+            topologies,
+            faults=args.fault,
+            workload=args.workload,
+            quick=args.quick,
+            seed=args.seed,
+            timeout_s=args.timeout,
+            launcher=launcher,
+            progress=progress,
+        )
+    _write_json(args, matrix.to_json())
+    if not args.quiet:
+        _console(args).print(render_matrix(matrix))
+    print(f"sumgrad: {matrix.summary()}", file=_report_stream(args))
+    return 0 if matrix.ok else 1
+
+
+def _ops(args: argparse.Namespace) -> int:
+    device = args.device or ("cuda" if has_gpu() else "cpu")
+    decide_interpreter(on_cpu=device == "cpu")
+    from sumgrad.invariance.matrix import render_ops, run_matrix
+
+    with _launcher() as launcher, _Progress(args.quiet) as progress:
+        matrix = run_matrix(
+            args.op,
+            dtype=args.dtype,
+            seed=args.seed,
+            timeout_s=args.timeout,
+            device=device,
+            launcher=launcher,
+            progress=progress,
+        )
+    if not args.quiet:
+        _console(args).print(render_ops(matrix))
+    print(f"sumgrad: {matrix.summary()}", file=_report_stream(args), flush=True)
+    _write_json(args, matrix.to_json())
+    return matrix.exit_code
+
+
+def _judge(args: argparse.Namespace) -> int:
+    from sumgrad.launch.judging import judge_directory
+
+    with _Progress(args.quiet) as progress:
+        progress("judging")
+        verdict = judge_directory(args.directory, law=args.law)
+    _show(verdict, args.directory, args)
+    return verdict.exit_code
+
+
+def _report(args: argparse.Namespace) -> int:
+    from sumgrad.launch.judging import judge_directory
+    from sumgrad.report import files as report
+
+    with _Progress(args.quiet) as progress:
+        progress("judging")
+        verdict = judge_directory(args.directory)
+    for path, render in (
+        (args.html, report.to_html),
+        (args.markdown, report.to_markdown),
+        (args.junit, report.to_junit),
+    ):
+        if path is not None:
+            _write(path, render(verdict))
+    _show(verdict, args.directory, args)
+    return verdict.exit_code
+
+
+def _list(args: argparse.Namespace) -> int:
+    from sumgrad.cli.catalogue import catalogue, render_catalogue
+
+    found = catalogue()
+    _write_json(args, found)
+    if not args.quiet:
+        _console(args).print(render_catalogue(found))
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Any:
+    from sumgrad.launch.ask import CheckOptions
+    from sumgrad.topology.shipped import find_topology
+
+    return CheckOptions(
+        topology=find_topology(args.topology),
+        workload=args.workload,
+        dtype=args.dtype,
+        tiers=args.tiers,
+        fault=args.fault,
+        seed=args.seed,
+        steps=args.steps,
+        out=args.out,
+        timeout_s=args.timeout,
+        law=args.law,
+        kernels=args.kernels,
+    )
+
+
+def _show(verdict: Verdict, directory: Path, args: argparse.Namespace) -> None:
+    from sumgrad.report.terminal import last_line, print_report
+
+    if not args.quiet:
+        print_report(verdict, _console(args))
+    _write_json(args, verdict.data)
+    print(last_line(verdict, directory), file=_report_stream(args), flush=True)
+
+
+def _console(args: argparse.Namespace) -> Any:
+    """The report's stream: its own width on a terminal, wide elsewhere, colour only on a terminal.
+
+    Names are shown as they are: `[bold]` and `:smile:` mean nothing.
+    """
+    from rich.console import Console
+
+    flags: dict[str, Any] = {"file": _report_stream(args), "markup": False, "emoji": False}
+    console = Console(**flags)
+    return console if console.is_terminal else Console(width=WIDTH_ELSEWHERE, **flags)
+
+
+class _Progress:
+    """A spinner with what is going on, on a terminal; silent elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        shown = console.is_terminal and not quiet
+        self._status = console.status("importing torch") if shown else None
+
+    def __enter__(self) -> Callable[[str], None]:
+        if self._status is not None:
+            self._status.start()
+            return self._status.update
+        return lambda _: None
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()

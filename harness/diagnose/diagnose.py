@@ -1,0 +1,81 @@
+"""Why a run is wrong: what its record says outright, then what the explainers make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
+from sumgrad.diagnose.case import case_of
+from sumgrad.diagnose.explainers import EXPLAINERS, LAST_RESORT
+from sumgrad.diagnose.explanation import choose
+from sumgrad.diagnose.outright import (
+    incomparable,
+    law_only,
+    missing_wait,
+    other_weights,
+    run_to_run,
+    wrong_counts,
+)
+from sumgrad.faults.operators import resembles
+from sumgrad.judge.finding import Compared
+from sumgrad.judge.knowledge import plan_of
+from sumgrad.plan.schedule import Mismatch
+from sumgrad.record.directory import Record
+
+Found = tuple[tuple[Diagnosis, ...], tuple[RecoveredCoefficient, ...]]
+
+
+def diagnose(
+    compared: Compared, mismatches: Sequence[Mismatch] = (), *, clean: Record | None = None
+) -> Found:
+    """Causes and coefficients; empty for a run that passes.
+
+    mismatches: where the ledgers differ from the plan. clean: a stored run of the same that passed.
+    """
+    causes, coefficients = _diagnose(compared, mismatches, clean)
+    if plan_of(compared.record) is None:
+        causes = [_with_report(cause) for cause in causes]
+    return tuple(causes), tuple(coefficients)
+
+
+def _with_report(cause: Diagnosis) -> Diagnosis:
+    """The cause, and the public report it resembles."""
+    known = resembles(cause.kind)
+    return replace(cause, because=(*cause.because, known)) if known else cause
+
+
+def _diagnose(
+    compared: Compared, mismatches: Sequence[Mismatch], clean: Record | None
+) -> tuple[list[Diagnosis], list[RecoveredCoefficient]]:
+    record = compared.record
+    outright = [
+        *other_weights(record),
+        *wrong_counts(record),
+        *incomparable(record, compared.diffs),
+    ]
+    case = case_of(compared, mismatches, clean)
+    if case is None:
+        if any(d.status == "fail" for d in compared.again):
+            outright.append(run_to_run(compared.again))
+        if mismatches and not outright:
+            outright.append(law_only(record, mismatches))
+        return outright, []
+    if outright and outright[0].kind == "other_weights":
+        return outright, []
+    race = missing_wait(record)
+    if race is not None:
+        return [race, *outright], []
+    if case.has_plan and not case.reference.partials:
+        cause = (
+            f"no partials of tier {case.tier}, step {case.step} were stored, so no cause can be "
+            f"named"
+        )
+        return [*outright, Diagnosis(cause=cause, kind="unexplained")], []
+    if not case.has_plan and outright and all(cell.got is None for cell in case.failing_cells):
+        return outright, []
+    causes, coefficients = choose(case, EXPLAINERS)
+    if not causes and not outright:
+        causes, coefficients = choose(case, LAST_RESORT)
+    said = [*outright, *causes] if case.has_plan else [*causes, *outright]
+    return said, coefficients

@@ -1,0 +1,191 @@
+"""One explanation for each rank, in words: a reduction that is missing, partial, late or unused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.uniform import Explained, rank_scale
+from sumgrad.diagnose.names import list_rows, own_parts
+from sumgrad.diagnose.reductions import reductions_of
+from sumgrad.diagnose.row_fit import Factors, explain_rank
+from sumgrad.judge.cells import Cell
+from sumgrad.judge.joint import Joint, describe, fed
+from sumgrad.ledger.operations import group_name
+
+
+def divergent_cause(
+    case: Case,
+) -> Explained | None:
+    """The cause if each rank holds a part or a multiple of its own; None if not."""
+    failing = case.failing_cells
+    if len({cell.rank for cell in case.cells}) < 2:
+        return None
+    names = list(dict.fromkeys(cell.name for cell in failing))
+    by_rank = _by_rank(failing, case, mixed=False)
+    scales = {f.values[0] for f in by_rank.values() if f.level == "everything"}
+    if len(scales) > 1 and all(f.level == "everything" for f in by_rank.values()):
+        return rank_scale(by_rank, names), [((r,), f) for r, f in by_rank.items()]
+    for mixed in (False, True) if _mixed(failing) else (False,):
+        by_rank = by_rank if not mixed else _by_rank(failing, case, mixed=True)
+        zero_one = bool(by_rank) and all(_is_part(f) for f in by_rank.values())
+        summed = own_parts(case, names, wrong_only=mixed)
+        if zero_one or summed is not None:
+            ranks = sorted({cell.rank for cell in failing})
+            parts = by_rank if zero_one else {}
+            late = _late(parts, names)
+            if late is not None:
+                return late, [((r,), f) for r, f in parts.items()]
+            diagnosis = _missing_reduction(case, names, ranks, mixed, summed, parts)
+            return diagnosis, [((r,), f) for r, f in parts.items()]
+    return None
+
+
+def _by_rank(failing: Sequence[Cell], case: Case, *, mixed: bool) -> dict[int, Factors]:
+    """An explanation for every rank; empty if one has none. mixed: of the wrong elements only."""
+    out = {}
+    for rank in sorted({cell.rank for cell in failing}):
+        found = explain_rank(case, [c for c in failing if c.rank == rank], wrong_only=mixed)
+        if found is None:
+            return {}
+        out[rank] = found
+    return out
+
+
+def _late(parts: dict[int, Factors], names: Sequence[str]) -> Diagnosis | None:
+    """Some rows are on every rank, others only on their own: they came after the reduction."""
+    once = {r: {u.rows for u in f.counted(1) if u.rows} for r, f in parts.items()}
+    if len(once) < 2 or any(f.level != "rows" for f in parts.values()):
+        return None
+    shared = set.intersection(*once.values())
+    own = {rank: rows - shared for rank, rows in once.items()}
+    if not shared or not any(own.values()):
+        return None
+    shown = "; ".join(f"rank {r}: {list_rows(sorted(rows))}" for r, rows in list(own.items())[:3])
+    return Diagnosis(
+        cause=f"part of {some_of(names)} was added after its reduction: some rows are on every "
+        f"rank, others only on their own",
+        kind="late_gradient",
+        ranks=tuple(parts),
+        because=(
+            f"rows {list_rows(sorted(shared))} are counted once on every rank",
+            f"rows counted on one rank alone: {shown}",
+        ),
+    )
+
+
+def _is_part(found: Factors) -> bool:
+    """Whether a rank holds some rows once and the others not at all."""
+    return found.level in ("rows", "everything") and all(
+        min(abs(v), abs(v - 1)) < 1e-5 for v in found.known
+    )
+
+
+def _mixed(failing: Sequence[Cell]) -> bool:
+    """Whether whole stretches of elements are right beside others that are wrong.
+
+    Zeros that are right on both sides say nothing.
+    """
+    right = wrong = 0
+    for cell in failing:
+        error = (cell.measured - cell.wanted.value).abs()
+        bad = error > cell.wanted.threshold
+        telling = cell.wanted.value.abs() > cell.wanted.threshold
+        right += int((~bad & telling).sum())
+        wrong += int(bad.sum())
+    return right > max(2, wrong // 20)
+
+
+def _missing_reduction(
+    case: Case,
+    names: Sequence[str],
+    ranks: Sequence[int],
+    mixed: bool,
+    summed: str | None,
+    by_rank: dict[int, Factors],
+) -> Diagnosis:
+    """Every rank keeps a partial. Which step of the reduction is missing, the ledger tells."""
+    what = some_of(names)
+    because = []
+    if summed:
+        because.append(f"the ranks' copies of {what} over {summed} add up to the reference")
+    for rank, found in list(by_rank.items())[:2]:
+        rows = [u.rows for u in found.counted(1) if u.rows]
+        if rows:
+            because.append(f"rank {rank} holds rows {list_rows(rows)} only")
+    kind, cause, evidence = _which_step(case, names, mixed)
+    return Diagnosis(
+        cause=cause.format(what=what),
+        kind=kind,
+        ranks=tuple(ranks),
+        because=(*because, evidence) if evidence else tuple(because),
+        however=("half a buffer may also be one bucket of several",)
+        if kind == "missing_wait"
+        else (),
+    )
+
+
+def _which_step(case: Case, names: Sequence[str], mixed: bool) -> tuple[str, str, str]:
+    feeds = fed(case.record, case.tier, case.step)
+    reductions = [j for j in reductions_of(case) if len(j.ranks) > 1]
+    carrying = [j for j in reductions if set(j.gradients()) & set(names)]
+    apart = [j for j in reductions_of(case) if set(j.gradients()) & set(names)]
+    for joint in apart:
+        others = [
+            j for j in apart if j.site == joint.site and set(j.gradients()) & set(joint.gradients())
+        ]
+        uneven = len({len(j.ranks) for j in others}) > 1 or len(joint.ranks) == 1
+        if uneven and not mixed:
+            return (
+                "wrong_group",
+                f"{{what}} is reduced over ranks {spans(joint.ranks)} only: the group lacks others "
+                f"that hold it",
+                f"the ledger shows {describe(case.record, joint)}",
+            )
+    left_out = _left_out(case, names, apart)
+    if left_out and not mixed:
+        return (
+            "wrong_group",
+            f"{{what}} is not reduced over rank {spans(left_out)}, which holds it too",
+            f"the ledger shows {describe(case.record, apart[0])}",
+        )
+    topology = case.record.spec.topology
+    lost = [j for j in carrying if not _feeds_any(j, feeds)]
+    if mixed and lost:
+        return (
+            "missing_wait",
+            "part of {what} was read before its reduction was done: some elements are reduced, the "
+            "others are still the rank's own",
+            f"{describe(case.record, lost[0])} carries them, and its result is not what the step "
+            f"ends with",
+        )
+    if lost and not mixed:
+        return (
+            "unused_result",
+            "{what} is reduced, but the step ends with what went in: the result of the collective "
+            "is not used",
+            f"{describe(case.record, lost[0])} carries it; no gradient is its result",
+        )
+    return (
+        "skipped_collective",
+        "{what} is not reduced: every rank keeps its own partial",
+        f"it is reduced over {group_name(topology, carrying[0].ranks)} only"
+        if carrying
+        else "no reduction in the ledger carries it",
+    )
+
+
+def _left_out(case: Case, names: Sequence[str], carrying: Sequence[Joint]) -> list[int]:
+    """Ranks that hold one of these parameters but stand in none of the groups that reduce it."""
+    for name in names:
+        reached = {r for j in carrying if name in j.gradients() for r in j.ranks}
+        holders = {cell.rank for cell in case.cells if cell.name == name and cell.index is None}
+        if reached and holders - reached:
+            return sorted(holders - reached)
+    return []
+
+
+def _feeds_any(joint: Joint, feeds: Mapping[tuple[int, int], Mapping[str, float]]) -> bool:
+    return any((rank, event["n"]) in feeds for rank, event in joint.events.items())

@@ -1,0 +1,88 @@
+"""What is said where no factor and no ledger explains a case: what differs each time, and open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from sumgrad.base.outcome import some_of
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.factors import explained, fitted
+from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.outright import run_to_run
+from sumgrad.judge.cells import Cell
+from sumgrad.judge.comparison import TensorDiff
+
+
+def unlike_each_time(case: Case, left: Left) -> Iterator[Explanation]:
+    """The repeated step missed the reference by something else than the first."""
+    if not case.has_plan and fitted(case) is None and _differs(case.diffs, case.again):
+        yield explained(case, run_to_run(case.again))
+
+
+def low_digits(case: Case, left: Left) -> Iterator[Explanation]:
+    """Every wrong gradient is made of bfloat16 numbers."""
+    if not case.has_plan and all(_is_narrow(cell) for cell in case.failing_cells):
+        yield explained(
+            case,
+            Diagnosis(
+                cause=f"{some_of(_names(case))} has only bfloat16 digits",
+                kind="low_precision",
+                because=("every element of it is a bfloat16 number",),
+                however=_right(case),
+            ),
+        )
+
+
+def open_end(case: Case, left: Left) -> Iterator[Explanation]:
+    """Nothing is proved: where to look."""
+    failing = case.failing_cells
+    worst = max(failing, key=lambda c: float((c.measured - c.wanted.value).abs().max()) / _of(c))
+    yield explained(
+        case,
+        Diagnosis(
+            cause=f"open: {some_of(_names(case))} is wrong and no cause of it is proved; the "
+            f"largest error is in {worst.name} on rank {worst.rank}",
+            kind="open",
+            ranks=tuple(sorted({c.rank for c in failing})),
+            because=(
+                "one factor on everything, on a parameter, on a term or on stretches of rows does "
+                "not leave a residual under the threshold",
+            ),
+            however=_right(case),
+        ),
+    )
+
+
+def _names(case: Case) -> list[str]:
+    return list(dict.fromkeys(cell.name for cell in case.failing_cells))
+
+
+def _right(case: Case) -> tuple[str, ...]:
+    right = [n for n in case.record.spec.params if n not in _names(case)]
+    return (f"{some_of(right)} is right on every rank",) if right else ()
+
+
+def _differs(diffs: Sequence[TensorDiff], again: Sequence[TensorDiff]) -> bool:
+    """Whether the repeated step missed the reference by something else than the first."""
+    if not again:
+        return False
+    last = max(d.step for d in again)
+    first = {(d.tier, d.rank, d.name): d for d in diffs if d.step == last}
+    for d in again:
+        other = first.get((d.tier, d.rank, d.name))
+        if other is None or not d.comparable or not other.comparable:
+            continue
+        if abs(d.l2_rel - other.l2_rel) > 1e-6 * max(d.l2_rel, other.l2_rel, 1e-6):
+            return True
+    return False
+
+
+def _of(cell: Cell) -> float:
+    return cell.wanted.size or 1.0
+
+
+def _is_narrow(cell: Cell) -> bool:
+    value = cell.measured
+    return bool(torch.equal(value.to(torch.bfloat16).double(), value)) and bool(value.any())

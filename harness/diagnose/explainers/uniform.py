@@ -1,0 +1,360 @@
+"""One explanation for all ranks, in words: a factor on everything, parameters, terms or rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.fit import as_fraction
+from sumgrad.diagnose.names import block_counts, factor_symbols, list_rows, mean_of_means, power_of
+from sumgrad.diagnose.reductions import CLOSE, carried_by, empty_handed, reductions_of, scaled_by
+from sumgrad.diagnose.row_fit import Factors, explain
+from sumgrad.judge.cells import Cell
+from sumgrad.judge.joint import Joint, describe, identical, prescaled, sizes_of
+from sumgrad.ledger.operations import group_name
+
+CLIP_EPS, CLIP_DIGITS = 1e-6, 1e-9
+Explained = tuple[Diagnosis, list[tuple[tuple[int, ...], Factors]]]
+
+
+def uniform_cause(
+    case: Case,
+) -> Explained | None:
+    """The cause if one set of factors explains all failing ranks; None if none does."""
+    failing = case.failing_cells
+    found = explain(case, failing)
+    if found is None:
+        return None
+    names = list(dict.fromkeys(cell.name for cell in failing))
+    ranks = tuple(sorted({cell.rank for cell in failing}))
+    if found.level == "everything":
+        alone = _others_are_right(case, failing)
+        diagnosis = _one_factor(case, found.values[0], found.sigmas[0], names, alone=alone)
+        if diagnosis.kind == "factor" and alone:
+            diagnosis = rank_scale(dict.fromkeys(ranks, found), names)
+    elif found.level == "params":
+        sizes = sizes_of(case.record)
+        if None in {power_of(v, sizes) for v in found.known}:
+            return None
+        diagnosis = _factor_by_param(case, found)
+    elif found.level in ("terms", "cells") and all(u.rows is None for u in found.units):
+        diagnosis = _factor_by_term(case, found, names)
+    elif found.level == "previous":
+        diagnosis = _stale(case, found, names)
+    else:
+        diagnosis = _factor_by_rows(case, found, names)
+    return replace(diagnosis, ranks=diagnosis.ranks or ranks), [(ranks, found)]
+
+
+def factors_by_parameter(
+    case: Case,
+) -> Explained | None:
+    """One factor for each parameter, whatever the factors are."""
+    failing = case.failing_cells
+    found = explain(case, failing)
+    if found is None or found.level != "params":
+        return None
+    ranks = tuple(sorted({cell.rank for cell in failing}))
+    return replace(_factor_by_param(case, found), ranks=ranks), [(ranks, found)]
+
+
+def _others_are_right(case: Case, failing: Sequence[Cell]) -> bool:
+    """Whether other ranks hold the same elements of the same parameters, and hold them right."""
+    ranks = {cell.rank for cell in failing}
+    if len(ranks) == 1 < len({cell.rank for cell in case.cells}):
+        return True
+    wrong = {(cell.name, _place(cell)) for cell in failing}
+    return any((cell.name, _place(cell)) in wrong and cell.rank not in ranks for cell in case.cells)
+
+
+def _place(cell: Cell) -> tuple[int, ...]:
+    return () if cell.index is None else tuple(cell.index.reshape(-1).tolist())
+
+
+def _one_factor(
+    case: Case,
+    value: float | None,
+    sigma: float | None,
+    names: Sequence[str],
+    *,
+    alone: bool,
+) -> Diagnosis:
+    """alone: other ranks hold the same and hold it right, so no common count is to blame."""
+    assert value is not None
+    fraction = as_fraction(value, sigma)
+    shown = str(fraction) if fraction is not None else f"{value:.9g}"
+    whole = len(names) == len(case.record.spec.params)
+    what = "every gradient" if whole else some_of(names)
+    fits = f"{what} is the reference's times {shown} on all ranks, within the threshold"
+    record, sizes = case.record, sizes_of(case.record)
+    clipped = _clipped(case, value, shown, what) if whole and not alone else None
+    if clipped is not None:
+        return clipped
+    for joint in reductions_of(case):
+        if not set(carried_by(case, joint)) & set(names):
+            continue
+        size, words = len(joint.ranks), describe(record, joint)
+        symbol = f"1/{group_name(record.spec.topology, joint.ranks)}"
+        if joint.first.get("reduce") == "AVG" and abs(value * size - 1) < CLOSE:
+            return _avg(f"{words} averages (AVG) where the law sums", shown, symbol, fits, joint)
+        scaled = prescaled(joint, sizes)
+        if scaled and abs(scaled[0] - value) < CLOSE:
+            text = f"its gradients enter {words} already multiplied by {scaled[0]:.6g}"
+            return _avg(f"{text}, which makes the SUM an average", shown, symbol, fits, joint)
+        if identical(joint) and abs(value - size) < CLOSE * size:
+            return Diagnosis(
+                cause=f"{words} sums what is already whole: it is counted {size} times",
+                kind="double_reduction",
+                ranks=joint.ranks,
+                factor=shown,
+                symbol=group_name(record.spec.topology, joint.ranks),
+                because=(fits, f"its inputs are the same bits on all {size} ranks"),
+            )
+    counted = None if alone else _count_counted(case, value, shown, fits)
+    if counted is not None:
+        return counted
+    symbols = factor_symbols(case, value)
+    named = f", which equals {symbols[0]}" if symbols else ""
+    return Diagnosis(
+        cause=f"{what} is multiplied by {shown}{named}",
+        kind="factor",
+        factor=shown,
+        symbol=symbols[0] if symbols else None,
+        also=tuple(symbols[1:4]),
+        because=(fits, "the ledger shows neither an average nor a repeated reduction of it"),
+        however=("other sizes give the same number; unequal sizes separate them",)
+        if len(symbols) > 1
+        else (),
+    )
+
+
+def _clipped(case: Case, value: float, shown: str, what: str) -> Diagnosis | None:
+    """A factor below 1 that leaves a norm of two digits at most: what clipping to it does.
+
+    torch divides by the norm plus 1e-6; nobody else's factor gives such a number to nine digits.
+    """
+    norm = case.reference.norm
+    if not 0 < value < 1 or not case.exact:
+        return None
+    for total in (norm + CLIP_EPS, norm):
+        limit = value * total
+        rounded = float(f"{limit:.1e}")
+        if rounded and abs(limit / rounded - 1) < CLIP_DIGITS:
+            return Diagnosis(
+                cause=f"{what} is clipped inside the step: the global norm is {rounded:g}, the "
+                f"reference's is {norm:.6g}",
+                kind="clipped",
+                factor=shown,
+                symbol="max_norm/norm",
+                because=(
+                    f"every gradient is the reference's times {shown} = {rounded:g}/{norm:.9g} on "
+                    f"all ranks, within the threshold",
+                ),
+                however=("gradients are compared as they are before clipping: end the step "
+                         "before it",),
+            )  # fmt: skip
+    return None
+
+
+def _count_counted(case: Case, value: float, shown: str, fits: str) -> Diagnosis | None:
+    """A reduction of a count that all gradients are divided by: repeated, or averaged.
+
+    By its value: what the ranks put in is a term's count, whole or in parts.
+    """
+    counts = [float(count) for count in case.reference.counts.values()]
+    for joint in reductions_of(case):
+        size, words = len(joint.ranks), describe(case.record, joint)
+        scalars = [float(e["scalar"]) for e in joint.events.values() if "scalar" in e]
+        if size < 2 or len(scalars) < size or carried_by(case, joint):
+            continue
+        axis = group_name(case.record.spec.topology, joint.ranks)
+        whole = any(abs(scalars[0] - count) < CLOSE * count for count in counts)
+        in_parts = any(abs(sum(scalars) - count) < CLOSE * count for count in counts)
+        if whole and identical(joint) and abs(value * size - 1) < CLOSE:
+            return Diagnosis(
+                cause=f"{words} sums what is already whole; every gradient is divided by it",
+                kind="double_reduction",
+                ranks=joint.ranks,
+                factor=shown,
+                symbol=f"1/{axis}",
+                because=(fits, f"its inputs are the same bits on all {size} ranks"),
+            )
+        averaged = joint.first.get("reduce") == "AVG" and abs(value - size) < CLOSE * size
+        if averaged and in_parts:
+            cause = f"{words} averages a count that every gradient is divided by"
+            return _avg(cause, shown, axis, fits, joint)
+    return None
+
+
+def _avg(cause: str, shown: str, symbol: str, fits: str, joint: Joint) -> Diagnosis:
+    return Diagnosis(
+        cause=cause,
+        kind="avg",
+        ranks=joint.ranks,
+        factor=shown,
+        symbol=symbol,
+        because=(fits, f"the ledger shows {joint.first.get('reduce')} at {joint.site}"),
+    )
+
+
+def _factor_by_param(case: Case, found: Factors) -> Diagnosis:
+    sizes = sizes_of(case.record)
+    powers = {
+        name: power_of(value, sizes)
+        for name, value in zip(found.params, found.values, strict=True)
+        if value is not None
+    }
+    bases = {base for base, _ in filter(None, powers.values())}
+    shown = ", ".join(
+        f"{name} {value:.6g}"
+        for name, value in list(zip(found.params, found.values, strict=True))[:4]
+    )
+    if None not in powers.values() and len(bases) == 1:
+        base = bases.pop()
+        depths = {name: p[1] for name, p in powers.items() if p}
+        return Diagnosis(
+            cause=f"gradients are multiplied by powers of {base}, by how many collectives lie "
+            f"between the parameter and the loss: a backward that reduces once too often or rarely",
+            kind="depth_factor",
+            factor=None,
+            symbol=f"{base}^k",
+            because=tuple(f"{name}: {base}^{k}" for name, k in list(depths.items())[:6]),
+        )
+    return Diagnosis(
+        cause=f"each parameter has a factor of its own: {shown}",
+        kind="param_factors",
+        because=("with one factor for each parameter the residual is under the threshold",),
+        however=("no size of the topology and none of its powers gives these factors",),
+    )
+
+
+def _factor_by_term(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:
+    by_size = sorted(
+        (
+            (unit.term, value, sigma)
+            for unit, value, sigma in zip(found.units, found.values, found.sigmas, strict=True)
+            if value is not None
+        ),
+        key=lambda item: -abs(item[1] - 1),
+    )
+    odd = [item for item in by_size if abs(item[1] - 1) > CLOSE] or by_size[:1]
+    assert odd, found
+    term, value, sigma = odd[0]
+    fraction = as_fraction(value, sigma)
+    shown = str(fraction) if fraction is not None else f"{value:.9g}"
+    symbols = factor_symbols(case, value)
+    lost = abs(value) < CLOSE
+    more = f" (and {len(odd) - 1} more terms)" if len(odd) > 1 else ""
+    named = f" = {symbols[0]}" if symbols and not lost else ""
+    return Diagnosis(
+        cause=f"{term} never reaches {some_of(names)}: it is not in the graph, or dropped{more}"
+        if lost
+        else f"{term} is counted {shown}{named} times{more}; the other terms are right",
+        kind="term_factor",
+        term=term,
+        factor=shown,
+        symbol=symbols[0] if symbols and not lost else None,
+        also=tuple(symbols[1:4]) if not lost else (),
+        because=("with one factor for each term the residual is under the threshold",),
+    )
+
+
+def _stale(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:
+    rows = [u.rows for u in found.counted(1) if u.previous and u.rows]
+    which = f"rows {list_rows(rows)}" if rows else "part"
+    return Diagnosis(
+        cause=f"{some_of(names)} still holds {which} of the step before: a buffer not zeroed, "
+        f"not a weighting bug",
+        kind="stale_buffer",
+        because=(
+            "the reference of this step plus those rows' partials at the previous step's weights "
+            "is the measured gradient",
+        ),
+    )
+
+
+def _factor_by_rows(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:
+    what = some_of(names)
+    fits = "with one factor for each row interval the residual is under the threshold"
+    means = mean_of_means(case, found)
+    if means == 0:
+        return Diagnosis(
+            cause=f"{what} is a sum of means: every part is divided by its own count, not by the "
+            f"global one",
+            kind="local_count",
+            symbol="N/n_part",
+            because=(fits, "each part's factor times its count is the total count"),
+        )
+    if means is not None:
+        return Diagnosis(
+            cause=f"{what} is a mean of {means} means: every part is divided by its own count, and "
+            f"the parts are averaged",
+            kind="mean_of_means",
+            symbol="N/(parts*n_part)",
+            because=(
+                fits,
+                "each part's factor times its count is the same number, total count / parts",
+            ),
+        )
+    lost = [u.rows for u in found.counted(0) if u.rows]
+    others = [v for v in found.known if abs(v) >= CLOSE]
+    if lost and all(abs(v - 1) < CLOSE for v in others):
+        empty = empty_handed(case)
+        if empty is not None:
+            return Diagnosis(
+                cause=f"rank {spans(empty[0])} contributes zeros to {empty[1]}, so rows "
+                f"{list_rows(lost)} never reach {what}",
+                kind="lost_contribution",
+                ranks=tuple(empty[0]),
+                factor="0",
+                because=(fits, "the ledger shows its input as zeros while the others' are not"),
+            )
+        calls = max((h.info[case.tier, case.step]["backwards"] for h in case.record.ranks.values()
+                     if (case.tier, case.step) in h.info), default=0)  # fmt: skip
+        why = f": one of {calls} backward calls was overwritten" if calls > 1 else ""
+        return Diagnosis(
+            cause=f"rows {list_rows(lost)} never reach {what}{why}",
+            kind="lost_rows",
+            factor="0",
+            because=(fits, "their factor is 0 and that of all other rows is 1"),
+        )
+    odd = {
+        u.rows: v
+        for u, v in zip(found.units, found.values, strict=True)
+        if v is not None and u.rows and abs(v - 1) > CLOSE
+    }
+    first = next(iter(odd.values()), None)
+    if first is not None and all(abs(v - first) < CLOSE for v in odd.values()):
+        by = scaled_by(case, first)
+        where = f", which is what rank {spans(by)} sends" if by else ""
+        symbols = factor_symbols(case, first)
+        named = f" = {symbols[0]}" if symbols else ""
+        return Diagnosis(
+            cause=f"rows {list_rows(list(odd))} are counted {first:.9g}{named} times in "
+            f"{what}{where}",
+            kind="rank_factor",
+            ranks=tuple(by),
+            factor=f"{first:.9g}",
+            symbol=symbols[0] if symbols else None,
+            because=(fits, "all other rows are counted once"),
+        )
+    return Diagnosis(
+        cause=f"the rows are counted differently in {what}: {block_counts(found)}",
+        kind="row_factors",
+        because=(fits,),
+    )
+
+
+def rank_scale(by_rank: Mapping[int, Factors], names: Sequence[str]) -> Diagnosis:
+    """Ranks that scale what they hold by numbers of their own."""
+    shown = ", ".join(f"rank {r}: {f.values[0]:.6g}" for r, f in list(by_rank.items())[:4])
+    return Diagnosis(
+        cause=f"each rank scales its gradients by a number of its own ({shown}), as a norm or a "
+        f"clip coefficient does that is not reduced over the ranks",
+        kind="rank_scale",
+        ranks=tuple(by_rank),
+        because=("one factor for each rank leaves a residual under the threshold",),
+    )

@@ -1,0 +1,66 @@
+"""An explanation, and the one rule that chooses among those that explainers find.
+
+Explainers are asked in the order of how direct their evidence is, each for what is still open. Of
+what one of them finds, that which explains most is taken, then the least contradicted, then the
+simplest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
+from sumgrad.diagnose.case import Case
+
+Left = frozenset[int]
+Explainer = Callable[[Case, Left], Iterator["Explanation"]]
+
+
+def _nothing(_: Left) -> Sequence[RecoveredCoefficient]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A cause whose predicted gradient is the measured one, or that a record shows by itself.
+
+    explains: numbers of the case's parts. contradictions: where the record says otherwise.
+    complexity: simpler causes have less. coefficients: those of some parts, measured.
+    """
+
+    diagnosis: Diagnosis
+    explains: Left
+    contradictions: int = 0
+    complexity: int = 0
+    coefficients: Callable[[Left], Sequence[RecoveredCoefficient]] = _nothing
+
+
+Chosen = tuple[list[Diagnosis], list[RecoveredCoefficient]]
+
+
+def choose(case: Case, explainers: Sequence[Explainer]) -> Chosen:
+    """As few explanations as explain the case, and the coefficients that they measure."""
+    left: Left = frozenset(range(case.parts))
+    diagnoses: list[Diagnosis] = []
+    coefficients: list[RecoveredCoefficient] = []
+    for explainer in explainers:
+        if not left:
+            break
+        found = list(explainer(case, left))
+        while left:
+            best = max(found, key=lambda e: _merit(e, left), default=None)
+            if best is None or not best.explains & left:
+                break
+            diagnoses.append(best.diagnosis)
+            coefficients += best.coefficients(best.explains & left)
+            left -= best.explains
+    return diagnoses, coefficients
+
+
+def _merit(explanation: Explanation, left: Left) -> tuple[int, int, int]:
+    return (
+        len(explanation.explains & left),
+        -explanation.contradictions,
+        -explanation.complexity,
+    )

@@ -1,0 +1,167 @@
+"""Causes that a record names by itself, without any fit: weights, counts, waits, missing values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import ledger_against
+from sumgrad.diagnose.explainers.hypotheses import hypotheses
+from sumgrad.judge.comparison import TensorDiff
+from sumgrad.judge.knowledge import known_plan, plan_of
+from sumgrad.plan.edges import Count
+from sumgrad.plan.schedule import Mismatch
+from sumgrad.record.directory import Record
+
+
+def law_only(record: Record, mismatches: Sequence[Mismatch]) -> Diagnosis:
+    """The values are right but the ledger is not the plan's: find the plan that it is."""
+    first = mismatches[0]
+    tier = next(iter(record.spec.tiers))
+    known = hypotheses(known_plan(record), with_stale=False)
+    for hypothesis in sorted(known, key=lambda h: (h.kind != "compensated", h.rank)):
+        if not any(
+            ledger_against(record, hypothesis.plan, tier, step) for step in range(record.spec.steps)
+        ):
+            because = [f"the ledger shows {first}", "it is the ledger that this plan would leave"]
+            if hypothesis.kind == "compensated":
+                because[1] = "every gradient is right, so something multiplies by the size first"
+            return Diagnosis(
+                cause=hypothesis.cause,
+                kind=hypothesis.kind,
+                term=hypothesis.term,
+                ranks=hypothesis.ranks,
+                factor=str(hypothesis.factor) if hypothesis.factor is not None else None,
+                symbol=hypothesis.symbol,
+                because=tuple(because),
+                however=("the comparison with the reference passes on this topology",),
+            )
+    return Diagnosis(
+        cause=f"the step does not execute its plan: {first}",
+        kind="ledger",
+        ranks=tuple(sorted({m.rank for m in mismatches})),
+        because=tuple(str(m) for m in mismatches[:3]),
+        however=("every gradient that was compared is right",),
+    )
+
+
+def wrong_counts(record: Record) -> Iterator[Diagnosis]:
+    """Ranks that divide by another number than the data's; their own record says so."""
+    plan = plan_of(record)
+    for tier, references in record.references.items() if plan else ():
+        assert plan is not None
+        for edge in plan.select(Count):
+            pool = plan.topology.pool(edge.pool)
+            for term in edge.terms:
+                wanted = references[0].counts[term] if references else None
+                used = {
+                    rank: record.ranks[rank].info[tier, 0]["counts"].get(term)
+                    for rank in pool.ranks
+                    if rank in record.ranks and (tier, 0) in record.ranks[rank].info
+                }
+                wrong = {rank: count for rank, count in used.items() if count != wanted}
+                if wanted is not None and wrong:
+                    numbers = ", ".join(str(count) for count in list(wrong.values())[:8])
+                    yield Diagnosis(
+                        cause=f"{pool.name} divides {term} by {numbers}; the global count is "
+                        f"{wanted}",
+                        kind="count",
+                        term=term,
+                        ranks=tuple(wrong),
+                        because=(f"the ranks' own records of tier {tier} name these counts",),
+                    )
+        return
+
+
+def other_weights(record: Record) -> Iterator[Diagnosis]:
+    for (tier, step), names in _by_step(record, "other_weights").items():
+        ranks = [r for r, n in names.items() if n]
+        if ranks and _built_alike(record, ranks):
+            yield Diagnosis(
+                cause=f"rank {spans(ranks)} starts from other weights than build() gives: the "
+                f"replicas are not one model",
+                kind="other_weights",
+                ranks=tuple(ranks),
+                because=(
+                    f"before step {step} of tier {tier} its values of {names[ranks[0]][0]} are "
+                    f"not the reference's, bit by bit",
+                ),
+            )
+            return
+
+
+def _built_alike(record: Record, ranks: Sequence[int]) -> bool:
+    facts = record.spec.facts
+    return facts is not None and all(record.ranks[r].built == facts.weights for r in ranks)
+
+
+def _by_step(record: Record, key: str) -> dict[tuple[str, int], dict[int, list[str]]]:
+    out: dict[tuple[str, int], dict[int, list[str]]] = {}
+    for rank, held in record.ranks.items():
+        for where, info in held.info.items():
+            out.setdefault(where, {})[rank] = info.get(key, [])
+    return out
+
+
+def missing_wait(record: Record) -> Diagnosis | None:
+    """An operation that the step ended without waiting for."""
+    for rank, held in record.ranks.items():
+        for info in held.info.values():
+            for text in info.get("races", ())[:1]:
+                return Diagnosis(
+                    cause=f"nobody waits for {text}: the gradient is read before it is done",
+                    kind="missing_wait",
+                    ranks=(rank,),
+                    because=("the step ended while this operation was neither waited for nor a "
+                             "future of anybody",),
+                )  # fmt: skip
+    return None
+
+
+def run_to_run(again: Sequence[TensorDiff]) -> Diagnosis:
+    """The repeated step gave something else."""
+    ranks = tuple(sorted({d.rank for d in again if d.status == "fail"}))
+    return Diagnosis(
+        cause="the same step on the same weights and batch gives another gradient each time",
+        kind="run_to_run",
+        ranks=ranks,
+        because=(
+            "the last step was run twice in the same processes, and the two differ by more than "
+            "the threshold",
+        ),
+        however=("random numbers drawn unseeded, a race, and state carried over look the same",),
+    )
+
+
+def incomparable(record: Record, diffs: Sequence[TensorDiff]) -> Iterator[Diagnosis]:
+    """Gradients that are missing or not finite, and contributions that were so already."""
+    bad = [d for d in diffs if d.status == "fail" and not d.comparable]
+    for kind, mine in (
+        ("missing", [d for d in bad if not d.index]),
+        ("not_finite", [d for d in bad if d.index]),
+    ):
+        if mine:
+            names = list(dict.fromkeys(d.name for d in mine))
+            ranks = tuple(sorted({d.rank for d in mine}))
+            yield Diagnosis(
+                cause=f"{some_of(names)} on rank {spans(ranks)}: {mine[0].reason}",
+                kind=kind,
+                ranks=ranks,
+                because=(
+                    f"{len(mine)} tensors of {len(diffs)} could not be compared",
+                    *_sources(record, mine[0]),
+                ),
+            )
+
+
+def _sources(record: Record, diff: TensorDiff) -> list[str]:
+    """Contributions that were not finite before their reduction."""
+    return [
+        f"the contribution {digest['edge']} on rank {rank} (unit {digest['unit']}) is not finite "
+        f"before its reduction"
+        for rank, held in sorted(record.ranks.items())
+        for digest in held.info.get((diff.tier, diff.step), {}).get("digests", ())
+        if not math.isfinite(digest["norm"])
+    ][:3]

@@ -1,0 +1,220 @@
+"""From a stored record to its Verdict. Starts no process, needs no GPU and none of the user's code.
+
+    compare -> check -> explain -> merge
+
+PASS means: every rank ended well, every gradient of every rank was compared in every tier and step,
+the comparison would have seen a wrong factor, and no check found anything. Whatever could not be
+compared is UNKNOWN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from sumgrad.base.files import finite
+from sumgrad.base.outcome import outcome_to_json, some_of
+from sumgrad.base.verdict import (
+    Diagnosis,
+    RecoveredCoefficient,
+    Status,
+    TierVerdict,
+    Verdict,
+    merge,
+)
+from sumgrad.diagnose.case import holders
+from sumgrad.diagnose.diagnose import diagnose
+from sumgrad.faults.plan import breaks_law, find_fault, is_visible, plant
+from sumgrad.judge.cells import compare, compare_again
+from sumgrad.judge.checks import CHECKS
+from sumgrad.judge.checks.ledgers import ledger_mismatches
+from sumgrad.judge.comparison import TensorDiff
+from sumgrad.judge.finding import Compared, Finding, Level
+from sumgrad.judge.knowledge import known_plan
+from sumgrad.judge.verdict_json import (
+    SCHEMA,
+    tensor_json,
+    tier_verdict,
+    topology_json,
+    unknown_tensors,
+)
+from sumgrad.plan.edges import Plan
+from sumgrad.plan.predict import PartialSums, Prediction
+from sumgrad.record.directory import Record
+
+FLOAT32_ROUNDINGS = 16
+
+
+def judge(record: Record, *, clean: Record | None = None) -> Verdict:
+    """The verdict of a stored run. Pure: the same record gives the same verdict.
+
+    clean: a run of the same that passed; it helps to explain, never to decide.
+    """
+    diffs = _like_float32(record, compare(record), clean)
+    compared = Compared(record=record, diffs=diffs, again=compare_again(record, diffs))
+    findings = [finding for check in CHECKS for finding in check(compared)]
+    causes, coefficients = diagnose(compared, ledger_mismatches(record), clean=clean)
+    verdict = _merged(compared, findings, causes, coefficients)
+    data = _to_json(record, verdict, diffs)
+    if record.spec.declaration is not None and record.spec.fault:
+        data["fault_report"] = fault_report(record)
+    return replace(verdict, data=finite(data))
+
+
+def _merged(
+    compared: Compared,
+    findings: Sequence[Finding],
+    causes: tuple[Diagnosis, ...],
+    coefficients: tuple[RecoveredCoefficient, ...],
+) -> Verdict:
+    """PASS < UNKNOWN < FAIL: the worst of the tiers and of what the checks found."""
+    spec = compared.record.spec
+
+    def texts(*levels: Level) -> tuple[str, ...]:
+        return tuple(f.text for level in levels for f in findings if f.level == level
+                     and not f.aside)  # fmt: skip
+
+    tiers = tuple(_tier(compared, tier, findings) for tier in spec.tiers)
+    tiers += tuple(
+        TierVerdict(name=tier, dtype="float64", status="unknown", reasons=(why,))
+        for tier, why in spec.skipped.items()
+    )
+    enforced = spec.law == "enforce"
+    wrong = texts("fail", "law") if enforced else texts("fail")
+    reasons = tuple(dict.fromkeys(texts("unknown")))
+    statuses: list[Status] = [tier.status for tier in tiers]
+    statuses += ["unknown"] if reasons else []
+    statuses += ["fail"] if wrong else []
+    return Verdict(
+        status=merge(statuses),
+        tiers=tiers,
+        diagnoses=causes,
+        coefficients=coefficients,
+        findings=wrong,
+        warnings=texts("warning") if enforced else texts("law", "warning"),
+        reasons=reasons,
+    )
+
+
+def _tier(compared: Compared, tier: str, findings: Sequence[Finding]) -> TierVerdict:
+    mine = [d for d in compared.diffs if d.tier == tier]
+    found = [f for f in findings if f.tier == tier]
+    statuses: list[Status] = [d.status for d in mine]
+    statuses += ["fail" if f.level == "fail" else "unknown" for f in found]
+    reasons = [*unknown_tensors(mine), *(f.text for f in found if f.aside and f.text)]
+    return tier_verdict(
+        tier,
+        compared.record.spec.tiers[tier],
+        statuses=statuses,
+        diffs=mine,
+        reasons=dict.fromkeys(reasons),
+    )
+
+
+def _like_float32(
+    record: Record, diffs: list[TensorDiff], clean: Record | None
+) -> list[TensorDiff]:
+    """Failing float64 tensors whose errors may be float32 roundings, and no cause: UNKNOWN.
+
+    A user's step or model that computes in float32 whatever it is given is not wrong, but what a
+    float64 run would have shown was not seen either. Never a PASS; and a FAIL where the step was
+    looked at and nothing of it computes in less than float64.
+    """
+    if not record.spec.opaque:
+        return diffs
+    looked = [info["narrow"] for h in record.ranks.values() for info in h.info.values()
+              if "narrow" in info]  # fmt: skip
+    places = list(dict.fromkeys(place for seen in looked for place in seen))
+    if looked and not places:
+        return diffs
+    failed = [d for d in diffs if d.status == "fail" and record.spec.tiers[d.tier] == "float64"]
+    if not failed or any(not d.comparable for d in failed):
+        return diffs
+    for d in failed:
+        scale = record.references[d.tier][d.step].scale[d.name]
+        if d.max_abs > FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps * float(scale.max()):
+            return diffs
+    causes, _ = diagnose(Compared(record=record, diffs=diffs, again=()), clean=clean)
+    if any(cause.kind != "open" for cause in causes):
+        return diffs
+    seen = f"the step makes {some_of(places)}" if places else "what it computes in was not seen"
+    why = (
+        f"its error is no larger than float32 roundings, and {seen}: a wrong term of that size "
+        f"would look the same"
+    )
+    unsure = {id(d) for d in failed}
+    return [replace(d, status="unknown", reason=why) if id(d) in unsure else d for d in diffs]
+
+
+def _to_json(record: Record, verdict: Verdict, diffs: Sequence[TensorDiff]) -> dict[str, Any]:
+    spec = record.spec
+    rows = {"num_rows": spec.facts.num_rows} if spec.facts is not None else {}
+    return {
+        "schema": SCHEMA,
+        "status": verdict.status,
+        "topology": topology_json(spec.topology),
+        "workload": spec.name,
+        "fault": spec.fault,
+        "seed": spec.seed,
+        "steps": spec.steps,
+        **rows,
+        "tiers": {
+            t.name: {k: v for k, v in asdict(t).items() if k != "name"} for t in verdict.tiers
+        },
+        "tensors": [tensor_json(d) for d in diffs],
+        "coefficients": [asdict(c) for c in verdict.coefficients],
+        "diagnoses": [asdict(d) for d in verdict.diagnoses],
+        "findings": list(verdict.findings),
+        "warnings": list(verdict.warnings),
+        "not_compared": list(verdict.reasons),
+        "outcomes": [outcome_to_json(o) for o in record.outcomes],
+        "reproduce": spec.reproduce,
+        "versions": spec.versions,
+    }
+
+
+def fault_report(record: Record) -> dict[str, Any]:
+    """What the planted fault should do here, and whether its own plan predicts the gradients."""
+    assert record.spec.fault is not None
+    fault = find_fault(record.spec.fault)
+    return {
+        "story": fault.story,
+        "visible": is_visible(fault, known_plan(record), steps=record.spec.steps),
+        "min_steps": fault.min_steps,
+        "breaks_law": breaks_law(fault, known_plan(record)),
+        "prediction": prediction_agrees(record, plant(fault, known_plan(record))),
+    }
+
+
+def prediction_agrees(record: Record, faulty: Plan) -> dict[str, Any]:
+    """A planted fault's own plan against the measured gradients: worst error / threshold.
+
+    Compares every holder of the last step whose partials are stored, in the first such tier.
+    """
+    for tier in record.references:
+        by_step = record.partials(tier)
+        for step in sorted(by_step)[-1:]:
+            previous = PartialSums(by_step[step - 1]) if step - 1 in by_step else None
+            prediction = Prediction(faulty, PartialSums(by_step[step]), previous)
+            worst, unpredicted = 0.0, 0
+            for holder in holders(record, tier, step):
+                where = (holder.pool, holder.unit, holder.rank)
+                gradient = prediction.gradient(*where)
+                if gradient is None:
+                    unpredicted += 1
+                    continue
+                weights = [c.weight for c in prediction.coefficients(*where) if c.weight]
+                factor = max([1.0, *(abs(float(w)) for w in weights)])
+                for name, value in gradient.items():
+                    error = float((holder.measured[name] - value).abs().max())
+                    worst = max(worst, error / (holder.expected[name].threshold * factor))
+            return {
+                "tier": tier,
+                "step": step,
+                "worst_of_threshold": worst,
+                "unpredicted": unpredicted,
+                "agrees": worst <= 1 and not unpredicted,
+            }
+    return {"agrees": None}

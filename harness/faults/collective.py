@@ -1,0 +1,180 @@
+"""Faults of the second layer: what a collective or a message can do wrong, as data.
+
+    CollectiveFault(kind="avg", target="allreduce@dp#1")     the second all-reduce over dp averages
+    parse_collective_fault("avg:allreduce@dp")               every all-reduce over dp averages
+
+Each kind tells the real bugs it stands for, which operations it has a meaning for, and as what the
+Diagnosis must name it. `misbehaviour` carries them out; this module touches no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sumgrad.base.errors import UserError
+from sumgrad.ledger.operations import REDUCTIONS, Operation
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One way to misbehave. families: operations it has a meaning for; only on floats unless
+    `integers`. named: kinds of cause that the Diagnosis may give it. min_steps: steps it needs."""
+
+    name: str
+    story: str
+    operator: str | None
+    families: tuple[str, ...]
+    named: tuple[str, ...]
+    integers: bool = False
+    min_steps: int = 1
+
+
+EXCHANGES = ("all_gather", "all_to_all", "broadcast")
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            name="avg",
+            story="AVG where SUM is meant",
+            operator="M07",
+            families=REDUCTIONS,
+            named=("avg",),
+        ),
+        Kind(
+            name="skip",
+            story="the reduction is left out for some parameters",
+            operator="M13",
+            families=(*REDUCTIONS, *EXCHANGES),
+            named=("skipped_collective",),
+            integers=True,
+        ),
+        Kind(
+            name="double",
+            story="an already reduced gradient is reduced again",
+            operator="M15",
+            families=("allreduce", "reduce_scatter"),
+            named=("double_reduction",),
+            integers=True,
+        ),
+        Kind(
+            name="subgroup",
+            story="the group lacks its last rank, which reduces alone (rank-conditional work)",
+            operator="M43",
+            families=("allreduce",),
+            named=("wrong_group",),
+            integers=True,
+        ),
+        Kind(
+            name="copy",
+            story="all_reduce(x.contiguous()) reduces a temporary",
+            operator="M23",
+            families=(*REDUCTIONS, *EXCHANGES),
+            named=("unused_result",),
+            integers=True,
+        ),
+        Kind(
+            name="missing_wait",
+            story="the buffer is read before the work is done; half of it is still local",
+            operator="M41",
+            families=(*REDUCTIONS, *EXCHANGES),
+            named=("missing_wait",),
+        ),
+        Kind(
+            name="stale",
+            story="a reused buffer is not zeroed: one rank adds what it sent in the step before",
+            operator="M37",
+            families=REDUCTIONS,
+            named=("stale_buffer",),
+            min_steps=2,
+        ),
+        Kind(
+            name="early",
+            story="the reduction starts before one rank has written its gradient",
+            operator="M35",
+            families=REDUCTIONS,
+            named=("lost_contribution",),
+        ),
+        Kind(
+            name="low_precision",
+            story="the reduction runs in bfloat16",
+            operator="M64",
+            families=(*REDUCTIONS, *EXCHANGES),
+            named=("low_precision",),
+        ),
+        Kind(
+            name="scale_one",
+            story="one rank's contribution is 1.001 times what it should be",
+            operator=None,
+            families=(*REDUCTIONS, *EXCHANGES),
+            named=("rank_factor", "open"),
+        ),
+        Kind(
+            name="drop",
+            story="what was received is thrown away: the buffer keeps zeros",
+            operator="M25",
+            families=("recv",),
+            named=("unused_result", "open"),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveFault:
+    """target: a stream (`allreduce@dp`, every one of a step) or one of it (`allreduce@dp#0`)."""
+
+    kind: str
+    target: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:{self.target}"
+
+    @property
+    def min_steps(self) -> int:
+        return KINDS[self.kind].min_steps
+
+    def hits(self, stream: str, number: int) -> bool:
+        return self.target in (stream, f"{stream}#{number}")
+
+
+def parse_collective_fault(text: str) -> CollectiveFault:
+    """`KIND:FAMILY@GROUP[#N]`. Raises UserError."""
+    kind, _, target = text.partition(":")
+    family, at, group = target.partition("@")
+    if kind not in KINDS or not at or not group:
+        raise UserError(
+            f"--fault: got {text!r}, expected KIND:FAMILY@GROUP or KIND:FAMILY@GROUP#N, "
+            f"such as avg:allreduce@dp#0; kinds: {', '.join(KINDS)}"
+        )
+    if family not in KINDS[kind].families:
+        raise UserError(
+            f"--fault {text}: {kind} has a meaning for {', '.join(KINDS[kind].families)} only"
+        )
+    return CollectiveFault(kind=kind, target=target)
+
+
+def faults_for(operations: Iterable[Sequence[Operation]]) -> list[CollectiveFault]:
+    """Every fault that the operations of a clean step offer. operations: rank -> its step.
+
+    One for each kind and each operation of a group larger than one that carries numbers.
+    """
+    found: dict[str, CollectiveFault] = {}
+    for mine in operations:
+        for operation in mine:
+            event = operation.event
+            alone = isinstance(event["group"], list) and len(event["group"]) < 2
+            if alone or not event["numel"]:
+                continue
+            for kind in KINDS.values():
+                if operation.family not in kind.families:
+                    continue
+                if event["dtype"] not in FLOATS and not kind.integers:
+                    continue
+                fault = CollectiveFault(kind=kind.name, target=operation.name)
+                found.setdefault(fault.name, fault)
+    return list(found.values())

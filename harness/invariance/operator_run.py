@@ -1,0 +1,404 @@
+"""Runs an operator under one Arrangement: draw, lay out, differentiate, gather.
+
+An Operator says what it takes for each token and what it shares. Results come back without any
+layout: rows in the order of samples and positions, gradients of weights as totals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from sumgrad.invariance.arrangement import Arrangement, Call
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Tensors = dict[str, Tensor]
+EXPECTATIONS = ("invariant", "planted", "control")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What an operator takes for each token. limit: integers below it, without a gradient."""
+
+    shape: tuple[int, ...] = ()
+    limit: int | None = None
+
+
+class OperatorError(ValueError):
+    """An operator that contradicts what it says about itself; the message names it."""
+
+
+class Operator(Protocol):
+    """Something to be checked. output: shape of its result for each token; None: a loss, a SUM.
+
+    cut: where samples may be cut. rows_alone: a row needs no other row of its sample. chunks:
+    whether it can be prefilled in chunks. expect: "invariant", "planted" (the cells of must_differ
+    must be red), "control" (reported as it is).
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rows(self) -> Mapping[str, Rows]: ...
+    @property
+    def weights(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def output(self) -> tuple[int, ...] | None: ...
+    @property
+    def cut(self) -> int: ...
+    @property
+    def rows_alone(self) -> bool: ...
+    @property
+    def chunks(self) -> bool: ...
+    @property
+    def expect(self) -> str: ...
+    @property
+    def must_differ(self) -> Sequence[tuple[str, str]]: ...
+
+    def begin(
+        self,
+        lengths: Sequence[int],
+        arrangement: Arrangement,
+        weights: Tensors,
+        dtype: torch.dtype,
+    ) -> Any:
+        """State of one rank's calls: where weight gradients gather, caches."""
+
+    def forward(self, state: Any, call: Call, rows: Tensors) -> Tensor | tuple[Tensor, Tensors]:
+        """(num_rows, *output), or the loss; with it, maybe, other results for each row by name."""
+
+    def totals(self, states: Sequence[Any]) -> Tensors:
+        """Gradients of the weights (and the loss) from the states of all ranks, unrounded."""
+
+    def exchange(self, state: Any, group: Any) -> Tensors:
+        """The same, on real ranks: every rank gets them."""
+
+    def oracle(self, rows: Tensors, weights: Tensors, seed: Tensor, lengths: Sequence[int]) -> Any:
+        """float64 results by name ("y", "dx", "dweight", "loss"), or None if there is no oracle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorFields:
+    """What every operator says of itself; see Operator.
+
+    reference: float64 results by name, or None; what it is given is up to the kind of operator.
+    """
+
+    name: str
+    rows: Mapping[str, Rows]
+    weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    output: tuple[int, ...] | None = None
+    cut: int = 16
+    rows_alone: bool = True
+    chunks: bool = False
+    expect: str = "invariant"
+    must_differ: Sequence[tuple[str, str]] = ()
+    reference: Callable[..., Any] | None = None
+
+
+def validate(operator: Any) -> None:
+    """Raise OperatorError where an object cannot be an Operator."""
+    what = f"operator {getattr(operator, 'name', operator)!r}"
+    lacking = [
+        name
+        for name in ("name", "rows", "weights", "output", "begin", "forward", "totals", "exchange")
+        if not hasattr(operator, name)
+    ]
+    if lacking:
+        raise OperatorError(
+            f"{what}: lacks {', '.join(lacking)}; wrap a function with sumgrad.invariance.runs.plain"
+        )
+    if operator.expect not in EXPECTATIONS:
+        raise OperatorError(f"{what}: expect: got {operator.expect!r}, not one of {EXPECTATIONS}")
+    if not operator.rows:
+        raise OperatorError(f"{what}: rows: is empty; an operator takes something for each token")
+    for name, spec in operator.rows.items():
+        if not isinstance(spec, Rows) or not isinstance(spec.shape, tuple):
+            raise OperatorError(f"{what}: rows[{name!r}]: got {spec!r}, expected Rows((...))")
+    names = [*("d" + n for n in (*operator.rows, *operator.weights)), "y", "loss"]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise OperatorError(f"{what}: rows, weights and results share the name {twice.pop()!r}")
+
+
+def row_tensors(operator: Operator) -> set[str]:
+    """Names of results that have a row for each token."""
+    rows = {"d" + name for name, spec in operator.rows.items() if spec.limit is None}
+    return rows | {"y"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is computed, without any layout. rows: (tokens, *shape), sample after sample."""
+
+    lengths: tuple[int, ...]
+    rows: Tensors
+    weights: Tensors
+    seed: Tensor
+
+
+class Poison(TorchDispatchMode):
+    """Fills memory that torch hands out uninitialised with NaN, so that a hole is seen."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "empty" in func.overloadpacket.__name__ and isinstance(out, Tensor):
+            if out.is_floating_point():
+                out.fill_(float("nan"))
+            elif not out.is_complex() and out.dtype != torch.bool:
+                out.fill_(torch.iinfo(out.dtype).min)
+        return out
+
+
+def draw_problem(
+    operator: Operator,
+    *,
+    lengths: Sequence[int],
+    seed: int = 0,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> Problem:
+    """Random values over eight powers of two, so that sums cancel and their order shows."""
+    generator = np.random.default_rng([seed, *operator.name.encode()])
+
+    def values(shape: tuple[int, ...]) -> Tensor:
+        drawn = generator.standard_normal(shape) * 2.0 ** generator.integers(-4, 4, shape)
+        return torch.from_numpy(np.asarray(drawn)).to(device=device, dtype=dtype)
+
+    num_tokens = sum(lengths)
+    rows: Tensors = {}
+    for name, spec in operator.rows.items():
+        shape = (num_tokens, *spec.shape)
+        if spec.limit is None:
+            rows[name] = values(shape)
+        else:
+            rows[name] = torch.from_numpy(generator.integers(0, spec.limit, shape)).to(device)
+    weights = {
+        name: values(shape) / shape[-1] ** (0.5 * (len(shape) > 1))
+        for name, shape in operator.weights.items()
+    }
+    shape = () if operator.output is None else (num_tokens, *operator.output)
+    return Problem(lengths=tuple(lengths), rows=rows, weights=weights, seed=values(shape))
+
+
+def place(
+    values: Tensor,
+    call: Call,
+    starts: Sequence[int],
+    *,
+    offset: int,
+    junk: bool,
+    nan: bool = False,
+) -> Tensor:
+    """Logical rows -> the physical rows of a call, in storage moved by `offset` elements.
+
+    junk: padding is filled with other numbers (ids stay valid), or with NaN; else with 0.
+    """
+    shape = (call.num_rows, *values.shape[1:])
+    numel = offset + int(np.prod(shape, dtype=np.int64))
+    out = values.new_zeros(numel)[offset:].view(shape)
+    if junk and len(values):
+        filler = values[torch.arange(call.num_rows, device=values.device) * 7 % len(values)]
+        if values.is_floating_point():
+            filler = torch.full_like(filler, float("nan")) if nan else -3 * filler
+        out.copy_(filler)
+    for s in call.segments:
+        first = starts[s.sample] + s.start
+        out[s.row : s.row + s.length] = values[first : first + s.length]
+    return out
+
+
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    """The logical row of each sample's position 0."""
+    return [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
+
+
+def physical_inputs(problem: Problem, arrangement: Arrangement, call: Call) -> Tensors:
+    """What an operator is given for each row of a call."""
+    starts = starts_of(problem.lengths)
+    return {
+        name: place(
+            value,
+            call,
+            starts,
+            offset=arrangement.offset,
+            junk=True,
+            nan=arrangement.nan_padding,
+        )
+        for name, value in problem.rows.items()
+    }
+
+
+def fingerprint(problem: Problem, arrangement: Arrangement) -> str:
+    """A digest of every call's inputs, their shapes and places: equal where nothing differs."""
+    digest = hashlib.sha256()
+    for call in arrangement.calls:
+        for value in physical_inputs(problem, arrangement, call).values():
+            digest.update(repr((tuple(value.shape), value.storage_offset())).encode())
+            flat = value.cpu().contiguous().flatten()
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(slots=True, kw_only=True)
+class Share:
+    """What one rank's calls gave. rows: logical, NaN where other ranks have the row."""
+
+    state: Any
+    rows: Tensors
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """A call that was made and not yet differentiated. more: results that are only compared."""
+
+    call: Call
+    inputs: Tensors
+    copies: Tensors
+    result: Tensor
+    seed: Tensor
+    more: Tensors
+
+
+def run_share(
+    operator: Operator, problem: Problem, arrangement: Arrangement, rank: int = 0
+) -> Share:
+    """Make one rank's calls, forward and backward: chunks all forward first, then back.
+
+    Raises OperatorError for results of another shape or dtype, inputs that were changed, and
+    inputs or weights that no call gave a gradient to.
+    """
+    weights = {
+        name: _moved(value, arrangement.offset).requires_grad_()
+        for name, value in problem.weights.items()
+    }
+    state = operator.begin(problem.lengths, arrangement, weights, problem.seed.dtype)
+    gather = _Gather(operator, problem)
+    pending: list[_Pending] = []
+    for call in (c for c in arrangement.calls if c.rank == rank):
+        pending.append(_make_call(operator, problem, arrangement, call, state))
+        if not arrangement.chunked:
+            _differentiate(pending, gather)
+    _differentiate(pending, gather)
+    for name, value in weights.items():
+        if not _same_bits(value.detach(), problem.weights[name]):
+            raise OperatorError(f"changed its weight {name!r}")
+    return Share(state=state, rows=gather.finish())
+
+
+def _make_call(
+    operator: Operator, problem: Problem, arrangement: Arrangement, call: Call, state: Any
+) -> _Pending:
+    inputs = physical_inputs(problem, arrangement, call)
+    copies = {name: value.clone() for name, value in inputs.items()}
+    for value in inputs.values():
+        value.requires_grad_(value.is_floating_point())
+    with Poison():
+        result = operator.forward(state, call, inputs)
+    more: Tensors = {}
+    if isinstance(result, tuple):
+        result, more = result
+    seed = problem.seed
+    if operator.output is not None:
+        starts = starts_of(problem.lengths)
+        seed = place(problem.seed, call, starts, offset=arrangement.offset, junk=False)
+        if result.dtype != problem.seed.dtype:
+            raise OperatorError(f"y: got {result.dtype}, expected {problem.seed.dtype}")
+    if result.shape != seed.shape:
+        raise OperatorError(
+            f"y: got shape {tuple(result.shape)}, expected {tuple(seed.shape)} (rows, *output)"
+            if operator.output is not None
+            else f"got shape {tuple(result.shape)}, expected a scalar loss; give output=(...) for "
+            "an operator with a result for each row"
+        )
+    return _Pending(call=call, inputs=inputs, copies=copies, result=result, seed=seed, more=more)
+
+
+class _Gather:
+    """Logical rows, filled call by call."""
+
+    def __init__(self, operator: Operator, problem: Problem) -> None:
+        self.operator, self.problem = operator, problem
+        self.starts = starts_of(problem.lengths)
+        self.rows: Tensors = {}
+        self.without: list[tuple[str, Call, Tensor]] = []
+        self.calls = 0
+
+    def take(self, p: _Pending) -> None:
+        self.calls += 1
+        found = {name: value.detach() for name, value in p.more.items()}
+        if self.operator.output is not None:
+            found["y"] = p.result.detach()
+        for name, value in p.inputs.items():
+            if not _same_bits(value.detach(), p.copies[name]):
+                raise OperatorError(f"changed its input {name!r}")
+            if value.is_floating_point() and value.grad is None:
+                self.without.append(("d" + name, p.call, torch.zeros_like(value)))
+            elif value.grad is not None:
+                found["d" + name] = value.grad
+        for name, physical in found.items():
+            self.put(name, p.call, physical)
+
+    def put(self, name: str, call: Call, physical: Tensor) -> None:
+        if name not in self.rows:
+            shape = (sum(self.problem.lengths), *physical.shape[1:])
+            self.rows[name] = physical.new_full(shape, float("nan"))
+        for s in call.segments:
+            first = self.starts[s.sample] + s.start
+            self.rows[name][first : first + s.length] = physical[s.row : s.row + s.length]
+
+    def finish(self) -> Tensors:
+        """A call may leave an input without a gradient (it is 0 then), but not every call."""
+        for name, call, zeros in self.without:
+            if name not in self.rows:
+                raise OperatorError(f"{name}: no call gave a gradient to this input")
+            self.put(name, call, zeros)
+        return self.rows
+
+
+def _differentiate(pending: list[_Pending], gather: _Gather) -> None:
+    """Differentiate the pending calls at once and gather their rows."""
+    differentiable = [p for p in pending if p.result.requires_grad]
+    if differentiable:
+        with Poison():
+            torch.autograd.backward(
+                [p.result for p in differentiable],
+                [p.seed.to(p.result.dtype) for p in differentiable],
+            )
+    for p in pending:
+        gather.take(p)
+    pending.clear()
+
+
+def _moved(value: Tensor, offset: int) -> Tensor:
+    out = value.new_zeros(offset + value.numel())[offset:].view(value.shape)
+    out.copy_(value)
+    return out
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    both = [t.contiguous().flatten().view(torch.uint8) for t in (a, b)]
+    return bool(torch.equal(both[0], both[1]))
+
+
+def run_arrangement(operator: Operator, problem: Problem, arrangement: Arrangement) -> Tensors:
+    """All results of one configuration by name.
+
+    Ranks are run one after another in this process; `ops_rank` runs them as ranks.
+    """
+    ranks = range(max(1, arrangement.num_ranks))
+    shares = [run_share(operator, problem, arrangement, rank) for rank in ranks]
+    found: Tensors = {}
+    for share in shares:
+        for name, values in share.rows.items():
+            there = ~values.isnan()
+            found[name] = values if name not in found else torch.where(there, values, found[name])
+    found |= operator.totals([share.state for share in shares])
+    return {name: value.cpu() for name, value in found.items()}

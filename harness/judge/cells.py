@@ -1,0 +1,225 @@
+"""Every gradient that ranks wrote, beside what it must be; and all of them compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from sumgrad.base.tensors import same_bits
+from sumgrad.base.tolerances import noise_floor, threshold
+from sumgrad.judge.comparison import Expected, TensorDiff, tensor_diff
+from sumgrad.judge.knowledge import names_in, plan_of, terms_at, unit_of
+from sumgrad.record.directory import Record
+from sumgrad.record.ranks import At, RankRecord
+from sumgrad.record.reference import Reference
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One rank's gradient of one parameter at one step. index: of a shard, else None.
+
+    got: None where the step left no gradient. wanted: sliced as the rank holds it.
+    """
+
+    rank: int
+    pool: str
+    name: str
+    tier: str
+    step: int
+    index: Tensor | None
+    got: Tensor | None
+    wanted: Expected
+
+    @property
+    def measured(self) -> Tensor:
+        """The gradient as a float64 tensor; no gradient is zero."""
+        return torch.zeros_like(self.wanted.value) if self.got is None else self.got.double()
+
+
+def expected(record: Record, reference: Reference, pool: str, name: str, tier: str) -> Expected:
+    """What a parameter's whole gradient must be on a pool: all of it, or what ends there."""
+    plan, terms = plan_of(record), terms_at(record, pool, name)
+    names = tuple(reference.by_term) if terms is None else terms
+    by_term = {term: reference.by_term[term][name] for term in names}
+    scale = float(reference.scale[name].max()) if reference.scale[name].numel() else 0.0
+    value, measured = reference.grads[name], reference.floor[name]
+    same: Tensor | None = reference.same_dtype[name]
+    if plan is not None and not plan.role(pool).home:
+        value = torch.stack(list(by_term.values())).sum(0)
+        measured = sum(reference.floor_by_term[term][name] for term in names)
+        same = None
+    floor = noise_floor(measured, scale, record.spec.tiers[tier])
+    return Expected(
+        value=value,
+        same_dtype=same,
+        floor=floor,
+        threshold=threshold(floor, scale, tier=tier),
+        scale=scale,
+        terms=by_term,
+        resolution={term: reference.resolution[term][name] for term in names},
+        every_term=tier == "structure" or "structure" not in record.spec.tiers,
+        size=float(value.abs().max()) if value.numel() else 0.0,
+    )
+
+
+def shard(wanted: Expected, index: Tensor | None) -> Expected:
+    """The part of an expectation that a rank holds."""
+    if index is None:
+        return wanted
+
+    def part(full: Tensor) -> Tensor:
+        return full.reshape(-1)[index]
+
+    return replace(
+        wanted,
+        value=part(wanted.value),
+        same_dtype=None if wanted.same_dtype is None else part(wanted.same_dtype),
+        terms={term: part(value) for term, value in wanted.terms.items()},
+    )
+
+
+def cells(record: Record, tier: str, reference: Reference) -> Iterator[Cell]:
+    """Everything that ranks wrote for one step of a tier."""
+    at = (tier, reference.step)
+    for pool in record.spec.topology.pools:
+        held_here = {r: record.ranks[r] for r in pool.ranks if r in record.ranks}
+        for name in names_in(record, pool.name):
+            wanted = expected(record, reference, pool.name, name, tier)
+            for rank, held in held_here.items():
+                if at in held.grads and (not record.spec.opaque or name in held.params):
+                    index = held.index.get(name)
+                    yield Cell(
+                        rank=rank,
+                        pool=pool.name,
+                        name=name,
+                        tier=tier,
+                        step=reference.step,
+                        index=index,
+                        got=held.grads[at].get(name),
+                        wanted=shard(wanted, index),
+                    )
+
+
+def compare(record: Record) -> list[TensorDiff]:
+    """Every tensor of every rank that wrote a record, in every tier with a sound reference.
+
+    Nothing where a rank had another model or another batch: there is nothing to compare with.
+    """
+    facts = record.spec.facts
+    if facts is not None and any(
+        h.built != facts.weights or h.batch != facts.batch for h in record.ranks.values()
+    ):
+        return []
+    out = []
+    for tier, references in record.references.items():
+        for reference in references:
+            if reference.step and _unplaced(record):
+                break  # a parameter without a place did not move with the others
+            if not reference.problems:
+                out += _compare_step(record, tier, reference)
+    return out
+
+
+def compare_again(record: Record, diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """The repeated step of the first tier, against the same reference. diffs: of the first run."""
+    tier = next(iter(record.spec.tiers), "")
+    references = record.references.get(tier, [])
+    if not references or references[-1].problems or _unplaced(record):
+        return []
+    if not any(held.again for held in record.ranks.values()) or not diffs:
+        return []  # a matrix does not repeat its steps
+    return [
+        compare_cell(record, replace(cell, got=record.ranks[cell.rank].again.get(cell.name)))
+        for cell in cells(record, tier, references[-1])
+    ]
+
+
+def _compare_step(record: Record, tier: str, reference: Reference) -> Iterator[TensorDiff]:
+    """All cells of a step; equal bits of whole gradients are compared once for each pool."""
+    known: dict[tuple[str, str], list[tuple[Tensor, TensorDiff]]] = {}
+    for cell in cells(record, tier, reference):
+        seen = known.setdefault((cell.pool, cell.name), [])
+        if cell.got is None or cell.index is not None:
+            yield compare_cell(record, cell)
+            continue
+        same = next((diff for other, diff in seen if same_bits(other, cell.got)), None)
+        if same is None:
+            same = compare_cell(record, cell)
+            seen.append((cell.got, same))
+        yield replace(same, rank=cell.rank)
+
+
+def compare_cell(record: Record, cell: Cell) -> TensorDiff:
+    """One cell's verdict."""
+    got, zero = cell.got, cell.wanted.value.count_nonzero() == 0
+    if record.spec.opaque and got is None and (zero or not cell.wanted.value.numel()):
+        got = torch.zeros_like(cell.wanted.value)
+    diff = tensor_diff(
+        got,
+        cell.wanted,
+        name=cell.name,
+        unit=unit_of(record, cell.name),
+        pool=cell.pool,
+        rank=cell.rank,
+        tier=cell.tier,
+        step=cell.step,
+    )
+    return _as_user_left_it(record, cell, diff) if record.spec.opaque else diff
+
+
+def _as_user_left_it(record: Record, cell: Cell, diff: TensorDiff) -> TensorDiff:
+    """A user's own step may leave a parameter that no term reaches without a gradient."""
+    if cell.wanted.scale == 0 and diff.comparable and diff.max_abs == 0:
+        if _checked_elsewhere(record, cell):
+            return replace(diff, status="pass", reason=None)
+        return replace(diff, status="unknown", reason="its gradient is zero at these weights, so "
+                       "nothing was checked; --steps 2 moves the weights")  # fmt: skip
+    if cell.got is None and (cell.rank, cell.name) in (lost := unread(record)):
+        why = f"{lost[cell.rank, cell.name]}, which was not compared"
+        return replace(diff, status="unknown", reason=why)
+    if cell.got is not None and cell.got.shape != cell.wanted.value.shape:
+        return replace(diff, status="unknown")
+    if cell.got is None and diff.status == "fail":
+        return replace(diff, reason="the step left no gradient (None); the reference is not zero")
+    return diff
+
+
+def _checked_elsewhere(record: Record, cell: Cell) -> bool:
+    """Whether a parameter without a gradient here is never used, or has one at another step."""
+    references = record.references[cell.tier]
+    used = any(cell.name in reference.reached for reference in references)
+    return not used or any(bool(r.scale[cell.name].any()) for r in references)
+
+
+def unread(record: Record) -> dict[tuple[int, str], str]:
+    """(rank, parameter) -> why a missing `.grad` does not mean that there is no gradient."""
+    out = {}
+    for rank, held in record.ranks.items():
+        for info in held.info.values():
+            for name, attribute in info.get("elsewhere", {}).items():
+                out[rank, name] = f"the step left no .grad, but a gradient in {attribute}"
+            for name, shape in info.get("reshaped", {}).items():
+                out[rank, name] = f"it has another shape {tuple(shape)} after the step"
+    return out
+
+
+def _unplaced(record: Record) -> bool:
+    return any(
+        held.unknown or any(info.get("reshaped") for info in held.info.values())
+        for held in record.ranks.values()
+    )
+
+
+def steps_of(record: Record) -> Iterator[At]:
+    """The tiers and steps that were run, in order."""
+    for tier in record.spec.tiers:
+        for step in range(record.spec.steps):
+            yield tier, step
+
+
+def ranks_of(record: Record, pool: str) -> list[RankRecord]:
+    """The records of a pool's ranks that are there."""
+    ranks = record.spec.topology.pool(pool).ranks
+    return [record.ranks[r] for r in ranks if r in record.ranks]

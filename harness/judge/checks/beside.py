@@ -1,0 +1,176 @@
+"""What no comparison of gradients covers: trained elsewhere, buffers, what a reader should know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.judge.finding import Compared, Finding
+from sumgrad.record.directory import Record
+from torch import Tensor
+
+SAME_BUFFER = 1e-9  # of its largest element: a float64 buffer that is off by more is another one
+
+
+def nothing_trained_elsewhere(compared: Compared) -> Iterator[Finding]:
+    """What is trained and was not compared."""
+    for text in dict.fromkeys(_unseen(compared.record)):
+        yield Finding(level="unknown", text=text)
+
+
+def whole_gradients(compared: Compared) -> Iterator[Finding]:
+    """Gradients that a step left as partial sums, and were reduced for the comparison."""
+    partial: dict[str, list[int]] = {}
+    for rank, info in _infos(compared.record):
+        for name in info.get("partial", ()):
+            partial.setdefault(name, []).append(rank)
+    if partial:
+        name, ranks = next(iter(partial.items()))
+        more = f" and {len(partial) - 1} more" if len(partial) > 1 else ""
+        yield Finding(
+            level="warning",
+            text=f"the gradient of {name}{more} on rank {spans(ranks)} is still a Partial "
+            f"DTensor; it was reduced for the comparison",
+        )
+
+
+def the_same_buffers(compared: Compared) -> Iterator[Finding]:
+    """Buffers that a step leaves unlike on different ranks, or unlike those of one process."""
+    for text in _buffers(compared.record):
+        yield Finding(level="warning", text=text)
+
+
+def said_by_the_reference(compared: Compared) -> Iterator[Finding]:
+    """What a reader should know of the reference, each once."""
+    seen = set()
+    for tier, references in compared.record.references.items():
+        for reference in references:
+            for warning in reference.warnings:
+                if warning not in seen:
+                    seen.add(warning)
+                    yield Finding(level="warning", text=f"{tier}: {warning}")
+
+
+def _unseen(record: Record) -> Iterator[str]:
+    for tier, references in record.references.items():
+        for reference in references[:1]:
+            yield from (f"{tier}: {text}" for text in reference.outside)
+    for name, (attribute, ranks) in _elsewhere(record).items():
+        yield (
+            f"{name}.{attribute} on rank {spans(ranks)} holds another gradient than its .grad, "
+            f"which is what was compared; which of them the optimizer takes is not known"
+        )
+    for name, (shape, ranks) in _reshaped(record).items():
+        yield (
+            f"{name} on rank {spans(ranks)} has shape {shape} after the step and had another one "
+            f"when the model was distributed, so which elements it holds is not known; shard it in "
+            f"distribute()"
+        )
+    alive: dict[str, list[int]] = {}
+    for rank, info in _infos(record):
+        for name in info.get("alive", ()):
+            alive.setdefault(name, []).append(rank)
+    if alive:
+        ranks = [rank for held in alive.values() for rank in held]
+        yield (
+            f"{some_of(list(alive))} is trained after the step on rank {spans(ranks)} and was not "
+            f"when the model was distributed, so its gradient was not compared"
+        )
+
+
+def _elsewhere(record: Record) -> dict[str, tuple[str, list[int]]]:
+    return _by_name(record, "elsewhere")
+
+
+def _reshaped(record: Record) -> dict[str, tuple[Any, list[int]]]:
+    return {n: (tuple(s), ranks) for n, (s, ranks) in _by_name(record, "reshaped").items()}
+
+
+def _by_name(record: Record, key: str) -> dict[str, tuple[Any, list[int]]]:
+    """Parameter -> what the first rank noted of it, and the ranks that did; at most three."""
+    out: dict[str, tuple[Any, list[int]]] = {}
+    for rank, info in _infos(record):
+        for name, noted in info.get(key, {}).items():
+            out.setdefault(name, (noted, []))[1].append(rank)
+    return dict(list(out.items())[:3])
+
+
+def _infos(record: Record) -> Iterator[tuple[int, dict[str, Any]]]:
+    for rank, held in record.ranks.items():
+        for info in held.info.values():
+            yield rank, info
+
+
+def _buffers(record: Record) -> Iterator[str]:
+    for tier in record.spec.tiers:
+        for step in range(record.spec.steps):
+            held = {r: h.buffers.get((tier, step), {}) for r, h in record.ranks.items()}
+            changed = {
+                name
+                for h in record.ranks.values()
+                for name in h.info.get((tier, step), {}).get("changed_buffers", ())
+            }
+            odd = {n: ranks for n, ranks in _differing(held).items() if n in changed}
+            if odd:
+                name, (first, other) = next(iter(odd.items()))
+                yield (
+                    f"buffers: after step {step}, {tier}, {some_of(list(odd))} is not the same on "
+                    f"all ranks ({name}: rank {first} and rank {other}); a buffer "
+                    f"is not reduced like a gradient"
+                )
+                return
+            off = _off(record, tier, step, held, changed)
+            if off:
+                yield (
+                    f"buffers: after step {step}, {tier}, {some_of(off)} is not what loss_sum over "
+                    f"the full batch leaves in a single process"
+                )
+                return
+
+
+def _differing(held: Mapping[int, Mapping[str, Tensor]]) -> dict[str, tuple[int, int]]:
+    """Buffer -> two ranks that both have it, of one shape, and disagree on it."""
+    out: dict[str, tuple[int, int]] = {}
+    first: dict[str, int] = {}
+    for rank, buffers in held.items():
+        for name, value in buffers.items():
+            other = first.setdefault(name, rank)
+            theirs = held[other][name]
+            if theirs.shape == value.shape and not _close(value, theirs):
+                out.setdefault(name, (other, rank))
+    return out
+
+
+def _off(
+    record: Record,
+    tier: str,
+    step: int,
+    held: Mapping[int, Mapping[str, Tensor]],
+    changed: set[str],
+) -> list[str]:
+    """Buffers that ranks or the reference change, and that they leave unlike each other."""
+    if record.spec.tiers[tier] != "float64" or len(record.references.get(tier, ())) <= step:
+        return []
+    reference = record.references[tier][step]
+    return [
+        name
+        for name, value in reference.buffers.items()
+        if value.is_floating_point()
+        and name in changed | set(reference.changed_buffers)
+        and any(
+            name in mine and mine[name].shape == value.shape and not _close(mine[name], value)
+            for mine in held.values()
+        )
+    ]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Whether two buffers differ by roundings only."""
+    if torch.equal(a, b):
+        return True
+    if not a.is_floating_point() or not b.is_floating_point():
+        return False
+    bound = max(SAME_BUFFER, 64 * torch.finfo(a.dtype).eps) * float(b.double().abs().max())
+    return float((a.double() - b.double()).abs().max()) <= bound

@@ -1,0 +1,80 @@
+"""Was everything there to be compared? Whatever was not makes the run UNKNOWN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from sumgrad.judge.finding import Compared, Finding
+from sumgrad.judge.joint import unrecorded
+from sumgrad.record.directory import Record
+
+
+def nothing_left_out(compared: Compared) -> Iterator[Finding]:
+    """Ranks, ledgers, references and parameters that were not compared."""
+    record = compared.record
+    if record.spec.problems:
+        reasons = iter(record.spec.problems)
+    else:
+        reasons = _reasons(record)
+    for text in dict.fromkeys(reasons):
+        yield Finding(level="unknown", text=text)
+
+
+def every_tier(compared: Compared) -> Iterator[Finding]:
+    """Each tier needs a sound reference of every step, and every rank's gradients."""
+    record = compared.record
+    wanted = list(range(record.spec.steps))
+    for tier in record.spec.tiers:
+        references = record.references.get(tier, [])
+        sound = [r.step for r in references if not r.problems]
+        whole = [
+            rank
+            for rank, held in record.ranks.items()
+            if all((tier, s) in held.grads and (tier, s) in held.info for s in wanted)
+        ]
+        if sound != wanted or len(whole) < record.spec.topology.world_size:
+            yield Finding(level="unknown", text="", tier=tier, aside=True)
+
+
+def _reasons(record: Record) -> Iterator[str]:
+    spec, place = record.spec, record.spec.topology.place
+    complete = record.complete_ranks()
+    if not spec.tiers and not spec.skipped:
+        yield "no tier was asked for, so nothing was compared"
+    yield from (f"the {tier} tier was not run: {why}" for tier, why in spec.skipped.items())
+    for o in record.outcomes:
+        if not o.ok:
+            yield f"{place(o.rank)}: {o.status}" + (f", {o.detail}" if o.detail else "")
+        elif o.rank not in complete:
+            yield f"{place(o.rank)}: ended well, but its record is missing or incomplete"
+    for rank, held in record.ranks.items():
+        yield from (f"{place(rank)}: {text}" for text in held.unknown)
+        if not held.ledger_whole and rank in complete:
+            yield (
+                f"{place(rank)}: its ledger is missing, cut short, or has operations that nobody "
+                f"waited for"
+            )
+    yield from unrecorded(record)
+    yield from record.damage
+    if record.ranks and spec.opaque:
+        yield from _uncovered(record)
+
+
+def _uncovered(record: Record) -> Iterator[str]:
+    """Parameters, or parts of one, that no rank holds: their gradients were not compared."""
+    facts = record.spec.facts
+    for name, shape in (facts.params if facts else {}).items():
+        numel = torch.Size(shape).numel()
+        seen = torch.zeros(numel, dtype=torch.bool)
+        for held in record.ranks.values():
+            if name in held.params:
+                index = held.index.get(name)
+                if index is None:
+                    seen[:] = True
+                    break
+                seen[index.reshape(-1)] = True
+        lost = numel - int(seen.sum())
+        if lost:
+            part = "" if lost == numel else f"{lost} of {numel} elements of "
+            yield f"no rank holds {part}{name}, so its gradient was not compared"

@@ -1,0 +1,142 @@
+"""What the ledgers show: against the plan where there is one, else one rank against the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sumgrad.base.outcome import describe_operation, some_of, spans
+from sumgrad.judge.cells import steps_of
+from sumgrad.judge.finding import Compared, Finding
+from sumgrad.judge.joint import (
+    Joint,
+    carries,
+    describe,
+    fed,
+    identical,
+    joint_operations,
+    prescaled,
+    sizes_of,
+)
+from sumgrad.judge.knowledge import plan_of
+from sumgrad.ledger.operations import REDUCTIONS, Disagreement, disagreement_of, signature
+from sumgrad.plan.schedule import Mismatch, compare_ledger, outside_steps
+from sumgrad.record.directory import Record
+
+
+def as_planned(compared: Compared) -> Iterator[Finding]:
+    """Every ledger must equal the plan, operation by operation."""
+    merged: dict[str, list[int]] = {}
+    for m in ledger_mismatches(compared.record):
+        merged.setdefault(m.text, []).append(m.rank)
+    for text, ranks in merged.items():
+        yield Finding(level="law", text=f"ledger, rank {spans(ranks)}: {text}")
+
+
+def ledger_mismatches(record: Record) -> list[Mismatch]:
+    """Every difference between what ranks that finished issued and what the plan says."""
+    plan, planned = plan_of(record), list(steps_of(record))
+    if plan is None or not planned:
+        return []
+    out: list[Mismatch] = []
+    for rank, held in record.complete_ranks().items():
+        if not held.ledger_whole:
+            continue  # not compared: UNKNOWN, see complete.py
+        for tier, step in planned:
+            dtype, label = record.spec.tiers[tier], f"{tier}, step {step}"
+            out += compare_ledger(plan, rank, dtype, label, held.events.get((tier, step), []))
+        foreign = [e for key, events in held.events.items() if key not in planned for e in events]
+        out += [outside_steps(rank, event) for event in [*held.stray, *foreign]]
+    return out
+
+
+def ranks_agree(compared: Compared) -> Iterator[Finding]:
+    """The first operation of a group on which its members differ; one a run.
+
+    A rank that raised or died issues less than the others for that reason alone. Under a plan
+    each rank's ledger is held against the plan instead.
+    """
+    record = compared.record
+    if not record.spec.opaque:
+        return
+    ended = {o.rank for o in record.outcomes if o.status in ("raised", "killed", "missing")}
+    found = sorted(disagreement_of(record.started), key=lambda d: (not d.mismatch, d.number))
+    for d in found:
+        if not d.mismatch and (set(d.absent) & ended or not d.events):
+            continue
+        yield Finding(level="fail", text=f"ranks disagree: {_words(d)}")
+        return
+
+
+def _words(d: Disagreement) -> str:
+    over = f"operation {d.number + 1} over ranks {spans(d.ranks)}"
+    if d.mismatch:
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for rank, event in d.events.items():
+            kinds.setdefault(signature(event), []).append(rank)
+        shown = [
+            f"on rank {spans(ranks)} {describe_operation(d.events[ranks[0]])}"
+            for ranks in kinds.values()
+        ]
+        return f"{over} is " + ", but ".join(shown[:3])
+    first = next(iter(d.events.values()))
+    return (
+        f"rank {spans(d.absent)} never issues {over}, which rank {spans(list(d.events))} issues: "
+        f"{describe_operation(first)}"
+    )
+
+
+def everybody_waits(compared: Compared) -> Iterator[Finding]:
+    """Operations that a step started and left: what it reads may be half done."""
+    found: dict[str, list[int]] = {}
+    for rank, held in compared.record.ranks.items():
+        for info in held.info.values():
+            for text in info.get("races", ()):
+                found.setdefault(text, []).append(rank)
+    for text, ranks in list(found.items())[:3]:
+        yield Finding(
+            level="fail",
+            text=f"nobody waits for {text}, on rank {spans(ranks)}: what it gives may not be "
+            f"there yet",
+        )
+
+
+def sums_only(compared: Compared) -> Iterator[Finding]:
+    """What breaks the law although it may pass the comparison, merged over steps."""
+    record = compared.record
+    if not record.spec.opaque:
+        return
+    texts = [
+        text
+        for tier, step in steps_of(record)
+        for feeds in [fed(record, tier, step)]
+        for joint in joint_operations(record, tier, step)
+        for text in _law(record, joint, feeds)
+    ]
+    for text in dict.fromkeys(texts):
+        yield Finding(level="law", text=f"law: {text}")
+
+
+def _law(
+    record: Record, joint: Joint, feeds: Mapping[tuple[int, int], Mapping[str, float]]
+) -> Iterator[str]:
+    size = len(joint.ranks)
+    names: Sequence[str] = carries(joint, feeds)
+    if joint.family not in REDUCTIONS or size < 2 or not names:
+        return
+    what = describe(record, joint)
+    op = joint.first.get("reduce")
+    if op != "SUM":
+        yield f"{what} is a {op}, not a SUM, of the gradients of {some_of(names)}"
+    factors = prescaled(joint, sizes_of(record))
+    if factors:
+        factor, size_name = factors
+        yield (
+            f"the gradients of {some_of(list(joint.gradients()))} are multiplied by {factor:.6g} = "
+            f"1/{size_name} before {what}: an average"
+        )
+    if identical(joint):
+        yield (
+            f"{what} sums inputs that are the same bits on all {size} ranks: what is already "
+            f"whole is counted {size} times"
+        )

@@ -1,0 +1,36 @@
+"""A finding, and what a check is: a function from a stored run to findings. Checks compose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sumgrad.judge.comparison import TensorDiff
+from sumgrad.record.directory import Record
+
+# fail: the run is wrong. unknown: something was not seen. law: the law is broken though the
+# gradients may be right; it fails where the law is enforced and warns elsewhere. warning: no more.
+Level = Literal["fail", "unknown", "law", "warning"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a check found. tier: where it belongs to one; `aside`: shown with the tier only."""
+
+    level: Level
+    text: str
+    tier: str | None = None
+    aside: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A stored run, and its gradients compared. again: those of a step that was repeated."""
+
+    record: Record
+    diffs: Sequence[TensorDiff]
+    again: Sequence[TensorDiff]
+
+
+Check = Callable[[Compared], Iterator[Finding]]

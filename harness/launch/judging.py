@@ -1,0 +1,50 @@
+"""A stored run judged, at once or years later: read, judge, write the verdict beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from sumgrad.base.errors import UserError
+from sumgrad.base.files import finite, write_bytes, write_json
+from sumgrad.base.verdict import Verdict
+from sumgrad.diagnose.verdict import judge
+from sumgrad.record.directory import load_record
+from sumgrad.record.manifest import Changes, find_changes
+from sumgrad.report.files import to_markdown
+
+
+def judge_directory(directory: Path, *, law: str | None = None) -> Verdict:
+    """Judge a stored run again. Raises UserError.
+
+    Files that are not what the run wrote are not read; a run with such files never passes.
+    """
+    if not (directory / "run.json").exists():
+        raise UserError(f"{directory}: no run.json; expected a run directory")
+    changes = find_changes(directory)
+    if "run.json" in changes.files:
+        raise UserError(f"{directory / 'run.json'}: {changes.files['run.json']}")
+    try:
+        return _judge_unchanged(directory, law, changes)
+    except UserError:
+        raise
+    except Exception as error:
+        if not changes.reasons:
+            raise
+        text = f"damaged, cannot be judged: {type(error).__name__}: {error}"
+        raise UserError([f"{directory}: {text}", *changes.reasons]) from error
+
+
+def _judge_unchanged(directory: Path, law: str | None, changes: Changes) -> Verdict:
+    record = load_record(directory, changes=changes)
+    if law:
+        record = replace(record, spec=replace(record.spec, law=law))
+    return judge(record)
+
+
+def written(directory: Path, verdict: Verdict) -> Verdict:
+    """The verdict, once it is in the directory: verdict.json and report.md."""
+    verdict = replace(verdict, data=finite(verdict.data))
+    write_json(directory / "verdict.json", verdict.data)
+    write_bytes(directory / "report.md", to_markdown(verdict).encode())
+    return verdict

@@ -1,0 +1,56 @@
+"""One rank that runs a Program with one fault after the other, without being started again.
+
+Each fault has a directory of its own with the files of an ordinary run. A fault that raises or
+hangs ends the ranks; what was written before stands, and the matrix goes on behind it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from sumgrad.base.files import write_json
+from sumgrad.base.outcome import SETUP
+from sumgrad.faults.step import find_program_fault
+from sumgrad.launch.guard import RankGuard
+from sumgrad.launch.rank import local_group
+from sumgrad.ledger.process_group import Ledger
+from sumgrad.record.endings import rank_file
+from sumgrad.record.ranks import write_rank
+from sumgrad.record.spec import read_spec
+from sumgrad.subjects.program.rank import Rank
+
+
+def run_faults(guard: RankGuard, *, faults: list[str]) -> None:
+    """Run each of these, as `--fault` takes them, on the Program of the directory's run.json."""
+    directory, number = guard.env.directory, guard.env.rank
+    with local_group(guard) as ledger:
+        spec = read_spec(directory)
+        rank = Rank(spec.topology, number, ledger)
+        for i, fault in enumerate(faults):
+            place = fault_directory(directory, i)
+            (place / "ranks").mkdir(parents=True, exist_ok=True)
+            _write_ledger_to(ledger, guard, rank_file(place, number, ".ledger.jsonl"))
+            steps = find_program_fault(fault, spec.workload).min_steps
+            tensors, result = rank.run(replace(spec, fault=fault, steps=steps), again=False)
+            write_rank(place, number, tensors)
+            end = {"rank": number, "status": "ok", "result": result}
+            write_json(rank_file(place, number, ".json"), end)
+            with ledger.label(SETUP):
+                dist.barrier()
+
+
+def fault_directory(directory: Path, number: int) -> Path:
+    """Where the ranks of a matrix write one fault."""
+    return directory / "faults" / f"{number:04d}"
+
+
+def _write_ledger_to(ledger: Ledger, guard: RankGuard, path: Path) -> None:
+    """Go on in a fault's own ledger; the launcher finds it by the rank's usual name."""
+    ledger.redirect(path)
+    usual = guard.env.file(".ledger.jsonl")
+    link = usual.with_suffix(".link")
+    os.symlink(path.resolve(), link)
+    os.replace(link, usual)

@@ -1,0 +1,82 @@
+"""What one rank does in a check, and what its reference's process does, under either launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from sumgrad.base.outcome import SETUP
+from sumgrad.launch.guard import RankGuard
+from sumgrad.ledger.process_group import BACKEND, Ledger, register_backend
+from sumgrad.record.ranks import write_rank
+from sumgrad.record.reference import write_references
+from sumgrad.record.spec import RunSpec, read_spec
+from sumgrad.subjects.subject import subject_of
+
+GROUP_PATIENCE_S = 60  # the watchdog speaks first; the group's own timeout is a last resort
+
+
+def check_rank(guard: RankGuard) -> dict[str, Any]:
+    """A locally started rank: rendezvous by file, then the run that run.json describes."""
+    with local_group(guard) as ledger:
+        return run_rank(guard, read_spec(guard.env.directory), ledger)
+
+
+@contextmanager
+def local_group(guard: RankGuard) -> Iterator[Ledger]:
+    """The recorded default group of a locally started rank, all ranks connected."""
+    env, ledger = guard.env, start_ledger(guard)
+    dist.init_process_group(
+        BACKEND,
+        store=dist.FileStore(str(env.rendezvous), env.world_size),  # type: ignore[attr-defined]
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=env.timeout_s + GROUP_PATIENCE_S),
+    )
+    try:
+        meet(ledger)
+        yield ledger
+    finally:
+        dist.destroy_process_group()
+
+
+def meet(ledger: Ledger) -> None:
+    """Wait until all are connected: a rank that fails at once must not look like a lost one."""
+    with ledger.label(SETUP):
+        dist.barrier()
+
+
+def start_ledger(guard: RankGuard) -> Ledger:
+    """Open this rank's ledger and make the recording backend known."""
+    guard.ledger = Ledger(guard.env.file(".ledger.jsonl"))
+    register_backend(guard.ledger)
+    return guard.ledger
+
+
+def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
+    """Run all tiers and steps on an initialised default group; write this rank's gradients.
+
+    Returns what goes into the rank's end record.
+    """
+    rank = guard.env.rank
+    tensors, result = subject_of(spec).run_rank(rank, ledger)
+    write_rank(guard.env.directory, rank, tensors)
+    return dict(result)
+
+
+def reference_helper(guard: RankGuard, *, tier: str) -> None:
+    """One tier's reference, in a process beside the ranks."""
+    directory = guard.env.directory.parent
+    store_reference(directory, read_spec(directory), tier)
+
+
+def store_reference(
+    directory: Path, spec: RunSpec, tier: str, *, progress: Callable[[str], None] = lambda _: None
+) -> None:
+    """Compute and write the reference of every step of a tier."""
+    references = subject_of(spec).references(tier, progress=progress)
+    write_references(directory, tier, references)

@@ -1,0 +1,192 @@
+"""A stored run: the directory between running and judging, whatever was run.
+
+    run.json                what was asked: topology, subject, seed, tiers, versions, command
+    ranks/rank_00003.json   how the rank ended, and what it says of its steps
+    ranks/rank_00003.safetensors      its gradients, and where its shards lie
+    ranks/rank_00003.ledger.jsonl     every collective it issued
+    reference_TIER.safetensors|json   the reference, its scale and its noise floor
+    partials_TIER.safetensors         every partial; of a planned workload, after a failure
+    program_TIER.json                 of a Program: what is wrong with its reference
+    outcomes.json, verdict.json, report.md
+    manifest.json           what of this is judged, by size and digest
+
+Read back, it is a value: judging it again needs neither the workload nor the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sumgrad.base.files import read_json, write_json
+from sumgrad.base.outcome import RankOutcome, outcome_from_json, outcome_to_json
+from sumgrad.record.endings import outcome_from_record, rank_file, read_ledger
+from sumgrad.record.manifest import NO_CHANGES, Changes
+from sumgrad.record.ranks import At, Event, RankRecord, read_rank
+from sumgrad.record.reference import Partials, Reference, files_of, read_partials, read_references
+from sumgrad.record.spec import DAMAGED, RunSpec, read_spec
+
+PROBLEMS = "reference_problems.json"  # named like a reference, so that it goes where they go
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Record:
+    """A stored run. Ranks whose files are missing or damaged are absent from `ranks`.
+
+    started: rank -> its ledger's lines, also of ranks that wrote nothing else.
+    """
+
+    directory: Path
+    spec: RunSpec
+    outcomes: tuple[RankOutcome, ...]
+    ranks: dict[int, RankRecord]
+    references: dict[str, list[Reference]]
+    started: dict[int, list[Event]] = field(default_factory=dict)
+    damage: tuple[str, ...] = ()
+    _known: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives for this record, made only once."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def partials(self, tier: str) -> dict[int, Partials]:
+        """Step -> partials, of the steps whose partials were stored."""
+        return {r.step: r.partials for r in self.references.get(tier, ()) if r.partials}
+
+    def complete_ranks(self) -> dict[int, RankRecord]:
+        """Ranks that wrote gradients, and what they say of it, of every tier and step."""
+        wanted: set[At] = {(tier, s) for tier in self.spec.tiers for s in range(self.spec.steps)}
+        return {
+            rank: held
+            for rank, held in self.ranks.items()
+            if wanted <= set(held.grads) and wanted <= set(held.info)
+        }
+
+
+def load_record(directory: Path, *, changes: Changes = NO_CHANGES) -> Record:
+    """Read a run directory. UserError if it is none; damaged parts are named in `damage`.
+
+    changes: files that are not what the run wrote; they are not read.
+    """
+    spec = read_spec(directory)
+    damage = [*changes.reasons]
+    ranks, started, lost = read_ranks(directory, spec, changes=changes)
+    damage += [*lost, *_read_problems(directory)]
+    references = {}
+    for tier in spec.tiers:
+        found = _read_tier(directory, tier, spec, damage, changes)
+        if found is not None:
+            references[tier] = found
+    return Record(
+        directory=directory,
+        spec=spec,
+        outcomes=_read_outcomes(directory, spec, damage, changes),
+        ranks=ranks,
+        references=references,
+        started=started,
+        damage=tuple(damage),
+    )
+
+
+def read_ranks(
+    directory: Path, spec: RunSpec, *, changes: Changes = NO_CHANGES
+) -> tuple[dict[int, RankRecord], dict[int, list[Event]], list[str]]:
+    """Every rank's record that is there, the ledgers, and what is damaged.
+
+    A ledger that is not what the rank wrote is left out: nobody says that it issued nothing.
+    """
+    ranks, damage = {}, list[str]()
+    started: dict[int, list[Event]] = {}
+    for rank in range(spec.topology.world_size):
+        try:
+            place = rank_file(Path(), rank, "").as_posix()
+            _refuse(changes, *(place + s for s in (".json", ".safetensors", ".ledger.jsonl")))
+            started[rank] = list(read_ledger(rank_file(directory, rank, ".ledger.jsonl")))
+            ranks[rank] = read_rank(directory, rank, spec, started[rank])
+        except FileNotFoundError:
+            continue
+        except DAMAGED as error:
+            damage.append(f"rank {rank}: damaged: {type(error).__name__}: {error}")
+    return ranks, started, damage
+
+
+def _read_tier(
+    directory: Path, tier: str, spec: RunSpec, damage: list[str], changes: Changes
+) -> list[Reference] | None:
+    """A tier's references with their partials; None, and why, where they cannot be read."""
+    program, partials_file = spec.facts is not None, files_of(tier)[2]
+    try:
+        needed = [n for n in files_of(tier) if program or n in files_of(tier)[:2]]
+        _refuse(changes, *needed)
+        found = read_references(
+            directory, tier, names=spec.params, terms=spec.terms, said=program
+        )
+    except FileNotFoundError:
+        damage.append(f"tier {tier}: no reference was stored")
+        return None
+    except DAMAGED as error:
+        damage.append(f"tier {tier}: damaged reference: {type(error).__name__}: {error}")
+        return None
+    try:
+        _refuse(changes, partials_file)
+        partials = read_partials(directory, tier)
+    except DAMAGED as error:
+        damage.append(f"tier {tier}: damaged partials: {type(error).__name__}: {error}")
+        return found
+    return [replace(r, partials=partials.get(r.step, {})) for r in found]
+
+
+def _refuse(changes: Changes, *names: str) -> None:
+    """ValueError if one of these files is not what the run wrote."""
+    for name in names:
+        if name in changes.files:
+            raise ValueError(f"{name} {changes.files[name]}")
+
+
+def _read_outcomes(
+    directory: Path, spec: RunSpec, damage: list[str], changes: Changes
+) -> tuple[RankOutcome, ...]:
+    """What became of every rank; from the ranks' own records where outcomes.json is lost."""
+    world_size = spec.topology.world_size
+    try:
+        _refuse(changes, "outcomes.json")
+        raw = read_json(directory / "outcomes.json")
+        outcomes = tuple(outcome_from_json(item) for item in raw)
+    except DAMAGED:
+        outcomes = ()
+    if not outcomes and spec.problems:
+        return ()  # nothing was started
+    if [o.rank for o in outcomes] == list(range(world_size)):
+        return tuple(
+            replace(o, status="raised", detail=f"ended with exit code {o.exit_code}")
+            if o.ok and o.exit_code not in (0, None)
+            else o
+            for o in outcomes
+        )
+    damage.append("outcomes.json is missing or damaged: how the processes ended is not known")
+    return tuple(
+        outcome_from_record(directory, rank, spec.topology.pool_of(rank).name)
+        for rank in range(world_size)
+    )
+
+
+def write_outcomes(directory: Path, outcomes: Sequence[RankOutcome]) -> None:
+    """Write what became of every rank."""
+    write_json(directory / "outcomes.json", [outcome_to_json(o) for o in outcomes])
+
+
+def write_problems(directory: Path, problems: Sequence[str]) -> None:
+    """Write why a reference is missing or not to be relied on: who computed it ended badly."""
+    write_json(directory / PROBLEMS, list(problems))
+
+
+def _read_problems(directory: Path) -> list[str]:
+    path = directory / PROBLEMS
+    try:
+        return [str(line) for line in read_json(path)] if path.exists() else []
+    except (*DAMAGED, RecursionError):
+        return [f"{PROBLEMS} is damaged: whether the references can be relied on is not known"]

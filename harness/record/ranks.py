@@ -1,0 +1,152 @@
+"""What one rank wrote: gradients, where its shards lie, its ledger, what it saw of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from sumgrad.base.files import write_bytes
+from sumgrad.base.outcome import SETUP
+from sumgrad.record.endings import rank_file, read_end_record, read_ledger
+from sumgrad.record.reference import Grads, read_tensors
+from sumgrad.record.spec import RunSpec
+
+AGAIN = "again"  # of the tensors of a step that was repeated
+BUFFER = "buffer"
+INDEX = "index"
+Event = dict[str, Any]
+At = tuple[str, int]  # tier and step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """What one rank wrote. grads, info, events and buffers by (tier, step).
+
+    info: what it says of the step (counts and norms; races and weights that changed). params: names
+    it holds; index: the elements it holds of a sharded one. again: the gradients of the step that
+    was repeated. unknown: what it could not place. built, batch: hashes. stray: operations that
+    belong to no step. ledger_whole: every operation it started is in the ledger and ended.
+    """
+
+    rank: int
+    grads: dict[At, Grads]
+    info: dict[At, dict[str, Any]]
+    events: dict[At, list[Event]]
+    stray: tuple[Event, ...]
+    ledger_whole: bool
+    params: tuple[str, ...] = ()
+    index: Grads = field(default_factory=dict)
+    again: Grads = field(default_factory=dict)
+    buffers: dict[At, Grads] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    built: str = ""
+    batch: str = ""
+
+
+def write_rank(directory: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one rank's tensors: TIER/STEP/PARAM, and those of AGAIN, BUFFER and INDEX."""
+    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_bytes(rank_file(directory, rank, ".safetensors"), save(flat))
+
+
+def read_rank(
+    directory: Path, rank: int, spec: RunSpec, ledger: Sequence[Event] | None = None
+) -> RankRecord:
+    """Read one rank's files. Raises FileNotFoundError or one of spec.DAMAGED."""
+    result = (read_end_record(directory, rank) or {}).get("result") or {}
+    grads: dict[At, Grads] = {}
+    buffers: dict[At, Grads] = {}
+    one: dict[str, Grads] = {AGAIN: {}, INDEX: {}}
+    for key, tensor in read_tensors(rank_file(directory, rank, ".safetensors")):
+        kind, rest = key.split("/", 1)
+        if kind == INDEX:
+            one[INDEX][rest] = tensor
+        elif kind == AGAIN:
+            one[AGAIN][rest.split("/", 1)[1]] = tensor
+        else:
+            held, path = (buffers, rest) if kind == BUFFER else (grads, key)
+            tier, step, name = path.split("/", 2)
+            held.setdefault((tier, int(step)), {})[name] = tensor
+    planned = spec.declaration is not None
+    steps = result.get("steps", []) if planned else result["steps"]
+    info = {(s["tier"], int(s["step"])): _numbers(s) if planned else s for s in steps}
+    if not planned:
+        grads = {at: grads.get(at, {}) for at in info}
+    begun = begun_operations(ledger or read_ledger(rank_file(directory, rank, ".ledger.jsonl")))
+    return RankRecord(
+        rank=rank,
+        grads=grads,
+        info=info,
+        events=events_by_step(begun),
+        stray=tuple(e for e in begun if _at(e) is None and not _is_meeting(e)),
+        ledger_whole=_is_whole(begun, info, result, spec),
+        params=() if planned else tuple(result["params"]),
+        index=one[INDEX],
+        again=one[AGAIN],
+        buffers=buffers,
+        unknown=tuple(result.get("unknown", ())),
+        built=str(result.get("built", "")),
+        batch=str(result.get("batch", "")),
+    )
+
+
+def begun_operations(ledger: Sequence[Event]) -> list[Event]:
+    """The operations of a ledger, each with whether it ended and the digest of what it gave."""
+    lines = list(ledger)
+    ended = {line["done"]: line.get("output") for line in lines if "done" in line}
+    return [
+        {**line, "output": ended.get(line["n"]), "ended": line["n"] in ended}
+        for line in lines
+        if "n" in line
+    ]
+
+
+def events_by_step(events: Sequence[Event]) -> dict[At, list[Event]]:
+    """The operations of each step, in order; those of the launcher are left out."""
+    out: dict[At, list[Event]] = {}
+    for event in events:
+        at = _at(event) if "n" in event else None
+        if at is not None:
+            out.setdefault(at, []).append(event)
+    return out
+
+
+def _at(event: Event) -> At | None:
+    """The tier and step of an operation's label, `structure/0/reduce:mlp@ci`."""
+    tier, _, rest = str(event["label"]).partition("/")
+    step, _, edge = rest.partition("/")
+    return (tier, int(step)) if tier != SETUP and edge and step.isdigit() else None
+
+
+def _is_meeting(event: Event) -> bool:
+    """Whether this is the launcher's wait until all ranks are connected."""
+    return str(event["label"]).partition("/")[0] == SETUP and event["op"] == "barrier"
+
+
+def _is_whole(
+    begun: Sequence[Event], info: Mapping[At, Any], result: Mapping[str, Any], spec: RunSpec
+) -> bool:
+    """Whether every operation is there and ended; a Program says itself which it never waited for.
+
+    A Program may go on communicating after its record was written.
+    """
+    num = result.get("operations")
+    late = spec.facts is not None and num is not None
+    counted = [e for e in begun if e["n"] < num] if late else begun
+    unwaited = {n for step in info.values() for n in step.get("unwaited", ())}
+    return len(counted) == num and all(e["ended"] or e["n"] in unwaited for e in counted)
+
+
+def _numbers(info: dict[str, Any]) -> dict[str, Any]:
+    """What a planned rank says of one step, with numbers as numbers ("nan" too)."""
+    return {
+        "counts": {str(term): int(count) for term, count in info["counts"].items()},
+        "norm": float(info["norm"]),
+        "clipped_norm": float(info["clipped_norm"]),
+        "weights": str(info["weights"]),
+        "digests": [{**digest, "norm": float(digest["norm"])} for digest in info["digests"]],
+    }

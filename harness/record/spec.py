@@ -1,0 +1,158 @@
+"""What was asked of a run, and what its subject says about itself: run.json, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError
+from sumgrad.base.errors import UserError
+from sumgrad.base.files import read_json, write_json
+from sumgrad.topology.declaration import Declaration, declaration_from_json, declaration_to_json
+from sumgrad.topology.pools import Topology, topology_from_json, topology_to_json
+
+SCHEMA = 1
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+DAMAGED = (
+    OSError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    TypeError,
+    AttributeError,
+    SafetensorError,
+)
+RowsAs = Literal["tensors", "indices"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a Program says about itself in one process.
+
+    params: name -> full shape, of all that require a gradient. rows_as: whether loss_sum takes the
+    batch cut to some rows (a dict of tensors) or the indices of the rows (int64). float64: why it
+    cannot run in float64, or None. problems: why it cannot be checked at all. weights, batch:
+    hashes of what build() and batch() give.
+    """
+
+    params: dict[str, tuple[int, ...]]
+    num_rows: int
+    terms: tuple[str, ...]
+    rows_as: RowsAs
+    float64: str | None
+    problems: tuple[str, ...]
+    weights: str
+    batch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """What was asked. tiers: those that run, name -> dtype; skipped: tier -> why it does not.
+
+    workload: as `--workload` takes it. What the subject knows of itself is one of two:
+    declaration: a planned workload's; facts: a Program's.
+    """
+
+    topology: Topology
+    workload: str
+    seed: int
+    steps: int
+    tiers: dict[str, str]
+    fault: str | None
+    law: str
+    timeout_s: float
+    reproduce: str
+    versions: dict[str, str]
+    declaration: Declaration | None = None
+    facts: Facts | None = None
+    skipped: dict[str, str] = field(default_factory=dict)
+    kernels: str = "torch"
+
+    @property
+    def name(self) -> str:
+        """The subject's name in a verdict."""
+        return self.declaration.workload if self.declaration else self.workload
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the step is a user's own: no plan says what it must do."""
+        return self.declaration is None
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """Every parameter whose gradient is compared."""
+        if self.facts is not None:
+            return tuple(self.facts.params)
+        return tuple(p.name for p in self.declaration.params) if self.declaration else ()
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        if self.facts is not None:
+            return self.facts.terms
+        return tuple(t.name for t in self.declaration.terms) if self.declaration else ()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why nothing could be run."""
+        return self.facts.problems if self.facts else ()
+
+
+def write_spec(directory: Path, spec: RunSpec) -> None:
+    """Write run.json."""
+    data = {name: getattr(spec, name) for name in RunSpec.__dataclass_fields__}
+    data["topology"] = topology_to_json(spec.topology)
+    data["declaration"] = declaration_to_json(spec.declaration) if spec.declaration else None
+    data["facts"] = asdict(spec.facts) if spec.facts else None
+    write_json(directory / "run.json", {"schema": SCHEMA, **data})
+
+
+def read_spec(directory: Path) -> RunSpec:
+    """Read run.json; UserError if it is missing, damaged or of another version."""
+    path = directory / "run.json"
+    try:
+        data = read_json(path)
+    except FileNotFoundError:
+        raise UserError(f"{directory}: no run.json; expected a run directory") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise UserError(
+            f"{path}: written with record schema {schema!r}, this version reads {SCHEMA}"
+        )
+    try:
+        _check_spec(data, path)
+        declaration, facts = data.get("declaration"), data.get("facts")
+        known = {n: data[n] for n in RunSpec.__dataclass_fields__ if n in data}
+        known["topology"] = topology_from_json(data["topology"], path=path)
+        known["declaration"] = declaration_from_json(declaration) if declaration else None
+        known["facts"] = facts_from_json(facts) if facts else None
+        return RunSpec(**known)
+    except UserError:
+        raise
+    except DAMAGED as error:
+        raise UserError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+
+
+def facts_from_json(data: Mapping[str, Any]) -> Facts:
+    """Read back what a Program said of itself."""
+    params = {name: tuple(shape) for name, shape in data["params"].items()}
+    more = {key: tuple(data[key]) for key in ("terms", "problems")}
+    return Facts(**{**data, "params": params, **more})
+
+
+def _check_spec(data: dict[str, Any], path: Path) -> None:
+    steps, tiers = data["steps"], data["tiers"]
+    problems = []
+    if not isinstance(steps, int) or steps < 1:
+        problems.append(f"{path}: steps: got {steps!r}, expected an integer >= 1")
+    if not isinstance(tiers, dict) or not set(tiers.values()) <= set(DTYPES):
+        problems.append(f"{path}: tiers: got {tiers!r}, expected names of {', '.join(DTYPES)}")
+    if data["law"] not in ("report", "enforce"):
+        problems.append(f"{path}: law: got {data['law']!r}, expected report or enforce")
+    if (data.get("declaration") is None) == (data.get("facts") is None):
+        problems.append(f"{path}: expected either a declaration or facts")
+    if problems:
+        raise UserError(problems)

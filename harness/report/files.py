@@ -1,0 +1,123 @@
+"""A Verdict as a file for others to read: markdown, HTML, JUnit XML. Judges nothing.
+
+Names, messages and tracebacks come from users' code, so every text is escaped by the environment
+that writes it: a template cannot forget to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
+
+from jinja2 import Environment, PackageLoader
+from sumgrad.base.outcome import spans
+from sumgrad.base.plain_text import printable_data
+from sumgrad.base.verdict import Verdict
+from sumgrad.report.terminal import axes_text, number
+
+_MARKS = re.compile(r"[\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is none
+_HEADS = re.compile(r"^(#|[-+](?=\s)|---|==)")
+_NUMBERS = re.compile(r"^(\d{1,9})([.)])(?=\s|$)")
+
+
+class Verbatim(str):
+    """Markdown that is written as it stands."""
+
+    __slots__ = ()
+
+
+def to_markdown(verdict: Verdict) -> str:
+    """The terminal's content as markdown."""
+    environment = _environment(finalize=_finalized)
+    return environment.get_template("report.md.jinja").render(_context(verdict))
+
+
+def to_html(verdict: Verdict) -> str:
+    """One self-contained page, without scripts."""
+    environment = _environment(autoescape=True)
+    return environment.get_template("report.html.jinja").render(_context(verdict))
+
+
+def to_junit(verdict: Verdict) -> str:
+    """JUnit XML: one test case for each tier, and one for the law and the ranks."""
+    data = printable_data(verdict.data)
+    name = f"sumgrad.{data['topology']['name']}"
+    suite = Element("testsuite", name=name)
+    for tier, entry in data["tiers"].items():
+        case = SubElement(suite, "testcase", classname=name, name=tier)
+        _tier_result(case, data, entry)
+    case = SubElement(suite, "testcase", classname=name, name="law_and_ranks")
+    findings, lost = data["findings"], data["not_compared"]
+    if findings:
+        _add(case, "failure", findings[0], "\n".join(findings))
+    elif lost:
+        _add(case, "error", f"not compared: {lost[0]}", "\n".join(lost))
+    for count, kind in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):
+        suite.set(count, str(len(list(suite.iter(kind)))))
+    indent(suite)
+    return tostring(suite, encoding="unicode", xml_declaration=False) + "\n"
+
+
+def _tier_result(case: Element, data: Mapping[str, Any], tier: Mapping[str, Any]) -> None:
+    if tier["status"] == "fail":
+        cause = data["diagnoses"][0]["cause"] if data["diagnoses"] else "a tensor is off"
+        error = f"worst relative error {number(tier['worst_rel'])} on {tier['worst_tensor']}"
+        _add(case, "failure", cause, f"{error}; {data['reproduce']}")
+    elif tier["status"] == "unknown":
+        message = "unknown: not everything was compared, or could not have been seen"
+        _add(case, "error", message, "\n".join([*tier["reasons"], *data["not_compared"]]))
+
+
+def _add(case: Element, kind: str, message: str, text: str) -> None:
+    SubElement(case, kind, message=message).text = text
+
+
+def markdown(text: str) -> str:
+    """Text as it stands, on one line, whatever marks of markdown or HTML it holds."""
+    text = " ".join(text.split())
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = _HEADS.sub(r"\\\1", _MARKS.sub(r"\\\g<0>", text))
+    return _NUMBERS.sub(r"\1\\\2", text)
+
+
+def code(text: str) -> Verbatim:
+    """A code span on one line, not for tables: a pipe ends a cell even there."""
+    text = " ".join(text.split())
+    ticks = "`" * (_longest_run(text) + 1)
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return Verbatim(f"{ticks}{space}{text}{space}{ticks}")
+
+
+def block(text: str) -> Verbatim:
+    """A fenced code block, with a fence that the text cannot close."""
+    fence = "`" * max(3, _longest_run(text) + 1)
+    return Verbatim(f"{fence}\n{text.strip()}\n{fence}")
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
+
+
+def _finalized(value: Any) -> str:
+    return value if isinstance(value, Verbatim) else markdown(str(value))
+
+
+def _environment(**flags: Any) -> Environment:
+    loader = PackageLoader("sumgrad.report", "templates")
+    return Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **flags)
+
+
+def _context(verdict: Verdict) -> dict[str, Any]:
+    data = printable_data(verdict.data)
+    return {
+        **data,
+        "failed": [t for t in data["tensors"] if t["status"] != "pass"],
+        "ended_badly": [o for o in data["outcomes"] if o["status"] != "ok"],
+        "number": number,
+        "ranks_text": spans,
+        "axes": axes_text,
+        "code": code,
+        "block": block,
+    }

@@ -1,0 +1,286 @@
+"""Renders a Verdict on the terminal. Judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from sumgrad.base.outcome import first_to_fail, outcome_from_json, spans
+from sumgrad.base.plain_text import printable, printable_data
+from sumgrad.base.verdict import Verdict
+
+STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
+MAX_TENSORS, MAX_COEFFICIENTS, MAX_RANKS_SHOWN = 12, 24, 8
+MAX_STACK_LINES = 12
+
+
+def render(verdict: Verdict) -> RenderableType:
+    """The terminal report: status, tiers, what failed, because, who did not end, reproduce."""
+    data = printable_data(verdict.data)
+    parts: list[RenderableType] = [_headline(data), Text("")]
+    parts.append(_tiers(data))
+    for diagnosis in data["diagnoses"]:
+        parts += [Text(""), _diagnosis(diagnosis)]
+    if data["coefficients"]:
+        parts += [Text(""), _coefficients(data["coefficients"])]
+    failed = [t for t in data["tensors"] if t["status"] != "pass"]
+    if failed:
+        parts += [Text(""), _tensors(failed)]
+    parts += _lists(data)
+    parts += _outcomes(data)
+    if data.get("fault_report"):
+        parts += [Text(""), _fault(data)]
+    return Group(*parts)
+
+
+def last_line(verdict: Verdict, directory: Any) -> str:
+    """`sumgrad: FAIL ... (exit 1) in DIR`: the line scripts look for."""
+    place = printable(str(directory))
+    return f"sumgrad: {verdict.status.upper()} (exit {verdict.exit_code}) in {place}"
+
+
+def print_report(verdict: Verdict, console: Console) -> None:
+    """Write the terminal report; colour only where the console is a terminal."""
+    console.print(render(verdict), markup=False, emoji=False)
+    command = printable(verdict.data["reproduce"])
+    line = Text.assemble("\n", ("reproduce  ", "dim"), command)
+    console.print(line, soft_wrap=True)  # wrapped by us it could not be pasted
+
+
+def number(value: Any) -> str:
+    """A number as reports write it."""
+    if isinstance(value, int | float):
+        return f"{value:.6f}" if 0.001 <= abs(value) < 1000 else f"{value:.2e}"
+    return "-" if value is None else str(value)
+
+
+def fault_sentence(data: Mapping[str, Any]) -> str:
+    """What a planted fault should have done and did."""
+    report, name, failed = data["fault_report"], data["fault"], data["status"] == "fail"
+    head = f"{name}: {report['story']}. "
+    agreement = ""
+    prediction = report["prediction"]
+    if prediction.get("agrees") is not None:
+        share = number(prediction["worst_of_threshold"])
+        agreement = (
+            f" The plan's own prediction {'agrees' if prediction['agrees'] else 'DISAGREES'} with "
+            f"the measured gradients (worst error {share} of the threshold)."
+        )
+    if any(o["status"] != "ok" for o in data["outcomes"]):
+        return head + "A rank did not end well, so the comparison says nothing of it."
+    if report["visible"]:
+        what = "It was noticed." if failed else "It is visible here and was MISSED."
+    elif report["breaks_law"]:
+        what = "The values are right; the law sees it in the ledger."
+        if not failed:
+            what = "The values are right, and --law report only warns of the ledger."
+    elif data["steps"] < report["min_steps"]:
+        what = f"It needs {report['min_steps']} steps to show."
+    elif failed:
+        what = "A false alarm: it is invisible on this topology."
+    else:
+        what = "It is invisible on this topology and must pass here."
+    return head + what + agreement
+
+
+def _fault(data: Mapping[str, Any]) -> Text:
+    return Text.assemble(("planted", "dim"), "  ", fault_sentence(data))
+
+
+def _headline(data: Mapping[str, Any]) -> Text:
+    topology = data["topology"]
+    pools = ", ".join(f"{n} {axes_text(p['axes'])}" for n, p in topology["pools"].items())
+    steps = f"{data['steps']} steps" if data["steps"] > 1 else "1 step"
+    return Text.assemble(
+        (f" {data['status'].upper()} ", STYLES[data["status"]] + " reverse"),
+        f"  {data['workload']} on {topology['name']}: {topology['world_size']} ranks ({pools}), "
+        f"seed {data['seed']}, {steps}",
+    )
+
+
+def axes_text(axes: Mapping[str, int]) -> str:
+    """`2x3` for a pool's axes."""
+    return "x".join(str(size) for size in axes.values())
+
+
+def _tiers(data: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name, justify in (
+        ("tier", "left"),
+        ("status", "left"),
+        ("worst relative error", "right"),
+        ("on", "left"),
+        ("worst of threshold", "right"),
+        ("smallest factor error caught", "right"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name, tier in data["tiers"].items():
+        power = [
+            t["smallest_scale_error_caught"]
+            for t in data["tensors"]
+            if t["tier"] == name and isinstance(t["smallest_scale_error_caught"], float)
+        ]
+        table.add_row(
+            f"{name} ({tier['dtype']})",
+            Text(tier["status"].upper(), style=STYLES[tier["status"]]),
+            number(tier["worst_rel"]),
+            tier["worst_tensor"] or "-",
+            number(tier["worst_of_threshold"]),
+            f"{max(power):.1e}" if power else "-",
+        )
+    return table
+
+
+def _diagnosis(diagnosis: Mapping[str, Any]) -> RenderableType:
+    lines: list[RenderableType] = [
+        Text.assemble(("cause      ", "dim"), (diagnosis["cause"], "bold"))
+    ]
+    factor, symbol = diagnosis["factor"], diagnosis["symbol"]
+    if factor is not None:
+        shown = f"{factor} = {symbol}" if symbol and symbol != factor else factor
+        lines.append(Text.assemble(("factor     ", "dim"), shown))
+    if diagnosis["ranks"]:
+        lines.append(Text.assemble(("ranks      ", "dim"), spans(diagnosis["ranks"])))
+    for head, key in (
+        ("because    ", "because"),
+        ("however    ", "however"),
+        ("or         ", "also"),
+    ):
+        lines += [Text.assemble((head, "dim"), text) for text in diagnosis[key]]
+    return Group(*lines)
+
+
+def _coefficients(coefficients: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(
+        title="how often each term was counted",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title_style="dim",
+    )
+    for name in ("parameters", "ranks", "term", "computed by", "rows", "expected"):
+        table.add_column(name)
+    table.add_column("recovered", justify="right")
+    table.add_column("fraction", justify="right")
+    odd = [c for c in coefficients if c["fraction"] != c["expected"]]
+    shown = [*odd, *(c for c in coefficients if c not in odd)][:MAX_COEFFICIENTS]
+    for c in shown:
+        style = "" if c["fraction"] == c["expected"] else "bold"
+        rows = f"{c['rows'][0]} to {c['rows'][1] - 1}" if c["rows"] else "all"
+        recovered = "cannot be told" if c["recovered"] is None else f"{c['recovered']:.9f}"
+        table.add_row(
+            c["params"],
+            spans(c["ranks"]),
+            c["term"],
+            c["producer"],
+            rows,
+            c["expected"],
+            recovered,
+            c["fraction"] or "-",
+            style=style,
+        )
+    if len(coefficients) > len(shown):
+        table.caption = f"and {len(coefficients) - len(shown)} more in verdict.json"
+    return table
+
+
+def _tensors(failed: Sequence[Mapping[str, Any]]) -> Table:
+    merged: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for t in failed:
+        key = (t["tier"], t["step"], t["name"], t["status"], str(t["max_abs"]))
+        merged.setdefault(key, []).append(t)
+    table = Table(
+        title="tensors that did not pass, largest error first",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title_style="dim",
+    )
+    for name in ("tensor", "tier", "step", "ranks", "status"):
+        table.add_column(name)
+    for name in ("max abs", "max rel", "ratio", "threshold", "at"):
+        table.add_column(name, justify="right")
+
+    def size(group: Sequence[Mapping[str, Any]]) -> float:
+        value = group[0]["max_rel"]
+        return -value if isinstance(value, int | float) else float("-inf")
+
+    groups = sorted(merged.values(), key=size)
+    for group in groups[:MAX_TENSORS]:
+        t = group[0]
+        table.add_row(
+            t["name"],
+            t["tier"],
+            str(t["step"]),
+            spans([g["rank"] for g in group]),
+            t["status"].upper(),
+            number(t["max_abs"]),
+            number(t["max_rel"]),
+            number(t["ratio"]),
+            number(t["threshold"]),
+            str(t["index"]),
+        )
+    if len(groups) > MAX_TENSORS:
+        table.caption = f"and {len(groups) - MAX_TENSORS} more in verdict.json"
+    return table
+
+
+def _lists(data: Mapping[str, Any]) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    ended = tuple(f"rank {o['rank']} (" for o in data["outcomes"] if o["status"] != "ok")
+    lists = {
+        "findings of the law and of replicas": data["findings"],
+        "warnings": data["warnings"],
+        # ranks that did not end well have a section of their own
+        "not compared": [t for t in data["not_compared"] if not t.startswith(ended or ("\0",))],
+        "could not have been seen": sorted(
+            {r for tier in data["tiers"].values() for r in tier["reasons"]}
+        ),
+    }
+    for title, items in lists.items():
+        if items:
+            parts += [Text(""), Text(title, style="dim")]
+            parts += [Text(f"  {item}") for item in items[:MAX_RANKS_SHOWN]]
+            if len(items) > MAX_RANKS_SHOWN:
+                parts.append(Text(f"  and {len(items) - MAX_RANKS_SHOWN} more in verdict.json"))
+    return parts
+
+
+def _outcomes(data: Mapping[str, Any]) -> list[RenderableType]:
+    """Ranks that did not end well, the one that explains the others first and with its stack."""
+    bad = [outcome_from_json(o) for o in data["outcomes"] if o["status"] != "ok"]
+    if not bad:
+        return []
+    first = first_to_fail(bad)
+    lines = [
+        Text(""),
+        Text(
+            f"{len(bad)} of {len(data['outcomes'])} ranks did not end well, so "
+            f"they were not compared",
+            style="dim",
+        ),
+    ]
+    others = [o for o in bad if o is not first]
+    for o in [first, *others[: MAX_RANKS_SHOWN - 1]]:
+        place = f"in {o.waiting_in}" if o.waiting_in else "in no collective"
+        lines.append(Text(f"  rank {o.rank} ({o.pool}) {o.status}: {o.detail}; {place}"))
+        text = o.stack or o.output
+        if o is first and text:
+            lines += [Text(f"      {line}", style="dim") for line in _telling_lines(text)]
+    if len(bad) > MAX_RANKS_SHOWN:
+        lines.append(Text(f"  and {len(bad) - MAX_RANKS_SHOWN} more in verdict.json"))
+    return list(lines)
+
+
+def _telling_lines(text: str) -> list[str]:
+    """The end of a traceback; of faulthandler's, which has the innermost frame first, the start."""
+    lines = text.strip().splitlines()
+    fatal = next((i for i, line in enumerate(lines) if "Fatal Python error" in line), None)
+    if fatal is not None:
+        return lines[fatal : fatal + MAX_STACK_LINES]
+    return lines[-MAX_STACK_LINES:]

@@ -1,0 +1,115 @@
+"""A planned workload as a subject: its ranks execute its plan's own edges."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sumgrad.base.tensors import hash_weights
+from sumgrad.faults.plan import find_fault, plant
+from sumgrad.ledger.process_group import Ledger
+from sumgrad.plan.edges import Plan, build_plan
+from sumgrad.record.reference import Partials, Reference
+from sumgrad.record.spec import RunSpec
+from sumgrad.subjects.planned.reference import Job, compute_partials, compute_reference
+from sumgrad.subjects.planned.step import Memory, RankContext, run_step
+from sumgrad.subjects.planned.workload import Workload, check_params, load_workload, rank_formulas
+from sumgrad.subjects.subject import Progress
+
+
+class PlannedStep:
+    """A workload on the ranks of a spec."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        self.workload = load_workload(spec.workload, spec.topology, seed=spec.seed)
+
+    def run_rank(self, rank: int, ledger: Ledger) -> tuple[Mapping[str, torch.Tensor], Any]:
+        """Returns gradients; counts, norms, digests and the hash of the weights of every step."""
+        spec = self.spec
+        plan = build_plan(spec.topology, self.workload.declaration)
+        if spec.fault:
+            plan = plant(find_fault(spec.fault), plan)
+        group = _pool_group(plan, rank)
+        tensors, steps = {}, []
+        for tier, dtype_name in spec.tiers.items():
+            dtype = getattr(torch, dtype_name)
+            ctx = RankContext(
+                plan=plan,
+                rank=rank,
+                formulas=rank_formulas(self.workload, dtype, "cpu", kernels=spec.kernels),
+                group=group,
+                ledger=ledger,
+                dtype=dtype,
+                device=torch.device("cpu"),
+                tier=tier,
+            )
+            memory = Memory()
+            for step in range(spec.steps):
+                params = _params(self.workload, step, dtype)
+                result = run_step(ctx, params, step=step, memory=memory)
+                tensors |= {f"{tier}/{step}/{name}": grad for name, grad in result.grads.items()}
+                steps.append(
+                    {
+                        "tier": tier,
+                        "step": step,
+                        "counts": result.counts,
+                        "norm": result.norm,
+                        "clipped_norm": result.clipped_norm,
+                        "weights": hash_weights(params),
+                        "digests": [asdict(digest) for digest in result.digests],
+                    }
+                )
+        return tensors, {"steps": steps, "operations": ledger.num_operations}
+
+    def references(self, tier: str, *, progress: Progress) -> list[Reference]:
+        return compute_reference(self._job(tier), progress=progress)
+
+    def partials(self, tier: str, step: int) -> dict[int, Partials] | None:
+        plan = build_plan(self.spec.topology, self.workload.declaration)
+        producer = plan.producer_pool
+        cuts = plan.offsets[producer] if producer else (0, plan.declaration.num_rows)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return compute_partials(
+                self._job(tier),
+                steps=[s for s in (step - 1, step) if s >= 0],
+                local_rows=list(itertools.pairwise(cuts)),
+            )
+        finally:
+            torch.set_num_threads(threads)
+
+    def _job(self, tier: str) -> Job:
+        """What the reference of a tier is computed from: units by producer, no plan edge."""
+        topology = self.spec.topology
+        plan = build_plan(topology, self.workload.declaration)
+        return Job(
+            workload=self.workload,
+            producers={
+                term.name: [(p.name, plan.units[p.name]) for p in topology.with_role(term.role)]
+                for term in plan.declaration.terms
+            },
+            dtype=getattr(torch, self.spec.tiers[tier]),
+            device="cpu",
+            steps=self.spec.steps,
+            num_chunks=max(pool.size for pool in topology.pools),
+            kernels=self.spec.kernels,
+        )
+
+
+def _params(workload: Workload, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    params = workload.params(step)
+    check_params(workload, params)
+    return {name: value.to(dtype) for name, value in params.items()}
+
+
+def _pool_group(plan: Plan, rank: int) -> dist.ProcessGroup:
+    ranks = list(plan.topology.pool_of(rank).ranks)
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), group
+    return group

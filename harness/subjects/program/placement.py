@@ -1,0 +1,215 @@
+"""Which elements of a full parameter a rank holds, whatever wrapped or sharded the model.
+
+A DTensor says so itself. A parameter of the full shape is the full one. One of another shape, cut
+by hand, is found by its values: weights are drawn, so a shard occurs in the full weight once. What
+is found is checked against the weights bit by bit before anything is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from sumgrad.base.tensors import to_local
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """One parameter of a rank. name: as build() has it. index: its elements in the flat full
+    parameter, of the local shape (int64), or None where it holds all of it."""
+
+    name: str
+    param: nn.Parameter
+    index: Tensor | None
+
+    def local(self) -> Tensor:
+        """The elements this rank holds, without a copy."""
+        return to_local(self.param)
+
+    def slice(self, full: Tensor) -> Tensor:
+        """The same elements of a full tensor."""
+        return full if self.index is None else full.reshape(-1)[self.index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """All of a rank's parameters. unknown: those without a place, and why."""
+
+    placed: tuple[Placed, ...]
+    unknown: tuple[str, ...]
+
+
+def place(
+    model: nn.Module,
+    known: Mapping[int, str],
+    full: Mapping[str, Tensor],
+    declared: Callable[[str], tuple[slice, ...] | None] | None = None,
+    modules: Mapping[int, str] | None = None,
+) -> Placement:
+    """Find every trained parameter of a distributed model in the full one.
+
+    known: id of a living parameter of build()'s model -> its name; identity survives most wrappers.
+    full: name -> the full weights that the model was built with, in its dtype. declared: what the
+    Program's own `shard_of` says of a parameter's name. modules: id of a living module of build()'s
+    model -> its name: stages that share its layers number them anew.
+    """
+    placed: list[Placed] = []
+    unknown: list[str] = []
+    for shown, param in model.named_parameters():
+        held_in = _module_name(model, shown, modules or {})
+        name, index, problem = _place_one(held_in or shown, param, known, full, declared)
+        if not param.requires_grad:
+            if name is not None and problem is None:
+                unknown.append(f"{name} is frozen here, though build() trains it")
+            continue
+        taken = {p.name for p in placed if p.index is None or index is None}
+        if problem is not None or name is None:
+            unknown.append(f"{shown} {tuple(param.shape)}: {problem}")
+        elif name in taken:
+            unknown.append(f"{shown}: another parameter of this rank is {name} too")
+        else:
+            placed.append(Placed(name=name, param=param, index=index))
+    return Placement(placed=tuple(placed), unknown=tuple(unknown))
+
+
+def _module_name(model: nn.Module, shown: str, modules: Mapping[int, str]) -> str | None:
+    """The name that build() has for a parameter of one of its own modules."""
+    path, _, leaf = shown.rpartition(".")
+    owner = modules.get(id(model.get_submodule(path)))
+    return None if owner is None else f"{owner}.{leaf}" if owner else leaf
+
+
+def _place_one(
+    shown: str,
+    param: nn.Parameter,
+    known: Mapping[int, str],
+    full: Mapping[str, Tensor],
+    declared: Callable[[str], tuple[slice, ...] | None] | None,
+) -> tuple[str | None, Tensor | None, str | None]:
+    """(name, index, why not). Identity first, then names whose values agree, then values alone."""
+    if id(param) in known:
+        name = known[id(param)]
+        return (name, *_index(param, full[name]))
+    named = _by_name(shown, full)
+    for name in named:
+        cut = declared(name) if declared else None
+        if cut is not None:
+            everything = torch.arange(full[name].numel()).view(full[name].shape)
+            return name, everything[cut].contiguous(), None
+        index, problem = _index(param, full[name])
+        if problem is None and _agrees(param, full[name], index):
+            return name, index, None
+    found = _by_value(param, full)
+    if len(found) == 1:
+        return (found[0], *_index(param, full[found[0]]))
+    if named:
+        index, problem = _index(param, full[named[0]])
+        if problem is None and _is_permuted(param, full[named[0]], index):
+            problem = "holds the values of build()'s in another order, a layout that is not known"
+        return named[0], index, problem
+    often = "none of" if not found else "several of"
+    return None, None, f"is {often} build()'s parameters by name, identity or value"
+
+
+def _by_name(shown: str, full: Mapping[str, Tensor]) -> list[str]:
+    """Names it may have: as shown, without wrappers' prefixes, or the longest that it ends with."""
+    name = shown
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    ends = [n for n in full if shown.endswith(f".{n}") or name.endswith(f".{n}")]
+    found = [n for n in (shown, name) if n in full] + sorted(ends, key=len, reverse=True)
+    return list(dict.fromkeys(found))
+
+
+def _agrees(param: Tensor, full: Tensor, index: Tensor | None) -> bool:
+    local = to_local(param).detach()
+    return _equal(local, full if index is None else full.reshape(-1)[index])
+
+
+def _is_permuted(param: Tensor, full: Tensor, index: Tensor | None) -> bool:
+    local = to_local(param).detach().reshape(-1)
+    whole = (full if index is None else full.reshape(-1)[index]).reshape(-1)
+    same = len(local) == len(whole) and torch.equal(local.sort().values, whole.sort().values)
+    return bool(same) and not torch.equal(local, whole)
+
+
+def _by_value(param: Tensor, full: Mapping[str, Tensor]) -> list[str]:
+    """Full parameters that hold exactly these values, or have them as one block."""
+    local = to_local(param).detach()
+    if not local.numel():
+        return []
+    return [
+        name
+        for name, value in full.items()
+        if value.dim() == local.dim()
+        and value.dtype == local.dtype
+        and len(_offsets(local, value)) == 1
+    ]
+
+
+def _index(param: Tensor, full: Tensor) -> tuple[Tensor | None, str | None]:
+    """The elements of `full` that a parameter holds, or why that cannot be said."""
+    if isinstance(param, DTensor):
+        if tuple(param.shape) != tuple(full.shape):
+            return None, f"a DTensor of shape {tuple(param.shape)}; build() has {tuple(full.shape)}"
+        everything = torch.arange(full.numel()).view(full.shape)
+        try:
+            index = distribute_tensor(
+                everything, param.device_mesh, param.placements, src_data_rank=None
+            ).to_local()
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            return None, f"placements {param.placements} cannot be read: {error}"
+        local = param.to_local()
+        found, problem = _found(local, full)
+        if local.shape != index.shape:
+            return found, problem
+        if problem is None and not _equal(local, full.reshape(-1)[index]):
+            return found, None
+        return (None if index.shape == full.shape else index), None
+    if param.shape == full.shape:
+        return None, None
+    return _found(param, full)
+
+
+def _found(local: Tensor, full: Tensor) -> tuple[Tensor | None, str | None]:
+    shape = tuple(local.shape)
+    if local.dim() != full.dim():
+        return None, f"has shape {shape}; build() has {tuple(full.shape)}"
+    if not local.numel():
+        return torch.empty(local.shape, dtype=torch.int64), None
+    offsets = _offsets(local.detach(), full)
+    if len(offsets) != 1:
+        often = "nowhere" if not offsets else f"{len(offsets)} times"
+        return None, f"has shape {shape}, and its values occur {often} in the full weight"
+    index = torch.arange(full.numel()).view(full.shape)
+    for dim, start in enumerate(offsets[0]):
+        index = index.narrow(dim, start, local.shape[dim])
+    return index.contiguous(), None
+
+
+def _offsets(local: Tensor, full: Tensor) -> list[tuple[int, ...]]:
+    """Where a block of this shape and these values begins in the full tensor; at most two."""
+    if any(a > b for a, b in zip(local.shape, full.shape, strict=True)):
+        return []
+    hits = torch.nonzero(full == local.reshape(-1)[0]).tolist()
+    found = []
+    for start in hits:
+        block = full
+        if any(s + n > m for s, n, m in zip(start, local.shape, full.shape, strict=True)):
+            continue
+        for dim, offset in enumerate(start):
+            block = block.narrow(dim, offset, local.shape[dim])
+        if _equal(block, local):
+            found.append(tuple(start))
+        if len(found) > 1:
+            break
+    return found
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.equal(a.detach(), b.detach().to(a.dtype)))  # False for other shapes

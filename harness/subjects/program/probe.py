@@ -1,0 +1,120 @@
+"""Looking at a Program once, in one process, before any rank starts.
+
+What raises, hangs or is drawn unseeded there is named there, and so is what the ranks and the
+reference need to know: parameters, rows, terms, how loss_sum takes its rows, whether float64 runs.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from sumgrad.base.tensors import hash_weights
+from sumgrad.record.spec import Facts, RowsAs
+from sumgrad.subjects.program.protocol import (
+    Broken,
+    build,
+    cut,
+    default_dtype,
+    full_batch,
+    hash_model,
+    hold_batch,
+    loss_of,
+    scramble,
+    terms_of,
+    to_dtype,
+    trained,
+)
+from torch import Tensor, nn
+
+PROBED_ROWS = 2
+
+
+def probe(program: Any, *, dtype: torch.dtype = torch.float32) -> Facts:
+    """Look at a Program in one process: each method once or twice, on a few rows."""
+    try:
+        return _probe(program, dtype)
+    except Broken as error:
+        return broken_facts(str(error))
+
+
+def broken_facts(problem: str) -> Facts:
+    """The Facts of a Program that cannot be checked."""
+    return Facts(
+        params={}, num_rows=0, terms=(), rows_as="tensors", float64=None, problems=(problem,),
+        weights="", batch="",
+    )  # fmt: skip
+
+
+def _probe(program: Any, dtype: torch.dtype) -> Facts:
+    scramble(1)
+    model = build(program)
+    scramble(3)  # build() may seed the global generator itself
+    batch = full_batch(program)
+    weights, data = hash_model(model), hash_weights(batch)
+    scramble(2)
+    problems = []
+    if hash_model(build(program)) != weights:
+        problems.append("build() gives other weights when it is called again: seed what it draws")
+    scramble(4)
+    if hash_weights(full_batch(program)) != data:
+        problems.append("batch() gives another batch when it is called again: seed what it draws")
+    terms = terms_of(program)
+    num_rows = len(next(iter(batch.values())))
+    rows_as = _rows_as(program, terms, model, batch, dtype)
+    problem = _try_dtype(program, terms, rows_as, torch.float64)
+    return Facts(
+        params={name: tuple(p.shape) for name, p in trained(model).items()},
+        num_rows=num_rows,
+        terms=tuple(terms),
+        rows_as=rows_as,
+        float64=problem,
+        problems=tuple(problems),
+        weights=weights,
+        batch=data,
+    )
+
+
+def _rows_as(
+    program: Any, terms: Mapping[str, Any], model: nn.Module, batch: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> RowsAs:  # fmt: skip
+    """Whether its functions take a cut batch or indices: the first that does not raise."""
+    errors: dict[RowsAs, str | None] = {}
+    orders: tuple[RowsAs, RowsAs] = ("tensors", "indices")
+    for rows_as in orders:
+        errors[rows_as] = _try_dtype(program, terms, rows_as, dtype)
+        if errors[rows_as] is None:
+            return rows_as
+    raise Broken(errors["tensors"] or "")
+
+
+def _try_dtype(
+    program: Any, terms: Mapping[str, Any], rows_as: RowsAs, dtype: torch.dtype
+) -> str | None:
+    """Run every term forward and backward on a few rows; the reason if that cannot be done."""
+    model = build(program).to(dtype)
+    batch = to_dtype(full_batch(program), dtype)
+    rows = torch.arange(min(PROBED_ROWS, len(next(iter(batch.values())))))
+    hold_batch(program, batch)
+    try:
+        with default_dtype(dtype):
+            for name, term in terms.items():
+                given = cut(batch, rows, rows_as)
+                if isinstance(term, tuple):
+                    statistics = term[0](model, given)
+                    loss = term[1](statistics, len(rows))
+                else:
+                    loss, _ = loss_of(term, name, model, given)
+                if loss.requires_grad:
+                    loss.backward()
+    except Broken as error:
+        return str(error)
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        users = [f for f in frames if f.filename != __file__ and "/torch/" not in f.filename]
+        place = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
+        return f"loss_sum() raised {type(error).__name__}: {error}{place}"
+    return None

@@ -1,0 +1,268 @@
+"""A Program: a user's own distributed training step, seen from outside.
+
+Any object with build, batch, loss_sum and step; no base class. `distribute` and `terms` are
+optional. The step is opaque; loss_sum says in plain single-process code what it should compute.
+
+    program = make_program("mine.py:MyStep", topology, seed=0)
+    facts = program_probe.probe(program)     # parameters, rows, terms; or what is wrong with it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from sumgrad.base.errors import UserError
+from sumgrad.base.tensors import hash_weights
+from sumgrad.record.spec import RowsAs
+from sumgrad.subjects.loading import find_class, takes
+from sumgrad.topology.pools import Topology
+from torch import Tensor, nn
+
+METHODS = ("build", "batch", "loss_sum", "step")
+Weights = dict[str, Tensor]
+
+
+class Broken(Exception):
+    """A method of a Program does not do what a Program's must; the text says which and how."""
+
+
+def is_program(cls: Any) -> bool:
+    """Whether an object or a class has a Program's methods."""
+    return all(callable(getattr(cls, name, None)) for name in METHODS)
+
+
+def make_program(spec: str, topology: Topology, *, seed: int) -> Any:
+    """The Program that a topology or `--workload` names. Raises UserError.
+
+    Its class is called with those of `options`, `seed` and `topology` that it takes.
+    """
+    where = topology.where(("workload",)) if spec == topology.workload else "--workload"
+    program = _make(find_class(spec, where), spec, topology, where, seed)
+    return FirstRows(program, topology.rows) if topology.rows else program
+
+
+class FirstRows:
+    """A Program whose batch is cut to its first rows."""
+
+    def __init__(self, program: Any, rows: int) -> None:
+        self._program, self._rows = program, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            setattr(self._program, name, value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._program, name)
+        super().__delattr__(name)
+
+    def batch(self) -> Any:
+        batch = self._program.batch()
+        return {key: value[: self._rows] for key, value in batch.items()}
+
+
+def check_options_taken(spec: str, topology: Topology) -> None:
+    """UserError where a topology has options and the Program takes none. Runs none of its code."""
+    cls = find_class(spec, "--workload")
+    if topology.options and not (inspect.isclass(cls) and takes(cls, "options")):
+        raise UserError(
+            f"{topology.where(('options',))}: {spec} takes no options; its __init__ has no "
+            f"parameter `options`"
+        )
+
+
+def _make(cls: Any, spec: str, topology: Topology, where: str, seed: int) -> Any:
+    if not inspect.isclass(cls):
+        return cls
+    offered = {"options": topology.options, "seed": seed, "topology": topology}
+    given = {name: value for name, value in offered.items() if takes(cls, name)}
+    try:
+        return cls(**given)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{where}: {spec} raised {type(error).__name__}: {error}") from error
+
+
+def scramble(*numbers: int) -> None:
+    """Seed every global generator from these numbers: what is drawn unseeded differs each time."""
+    seed = 0x5EED
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % (1 << 32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for lazy CUDA
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def call(program: Any, name: str, *args: Any) -> Any:
+    """Call a method; Broken with the user's own file and line if it raises."""
+    try:
+        return getattr(program, name)(*args)
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+        users = [f for f in frames if "/torch/" not in f.filename] or frames
+        place = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
+        raise Broken(f"{name}() raised {type(error).__name__}: {error}{place}") from error
+
+
+def build(program: Any) -> nn.Module:
+    """A fresh model. Broken if it is none."""
+    model = call(program, "build")
+    if not isinstance(model, nn.Module):
+        raise Broken(f"build() returned {type(model).__name__}, expected an nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise Broken("build(): no parameter requires a gradient")
+    return model
+
+
+def full_batch(program: Any) -> dict[str, Tensor]:
+    """The full batch, rows first, as the Program itself gives it. Broken if it is none."""
+    if isinstance(getattr(program, "batch", None), _Held):
+        del program.batch
+    batch = call(program, "batch")
+    if not isinstance(batch, Mapping) or not batch:
+        raise Broken(f"batch() returned {type(batch).__name__}, expected a dict of tensors")
+    for key, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            raise Broken(f"batch()[{key!r}]: got {_kind(value)}, expected a tensor, rows first")
+    sizes = {key: len(value) for key, value in batch.items()}
+    if len(set(sizes.values())) != 1 or not next(iter(sizes.values())):
+        raise Broken(f"batch(): tensors have {sizes} rows, expected as many in each, at least 1")
+    return dict(batch)
+
+
+def to_dtype(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The batch with its floating tensors in a dtype."""
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def hold_batch(program: Any, batch: Mapping[str, Tensor]) -> None:
+    """Let `self.batch()` inside a method give this batch, in the dtype that is judged.
+
+    Drawn again under another default dtype it would be another batch.
+    """
+
+    def held() -> dict[str, Tensor]:
+        return {key: value.clone() for key, value in batch.items()}
+
+    with contextlib.suppress(AttributeError):  # an object with slots
+        program.batch = _Held(held)
+
+
+class _Held:
+    """Stands for a Program's own batch(); `full_batch` takes it away again."""
+
+    def __init__(self, give: Callable[[], dict[str, Tensor]]) -> None:
+        self.give = give
+
+    def __call__(self) -> dict[str, Tensor]:
+        return self.give()
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require a gradient, tied ones once, by their first name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New tensors are float64 while float64 is judged; other dtypes leave the default alone."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if dtype == torch.float64 else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# ---- loss terms ----------------------------------------------------------------------------------
+
+
+def terms_of(program: Any) -> dict[str, Any]:
+    """Term name -> a loss_sum-like function, or a pair (statistics, value). Broken if malformed."""
+    terms = getattr(program, "terms", None)
+    if terms is None:
+        return {"loss": program.loss_sum}
+    terms = terms() if callable(terms) else terms
+    if not isinstance(terms, Mapping) or not terms:
+        raise Broken(f"terms: got {_kind(terms)}, expected a dict of functions")
+    out = {}
+    for name, term in terms.items():
+        parts = term if isinstance(term, tuple) else (term,)
+        if len(parts) > 2 or not all(callable(part) for part in parts) or "/" in str(name):
+            raise Broken(f"terms[{name!r}]: expected a function, or (statistics, value)")
+        bound = tuple(_bound(program, part) for part in parts)
+        out[str(name)] = bound if len(bound) == 2 else bound[0]
+    return out
+
+
+def _bound(program: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function written in the class body lacks its `self`: all of them take two arguments."""
+    try:
+        given = len(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return function
+    return function.__get__(program) if given == 3 else function
+
+
+def loss_of(
+    term: Callable[..., Any], name: str, model: nn.Module, rows: Any
+) -> tuple[Tensor, float]:
+    """(SUM, count) of a loss_sum-like function, checked. Broken if it gives anything else."""
+    what = "loss_sum()" if name == "loss" else f"terms[{name!r}]"
+    result = term(model, rows)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise Broken(f"{what} returned {_kind(result)}, expected (sum, count)")
+    total, count = result
+    if not isinstance(total, Tensor) or total.dim() != 0:
+        raise Broken(f"{what}: the sum is {_kind(total)}, expected a tensor of shape ()")
+    number = float(count)
+    if not number >= 0:
+        raise Broken(f"{what}: the count is {number}, expected a number >= 0")
+    return total, number
+
+
+def cut(batch: Mapping[str, Tensor], rows: Tensor, rows_as: RowsAs) -> Any:
+    """What loss_sum takes for these rows. rows: (n,) int64."""
+    return rows if rows_as == "indices" else {key: value[rows] for key, value in batch.items()}
+
+
+def hash_model(model: nn.Module) -> str:
+    """A hash of a model's parameters and buffers, also of those that no state_dict has."""
+    held = {f"p.{n}": p.detach() for n, p in model.named_parameters()}
+    return hash_weights(held | {f"b.{n}": b for n, b in model.named_buffers()})
+
+
+def weights_at(base: Mapping[str, Tensor], step: int, dtype: torch.dtype) -> Weights:
+    """The weights of a step, rounded to a dtype: build()'s, then moved by drawn perturbations.
+
+    base: float64. The move does not depend on gradients, so that steps can be judged one by one.
+    """
+    out = {}
+    for i, (name, value) in enumerate(sorted(base.items())):
+        moved = value
+        if step and value.is_floating_point() and value.numel():
+            generator = torch.Generator().manual_seed(7919 * step + i)
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            size = float(value.double().square().mean().sqrt()) or 0.1
+            moved = value + 0.1 * size * noise
+        out[name] = moved.to(dtype)
+    return {name: out[name] for name in base}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return type(value).__name__

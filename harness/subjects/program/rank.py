@@ -1,0 +1,293 @@
+"""What one rank does with a Program: build, distribute, and step after step; its record.
+
+The gradients are read where the step leaves them, on every rank, with no gather in between. The
+last step of the first tier is run once more: the same weights must give the same gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sumgrad.base.outcome import SETUP, describe_operation
+from sumgrad.base.tensors import bits, hash_weights, to_local
+from sumgrad.faults.collective import CollectiveFault
+from sumgrad.faults.misbehaviour import Misbehaviour
+from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
+from sumgrad.launch.guard import RankGuard
+from sumgrad.ledger.delegation import operations_elsewhere
+from sumgrad.ledger.evidence import GradientWatch
+from sumgrad.ledger.narrow import NarrowWatch, is_compiled
+from sumgrad.ledger.process_group import Ledger
+from sumgrad.record.ranks import AGAIN, BUFFER, INDEX
+from sumgrad.record.spec import RunSpec
+from sumgrad.subjects.program.context import Context, make_context, make_meshes
+from sumgrad.subjects.program.placement import Placed, Placement, place
+from sumgrad.subjects.program.protocol import (
+    build,
+    default_dtype,
+    full_batch,
+    hash_model,
+    hold_batch,
+    make_program,
+    scramble,
+    to_dtype,
+    trained,
+    weights_at,
+)
+from sumgrad.subjects.program.unseen import (
+    buffers_after,
+    come_alive,
+    gradients_elsewhere,
+    trained_names,
+)
+from sumgrad.topology.pools import Topology
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial
+
+Result = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+class Rank:
+    """One rank and its meshes; runs jobs one after the other on the same process group."""
+
+    def __init__(self, topology: Topology, rank: int, ledger: Ledger) -> None:
+        self.topology, self.rank, self.ledger = topology, rank, ledger
+        with ledger.label(f"{SETUP}/meshes"):
+            self.meshes = make_meshes(topology)
+
+    def run(self, job: RunSpec, *, again: bool = True) -> tuple[Tensors, Result]:
+        """All tiers and steps; returns what is stored: tensors and plain data.
+
+        again: repeat the last step of the first tier.
+        """
+        tensors: Tensors = {}
+        result: Result = {"steps": [], "unknown": [], "params": {}}
+        for i, (tier, dtype) in enumerate(job.tiers.items()):
+            run = _TierRun(self, job, tier, getattr(torch, dtype))
+            try:
+                run.steps(tensors, result, again=again and i == 0)
+            finally:
+                run.close()
+        result["operations"] = self.ledger.num_operations
+        return tensors, result
+
+
+class _TierRun:
+    """A Program built, distributed and stepped in one dtype."""
+
+    def __init__(self, rank: Rank, job: RunSpec, tier: str, dtype: torch.dtype) -> None:
+        self.rank, self.job, self.tier, self.dtype = rank, job, tier, dtype
+        self.fault = find_program_fault(job.fault, job.workload) if job.fault else None
+        workload = planted_class(job.workload, job.fault) if job.fault else job.workload
+        self.program = make_program(workload, job.topology, seed=job.seed)
+        scramble(101, rank.rank)
+        model = build(self.program)
+        self.built = hash_model(model)
+        self.base = {n: p.detach().double().clone() for n, p in trained(model).items()}
+        scramble(102, rank.rank)
+        batch = full_batch(self.program)
+        self.batch_hash = hash_weights(batch)
+        self.model = model.to(dtype)
+        self.batch = to_dtype(batch, dtype)
+        hold_batch(self.program, self.batch)
+        self.full = weights_at(self.base, 0, dtype)
+        self.kept = trained(self.model)  # kept alive: a freed parameter's id would be used again
+        self.known = {id(p): n for n, p in self.kept.items()}
+        self.kept_modules = dict(self.model.named_modules())
+        self.ctx: Context = make_context(
+            job.topology, rank.rank, rank.meshes, dtype=dtype, seed=job.seed
+        )
+        self.misbehaviour = (
+            Misbehaviour(self.fault, job.topology)
+            if isinstance(self.fault, CollectiveFault)
+            else None
+        )
+        self.stepped = False
+        self.elsewhere = operations_elsewhere()
+        self._distribute()
+
+    def _distribute(self) -> None:
+        scramble(103, self.rank.rank)
+        if hasattr(self.program, "distribute"):
+            with self.rank.ledger.label(f"{SETUP}/distribute"), default_dtype(self.dtype):
+                model = self.program.distribute(self.model, self.ctx)
+            if not isinstance(model, nn.Module):
+                raise TypeError(
+                    f"distribute() returned {type(model).__name__}, expected the nn.Module whose "
+                    f"gradients are to be read"
+                )
+            self.model = model
+        declared = getattr(self.program, "shard_of", None)
+        self.placement: Placement = place(
+            self.model,
+            self.known,
+            self.full,
+            (lambda name: declared(name, self.ctx)) if declared else None,
+            {id(module): name for name, module in self.kept_modules.items()},
+        )
+        self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
+        self.trained = trained_names(self.model)
+        self.shapes = {p.name: p.local().shape for p in self.placement.placed}
+        self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
+
+    def steps(self, tensors: Tensors, result: Result, *, again: bool) -> None:
+        """Every step, and the last one again."""
+        result["unknown"] += [u for u in self.placement.unknown if u not in result["unknown"]]
+        result["built"], result["batch"] = self.built, self.batch_hash
+        for p in self.placement.placed:
+            result["params"][p.name] = {"sharded": p.index is not None}
+            if p.index is not None:
+                tensors[f"{INDEX}/{p.name}"] = p.index
+        for step in range(self.job.steps):
+            grads, info = self.step(step)
+            for name, grad in grads.items():
+                tensors[f"{self.tier}/{step}/{name}"] = grad
+            held, info["changed_buffers"] = buffers_after(self.model, self.buffers)
+            for name, buffer in held.items():
+                tensors[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
+            result["steps"].append(info)
+        if again:
+            grads, more = self.step(self.job.steps - 1, label=AGAIN)
+            info["unwaited"] = [*info["unwaited"], *more["unwaited"]]
+            info["races"] = list(dict.fromkeys([*info["races"], *more["races"]]))
+            if "narrow" in more:
+                info["narrow"] = more["narrow"]
+            for name, grad in grads.items():
+                tensors[f"{AGAIN}/{self.tier}/{name}"] = grad
+        result["unknown"] += [u for u in self._elsewhere() if u not in result["unknown"]]
+
+    def _elsewhere(self) -> list[str]:
+        """Backends over which the Program communicated unseen, by groups of its own."""
+        now = operations_elsewhere()
+        used = {key[0] for key, count in now.items() if count > self.elsewhere.get(key, 0)}
+        return [
+            f"communicates over a group of backend {backend}, which no ledger shows: leave the "
+            f"backend out of new_group"
+            for backend in sorted(used)
+        ]
+
+    def step(self, step: int, *, label: str | None = None) -> tuple[Tensors, Result]:
+        """One step from its recorded weights: local gradients, and what else was seen."""
+        self._set_weights(step)
+        self.stepped = True
+        self._unsynchronise()
+        for param in self.model.parameters():
+            param.grad = None
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name in self.buffers and buffer.shape == self.buffers[name].shape:
+                    buffer.copy_(self.buffers[name])
+        before = {p.name: bits([p.local()]) for p in self._kept_shape()}
+        scramble(104, self.rank.rank, step, int(label is not None))
+        self.watch.begin_step()
+        if self.misbehaviour:
+            self.misbehaviour.begin_step()
+        ctx = replace(self.ctx, step=step)
+        batch = {key: value.clone() for key, value in self.batch.items()}
+        looked = label == AGAIN and self.dtype == torch.float64 and not is_compiled(self.model)
+        narrow = NarrowWatch()
+        with self._watching(f"{label or self.tier}/{step}/step"), default_dtype(self.dtype):
+            planted = plant_in_step(self.fault, self.model, self.placement.placed, ctx)
+            with planted, narrow if looked else contextlib.nullcontext():
+                self.program.step(self.model, batch, ctx)
+            unwaited = self.rank.ledger.nobody_waits_for()
+            races = self._races(unwaited)
+            info = {**self._info(step, before), "races": races}
+            info |= {"narrow": narrow.places} if looked else {}
+            grads = self._grads(info)
+        return grads, info
+
+    def _info(self, step: int, before: dict[str, str]) -> Result:
+        self.rank.ledger.settle()
+        kept = [p for p in self._kept_shape() if p.name in before]
+        changed = [p.name for p in kept if bits([p.local()]) != before[p.name]]
+        wrong = [p.name for p in kept if before[p.name] != bits([p.slice(self.full[p.name])])]
+        return {
+            "tier": self.tier,
+            "step": step,
+            "changed_weights": changed,
+            "other_weights": wrong,
+            "feeds": self.watch.feeds(),
+            "backwards": max(self.watch.backwards.values(), default=0),
+            "unwaited": self._unwaited(),
+            "partial": [],
+            "elsewhere": gradients_elsewhere(self.placement.placed),
+            "alive": come_alive(self.model, self.trained),
+            "reshaped": {p.name: list(p.local().shape) for p in self._reshaped()},
+            "fault": {"calls": self.misbehaviour.calls, "changed": self.misbehaviour.changed}
+            if self.misbehaviour
+            else None,
+        }
+
+    def _kept_shape(self) -> list[Placed]:
+        """Parameters whose place still holds: a step may shard what distribute left whole."""
+        return [p for p in self.placement.placed if p.local().shape == self.shapes[p.name]]
+
+    def _reshaped(self) -> list[Placed]:
+        return [p for p in self.placement.placed if p.local().shape != self.shapes[p.name]]
+
+    def _races(self, unwaited: list[int]) -> list[str]:
+        """Operations that the step left without waiting for them, in words."""
+        open_ops = self.rank.ledger.open_ops
+        left = [open_ops[n] for n in unwaited if n in open_ops and "by" not in open_ops[n]]
+        return [text for event in left if (text := describe_operation(event))]
+
+    def _unwaited(self) -> list[int]:
+        """Operations that nobody had waited for when `settle` looked."""
+        return list(self.rank.ledger.open_works)
+
+    def _grads(self, info: Result) -> Tensors:
+        """Local gradients. A DTensor that is still a partial sum is reduced here, and noted."""
+        grads = {}
+        for p in self._kept_shape():
+            grad = p.param.grad
+            if grad is None:
+                continue
+            if isinstance(grad, DTensor) and any(isinstance(x, Partial) for x in grad.placements):
+                info["partial"].append(p.name)
+                with self.rank.ledger.label(f"{SETUP}/partial"):
+                    assert isinstance(p.param, DTensor)
+                    grad = grad.redistribute(placements=p.param.placements)
+            grad = grad.to_dense() if grad.is_sparse else grad
+            grads[p.name] = to_local(grad).detach().clone().contiguous()
+        return grads
+
+    def _set_weights(self, step: int) -> None:
+        """The recorded weights, but for the very first step: it shows what distribute left."""
+        self.full = weights_at(self.base, step, self.dtype)
+        with torch.no_grad():
+            for p in self._kept_shape():
+                if self.stepped:
+                    p.local().copy_(p.slice(self.full[p.name]))
+
+    def _unsynchronise(self) -> None:
+        """The fault of replicas that start from other weights, on the last rank."""
+        last = self.rank.rank == self.job.topology.world_size - 1
+        if self.job.fault == "unsynchronised_init" and last:
+            with torch.no_grad():
+                for p in self.placement.placed:
+                    p.local().mul_(1.01)
+
+    @contextlib.contextmanager
+    def _watching(self, label: str) -> Iterator[None]:
+        ledger = self.rank.ledger
+        ledger.observe, ledger.interpose = self.watch.observe, self.misbehaviour
+        try:
+            with ledger.label(label):
+                yield
+        finally:
+            ledger.observe = ledger.interpose = None
+
+    def close(self) -> None:
+        self.watch.close()
+
+
+def run_program(guard: RankGuard, job: RunSpec, ledger: Ledger) -> tuple[Tensors, Result]:
+    """One job on an initialised default group."""
+    return Rank(job.topology, guard.env.rank, ledger).run(job)

@@ -1,0 +1,109 @@
+"""What a step does beside the gradients that are compared: kept elsewhere, come alive, buffers.
+
+What it is: small looks at a rank's model after a step, and at a loss's graph in one process. What
+they find is written down as data; the judge says it. Nothing here compares a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from sumgrad.base.tensors import to_local
+from sumgrad.subjects.program.placement import WRAPPERS, Placed
+from torch import Tensor, nn
+
+MAX_BUFFER_NUMEL = 1 << 16  # larger buffers are not looked at
+SAME_ROUNDINGS = 4  # of the dtype that a second gradient is kept in
+
+
+def gradients_elsewhere(placed: Sequence[Placed]) -> dict[str, str]:
+    """Parameter -> attribute that holds a gradient of it which its `.grad` is not.
+
+    Megatron's `main_grad` and its like: which of the two an optimizer uses is not known here.
+    """
+    out = {}
+    for p in placed:
+        for attribute, value in vars(p.param).items():
+            if "grad" not in attribute or not isinstance(value, Tensor):
+                continue
+            held = to_local(value).detach()
+            if held.numel() == p.local().numel() and not _same_gradient(p.param.grad, held):
+                out[p.name] = attribute
+    return out
+
+
+def _same_gradient(grad: Tensor | None, held: Tensor) -> bool:
+    """Whether a second gradient is `.grad`, but for the rounding to its dtype; zeros beside None
+    are an unused buffer."""
+    if grad is None:
+        return not bool(held.any())
+    own = to_local(grad).detach()
+    own = (own.to_dense() if own.is_sparse else own).double().reshape(-1)
+    if not held.numel() or not held.is_floating_point():
+        return True
+    bound = SAME_ROUNDINGS * torch.finfo(held.dtype).eps * float(own.abs().max())
+    return float((held.double().reshape(-1) - own).abs().max()) <= bound
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    """Parameters that require a gradient, by the names they are shown under."""
+    return {name for name, param in model.named_parameters() if param.requires_grad}
+
+
+def come_alive(model: nn.Module, before: set[str]) -> list[str]:
+    """Parameters that are trained after a step and were not when the model was distributed."""
+    return [
+        name
+        for name, param in model.named_parameters()
+        if name not in before and (param.requires_grad or param.grad is not None)
+    ]
+
+
+def buffers_after(
+    model: nn.Module, before: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Buffers by build()'s names, this rank's part of each, and which of them have changed."""
+    held, changed = {}, []
+    for shown, buffer in model.named_buffers():
+        now, then, name = to_local(buffer).detach(), before.get(shown), bare_name(shown)
+        if now.numel() > MAX_BUFFER_NUMEL:
+            continue
+        held[name] = now.clone().contiguous()
+        then = None if then is None else to_local(then)
+        if then is None or now.shape != then.shape or not torch.equal(now, then.to(now.dtype)):
+            changed.append(name)
+    return held, changed
+
+
+def bare_name(name: str) -> str:
+    """A name without the prefixes of wrappers."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Every tensor that a backward of this loss would give a gradient."""
+    todo, seen = [loss.grad_fn], set[Any]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        todo += [following for following, _ in node.next_functions]
+
+
+def describe_tensor(tensor: Tensor, owner: Any) -> str:
+    """A tensor as a person would find it: an attribute of a Program or of a module it holds."""
+    for attribute, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
+        if value is tensor:
+            return f"self.{attribute}"
+        if isinstance(value, nn.Module):
+            for name, param in value.named_parameters():
+                if param is tensor:
+                    return f"self.{attribute}.{name}"
+    return f"a tensor of shape {tuple(tensor.shape)}"
