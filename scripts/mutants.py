@@ -1,7 +1,7 @@
 """Mutants of what decides: does a test notice when a check is made wrong?
 
     scripts/mutants                              # all of them; writes docs/data/mutants.json
-    scripts/mutants --only harness/judge/planned.py    # those of some modules, printed
+    scripts/mutants --only harness/judge/comparison.py    # those of some modules, printed
     scripts/mutants --written                    # those written by hand
     scripts/mutants --seed 2                     # another draw: nobody has looked at these
 

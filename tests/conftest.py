@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ TOPOLOGIES = [load_topology(path) for path in shipped_topologies()]
 RUNNABLE = [t.name for t in TOPOLOGIES if t.workload == "three_pool" and not t.plan_only]
 PROGRAMS = [t.name for t in TOPOLOGIES if t.workload != "three_pool"]
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "scripts"))  # whose functions are tested like any others
 
 
 MY_STEP = """

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from sumgrad.base.outcome import RankOutcome
+from sumgrad.judge.cells import compare
+from sumgrad.judge.finding import Check, Compared, Finding
 from sumgrad.plan.edges import Count, Norm, Plan, build_plan
 from sumgrad.plan.proof import expected_terms
 from sumgrad.plan.schedule import schedule
@@ -135,6 +137,7 @@ def planned_reference(plan: Plan, tier: str, step: int) -> Reference:
         norm_floor=floor * norm,
         counts={t: 10 + i for i, t in enumerate(terms)},
         weights="1234",
+        partials=partials,
     )
 
 
@@ -153,7 +156,6 @@ def planned_record(*, steps: int = 2, tiers: dict[str, str] | None = None) -> Re
     return Record(
         directory=Path("nowhere"), spec=spec, outcomes=outcomes(topology), ranks=ranks,
         references=references,
-        partials={t: {s: planned_partials(plan, s) for s in range(steps)} for t in tiers},
     )  # fmt: skip
 
 
@@ -170,7 +172,7 @@ def _planned_rank(
     pool = plan.topology.pool_of(rank).name
     (edge,) = plan.select(Norm)
     terms = [t for count in plan.select(Count, pool=pool) for t in count.terms]
-    grads, steps, events = {}, {}, {}
+    grads, info, events = {}, {}, {}
     for tier, dtype in tiers.items():
         for ref in references[tier]:
             key = (tier, ref.step)
@@ -180,7 +182,7 @@ def _planned_rank(
                 for p in plan.declaration.params_of(unit):
                     parts = torch.stack([ref.by_term[t][p.name] for t in wanted])
                     grads[key][p.name] = parts.sum(0).to(getattr(torch, dtype))
-            steps[key] = {
+            info[key] = {
                 "counts": {t: ref.counts[t] for t in terms},
                 "norm": ref.norm,
                 "clipped_norm": min(1.0, edge.max_norm / (ref.norm + 1e-6)) * ref.norm,
@@ -188,9 +190,7 @@ def _planned_rank(
                 "digests": [],
             }
             events[key] = planned_events(plan, rank, dtype, tier, ref.step)
-    return RankRecord(
-        rank=rank, grads=grads, steps=steps, events=events, stray=(), ledger_whole=True
-    )
+    return RankRecord(rank=rank, grads=grads, info=info, events=events, stray=(), ledger_whole=True)
 
 
 def planned_events(plan: Plan, rank: int, dtype: str, tier: str, step: int) -> list[dict[str, Any]]:
@@ -233,16 +233,13 @@ def program_reference(tier: str = "structure", step: int = 0, **change: Any) -> 
         norm_floor=FLOORS[tier],
         counts=dict.fromkeys(TERMS, 8),
         weights="1234",
+        kinds=dict.fromkeys(TERMS, "rows"),
+        reached=tuple(SHAPES),
+        partials=partials,
+        intervals=tuple((i, i + 1) for i in range(NUM_ROWS)),
+        row_counts={t: (1.0,) * NUM_ROWS for t in TERMS},
     )
-    fields: dict[str, Any] = {
-        "step": reference,
-        "kinds": dict.fromkeys(TERMS, "rows"),
-        "reached": tuple(SHAPES),
-        "partials": partials,
-        "intervals": tuple((i, i + 1) for i in range(NUM_ROWS)),
-        "row_counts": {t: (1.0,) * NUM_ROWS for t in TERMS},
-    }
-    return Reference(**(fields | change))
+    return replace(reference, **change)
 
 
 def program_record(
@@ -282,19 +279,19 @@ def _program_rank(
     grads, info, events = {}, {}, {}
     for tier, dtype in tiers.items():
         for ref in references[tier]:
-            events[tier, ref.step.step] = [
+            events[tier, ref.step] = [
                 {
-                    "n": len(events), "call": 0, "label": f"{tier}/{ref.step.step}/step",
+                    "n": len(events), "call": 0, "label": f"{tier}/{ref.step}/step",
                     "op": "allreduce", "reduce": "SUM", "group": "0-2", "dtype": dtype, "numel": 15,
                     "site": "mine.py:9", "pg": "0",
                 }
             ]  # fmt: skip
-            grads[tier, ref.step.step] = {
+            grads[tier, ref.step] = {
                 n: (g.reshape(-1)[index[n]] if n in index else g).to(getattr(torch, dtype))
-                for n, g in ref.step.grads.items()
+                for n, g in ref.grads.items()
             }
-            info[tier, ref.step.step] = {
-                "tier": tier, "step": ref.step.step, "changed_weights": [], "other_weights": [],
+            info[tier, ref.step] = {
+                "tier": tier, "step": ref.step, "changed_weights": [], "other_weights": [],
                 "races": [], "partial": [], "unwaited": [], "backwards": 1,
                 "fault": {"calls": 0, "changed": 0},
                 "feeds": [{"call": 0, "grads": [[n, 1.0] for n in SHAPES]}],
@@ -304,10 +301,20 @@ def _program_rank(
     return RankRecord(
         rank=rank, grads=grads, again={n: g.clone() for n, g in last.items()},
         index=index, params=tuple(SHAPES), unknown=(), built="built", batch="drawn", info=info,
-        events=events, ledger_whole=True,
+        events=events, stray=(), ledger_whole=True,
     )  # fmt: skip
 
 
 def with_rank(record: Any, rank: int, **change: Any) -> Any:
     """The record with one rank's fields changed."""
     return replace(record, ranks={**record.ranks, rank: replace(record.ranks[rank], **change)})
+
+
+def found(check: Check, record: Record, *, again: Any = ()) -> list[Finding]:
+    """What a check finds in a record."""
+    return list(check(Compared(record=record, diffs=compare(record), again=again)))
+
+
+def texts(check: Check, record: Record) -> list[str]:
+    """The words of what a check finds."""
+    return [finding.text for finding in found(check, record)]

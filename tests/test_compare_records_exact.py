@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from records_in_memory import FLOOR, SCALE, planned_record, with_rank
-from sumgrad.judge.cells import compare
-from sumgrad.judge.checks.same_start import expect_norms
-from sumgrad.judge.planned import compare_replicas, compare_scalars, complete_ranks, expect
+from records_in_memory import FLOOR, SCALE, found, planned_record, texts, with_rank
+from sumgrad.judge.cells import compare, expected
+from sumgrad.judge.checks.replicas import replicas_of_a_pool
+from sumgrad.judge.checks.same_start import counts_and_norms, expect_norms
+from sumgrad.judge.knowledge import known_plan
 
 KEY = ("structure", 1)
 
@@ -21,16 +22,15 @@ def record():
 
 
 def test_a_home_is_compared_with_all_terms_and_a_replica_with_its_own(record):
-    plan, reference = record.plan, record.references["structure"][0]
-    how = {"tier": "structure", "dtype": "float64", "every_term": True}
-    home = expect(plan, reference, "b0", "v.V", **how)
+    reference = record.references["structure"][0]
+    home = expected(record, reference, "b0", "v.V", "structure")
     assert set(home.terms) == {"stoch", "faith", "ppgd"}
     assert torch.equal(home.value, reference.grads["v.V"])
     assert home.same_dtype is reference.same_dtype["v.V"]
     assert (home.scale, home.floor) == (SCALE, FLOOR)
     assert home.threshold == 4 * FLOOR
     assert home.size == float(reference.grads["v.V"].abs().max())
-    replica = expect(plan, reference, "ppgd", "v.V", **how)
+    replica = expected(record, reference, "ppgd", "v.V", "structure")
     assert set(replica.terms) == {"ppgd"}
     assert torch.equal(replica.value, reference.by_term["ppgd"]["v.V"])
     assert replica.same_dtype is None
@@ -41,15 +41,15 @@ def test_a_home_is_compared_with_all_terms_and_a_replica_with_its_own(record):
 def test_every_tensor_of_every_rank_in_every_tier_and_step(record):
     diffs = list(compare(record))
     assert {d.status for d in diffs} == {"pass"}
-    found = {(d.tier, d.step, d.rank, d.name) for d in diffs}
-    expected = {
+    seen = {(d.tier, d.step, d.rank, d.name) for d in diffs}
+    wanted = {
         (tier, step, rank, name)
         for rank, held in record.ranks.items()
         for (tier, step), grads in held.grads.items()
         for name in grads
     }
-    assert found == expected
-    assert len(diffs) == len(found)
+    assert seen == wanted
+    assert len(diffs) == len(seen)
     assert {d.rank: d.pool for d in diffs} == {
         r: record.spec.topology.pool_of(r).name for r in range(9)
     }
@@ -100,9 +100,9 @@ def test_the_precision_tier_asks_less_unless_it_is_alone():
 
 def test_ranks_that_wrote_nothing_of_a_step_are_left_out_and_a_lost_tensor_fails(record):
     grads = {k: v for k, v in record.ranks[1].grads.items() if k != KEY}
-    found = {(d.rank, d.tier, d.step) for d in compare(with_rank(record, 1, grads=grads))}
-    assert (1, *KEY) not in found
-    assert {(0, *KEY), (2, *KEY), (1, "structure", 0), (8, *KEY)} <= found
+    seen = {(d.rank, d.tier, d.step) for d in compare(with_rank(record, 1, grads=grads))}
+    assert (1, *KEY) not in seen
+    assert {(0, *KEY), (2, *KEY), (1, "structure", 0), (8, *KEY)} <= seen
     lost = {k: {n: g for n, g in v.items() if n != "ci.b"}
             for k, v in record.ranks[1].grads.items()}  # fmt: skip
     bad = [d for d in compare(with_rank(record, 1, grads=lost)) if d.status == "fail"]
@@ -113,22 +113,23 @@ def test_ranks_that_wrote_nothing_of_a_step_are_left_out_and_a_lost_tensor_fails
 
 
 def test_replicas_are_compared_in_every_pool_by_their_bits(record):
-    assert list(compare_replicas(record)) == []
+    assert found(replicas_of_a_pool, record) == []
     for rank in (1, 2, 4, 6, 8):
         name = list(record.ranks[rank].grads[KEY])[1]
         wrong = changed(record, rank, name, 2.0**-50)
-        (found,) = compare_replicas(wrong)
-        assert (found.rank, found.tier, found.step, found.what) == (rank, *KEY, "replicas")
+        (bad,) = found(replicas_of_a_pool, wrong)
+        assert (bad.level, bad.tier, bad.aside) == ("fail", KEY[0], False)
         first = record.spec.topology.pool_of(rank).ranks[0]
-        assert found.text == (
-            f"rank {first} and rank {rank} hold other bits of {name} after the reduction"
+        assert bad.text == (
+            f"replicas, {KEY[0]}, step {KEY[1]}, rank {rank}: rank {first} and rank {rank} hold "
+            f"other bits of {name} after the reduction"
         )
     names = list(record.ranks[8].grads[KEY])[:3]
     wrong = record
     for name in names:
         wrong = changed(wrong, 8, name, 1.0)
-    (found,) = compare_replicas(wrong)
-    assert f"{names[0]} and 2 more after" in found.text
+    (text,) = texts(replicas_of_a_pool, wrong)
+    assert f"{names[0]} and 2 more after" in text
 
 
 @pytest.mark.parametrize("rank", [0, 8])
@@ -136,7 +137,7 @@ def test_replicas_are_compared_in_every_pool_by_their_bits(record):
 def test_scalars_of_every_tier_step_and_rank(record, key, rank):
     tier, step = key
     reference = record.references[tier][step]
-    norm, clipped = expect_norms(record.plan, reference, record.spec.tiers[tier])
+    norm, clipped = expect_norms(known_plan(record), reference, record.spec.tiers[tier])
     cases = [
         ({"norm": norm.value + 0.99 * norm.threshold}, None),
         ({"norm": norm.value + 1.01 * norm.threshold}, "norm"),
@@ -145,34 +146,39 @@ def test_scalars_of_every_tier_step_and_rank(record, key, rank):
         ({"clipped_norm": clipped.value - 0.99 * clipped.threshold}, None),
         ({"clipped_norm": clipped.value - 1.01 * clipped.threshold}, "clipped norm"),
         ({"weights": "4321"}, "weights"),
-        ({"counts": {**record.ranks[rank].steps[key]["counts"], "imp": 1}}, "count"),
+        ({"counts": {**record.ranks[rank].info[key]["counts"], "imp": 1}}, "count"),
         ({"counts": {}}, "count"),
     ]
     for change, what in cases:
-        steps = {**record.ranks[rank].steps}
-        steps[key] = {**steps[key], **change}
-        found = list(compare_scalars(with_rank(record, rank, steps=steps)))
-        assert {(f.rank, f.tier, f.step) for f in found} == ({(rank, *key)} if what else set())
-        assert {f.what for f in found} == ({what} if what else set()), change
+        info = {**record.ranks[rank].info}
+        info[key] = {**info[key], **change}
+        bad = found(counts_and_norms, with_rank(record, rank, info=info))
+        assert {(f.level, f.tier) for f in bad} == ({("fail", tier)} if what else set())
+        where = f"{what}, {tier}, step {step}, rank {rank}: "
+        assert all(f.text.startswith(where) for f in bad), change
 
 
 def test_scalars_say_what_was_found(record):
-    assert list(compare_scalars(record)) == []
-    steps = {**record.ranks[0].steps}
-    steps[KEY] = {**steps[KEY], "counts": {"imp": 7}, "norm": 1.0, "weights": "x"}
-    found = {f.what: f.text for f in compare_scalars(with_rank(record, 0, steps=steps))}
+    assert texts(counts_and_norms, record) == []
+    info = {**record.ranks[0].info}
+    info[KEY] = {**info[KEY], "counts": {"imp": 7}, "norm": 1.0, "weights": "x"}
     value = record.references["structure"][1].norm
-    assert found["count"] == "divides imp by 7; the data say 12"
-    assert found["norm"] == f"norm 1; the reference has {value:.9g}"
-    assert "other weights" in found["weights"]
-    gone = {k: v for k, v in record.ranks[0].steps.items() if k != KEY}
-    assert list(compare_scalars(with_rank(record, 0, steps=gone))) == []
+    where = "structure, step 1, rank 0: "
+    assert texts(counts_and_norms, with_rank(record, 0, info=info)) == [
+        f"count, {where}divides imp by 7; the data say 12",
+        f"norm, {where}norm 1; the reference has {value:.9g}",
+        f"weights, {where}started from other weights than the reference",
+    ]
+    both = with_rank(with_rank(record, 0, info=info), 2, info=info)
+    assert texts(counts_and_norms, both)[0].startswith("count, structure, step 1, rank 0, 2: ")
+    gone = {k: v for k, v in record.ranks[0].info.items() if k != KEY}
+    assert texts(counts_and_norms, with_rank(record, 0, info=gone)) == []
 
 
 def test_norms_and_when_they_are_seen(record):
     reference = record.references["structure"][0]
     value = reference.norm
-    norm, clipped = expect_norms(record.plan, reference, "float64")
+    norm, clipped = expect_norms(known_plan(record), reference, "float64")
     assert (norm.field, norm.value) == ("norm", value)
     assert norm.threshold == pytest.approx(4 * FLOOR * value)
     factor = 0.25 / (value + 1e-6)
@@ -180,10 +186,10 @@ def test_norms_and_when_they_are_seen(record):
     assert clipped.threshold == pytest.approx(
         factor * 4 * FLOOR * value + 2 * 2**-52 * factor * value, rel=1e-9
     )
-    rough, _ = expect_norms(record.plan, replace(reference, norm_floor=0.0), "bfloat16")
+    rough, _ = expect_norms(known_plan(record), replace(reference, norm_floor=0.0), "bfloat16")
     assert rough.threshold == 4 * 2.0**-7 * value
     small = replace(reference, norm=0.1, norm_floor=1e-3)
-    norm, clipped = expect_norms(record.plan, small, "float64")
+    norm, clipped = expect_norms(known_plan(record), small, "float64")
     assert clipped.value == 0.1  # nothing to clip
     assert norm.seen
     assert replace(norm, threshold=0.05).seen
@@ -191,10 +197,10 @@ def test_norms_and_when_they_are_seen(record):
 
 
 def test_a_rank_is_complete_with_every_tier_and_step(record):
-    assert list(complete_ranks(record)) == list(range(9))
-    for field in ("grads", "steps"):
+    assert list(record.complete_ranks()) == list(range(9))
+    for field in ("grads", "info"):
         held = getattr(record.ranks[7], field)
         short = {k: v for k, v in held.items() if k != ("precision", 1)}
-        assert 7 not in complete_ranks(with_rank(record, 7, **{field: short}))
+        assert 7 not in with_rank(record, 7, **{field: short}).complete_ranks()
     more = replace(record, spec=replace(record.spec, steps=3))
-    assert complete_ranks(more) == {}
+    assert more.complete_ranks() == {}

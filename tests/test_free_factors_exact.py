@@ -9,17 +9,20 @@ from fractions import Fraction
 import pytest
 import torch
 from records_in_memory import planned_record, with_rank
-from sumgrad.diagnose.case import Case, deviation, holders
+from sumgrad.diagnose.case import Case, case_of, deviation
+from sumgrad.diagnose.explainers import free_factors
 from sumgrad.diagnose.explainers.free_factors import (
     MAX_INTERVALS,
     _by_rank_rows,
     _intervals,
     _levels,
-    free_factors,
+    fewest_factors,
 )
+from sumgrad.diagnose.explanation import choose
 from sumgrad.diagnose.fit import as_fraction, fit_deviation
-from sumgrad.diagnose.free_factors import fit_factors
-from sumgrad.plan.predict import PartialSums
+from sumgrad.judge.cells import compare
+from sumgrad.judge.finding import Compared
+from sumgrad.judge.knowledge import known_plan
 from sumgrad.plan.schedule import Mismatch
 
 KEY = ("structure", 0)
@@ -30,17 +33,9 @@ def record():
     return planned_record(steps=1, tiers={"structure": "float64"})
 
 
-def case_of(record) -> Case:
-    partials = record.partials["structure"][0]
-    return Case(
-        record=record, tier="structure", step=0, holders=tuple(holders(record, *KEY)),
-        sums=PartialSums(partials), previous=None,
-    )  # fmt: skip
-
-
 def wrong(record, factors, *, ranks=(0, 1, 2), off=None):
     """The CI pool's gradients with other factors. factors: (term, producer, (a, b)) -> factor."""
-    partials = record.partials["structure"][0]
+    partials = record.partials("structure")[0]
     for rank in ranks:
         grads = dict(record.ranks[rank].grads[KEY])
         for (term, producer, rows), factor in factors.items():
@@ -53,9 +48,19 @@ def wrong(record, factors, *, ranks=(0, 1, 2), off=None):
     return record
 
 
+def failed_case(record, mismatches=()) -> Case | None:
+    return case_of(Compared(record=record, diffs=compare(record), again=()), mismatches)
+
+
+def case_of_step(record) -> Case:
+    return Case(record=record, tier="structure", step=0)
+
+
 def explain(record, mismatches=()):
-    case = case_of(record)
-    return fit_factors(case, case.failing, mismatches)
+    case = failed_case(record, mismatches)
+    if case is None:
+        return [], []
+    return choose(case, [fewest_factors])
 
 
 def factors_of(coefficients):
@@ -110,7 +115,7 @@ def test_the_fewest_factors_first(record):
 
 
 def test_rows_of_a_rank(record):
-    a, b = record.plan.rows(3)
+    a, b = known_plan(record).rows(3)
     one = wrong(record, {("stoch", "b0", (a, b)): 2.0})
     (cause,), found = explain(one)
     assert cause.cause.startswith("a factor on stoch of b0 on the rows of rank 3 (b0[0]): 2")
@@ -120,7 +125,7 @@ def test_rows_of_a_rank(record):
 def test_several_readings_that_fit_determine_nothing():
     """A pool of one rank with all rows: its term and its rows are the same cells."""
     one = planned_record(steps=1, tiers={"structure": "float64"})
-    partials = one.partials["structure"][0]
+    partials = one.partials("structure")[0]
     for name in partials["ppgd", "ppgd"]:
         if name.startswith("ci."):
             partials["ppgd", "ppgd"][name] = partials["imp", "ci"][name].clone()
@@ -165,7 +170,7 @@ def test_a_factor_that_explains_a_part_of_a_small_deviation_is_none(record):
 
 def test_three_elements_are_enough_for_a_factor_and_two_are_not(record, monkeypatch):
     half = wrong(record, {(t, p, None): 0.5 for t, p in CI})
-    (holder,) = case_of(half).failing
+    (holder,) = failed_case(half).failing
     elements = len(deviation(holder))
     monkeypatch.setattr(free_factors, "MIN_ELEMENTS", elements)
     assert explain(half)[0][0].kind == "free_factor"
@@ -212,7 +217,7 @@ def test_holders_with_one_cause_are_one_diagnosis(record):
 
 
 def test_which_groups_of_cells_are_tried(record):
-    case = case_of(wrong(record, {("imp", "ci", None): 3.0}))
+    case = case_of_step(wrong(record, {("imp", "ci", None): 3.0}))
     (holder,) = case.failing
     levels = list(_levels(case, holder))
     assert [label for label, _ in levels[0]] == ["one factor on everything"]
@@ -239,7 +244,7 @@ def test_which_groups_of_cells_are_tried(record):
 
 
 def test_rows_of_ranks_and_intervals(record):
-    case = case_of(wrong(record, {("imp", "ci", None): 3.0}))
+    case = case_of_step(wrong(record, {("imp", "ci", None): 3.0}))
     (holder,) = case.failing
     terms = _levels(case, holder).__next__()[0][1][0]
     labels = dict(_by_rank_rows(case, terms))

@@ -1,127 +1,31 @@
-"""Who may import whom, read from the source: imports point down, and some doors stay shut."""
+"""The house holds: entries, floors, prefixes, the picture in the page; and doors that stay shut."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+import tomllib
 
+import house
 import pytest
 from conftest import ROOT
 
 HARNESS = ROOT / "harness"
-MODULES = {path.stem: path for path in HARNESS.glob("*.py")}
-# One line a layer, lowest first; a module may import its own layer and those below it.
-LAYERS = [
-    [
-        "__init__",
-        "errors",
-        "files",
-        "tolerances",
-        "verdict",
-        "interpreter",
-        "arrangement",
-        "arguments",
-        "interrupts",
-        "processes",
-        "conversation",
-        "rank_log",
-        "manifest",
-        "commands",
-        "plain_text",
-    ],
-    ["yaml_source", "topology", "outcome"],
-    [
-        "declaration",
-        "rank",
-        "convention",
-        "exchange",
-        "fit",
-        "tree_exchange",
-        "operations",
-        "collective_faults",
-        "fault_operators",
-        "delegation",
-    ],
-    ["plan"],
-    [
-        "proof",
-        "schedule",
-        "workload",
-        "process_group",
-        "operator_run",
-        "bits",
-        "invariance",
-        "noise_floor",
-    ],
-    [
-        "faults",
-        "predict",
-        "hypotheses",
-        "endings",
-        "program",
-        "program_probe",
-        "program_context",
-        "placement",
-        "evidence",
-        "misbehaviour",
-        "unseen",
-        "narrow",
-    ],
-    ["step", "reference", "program_reference", "program_faults", "program_rank"],
-    [
-        "record",
-        "compare",
-        "case",
-        "free_factors",
-        "direct_causes",
-        "verdict_json",
-        "program_record",
-        "program_compare",
-        "unseen_checks",
-        "program_fit",
-        "program_names",
-        "ledger_checks",
-        "ledger_causes",
-        "uniform_causes",
-        "divergent_causes",
-        "clean_trace",
-    ],
-    [
-        "diagnose",
-        "program_diagnose",
-        "launch",
-        "fork_server",
-        "program_job",
-        "check_rank",
-        "check_reference",
-        "ops_rank",
-        "warm_rank",
-        "plugin_rank",
-        "agreement",
-    ],
-    ["judge", "program_judge", "report", "report_files", "catalogue", "matrix"],
-    ["plan_report", "program_check", "check"],
-    ["program_matrix", "shrink"],
-    ["torchrun", "fault_matrix", "ops_matrix"],
-    ["cli", "pytest_plugin", "entry", "run", "__main__"],
-]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-# rank starts user functions, which may live in a file: it borrows the importer at run time.
-EXCEPTIONS = {("rank", "workload")}
+MODULES = house.modules()
 MAY_TOUCH_DISTRIBUTED = {
-    "convention", "exchange", "process_group", "step", "check_rank", "torchrun", "pytest_plugin",
-    "fork_server", "launch", "tree_exchange", "ops_rank", "placement", "program_context",
-    "program_rank", "evidence", "misbehaviour", "warm_rank", "delegation",
+    "convention", "subjects.planned.exchange", "subjects.planned.step",
+    "subjects.planned.job", "subjects.program.context", "subjects.program.rank",
+    "subjects.program.placement", "ledger.process_group", "ledger.delegation",
+    "faults.misbehaviour", "launch.rank", "launch.torchrun", "launch.matrix.warm_rank",
+    "invariance.tree_exchange", "invariance.ranks",
 }  # fmt: skip
-MAY_PRINT = {"cli"}
 
 
-def imported(path, *, top_level_only: bool = False) -> set[str]:
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
+def imported(path, *, all_names: bool = True) -> set[str]:
+    """Everything that a file imports, whole names."""
     found = set()
-    for node in nodes:
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -130,25 +34,69 @@ def imported(path, *, top_level_only: bool = False) -> set[str]:
     return found
 
 
-def own(path) -> set[str]:
-    names = {name.split(".")[1] for name in imported(path) if name.startswith("sumgrad.")}
-    return {name for name in names if name in MODULES}
+def test_the_house_keeps_its_rules():
+    assert house.problems() == []
 
 
-def test_every_module_has_a_layer():
-    assert not set(MODULES) - set(LEVEL), "put the new module into a layer"
+def test_the_picture_in_the_page_is_the_one_that_the_imports_draw():
+    page = house.PAGE.read_text()
+    assert house.page_with(page, house.drawing()) == page, "run scripts/house.py --draw"
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_point_down(name):
-    for other in own(MODULES[name]):
-        if (name, other) not in EXCEPTIONS:
-            assert LEVEL[other] <= LEVEL[name], f"{name} imports {other}, which is above it"
+def make(tmp_path, **files: str):
+    """A house of these files; `__` for a slash."""
+    for name, text in files.items():
+        path = tmp_path / "harness" / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        if path.parent != tmp_path / "harness":
+            path.with_name("__init__.py").touch()
+    return tmp_path / "harness"
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_only_workloads_import_kernels(name):
-    assert not any(n.startswith("sumgrad.kernels") for n in imported(MODULES[name]))
+def test_each_rule_is_noticed_when_it_is_broken(tmp_path):
+    late = "def f():\n    from sumgrad.top import x"
+    assert house.problems(make(tmp_path / "a", top__m="from sumgrad.low import x", low__m="")) == []
+    (text,) = house.problems(make(tmp_path / "b", top__m="import sumgrad.low", low__m=late))
+    assert text.startswith("imports go round: ")
+    tower = {f"r{i}__m": f"from sumgrad.r{i + 1}.m import x" for i in range(8)} | {"r8__m": ""}
+    assert house.problems(make(tmp_path / "c", **tower)) == ["9 floors, at most 8"]
+    del tower["r8__m"]
+    assert house.problems(make(tmp_path / "d", **tower)) == []
+    (text,) = house.problems(make(tmp_path / "e", **{f"m{i}": "" for i in range(21)}))
+    assert text.startswith("21 entries in harness/, at most 20")
+    same = make(tmp_path / "f", r__ops_a="", r__ops_b="", r__ops_c="")
+    assert house.problems(same) == ["harness/r: ops_a.py, ops_b.py, ops_c.py share a prefix"]
+    (same / "r" / "__init__.py").unlink()
+    assert house.problems(same)[1] == "harness/r: no __init__.py says what lives here"
+
+
+def test_the_picture_shows_each_arrow_that_no_longer_way_implies(tmp_path):
+    chain = {"a__m": "import sumgrad.b.m, sumgrad.c.m", "b__m": "from sumgrad import c", "c__m": ""}
+    lines = house.drawing(make(tmp_path, **chain)).split("\n")
+    assert [line for line in lines if "-->" in line] == ["    a --> b", "    b --> c"]
+
+
+def test_every_folder_says_what_lives_in_it():
+    for path in HARNESS.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert len(text) > 60, path
+
+
+def test_every_folder_is_installed():
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {
+        ".".join(["sumgrad", *path.parent.relative_to(HARNESS).parts])
+        for path in [*HARNESS.rglob("__init__.py"), *HARNESS.rglob("*.jinja")]
+    }
+    listed = set(data["tool"]["setuptools"]["packages"])
+    assert listed == folders | {"sumgrad.kernels", "sumgrad.topologies"}
+
+
+def test_only_workloads_import_kernels():
+    for name, path in MODULES.items():
+        if not name.startswith("workloads."):
+            assert not any(n.startswith("sumgrad.kernels") for n in imported(path)), name
 
 
 def test_kernels_import_nothing_of_the_harness():
@@ -157,35 +105,58 @@ def test_kernels_import_nothing_of_the_harness():
         assert all(n.startswith("sumgrad.kernels") for n in own_names), path
 
 
-@pytest.mark.parametrize("name", sorted(set(MODULES) - MAY_TOUCH_DISTRIBUTED))
-def test_who_touches_torch_distributed(name):
-    names = imported(MODULES[name])
-    assert not any(n.startswith(("torch.distributed", "multiprocessing")) for n in names)
+def test_who_touches_torch_distributed():
+    touching = {
+        name
+        for name, path in MODULES.items()
+        if any(n.startswith(("torch.distributed", "multiprocessing")) for n in imported(path))
+    }
+    users = {name for name in touching if name.startswith("workloads.")}  # as users write
+    assert touching - users == MAY_TOUCH_DISTRIBUTED
 
 
-@pytest.mark.parametrize("name", ["reference", "workload", "declaration"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "subjects.planned.reference", "subjects.planned.workload", "subjects.program.reference",
+        "subjects.program.probe", "subjects.noise_floor", "topology.declaration",
+    ],
+)  # fmt: skip
 def test_the_reference_shares_no_distributed_code(name):
-    forbidden = {"plan", "proof", "schedule", "step", "exchange", "convention", "process_group"}
-    assert not own(MODULES[name]) & forbidden
-    for path in (HARNESS / "workloads").glob("*.py"):
-        assert not own(path) & forbidden, path
+    forbidden = ("plan", "ledger", "convention", "launch", "subjects.planned.step",
+                 "subjects.planned.exchange", "subjects.program.rank")  # fmt: skip
+    assert not [n for n in house.imported(MODULES[name]) if n.startswith(forbidden)]
+    for other, path in MODULES.items():
+        if other.startswith("workloads.three_pool"):
+            assert not [n for n in house.imported(path) if n.startswith(forbidden)], other
 
 
-def test_judge_and_launch_never_meet():
-    for name in ("judge", "compare", "diagnose", "free_factors", "predict", "fit"):
-        assert not own(MODULES[name]) & {"launch", "fork_server", "step"}
-    for name in ("launch", "fork_server", "rank"):
-        assert not own(MODULES[name]) & {"judge", "compare", "diagnose"}
+def test_judging_starts_nothing():
+    for name, path in MODULES.items():
+        if house.room_of(name) in ("record", "judge", "diagnose"):
+            names = list(house.imported(path))
+            assert not [n for n in names if n.startswith(("launch", "subjects", "workloads"))], name
+            assert not imported(path) & {"subprocess", "multiprocessing", "socket"}, name
 
 
-@pytest.mark.parametrize("path", [*HARNESS.glob("*.py"), *HARNESS.glob("workloads/*.py")])
-def test_only_the_command_line_prints(path):
-    calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
-    printed = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
-    assert not printed or path.stem in MAY_PRINT
+def test_a_kind_of_spec_is_asked_for_in_subjects_only():
+    """What a subject knows is asked for (a plan, facts); its class is nobody else's business."""
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                kinds = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+                found = kinds & {"RunSpec", "PlannedStep", "UserStep", "Declaration", "Facts"}
+                assert not found or house.room_of(name) == "subjects", name
 
 
-@pytest.mark.parametrize("path", [*HARNESS.glob("*.py"), *(ROOT / "kernels").glob("*.py")])
+def test_only_the_command_line_prints():
+    for name, path in MODULES.items():
+        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        printed = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+        assert not printed or house.room_of(name) == "cli", name
+
+
+@pytest.mark.parametrize("path", [*HARNESS.glob("*"), *(ROOT / "kernels").glob("*.py")])
 def test_no_module_takes_a_standard_library_name(path):
     assert path.stem not in sys.stdlib_module_names - {"__init__", "__main__"}
 

@@ -10,6 +10,7 @@ import pytest
 from records_in_memory import planned_record, with_rank
 from sumgrad.diagnose.verdict import judge, prediction_agrees
 from sumgrad.judge.checks.ledgers import ledger_mismatches
+from sumgrad.judge.knowledge import known_plan
 from sumgrad.plan.edges import Reduction
 
 KEYS = [(tier, step) for tier in ("structure", "precision") for step in (0, 1)]
@@ -48,7 +49,9 @@ def test_a_missing_rank_is_unknown_in_every_tier(record, rank):
     assert verdict.status == "unknown"
     assert tiers_of(verdict) == {"structure": "unknown", "precision": "unknown"}
     pool = "ci[0]" if rank == 0 else "ppgd[1]"
-    assert verdict.reasons == (f"rank {rank} ({pool}): ended well, but its record is incomplete",)
+    assert verdict.reasons == (
+        f"rank {rank} ({pool}): ended well, but its record is missing or incomplete",
+    )
     dead = tuple(
         replace(o, status="killed", detail="signal 9") if o.rank == rank else o
         for o in record.outcomes
@@ -123,9 +126,9 @@ def test_a_failure_is_in_the_data_with_its_outcomes_causes_and_planted_fault(rec
 def test_wrong_scalars_fail_their_own_tier_and_equal_ones_are_one_line(record):
     wrong = record
     for rank in (3, 4):
-        steps = {**wrong.ranks[rank].steps}
-        steps["precision", 1] = {**steps["precision", 1], "weights": "other"}
-        wrong = with_rank(wrong, rank, steps=steps)
+        info = {**wrong.ranks[rank].info}
+        info["precision", 1] = {**info["precision", 1], "weights": "other"}
+        wrong = with_rank(wrong, rank, info=info)
     verdict = judge(wrong)
     assert verdict.status == "fail"
     assert tiers_of(verdict) == {"structure": "pass", "precision": "fail"}
@@ -179,9 +182,9 @@ def test_a_ledger_that_differs_fails_where_the_law_is_enforced_and_warns_elsewhe
 
 
 def faulty(record, weight: Fraction):
-    edge = record.plan.edge("reduce:ci_fn@ci")
+    edge = known_plan(record).edge("reduce:ci_fn@ci")
     assert isinstance(edge, Reduction)
-    return record.plan.with_edge(replace(edge, weight=weight))
+    return known_plan(record).with_edge(replace(edge, weight=weight))
 
 
 def scaled(record, weight: float, *, off: float = 0.0, keys=KEYS, ranks=(0, 1, 2)):
@@ -195,7 +198,7 @@ def scaled(record, weight: float, *, off: float = 0.0, keys=KEYS, ranks=(0, 1, 2
 
 
 def test_a_prediction_that_holds_agrees(record):
-    found = prediction_agrees(record, record.plan)
+    found = prediction_agrees(record, known_plan(record))
     assert found == {
         "tier": "structure", "step": 1, "worst_of_threshold": 0.0, "unpredicted": 0, "agrees": True,
     }  # fmt: skip
@@ -226,26 +229,26 @@ def test_the_last_step_of_the_first_tier_is_predicted_on_every_holder(record):
     assert not prediction_agrees(early, plan)["agrees"]
     one = scaled(record, 0.5, ranks=(0, 1))
     assert not prediction_agrees(one, plan)["agrees"]
-    assert prediction_agrees(replace(record, partials={}), plan) == {"agrees": None}
-    partials = {"precision": record.partials["precision"], "lost": record.partials["structure"]}
-    found = prediction_agrees(replace(record, partials=dict(reversed(partials.items()))), plan)
-    assert found["tier"] == "precision"
+    none = {t: [replace(r, partials={}) for r in held] for t, held in record.references.items()}
+    assert prediction_agrees(replace(record, references=none), plan) == {"agrees": None}
+    second = {"structure": none["structure"], "precision": record.references["precision"]}
+    assert prediction_agrees(replace(record, references=second), plan)["tier"] == "precision"
 
 
 def test_what_cannot_be_predicted_does_not_agree(record):
     """A statistic at this rank's own sums needs partials that were not kept."""
-    edge = record.plan.edge("statistic:imp@ci")
-    found = prediction_agrees(record, record.plan.with_edge(replace(edge, mode="local")))
+    edge = known_plan(record).edge("statistic:imp@ci")
+    found = prediction_agrees(record, known_plan(record).with_edge(replace(edge, mode="local")))
     assert (found["agrees"], found["unpredicted"]) == (False, 1)
 
 
 def test_a_buffer_of_the_step_before_is_predicted_from_its_partials(record):
-    edge = record.plan.edge("reduce:v@b0")
-    stale = record.plan.with_edge(replace(edge, stale_rank=3))
+    edge = known_plan(record).edge("reduce:v@b0")
+    stale = known_plan(record).with_edge(replace(edge, stale_rank=3))
     assert not prediction_agrees(record, stale)["agrees"]
-    before = record.partials["structure"][0]
+    before = record.partials("structure")[0]
     wrong = record
-    offsets = record.plan.offsets["b0"]
+    offsets = known_plan(record).offsets["b0"]
     for rank in (3, 4):
         grads = {k: dict(g) for k, g in wrong.ranks[rank].grads.items()}
         for name in ("v.V", "v.U"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from records_in_memory import program_record, topology_of
+from records_in_memory import program_record, texts, topology_of
+from sumgrad.judge.cells import steps_of
+from sumgrad.judge.checks.ledgers import ranks_agree, sums_only
 from sumgrad.judge.joint import (
     Joint,
     carries,
@@ -16,7 +18,6 @@ from sumgrad.judge.joint import (
     sizes_of,
     unrecorded,
 )
-from sumgrad.judge.ledger import disagreements, labels, law_findings
 
 GROUP = (0, 1, 2)
 
@@ -68,18 +69,18 @@ def test_collectives_are_joined_by_group_and_order_and_messages_are_not():
 
 def test_steps_are_run_tier_by_tier():
     record = program_record(steps=2)
-    assert list(labels(record)) == [
+    assert list(steps_of(record)) == [
         ("structure", 0), ("structure", 1), ("precision", 0), ("precision", 1)
     ]  # fmt: skip
 
 
 def test_members_that_issue_different_operations_disagree():
     same = [event(0), event(1, numel=7)]
-    assert list(disagreements(record_of(same, same, same))) == []
-    (text,) = disagreements(record_of(same, [event(0), event(1, numel=8)], same))
+    assert texts(ranks_agree, record_of(same, same, same)) == []
+    (text,) = texts(ranks_agree, record_of(same, [event(0), event(1, numel=8)], same))
     assert text.startswith("ranks disagree: operation 2 over ranks 0-2 is on rank 0, 2 ")
     assert "but on rank 1 " in text
-    (text,) = disagreements(record_of(same, same[:1], same))
+    (text,) = texts(ranks_agree, record_of(same, same[:1], same))
     assert text.startswith("ranks disagree: rank 1 never issues operation 2 over ranks 0-2, which "
                            "rank 0, 2 issues: ")  # fmt: skip
 
@@ -89,10 +90,10 @@ def test_a_rank_that_ended_early_issues_less_for_that_reason(status):
     same = [event(0), event(1)]
     record = record_of(same, same[:1], same)
     outcomes = tuple(replace(o, status=status) if o.rank == 1 else o for o in record.outcomes)
-    found = list(disagreements(replace(record, outcomes=outcomes)))
+    found = texts(ranks_agree, replace(record, outcomes=outcomes))
     assert bool(found) == (status in ("timed_out", "ok"))
     other = record_of(same, [event(0), event(1, numel=9)], same)
-    assert list(disagreements(replace(other, outcomes=outcomes)))  # which nothing excuses
+    assert texts(ranks_agree, replace(other, outcomes=outcomes))  # which nothing excuses
 
 
 def test_a_mismatch_is_said_before_an_absence_and_the_earlier_one_first():
@@ -102,7 +103,7 @@ def test_a_mismatch_is_said_before_an_absence_and_the_earlier_one_first():
         [event(0, group=b), event(1, group=b, numel=4), event(2, group=GROUP)],
         [event(0, group=b), event(1, group=b, numel=5), event(2, group=GROUP)],
     )
-    (text,) = disagreements(record_of(*ledgers))
+    (text,) = texts(ranks_agree, record_of(*ledgers))
     assert "operation 2 over ranks 1-2 is on rank 1" in text
 
 
@@ -186,7 +187,7 @@ WHERE = "the all-reduce over dp (ranks 0-2) at train.py:31"
 
 
 @pytest.mark.parametrize(
-    ("change", "texts"),
+    ("change", "words"),
     [
         ({}, []),
         ({"reduce": "AVG"}, [f"law: {WHERE} is a AVG, not a SUM, of the gradients of w"]),
@@ -201,24 +202,24 @@ WHERE = "the all-reduce over dp (ranks 0-2) at train.py:31"
         ]),
     ],
 )  # fmt: skip
-def test_findings_of_the_law(change, texts):
-    assert list(law_findings(record_of(*ledgers(**change)))) == texts
+def test_findings_of_the_law(change, words):
+    assert texts(sums_only, record_of(*ledgers(**change))) == words
 
 
 def test_a_group_of_one_breaks_no_law_and_every_step_of_every_tier_is_read():
     alone = [[{**ledgers(reduce="AVG")[0][0], "group": [0]}], [], []]
-    assert list(law_findings(record_of(*alone))) == []
+    assert texts(sums_only, record_of(*alone)) == []
     tiers = {"structure": "float64", "precision": "float32"}
     for label in ("structure/1/step", "precision/0/step", "precision/1/step"):
         record = record_of(*ledgers(reduce="AVG", label=label), tiers=tiers, steps=2)
-        assert len(list(law_findings(record))) == 1
+        assert len(texts(sums_only, record)) == 1
     twice = [[*a, {**a[0], "n": 1, "label": "precision/0/step"}] for a in ledgers(reduce="AVG")]
-    assert len(list(law_findings(record_of(*twice, tiers=tiers)))) == 1  # said once
+    assert len(texts(sums_only, record_of(*twice, tiers=tiers))) == 1  # said once
 
 
 def test_a_result_that_becomes_a_gradient_is_carried_too():
     feeds = {r: [{"call": 0, "grads": [["b", 1.0]]}] for r in range(3)}
-    (text,) = law_findings(record_of(*ledgers(reduce="AVG", grads=None), feeds=feeds))
+    (text,) = texts(sums_only, record_of(*ledgers(reduce="AVG", grads=None), feeds=feeds))
     assert text.endswith("of the gradients of b")
 
 

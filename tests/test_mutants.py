@@ -11,13 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
 import mutant_operators
 import mutants
+import pytest
+from conftest import ROOT
 
 SOURCE = '''
 """Words."""

@@ -13,10 +13,12 @@ from records_in_memory import (
     integers,
     program_record,
     program_reference,
+    texts,
     with_rank,
 )
 from sumgrad.judge.cells import cells, compare, compare_again, compare_cell, expected, shard
-from sumgrad.judge.program import differing_replicas, uncovered
+from sumgrad.judge.checks.complete import nothing_left_out
+from sumgrad.judge.checks.replicas import replicas_of_a_collective
 
 KEY = ("structure", 0)
 # Rank 0 holds the first row of w, rank 1 the rest, rank 2 what rank 1 holds; all hold b.
@@ -55,40 +57,39 @@ def failed(record) -> set[tuple[int, str, str, int]]:
     return {(d.rank, d.name, d.tier, d.step) for d in compare(record) if d.status == "fail"}
 
 
-def with_reference(record, tier: str = "structure", at: int = 0, *, program=None, **step):
-    """One reference changed: `program` its own fields, the others those of its step."""
+def with_reference(record, tier: str = "structure", at: int = 0, **change):
+    """One reference changed."""
     references = list(record.references[tier])
-    old = references[at]
-    references[at] = replace(old, step=replace(old.step, **step), **(program or {}))
+    references[at] = replace(references[at], **change)
     return replace(record, references={**record.references, tier: references})
 
 
 def test_what_is_expected_of_a_whole_parameter(record):
     reference = record.references["structure"][1]
-    found = expected(record, reference, "w", "structure")
-    assert torch.equal(found.value, reference.step.grads["w"])
-    assert torch.equal(found.same_dtype, reference.step.same_dtype["w"])
+    found = expected(record, reference, "train", "w", "structure")
+    assert torch.equal(found.value, reference.grads["w"])
+    assert torch.equal(found.same_dtype, reference.same_dtype["w"])
     assert (found.floor, found.scale, found.threshold) == (FLOOR, SCALE, 4 * FLOOR)
     assert set(found.terms) == {"main", "aux"}
     assert found.resolution == {"main": 1e-20, "aux": 1e-20}
     assert found.every_term
-    assert found.size == float(reference.step.grads["w"].abs().max())
+    assert found.size == float(reference.grads["w"].abs().max())
     precise = record.references["precision"][0]
-    assert not expected(record, precise, "w", "precision").every_term
+    assert not expected(record, precise, "train", "w", "precision").every_term
     alone = program_record(tiers={"precision": "float32"})
-    assert expected(alone, precise, "w", "precision").every_term
-    assert expected(record, precise, "w", "precision").threshold == pytest.approx(4e-6)
+    assert expected(alone, precise, "train", "w", "precision").every_term
+    assert expected(record, precise, "train", "w", "precision").threshold == pytest.approx(4e-6)
     quiet = with_reference(record, floor={"w": 0.0, "b": 0.0})
-    found = expected(quiet, quiet.references["structure"][0], "w", "structure")
+    found = expected(quiet, quiet.references["structure"][0], "train", "w", "structure")
     assert found.floor == SCALE * 2**-52
     scale = {"w": torch.tensor([1.0, 8.0, 2.0]).double(), "b": torch.empty(0)}
     uneven = with_reference(record, scale=scale)
-    assert expected(uneven, uneven.references["structure"][0], "w", "structure").scale == 8
-    assert expected(uneven, uneven.references["structure"][0], "b", "structure").scale == 0
+    assert expected(uneven, uneven.references["structure"][0], "train", "w", "structure").scale == 8
+    assert expected(uneven, uneven.references["structure"][0], "train", "b", "structure").scale == 0
 
 
 def test_a_shard_is_held_against_its_own_elements(record):
-    whole = expected(record, record.references["structure"][0], "w", "structure")
+    whole = expected(record, record.references["structure"][0], "train", "w", "structure")
     index = torch.tensor([[11, 0], [5, 4]])
     part = shard(whole, index)
     for got, full in (
@@ -163,14 +164,14 @@ def test_no_gradient_is_wrong_where_there_is_one_and_right_where_there_is_none(r
     }
     zero = torch.zeros(3).double()
     unused = dict(
-        grads={**record.references["structure"][0].step.grads, "b": zero},
+        grads={**record.references["structure"][0].grads, "b": zero},
         by_term={t: {**g, "b": zero} for t, g in
-                 record.references["structure"][0].step.by_term.items()},
-        scale={**record.references["structure"][0].step.scale, "b": zero},
+                 record.references["structure"][0].by_term.items()},
+        scale={**record.references["structure"][0].scale, "b": zero},
         floor={"w": FLOOR, "b": 0.0},
     )  # fmt: skip
     one = program_record(tiers={"structure": "float64"})
-    never = with_reference(one, program={"reached": ("w",)}, **unused)
+    never = with_reference(one, reached=("w",), **unused)
     for rank in range(3):
         never = lost(never, rank, "b")
     assert {d.status for d in compare(never)} == {"pass"}  # nothing uses it
@@ -196,7 +197,7 @@ def test_zero_by_mathematics_passes_without_a_gradient(record):
     """The reference is zero, its scale is not: no gradient is zeros, and was seen."""
     zero = torch.zeros(3).double()
     one = program_record(tiers={"structure": "float64"})
-    step = one.references["structure"][0].step
+    step = one.references["structure"][0]
     quiet = with_reference(one, grads={**step.grads, "b": zero})
     cell = next(c for c in cells(quiet, "structure", quiet.references["structure"][0])
                 if c.name == "b")  # fmt: skip
@@ -210,7 +211,7 @@ def test_zero_by_mathematics_passes_without_a_gradient(record):
 def test_another_model_another_batch_or_an_unsound_reference_is_not_compared(record):
     assert compare(with_rank(record, 2, built="other")) == []
     assert compare(with_rank(record, 0, batch="other")) == []
-    unsound = with_reference(record, program={"problems": ("it draws",)})
+    unsound = with_reference(record, problems=("it draws",))
     diffs = compare(unsound)
     assert {(d.tier, d.step) for d in diffs} == {
         ("structure", 1), ("precision", 0), ("precision", 1)
@@ -220,79 +221,98 @@ def test_another_model_another_batch_or_an_unsound_reference_is_not_compared(rec
 def test_steps_after_the_first_need_every_parameters_place(record):
     lostone = with_rank(record, 1, unknown=("x: nowhere",))
     assert {(d.tier, d.step) for d in compare(lostone)} == {KEY, ("precision", 0)}
-    assert compare_again(lostone) == []
+    assert repeated(lostone) == []
+
+
+def repeated(record):
+    return compare_again(record, compare(record))
 
 
 def test_the_repeated_step_is_the_last_of_the_first_tier(record):
-    diffs = compare_again(record)
+    diffs = repeated(record)
     assert {(d.rank, d.name, d.tier, d.step) for d in diffs} == {
         (r, n, "structure", 1) for r in range(3) for n in SHAPES
     }
     assert {d.status for d in diffs} == {"pass"}
     again = {**record.ranks[2].again, "b": record.ranks[2].again["b"] + 1}
-    (bad,) = [d for d in compare_again(with_rank(record, 2, again=again)) if d.status == "fail"]
+    (bad,) = [
+        d
+        for d in compare_again(
+            with_rank(record, 2, again=again), compare(with_rank(record, 2, again=again))
+        )
+        if d.status == "fail"
+    ]
     assert (bad.rank, bad.name) == (2, "b")
     none = record
     for rank in range(3):
         none = with_rank(none, rank, again={})
-    assert compare_again(none) == []
-    assert len(compare_again(with_rank(record, 0, again={}))) == 6
-    assert compare_again(with_rank(record, 0, built="other")) == []
-    unsound = with_reference(record, at=1, program={"problems": ("it draws",)})
-    assert compare_again(unsound) == []
-    assert compare_again(replace(record, references={})) == []
+    assert repeated(none) == []
+    assert len(repeated(with_rank(record, 0, again={}))) == 6
+    assert (
+        compare_again(
+            with_rank(record, 0, built="other"), compare(with_rank(record, 0, built="other"))
+        )
+        == []
+    )
+    unsound = with_reference(record, at=1, problems=("it draws",))
+    assert repeated(unsound) == []
+    assert repeated(replace(record, references={})) == []
+
+
+def uncovered(record) -> list[str]:
+    return [t for t in texts(nothing_left_out, record) if t.startswith("no rank holds")]
 
 
 def test_elements_that_no_rank_holds_are_counted(sharded, record):
-    assert list(uncovered(sharded)) == []
-    assert list(uncovered(record)) == []
+    assert uncovered(sharded) == []
+    assert uncovered(record) == []
     for rank, missing in ((0, 3), (1, 0)):
         left = {r: h for r, h in sharded.ranks.items() if r != rank}
-        found = list(uncovered(replace(sharded, ranks=left)))
+        found = uncovered(replace(sharded, ranks=left))
         assert found == (
             [f"no rank holds {missing} of 12 elements of w, so its gradient was not compared"]
             if missing
             else []
         )
     only = {0: sharded.ranks[0]}
-    assert list(uncovered(replace(sharded, ranks=only))) == [
+    assert uncovered(replace(sharded, ranks=only)) == [
         "no rank holds 9 of 12 elements of w, so its gradient was not compared"
     ]
     nobody = record
     for rank in range(3):
         nobody = with_rank(nobody, rank, params=("b",))
-    assert list(uncovered(nobody)) == ["no rank holds w, so its gradient was not compared"]
+    assert uncovered(nobody) == ["no rank holds w, so its gradient was not compared"]
     # An index of a parameter that the rank says it does not hold counts nothing.
     liar = replace(sharded, ranks={0: sharded.ranks[0],
                                    1: replace(sharded.ranks[1], params=("b",))})  # fmt: skip
-    assert list(uncovered(liar)) == [
+    assert uncovered(liar) == [
         "no rank holds 9 of 12 elements of w, so its gradient was not compared"
     ]
 
 
 def test_ranks_that_hold_the_same_elements_have_the_same_bits(sharded, record):
-    assert list(differing_replicas(sharded)) == []
-    assert list(differing_replicas(record)) == []
+    assert texts(replicas_of_a_collective, sharded) == []
+    assert texts(replicas_of_a_collective, record) == []
     for key in (("structure", 1), ("precision", 0)):
-        (text,) = differing_replicas(changed(record, 2, "b", 2.0**-20, key))
+        (text,) = texts(replicas_of_a_collective, changed(record, 2, "b", 2.0**-20, key))
         assert text == (
             f"replicas, {key[0]}, step {key[1]}: rank 0 and rank 2 hold other bits of b's "
             f"gradient, which one collective gave to both"
         )
-    (text,) = differing_replicas(changed(sharded, 2, "w", 1.0))
+    (text,) = texts(replicas_of_a_collective, changed(sharded, 2, "w", 1.0))
     assert "rank 1 and rank 2 hold other bits of w" in text
     apart = with_feeds(changed(record, 2, "b", 2.0**-20), 2, [])  # summed by another operation
-    assert list(differing_replicas(apart)) == []
+    assert texts(replicas_of_a_collective, apart) == []
     alone = changed(sharded, 0, "w", 1.0)  # nobody else holds these elements
-    assert list(differing_replicas(alone)) == []
+    assert texts(replicas_of_a_collective, alone) == []
     for rank in (0, 2):
-        assert list(differing_replicas(lost(record, rank, "b"))) == []
+        assert texts(replicas_of_a_collective, lost(record, rank, "b")) == []
 
 
 def test_a_term_that_would_hide_makes_a_program_unknown():
     one = program_record(tiers={"structure": "float64"})
     small = {n: integers(s, 3) * 1e-14 for n, s in SHAPES.items()}
-    step = program_reference().step
+    step = program_reference()
     hidden = with_reference(one, by_term={**step.by_term, "aux": small})
     diffs = compare(hidden)
     assert {d.status for d in diffs} == {"unknown"}

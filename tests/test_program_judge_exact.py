@@ -69,9 +69,7 @@ def test_a_missing_rank_is_unknown(record, rank):
         replace(o, status="raised", detail="ValueError: x") if o.rank == rank else o
         for o in record.outcomes
     )
-    assert judge(replace(gone, outcomes=dead)).reasons == (
-        f"{where}: raised, ValueError: x",
-    )
+    assert judge(replace(gone, outcomes=dead)).reasons == (f"{where}: raised, ValueError: x",)
     late = judge(replace(record, outcomes=dead))
     assert (late.status, late.reasons) == ("unknown", (f"{where}: raised, ValueError: x",))
     silent = tuple(replace(o, detail=None) for o in dead)
@@ -106,7 +104,7 @@ def test_a_missing_or_unsound_reference_is_unknown_in_its_tier(record):
         ({"built": "other"}, "build() gives other weights on rank 1 than in a single process"),
         ({"batch": "other"}, "batch() gives another batch on rank 1 than in a single process"),
         ({"unknown": ("x (2,): nowhere",)}, "rank 1 (train[1]): x (2,): nowhere"),
-        ({"ledger_whole": False}, "rank 1 (train[1]): its ledger is missing or cut short"),
+        ({"ledger_whole": False}, "rank 1 (train[1]): its ledger is missing, cut short, or has"),
     ],
 )
 def test_what_one_rank_did_otherwise_is_unknown(record, change, words):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import RUNNABLE, plan_of, shipped
-from sumgrad.launch.reference import reference_job
 from sumgrad.record.spec import RunSpec
+from sumgrad.subjects.planned.job import PlannedStep
 from sumgrad.subjects.planned.reference import _Single
 from sumgrad.subjects.planned.workload import load_workload
 from sumgrad.topology.pools import load_topology
@@ -40,8 +40,8 @@ def spec_of(name: str, seed: int = 0) -> tuple[RunSpec, ThreePool]:
 
 
 def single(name: str, seed: int = 0) -> _Single:
-    spec, workload = spec_of(name, seed)
-    return _Single(reference_job(spec, workload, "structure"), torch.float64)
+    spec, _ = spec_of(name, seed)
+    return _Single(PlannedStep(spec)._job("structure"), torch.float64)
 
 
 # ---- data --------------------------------------------------------------------------------------

@@ -88,8 +88,9 @@ def test_a_wheel_has_the_topologies(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")
     script = (
-        "import sumgrad; from pathlib import Path; from sumgrad.topology.pools import load_topology; "
-        "from sumgrad.cli.catalogue import find_topology as find; "
+        "import sumgrad; from pathlib import Path; "
+        "from sumgrad.topology.pools import load_topology; "
+        "from sumgrad.topology.shipped import find_topology as find; "
         "print(sumgrad.__file__, load_topology(find(Path('three_pool'))).world_size)"
     )
     process = subprocess.run(

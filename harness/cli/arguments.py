@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="only this one, or your own as file.py:NAME (made with sumgrad.invariance.runs.plain); "
+        help="only this one, or your own as file.py:NAME (made with sumgrad.invariance.plain); "
         "repeatable",
     )
     ops.add_argument("--dtype", choices=DTYPES, default="float32")

@@ -121,9 +121,7 @@ def _groups(case: Case) -> list[tuple[str, list[tuple[int, ...]]]]:
     return out
 
 
-def _adds_up(
-    case: Case, name: str, groups: Sequence[tuple[int, ...]], wrong_only: bool
-) -> bool:
+def _adds_up(case: Case, name: str, groups: Sequence[tuple[int, ...]], wrong_only: bool) -> bool:
     held = {cell.rank: cell for cell in case.cells if cell.name == name}
     seen = False
     for ranks in groups:

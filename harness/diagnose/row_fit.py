@@ -58,9 +58,7 @@ class Factors:
         ]
 
 
-def explain(
-    case: Case, cells: Sequence[Cell], *, wrong_only: bool = False
-) -> Factors | None:
+def explain(case: Case, cells: Sequence[Cell], *, wrong_only: bool = False) -> Factors | None:
     """The first level that explains these cells together.
 
     wrong_only: look only at the elements that are over the threshold.
@@ -76,9 +74,7 @@ def explain(
     return None if wrong_only else _by_param(case, chosen)
 
 
-def explain_rank(
-    case: Case, cells: Sequence[Cell], *, wrong_only: bool = False
-) -> Factors | None:
+def explain_rank(case: Case, cells: Sequence[Cell], *, wrong_only: bool = False) -> Factors | None:
     """The same for one rank, which may also hold just one stretch of the rows.
 
     A small shard has fewer elements than there are rows: then the stretches are tried one by one.
@@ -170,9 +166,7 @@ def _try(
                   for u, v in zip(units, values, strict=True)]  # fmt: skip
     if not _accepted(cells, masks, fit):
         return None
-    return Factors(
-        level=level, units=tuple(units), values=tuple(values), sigmas=tuple(fit.sigmas)
-    )
+    return Factors(level=level, units=tuple(units), values=tuple(values), sigmas=tuple(fit.sigmas))
 
 
 def _accepted(cells: Sequence[Cell], masks: Sequence[Tensor], fit: Fit) -> bool:
@@ -220,9 +214,7 @@ def column(case: Case, cell: Cell, unit: Unit) -> Tensor:
     return full if cell.index is None else full.reshape(-1)[cell.index]
 
 
-def _partial(
-    reference: Reference, term: str, name: str, rows: tuple[int, int] | None
-) -> Tensor:
+def _partial(reference: Reference, term: str, name: str, rows: tuple[int, int] | None) -> Tensor:
     held = reference.partials.get((term, ALL), {}).get(name)
     if held is None:
         return torch.zeros_like(reference.grads[name])

@@ -7,6 +7,7 @@ works on any Program, and a shipped Program's own planted variant, the bug writt
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +23,8 @@ VARIANTS = "sumgrad.workloads.planted.programs"
 class Held(Protocol):
     """A parameter that a rank holds."""
 
-    param: nn.Parameter
+    @property
+    def param(self) -> nn.Parameter: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +164,9 @@ def step_faults() -> dict[str, StepFault]:
 
 def variants() -> dict[str, VariantFault]:
     """Every planted variant of a shipped Program."""
-    from sumgrad.workloads.planted.programs import PLANTED
-
     return {
         item["name"]: VariantFault(**item, target=f"{VARIANTS}:{cls}")
-        for cls, item in PLANTED.items()
+        for cls, item in importlib.import_module(VARIANTS).PLANTED.items()
     }
 
 

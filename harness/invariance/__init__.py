@@ -1,1 +1,10 @@
-"""TODO."""
+"""Invariance: does an operator give the same bits whatever else is in the batch?
+
+In: an Operator and Arrangements (arrangement.py, data). Out: bits by sample and position
+(operator_run.py), compared (bits.py, runs.py), as a matrix (matrix.py, ranks.py). tree_exchange.py
+is the canonical tree across ranks.
+"""
+
+from sumgrad.invariance.runs import PlainOperator, assert_invariant, plain
+
+__all__ = ["PlainOperator", "assert_invariant", "plain"]

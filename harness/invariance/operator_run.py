@@ -111,7 +111,7 @@ def validate(operator: Any) -> None:
     ]
     if lacking:
         raise OperatorError(
-            f"{what}: lacks {', '.join(lacking)}; wrap a function with sumgrad.invariance.runs.plain"
+            f"{what}: lacks {', '.join(lacking)}; wrap a function with sumgrad.invariance.plain"
         )
     if operator.expect not in EXPECTATIONS:
         raise OperatorError(f"{what}: expect: got {operator.expect!r}, not one of {EXPECTATIONS}")

@@ -112,9 +112,9 @@ def compare(record: Record) -> list[TensorDiff]:
         h.built != facts.weights or h.batch != facts.batch for h in record.ranks.values()
     ):
         return []
-    out = []
-    for tier, references in record.references.items():
-        for reference in references:
+    out: list[TensorDiff] = []
+    for tier in record.spec.tiers:
+        for reference in record.references.get(tier, ()):
             if reference.step and _unplaced(record):
                 break  # a parameter without a place did not move with the others
             if not reference.problems:

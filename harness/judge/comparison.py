@@ -63,6 +63,7 @@ class TensorDiff:
             return float("inf") if self.max_abs else 0.0
         return self.max_abs / self.threshold
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """What a gradient of one parameter must be, and how far off it may be.
@@ -79,6 +80,7 @@ class Expected:
     resolution: dict[str, float]
     every_term: bool
     size: float
+
 
 def tensor_diff(
     got: Tensor | None,
@@ -158,6 +160,7 @@ def tensor_diff(
         l2_rel_same_dtype=same_l2,
     )
 
+
 def _power(wanted: Expected) -> dict[str, float]:
     """Smallest |c - 1| on a term alone that lifts the error over the threshold for certain.
 
@@ -170,6 +173,7 @@ def _power(wanted: Expected) -> dict[str, float]:
         for term, size in sizes.items()
         if size > ZERO_FACTOR * wanted.resolution[term]
     }
+
 
 def _seen_enough(
     wanted: Expected, power: dict[str, float], *, every_term: bool
@@ -186,6 +190,7 @@ def _seen_enough(
     ):
         return "unknown", "the noise of this dtype would have hidden a wrong factor"
     return "pass", None
+
 
 def _worst_index(error: Tensor) -> tuple[int, ...]:
     if not error.numel():

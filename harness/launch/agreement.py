@@ -27,10 +27,7 @@ Asked = dict[str, str]
 
 def asked_of(spec: RunSpec) -> Asked:
     """What a rank is to run, in words and digests that can be compared."""
-    out = {
-        f"--{name.removesuffix('_s')}": repr(getattr(spec, name))
-        for name in COMPARED
-    }
+    out = {f"--{name.removesuffix('_s')}": repr(getattr(spec, name)) for name in COMPARED}
     out["--workload"] = Path(spec.workload).name  # hosts may keep it in folders of other names
     out |= {f"version of {name}": value for name, value in spec.versions.items()}
     topology = {**topology_to_json(spec.topology), "workload": None}

@@ -60,7 +60,7 @@ class CheckOptions:
 def make_spec(options: CheckOptions, *, prefix: Sequence[str], look: Look = look_here) -> RunSpec:
     """Validate everything that can be validated before a process starts. Raises UserError.
 
-    look: how a Program is looked at. prefix: the command that is to be reproduced, before its flags.
+    look: how a Program is looked at. prefix: the command that the reproduce line begins with.
     """
     topology = startable(options)
     name, where = chosen_workload(topology, options.workload)
@@ -82,9 +82,7 @@ def make_spec(options: CheckOptions, *, prefix: Sequence[str], look: Look = look
     )
 
 
-def _of_program(
-    options: CheckOptions, topology: Topology, name: str, look: Look
-) -> dict[str, Any]:
+def _of_program(options: CheckOptions, topology: Topology, name: str, look: Look) -> dict[str, Any]:
     if (options.kernels or "auto") == "triton":
         raise UserError("--kernels: a Program runs its own operators; triton is for workloads")
     if options.fault:

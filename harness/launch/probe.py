@@ -4,11 +4,11 @@ drawn unseeded there is named there."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from sumgrad.base.files import PACKAGE, write_json
+from sumgrad.launch.ask import Look
 from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.local.launcher import Launcher, RankJob
 from sumgrad.record.spec import Facts, facts_from_json
@@ -27,7 +27,7 @@ def probe_rank(guard: RankGuard, *, workload: str, seed: int) -> None:
     write_json(directory / "facts.json", asdict(look_here(topology, workload, seed)))
 
 
-def look_beside(launcher: Launcher, directory: Path, timeout_s: float) -> Callable[[Topology, str, int], Facts]:
+def look_beside(launcher: Launcher, directory: Path, timeout_s: float) -> Look:
     """Probe in a process of its own, under a deadline, recorded below the run directory."""
 
     def look(topology: Topology, name: str, seed: int) -> Facts:

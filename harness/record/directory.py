@@ -122,9 +122,7 @@ def _read_tier(
     try:
         needed = [n for n in files_of(tier) if program or n in files_of(tier)[:2]]
         _refuse(changes, *needed)
-        found = read_references(
-            directory, tier, names=spec.params, terms=spec.terms, said=program
-        )
+        found = read_references(directory, tier, names=spec.params, terms=spec.terms, said=program)
     except FileNotFoundError:
         damage.append(f"tier {tier}: no reference was stored")
         return None

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 from sumgrad.base.files import write_bytes
 from sumgrad.base.outcome import SETUP
-from sumgrad.record.endings import rank_file, read_end_record, read_ledger
+from sumgrad.record.endings import rank_file, read_end_record
 from sumgrad.record.reference import Grads, read_tensors
 from sumgrad.record.spec import RunSpec
 
@@ -53,10 +53,8 @@ def write_rank(directory: Path, rank: int, tensors: Mapping[str, torch.Tensor]) 
     write_bytes(rank_file(directory, rank, ".safetensors"), save(flat))
 
 
-def read_rank(
-    directory: Path, rank: int, spec: RunSpec, ledger: Sequence[Event] | None = None
-) -> RankRecord:
-    """Read one rank's files. Raises FileNotFoundError or one of spec.DAMAGED."""
+def read_rank(directory: Path, rank: int, spec: RunSpec, ledger: Sequence[Event]) -> RankRecord:
+    """Read one rank's files but for its ledger. Raises FileNotFoundError or one of spec.DAMAGED."""
     result = (read_end_record(directory, rank) or {}).get("result") or {}
     grads: dict[At, Grads] = {}
     buffers: dict[At, Grads] = {}
@@ -76,7 +74,7 @@ def read_rank(
     info = {(s["tier"], int(s["step"])): _numbers(s) if planned else s for s in steps}
     if not planned:
         grads = {at: grads.get(at, {}) for at in info}
-    begun = begun_operations(ledger or read_ledger(rank_file(directory, rank, ".ledger.jsonl")))
+    begun = begun_operations(ledger)
     return RankRecord(
         rank=rank,
         grads=grads,
@@ -96,11 +94,10 @@ def read_rank(
 
 def begun_operations(ledger: Sequence[Event]) -> list[Event]:
     """The operations of a ledger, each with whether it ended and the digest of what it gave."""
-    lines = list(ledger)
-    ended = {line["done"]: line.get("output") for line in lines if "done" in line}
+    ended = {line["done"]: line.get("output") for line in ledger if "done" in line}
     return [
         {**line, "output": ended.get(line["n"]), "ended": line["n"] in ended}
-        for line in lines
+        for line in ledger
         if "n" in line
     ]
 

@@ -81,7 +81,7 @@ def files_of(tier: str) -> tuple[str, ...]:
 
 def write_references(directory: Path, tier: str, references: Sequence[Reference]) -> None:
     """Write a tier's reference of all steps, and its partials where there are any."""
-    plain, numbers, partials, said, buffers = (directory / name for name in files_of(tier))
+    plain, numbers, _, said, buffers = (directory / name for name in files_of(tier))
     tensors = {}
     for reference in references:
         for kind in ("grads", "scale", "same_dtype"):

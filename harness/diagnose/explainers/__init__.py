@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from sumgrad.diagnose.explainers.clean_run import changed_operation, changed_values
 from sumgrad.diagnose.explainers.factors import any_factors, factors_with_a_cause, telling_factors
-from sumgrad.diagnose.explainers.free_factors import free_factors
+from sumgrad.diagnose.explainers.free_factors import fewest_factors
 from sumgrad.diagnose.explainers.last import low_digits, open_end, unlike_each_time
 from sumgrad.diagnose.explainers.ledger import shown_by_the_ledger
 from sumgrad.diagnose.explainers.plan_edges import edges_of_the_plan
@@ -18,7 +18,7 @@ from sumgrad.diagnose.explanation import Explainer
 
 EXPLAINERS: tuple[Explainer, ...] = (
     edges_of_the_plan,
-    free_factors,
+    fewest_factors,
     factors_with_a_cause,
     changed_operation,
     shown_by_the_ledger,

@@ -78,9 +78,7 @@ def _explained(case: Case, parted: Difference) -> Explanation:
     return explained(case, replace(found, because=(*found.because, *in_the_gradients(case))))
 
 
-def first_difference(
-    record: Record, clean: Record, tier: str, step: int
-) -> Difference | None:
+def first_difference(record: Record, clean: Record, tier: str, step: int) -> Difference | None:
     """The first parting of the ledgers, in words; None if they are the same."""
     now, then = _operations(record, tier, step), _operations(clean, tier, step)
     found = [

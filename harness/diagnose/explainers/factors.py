@@ -80,17 +80,17 @@ def _measured(case: Case, _: Left) -> list[RecoveredCoefficient]:
 
 
 def _coefficients(
-    case: Case, found: Sequence[tuple[tuple[int, ...], Explanation]]
+    case: Case, found: Sequence[tuple[tuple[int, ...], Factors]]
 ) -> Iterator[RecoveredCoefficient]:
     failing = case.failing_cells
-    for ranks, explanation in found:
+    for ranks, factors in found:
         names = dict.fromkeys(cell.name for cell in failing if cell.rank in ranks)
         for i, (unit, value, sigma) in enumerate(
-            zip(explanation.units, explanation.values, explanation.sigmas, strict=True)
+            zip(factors.units, factors.values, factors.sigmas, strict=True)
         ):
             fraction = as_fraction(value, sigma)
             expected = "0" if unit.previous else "1"
-            params = explanation.params[i] if explanation.params else some_of(list(names))
+            params = factors.params[i] if factors.params else some_of(list(names))
             yield RecoveredCoefficient(
                 params=params,
                 ranks=ranks,

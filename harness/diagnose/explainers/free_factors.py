@@ -30,7 +30,7 @@ MIN_ELEMENTS = 3  # per free factor: fewer elements explain themselves
 Grouping = tuple[str, list[list[Coefficient]]]
 
 
-def free_factors(case: Case, left: Left) -> Iterator[Explanation]:
+def fewest_factors(case: Case, left: Left) -> Iterator[Explanation]:
     """Each holder by the fewest free factors that explain it; equal causes together.
 
     Outside float64 only where no edge explains anything: a few factors fit noise.

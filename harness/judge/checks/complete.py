@@ -13,11 +13,8 @@ from sumgrad.record.directory import Record
 def nothing_left_out(compared: Compared) -> Iterator[Finding]:
     """Ranks, ledgers, references and parameters that were not compared."""
     record = compared.record
-    if record.spec.problems:
-        reasons = iter(record.spec.problems)
-    else:
-        reasons = _reasons(record)
-    for text in dict.fromkeys(reasons):
+    problems = record.spec.problems  # nothing was started: nothing else is missing
+    for text in dict.fromkeys(problems or _reasons(record)):
         yield Finding(level="unknown", text=text)
 
 
@@ -52,7 +49,7 @@ def _reasons(record: Record) -> Iterator[str]:
         yield from (f"{place(rank)}: {text}" for text in held.unknown)
         if not held.ledger_whole and rank in complete:
             yield (
-                f"{place(rank)}: its ledger is missing, cut short, or has operations that nobody "
+                f"{place(rank)}: its ledger is missing, cut short, or has operations nobody "
                 f"waited for"
             )
     yield from unrecorded(record)

@@ -93,9 +93,7 @@ def the_same_again(compared: Compared) -> Iterator[Finding]:
     """The repeated step failed where the first one passed."""
     failed = {(d.tier, d.rank, d.name) for d in compared.diffs if d.status != "pass"}
     new = [
-        d
-        for d in compared.again
-        if d.status == "fail" and (d.tier, d.rank, d.name) not in failed
+        d for d in compared.again if d.status == "fail" and (d.tier, d.rank, d.name) not in failed
     ]
     if new:
         ranks = spans([d.rank for d in new])

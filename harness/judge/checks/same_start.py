@@ -62,10 +62,11 @@ def counts_and_norms(compared: Compared) -> Iterator[Finding]:
 def seen_norms(compared: Compared) -> Iterator[Finding]:
     """Norms so small that a halved or doubled one would have passed."""
     record, plan = compared.record, plan_of(compared.record)
-    for tier, references in record.references.items() if plan else ():
-        assert plan is not None
-        for reference in references:
-            for norm in expect_norms(plan, reference, record.spec.tiers[tier]):
+    if plan is None:
+        return
+    for tier, dtype in record.spec.tiers.items():
+        for reference in record.references.get(tier, ()):
+            for norm in expect_norms(plan, reference, dtype):
                 if not norm.seen:
                     text = f"{norm.field}: a halved or doubled norm would not have been seen"
                     yield Finding(level="unknown", text=text, tier=tier, aside=True)

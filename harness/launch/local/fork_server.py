@@ -281,7 +281,7 @@ def _spawn(request: dict[str, Any], rank: int, output: int, foreign: list[int]) 
     file = Path(request["rendezvous"]).with_name("request.json")
     if not file.exists():
         file.write_text(json.dumps(request))
-    command = [sys.executable, "-m", "sumgrad.launch.local.fork_server", "--rank", str(rank), str(file)]
+    command = [sys.executable, "-m", __spec__.name, "--rank", str(rank), str(file)]
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, output, 1),

@@ -46,6 +46,7 @@ SILENCE_S = 30.0  # the server says a word every second while a job runs
 CLOSE_S = 10.0
 TICK_S = 1.0
 TAG = "SUMGRAD_LAUNCHER"  # whose ranks a process descends from
+SERVER = "sumgrad.launch.local.fork_server"
 PRELOAD_TORCH = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch")
 
 
@@ -124,7 +125,7 @@ class Launcher:
             self._drop_server()
         self._read_on_import = _read_on_import()
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "sumgrad.launch.local.fork_server", "--serve", str(theirs.fileno())]
+        command = [sys.executable, "-m", SERVER, "--serve", str(theirs.fileno())]
         try:
             self._process = subprocess.Popen(
                 [*command, str(os.getpid()), str(self._scratch), *self._preload],

@@ -35,7 +35,8 @@ class PlannedStep:
         if spec.fault:
             plan = plant(find_fault(spec.fault), plan)
         group = _pool_group(plan, rank)
-        tensors, steps = {}, []
+        tensors: dict[str, torch.Tensor] = {}
+        steps = []
         for tier, dtype_name in spec.tiers.items():
             dtype = getattr(torch, dtype_name)
             ctx = RankContext(

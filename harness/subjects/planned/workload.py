@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, torch.Tensor]
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Produced:
     """What the producing role computes from its rows.
@@ -135,7 +134,9 @@ def load_workload(spec: str, topology: Topology, *, seed: int) -> Workload:
     if missing:
         raise UserError(f"{where}: {spec} is no workload: it lacks {', '.join(missing)}")
     if not isinstance(workload.declaration, Declaration):
-        raise UserError(f"{where}: {spec}.declaration is no sumgrad.topology.declaration.Declaration")
+        raise UserError(
+            f"{where}: {spec}.declaration is no sumgrad.topology.declaration.Declaration"
+        )
     return workload
 
 

@@ -1,1 +1,6 @@
-"""TODO."""
+"""A Program: a user's own distributed step, seen from outside.
+
+protocol.py is what a user implements, context.py what a step is told, probe.py the look before it
+runs, rank.py the run, placement.py which elements a rank holds, unseen.py what happens beside the
+gradients, reference.py loss_sum in one process, job.py the Subject.
+"""

@@ -17,7 +17,6 @@ from sumgrad.base.tensors import bits, hash_weights, to_local
 from sumgrad.faults.collective import CollectiveFault
 from sumgrad.faults.misbehaviour import Misbehaviour
 from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
-from sumgrad.launch.guard import RankGuard
 from sumgrad.ledger.delegation import operations_elsewhere
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.narrow import NarrowWatch, is_compiled
@@ -286,8 +285,3 @@ class _TierRun:
 
     def close(self) -> None:
         self.watch.close()
-
-
-def run_program(guard: RankGuard, job: RunSpec, ledger: Ledger) -> tuple[Tensors, Result]:
-    """One job on an initialised default group."""
-    return Rank(job.topology, guard.env.rank, ledger).run(job)
