@@ -44,7 +44,7 @@ def run_agree(asked: list[dict[str, str]]) -> list[list[str]]:
 
 def spec_of(**flags):
     options = CheckOptions(topology=shipped("three_pool_ones"), **flags)
-    return make_spec(options, prefix=["sumgrad"])[0]
+    return make_spec(options, prefix=["sumgrad"])
 
 
 def test_equal_ranks_agree():
@@ -73,7 +73,7 @@ def test_another_flag_is_named_on_every_rank(flags, words):
 def test_other_versions_topologies_and_sources_are_named(tmp_path):
     spec = spec_of()
     older = replace(spec, versions={**spec.versions, "torch": "2.11.0"})
-    other = make_spec(CheckOptions(topology=shipped("three_pool_square")), prefix=[])[0]
+    other = make_spec(CheckOptions(topology=shipped("three_pool_square")), prefix=[])
     told = run_agree([asked_of(s) for s in (spec, older, other)])
     assert "version of torch: 2.11.0 there" in told[0][0]
     assert "topology" in told[0][1]
@@ -87,7 +87,7 @@ def test_other_versions_topologies_and_sources_are_named(tmp_path):
         (tmp_path / "helper.py").write_text(text)
         sys.modules.pop("helper", None)
         sys.path.insert(0, str(tmp_path))
-        asked.append(asked_of(make_spec(CheckOptions(topology=topology), prefix=[])[0]))
+        asked.append(asked_of(make_spec(CheckOptions(topology=topology), prefix=[])))
         sys.path.remove(str(tmp_path))
     told = run_agree(asked)
     assert "source file helper.py" in told[1][0]
@@ -102,7 +102,7 @@ def test_a_folder_of_another_name_is_no_other_check(tmp_path):
         (folder / "dp.yaml").write_text(
             "name: dp\nworkload: mine.py:MyStep\npools: {t: {axes: {dp: 2}}}\n"
         )
-        spec, _ = make_spec(CheckOptions(topology=folder / "dp.yaml"), prefix=[])
+        spec = make_spec(CheckOptions(topology=folder / "dp.yaml"), prefix=[])
         asked.append(asked_of(spec))
     assert run_agree(asked) == [[], []]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from sumgrad.base.files import PACKAGE
 from sumgrad.ledger import process_group
 from sumgrad.ledger.process_group import Ledger, RecordingProcessGroup, tensors_in
 
@@ -146,8 +147,9 @@ def test_what_is_written_of_each_operation(group, tmp_path, call, event):
 @pytest.mark.parametrize(
     "file",
     [
-        *(Path(process_group.__file__).with_name(f"{name}.py")
-          for name in ("process_group", "exchange", "convention", "misbehaviour")),
+        *(PACKAGE / f"{name}.py"
+          for name in ("ledger/process_group", "ledger/narrow", "subjects/planned/exchange",
+                       "convention", "faults/misbehaviour")),
         Path(torch.__file__).with_name("anything.py"),
         Path("/usr/lib/python3/contextlib.py"),
     ],

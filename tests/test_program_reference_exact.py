@@ -55,11 +55,11 @@ def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 def test_the_gradient_is_that_of_the_sum_over_the_count():
     first, second = reference(Linear(), steps=2)
-    assert weight(first.step.grads) == pytest.approx([3 / 5, 8 / 5], rel=1e-14)
-    assert weight(first.step.by_term["loss"]) == weight(first.step.grads)
-    assert weight(first.step.scale) == pytest.approx([9 / 5, 10 / 5], rel=1e-14)
+    assert weight(first.grads) == pytest.approx([3 / 5, 8 / 5], rel=1e-14)
+    assert weight(first.by_term["loss"]) == weight(first.grads)
+    assert weight(first.scale) == pytest.approx([9 / 5, 10 / 5], rel=1e-14)
     assert first.kinds == {"loss": "rows"}
-    assert first.step.counts == {"loss": 5}
+    assert first.counts == {"loss": 5}
     assert first.intervals == ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
     partials = first.partials["loss", "all"]["weight"]
     assert partials.shape == (5, 1, 2)
@@ -67,11 +67,11 @@ def test_the_gradient_is_that_of_the_sum_over_the_count():
     assert first.row_counts == {"loss": (1.0,) * 5}
     assert first.reached == second.reached == ("weight",)
     assert (first.problems, first.warnings) == ((), ())
-    assert first.step.norm == pytest.approx((0.36 + 2.56) ** 0.5, rel=1e-14)
-    assert [r.step.step for r in (first, second)] == [0, 1]
-    assert first.step.weights != second.step.weights
-    assert 0 < first.step.floor["weight"] < 1e-14
-    assert first.step.resolution["loss"]["weight"] < 1e-15
+    assert first.norm == pytest.approx((0.36 + 2.56) ** 0.5, rel=1e-14)
+    assert [r.step for r in (first, second)] == [0, 1]
+    assert first.weights != second.weights
+    assert 0 < first.floor["weight"] < 1e-14
+    assert first.resolution["loss"]["weight"] < 1e-15
 
 
 class Squares(Linear):
@@ -86,12 +86,12 @@ def test_weights_of_every_step_are_rounded_and_the_reference_is_not(dtype):
     found = reference(Squares(), dtype, steps=2)
     base = {"weight": torch.full((1, 2), 2.0).double()}
     for r in found:
-        w = weights_at(base, r.step.step, dtype)["weight"].double()
+        w = weights_at(base, r.step, dtype)["weight"].double()
         wanted = 2 / 3 / 5 * (X.double() @ w.T).T @ X.double()
-        near(r.step.grads["weight"], wanted)
-        assert r.step.same_dtype["weight"].dtype == dtype
-        error = (r.step.same_dtype["weight"].double() - wanted).abs().max()
-        assert 0 < error <= r.step.floor["weight"]
+        near(r.grads["weight"], wanted)
+        assert r.same_dtype["weight"].dtype == dtype
+        error = (r.same_dtype["weight"].double() - wanted).abs().max()
+        assert 0 < error <= r.floor["weight"]
 
 
 def test_the_floor_knows_weights_that_are_off_by_one_rounding():
@@ -104,10 +104,10 @@ def test_the_floor_knows_weights_that_are_off_by_one_rounding():
 
     (r,) = reference(Steep(), torch.float32)
     one_rounding = 2 * 64 * 64 * 2 * 2.0**-23  # of a gradient of 2 * 64 * 64 / 16
-    assert r.step.grads["weight"][0, 0].item() == 512
-    assert r.step.scale["weight"].max().item() == 512
+    assert r.grads["weight"][0, 0].item() == 512
+    assert r.scale["weight"].max().item() == 512
     # Four floors at most, and the floor without it is one rounding of the scale.
-    assert r.step.floor["weight"] == pytest.approx(4 * 512 * 2.0**-23)
+    assert r.floor["weight"] == pytest.approx(4 * 512 * 2.0**-23)
     assert one_rounding > 4 * 512 * 2.0**-23
 
 
@@ -129,13 +129,13 @@ def test_terms_of_every_kind():
         "rows": "rows", "once": "once", "coupled": "coupled", "statistic": "rows"
     }  # fmt: skip
     total = X.double().sum(0)
-    by = {t: weight(g) for t, g in r.step.by_term.items()}
+    by = {t: weight(g) for t, g in r.by_term.items()}
     assert by["rows"] == pytest.approx((total / 10).tolist(), rel=1e-14)
     assert by["once"] == [4, 4]
     s = 2 * total.sum()
     assert by["coupled"] == pytest.approx((2 * s * total / 5).tolist(), rel=1e-14)
     assert by["statistic"] == pytest.approx((2 * s / 5 * total).tolist(), rel=1e-14)
-    assert weight(r.step.grads) == pytest.approx([sum(v[i] for v in by.values()) for i in (0, 1)])
+    assert weight(r.grads) == pytest.approx([sum(v[i] for v in by.values()) for i in (0, 1)])
     assert set(r.partials) == {("rows", "all"), ("once", "all"), ("statistic", "all")}
     assert r.partials["once", "all"]["weight"].tolist() == [[[4.0, 4.0]]]
     stat = r.partials["statistic", "all"]["weight"]
@@ -145,7 +145,7 @@ def test_terms_of_every_kind():
     rest = torch.tensor([9.0, 10.0]).double() / 10 + torch.tensor([9.0, 10.0]).double() * 2 * s / 5
     once = torch.tensor([4.04, 4.04]).double()
     wanted = own + 0.01 * own.max() + rest + once
-    assert weight(r.step.scale) == pytest.approx(wanted.tolist(), rel=1e-6)
+    assert weight(r.scale) == pytest.approx(wanted.tolist(), rel=1e-6)
     (warning, other) = r.warnings
     assert warning.startswith("coupled is non-additive")
     assert other.startswith("`terms` add up to another gradient than loss_sum")
@@ -221,7 +221,7 @@ def test_buffers_and_random_numbers_are_reset_before_each_run():
 
     (r,) = reference(Remembers())
     assert r.problems == ()
-    assert weight(r.step.grads) == pytest.approx([3 / 5, 8 / 5], rel=1e-14)
+    assert weight(r.grads) == pytest.approx([3 / 5, 8 / 5], rel=1e-14)
 
     class Draws(Linear):
         def loss_sum(self, model, rows):
@@ -246,8 +246,8 @@ def test_a_parameter_is_reached_where_some_step_uses_it():
 
     (r,) = reference(Two())
     assert r.reached == ("weight", "gate")  # the gate's gradient is zero at these weights only
-    assert r.step.grads["gate"].item() == 0
-    assert r.step.scale["gate"].item() == 0
+    assert r.grads["gate"].item() == 0
+    assert r.scale["gate"].item() == 0
 
 
 def test_one_weight_is_moved_by_one_rounding_up_down_or_not():
@@ -296,7 +296,7 @@ def test_a_loss_that_needs_several_rows_has_no_partials():
     assert r.kinds == {"loss": "coupled"}
     assert r.partials == {}
     assert r.row_counts == {"loss": (-1.0,)}
-    assert weight(r.step.grads) == pytest.approx([3 / 5, 8 / 5], rel=1e-14)
+    assert weight(r.grads) == pytest.approx([3 / 5, 8 / 5], rel=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_sparse_gradients_and_objects_with_slots_are_taken():
             return model.table(rows["x"]).sum(), len(rows["x"])
 
     (r,) = reference(Table())
-    assert r.step.grads["table.weight"].tolist() == [
+    assert r.grads["table.weight"].tolist() == [
         pytest.approx([1 / 3] * 2), [0, 0], pytest.approx([2 / 3] * 2)
     ]  # fmt: skip
     assert SimpleNamespace(**r.kinds).loss == "rows"

@@ -123,7 +123,7 @@ def test_a_wrong_kernel_cannot_hide_in_its_own_noise_floor(tmp_path, sumgrad_che
 )
 def test_flag_and_yaml_choose_the_kernels(flag, name, wanted):
     options = CheckOptions(topology=ROOT / "topologies" / f"{name}.yaml", kernels=flag)
-    spec, _ = make_spec(options, prefix=["sumgrad", "run"])
+    spec = make_spec(options, prefix=["sumgrad", "run"])
     assert spec.kernels == wanted
 
 

@@ -178,7 +178,7 @@ def test_the_path_hides_neither_python_nor_us(beside):
     assert place > sys.path.index(os.path.dirname(os.__file__))
     assert sys.path.count(str(beside)) == 1
     assert str(ROOT / "harness") not in sys.path
-    import_file(ROOT / "harness" / "errors.py")
+    import_file(ROOT / "harness" / "convention.py")
     assert str(ROOT / "harness") not in sys.path
 
 
