@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sumgrad.launch.ask import versions
 from sumgrad.launch.local.launcher import Launcher
-from sumgrad.launch.matrix.programs import run_program_matrix
+from sumgrad.launch.matrix.run import run_matrix
 from sumgrad.topology.shipped import topologies_directory
 
 RANKS = 10
@@ -58,11 +58,11 @@ def main() -> int:
 def matrix(topology: Path, launcher: Launcher, faults: list[str] | None) -> tuple[float, int]:
     """Seconds, and how many faults ran."""
     started = time.monotonic()
-    cells = run_program_matrix(
-        topology, workload=None, faults=faults, seed=0, timeout_s=120, launcher=launcher,
+    found = run_matrix(
+        [topology], faults=faults, seed=0, timeout_s=120, launcher=launcher,
         progress=lambda _: None,
     )  # fmt: skip
-    return time.monotonic() - started, len(cells) - 1
+    return time.monotonic() - started, len(found.cells) - 1
 
 
 def torchrun(topology: Path) -> float:

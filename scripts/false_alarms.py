@@ -20,7 +20,7 @@ from pathlib import Path
 from sumgrad.launch.ask import CheckOptions, versions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher
-from sumgrad.launch.matrix.plan_faults import default_topologies
+from sumgrad.launch.matrix.run import default_topologies
 
 
 def main() -> int:

@@ -11,14 +11,13 @@ import pytest
 from conftest import PROGRAMS, ROOT, shipped
 from sumgrad.base.errors import UserError
 from sumgrad.faults.collective import KINDS, parse_collective_fault
+from sumgrad.faults.matrix import Cell, Matrix
 from sumgrad.faults.operators import OPERATORS, RESEMBLES, operators_of, to_markdown
 from sumgrad.faults.plan import plan_faults
 from sumgrad.faults.step import step_faults, variants
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
-from sumgrad.launch.matrix.cells import Cell, Matrix
-from sumgrad.launch.matrix.plan_faults import run_matrix
-from sumgrad.launch.matrix.programs import cell_of, run_faults
+from sumgrad.launch.matrix.run import cell_of, run_faults, run_matrix
 from sumgrad.record.directory import load_record
 
 NAMED: list[Cell] = []

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from sumgrad import __version__
 from sumgrad.base.errors import UserError
+from sumgrad.report import FORMATS
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 TIERS = ("structure", "precision", "bitwise")
@@ -89,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     report = verbs.add_parser("report", help="render a stored run")
     report.add_argument("directory", type=Path, metavar="DIR")
-    for kind in ("html", "markdown", "junit"):
+    for kind in FORMATS:
         report.add_argument(f"--{kind}", type=Path, metavar="FILE")
     add_common_flags(report)
 

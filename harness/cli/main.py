@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import io
 import os
 import sys
@@ -239,7 +240,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _faults(args: argparse.Namespace) -> int:
     decide_interpreter(on_cpu=True)
-    from sumgrad.launch.matrix.plan_faults import default_topologies, render_matrix, run_matrix
+    from sumgrad.launch.matrix.run import default_topologies, run_matrix
+    from sumgrad.report.matrix import render_matrix
     from sumgrad.topology.shipped import find_topology
 
     topologies = [find_topology(path) for path in args.topologies] or default_topologies()
@@ -295,18 +297,15 @@ def _judge(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from sumgrad.launch.judging import judge_directory
-    from sumgrad.report import files as report
+    from sumgrad.report import FORMATS
 
     with _Progress(args.quiet) as progress:
         progress("judging")
         verdict = judge_directory(args.directory)
-    for path, render in (
-        (args.html, report.to_html),
-        (args.markdown, report.to_markdown),
-        (args.junit, report.to_junit),
-    ):
+    for name, renderer in FORMATS.items():
+        path, (module, _, function) = getattr(args, name), renderer.partition(":")
         if path is not None:
-            _write(path, render(verdict))
+            _write(path, getattr(importlib.import_module(module), function)(verdict))
     _show(verdict, args.directory, args)
     return verdict.exit_code
 

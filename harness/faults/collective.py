@@ -21,13 +21,15 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """One way to misbehave. families: operations it has a meaning for; only on floats unless
-    `integers`. named: kinds of cause that the Diagnosis may give it. min_steps: steps it needs."""
+    `integers`. named: kinds of cause that the Diagnosis may give it; exchanged: also, where what is
+    exchanged carries no gradient (an activation, a count). min_steps: steps it needs."""
 
     name: str
     story: str
     operator: str | None
     families: tuple[str, ...]
     named: tuple[str, ...]
+    exchanged: tuple[str, ...] = ()
     integers: bool = False
     min_steps: int = 1
 
@@ -82,6 +84,7 @@ KINDS = {
             operator="M41",
             families=(*REDUCTIONS, *EXCHANGES),
             named=("missing_wait",),
+            exchanged=("unused_result", "missing_wait"),
         ),
         Kind(
             name="stale",
@@ -111,6 +114,7 @@ KINDS = {
             operator=None,
             families=(*REDUCTIONS, *EXCHANGES),
             named=("rank_factor", "open"),
+            exchanged=("changed_input", "rank_factor"),
         ),
         Kind(
             name="drop",
@@ -118,6 +122,7 @@ KINDS = {
             operator="M25",
             families=("recv",),
             named=("unused_result", "open"),
+            exchanged=("unused_result",),
         ),
     )
 }
@@ -133,6 +138,18 @@ class CollectiveFault:
     @property
     def name(self) -> str:
         return f"{self.kind}:{self.target}"
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Kinds of cause that name it, where the collective carries gradients."""
+        kind = KINDS[self.kind]
+        return (*kind.named, *kind.exchanged)
+
+    @property
+    def named_elsewhere(self) -> tuple[str, ...]:
+        """The same where it carries something else."""
+        kind = KINDS[self.kind]
+        return kind.exchanged or kind.named
 
     @property
     def min_steps(self) -> int:

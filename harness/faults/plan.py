@@ -17,21 +17,23 @@ from sumgrad.plan.edges import Edge, Emission, Plan, Reduction, Statistic, Trans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class PlanFault:
     """plant: Plan -> Plan. visible: whether the comparison can see it on this plan.
 
-    breaks_law: what the ledger shows although the comparison passes. min_steps: steps it needs.
+    named: kinds of cause that name it. breaks_law: what the ledger shows although the comparison
+    passes. min_steps: steps it needs.
     """
 
     name: str
     story: str
     plant: Callable[[Plan], Plan]
     visible: Callable[[Plan], bool]
+    named: tuple[str, ...] = ()
     breaks_law: bool = False
     min_steps: int = 1
 
 
-def find_fault(name: str, *, known: dict[str, Fault] | None = None) -> Fault:
+def find_fault(name: str, *, known: dict[str, PlanFault] | None = None) -> PlanFault:
     """The fault of that name; UserError lists those that exist."""
     faults = known or plan_faults()
     if name not in faults:
@@ -39,69 +41,79 @@ def find_fault(name: str, *, known: dict[str, Fault] | None = None) -> Fault:
     return faults[name]
 
 
-def plan_faults() -> dict[str, Fault]:
+def plan_faults() -> dict[str, PlanFault]:
     """Every shipped plan fault by name."""
     return {
         fault.name: fault
         for fault in (
-            Fault(
+            PlanFault(
                 name="avg_on_ci",
+                named=("avg",),
                 story="the CI function's gradients are averaged where the convention sums them",
                 plant=lambda plan: _edit(plan, _reductions(plan, _pool(plan, "ci")), op="avg"),
                 visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
                 breaks_law=True,
             ),
-            Fault(
+            PlanFault(
                 name="faith_on_all_ranks",
+                named=("replicated_contribution",),
                 story="a loss from replicated weights is added by every rank before the SUM",
                 plant=lambda plan: _edit(plan, _replicated(plan), placement="all"),
                 visible=lambda plan: any(_sizes(plan, "block")),
             ),
-            Fault(
+            PlanFault(
                 name="skip_block_reduce",
+                named=("skipped_reduction",),
                 story="one block never reduces its gradients: every rank keeps its partial",
                 plant=lambda plan: _edit(plan, _reductions(plan, _widest(plan)), op="none"),
                 visible=lambda plan: _size(plan, _widest(plan)) > 1,
             ),
-            Fault(
+            PlanFault(
                 name="divide_by_ci_count",
+                named=("factor",),
                 story="the blocks divide what they return by the number of CI ranks",
                 plant=_divide_by_ci_count,
                 visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
             ),
-            Fault(
+            PlanFault(
                 name="block_over_ci_size",
+                named=("factor",),
                 story="the widest block multiplies what it returns by its ranks over the CI ranks",
                 plant=_block_over_ci,
                 visible=lambda plan: _size(plan, _widest(plan)) != _size(plan, _pool(plan, "ci")),
             ),
-            Fault(
+            PlanFault(
                 name="drop_message",
+                named=("lost_message",),
                 story="what one block rank owes one CI rank is never sent",
                 plant=_drop_message,
                 visible=lambda plan: True,
             ),
-            Fault(
+            PlanFault(
                 name="imp_local_statistic",
+                named=("local_statistic",),
                 story="a loss that needs a global sum inside a logarithm uses the rank's own sum",
                 plant=lambda plan: _edit(plan, plan.select(Statistic), mode="local"),
                 visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
             ),
-            Fault(
+            PlanFault(
                 name="imp_differentiable_sum",
+                named=("differentiable_sum",),
                 story="the global sum is differentiated through the collective on every rank",
                 plant=lambda plan: _edit(plan, plan.select(Statistic), mode="differentiable"),
                 visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
             ),
-            Fault(
+            PlanFault(
                 name="times_ci_then_avg",
+                named=("compensated",),
                 story="every CI rank multiplies by the number of CI ranks, then AVG divides again",
                 plant=_times_ci_then_avg,
                 visible=lambda plan: False,
                 breaks_law=True,
             ),
-            Fault(
+            PlanFault(
                 name="stale_buffer",
+                named=("stale_buffer",),
                 story="one rank's buffer still holds the previous step's contribution",
                 plant=_stale_buffer,
                 visible=lambda plan: True,
@@ -111,7 +123,7 @@ def plan_faults() -> dict[str, Fault]:
     }
 
 
-def plant(fault: Fault, plan: Plan) -> Plan:
+def plant(fault: PlanFault, plan: Plan) -> Plan:
     """The plan with the fault in it. UserError where it has no place."""
     roles = {pool.role for pool in plan.topology.pools}
     missing = sorted({"ci", "block"} - roles)
@@ -125,12 +137,12 @@ def plant(fault: Fault, plan: Plan) -> Plan:
     return planted
 
 
-def is_visible(fault: Fault, plan: Plan, *, steps: int) -> bool:
+def is_visible(fault: PlanFault, plan: Plan, *, steps: int) -> bool:
     """Whether the comparison must fail. A fault invisible here must pass."""
     return steps >= fault.min_steps and fault.visible(plan)
 
 
-def breaks_law(fault: Fault, plan: Plan) -> bool:
+def breaks_law(fault: PlanFault, plan: Plan) -> bool:
     """Whether the ledger differs from the lawful plan although the values may not."""
     return fault.breaks_law and _size(plan, _pool(plan, "ci")) > 1
 

@@ -1,13 +1,13 @@
-"""The kill matrix of Programs: which of a step's collectives could go wrong unnoticed?
+"""Runs the kill matrix: which fault on which topology could go wrong unnoticed?
 
-A clean run first: it must pass, and its ledger says what can misbehave. Then every fault, one after
-the other on the same ranks. A fault that changed a bit must be killed and named; one that changed
-none is invisible here and must pass.
+A clean run first: it must pass, and its ledger says what can misbehave. Then every fault against
+the same reference: a planned workload's one by one, a user's step's on ranks that stay warm. A
+fault that is visible must be killed and named; one that is invisible here must pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,62 +17,63 @@ from sumgrad.base.outcome import RankOutcome, first_to_fail
 from sumgrad.base.tensors import same_bits
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
-from sumgrad.faults.collective import KINDS, CollectiveFault, faults_for
-from sumgrad.faults.step import ProgramFault, find_program_fault, step_faults, variants
+from sumgrad.faults.collective import CollectiveFault, faults_for
+from sumgrad.faults.find import Fault, find_any, own_faults
+from sumgrad.faults.matrix import Cell, Matrix
 from sumgrad.judge.joint import carries, fed, joint_operations
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher, RankJob
-from sumgrad.launch.matrix.cells import Cell
 from sumgrad.launch.matrix.warm_rank import fault_directory
 from sumgrad.ledger.operations import number_operations
 from sumgrad.record.directory import Record, load_record, read_ranks
 from sumgrad.record.spec import write_spec
+from sumgrad.subjects.loading import chosen_workload, find_class
+from sumgrad.subjects.program.protocol import is_program
+from sumgrad.topology.pools import load_topology
+from sumgrad.topology.shipped import shipped_topologies
 
 STEPS = 2  # a stale buffer needs the second
 Progress = Callable[[str], None]
 
-# A collective that carries no gradient (an activation, a count) may also be named like this.
-EXCHANGED = {
-    "avg": ("avg",),
-    "skip": ("skipped_collective",),
-    "double": ("double_reduction",),
-    "subgroup": ("wrong_group",),
-    "copy": ("unused_result",),
-    "missing_wait": ("unused_result", "missing_wait"),
-    "stale": ("stale_buffer",),
-    "early": ("lost_contribution",),
-    "low_precision": ("low_precision",),
-    "scale_one": ("changed_input", "rank_factor"),
-    "drop": ("unused_result",),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """One fault's run: its record, or how the ranks ended where there is none."""
+    """One fault's run: its record, or how the ranks ended where there is none.
+
+    verdict: where it was judged already.
+    """
 
     fault: str
     record: Record | None
-    ended: RankOutcome | None
+    ended: RankOutcome | None = None
+    verdict: Verdict | None = None
 
 
-def run_program_matrix(
-    path: Path,
+def default_topologies() -> list[Path]:
+    """Every shipped topology that can be started."""
+    return [path for path in shipped_topologies() if not load_topology(path).plan_only]
+
+
+def run_matrix(
+    topologies: Sequence[Path],
     *,
-    workload: str | None,
     faults: Sequence[str] | None,
-    quick: bool = False,
     seed: int,
     timeout_s: float,
     launcher: Launcher,
     progress: Progress,
-) -> list[Cell]:
-    """All cells of one Program on one topology. faults: only these. Raises UserError.
+    workload: str | None = None,
+    quick: bool = False,
+) -> Matrix:
+    """Every clean topology once, then every fault on it against the same reference.
 
-    quick: of the operations of a kind over an axis only the first, and the first with gradients.
+    workload: instead of the one that each topology names. faults: only these. quick: of the
+    operations of a kind over an axis only the first, and the first with gradients. Raises UserError
+    for unknown names.
     """
-    with launcher.temporary_directory() as directory:
+    cells: list[Cell] = []
+    for path in topologies:
         options = CheckOptions(
             topology=path,
             workload=workload,
@@ -80,39 +81,81 @@ def run_program_matrix(
             steps=STEPS,
             tiers=("structure",),
             timeout_s=timeout_s,
-            out=directory / "clean",
+            keep_partials=True,
         )
-        progress(f"{path.stem}: clean")
+        cells += _run_topology(options, faults, quick, launcher=launcher, progress=progress)
+    return Matrix(cells=tuple(cells))
+
+
+def _run_topology(
+    options: CheckOptions,
+    faults: Sequence[str] | None,
+    quick: bool,
+    *,
+    launcher: Launcher,
+    progress: Progress,
+) -> Iterator[Cell]:
+    """The cells of one topology, the clean one first."""
+    name = options.topology.stem
+    workload, where = chosen_workload(load_topology(options.topology), options.workload)
+    opaque = is_program(find_class(workload, where))
+    for fault in faults or ():
+        find_any(fault, workload, opaque=opaque)
+    with launcher.temporary_directory() as directory:
+        progress(f"{name}: clean")
+        options = replace(options, out=directory / "clean")
         verdict, stored = run_check(options, launcher=launcher)
         clean = load_record(stored)
-        cells = [_clean_cell(path.stem, clean, verdict)]
+        yield _clean_cell(name, clean, verdict)
         if verdict.status != "pass":
-            return cells
+            return
         chosen = _chosen(clean, faults)
-        chosen = _first_of_each(clean, chosen) if quick else chosen
-        for ran in run_faults(clean, chosen, directory, launcher=launcher, progress=progress):
-            cells.append(cell_of(path.stem, clean, ran))
-        return cells
+        chosen = _first_of_each(clean, chosen) if quick and clean.spec.opaque else chosen
+        if clean.spec.opaque:
+            ran = run_faults(clean, chosen, directory, launcher=launcher, progress=progress)
+        else:
+            ran = list(_rerun(clean, chosen, options, launcher=launcher, progress=progress))
+        yield from (cell_of(name, clean, one) for one in ran)
+
+
+def _rerun(
+    clean: Record,
+    faults: Sequence[str],
+    options: CheckOptions,
+    *,
+    launcher: Launcher,
+    progress: Progress,
+) -> Iterator[Ran]:
+    """Each fault as a run of its own, with the clean run's reference."""
+    for fault in faults:
+        progress(f"{options.topology.stem}: {fault}")
+        out = clean.directory.with_name(fault)
+        asked = replace(options, fault=fault, out=out, reuse=clean.directory)
+        verdict, _ = run_check(asked, launcher=launcher)
+        yield Ran(fault=fault, record=None, verdict=verdict)
+
+
+def _fault(clean: Record, name: str) -> Fault:
+    return find_any(name, clean.spec.workload, opaque=clean.spec.opaque)
 
 
 def all_faults(clean: Record) -> list[str]:
-    """Every fault that a clean run's Program can have on its topology, by name."""
+    """Every fault that a clean run can have on its topology, by name."""
     spec = clean.spec
+    if not spec.opaque:
+        return own_faults(spec)
     operations = [
         number_operations(spec.topology, rank, held.events.get((next(iter(spec.tiers)), 0), []))
         for rank, held in clean.ranks.items()
     ]
     collective = [fault.name for fault in faults_for(operations)]
-    own = [name for name, fault in variants().items() if fault.workload == spec.workload]
-    return [*collective, *step_faults(), *own]
+    return [*collective, *own_faults(spec)]
 
 
 def _chosen(clean: Record, faults: Sequence[str] | None) -> list[str]:
     known = all_faults(clean)
     if not faults:
         return known
-    for name in faults:
-        find_program_fault(name, clean.spec.workload)
     chosen = [k for k in known if any(k == f or k.startswith(f"{f}#") for f in faults)]
     if not chosen:
         raise UserError(
@@ -167,7 +210,7 @@ def run_faults(
             record = _record_of(clean, fault, fault_directory(place, i))
             if record is None:
                 break
-            out.append(Ran(fault=fault, record=record, ended=None))
+            out.append(Ran(fault=fault, record=record))
             done += 1
         bad = [o for o in outcomes if not o.ok]
         if bad and done == len(left):  # all was written, but a rank did not survive it
@@ -184,7 +227,7 @@ def _record_of(clean: Record, fault: str, place: Path) -> Record | None:
     ranks, started, damage = read_ranks(place, clean.spec)
     if len(ranks) < clean.spec.topology.world_size:
         return None
-    steps = find_program_fault(fault, clean.spec.workload).min_steps
+    steps = _fault(clean, fault).min_steps
     return replace(
         clean,
         directory=place,
@@ -201,23 +244,23 @@ def _clean_cell(topology: str, clean: Record, verdict: Verdict) -> Cell:
     result = "clean" if verdict.status == "pass" else "alarm" if ended_well else "crashed"
     why = next(iter([*verdict.reasons, *verdict.findings]), None)
     why = verdict.diagnoses[0].cause if verdict.diagnoses else why
-    return Cell(
-        topology=topology, workload=clean.spec.workload, fault=None, result=result, cause=why
-    )
+    return Cell(topology=topology, workload=clean.spec.name, fault=None, result=result, cause=why)
 
 
 def cell_of(topology: str, clean: Record, ran: Ran) -> Cell:
     """What one fault's run means."""
-    base = Cell(topology=topology, workload=clean.spec.workload, fault=ran.fault, result="missed")
+    base = Cell(topology=topology, workload=clean.spec.name, fault=ran.fault, result="missed")
+    fault = _fault(clean, ran.fault)
+    if ran.verdict is not None:
+        return _planned_cell(base, fault, ran.verdict)
     if ran.record is None:
         assert ran.ended is not None
         hung = ran.ended.status == "timed_out"
-        planted = isinstance(find_program_fault(ran.fault, clean.spec.workload), CollectiveFault)
         # What a collective does wrong is the whole bug: that the program dies of it is its answer.
+        planted = isinstance(fault, CollectiveFault)
         its_own = planted and not (ran.ended.ok or ran.ended.ended_from_outside)
         result = "died" if its_own else "hung" if hung else "crashed"
         return replace(base, result=result, cause=ran.ended.detail)
-    fault = find_program_fault(ran.fault, clean.spec.workload)
     alone = judge(ran.record)
     # A clean run tells where a collective went another way; a changed program goes its own.
     beside = isinstance(fault, CollectiveFault) and alone.status != "pass"
@@ -229,21 +272,42 @@ def cell_of(topology: str, clean: Record, ran: Ran) -> Cell:
         return replace(base, result="invisible" if verdict.status == "pass" else "alarm")
     if verdict.status == "pass":
         return replace(base, result="missed")
-    killed = replace(base, result="killed", by="comparison" if _compared(verdict) else "ledger")
-    named = cause is not None and cause.kind in expected_kinds(fault, clean)
-    kinds = {d.kind for d in alone.diagnoses[:1]}
+    expected = expected_kinds(fault, clean)
+    compared = any(t["status"] == "fail" for t in verdict.data["tensors"])
     return replace(
-        killed,
-        result="killed" if named else "misnamed",
-        named_alone=bool(kinds & set(expected_kinds(fault, clean))),
+        base,
+        by="comparison" if compared else "ledger",
+        result="killed" if base.kind in expected else "misnamed",
+        named_alone=bool({d.kind for d in alone.diagnoses[:1]} & set(expected)),
     )
 
 
-def _compared(verdict: Verdict) -> bool:
-    return any(t["status"] == "fail" for t in verdict.data["tensors"])
+def _planned_cell(base: Cell, fault: Fault, verdict: Verdict) -> Cell:
+    """A plan fault says itself where it is visible, and what it predicts."""
+    report = verdict.data["fault_report"]
+    cause = verdict.diagnoses[0] if verdict.diagnoses else None
+    base = replace(
+        base,
+        cause=cause.cause if cause else None,
+        kind=cause.kind if cause else None,
+        predicted=report["prediction"].get("worst_of_threshold"),
+    )
+    if any(o["status"] != "ok" for o in verdict.data["outcomes"]):
+        return replace(base, result="crashed")
+    if not report["visible"] and not report["breaks_law"]:
+        return replace(base, result="invisible" if verdict.status == "pass" else "alarm")
+    if verdict.status != "fail":
+        return base
+    if cause is None or cause.kind not in fault.named:
+        return replace(base, result="misnamed")
+    if not report["prediction"].get("agrees"):
+        return replace(base, result="mispredicted")
+    if report["visible"]:
+        return replace(base, result="killed", by="comparison")
+    return replace(base, result="law", by="ledger")
 
 
-def visible(fault: ProgramFault, clean: Record, record: Record) -> bool:
+def visible(fault: Fault, clean: Record, record: Record) -> bool:
     """Whether the fault changed anything: a collective's result, or else a final gradient."""
     if isinstance(fault, CollectiveFault):
         return any(i["fault"]["changed"] for h in record.ranks.values() for i in h.info.values())
@@ -257,13 +321,11 @@ def visible(fault: ProgramFault, clean: Record, record: Record) -> bool:
     return False
 
 
-def expected_kinds(fault: ProgramFault, clean: Record) -> tuple[str, ...]:
+def expected_kinds(fault: Fault, clean: Record) -> tuple[str, ...]:
     """Kinds of cause that name this fault correctly."""
-    if not isinstance(fault, CollectiveFault):
-        return fault.named
-    if fault.target in gradient_operations(clean):
-        return (*KINDS[fault.kind].named, *EXCHANGED[fault.kind])
-    return EXCHANGED[fault.kind]
+    if isinstance(fault, CollectiveFault) and fault.target not in gradient_operations(clean):
+        return fault.named_elsewhere
+    return fault.named
 
 
 @lru_cache(maxsize=1)
