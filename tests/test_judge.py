@@ -15,6 +15,7 @@ import pytest
 import torch
 from sumgrad.diagnose.explainers.hypotheses import hypotheses
 from sumgrad.diagnose.verdict import judge
+from sumgrad.judge.knowledge import known_plan
 from sumgrad.plan.edges import Emission, Handoff, Plan, Reduction, Transfer, messages
 from sumgrad.plan.predict import PartialSums, Prediction
 from sumgrad.record.directory import Record, load_record
@@ -43,7 +44,7 @@ def record(stored) -> Record:
 
 def predict_run(record: Record, plan: Plan) -> Record:
     """The record that ranks running `plan` in the second step would have left, but the ledger."""
-    partials = record.partials["structure"]
+    partials = record.partials("structure")
     prediction = Prediction(plan, PartialSums(partials[1]), PartialSums(partials[0]))
     out = copy.deepcopy(record)
     for pool in plan.topology.pools:
@@ -57,7 +58,7 @@ def predict_run(record: Record, plan: Plan) -> Record:
         if edge.placement == "all":
             digest = {"edge": edge.name, "unit": "", "norm": 1.0, "sha256": ""}
             for rank in plan.topology.pool(edge.pool).ranks[1:]:
-                out.ranks[rank].steps[KEY]["digests"].append(digest)
+                out.ranks[rank].info[KEY]["digests"].append(digest)
     return out
 
 
@@ -74,7 +75,7 @@ def test_the_clean_record_passes(record):
 
 
 def test_its_own_prediction_passes(record):
-    assert judge(predict_run(record, record.plan)).status == "pass"
+    assert judge(predict_run(record, known_plan(record))).status == "pass"
 
 
 def tensor(record: Record, rank: int, name: str) -> torch.Tensor:
@@ -196,7 +197,7 @@ def test_a_wrong_shape_fails(record):
     ],
 )
 def test_wrong_scalars_fail(record, field, value, what):
-    record.ranks[1].steps[KEY][field] = value
+    record.ranks[1].info[KEY][field] = value
     verdict = judge(record)
     assert verdict.status == "fail"
     assert any(text.startswith(what) for text in verdict.findings)
@@ -253,15 +254,15 @@ def one_edge_faults(plan: Plan):
 
 
 def test_one_edge_faults_are_named(stored_ragged):
-    for kind, edges in one_edge_faults(stored_ragged.plan):
-        plan = stored_ragged.plan
+    for kind, edges in one_edge_faults(known_plan(stored_ragged)):
+        plan = known_plan(stored_ragged)
         for edge in edges:
             plan = plan.with_edge(edge)
         verdict = judge(predict_run(stored_ragged, plan))
         assert verdict.status == "fail", (kind, edges)
         named = verdict.diagnoses[0]
         readings = {named.kind} | {
-            h.kind for h in hypotheses(stored_ragged.plan) if h.cause in named.also
+            h.kind for h in hypotheses(known_plan(stored_ragged)) if h.cause in named.also
         }
         # An AVG that the (clean) ledger denies is read as a division before the SUM.
         expected = {kind} | ({"divided_before_reduction"} if kind == "avg" else set())
@@ -269,7 +270,7 @@ def test_one_edge_faults_are_named(stored_ragged):
 
 
 def test_two_faults_at_once_are_free_factors(stored_ragged):
-    plan = stored_ragged.plan
+    plan = known_plan(stored_ragged)
     back = [t for t in plan.select(Transfer) if t.kind == "cotangent"]
     for transfer, weight in ((back[0], Fraction(7, 3)), (back[2], Fraction(2, 9))):
         plan = plan.with_edge(replace(transfer, weight=weight))
@@ -281,7 +282,7 @@ def test_two_faults_at_once_are_free_factors(stored_ragged):
 
 
 def test_an_odd_factor_is_measured_and_not_made_a_fraction(stored_ragged):
-    plan = stored_ragged.plan
+    plan = known_plan(stored_ragged)
     weight = Fraction(0.7390851332151607)
     plan = plan.with_edge(replace(plan.edge("emit:imp@ci"), weight=weight))
     verdict = judge(predict_run(stored_ragged, plan))
@@ -314,7 +315,8 @@ def test_one_wrong_tensor_is_no_plan_fault(record):
 
 
 def test_a_record_without_partials_names_no_cause(record):
-    record.partials["structure"].clear()
+    for reference in record.references["structure"]:
+        reference.partials.clear()
     for rank in every_rank(record, "ci.q.weight"):
         record.ranks[rank].grads[KEY]["ci.q.weight"] = tensor(record, rank, "ci.q.weight") / 2
     verdict = judge(record)
@@ -323,7 +325,7 @@ def test_a_record_without_partials_names_no_cause(record):
 
 
 def test_two_edges_in_two_pools_are_two_causes(stored):
-    plan = stored.plan
+    plan = known_plan(stored)
     plan = plan.with_edge(replace(plan.edge("reduce:ci_fn@ci"), op="avg"))
     plan = plan.with_edge(replace(plan.edge("emit:faith@block1"), placement="all"))
     changed = predict_run(stored, plan)
@@ -340,7 +342,7 @@ def test_two_edges_in_two_pools_are_two_causes(stored):
 
 def test_digests_that_contradict_are_counted(stored):
     """A leader that counts faith twice looks like two emitters, but only one rank emitted."""
-    plan = stored.plan
+    plan = known_plan(stored)
     for pool in ("block0", "block1"):
         edge = plan.edge(f"emit:faith@{pool}")
         plan = plan.with_edge(replace(edge, weight=Fraction(2)))
@@ -367,7 +369,7 @@ def test_an_error_just_above_the_threshold_gets_no_invented_cause(record, step):
 
 
 def test_overlapping_groups_give_true_coefficients(stored_ragged):
-    plan = stored_ragged.plan
+    plan = known_plan(stored_ragged)
     wanted = {"block0": Fraction(29, 15), "block1": Fraction(29, 14)}
     for pool, weight in wanted.items():
         edge = plan.edge(f"dg:stoch:{pool}->ci")
@@ -379,7 +381,7 @@ def test_overlapping_groups_give_true_coefficients(stored_ragged):
 
 def test_dependent_partials_have_no_coefficient(record):
     """Where two terms have proportional partials, neither factor is determined."""
-    partials = record.partials["structure"]
+    partials = record.partials("structure")
     for step in partials.values():
         for name in ("0.v.V", "0.v.U"):
             step["stoch", "block0"][name] = step["ppgd", "ppgd"][name].clone()
@@ -395,7 +397,7 @@ def test_dependent_partials_have_no_coefficient(record):
 
 def test_local_counts_are_named(record):
     for rank in (4, 5):
-        record.ranks[rank].steps["structure", 0]["counts"]["stoch"] = 1000 + rank
+        record.ranks[rank].info["structure", 0]["counts"]["stoch"] = 1000 + rank
     verdict = judge(record)
     assert verdict.diagnoses[0].kind == "count"
     assert verdict.diagnoses[0].ranks == (4, 5)
@@ -403,7 +405,9 @@ def test_local_counts_are_named(record):
 
 
 def test_one_nan_does_not_hide_the_other_cause(stored):
-    plan = stored.plan.with_edge(replace(stored.plan.edge("reduce:ci_fn@ci"), op="avg"))
+    plan = known_plan(stored).with_edge(
+        replace(known_plan(stored).edge("reduce:ci_fn@ci"), op="avg")
+    )
     changed = predict_run(stored, plan)
     changed.ranks[9].grads[KEY]["0.v.V"] = changed.ranks[9].grads[KEY]["0.v.V"] * float("nan")
     kinds = [d.kind for d in judge(changed).diagnoses]
