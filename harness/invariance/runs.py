@@ -1,7 +1,6 @@
 """Does an operator give the same bits whatever else is in the batch? Forward and every gradient.
 
-    from sumgrad.invariance.operator_run import Rows
-    from sumgrad.invariance import assert_invariant, plain
+    from sumgrad.invariance import Rows, assert_invariant, plain
 
     def double(rows, weights, call):
         return 2 * rows["x"]
@@ -32,7 +31,6 @@ from sumgrad.invariance.operator_run import (
     Operator,
     OperatorError,
     OperatorFields,
-    Rows,
     Tensors,
     draw_problem,
     fingerprint,
@@ -41,7 +39,6 @@ from sumgrad.invariance.operator_run import (
 )
 from torch import Tensor
 
-__all__ = ["LENGTHS", "PlainOperator", "Rows", "assert_invariant", "check_operator", "plain"]
 LENGTHS = (37, 16, 1, 50, 0, 23, 31)
 USER_ERRORS = (Exception, SystemExit)  # whatever an operator under test raises is its result
 
