@@ -4,6 +4,7 @@
     scripts/mutants --only harness/judge/comparison.py    # those of some modules, printed
     scripts/mutants --written                    # those written by hand
     scripts/mutants --seed 2                     # another draw: nobody has looked at these
+    scripts/mutants --like TABLE --out FILE      # those of a stored table, wherever they are now
 
 Each mutant is one small wrong version of one function: written by hand in mutants.yaml, or drawn
 from those that mutant_operators knows, evenly over modules and functions. It runs in a child
@@ -124,6 +125,35 @@ def drawn_mutants(table: dict[str, Any], num: int, seed: int) -> list[Mutant]:
     return out[:num]
 
 
+def like_mutants(table: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[list[Mutant], list]:
+    """The drawn mutants of a stored table as they are now, and the rows whose code is gone.
+
+    The same change of a function of the same name, in whatever file; else the only one that makes
+    the same change anywhere.
+    """
+    by_key: dict[str, Mutant] = {}
+    by_text: dict[tuple[str, str, str], list[Mutant]] = {}
+    for path in table["modules"]:
+        for change in operators.changes((ROOT / path).read_text()):
+            mutant = Mutant(path=path, change=change, what=change.operator, written=False)
+            by_key.setdefault(change.key, mutant)
+            text = (change.operator, change.before, change.after)
+            by_text.setdefault(text, []).append(mutant)
+    out, gone = [], []
+    for row in rows:
+        if row["operator"] == "written by hand":
+            continue
+        anywhere = by_text.get((row["operator"], row["from"], row["to"]), [])
+        found = by_key.get(row["key"].rpartition("-")[2])
+        if found is None and len(anywhere) == 1:
+            found = anywhere[0]
+        if found is None:
+            gone.append(row)
+        else:
+            out.append(found)
+    return out, gone
+
+
 def _order(seed: int, text: str) -> str:
     return hashlib.sha256(f"{seed}:{text}".encode()).hexdigest()
 
@@ -168,6 +198,7 @@ def main() -> int:
     parser.add_argument("--written", action="store_true", help="only those written by hand")
     parser.add_argument("--num", type=int, default=NUM_DRAWN, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--like", type=Path, help="the drawn ones of this stored table")
     parser.add_argument("--key", action="append", help="only mutants of these keys")
     parser.add_argument("--again", action="store_true", help="only those not killed before")
     parser.add_argument("--list", action="store_true", help="print them and run nothing")
@@ -175,9 +206,16 @@ def main() -> int:
     args = parser.parse_args()
     table = load_table()
     mutants = written_mutants(table)
-    if not args.written:
+    if args.like:
+        found, gone = like_mutants(table, json.loads(args.like.read_text())["rows"])
+        mutants += list({m.key: m for m in found}.values())
+        print(f"{len(found)} of the stored mutants are here, the code of {len(gone)} is gone")
+        for row in gone:
+            print(f"gone {row['key']} {row['module']} {row['function']}: {_short(row['from'])}")
+    elif not args.written:
         mutants += drawn_mutants(table, args.num, args.seed)
-    whole = not (args.only or args.written or args.key or args.list) and args.seed == 1
+    chosen = args.only or args.written or args.key or args.list or args.like
+    whole = not chosen and args.seed == 1
     if args.only:
         mutants = [m for m in mutants if m.path in args.only or Path(m.path).stem in args.only]
     if args.key:

@@ -1,6 +1,6 @@
 """Applies the worked examples of docs/architecture.md to a fresh clone, one after the other.
 
-    scripts/worked_examples.py            # each with its tests, the rules of the house, lint and types
+    scripts/worked_examples.py            # each with its tests, the house, and lint
     scripts/worked_examples.py --quick    # only whether they still apply
 
 Each may change at most two files besides its test. Exits with 1 at the first that does not hold.
