@@ -15,7 +15,8 @@ from sumgrad.cli.main import main
 from sumgrad.invariance.arrangement import PROPERTIES, arrangements, base
 from sumgrad.invariance.bits import Difference, Report, compare
 from sumgrad.invariance.matrix import OpsMatrix, run_matrix
-from sumgrad.invariance.operator_run import OperatorError, Poison, Rows, draw_problem, validate
+from sumgrad.invariance.operator_run import Poison, draw_problem
+from sumgrad.invariance.protocol import OperatorError, Rows, validate
 from sumgrad.invariance.runs import (
     LENGTHS,
     IdenticalConfigurations,

@@ -8,12 +8,8 @@ import pytest
 import torch
 from sumgrad.subjects.program.probe import probe
 from sumgrad.subjects.program.protocol import Broken, hash_model, weights_at
-from sumgrad.subjects.program.reference import (
-    Single,
-    _low_precision,
-    _same,
-    compute_program_reference,
-)
+from sumgrad.subjects.program.reference import _low_precision, _same, compute_program_reference
+from sumgrad.subjects.program.single import Single
 from torch import nn
 
 X = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.0, 4.0], [2.0, 2.0], [-3.0, 1.0]])

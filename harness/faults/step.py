@@ -17,7 +17,7 @@ from sumgrad.base.errors import UserError
 from sumgrad.faults.collective import CollectiveFault, parse_collective_fault
 from torch import nn
 
-VARIANTS = "sumgrad.workloads.planted.programs"
+VARIANTS = "sumgrad.workloads.planted"
 
 
 class Held(Protocol):
@@ -164,10 +164,8 @@ def step_faults() -> dict[str, StepFault]:
 
 def variants() -> dict[str, VariantFault]:
     """Every planted variant of a shipped Program."""
-    return {
-        item["name"]: VariantFault(**item, target=f"{VARIANTS}:{cls}")
-        for cls, item in importlib.import_module(VARIANTS).PLANTED.items()
-    }
+    planted = importlib.import_module(VARIANTS).PLANTED
+    return {item["name"]: VariantFault(**item, target=target) for target, item in planted.items()}
 
 
 def find_program_fault(text: str, workload: str) -> ProgramFault:

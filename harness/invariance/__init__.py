@@ -5,7 +5,7 @@ In: an Operator and Arrangements (arrangement.py, data). Out: bits by sample and
 is the canonical tree across ranks.
 """
 
-from sumgrad.invariance.operator_run import Operator, Rows
+from sumgrad.invariance.protocol import Operator, Rows
 from sumgrad.invariance.runs import PlainOperator, assert_invariant, check_operator, plain
 
 __all__ = ["Operator", "PlainOperator", "Rows", "assert_invariant", "check_operator", "plain"]

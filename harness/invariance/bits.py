@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from sumgrad.invariance.arrangement import Arrangement
-from sumgrad.invariance.operator_run import Operator, OperatorError, Problem, Tensors
+from sumgrad.invariance.operator_run import Problem, Tensors
+from sumgrad.invariance.protocol import Operator, OperatorError
 from torch import Tensor
 
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}

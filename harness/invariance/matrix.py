@@ -24,7 +24,7 @@ from sumgrad.base.outcome import RankOutcome, first_to_fail
 from sumgrad.base.verdict import EXIT_CODES, Status
 from sumgrad.invariance.arrangement import PROPERTIES, RANK_COUNTS
 from sumgrad.invariance.bits import Difference, Report, add_cells, error_limit
-from sumgrad.invariance.operator_run import Operator
+from sumgrad.invariance.protocol import Operator
 from sumgrad.invariance.ranks import LOCAL, NUM_RANKS, Selection, load_operators
 from sumgrad.launch.local.launcher import Launcher, RankJob
 

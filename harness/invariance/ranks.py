@@ -23,17 +23,14 @@ from safetensors.torch import load_file, save_file
 from sumgrad.invariance.arrangement import PROPERTIES, RANK_COUNTS, Call, base, ranked
 from sumgrad.invariance.bits import Difference, compare, describe, errors_against_oracle, raised
 from sumgrad.invariance.operator_run import (
-    Operator,
-    OperatorError,
     Problem,
     Tensors,
     draw_problem,
-    row_tensors,
     run_arrangement,
     run_share,
     starts_of,
-    validate,
 )
+from sumgrad.invariance.protocol import Operator, OperatorError, row_tensors, validate
 from sumgrad.invariance.runs import LENGTHS, USER_ERRORS, check_operator
 from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.rank import local_group, meet

@@ -1,6 +1,7 @@
 """Does an operator give the same bits whatever else is in the batch? Forward and every gradient.
 
-    from sumgrad.invariance import Rows, assert_invariant, plain
+    from sumgrad.invariance.protocol import Rows
+    from sumgrad.invariance.runs import assert_invariant, plain
 
     def double(rows, weights, call):
         return 2 * rows["x"]
@@ -27,16 +28,8 @@ from sumgrad.invariance.bits import (
     errors_against_oracle,
     raised,
 )
-from sumgrad.invariance.operator_run import (
-    Operator,
-    OperatorError,
-    OperatorFields,
-    Tensors,
-    draw_problem,
-    fingerprint,
-    run_arrangement,
-    validate,
-)
+from sumgrad.invariance.operator_run import Tensors, draw_problem, fingerprint, run_arrangement
+from sumgrad.invariance.protocol import Operator, OperatorError, OperatorFields, validate
 from torch import Tensor
 
 LENGTHS = (37, 16, 1, 50, 0, 23, 31)

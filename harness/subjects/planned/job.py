@@ -15,8 +15,9 @@ from sumgrad.ledger.process_group import Ledger
 from sumgrad.plan.edges import Plan, build_plan
 from sumgrad.record.reference import Partials, Reference
 from sumgrad.record.spec import RunSpec
+from sumgrad.subjects.planned.context import Memory, RankContext
 from sumgrad.subjects.planned.reference import Job, compute_partials, compute_reference
-from sumgrad.subjects.planned.step import Memory, RankContext, run_step
+from sumgrad.subjects.planned.step import run_step
 from sumgrad.subjects.planned.workload import Workload, check_params, load_workload, rank_formulas
 from sumgrad.subjects.subject import Progress
 

@@ -7,90 +7,31 @@ reduced and before clipping, as this rank holds them.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from sumgrad.convention import clip_by_global_norm_, global_grad_norm, global_residual
-from sumgrad.ledger.process_group import Ledger
 from sumgrad.plan.edges import (
     Count,
     Emission,
     Handoff,
-    Message,
     Norm,
-    Plan,
     Reduction,
     Statistic,
-    messages,
 )
-from sumgrad.plan.edges import Transfer as TransferEdge
-from sumgrad.plan.schedule import cotangent_transfers, edge_tag, value_transfers
-from sumgrad.subjects.planned.exchange import Parcel, exchange
+from sumgrad.plan.schedule import cotangent_transfers, value_transfers
+from sumgrad.subjects.planned.context import Digest, Memory, RankContext, StepResult, digest
+from sumgrad.subjects.planned.exchange import exchange
+from sumgrad.subjects.planned.messages import Messages
 from sumgrad.subjects.planned.workload import (
-    Formulas,
     Produced,
     check_produced,
     check_scalar,
     check_statistics,
 )
 from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankContext:
-    """What a rank needs to run planned steps. group: the process group of its own pool."""
-
-    plan: Plan
-    rank: int
-    formulas: Formulas
-    group: dist.ProcessGroup | None
-    ledger: Ledger
-    dtype: torch.dtype
-    device: torch.device
-    tier: str
-
-    @property
-    def pool(self) -> str:
-        return self.plan.topology.pool_of(self.rank).name
-
-    @contextmanager
-    def edge(self, step: int, name: str) -> Iterator[None]:
-        with self.ledger.label(f"{self.tier}/{step}/{name}"):
-            yield
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Digest:
-    """One contribution before its reduction: who emitted what, so that ranks can be named."""
-
-    edge: str
-    unit: str
-    norm: float
-    sha256: str
-
-
-@dataclass(slots=True, kw_only=True)
-class Memory:
-    """What a rank keeps between steps: term state, and the contributions of the last step."""
-
-    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    contributions: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """grads: name -> fully reduced gradient before clipping, as this rank holds it."""
-
-    grads: dict[str, Tensor]
-    digests: tuple[Digest, ...]
-    counts: dict[str, int]
-    norm: float
-    clipped_norm: float
 
 
 def run_step(
@@ -112,6 +53,7 @@ class _Step:
         declared = [p for unit in self.units for p in self.plan.declaration.params_of(unit)]
         self.leaves = {p.name: params[p.name].detach().requires_grad_() for p in declared}
         self.partial = {name: torch.zeros_like(leaf) for name, leaf in self.leaves.items()}
+        self.messages = Messages(ctx, step)
         self.digests: list[Digest] = []
         self.counts: dict[str, int] = {}
 
@@ -163,7 +105,7 @@ class _Step:
         """Send the quantity to its readers; on a reader, return it as leaves, (n, ...) by unit."""
         values = {u: q.detach() for u, q in produced.quantity.items()} if produced else {}
         transfers = value_transfers(self.plan, self.pool)
-        received = self._exchange(transfers, {t.name: values for t in transfers})
+        received = self.messages.exchange(transfers, {t.name: values for t in transfers})
         leaves: dict[str, Tensor] = {}
         for parts in received.values():
             leaves |= {u: x.requires_grad_() for u, x in parts.items()}
@@ -276,7 +218,7 @@ class _Step:
                 for n, g in zip(names, held, strict=True)
             ]
             flat = torch.cat([part.reshape(-1) for part in parts])
-            self.digests.append(_digest(edge, unit, flat))
+            self.digests.append(digest(edge, unit, flat))
             for name, part in zip(names, parts, strict=True):
                 self.partial[name] = self.partial[name] + part
 
@@ -288,7 +230,7 @@ class _Step:
         """Readers send back; the producer differentiates through what arrives, term by term."""
         transfers = cotangent_transfers(self.plan, self.pool)
         outgoing = {t.name: cotangents.get(t.term or "", {}) for t in transfers}
-        for name, parts in self._exchange(transfers, outgoing).items():
+        for name, parts in self.messages.exchange(transfers, outgoing).items():
             if produced is None or not parts:
                 continue
             grads = torch.autograd.grad(
@@ -300,65 +242,6 @@ class _Step:
             )
             self._add(name, dict(zip(self.leaves, grads, strict=True)))
 
-    def _exchange(
-        self, transfers: Sequence[TransferEdge], outgoing: Mapping[str, Mapping[str, Tensor]]
-    ) -> dict[str, dict[str, Tensor]]:
-        """Deliver all messages of these transfers; returns edge -> unit -> (n, ...) received."""
-        quantity = self.plan.declaration.quantity
-        sends: list[Parcel] = []
-        receives: list[tuple[TransferEdge, Message, Parcel]] = []
-        for transfer in transfers:
-            assert quantity is not None
-            per_row = sum(quantity.numel_per_row[unit] for unit in transfer.units)
-            for m in messages(self.plan, transfer, rank=self.ctx.rank):
-                if m.src == self.ctx.rank:
-                    payload = self._pack(transfer, m, outgoing[transfer.name])
-                    sends.append(self._parcel(transfer.name, m.dst, m.a, m.b, payload))
-                else:
-                    payload = self._empty((m.b - m.a) * per_row)
-                    parcel = self._parcel(transfer.name, m.src, m.a, m.b, payload)
-                    receives.append((transfer, m, parcel))
-        names = ", ".join(transfer.name for transfer in transfers)
-        with self.ctx.edge(self.step, names):
-            exchange(sends, [parcel for _, _, parcel in receives], label=self._label)
-        out: dict[str, dict[str, Tensor]] = {}
-        for transfer, m, parcel in receives:
-            self._unpack(transfer, m, parcel.payload, out.setdefault(transfer.name, {}))
-        return out
-
-    @contextmanager
-    def _label(self, edge: str) -> Iterator[None]:
-        with self.ctx.edge(self.step, edge):
-            yield
-
-    def _pack(self, transfer: TransferEdge, m: Message, values: Mapping[str, Tensor]) -> Tensor:
-        rows = slice(m.a - self.a, m.b - self.a)
-        flat = torch.cat([values[unit][rows].reshape(-1) for unit in transfer.units])
-        return flat if m.weight == 1 else flat * float(m.weight)
-
-    def _unpack(
-        self, transfer: TransferEdge, m: Message, payload: Tensor, out: dict[str, Tensor]
-    ) -> None:
-        quantity = self.plan.declaration.quantity
-        assert quantity is not None
-        num = m.b - m.a
-        sizes = [num * quantity.numel_per_row[unit] for unit in transfer.units]
-        for unit, part in zip(transfer.units, payload.split(sizes), strict=True):
-            if unit not in out:
-                shape = quantity.shapes[unit]
-                out[unit] = torch.zeros(
-                    len(self.rows), *shape, dtype=self.ctx.dtype, device=self.ctx.device
-                )
-            out[unit][m.a - self.a : m.b - self.a] = part.view(num, *out[unit].shape[1:])
-
-    def _parcel(self, edge: str, peer: int, a: int, b: int, payload: Tensor) -> Parcel:
-        tag = edge_tag(self.plan, edge)
-        return Parcel(edge=edge, peer=peer, a=a, b=b, tag=tag, payload=payload)
-
-    def _empty(self, numel: int) -> Tensor:
-        """A receive buffer full of NaN: what a message does not fill is seen."""
-        return torch.full((numel,), float("nan"), dtype=self.ctx.dtype, device=self.ctx.device)
-
     # ---- reductions ----------------------------------------------------------------------------
 
     def _handoffs_in(self) -> None:
@@ -366,10 +249,12 @@ class _Step:
         for edge in self.plan.select(Handoff):
             if edge.dst_rank == self.ctx.rank:
                 numel = sum(self.plan.declaration.numel_of(unit) for unit in edge.units)
-                parcel = self._parcel(edge.name, edge.src_rank, 0, 0, self._empty(numel))
+                parcel = self.messages.parcel(
+                    edge.name, edge.src_rank, 0, 0, self.messages.empty(numel)
+                )
                 receives.append((edge, parcel))
         if receives:
-            exchange([], [parcel for _, parcel in receives], label=self._label)
+            exchange([], [parcel for _, parcel in receives], label=self.messages.label)
         for edge, parcel in receives:
             names = [p.name for u in edge.units for p in self.plan.declaration.params_of(u)]
             sizes = [self.leaves[name].numel() for name in names]
@@ -384,9 +269,9 @@ class _Step:
                 names = [p.name for u in edge.units for p in self.plan.declaration.params_of(u)]
                 flat = torch.cat([self.partial[name].reshape(-1) for name in names])
                 flat = flat if edge.weight == 1 else flat * float(edge.weight)
-                sends.append(self._parcel(edge.name, edge.dst_rank, 0, 0, flat))
+                sends.append(self.messages.parcel(edge.name, edge.dst_rank, 0, 0, flat))
         if sends:
-            exchange(sends, [], label=self._label)
+            exchange(sends, [], label=self.messages.label)
 
     def _reduce(self) -> None:
         for edge in self.plan.select(Reduction, pool=self.pool):
@@ -441,9 +326,3 @@ class _DifferentiableSum(torch.autograd.Function):
         total = grad.contiguous().clone()
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=ctx.group)
         return total, None
-
-
-def _digest(edge: str, unit: str, flat: Tensor) -> Digest:
-    data = flat.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    norm = float(flat.detach().double().norm())
-    return Digest(edge=edge, unit=unit, norm=norm, sha256=hashlib.sha256(data).hexdigest()[:16])

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from sumgrad.invariance.arrangement import Call
-from sumgrad.invariance.operator_run import Operator, Rows, Tensors
+from sumgrad.invariance.operator_run import Tensors
+from sumgrad.invariance.protocol import Operator, Rows
 from sumgrad.invariance.runs import plain
 from torch import Tensor
 from torch.nn import functional

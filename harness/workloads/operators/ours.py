@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from sumgrad.invariance.arrangement import Arrangement, Call
-from sumgrad.invariance.operator_run import Operator, OperatorError, OperatorFields, Rows, Tensors
+from sumgrad.invariance.operator_run import Tensors
+from sumgrad.invariance.protocol import Operator, OperatorError, OperatorFields, Rows
 from sumgrad.invariance.tree_exchange import Held, tree_sum
 from sumgrad.kernels import oracle
 from sumgrad.kernels.attention import AttentionTiles, attention

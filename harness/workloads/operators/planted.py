@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from sumgrad.invariance.arrangement import PROPERTIES, Call
-from sumgrad.invariance.operator_run import Operator, Rows, Tensors
+from sumgrad.invariance.operator_run import Tensors
+from sumgrad.invariance.protocol import Operator, Rows
 from sumgrad.invariance.runs import plain
 from sumgrad.kernels.planted import column_sum_with_atomics
 from sumgrad.kernels.rms_norm import rms_norm

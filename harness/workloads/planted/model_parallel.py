@@ -1,248 +1,22 @@
-"""Shipped Programs with a real bug written into their code: the faults of the third layer.
-
-Each is a subclass that changes one method as the bug did. PLANTED says what it is called, which
-operator of the catalogue it plants, the report it resembles, and what the Diagnosis must call it.
-"""
+"""Bugs in model parallelism: wrong backwards, wrong shards, terms and holders left out."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
+from sumgrad.workloads.planted.register import planted
 from sumgrad.workloads.programs import megatron
 from sumgrad.workloads.programs.context_parallel import ContextParallel
-from sumgrad.workloads.programs.data_parallel import MICRO_BATCHES, DataParallel
-from sumgrad.workloads.programs.ddp import DDP
 from sumgrad.workloads.programs.expert_parallel import BALANCE, LENGTH, ROWS, ExpertParallel
-from sumgrad.workloads.programs.fsdp2 import FullyShard
 from sumgrad.workloads.programs.megatron import Megatron
 from sumgrad.workloads.programs.pipeline import Pipeline
 from sumgrad.workloads.programs.tensor_parallel import SequenceTensorParallel
 from sumgrad.workloads.programs.two_pools import TwoPools
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parallel import DistributedDataParallel
-
-PLANTED: dict[str, dict[str, Any]] = {}
 
 
-def _planted(workload: str, name: str, operator: str, story: str, *named: str) -> Any:
-    def register(cls: type) -> type:
-        PLANTED[cls.__name__] = {
-            "workload": workload, "name": name, "operator": operator, "story": story,
-            "named": named,
-        }  # fmt: skip
-        return cls
-
-    return register
-
-
-# ---- data parallelism ----------------------------------------------------------------------------
-
-
-@_planted(
-    "data_parallel",
-    "local_mean",
-    "M01",
-    "each rank divides by its own tokens and the means are averaged",
-    "mean_of_means",
-)
-class LocalMean(DataParallel):
-    def global_count(self, mine):
-        return mine["valid"].sum() * dist.get_world_size()
-
-
-@_planted(
-    "data_parallel",
-    "micro_batch_mean",
-    "M01",
-    "each micro-batch is divided by its own tokens",
-    "mean_of_means",
-)
-class MicroBatchMean(DataParallel):
-    def step(self, model, batch, ctx):
-        mine = {k: v.tensor_split(ctx.world_size)[ctx.rank] for k, v in batch.items()}
-        for i in range(MICRO_BATCHES):
-            micro = {k: v.tensor_split(MICRO_BATCHES)[i] for k, v in mine.items()}
-            loss, count = self.loss_sum(model, micro)
-            (loss / count / MICRO_BATCHES / ctx.world_size).backward()
-        self.reduce(model)
-
-
-@_planted(
-    "data_parallel",
-    "count_positions",
-    "M02",
-    "the loss is divided by all positions, padding included",
-    "factor",
-)
-class CountPositions(DataParallel):
-    def global_count(self, mine):
-        count = torch.tensor(mine["valid"].numel())
-        dist.all_reduce(count)
-        return count
-
-
-@_planted(
-    "data_parallel",
-    "double_divide",
-    "M03",
-    "divided by the number of micro-batches in the loss and in the accumulator",
-    "factor",
-)
-class DoubleDivide(DataParallel):
-    def global_count(self, mine):
-        return super().global_count(mine) * MICRO_BATCHES
-
-
-@_planted(
-    "data_parallel",
-    "drop_divide",
-    "M04",
-    "a sum-reduced loss that nobody divides by the tokens",
-    "factor",
-)
-class DropDivide(DataParallel):
-    def global_count(self, mine):
-        return torch.tensor(1)
-
-
-@_planted(
-    "data_parallel",
-    "avg_silently_sum",
-    "M24",
-    "scaled for an AVG that the backend carries out as a SUM",
-    "factor",
-)
-class AvgSilentlySum(DataParallel):
-    def global_count(self, mine):
-        return super().global_count(mine) / dist.get_world_size()
-
-
-@_planted(
-    "data_parallel",
-    "drop_return_value",
-    "M25",
-    "an out-of-place collective is called and its result is not used",
-    "unused_result",
-    "skipped_collective",
-)
-class DropReturnValue(DataParallel):
-    def reduce(self, model):
-        for param in model.parameters():
-            funcol.wait_tensor(funcol.all_reduce(param.grad, "sum", dist.group.WORLD))
-
-
-@_planted(
-    "data_parallel",
-    "add_after_reduce",
-    "M35",
-    "the last micro-batch is added after the all-reduce",
-    "late_gradient",
-)
-class AddAfterReduce(DataParallel):
-    reduce_after = MICRO_BATCHES - 2
-
-    def step(self, model, batch, ctx):
-        mine = {k: v.tensor_split(ctx.world_size)[ctx.rank] for k, v in batch.items()}
-        count = self.global_count(mine)
-        for i in range(MICRO_BATCHES):
-            micro = {k: v.tensor_split(MICRO_BATCHES)[i] for k, v in mine.items()}
-            loss, _ = self.loss_sum(model, micro)
-            (loss / count).backward()
-            if i == self.reduce_after:
-                self.reduce(model)
-
-
-@_planted(
-    "data_parallel",
-    "reduce_on_rank_with_work",
-    "M43",
-    "a rank that saw no long sequence leaves a parameter out of the reduction",
-    "wrong_group",
-    "row_factors",
-    "open",
-)
-class ReduceWhereUsed(DataParallel):
-    def reduce(self, model):
-        some = dist.new_group([0, 1])
-        for name, param in model.named_parameters():
-            if not name.startswith("up"):
-                dist.all_reduce(param.grad)
-            elif dist.get_rank() < 2:
-                dist.all_reduce(param.grad, group=some)
-
-
-@_planted(
-    "data_parallel",
-    "first_weight_broadcast",
-    "M61",
-    "every token's gradient is multiplied by the first token's weight",
-    "open",
-)
-class FirstWeight(DataParallel):
-    def step(self, model, batch, ctx):
-        weight = batch["valid"][:, :1] | ~batch["valid"]
-        super().step(model, {**batch, "valid": weight.expand_as(batch["valid"])}, ctx)
-
-
-@_planted(
-    "ddp",
-    "ddp_average",
-    "M07",
-    "DDP's own average under a loss that is already divided by the global count",
-    "avg",
-)
-class DDPAverage(DDP):
-    def distribute(self, model, ctx):
-        return DistributedDataParallel(model)
-
-
-@_planted(
-    "ddp",
-    "sync_first_only",
-    "M38",
-    "the reduction is dispatched with the first micro-batch; later ones stay local",
-    "late_gradient",
-)
-class SyncFirst(DDP):
-    def step(self, model, batch, ctx):
-        mine = {k: v.tensor_split(ctx.world_size)[ctx.rank] for k, v in batch.items()}
-        count = self.global_count(mine)
-        for i in range(MICRO_BATCHES):
-            micro = {k: v.tensor_split(MICRO_BATCHES)[i] for k, v in mine.items()}
-            if i == 0:
-                loss, _ = self.loss_sum(model, micro)
-                (loss / count).backward()
-            else:
-                with model.no_sync():
-                    loss, _ = self.loss_sum(model, micro)
-                    (loss / count).backward()
-
-
-@_planted(
-    "fsdp2",
-    "fsdp_average",
-    "M07",
-    "fully_shard's average is left on under a loss with the global count",
-    "avg",
-    "factor",
-)
-class FsdpAverage(FullyShard):
-    def distribute(self, model, ctx):
-        model = super().distribute(model, ctx)
-        for module in model.modules():
-            if hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(float(ctx.world_size))
-        return model
-
-
-# ---- tensor parallelism --------------------------------------------------------------------------
-
-
-@_planted(
+@planted(
     "sequence_parallel",
     "skip_replicated_reduce",
     "M13",
@@ -259,7 +33,7 @@ class SkipNorms(SequenceTensorParallel):
             dist.all_reduce(param.grad.to_local(), group=ctx.group("dp"))
 
 
-@_planted(
+@planted(
     "megatron",
     "bias_before_reduce",
     "M17",
@@ -271,7 +45,7 @@ class BiasBefore(Megatron):
         return self.sum_out(layer.down(hidden) + layer.bias, ctx)
 
 
-@_planted(
+@planted(
     "megatron",
     "differentiable_bias_over_t",
     "M18",
@@ -284,7 +58,7 @@ class BiasOverT(Megatron):
         return self.sum_out(layer.down(hidden) + layer.bias / size, ctx)
 
 
-@_planted(
+@planted(
     "megatron",
     "identity_backward",
     "M19",
@@ -308,7 +82,7 @@ class _SumBoth(torch.autograd.Function):
         return megatron._CopyIn.backward(ctx, grad)
 
 
-@_planted(
+@planted(
     "megatron",
     "sum_backward",
     "M20",
@@ -322,7 +96,7 @@ class SumBackward(Megatron):
         return x if ctx is None else _SumBoth.apply(x, ctx.group("tp"))
 
 
-@_planted(
+@planted(
     "megatron",
     "non_differentiable_collective",
     "M21",
@@ -339,7 +113,7 @@ class NoAutograd(Megatron):
         return total + (x - x.detach()) * (ctx.coords["tp"] == 0)
 
 
-@_planted(
+@planted(
     "megatron",
     "index_without_offset",
     "M58",
@@ -355,7 +129,7 @@ class NoOffset(Megatron):
         return model.embed(tokens.clamp(0, size - 1)) * here[..., None]
 
 
-@_planted(
+@planted(
     "megatron",
     "shard_local_size",
     "M59",
@@ -379,7 +153,7 @@ class ShardLocalSize(Megatron):
 # ---- pipeline, context, experts, pools -----------------------------------------------------------
 
 
-@_planted(
+@planted(
     "pipeline",
     "skip_tie_reduce",
     "M30",
@@ -393,7 +167,7 @@ class SkipTie(Pipeline):
         return model
 
 
-@_planted(
+@planted(
     "pipeline",
     "count_use_twice",
     "M32",
@@ -409,7 +183,7 @@ class TieTwice(Pipeline):
             dist.all_reduce(tied.grad, group=self.tie)
 
 
-@_planted(
+@planted(
     "context_parallel",
     "cp_factor",
     "M10",
@@ -421,7 +195,7 @@ class CpFactor(ContextParallel):
         return super().global_count(mine, ctx) / ctx.axes["cp"]
 
 
-@_planted(
+@planted(
     "context_parallel",
     "cp_local_denominator",
     "M11",
@@ -438,7 +212,7 @@ class CpLocal(ContextParallel):
         return count.clamp(min=1) * ctx.axes["cp"]
 
 
-@_planted(
+@planted(
     "context_parallel",
     "gather_without_autograd",
     "M21",
@@ -459,7 +233,7 @@ class GatherDetached(ContextParallel):
         return gather
 
 
-@_planted(
+@planted(
     "expert_parallel",
     "expert_divisor",
     "M26",
@@ -473,7 +247,7 @@ class ExpertDivisor(ExpertParallel):
             param.grad /= ctx.axes["ep"]
 
 
-@_planted(
+@planted(
     "expert_parallel",
     "aux_scale",
     "M27",
@@ -485,7 +259,7 @@ class AuxScale(ExpertParallel):
         return super().local_balance(model, mine) * 3
 
 
-@_planted(
+@planted(
     "expert_parallel",
     "aux_dropped",
     "M28",
@@ -497,7 +271,7 @@ class AuxDropped(ExpertParallel):
         return super().local_balance(model, mine).detach()
 
 
-@_planted(
+@planted(
     "expert_parallel",
     "local_statistics",
     "M56",
@@ -514,7 +288,7 @@ class LocalStatistics(ExpertParallel):
         return BALANCE * len(sent) * (sent.detach() * mass).sum() / own / (ROWS * LENGTH)
 
 
-@_planted(
+@planted(
     "two_pools",
     "per_module_dp_mismatch",
     "M09",

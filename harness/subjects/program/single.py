@@ -1,0 +1,158 @@
+"""A Program in one process: its terms over any rows, in one dtype, at weights that are set."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from sumgrad.base.tensors import hash_weights
+from sumgrad.record.spec import Facts
+from sumgrad.subjects.noise_floor import (
+    Grads,
+)
+from sumgrad.subjects.program.protocol import (
+    build,
+    cut,
+    default_dtype,
+    full_batch,
+    hash_model,
+    hold_batch,
+    loss_of,
+    scramble,
+    terms_of,
+    to_dtype,
+    trained,
+    weights_at,
+)
+from sumgrad.subjects.program.unseen import buffers_after, describe_tensor, leaves_of
+from torch import Tensor, nn
+
+SAME = 1e-9  # of the scale: float64 runs of one term that differ by more are not one computation
+
+
+class Single:
+    """A Program's terms in one process and one dtype, at weights that are set for each run."""
+
+    def __init__(
+        self, program: Any, facts: Facts, dtype: torch.dtype, *, rounded_to: torch.dtype
+    ) -> None:
+        scramble(11)
+        model = copy.deepcopy(build(program))  # a Program may give the same object each time
+        self.facts, self.dtype = facts, dtype
+        self.base = {n: p.detach().double().clone() for n, p in trained(model).items()}
+        self.built = hash_model(model)
+        self.model = model.to(rounded_to).to(dtype)
+        self.buffers = copy.deepcopy(dict(self.model.named_buffers()))
+        self.batch = to_dtype(to_dtype(full_batch(program), rounded_to), dtype)
+        self.program, self.terms = program, terms_of(program)
+        self.rounded_to = rounded_to
+        self._runs = 0
+        self.leaves: dict[int, tuple[Tensor, int]] = {}
+
+    def set_step(self, step: int, *, jitter: int = 0) -> str:
+        """Set the weights of a step, rounded; returns their hash in the rounded dtype.
+
+        jitter: a seed; every weight is then moved by one rounding of the dtype, up, down or not.
+        A step that cuts sums within a row (tensor parallelism) rounds like that, and no order of
+        the rows shows it.
+        """
+        weights = weights_at(self.base, step, self.rounded_to)
+        eps, generator = torch.finfo(self.dtype).eps, torch.Generator().manual_seed(jitter)
+        with torch.no_grad():
+            for name, param in self._params().items():
+                param.copy_(weights[name])
+                if jitter:
+                    sign = torch.randint(-1, 2, param.shape, generator=generator)
+                    param.mul_(1 + eps * sign.to(param.dtype))
+        return hash_weights(weights)
+
+    def _params(self) -> dict[str, nn.Parameter]:
+        """What build() trains; what the loss thaws later is outside."""
+        params = dict(self.model.named_parameters())
+        return {name: params[name] for name in self.base}
+
+    def gradient(
+        self, name: str, rows: Tensor, whole: Tensor, *, seed: float = 1.0
+    ) -> tuple[Grads, float]:
+        """A term's gradient over some rows, and its count. rows: (n,) int64.
+
+        whole: the rows at whose sums a statistics term is evaluated. seed: what the loss is
+        multiplied by before the backward, as a step's own division does.
+        """
+        self._runs += 1
+        scramble(13, self._runs)
+        hold_batch(self.program, self.batch)
+        with torch.no_grad():
+            for key, value in self.model.named_buffers():
+                value.copy_(self.buffers[key])
+        params = self._params()
+        for param in params.values():
+            param.grad = None
+        term = self.terms[name]
+        with default_dtype(self.dtype):
+            if isinstance(term, tuple):
+                loss, count = self._statistic(term, rows, whole)
+            else:
+                given = cut(self.batch, rows, self.facts.rows_as)
+                loss, count = loss_of(term, name, self.model, given)
+            if len(rows) == self.facts.num_rows:
+                self._see_leaves(loss)
+            if loss.requires_grad:
+                loss.backward(torch.full_like(loss, seed))
+        grads = {
+            n: torch.zeros_like(p) if p.grad is None else _dense(p.grad).detach().clone()
+            for n, p in params.items()
+        }
+        return grads, count
+
+    def _see_leaves(self, loss: Tensor) -> None:
+        """Count in how many runs each tensor is trained by the loss."""
+        for leaf in leaves_of(loss):
+            self.leaves[id(leaf)] = (leaf, self.leaves.get(id(leaf), (leaf, 0))[1] + 1)
+
+    def outside(self) -> tuple[str, ...]:
+        """What the loss trains that is none of build()'s parameters. What a run makes for itself
+        (the points of a gradient penalty) is another tensor each time."""
+        params = trained(self.model)
+        own = {id(param) for param in params.values()}
+        found = [leaf for leaf, runs in self.leaves.values() if runs > 1 and id(leaf) not in own]
+        words = [
+            f"{describe_tensor(leaf, self.program)} is trained by the loss and is none of "
+            f"build()'s parameters, so its gradient was not compared: hold it in build()'s model, "
+            f"or freeze it"
+            for leaf in found
+        ]
+        late = [name for name in params if name not in self.facts.params]
+        words += [f"{name} requires a gradient only after loss_sum has run" for name in late]
+        return tuple(dict.fromkeys(words))
+
+    def buffers_after(self) -> tuple[Grads, list[str]]:
+        """Buffers as the last run left them, and which of them it changed."""
+        return buffers_after(self.model, self.buffers)
+
+    def gradient_exact(
+        self, name: str, rows: Tensor, whole: Tensor, *, seed: float = 1.0
+    ) -> tuple[Grads, float]:
+        """The same as float64 tensors."""
+        grads, count = self.gradient(name, rows, whole, seed=seed)
+        return {n: g.double() for n, g in grads.items()}, count
+
+    @property
+    def same(self) -> float:
+        """Runs of one computation differ by no more than this part of the scale."""
+        return SAME if self.dtype == torch.float64 else 1e4 * torch.finfo(self.dtype).eps
+
+    def _statistic(self, term: Any, rows: Tensor, whole: Tensor) -> tuple[Tensor, float]:
+        """<d value / d S at the sums of `whole`, statistics(rows)>, so that rows add up."""
+        statistics, value = term
+        with torch.no_grad():
+            sums = statistics(self.model, cut(self.batch, whole, self.facts.rows_as))
+        point = sums.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(value(point, len(whole)), point)
+        own = statistics(self.model, cut(self.batch, rows, self.facts.rows_as))
+        return (slope * own).sum(), 1.0
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
