@@ -14,8 +14,8 @@ from conftest import ROOT
 HARNESS = ROOT / "harness"
 MODULES = house.modules()
 MAY_TOUCH_DISTRIBUTED = {
-    "convention", "subjects.planned.exchange", "subjects.planned.step",
-    "subjects.planned.job", "subjects.planned.context", "subjects.program.context", "subjects.program.rank",
+    "convention", "subjects.planned.context", "subjects.planned.exchange", "subjects.planned.step",
+    "subjects.planned.job", "subjects.program.context", "subjects.program.rank",
     "subjects.program.placement", "ledger.process_group", "ledger.delegation",
     "faults.misbehaviour", "launch.rank", "launch.torchrun", "launch.matrix.warm_rank",
     "invariance.tree_exchange", "invariance.ranks",

@@ -18,7 +18,7 @@ from sumgrad.ledger.operations import REDUCTIONS, Operation
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """One way to misbehave. families: operations it has a meaning for; only on floats unless
     `integers`. named: kinds of cause that the Diagnosis may give it; exchanged: also, where what is
@@ -34,98 +34,38 @@ class Kind:
     min_steps: int = 1
 
 
-EXCHANGES = ("all_gather", "all_to_all", "broadcast")
+ALL = (*REDUCTIONS, "all_gather", "all_to_all", "broadcast")
 
+# fmt: off
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind(
-            name="avg",
-            story="AVG where SUM is meant",
-            operator="M07",
-            families=REDUCTIONS,
-            named=("avg",),
-        ),
-        Kind(
-            name="skip",
-            story="the reduction is left out for some parameters",
-            operator="M13",
-            families=(*REDUCTIONS, *EXCHANGES),
-            named=("skipped_collective",),
-            integers=True,
-        ),
-        Kind(
-            name="double",
-            story="an already reduced gradient is reduced again",
-            operator="M15",
-            families=("allreduce", "reduce_scatter"),
-            named=("double_reduction",),
-            integers=True,
-        ),
-        Kind(
-            name="subgroup",
-            story="the group lacks its last rank, which reduces alone (rank-conditional work)",
-            operator="M43",
-            families=("allreduce",),
-            named=("wrong_group",),
-            integers=True,
-        ),
-        Kind(
-            name="copy",
-            story="all_reduce(x.contiguous()) reduces a temporary",
-            operator="M23",
-            families=(*REDUCTIONS, *EXCHANGES),
-            named=("unused_result",),
-            integers=True,
-        ),
-        Kind(
-            name="missing_wait",
-            story="the buffer is read before the work is done; half of it is still local",
-            operator="M41",
-            families=(*REDUCTIONS, *EXCHANGES),
-            named=("missing_wait",),
-            exchanged=("unused_result", "missing_wait"),
-        ),
-        Kind(
-            name="stale",
-            story="a reused buffer is not zeroed: one rank adds what it sent in the step before",
-            operator="M37",
-            families=REDUCTIONS,
-            named=("stale_buffer",),
-            min_steps=2,
-        ),
-        Kind(
-            name="early",
-            story="the reduction starts before one rank has written its gradient",
-            operator="M35",
-            families=REDUCTIONS,
-            named=("lost_contribution",),
-        ),
-        Kind(
-            name="low_precision",
-            story="the reduction runs in bfloat16",
-            operator="M64",
-            families=(*REDUCTIONS, *EXCHANGES),
-            named=("low_precision",),
-        ),
-        Kind(
-            name="scale_one",
-            story="one rank's contribution is 1.001 times what it should be",
-            operator=None,
-            families=(*REDUCTIONS, *EXCHANGES),
-            named=("rank_factor", "open"),
-            exchanged=("changed_input", "rank_factor"),
-        ),
-        Kind(
-            name="drop",
-            story="what was received is thrown away: the buffer keeps zeros",
-            operator="M25",
-            families=("recv",),
-            named=("unused_result", "open"),
-            exchanged=("unused_result",),
-        ),
+        Kind("avg", "AVG where SUM is meant", "M07", REDUCTIONS, ("avg",)),
+        Kind("skip", "the reduction is left out for some parameters", "M13", ALL,
+             ("skipped_collective",), integers=True),
+        Kind("double", "an already reduced gradient is reduced again", "M15",
+             ("allreduce", "reduce_scatter"), ("double_reduction",), integers=True),
+        Kind("subgroup",
+             "the group lacks its last rank, which reduces alone (rank-conditional work)", "M43",
+             ("allreduce",), ("wrong_group",), integers=True),
+        Kind("copy", "all_reduce(x.contiguous()) reduces a temporary", "M23", ALL,
+             ("unused_result",), integers=True),
+        Kind("missing_wait",
+             "the buffer is read before the work is done; half of it is still local", "M41", ALL,
+             ("missing_wait",), exchanged=("unused_result", "missing_wait")),
+        Kind("stale",
+             "a reused buffer is not zeroed: one rank adds what it sent in the step before", "M37",
+             REDUCTIONS, ("stale_buffer",), min_steps=2),
+        Kind("early", "the reduction starts before one rank has written its gradient", "M35",
+             REDUCTIONS, ("lost_contribution",)),
+        Kind("low_precision", "the reduction runs in bfloat16", "M64", ALL, ("low_precision",)),
+        Kind("scale_one", "one rank's contribution is 1.001 times what it should be", None, ALL,
+             ("rank_factor", "open"), exchanged=("changed_input", "rank_factor")),
+        Kind("drop", "what was received is thrown away: the buffer keeps zeros", "M25", ("recv",),
+             ("unused_result", "open"), exchanged=("unused_result",)),
     )
 }
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

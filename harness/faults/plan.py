@@ -16,7 +16,7 @@ from sumgrad.base.errors import UserError
 from sumgrad.plan.edges import Edge, Emission, Plan, Reduction, Statistic, Transfer, messages
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PlanFault:
     """plant: Plan -> Plan. visible: whether the comparison can see it on this plan.
 
@@ -26,9 +26,9 @@ class PlanFault:
 
     name: str
     story: str
+    named: tuple[str, ...]
     plant: Callable[[Plan], Plan]
     visible: Callable[[Plan], bool]
-    named: tuple[str, ...] = ()
     breaks_law: bool = False
     min_steps: int = 1
 
@@ -43,84 +43,53 @@ def find_fault(name: str, *, known: dict[str, PlanFault] | None = None) -> PlanF
 
 def plan_faults() -> dict[str, PlanFault]:
     """Every shipped plan fault by name."""
+    # fmt: off
     return {
         fault.name: fault
         for fault in (
-            PlanFault(
-                name="avg_on_ci",
-                named=("avg",),
-                story="the CI function's gradients are averaged where the convention sums them",
-                plant=lambda plan: _edit(plan, _reductions(plan, _pool(plan, "ci")), op="avg"),
-                visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
-                breaks_law=True,
-            ),
-            PlanFault(
-                name="faith_on_all_ranks",
-                named=("replicated_contribution",),
-                story="a loss from replicated weights is added by every rank before the SUM",
-                plant=lambda plan: _edit(plan, _replicated(plan), placement="all"),
-                visible=lambda plan: any(_sizes(plan, "block")),
-            ),
-            PlanFault(
-                name="skip_block_reduce",
-                named=("skipped_reduction",),
-                story="one block never reduces its gradients: every rank keeps its partial",
-                plant=lambda plan: _edit(plan, _reductions(plan, _widest(plan)), op="none"),
-                visible=lambda plan: _size(plan, _widest(plan)) > 1,
-            ),
-            PlanFault(
-                name="divide_by_ci_count",
-                named=("factor",),
-                story="the blocks divide what they return by the number of CI ranks",
-                plant=_divide_by_ci_count,
-                visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
-            ),
-            PlanFault(
-                name="block_over_ci_size",
-                named=("factor",),
-                story="the widest block multiplies what it returns by its ranks over the CI ranks",
-                plant=_block_over_ci,
-                visible=lambda plan: _size(plan, _widest(plan)) != _size(plan, _pool(plan, "ci")),
-            ),
-            PlanFault(
-                name="drop_message",
-                named=("lost_message",),
-                story="what one block rank owes one CI rank is never sent",
-                plant=_drop_message,
-                visible=lambda plan: True,
-            ),
-            PlanFault(
-                name="imp_local_statistic",
-                named=("local_statistic",),
-                story="a loss that needs a global sum inside a logarithm uses the rank's own sum",
-                plant=lambda plan: _edit(plan, plan.select(Statistic), mode="local"),
-                visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
-            ),
-            PlanFault(
-                name="imp_differentiable_sum",
-                named=("differentiable_sum",),
-                story="the global sum is differentiated through the collective on every rank",
-                plant=lambda plan: _edit(plan, plan.select(Statistic), mode="differentiable"),
-                visible=lambda plan: _size(plan, _pool(plan, "ci")) > 1,
-            ),
-            PlanFault(
-                name="times_ci_then_avg",
-                named=("compensated",),
-                story="every CI rank multiplies by the number of CI ranks, then AVG divides again",
-                plant=_times_ci_then_avg,
-                visible=lambda plan: False,
-                breaks_law=True,
-            ),
-            PlanFault(
-                name="stale_buffer",
-                named=("stale_buffer",),
-                story="one rank's buffer still holds the previous step's contribution",
-                plant=_stale_buffer,
-                visible=lambda plan: True,
-                min_steps=2,
-            ),
+            PlanFault("avg_on_ci",
+                      "the CI function's gradients are averaged where the convention sums them",
+                      ("avg",),
+                      lambda plan: _edit(plan, _reductions(plan, _pool(plan, "ci")), op="avg"),
+                      lambda plan: _size(plan, _pool(plan, "ci")) > 1, breaks_law=True),
+            PlanFault("faith_on_all_ranks",
+                      "a loss from replicated weights is added by every rank before the SUM",
+                      ("replicated_contribution",),
+                      lambda plan: _edit(plan, _replicated(plan), placement="all"),
+                      lambda plan: any(_sizes(plan, "block"))),
+            PlanFault("skip_block_reduce",
+                      "one block never reduces its gradients: every rank keeps its partial",
+                      ("skipped_reduction",),
+                      lambda plan: _edit(plan, _reductions(plan, _widest(plan)), op="none"),
+                      lambda plan: _size(plan, _widest(plan)) > 1),
+            PlanFault("divide_by_ci_count",
+                      "the blocks divide what they return by the number of CI ranks", ("factor",),
+                      _divide_by_ci_count, lambda plan: _size(plan, _pool(plan, "ci")) > 1),
+            PlanFault("block_over_ci_size",
+                      "the widest block multiplies what it returns by its ranks over the CI ranks",
+                      ("factor",), _block_over_ci,
+                      lambda plan: _size(plan, _widest(plan)) != _size(plan, _pool(plan, "ci"))),
+            PlanFault("drop_message", "what one block rank owes one CI rank is never sent",
+                      ("lost_message",), _drop_message, lambda plan: True),
+            PlanFault("imp_local_statistic",
+                      "a loss that needs a global sum inside a logarithm uses the rank's own sum",
+                      ("local_statistic",),
+                      lambda plan: _edit(plan, plan.select(Statistic), mode="local"),
+                      lambda plan: _size(plan, _pool(plan, "ci")) > 1),
+            PlanFault("imp_differentiable_sum",
+                      "the global sum is differentiated through the collective on every rank",
+                      ("differentiable_sum",),
+                      lambda plan: _edit(plan, plan.select(Statistic), mode="differentiable"),
+                      lambda plan: _size(plan, _pool(plan, "ci")) > 1),
+            PlanFault("times_ci_then_avg",
+                      "every CI rank multiplies by the number of CI ranks, then AVG divides again",
+                      ("compensated",), _times_ci_then_avg, lambda plan: False, breaks_law=True),
+            PlanFault("stale_buffer",
+                      "one rank's buffer still holds the previous step's contribution",
+                      ("stale_buffer",), _stale_buffer, lambda plan: True, min_steps=2),
         )
     }
+    # fmt: on
 
 
 def plant(fault: PlanFault, plan: Plan) -> Plan:

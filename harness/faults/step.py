@@ -27,7 +27,7 @@ class Held(Protocol):
     def param(self) -> nn.Parameter: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepFault:
     """A wrapper around step. named: kinds of cause the Diagnosis may give it."""
 
@@ -106,60 +106,29 @@ def _nothing(model: nn.Module, placed: Sequence[Held], ctx: Any) -> Iterator[Non
 
 def step_faults() -> dict[str, StepFault]:
     """Every wrapper that works on any Program."""
+    # fmt: off
     return {
         fault.name: fault
         for fault in (
-            StepFault(
-                name="keep_last_microbatch",
-                story="the accumulator is cleared by every micro-batch",
-                operator="M34",
-                named=("lost_rows", "lost_contribution"),
-                plant=_keep_last,
-            ),
-            StepFault(
-                name="divide_by_world",
-                story="the result is divided by the world size once more",
-                operator="M08",
-                named=("factor",),
-                plant=_scaled_after(lambda ctx: 1 / ctx.world_size),
-            ),
-            StepFault(
-                name="times_world",
-                story="the loss is multiplied by the world size for an average that is none",
-                operator="M07",
-                named=("factor",),
-                plant=_scaled_after(lambda ctx: ctx.world_size),
-            ),
-            StepFault(
-                name="clip_by_local_norm",
-                story="each rank clips by the norm of its own shard",
-                operator="M53",
-                named=("rank_scale", "factor"),
-                plant=_clip_locally,
-            ),
-            StepFault(
-                name="clip_with_replicas_counted",
-                story="the norm counts replicated gradients once for each rank, so all are clipped",
-                operator="M52",
-                named=("factor",),
-                plant=_scaled_after(lambda ctx: ctx.world_size**-0.5),
-            ),
-            StepFault(
-                name="clip_on_rank_0",
-                story="only rank 0 clips its gradients",
-                operator="M54",
-                named=("rank_scale",),
-                plant=_scaled_after(lambda ctx: 0.5 if ctx.rank == 0 else 1.0),
-            ),
-            StepFault(
-                name="unsynchronised_init",
-                story="one replica starts from other weights",
-                operator="M50",
-                named=("other_weights",),
-                plant=_nothing,
-            ),
+            StepFault("keep_last_microbatch", "the accumulator is cleared by every micro-batch",
+                      "M34", ("lost_rows", "lost_contribution"), _keep_last),
+            StepFault("divide_by_world", "the result is divided by the world size once more", "M08",
+                      ("factor",), _scaled_after(lambda ctx: 1 / ctx.world_size)),
+            StepFault("times_world",
+                      "the loss is multiplied by the world size for an average that is none", "M07",
+                      ("factor",), _scaled_after(lambda ctx: ctx.world_size)),
+            StepFault("clip_by_local_norm", "each rank clips by the norm of its own shard", "M53",
+                      ("rank_scale", "factor"), _clip_locally),
+            StepFault("clip_with_replicas_counted",
+                      "the norm counts replicated gradients once for each rank, so all are clipped",
+                      "M52", ("factor",), _scaled_after(lambda ctx: ctx.world_size**-0.5)),
+            StepFault("clip_on_rank_0", "only rank 0 clips its gradients", "M54", ("rank_scale",),
+                      _scaled_after(lambda ctx: 0.5 if ctx.rank == 0 else 1.0)),
+            StepFault("unsynchronised_init", "one replica starts from other weights", "M50",
+                      ("other_weights",), _nothing),
         )
     }
+    # fmt: on
 
 
 def variants() -> dict[str, VariantFault]:

@@ -94,43 +94,16 @@ def tensor_diff(
     step: int,
 ) -> TensorDiff:
     """One tensor of one rank. got: None where the rank holds the parameter but no gradient."""
-    ref = wanted.value
-    status: Status = "pass"
-    reason: str | None = None
-    comparable = False
-    index: tuple[int, ...] = ()
-    max_abs = max_rel = l2_rel = float("nan")
-    ratio = same = same_l2 = None
-    if got is None:
-        status, reason = "fail", "this rank holds the parameter but wrote no gradient"
-    elif got.shape != ref.shape:
-        status, reason = "fail", f"got shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
-    else:
-        error = (got.double() - ref).abs()
-        index = _worst_index(error)
-        size = wanted.size
-        max_abs = float(error.max()) if error.numel() else 0.0
-        max_rel = max_abs / size if size else max_abs
-        norm = float(ref.norm())
-        l2_rel = float(error.norm()) / norm if norm else float(error.norm())
-        ratio = float((got.double() * ref).sum()) / norm**2 if norm else None
-        if wanted.same_dtype is not None and size:
-            distance = got.double() - wanted.same_dtype.double()
-            same = float(distance.abs().max()) / size if distance.numel() else 0.0
-            same_l2 = float(distance.norm()) / norm if norm else None
-        if not bool(torch.isfinite(ref).all()):
-            status, reason = "fail", "the reference itself is not finite"
-        elif not bool(torch.isfinite(got).all()):
-            bad = ~torch.isfinite(got)
-            index = tuple(torch.nonzero(bad)[0].tolist())
-            status, reason = "fail", f"{float(got[index])} at {list(index)}"
-        else:
-            comparable = True
-            if not max_abs <= wanted.threshold:
-                status, reason = "fail", "the error is above the threshold"
+    reason, index = _why_not(got, wanted)
+    comparable = reason is None
+    error = _Error() if got is None or got.shape != wanted.value.shape else _error(got, wanted)
+    if comparable and not error.max_abs <= wanted.threshold:
+        reason = "the error is above the threshold"
     power = _power(wanted)
-    if status == "pass":
-        status, reason = _seen_enough(wanted, power, every_term=wanted.every_term)
+    status: Status = "fail"
+    if reason is None:
+        status, reason = _seen_enough(wanted, power)
+    need = wanted.threshold + wanted.floor
     return TensorDiff(
         name=name,
         unit=unit,
@@ -141,24 +114,69 @@ def tensor_diff(
         status=status,
         reason=reason,
         comparable=comparable,
-        max_abs=max_abs,
-        max_rel=max_rel,
-        l2_rel=l2_rel,
-        ratio=ratio,
+        max_abs=error.max_abs,
+        max_rel=error.max_rel,
+        l2_rel=error.l2_rel,
+        ratio=error.ratio,
         noise_floor=wanted.floor,
         threshold=wanted.threshold,
         power=power,
-        power_whole=(wanted.threshold + wanted.floor) / wanted.size
-        if wanted.size
-        else float("inf"),
+        power_whole=need / wanted.size if wanted.size else float("inf"),
         every_term=wanted.every_term,
-        lost_share_caught=(wanted.threshold + wanted.floor) / wanted.scale
-        if wanted.scale
-        else float("inf"),
-        index=index,
-        max_rel_same_dtype=same,
-        l2_rel_same_dtype=same_l2,
+        lost_share_caught=need / wanted.scale if wanted.scale else float("inf"),
+        index=index or error.index,
+        max_rel_same_dtype=error.same,
+        l2_rel_same_dtype=error.same_l2,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Error:
+    """How far off a gradient is; NaN where it cannot be compared. same: from the same dtype's."""
+
+    index: tuple[int, ...] = ()
+    max_abs: float = float("nan")
+    max_rel: float = float("nan")
+    l2_rel: float = float("nan")
+    ratio: float | None = None
+    same: float | None = None
+    same_l2: float | None = None
+
+
+def _error(got: Tensor, wanted: Expected) -> _Error:
+    ref, size = wanted.value, wanted.size
+    error = (got.double() - ref).abs()
+    max_abs = float(error.max()) if error.numel() else 0.0
+    norm = float(ref.norm())
+    same = same_l2 = None
+    if wanted.same_dtype is not None and size:
+        distance = got.double() - wanted.same_dtype.double()
+        same = float(distance.abs().max()) / size if distance.numel() else 0.0
+        same_l2 = float(distance.norm()) / norm if norm else None
+    return _Error(
+        index=_worst_index(error),
+        max_abs=max_abs,
+        max_rel=max_abs / size if size else max_abs,
+        l2_rel=float(error.norm()) / norm if norm else float(error.norm()),
+        ratio=float((got.double() * ref).sum()) / norm**2 if norm else None,
+        same=same,
+        same_l2=same_l2,
+    )
+
+
+def _why_not(got: Tensor | None, wanted: Expected) -> tuple[str | None, tuple[int, ...]]:
+    """Why two tensors cannot be compared, and where; None where they can."""
+    ref = wanted.value
+    if got is None:
+        return "this rank holds the parameter but wrote no gradient", ()
+    if got.shape != ref.shape:
+        return f"got shape {tuple(got.shape)}, expected {tuple(ref.shape)}", ()
+    if not bool(torch.isfinite(ref).all()):
+        return "the reference itself is not finite", ()
+    if not bool(torch.isfinite(got).all()):
+        index = tuple(torch.nonzero(~torch.isfinite(got))[0].tolist())
+        return f"{float(got[index])} at {list(index)}", index
+    return None, ()
 
 
 def _power(wanted: Expected) -> dict[str, float]:
@@ -175,13 +193,11 @@ def _power(wanted: Expected) -> dict[str, float]:
     }
 
 
-def _seen_enough(
-    wanted: Expected, power: dict[str, float], *, every_term: bool
-) -> tuple[Status, str | None]:
+def _seen_enough(wanted: Expected, power: dict[str, float]) -> tuple[Status, str | None]:
     """UNKNOWN where a wrong gradient would have passed."""
     if wanted.scale == 0:
         return "unknown", "no term reaches this tensor, so nothing was checked"
-    if every_term:
+    if wanted.every_term:
         blind = [term for term, value in power.items() if value > BLIND_STRUCTURE]
         if blind:
             return "unknown", f"a wrong factor on {', '.join(blind)} would not have been seen"

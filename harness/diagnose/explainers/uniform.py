@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.rows import factor_by_rows
 from sumgrad.diagnose.fit import as_fraction
-from sumgrad.diagnose.names import block_counts, factor_symbols, list_rows, mean_of_means, power_of
-from sumgrad.diagnose.reductions import CLOSE, carried_by, empty_handed, reductions_of, scaled_by
+from sumgrad.diagnose.names import factor_symbols, list_rows, power_of
+from sumgrad.diagnose.reductions import CLOSE, carried_by, reductions_of
 from sumgrad.diagnose.row_fit import Factors, explain
 from sumgrad.judge.cells import Cell
 from sumgrad.judge.joint import Joint, describe, identical, prescaled, sizes_of
@@ -45,7 +46,7 @@ def uniform_cause(
     elif found.level == "previous":
         diagnosis = _stale(case, found, names)
     else:
-        diagnosis = _factor_by_rows(case, found, names)
+        diagnosis = factor_by_rows(case, found, names)
     return replace(diagnosis, ranks=diagnosis.ranks or ranks), [(ranks, found)]
 
 
@@ -273,78 +274,6 @@ def _stale(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:
             "the reference of this step plus those rows' partials at the previous step's weights "
             "is the measured gradient",
         ),
-    )
-
-
-def _factor_by_rows(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:
-    what = some_of(names)
-    fits = "with one factor for each row interval the residual is under the threshold"
-    means = mean_of_means(case, found)
-    if means == 0:
-        return Diagnosis(
-            cause=f"{what} is a sum of means: every part is divided by its own count, not by the "
-            f"global one",
-            kind="local_count",
-            symbol="N/n_part",
-            because=(fits, "each part's factor times its count is the total count"),
-        )
-    if means is not None:
-        return Diagnosis(
-            cause=f"{what} is a mean of {means} means: every part is divided by its own count, and "
-            f"the parts are averaged",
-            kind="mean_of_means",
-            symbol="N/(parts*n_part)",
-            because=(
-                fits,
-                "each part's factor times its count is the same number, total count / parts",
-            ),
-        )
-    lost = [u.rows for u in found.counted(0) if u.rows]
-    others = [v for v in found.known if abs(v) >= CLOSE]
-    if lost and all(abs(v - 1) < CLOSE for v in others):
-        empty = empty_handed(case)
-        if empty is not None:
-            return Diagnosis(
-                cause=f"rank {spans(empty[0])} contributes zeros to {empty[1]}, so rows "
-                f"{list_rows(lost)} never reach {what}",
-                kind="lost_contribution",
-                ranks=tuple(empty[0]),
-                factor="0",
-                because=(fits, "the ledger shows its input as zeros while the others' are not"),
-            )
-        calls = max((h.info[case.tier, case.step]["backwards"] for h in case.record.ranks.values()
-                     if (case.tier, case.step) in h.info), default=0)  # fmt: skip
-        why = f": one of {calls} backward calls was overwritten" if calls > 1 else ""
-        return Diagnosis(
-            cause=f"rows {list_rows(lost)} never reach {what}{why}",
-            kind="lost_rows",
-            factor="0",
-            because=(fits, "their factor is 0 and that of all other rows is 1"),
-        )
-    odd = {
-        u.rows: v
-        for u, v in zip(found.units, found.values, strict=True)
-        if v is not None and u.rows and abs(v - 1) > CLOSE
-    }
-    first = next(iter(odd.values()), None)
-    if first is not None and all(abs(v - first) < CLOSE for v in odd.values()):
-        by = scaled_by(case, first)
-        where = f", which is what rank {spans(by)} sends" if by else ""
-        symbols = factor_symbols(case, first)
-        named = f" = {symbols[0]}" if symbols else ""
-        return Diagnosis(
-            cause=f"rows {list_rows(list(odd))} are counted {first:.9g}{named} times in "
-            f"{what}{where}",
-            kind="rank_factor",
-            ranks=tuple(by),
-            factor=f"{first:.9g}",
-            symbol=symbols[0] if symbols else None,
-            because=(fits, "all other rows are counted once"),
-        )
-    return Diagnosis(
-        cause=f"the rows are counted differently in {what}: {block_counts(found)}",
-        kind="row_factors",
-        because=(fits,),
     )
 
 

@@ -1,0 +1,103 @@
+"""One factor for each stretch of rows, in words: means of parts, rows that are lost, rows of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.names import block_counts, factor_symbols, list_rows, mean_of_means
+from sumgrad.diagnose.reductions import CLOSE, empty_handed, scaled_by
+from sumgrad.diagnose.row_fit import Factors
+
+
+def factor_by_rows(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:
+    """The words for factors on rows; `because` begins with what they leave."""
+    what = some_of(names)
+    diagnosis = (
+        _means(case, found, what)
+        or _lost_rows(case, found, what)
+        or _one_odd_factor(case, found, what)
+        or Diagnosis(
+            cause=f"the rows are counted differently in {what}: {block_counts(found)}",
+            kind="row_factors",
+        )
+    )
+    fits = "with one factor for each row interval the residual is under the threshold"
+    return replace(diagnosis, because=(fits, *diagnosis.because))
+
+
+def _means(case: Case, found: Factors, what: str) -> Diagnosis | None:
+    """Every part divided by its own count; the number of parts that are averaged, or none."""
+    means = mean_of_means(case, found)
+    if means is None:
+        return None
+    if means == 0:
+        return Diagnosis(
+            cause=f"{what} is a sum of means: every part is divided by its own count, not by the "
+            f"global one",
+            kind="local_count",
+            symbol="N/n_part",
+            because=("each part's factor times its count is the total count",),
+        )
+    return Diagnosis(
+        cause=f"{what} is a mean of {means} means: every part is divided by its own count, and "
+        f"the parts are averaged",
+        kind="mean_of_means",
+        symbol="N/(parts*n_part)",
+        because=("each part's factor times its count is the same number, total count / parts",),
+    )
+
+
+def _lost_rows(case: Case, found: Factors, what: str) -> Diagnosis | None:
+    """Some rows are not counted and all others once."""
+    lost = [u.rows for u in found.counted(0) if u.rows]
+    others = [v for v in found.known if abs(v) >= CLOSE]
+    if not lost or not all(abs(v - 1) < CLOSE for v in others):
+        return None
+    empty = empty_handed(case)
+    if empty is not None:
+        return Diagnosis(
+            cause=f"rank {spans(empty[0])} contributes zeros to {empty[1]}, so rows "
+            f"{list_rows(lost)} never reach {what}",
+            kind="lost_contribution",
+            ranks=tuple(empty[0]),
+            factor="0",
+            because=("the ledger shows its input as zeros while the others' are not",),
+        )
+    at = (case.tier, case.step)
+    calls = [h.info[at]["backwards"] for h in case.record.ranks.values() if at in h.info]
+    most = max(calls, default=0)
+    why = f": one of {most} backward calls was overwritten" if most > 1 else ""
+    return Diagnosis(
+        cause=f"rows {list_rows(lost)} never reach {what}{why}",
+        kind="lost_rows",
+        factor="0",
+        because=("their factor is 0 and that of all other rows is 1",),
+    )
+
+
+def _one_odd_factor(case: Case, found: Factors, what: str) -> Diagnosis | None:
+    """Some rows have one factor and all others 1."""
+    odd = {
+        u.rows: v
+        for u, v in zip(found.units, found.values, strict=True)
+        if v is not None and u.rows and abs(v - 1) > CLOSE
+    }
+    first = next(iter(odd.values()), None)
+    if first is None or not all(abs(v - first) < CLOSE for v in odd.values()):
+        return None
+    by = scaled_by(case, first)
+    where = f", which is what rank {spans(by)} sends" if by else ""
+    symbols = factor_symbols(case, first)
+    named = f" = {symbols[0]}" if symbols else ""
+    return Diagnosis(
+        cause=f"rows {list_rows(list(odd))} are counted {first:.9g}{named} times in {what}{where}",
+        kind="rank_factor",
+        ranks=tuple(by),
+        factor=f"{first:.9g}",
+        symbol=symbols[0] if symbols else None,
+        because=("all other rows are counted once",),
+    )
