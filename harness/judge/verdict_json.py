@@ -11,6 +11,10 @@ from sumgrad.judge.comparison import TensorDiff
 from sumgrad.topology.pools import Topology
 
 SCHEMA = 1
+PLAIN = (
+    "name", "rank", "pool", "tier", "step", "status", "reason", "max_abs", "max_rel", "l2_rel",
+    "ratio", "noise_floor", "threshold", "max_rel_same_dtype", "l2_rel_same_dtype",
+)  # fmt: skip
 
 
 def topology_json(topology: Topology) -> dict[str, Any]:
@@ -62,23 +66,9 @@ def unknown_tensors(diffs: Sequence[TensorDiff]) -> dict[str, None]:
 def tensor_json(d: TensorDiff) -> dict[str, Any]:
     """One tensor of one rank in one tier and step."""
     return {
-        "name": d.name,
-        "rank": d.rank,
-        "pool": d.pool,
-        "tier": d.tier,
-        "step": d.step,
-        "status": d.status,
-        "reason": d.reason,
-        "max_abs": d.max_abs,
-        "max_rel": d.max_rel,
-        "l2_rel": d.l2_rel,
-        "ratio": d.ratio,
-        "noise_floor": d.noise_floor,
-        "threshold": d.threshold,
+        **{name: getattr(d, name) for name in PLAIN},
         "smallest_scale_error_caught": d.smallest_scale_error_caught,
         "smallest_lost_share_caught": d.lost_share_caught,
         "scale_error_caught_by_term": d.power,
         "index": list(d.index),
-        "max_rel_same_dtype": d.max_rel_same_dtype,
-        "l2_rel_same_dtype": d.l2_rel_same_dtype,
     }

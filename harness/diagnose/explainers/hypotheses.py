@@ -6,7 +6,7 @@ factors come from here: the edge first, the sizes of the topology second.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -79,66 +79,55 @@ def _change(plan: Plan, edges: Iterable[Edge], **change: object) -> Plan:
     return plan
 
 
+def _edited(
+    plan: Plan,
+    edges: Sequence[Edge],
+    kind: str,
+    cause: str,
+    rank: int,
+    edit: dict[str, Any],
+    **more: Any,
+) -> Hypothesis:
+    """The hypothesis that these edges are otherwise. edit: how; more: its other fields."""
+    names = tuple(edge.name for edge in edges)
+    changed = _change(plan, edges, **edit)
+    return Hypothesis(cause=cause, kind=kind, plan=changed, edges=names, rank=rank, **more)
+
+
 def _reduction_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
     for pool in plan.topology.pools:
         if pool.size == 1:
             continue
         whole = plan.select(Reduction, pool=pool.name)
         sets = [whole] if len(whole) == 1 else [whole, *((edge,) for edge in whole)]
+        size, symbol, ranks = Fraction(pool.size), pool.symbol, tuple(pool.ranks)
         for edges in sets:
             what = f"the {pool.name} reduction"
             if len(whole) > 1 and len(edges) == 1:
                 what = f"the {pool.name} reduction of {edges[0].unit}"
-            common: dict[str, Any] = {
-                "edges": tuple(e.name for e in edges),
-                "ranks": tuple(pool.ranks),
-            }
             later = 0 if len(edges) == len(whole) else 1
-            size, symbol = Fraction(pool.size), pool.symbol
-            yield Hypothesis(
-                cause=f"{what} averages (AVG) where the convention sums",
-                kind="avg",
-                plan=_change(plan, edges, op="avg"),
-                factor=1 / size,
-                symbol=f"1/{symbol}",
-                rank=later,
-                **common,
+            less = {"ranks": ranks, "factor": 1 / size, "symbol": f"1/{symbol}"}
+            cause = f"{what} averages (AVG) where the convention sums"
+            yield _edited(plan, edges, "avg", cause, later, {"op": "avg"}, **less)
+            cause = f"{what} is skipped: every rank keeps its own partial sum"
+            yield _edited(
+                plan, edges, "skipped_reduction", cause, later, {"op": "none"}, ranks=ranks
             )
-            yield Hypothesis(
-                cause=f"{what} is skipped: every rank keeps its own partial sum",
-                kind="skipped_reduction",
-                plan=_change(plan, edges, op="none"),
-                rank=later,
-                **common,
+            cause = f"{what} runs twice: a complete gradient is summed again"
+            more = {"ranks": ranks, "factor": size, "symbol": symbol}
+            yield _edited(
+                plan, edges, "double_reduction", cause, later + 2, {"weight": size}, **more
             )
-            yield Hypothesis(
-                cause=f"{what} runs twice: a complete gradient is summed again",
-                kind="double_reduction",
-                plan=_change(plan, edges, weight=size),
-                factor=size,
-                symbol=symbol,
-                rank=later + 2,
-                **common,
+            cause = f"every rank divides by {symbol} before {what}"
+            edit: dict[str, Any] = {"weight": 1 / size}
+            yield _edited(plan, edges, "divided_before_reduction", cause, later + 3, edit, **less)
+            cause = (
+                f"two factors cancel: every rank multiplies by {symbol}, then {what} averages "
+                f"(AVG); the values are right only while both stay"
             )
-            yield Hypothesis(
-                cause=f"every rank divides by {symbol} before {what}",
-                kind="divided_before_reduction",
-                plan=_change(plan, edges, weight=1 / size),
-                factor=1 / size,
-                symbol=f"1/{symbol}",
-                rank=later + 3,
-                **common,
-            )
-            yield Hypothesis(
-                cause=f"two factors cancel: every rank multiplies by {symbol}, then {what} "
-                f"averages (AVG); the values are right only while both stay",
-                kind="compensated",
-                plan=_change(plan, edges, op="avg", weight=size),
-                factor=Fraction(1),
-                symbol=f"{symbol}/{symbol}",
-                rank=later,
-                **common,
-            )
+            edit = {"op": "avg", "weight": size}
+            more = {"ranks": ranks, "factor": Fraction(1), "symbol": f"{symbol}/{symbol}"}
+            yield _edited(plan, edges, "compensated", cause, later, edit, **more)
 
 
 def _emission_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
@@ -149,35 +138,34 @@ def _emission_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
     for term, edges in by_term.items():
         for chosen in [edges, *([e] for e in edges)] if len(edges) > 1 else [edges]:
             pools = [plan.topology.pool(e.pool) for e in chosen]
-            if all(pool.size == 1 for pool in pools):
-                continue
             many = [pool for pool in pools if pool.size > 1]
+            if not many:
+                continue
             sizes = {pool.size for pool in many}
             names = " and ".join(pool.name for pool in many)
-            yield Hypothesis(
-                cause=f"{term} comes from replicated weights, but every rank of {names} adds it, "
-                f"not one",
-                kind="replicated_contribution",
-                plan=_change(plan, chosen, placement="all"),
-                edges=tuple(e.name for e in chosen),
+            yield _edited(
+                plan,
+                chosen,
+                "replicated_contribution",
+                f"{term} comes from replicated weights, but every rank of {names} adds it, not one",
+                0 if len(chosen) == len(edges) else 1,
+                {"placement": "all"},
                 term=term,
                 ranks=tuple(r for pool in many for r in pool.ranks),
                 factor=Fraction(sizes.pop()) if len(sizes) == 1 else None,
                 symbol=", ".join(pool.symbol for pool in many),
-                rank=0 if len(chosen) == len(edges) else 1,
             )
     for edge in plan.select(Emission):
-        yield Hypothesis(
-            cause=f"{edge.term} of {edge.pool} never reaches the gradient",
-            kind="lost_term",
-            plan=_change(plan, [edge], weight=Fraction(0)),
-            edges=(edge.name,),
-            term=edge.term,
-            ranks=tuple(plan.topology.pool(edge.pool).ranks),
-            factor=Fraction(0),
-            symbol="0",
-            rank=2,
-        )
+        cause = f"{edge.term} of {edge.pool} never reaches the gradient"
+        ranks = tuple(plan.topology.pool(edge.pool).ranks)
+        yield _lost(plan, edge, "lost_term", cause, 2, term=edge.term, ranks=ranks)
+
+
+def _lost(plan: Plan, edge: Edge, kind: str, cause: str, rank: int, **more: Any) -> Hypothesis:
+    """The hypothesis that what an edge carries is dropped."""
+    zero = Fraction(0)
+    more = {"factor": zero, "symbol": "0", **more}
+    return _edited(plan, [edge], kind, cause, rank, {"weight": zero}, **more)
 
 
 def _statistic_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
@@ -185,93 +173,60 @@ def _statistic_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
         pool = plan.topology.pool(edge.pool)
         if pool.size == 1:
             continue
-        common: dict[str, Any] = {
-            "edges": (edge.name,),
-            "term": edge.term,
-            "ranks": tuple(pool.ranks),
-        }
-        yield Hypothesis(
-            cause=f"{edge.term} is evaluated at each rank's own sums, not at the global ones; "
-            f"no coefficient describes that",
-            kind="local_statistic",
-            plan=_change(plan, [edge], mode="local"),
-            rank=0,
-            **common,
+        more: dict[str, Any] = {"term": edge.term, "ranks": tuple(pool.ranks)}
+        cause = (
+            f"{edge.term} is evaluated at each rank's own sums, not at the global ones; no "
+            f"coefficient describes that"
         )
-        yield Hypothesis(
-            cause=f"the global sum of {edge.term} is differentiated through the collective, so "
-            f"every rank's loss reaches every rank",
-            kind="differentiable_sum",
-            plan=_change(plan, [edge], mode="differentiable"),
-            factor=Fraction(pool.size),
-            symbol=pool.symbol,
-            rank=0,
-            **common,
+        yield _edited(plan, [edge], "local_statistic", cause, 0, {"mode": "local"}, **more)
+        cause = (
+            f"the global sum of {edge.term} is differentiated through the collective, so every "
+            f"rank's loss reaches every rank"
         )
-        yield Hypothesis(
-            cause=f"{edge.term} is evaluated at the mean of the ranks' sums, not at their sum",
-            kind="mean_statistic",
-            plan=_change(plan, [edge], weight=Fraction(1, pool.size)),
-            rank=1,
-            **common,
-        )
+        edit: dict[str, Any] = {"mode": "differentiable"}
+        sized = {**more, "factor": Fraction(pool.size), "symbol": pool.symbol}
+        yield _edited(plan, [edge], "differentiable_sum", cause, 0, edit, **sized)
+        cause = f"{edge.term} is evaluated at the mean of the ranks' sums, not at their sum"
+        edit = {"weight": Fraction(1, pool.size)}
+        yield _edited(plan, [edge], "mean_statistic", cause, 1, edit, **more)
 
 
 def _message_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
     for edge in plan.select(Transfer):
         if edge.kind != "cotangent":
             continue
-        yield Hypothesis(
-            cause=f"no rank of {edge.src} returns the derivative of {edge.term} to {edge.dst}",
-            kind="lost_messages",
-            plan=_change(plan, [edge], weight=Fraction(0)),
-            edges=(edge.name,),
-            term=edge.term,
-            ranks=tuple(plan.topology.pool(edge.src).ranks),
-            factor=Fraction(0),
-            symbol="0",
-            rank=2,
-        )
+        cause = f"no rank of {edge.src} returns the derivative of {edge.term} to {edge.dst}"
+        ranks = tuple(plan.topology.pool(edge.src).ranks)
+        yield _lost(plan, edge, "lost_messages", cause, 2, term=edge.term, ranks=ranks)
         for m in messages(plan, edge):
-            lost = (((m.src, m.dst), Fraction(0)),)
-            yield Hypothesis(
-                cause=f"the message {edge.name} from {plan.topology.place(m.src)} to "
-                f"{plan.topology.place(m.dst)}, rows {m.a} to {m.b - 1}, never arrives",
-                kind="lost_message",
-                plan=_change(plan, [edge], overrides=lost),
-                edges=(edge.name,),
+            place = plan.topology.place
+            cause = (
+                f"the message {edge.name} from {place(m.src)} to {place(m.dst)}, rows {m.a} to "
+                f"{m.b - 1}, never arrives"
+            )
+            yield _edited(
+                plan,
+                [edge],
+                "lost_message",
+                cause,
+                1,
+                {"overrides": (((m.src, m.dst), Fraction(0)),)},
                 term=edge.term,
                 ranks=(m.src, m.dst),
                 factor=Fraction(0),
                 symbol="0",
-                rank=1,
             )
     for handoff in plan.select(Handoff):
-        src = plan.topology.pool(handoff.src)
-        common: dict[str, Any] = {
-            "edges": (handoff.name,),
-            "ranks": (handoff.src_rank, handoff.dst_rank),
-        }
-        yield Hypothesis(
-            cause=f"the gradient that {handoff.src} hands to {handoff.dst} never arrives",
-            kind="lost_handoff",
-            plan=_change(plan, [handoff], weight=Fraction(0)),
-            factor=Fraction(0),
-            symbol="0",
-            rank=1,
-            **common,
-        )
-        for pool in (src, plan.topology.pool(handoff.dst)):
+        ranks = (handoff.src_rank, handoff.dst_rank)
+        what = f"the gradient that {handoff.src} hands to {handoff.dst}"
+        yield _lost(plan, handoff, "lost_handoff", f"{what} never arrives", 1, ranks=ranks)
+        for pool in (plan.topology.pool(handoff.src), plan.topology.pool(handoff.dst)):
             if pool.size > 1:
-                yield Hypothesis(
-                    cause=f"the gradient that {handoff.src} hands to {handoff.dst} counts "
-                    f"{pool.symbol} times",
-                    kind="repeated_handoff",
-                    plan=_change(plan, [handoff], weight=Fraction(pool.size)),
-                    factor=Fraction(pool.size),
-                    symbol=pool.symbol,
-                    rank=2,
-                    **common,
+                size = Fraction(pool.size)
+                more = {"ranks": ranks, "factor": size, "symbol": pool.symbol}
+                cause = f"{what} counts {pool.symbol} times"
+                yield _edited(
+                    plan, [handoff], "repeated_handoff", cause, 2, {"weight": size}, **more
                 )
 
 
@@ -282,15 +237,12 @@ def _stale_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
             a, b = plan.rows(rank)
             if a == b and rank != plan.leader(pool.name):
                 continue
-            yield Hypothesis(
-                cause=f"{plan.topology.place(rank)} adds what it contributed in the previous step "
-                f"to the {pool.name} reduction: a stale buffer, not a weighting bug",
-                kind="stale_buffer",
-                plan=_change(plan, whole, stale_rank=rank),
-                edges=tuple(e.name for e in whole),
-                ranks=(rank,),
-                rank=1,
+            cause = (
+                f"{plan.topology.place(rank)} adds what it contributed in the previous step to the "
+                f"{pool.name} reduction: a stale buffer, not a weighting bug"
             )
+            edit = {"stale_rank": rank}
+            yield _edited(plan, whole, "stale_buffer", cause, 1, edit, ranks=(rank,))
 
 
 def _factor_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
@@ -313,17 +265,19 @@ def _factor_hypotheses(plan: Plan) -> Iterator[Hypothesis]:
         first = edges[0]
         assert isinstance(first, Transfer | Emission)
         srcs = [e.src if isinstance(e, Transfer) else e.pool for e in edges]  # type: ignore[union-attr]
+        ranks = tuple(r for s in srcs for r in plan.topology.pool(s).ranks)
         for factor, symbols in factor_names(plan).items():
-            yield Hypothesis(
-                cause=f"{what} is counted {symbols[0]} times"
-                if factor > 1
-                else f"{what} is multiplied by {symbols[0]}",
-                kind="factor",
-                plan=_change(plan, edges, weight=factor),
-                edges=names,
+            how = "is counted {} times" if factor > 1 else "is multiplied by {}"
+            product = "*" in symbols[0] or symbols[0].count("/") > 1
+            yield _edited(
+                plan,
+                edges,
+                "factor",
+                f"{what} {how.format(symbols[0])}",
+                4 if product else 3,
+                {"weight": factor},
                 term=first.term,
-                ranks=tuple(r for s in srcs for r in plan.topology.pool(s).ranks),
+                ranks=ranks,
                 factor=factor,
                 symbol=symbols[0],
-                rank=4 if "*" in symbols[0] or symbols[0].count("/") > 1 else 3,
             )

@@ -1,4 +1,4 @@
-"""One factor for each stretch of rows, in words: means of parts, rows that are lost, rows of a rank."""
+"""One factor for each stretch of rows, in words: means of parts, lost rows, one rank's rows."""
 
 from __future__ import annotations
 
