@@ -50,8 +50,7 @@ def _swiglu_gradient(ctx: Any, dy: Tensor) -> Any:
 
 
 swiglu_op.register_autograd(
-    _swiglu_gradient,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    _swiglu_gradient, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
 
 

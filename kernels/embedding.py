@@ -151,12 +151,7 @@ def embedding_nodes(
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        weight: Tensor,
-        tokens: Tensor,
-        layout: Layout,
-        sinks: Sinks | None,
-        leaf: int,
+        ctx: Any, weight: Tensor, tokens: Tensor, layout: Layout, sinks: Sinks | None, leaf: int
     ) -> Tensor:
         num_rows, length = len(tokens), weight.shape[1]
         block = block_of(length)

@@ -134,10 +134,7 @@ sumgrad.subjects.planned.step.clip_by_global_norm_ = clip
 
 def test_precision_alone_does_not_pass_what_it_cannot_see(sumgrad_check):
     verdict = sumgrad_check(
-        "three_pool_square.yaml",
-        tiers=("precision",),
-        dtype="bfloat16",
-        fault="divide_by_ci_count",
+        "three_pool_square.yaml", tiers=("precision",), dtype="bfloat16", fault="divide_by_ci_count"
     )
     assert verdict.status in ("fail", "unknown")
 

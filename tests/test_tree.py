@@ -105,10 +105,7 @@ def pieces_of(lengths, cuts) -> list[Piece]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=9),
-    seed=st.integers(0, 10**6),
-)
+@given(lengths=st.lists(st.integers(0, 90), min_size=1, max_size=9), seed=st.integers(0, 10**6))
 def test_any_cuts_in_any_order_give_the_bits_of_the_definition(lengths, seed):
     draw = random.Random(seed)
     cuts = [(draw.randrange(len(lengths)), LEAF * draw.randrange(6)) for _ in range(6)]
@@ -205,9 +202,7 @@ def test_an_unaligned_cut_is_named():
         plan_tree(layout, LEAF)
     with pytest.raises(UnalignedCut, match=r"position 16.*multiple of 64"):
         Layout(
-            num_samples=1,
-            num_rows=9,
-            pieces=(Piece(sample=0, start=16, stop=25, row=0),),
+            num_samples=1, num_rows=9, pieces=(Piece(sample=0, start=16, stop=25, row=0),)
         ).check_cuts(64, "attention")
 
 
@@ -216,10 +211,7 @@ def test_an_unaligned_cut_is_named():
     [
         ([Piece(sample=0, stop=5, row=0), Piece(sample=1, stop=5, row=4)], "rows 4 to 5 belong"),
         (
-            [
-                Piece(sample=0, stop=16, row=0, ends=False),
-                Piece(sample=0, stop=20, row=18),
-            ],
+            [Piece(sample=0, stop=16, row=0, ends=False), Piece(sample=0, stop=20, row=18)],
             "positions of sample 0",
         ),
         ([Piece(sample=7, stop=5, row=0)], "the batch has samples 0 to 1"),

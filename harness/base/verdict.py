@@ -31,7 +31,10 @@ class RecoveredCoefficient:
     recovered: float | None
     sigma: float | None
     fraction: str | None
-    identifiable: bool
+    identifiable: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "identifiable", self.recovered is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,13 +27,14 @@ from sumgrad.base.plain_text import shown
 from sumgrad.base.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
 from sumgrad.cli.arguments import Parser, add_common_flags, add_run_flags, make_parser
 from sumgrad.cli.interrupts import closed_on_signal
+from sumgrad.report import FORMATS as REPORTS
 
 if TYPE_CHECKING:
     from sumgrad.launch.local.launcher import Launcher
 
 WIDTH_ELSEWHERE = 200
 MAX_ERROR, MAX_ERROR_LINES = 600, 12
-FORMATS = ("json", "html", "markdown", "junit")
+FORMATS = ("json", *REPORTS)
 STANDARD_OUTPUT = Path("-")
 
 
@@ -98,7 +99,7 @@ def _checked(args: argparse.Namespace) -> argparse.Namespace:
         if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
             problems.append(f"--{name} {path}: cannot be written")
     if sum(getattr(args, name, None) == STANDARD_OUTPUT for name in FORMATS) > 1:
-        problems.append("only one of --json, --html, --markdown, --junit can be `-`")
+        problems.append(f"only one of {', '.join(f'--{n}' for n in FORMATS)} can be `-`")
     if problems:
         raise UserError(problems)
     return args
@@ -297,12 +298,11 @@ def _judge(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from sumgrad.launch.judging import judge_directory
-    from sumgrad.report import FORMATS
 
     with _Progress(args.quiet) as progress:
         progress("judging")
         verdict = judge_directory(args.directory)
-    for name, renderer in FORMATS.items():
+    for name, renderer in REPORTS.items():
         path, (module, _, function) = getattr(args, name), renderer.partition(":")
         if path is not None:
             _write(path, getattr(importlib.import_module(module), function)(verdict))

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import same_bits
-from sumgrad.diagnose.fit import Fit, fit_deviation
+from sumgrad.base.verdict import RecoveredCoefficient
+from sumgrad.diagnose.fit import Fit, as_fraction, fit_deviation
 from sumgrad.judge.cells import Cell, cells, expected
 from sumgrad.judge.comparison import Expected, TensorDiff
 from sumgrad.judge.finding import Compared
@@ -190,8 +191,23 @@ def holders(record: Record, tier: str, step: int) -> Iterator[Holder]:
                 )
 
 
-def covers_all(case: Case, cell: Coefficient) -> bool:
-    return cell.rows is None or cell.rows == (0, case.plan.declaration.num_rows)
+def recovered(
+    case: Case, holder: Holder, cell: Coefficient, value: float | None, sigma: float | None
+) -> RecoveredCoefficient:
+    """A coefficient as it was measured on a holder."""
+    fraction = as_fraction(value, sigma)
+    whole = cell.rows is None or cell.rows == (0, case.plan.declaration.num_rows)
+    return RecoveredCoefficient(
+        params=holder.unit,
+        ranks=holder.ranks,
+        term=cell.term,
+        producer=cell.producer,
+        rows=None if whole else cell.rows,
+        expected="1",
+        recovered=value,
+        sigma=sigma,
+        fraction=str(fraction) if fraction is not None else None,
+    )
 
 
 def whole_terms(case: Case, holder: Holder) -> list[Coefficient]:

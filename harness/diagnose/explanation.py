@@ -59,8 +59,4 @@ def choose(case: Case, explainers: Sequence[Explainer]) -> Chosen:
 
 
 def _merit(explanation: Explanation, left: Left) -> tuple[int, int, int]:
-    return (
-        len(explanation.explains & left),
-        -explanation.contradictions,
-        -explanation.complexity,
-    )
+    return (len(explanation.explains & left), -explanation.contradictions, -explanation.complexity)

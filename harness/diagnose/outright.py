@@ -28,13 +28,7 @@ def law_only(record: Record, mismatches: Sequence[Mismatch]) -> Diagnosis:
             because = [f"the ledger shows {first}", "it is the ledger that this plan would leave"]
             if hypothesis.kind == "compensated":
                 because[1] = "every gradient is right, so something multiplies by the size first"
-            return Diagnosis(
-                cause=hypothesis.cause,
-                kind=hypothesis.kind,
-                term=hypothesis.term,
-                ranks=hypothesis.ranks,
-                factor=str(hypothesis.factor) if hypothesis.factor is not None else None,
-                symbol=hypothesis.symbol,
+            return hypothesis.diagnosis(
                 because=tuple(because),
                 however=("the comparison with the reference passes on this topology",),
             )

@@ -114,10 +114,7 @@ def _one_stretch(case: Case, cells: Sequence[Cell], wrong_only: bool) -> Factors
             if bool(((got - total).abs() <= bound).all()):
                 values = tuple(1.0 if a <= i <= b else 0.0 for i in range(len(units)))
                 return Factors(
-                    level="rows",
-                    units=tuple(units),
-                    values=values,
-                    sigmas=(0.0,) * len(units),
+                    level="rows", units=tuple(units), values=values, sigmas=(0.0,) * len(units)
                 )
     return None
 

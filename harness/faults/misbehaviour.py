@@ -223,11 +223,7 @@ ACTIONS: dict[str, Callable[[Misbehaviour, Call, Buffers, str], None]] = {
 
 
 def _on_last(
-    call: Call,
-    buffers: Buffers,
-    change: Callable[[int, Tensor], Tensor],
-    *,
-    everyone: bool = False,
+    call: Call, buffers: Buffers, change: Callable[[int, Tensor], Tensor], *, everyone: bool = False
 ) -> None:
     """Carry it out with the last member's inputs changed; the tensors themselves stay."""
     own = [t.clone() for t in buffers.inputs]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sumgrad.base.tensors import same_bits
 from sumgrad.invariance.arrangement import Arrangement, Call
 from sumgrad.invariance.protocol import Operator, OperatorError
 from torch import Tensor
@@ -77,13 +78,7 @@ def draw_problem(
 
 
 def place(
-    values: Tensor,
-    call: Call,
-    starts: Sequence[int],
-    *,
-    offset: int,
-    junk: bool,
-    nan: bool = False,
+    values: Tensor, call: Call, starts: Sequence[int], *, offset: int, junk: bool, nan: bool = False
 ) -> Tensor:
     """Logical rows -> the physical rows of a call, in storage moved by `offset` elements.
 
@@ -113,12 +108,7 @@ def physical_inputs(problem: Problem, arrangement: Arrangement, call: Call) -> T
     starts = starts_of(problem.lengths)
     return {
         name: place(
-            value,
-            call,
-            starts,
-            offset=arrangement.offset,
-            junk=True,
-            nan=arrangement.nan_padding,
+            value, call, starts, offset=arrangement.offset, junk=True, nan=arrangement.nan_padding
         )
         for name, value in problem.rows.items()
     }
@@ -176,7 +166,7 @@ def run_share(
             _differentiate(pending, gather)
     _differentiate(pending, gather)
     for name, value in weights.items():
-        if not _same_bits(value.detach(), problem.weights[name]):
+        if not same_bits(value.detach(), problem.weights[name]):
             raise OperatorError(f"changed its weight {name!r}")
     return Share(state=state, rows=gather.finish())
 
@@ -225,7 +215,7 @@ class _Gather:
         if self.operator.output is not None:
             found["y"] = p.result.detach()
         for name, value in p.inputs.items():
-            if not _same_bits(value.detach(), p.copies[name]):
+            if not same_bits(value.detach(), p.copies[name]):
                 raise OperatorError(f"changed its input {name!r}")
             if value.is_floating_point() and value.grad is None:
                 self.without.append(("d" + name, p.call, torch.zeros_like(value)))
@@ -269,13 +259,6 @@ def _moved(value: Tensor, offset: int) -> Tensor:
     out = value.new_zeros(offset + value.numel())[offset:].view(value.shape)
     out.copy_(value)
     return out
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    both = [t.contiguous().flatten().view(torch.uint8) for t in (a, b)]
-    return bool(torch.equal(both[0], both[1]))
 
 
 def run_arrangement(operator: Operator, problem: Problem, arrangement: Arrangement) -> Tensors:

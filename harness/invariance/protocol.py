@@ -54,11 +54,7 @@ class Operator(Protocol):
     def must_differ(self) -> Sequence[tuple[str, str]]: ...
 
     def begin(
-        self,
-        lengths: Sequence[int],
-        arrangement: Arrangement,
-        weights: Tensors,
-        dtype: torch.dtype,
+        self, lengths: Sequence[int], arrangement: Arrangement, weights: Tensors, dtype: torch.dtype
     ) -> Any:
         """State of one rank's calls: where weight gradients gather, caches."""
 

@@ -120,11 +120,7 @@ class PlainOperator(OperatorFields):
     function: Callable[[Tensors, Tensors, Call], Tensor]
 
     def begin(
-        self,
-        lengths: Sequence[int],
-        arrangement: Arrangement,
-        weights: Tensors,
-        dtype: torch.dtype,
+        self, lengths: Sequence[int], arrangement: Arrangement, weights: Tensors, dtype: torch.dtype
     ) -> Any:
         return {"weights": weights, "loss": [], "calls": 0, "dtype": dtype}
 

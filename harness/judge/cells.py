@@ -11,7 +11,7 @@ from sumgrad.base.tolerances import noise_floor, threshold
 from sumgrad.judge.comparison import Expected, TensorDiff, tensor_diff
 from sumgrad.judge.knowledge import names_in, plan_of, terms_at, unit_of
 from sumgrad.record.directory import Record
-from sumgrad.record.ranks import At, RankRecord
+from sumgrad.record.ranks import At
 from sumgrad.record.reference import Reference
 from torch import Tensor
 
@@ -206,10 +206,8 @@ def unread(record: Record) -> dict[tuple[int, str], str]:
 
 
 def _unplaced(record: Record) -> bool:
-    return any(
-        held.unknown or any(info.get("reshaped") for info in held.info.values())
-        for held in record.ranks.values()
-    )
+    held = record.ranks.values()
+    return any(h.unknown or any(i.get("reshaped") for i in h.info.values()) for h in held)
 
 
 def steps_of(record: Record) -> Iterator[At]:
@@ -217,9 +215,3 @@ def steps_of(record: Record) -> Iterator[At]:
     for tier in record.spec.tiers:
         for step in range(record.spec.steps):
             yield tier, step
-
-
-def ranks_of(record: Record, pool: str) -> list[RankRecord]:
-    """The records of a pool's ranks that are there."""
-    ranks = record.spec.topology.pool(pool).ranks
-    return [record.ranks[r] for r in ranks if r in record.ranks]

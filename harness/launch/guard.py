@@ -57,12 +57,7 @@ class RankGuard:
     on_stop: called after the record of a rank that was stopped, before the process ends.
     """
 
-    def __init__(
-        self,
-        env: RankEnv,
-        *,
-        on_stop: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, env: RankEnv, *, on_stop: Callable[[], int] | None = None) -> None:
         self.env, self.on_stop = env, on_stop
         self.ledger: Any = None
         self._started, self._lock, self._ended = time.monotonic(), threading.Lock(), False
@@ -115,10 +110,7 @@ class RankGuard:
         """The end record of an exception, with its traceback and the operation it came from."""
         stack = "".join(traceback.format_exception(error))
         return self.finish(
-            "raised",
-            detail=_one_line(error),
-            stack=stack,
-            waiting_in=self._waiting_in(),
+            "raised", detail=_one_line(error), stack=stack, waiting_in=self._waiting_in()
         )
 
     def close(self) -> None:

@@ -80,9 +80,7 @@ def prove(plan: Plan) -> Proof:
     num_messages = sum(len(overlaps(plan, t)[0]) for t in plan.select(Transfer))
     num_messages += len(plan.select(Handoff))
     return Proof(
-        coefficients=tuple(coefficients),
-        findings=tuple(_findings(plan)),
-        num_messages=num_messages,
+        coefficients=tuple(coefficients), findings=tuple(_findings(plan)), num_messages=num_messages
     )
 
 
@@ -169,30 +167,26 @@ class Sweep:
         wanted = expected_terms(self.plan, reduction.pool, reduction.unit)
         for term, producer in dict.fromkeys([*wanted, *held]):
             cover = held.get((term, producer)) or Cover(self._cuts)
-            for rows, weight in self._pieces(term, cover):
-                yield Coefficient(
-                    pool=reduction.pool,
-                    rank=rank,
-                    unit=reduction.unit,
-                    term=term,
-                    producer=producer,
-                    rows=rows,
-                    weight=weight if cover.exists else None,
-                )
+            yield from self._coefficients(reduction, rank, term, producer, cover)
 
     def contribution(self, reduction: Reduction, rank: int) -> Iterator[Coefficient]:
         """What one rank puts into a reduction, before it runs and without the edge's weight."""
         for (term, producer), cover in self._local(reduction, [rank]).items():
-            for rows, weight in self._pieces(term, cover):
-                yield Coefficient(
-                    pool=reduction.pool,
-                    rank=rank,
-                    unit=reduction.unit,
-                    term=term,
-                    producer=producer,
-                    rows=rows,
-                    weight=weight if cover.exists else None,
-                )
+            yield from self._coefficients(reduction, rank, term, producer, cover)
+
+    def _coefficients(
+        self, reduction: Reduction, rank: int | None, term: str, producer: str, cover: Cover
+    ) -> Iterator[Coefficient]:
+        for rows, weight in self._pieces(term, cover):
+            yield Coefficient(
+                pool=reduction.pool,
+                rank=rank,
+                unit=reduction.unit,
+                term=term,
+                producer=producer,
+                rows=rows,
+                weight=weight if cover.exists else None,
+            )
 
     def _pieces(self, term: str, cover: Cover) -> Iterable[tuple[Interval | None, Fraction]]:
         if self.plan.declaration.term(term).kind == "replicated":

@@ -8,24 +8,19 @@ Nothing here starts a process or needs the user's code; imports diagnose, judge,
 
 from __future__ import annotations
 
-from sumgrad.diagnose.explainers.clean_run import changed_operation, changed_values
-from sumgrad.diagnose.explainers.factors import any_factors, factors_with_a_cause, telling_factors
-from sumgrad.diagnose.explainers.free_factors import fewest_factors
-from sumgrad.diagnose.explainers.last import low_digits, open_end, unlike_each_time
-from sumgrad.diagnose.explainers.ledger import shown_by_the_ledger
-from sumgrad.diagnose.explainers.plan_edges import edges_of_the_plan
+from sumgrad.diagnose.explainers import clean_run, factors, free_factors, last, ledger, plan_edges
 from sumgrad.diagnose.explanation import Explainer
 
 EXPLAINERS: tuple[Explainer, ...] = (
-    edges_of_the_plan,
-    fewest_factors,
-    factors_with_a_cause,
-    changed_operation,
-    shown_by_the_ledger,
-    telling_factors,
-    unlike_each_time,
-    changed_values,
-    any_factors,
-    low_digits,
+    plan_edges.edges_of_the_plan,
+    free_factors.fewest_factors,
+    factors.factors_with_a_cause,
+    clean_run.changed_operation,
+    ledger.shown_by_the_ledger,
+    factors.telling_factors,
+    last.unlike_each_time,
+    clean_run.changed_values,
+    factors.any_factors,
+    last.low_digits,
 )
-LAST_RESORT: tuple[Explainer, ...] = (open_end,)
+LAST_RESORT: tuple[Explainer, ...] = (last.open_end,)

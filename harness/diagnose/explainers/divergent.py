@@ -16,9 +16,7 @@ from sumgrad.judge.joint import Joint, describe, fed
 from sumgrad.ledger.operations import group_name
 
 
-def divergent_cause(
-    case: Case,
-) -> Explained | None:
+def divergent_cause(case: Case) -> Explained | None:
     """The cause if each rank holds a part or a multiple of its own; None if not."""
     failing = case.failing_cells
     if len({cell.rank for cell in case.cells}) < 2:

@@ -62,9 +62,7 @@ def any_factors(case: Case, left: Left) -> Iterator[Explanation]:
 def explained(case: Case, diagnosis: Diagnosis) -> Explanation:
     """All of a case by one cause, with the factors that were recovered whatever the cause is."""
     return Explanation(
-        diagnosis=diagnosis,
-        explains=frozenset({0}),
-        coefficients=partial(_measured, case),
+        diagnosis=diagnosis, explains=frozenset({0}), coefficients=partial(_measured, case)
     )
 
 
@@ -101,7 +99,6 @@ def _coefficients(
                 recovered=value,
                 sigma=sigma,
                 fraction=str(fraction) if fraction is not None else None,
-                identifiable=value is not None,
             )
 
 

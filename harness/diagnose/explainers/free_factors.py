@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 import torch
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
-from sumgrad.diagnose.case import Case, Holder, column, covers_all, deviation, size_of, whole_terms
+from sumgrad.diagnose.case import Case, Holder, column, deviation, recovered, size_of, whole_terms
 from sumgrad.diagnose.explainers.hypotheses import factor_names
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.fit import Fit, as_fraction, fit_deviation
@@ -179,9 +179,7 @@ def _explains(holder: Holder, fit: Fit) -> bool:
 
 
 def _free_factor(
-    case: Case,
-    holder: Holder,
-    fitting: Sequence[tuple[str, list[list[Coefficient]], Fit]],
+    case: Case, holder: Holder, fitting: Sequence[tuple[str, list[list[Coefficient]], Fit]]
 ) -> tuple[Diagnosis, list[RecoveredCoefficient]]:
     """The first fitting grouping in words; where several fit, no coefficient is determined."""
     label, groups, fit = fitting[0]
@@ -191,22 +189,8 @@ def _free_factor(
     for group, value, sigma in zip(groups, fit.values, fit.sigmas, strict=True):
         fraction = as_fraction(value, sigma)
         readings.append((fraction, value))
-        shown = value if alone else None
-        for cell in group:
-            found.append(
-                RecoveredCoefficient(
-                    params=holder.unit,
-                    ranks=holder.ranks,
-                    term=cell.term,
-                    producer=cell.producer,
-                    rows=None if covers_all(case, cell) else cell.rows,
-                    expected="1",
-                    recovered=shown,
-                    sigma=sigma if alone else None,
-                    fraction=str(fraction) if alone and fraction is not None else None,
-                    identifiable=shown is not None,
-                )
-            )
+        known = (value, sigma) if alone else (None, None)
+        found += [recovered(case, holder, cell, *known) for cell in group]
     odd = [r for r in readings if r[1] is not None and abs(r[1] - 1) > 1e-6] or readings
     fraction, value = odd[0]
     symbols = factor_names(case.plan).get(fraction, []) if fraction not in (None, 1) else []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from sumgrad.base.verdict import Diagnosis
 from sumgrad.plan.edges import (
     Edge,
     Emission,
@@ -36,6 +37,12 @@ class Hypothesis:
     ranks: tuple[int, ...] = ()
     factor: Fraction | None = None
     symbol: str | None = None
+
+    def diagnosis(self, **evidence: Any) -> Diagnosis:
+        """It as a cause. evidence: because, however and also."""
+        factor = None if self.factor is None else str(self.factor)
+        same = {name: getattr(self, name) for name in ("cause", "kind", "term", "ranks", "symbol")}
+        return Diagnosis(factor=factor, **same, **evidence)
 
 
 def hypotheses(plan: Plan, *, with_stale: bool = True) -> Iterator[Hypothesis]:

@@ -16,16 +16,15 @@ from sumgrad.diagnose.case import (
     Case,
     Holder,
     column,
-    covers_all,
     deviation,
     fit_cells,
     flatten,
     ledger_against,
+    recovered,
     whole_terms,
 )
 from sumgrad.diagnose.explainers.hypotheses import Hypothesis, factor_names, hypotheses
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.fit import as_fraction
 from sumgrad.plan.edges import Emission, Plan
 from sumgrad.plan.predict import Prediction
 from sumgrad.plan.proof import Coefficient
@@ -174,16 +173,8 @@ def _explain(case: Case, best: Accepted, accepted: Sequence[Accepted]) -> Diagno
         )
     if also:
         however.append("other readings fit as well; three_pool_primes.yaml separates them")
-    return Diagnosis(
-        cause=chosen.cause,
-        kind=chosen.kind,
-        term=chosen.term,
-        ranks=chosen.ranks,
-        factor=str(chosen.factor) if chosen.factor is not None else None,
-        symbol=chosen.symbol,
-        also=tuple(dict.fromkeys(also))[:MAX_ALSO],
-        because=tuple(because),
-        however=tuple(however),
+    return chosen.diagnosis(
+        also=tuple(dict.fromkeys(also))[:MAX_ALSO], because=tuple(because), however=tuple(however)
     )
 
 
@@ -240,19 +231,7 @@ def _measure(case: Case, plan: Plan, chosen: Sequence[Holder]) -> Iterator[Recov
         values = dict(zip(map(id, known), zip(fit.values, fit.sigmas, strict=True), strict=True))
         for cell in cells:
             value, sigma = values.get(id(cell), (None, None))
-            fraction = as_fraction(value, sigma)
-            yield RecoveredCoefficient(
-                params=holder.unit,
-                ranks=holder.ranks,
-                term=cell.term,
-                producer=cell.producer,
-                rows=None if covers_all(case, cell) else cell.rows,
-                expected="1",
-                recovered=value,
-                sigma=sigma,
-                fraction=str(fraction) if fraction is not None else None,
-                identifiable=value is not None,
-            )
+            yield recovered(case, holder, cell, value, sigma)
 
 
 def _foreign(

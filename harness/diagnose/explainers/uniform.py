@@ -21,9 +21,7 @@ CLIP_EPS, CLIP_DIGITS = 1e-6, 1e-9
 Explained = tuple[Diagnosis, list[tuple[tuple[int, ...], Factors]]]
 
 
-def uniform_cause(
-    case: Case,
-) -> Explained | None:
+def uniform_cause(case: Case) -> Explained | None:
     """The cause if one set of factors explains all failing ranks; None if none does."""
     failing = case.failing_cells
     found = explain(case, failing)
@@ -50,9 +48,7 @@ def uniform_cause(
     return replace(diagnosis, ranks=diagnosis.ranks or ranks), [(ranks, found)]
 
 
-def factors_by_parameter(
-    case: Case,
-) -> Explained | None:
+def factors_by_parameter(case: Case) -> Explained | None:
     """One factor for each parameter, whatever the factors are."""
     failing = case.failing_cells
     found = explain(case, failing)
@@ -76,12 +72,7 @@ def _place(cell: Cell) -> tuple[int, ...]:
 
 
 def _one_factor(
-    case: Case,
-    value: float | None,
-    sigma: float | None,
-    names: Sequence[str],
-    *,
-    alone: bool,
+    case: Case, value: float | None, sigma: float | None, names: Sequence[str], *, alone: bool
 ) -> Diagnosis:
     """alone: other ranks hold the same and hold it right, so no common count is to blame."""
     assert value is not None

@@ -7,44 +7,26 @@ Nothing here explains, starts a process or needs the user's code; imports judge,
 
 from __future__ import annotations
 
-from sumgrad.judge.checks.beside import (
-    nothing_trained_elsewhere,
-    said_by_the_reference,
-    the_same_buffers,
-    whole_gradients,
-)
-from sumgrad.judge.checks.complete import every_tier, nothing_left_out
-from sumgrad.judge.checks.ledgers import as_planned, everybody_waits, ranks_agree, sums_only
-from sumgrad.judge.checks.replicas import (
-    replicas_of_a_collective,
-    replicas_of_a_pool,
-    the_same_again,
-)
-from sumgrad.judge.checks.same_start import (
-    counts_and_norms,
-    same_weights,
-    seen_norms,
-    sound_reference,
-)
+from sumgrad.judge.checks import beside, complete, ledgers, replicas, same_start
 from sumgrad.judge.finding import Check
 
 # In the order in which a verdict lists what they find.
 CHECKS: tuple[Check, ...] = (
-    nothing_left_out,
-    sound_reference,
-    nothing_trained_elsewhere,
-    every_tier,
-    seen_norms,
-    replicas_of_a_pool,
-    counts_and_norms,
-    ranks_agree,
-    same_weights,
-    everybody_waits,
-    the_same_again,
-    as_planned,
-    sums_only,
-    replicas_of_a_collective,
-    whole_gradients,
-    the_same_buffers,
-    said_by_the_reference,
+    complete.nothing_left_out,
+    same_start.sound_reference,
+    beside.nothing_trained_elsewhere,
+    complete.every_tier,
+    same_start.seen_norms,
+    replicas.replicas_of_a_pool,
+    same_start.counts_and_norms,
+    ledgers.ranks_agree,
+    same_start.same_weights,
+    ledgers.everybody_waits,
+    replicas.the_same_again,
+    ledgers.as_planned,
+    ledgers.sums_only,
+    replicas.replicas_of_a_collective,
+    beside.whole_gradients,
+    beside.the_same_buffers,
+    beside.said_by_the_reference,
 )

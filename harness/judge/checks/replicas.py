@@ -7,7 +7,6 @@ from itertools import combinations
 
 from sumgrad.base.outcome import spans
 from sumgrad.base.tensors import bits, same_bits
-from sumgrad.judge.cells import ranks_of
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.judge.joint import fed, joint_operations
 from sumgrad.judge.knowledge import plan_of
@@ -19,7 +18,7 @@ def replicas_of_a_pool(compared: Compared) -> Iterator[Finding]:
     """By plan, one all-reduce gives every rank of a pool its gradient: the bits are the same."""
     record = compared.record
     for pool in record.spec.topology.pools if plan_of(record) else ():
-        held = ranks_of(record, pool.name)
+        held = [record.ranks[r] for r in pool.ranks if r in record.ranks]
         for first in held[:1]:
             for other in held[1:]:
                 for (tier, step), grads in first.grads.items():

@@ -180,12 +180,7 @@ def _first_of_each(clean: Record, faults: Sequence[str]) -> list[str]:
 
 
 def run_faults(
-    clean: Record,
-    faults: Sequence[str],
-    directory: Path,
-    *,
-    launcher: Launcher,
-    progress: Progress,
+    clean: Record, faults: Sequence[str], directory: Path, *, launcher: Launcher, progress: Progress
 ) -> list[Ran]:
     """Run faults on warm ranks; ranks are started again only behind a fault that ended them."""
     out: list[Ran] = []
@@ -313,10 +308,8 @@ def visible(fault: Fault, clean: Record, record: Record) -> bool:
         return any(i["fault"]["changed"] for h in record.ranks.values() for i in h.info.values())
     for rank, held in record.ranks.items():
         for key, grads in held.grads.items():
-            before = clean.ranks[rank].grads[key]
-            if set(grads) != set(before) or any(
-                not same_bits(g, before[n]) for n, g in grads.items()
-            ):
+            was = clean.ranks[rank].grads[key]
+            if set(grads) != set(was) or not all(same_bits(g, was[n]) for n, g in grads.items()):
                 return True
     return False
 

@@ -45,10 +45,7 @@ class MessageError(RuntimeError):
 
 
 def exchange(
-    sends: Sequence[Parcel],
-    receives: Sequence[Parcel],
-    *,
-    label: Label = nullcontext,
+    sends: Sequence[Parcel], receives: Sequence[Parcel], *, label: Label = nullcontext
 ) -> None:
     """Deliver all parcels; returns when every receive buffer is filled. Raises MessageError.
 
@@ -75,12 +72,7 @@ def exchange(
 
 
 def _post(
-    call: Callable[..., Any],
-    tensor: torch.Tensor,
-    parcel: Parcel,
-    label: Label,
-    *,
-    odd: int,
+    call: Callable[..., Any], tensor: torch.Tensor, parcel: Parcel, label: Label, *, odd: int
 ) -> Any:
     with label(parcel.edge):
         return call(tensor, parcel.peer, tag=2 * parcel.tag + odd)

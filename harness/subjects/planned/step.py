@@ -13,14 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sumgrad.convention import clip_by_global_norm_, global_grad_norm, global_residual
-from sumgrad.plan.edges import (
-    Count,
-    Emission,
-    Handoff,
-    Norm,
-    Reduction,
-    Statistic,
-)
+from sumgrad.plan.edges import Count, Emission, Handoff, Norm, Reduction, Statistic
 from sumgrad.plan.schedule import cotangent_transfers, value_transfers
 from sumgrad.subjects.planned.context import Digest, Memory, RankContext, StepResult, digest
 from sumgrad.subjects.planned.exchange import exchange

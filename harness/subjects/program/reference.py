@@ -25,12 +25,7 @@ from sumgrad.subjects.noise_floor import (
     norm,
     raise_floor,
 )
-from sumgrad.subjects.program.protocol import (
-    Broken,
-    hash_model,
-    trained,
-    weights_at,
-)
+from sumgrad.subjects.program.protocol import Broken, hash_model, trained, weights_at
 from sumgrad.subjects.program.single import SAME, Single
 from torch import Tensor
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from sumgrad.base.tensors import hash_weights
 from sumgrad.record.spec import Facts
-from sumgrad.subjects.noise_floor import (
-    Grads,
-)
+from sumgrad.subjects.noise_floor import Grads
 from sumgrad.subjects.program.protocol import (
     build,
     cut,

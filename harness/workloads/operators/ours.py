@@ -78,11 +78,7 @@ class TreeOperator(OperatorFields):
     chunks: bool = True
 
     def begin(
-        self,
-        lengths: Sequence[int],
-        arrangement: Arrangement,
-        weights: Tensors,
-        dtype: torch.dtype,
+        self, lengths: Sequence[int], arrangement: Arrangement, weights: Tensors, dtype: torch.dtype
     ) -> TreeState:
         trees = {name: Accumulator(len(lengths)) for name in self.weights}
         shapes = dict(self.weights)
