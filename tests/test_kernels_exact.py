@@ -6,6 +6,8 @@ together with a kernel. Small tensors: the kernels run interpreted.
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -258,3 +260,16 @@ def test_activations_and_turns_refuse_what_does_not_fit():
         assert rope(torch.ones(1, 1, head)).tolist() == [[[1.0] * head]]
     with pytest.raises(KernelError, match=r"x: got torch.int64"):
         rope(torch.ones(1, 1, 2).long())
+
+
+def test_only_the_last_block_mode_takes_its_backward(monkeypatch):
+    """Its sum depends on how many blocks there are; the default's must not."""
+
+    def refused(*_):
+        raise AssertionError("the sum that is not invariant")
+
+    module = importlib.import_module("sumgrad.kernels.rms_norm")
+    monkeypatch.setattr(module, "_backward_last_block", refused)
+    gradients(rms_norm, draw(5, 6), draw(6))
+    with pytest.raises(AssertionError, match="not invariant"):
+        gradients(lambda x, w: rms_norm(x, w, mode="last_block"), draw(5, 6), draw(6))

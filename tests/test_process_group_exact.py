@@ -123,6 +123,7 @@ def test_an_operation_is_written_when_it_starts_and_when_it_was_waited_for(group
             {"op": "allreduce", "numel": 12, "reduce": "SUM"},
         ),
         (lambda g: g.allreduce([X], opts=options(dist.ReduceOp.MAX)), {"reduce": "MAX"}),
+        (lambda g: g.allreduce([X.int()], options(dist.ReduceOp.BXOR)), {"reduce": "BXOR"}),
         (lambda g: g.send([X], 1, 5), {"op": "send", "peer": 7, "tag": 5, "numel": 6}),
         (lambda g: g.recv([X], 0), {"op": "recv", "peer": 4, "tag": 0}),
         (lambda g: g.barrier(), {"op": "barrier", "numel": 0, "dtype": None}),

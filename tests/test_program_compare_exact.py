@@ -193,6 +193,22 @@ def test_no_gradient_is_wrong_where_there_is_one_and_right_where_there_is_none(r
     assert {d.status for d in compare(two)} == {"pass"}
 
 
+@pytest.mark.parametrize(
+    ("info", "reason"),
+    [
+        ({"reshaped": {"b": [5]}}, "it has another shape (5,) after the step"),
+        ({"elsewhere": {"b": "main_grad"}}, "the step left no .grad, but a gradient in main_grad"),
+    ],
+)
+def test_a_gradient_that_could_not_be_read_is_unknown(info, reason):
+    one = program_record(tiers={"structure": "float64"})
+    wrong = lost(one, 1, "b")
+    wrong = with_rank(wrong, 1, info={KEY: {**one.ranks[1].info[KEY], **info}})
+    (bad,) = [d for d in compare(wrong) if d.status != "pass"]
+    assert (bad.rank, bad.name, bad.status) == (1, "b", "unknown")
+    assert bad.reason == f"{reason}, which was not compared"
+
+
 def test_zero_by_mathematics_passes_without_a_gradient(record):
     """The reference is zero, its scale is not: no gradient is zeros, and was seen."""
     zero = torch.zeros(3).double()

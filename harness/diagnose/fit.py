@@ -64,8 +64,6 @@ def as_fraction(value: float | None, sigma: float | None) -> Fraction | None:
     if value is None or sigma is None or not math.isfinite(value):
         return None
     error = max(4 * sigma, 1e-12 * max(1.0, abs(value)))
-    if error > 0.05:
-        return None
     for limit in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, MAX_DENOMINATOR):
         guess = Fraction(value).limit_denominator(limit)
         if abs(float(guess) - value) <= error:
