@@ -392,7 +392,7 @@ def test_the_figures_of_the_readme_are_those_of_its_data():
     text = " ".join(README.split())
 
     def plain(words: str) -> str:
-        return re.sub(r"e-0(\d)", r"e-\1", words).replace(".3%", ".3 %").replace("0%", "0 %")
+        return re.sub(r"(\d)%", r"\1 %", re.sub(r"e-0(\d)", r"e-\1", words))
 
     missing = [name for name, words in figures().items() if plain(words) not in text]
     assert not missing, [plain(figures()[name]) for name in missing]
