@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "docs/data/versions.json"
 PROGRAMS = ("three_pool", "ddp", "fsdp2", "megatron", "pipeline")
 TESTS = (
-    "tests/test_misbehaviour.py",
-    "tests/test_unrecorded.py",
-    "tests/test_plugin.py",
-    "tests/test_custom_ops.py",
+    "tests/ledger/test_misbehaviour.py",
+    "tests/ledger/test_unrecorded.py",
+    "tests/plugin/test_plugin.py",
+    "tests/operators/test_custom_ops.py",
 )
 ASK = (
     "import json, platform, importlib.metadata as m\n"

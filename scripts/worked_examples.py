@@ -74,7 +74,15 @@ def main() -> int:
             run("git", "apply", "--index", str(patch), cwd=source)
             if not args.quick:
                 python = str(install(Path(folder), source))
-                run(python, "-m", "pytest", "-q", *tests, "tests/test_imports.py", cwd=source)
+                run(
+                    python,
+                    "-m",
+                    "pytest",
+                    "-q",
+                    *tests,
+                    "tests/project/test_imports.py",
+                    cwd=source,
+                )
                 run(python, "-m", "ruff", "check", ".", cwd=source)
                 run(python, "-m", "ruff", "format", "--check", ".", cwd=source)
             print(f"{patch.name}: {', '.join(changed)}; {', '.join(tests)}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -115,3 +116,8 @@ def check(tmp_path, sumgrad_launcher) -> Callable:  # type: ignore[no-untyped-de
         return run_check(options, launcher=sumgrad_launcher)
 
     return run
+
+
+def text(verdict) -> str:
+    """Everything that a verdict says."""
+    return json.dumps(verdict.data)

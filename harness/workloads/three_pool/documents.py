@@ -3,7 +3,7 @@
 The text is the beginning of Lewis Carroll, Alice's Adventures in Wonderland (1865). A document is a
 passage that starts at a word, drawn by hash; passages may overlap. They are ordered by length, as
 length bucketing orders them, so every rank of every shipped pool gets another number of valid
-positions (tests/test_three_pool.py).
+positions (tests/workloads/test_three_pool.py).
 """
 
 from __future__ import annotations

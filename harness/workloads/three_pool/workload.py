@@ -166,7 +166,7 @@ def _initialisation(param: Param) -> tuple[float, float]:
     """Mean and standard deviation of a parameter's start.
 
     Chosen with the coefficients so that every term is at least 1 % of every tensor it reaches
-    (tests/test_three_pool.py): a fault on a smaller term would hide in the others' noise.
+    (tests/workloads/test_three_pool.py): a fault on a smaller term would hide in the others' noise.
     """
     if param.name == "ci.head.bias":
         return 0.15, 0.1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import PROGRAMS, shipped
+from conftest import PROGRAMS, shipped, text
 from sumgrad.base.verdict import EXIT_CODES
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
@@ -16,10 +16,6 @@ from sumgrad.launch.judging import judge_directory
 from sumgrad.topology.pools import load_topology
 
 pytestmark = pytest.mark.distributed
-
-
-def text(verdict) -> str:
-    return json.dumps(verdict.data)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_program import text
+from conftest import text
 
 pytestmark = pytest.mark.distributed
 

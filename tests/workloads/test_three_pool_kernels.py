@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 from conftest import ROOT
+from mini import MINI, ONE_POOL
 from sumgrad.base.errors import UserError
 from sumgrad.base.tolerances import KERNEL_CAP, noise_floor, with_kernels
 from sumgrad.cli.main import main
 from sumgrad.launch.ask import CheckOptions, make_spec
 from sumgrad.workloads.three_pool import model
 from sumgrad.workloads.three_pool.kernels import triton_operators
-from test_attacks import MINI, ONE_POOL
 
 WRONG = '''
 from dataclasses import replace

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from conftest import text
 from sumgrad.record.endings import read_ledger
-from test_program import text
 
 pytestmark = pytest.mark.distributed
 
