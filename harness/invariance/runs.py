@@ -1,7 +1,6 @@
 """Does an operator give the same bits whatever else is in the batch? Forward and every gradient.
 
-    from sumgrad.invariance.protocol import Rows
-    from sumgrad.invariance.runs import assert_invariant, plain
+    from sumgrad.invariance import Rows, assert_invariant, plain
 
     def double(rows, weights, call):
         return 2 * rows["x"]

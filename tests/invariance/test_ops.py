@@ -158,7 +158,7 @@ def test_a_users_file_from_the_command_line(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(
         "import torch\n"
-        "from sumgrad.invariance.runs import Rows, plain\n"
+        "from sumgrad.invariance import Rows, plain\n"
         "def double(rows, weights, call):\n"
         "    return 2 * rows['x']\n"
         "def leaky(rows, weights, call):\n"
@@ -181,7 +181,7 @@ def test_a_users_file_from_the_command_line(tmp_path, capsys):
 def test_an_operator_that_raises_on_one_rank_ends_at_once(tmp_path, sumgrad_launcher):
     path = tmp_path / "raises.py"
     path.write_text(
-        "from sumgrad.invariance.runs import Rows, plain\n"
+        "from sumgrad.invariance import Rows, plain\n"
         "def small(rows, weights, call):\n"
         "    assert call.rank != 1, 'not here'\n"
         "    return rows['x'] * weights['w']\n"
@@ -426,7 +426,7 @@ def test_rows_of_integers_only_need_no_gradient():
         ("op = 3", "op", "lacks name, rows"),
         ("op = []", "op", "there is no operator"),
         (
-            "from sumgrad.invariance.runs import *\n"
+            "from sumgrad.invariance import *\n"
             "a = plain('a', abs, rows={'x': Rows((1,))}, output=(1,))\nop = [a, a]",
             "op",
             "'a' is the name of two operators",
@@ -444,7 +444,7 @@ def test_files_that_hold_no_operator_are_bad_usage(tmp_path, capsys, body, name,
 def test_one_operator_that_cannot_run_does_not_take_the_others_with_it(tmp_path, sumgrad_launcher):
     path = tmp_path / "mixed.py"
     path.write_text(
-        "from sumgrad.invariance.runs import *\n"
+        "from sumgrad.invariance import *\n"
         "def fails(*_): raise KeyError('oops')\n"
         "good = plain('good[b]', lambda r, w, c: r['x'] * 2, rows={'x': Rows((5,))}, output=(5,))\n"
         "bad = plain('bad', fails, rows={'x': Rows((5,))}, output=(5,))\n"
