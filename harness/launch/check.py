@@ -8,6 +8,7 @@ matrix. Files are written here and by the ranks; nothing is printed.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, startabl
 from sumgrad.launch.judging import written
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.probe import look_beside
-from sumgrad.record.directory import Record, load_record, write_outcomes, write_problems
+from sumgrad.record.directory import PROBLEMS, Record, load_record, write_outcomes, write_problems
 from sumgrad.record.manifest import write_manifest
 from sumgrad.record.reference import files_of, write_partials
 from sumgrad.record.spec import Facts, RunSpec, read_spec, write_spec
@@ -140,7 +141,7 @@ def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
     for name in ("facts", "declaration", "workload", "seed", "steps", "tiers"):
         if getattr(theirs, name) != getattr(spec, name):
             raise UserError(f"{stored}: its reference is for another {name}")
-    for name in [name for tier in spec.tiers for name in files_of(tier)]:
+    for name in [PROBLEMS, *(name for tier in spec.tiers for name in files_of(tier))]:
         if (stored / name).exists():
             shutil.copy(stored / name, directory / name)
 
@@ -172,11 +173,12 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
     if wanted is not None:
         progress("recovering the coefficients")
         tier, step = wanted
-        partials = subject_of(run.spec).partials(tier, step)
-        if partials is not None:
-            write_partials(directory, tier, partials)
-            write_manifest(directory)
-            verdict = judge(load_record(directory))
+        with contextlib.suppress(UserError):  # a failure that cannot be explained stands
+            partials = subject_of(run.spec).partials(tier, step)
+            if partials is not None:
+                write_partials(directory, tier, partials)
+                write_manifest(directory)
+                verdict = judge(load_record(directory))
     return written(directory, verdict)
 
 

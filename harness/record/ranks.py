@@ -18,6 +18,8 @@ from sumgrad.record.spec import RunSpec
 AGAIN = "again"  # of the tensors of a step that was repeated
 BUFFER = "buffer"
 INDEX = "index"
+# What a Program's rank must say of every step.
+SAID = ("races", "unwaited", "other_weights", "changed_weights", "partial", "feeds", "backwards")
 Event = dict[str, Any]
 At = tuple[str, int]  # tier and step
 
@@ -73,6 +75,8 @@ def read_rank(directory: Path, rank: int, spec: RunSpec, ledger: Sequence[Event]
     steps = result.get("steps", []) if planned else result["steps"]
     info = {(s["tier"], int(s["step"])): _numbers(s) if planned else s for s in steps}
     if not planned:
+        for said in steps:  # evidence that is not there is no evidence of a right step
+            _ = [said[name] for name in SAID]
         grads = {at: grads.get(at, {}) for at in info}
     begun = begun_operations(ledger)
     return RankRecord(
@@ -86,9 +90,9 @@ def read_rank(directory: Path, rank: int, spec: RunSpec, ledger: Sequence[Event]
         index=one[INDEX],
         again=one[AGAIN],
         buffers=buffers,
-        unknown=tuple(result.get("unknown", ())),
-        built=str(result.get("built", "")),
-        batch=str(result.get("batch", "")),
+        unknown=() if planned else tuple(result["unknown"]),
+        built="" if planned else str(result["built"]),
+        batch="" if planned else str(result["batch"]),
     )
 
 

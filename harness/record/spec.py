@@ -105,7 +105,8 @@ def write_spec(directory: Path, spec: RunSpec) -> None:
     data["topology"] = topology_to_json(spec.topology)
     data["declaration"] = declaration_to_json(spec.declaration) if spec.declaration else None
     data["facts"] = asdict(spec.facts) if spec.facts else None
-    write_json(directory / "run.json", {"schema": SCHEMA, **data})
+    kind = {} if spec.facts is None else {"kind": "program"}  # as earlier versions look for it
+    write_json(directory / "run.json", {"schema": SCHEMA, **kind, **data})
 
 
 def read_spec(directory: Path) -> RunSpec:
@@ -154,5 +155,7 @@ def _check_spec(data: dict[str, Any], path: Path) -> None:
         problems.append(f"{path}: law: got {data['law']!r}, expected report or enforce")
     if (data.get("declaration") is None) == (data.get("facts") is None):
         problems.append(f"{path}: expected either a declaration or facts")
+    if not isinstance(data.get("skipped", {} if data.get("declaration") else None), dict):
+        problems.append(f"{path}: skipped: got {data.get('skipped')!r}, expected a mapping")
     if problems:
         raise UserError(problems)

@@ -85,6 +85,8 @@ class Launcher:
         self._preload = [
             *PRELOAD_TORCH,
             "sumgrad.launch.rank",
+            "sumgrad.launch.probe",
+            "sumgrad.subjects.planned.job",
             "sumgrad.workloads.three_pool.workload",
             "torch.distributed.fsdp",
             "torch.distributed.tensor.parallel",
