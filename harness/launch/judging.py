@@ -10,7 +10,7 @@ from sumgrad.base.files import finite, write_bytes, write_json
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
 from sumgrad.record.directory import load_record
-from sumgrad.record.manifest import Changes, find_changes
+from sumgrad.record.manifest import find_changes
 from sumgrad.report.files import to_markdown
 
 
@@ -25,7 +25,8 @@ def judge_directory(directory: Path, *, law: str | None = None) -> Verdict:
     if "run.json" in changes.files:
         raise UserError(f"{directory / 'run.json'}: {changes.files['run.json']}")
     try:
-        return _judge_unchanged(directory, law, changes)
+        record = load_record(directory, changes=changes)
+        return judge(replace(record, spec=replace(record.spec, law=law or record.spec.law)))
     except UserError:
         raise
     except Exception as error:
@@ -33,13 +34,6 @@ def judge_directory(directory: Path, *, law: str | None = None) -> Verdict:
             raise
         text = f"damaged, cannot be judged: {type(error).__name__}: {error}"
         raise UserError([f"{directory}: {text}", *changes.reasons]) from error
-
-
-def _judge_unchanged(directory: Path, law: str | None, changes: Changes) -> Verdict:
-    record = load_record(directory, changes=changes)
-    if law:
-        record = replace(record, spec=replace(record.spec, law=law))
-    return judge(record)
 
 
 def written(directory: Path, verdict: Verdict) -> Verdict:

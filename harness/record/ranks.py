@@ -75,8 +75,7 @@ def read_rank(directory: Path, rank: int, spec: RunSpec, ledger: Sequence[Event]
     steps = result.get("steps", []) if planned else result["steps"]
     info = {(s["tier"], int(s["step"])): _numbers(s) if planned else s for s in steps}
     if not planned:
-        for said in steps:  # evidence that is not there is no evidence of a right step
-            _ = [said[name] for name in SAID]
+        _ = [said[name] for said in steps for name in SAID]  # what is left out is no evidence
         grads = {at: grads.get(at, {}) for at in info}
     begun = begun_operations(ledger)
     return RankRecord(

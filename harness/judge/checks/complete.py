@@ -25,11 +25,8 @@ def every_tier(compared: Compared) -> Iterator[Finding]:
     for tier in record.spec.tiers:
         references = record.references.get(tier, [])
         sound = [r.step for r in references if not r.problems]
-        whole = [
-            rank
-            for rank, held in record.ranks.items()
-            if all((tier, s) in held.grads and (tier, s) in held.info for s in wanted)
-        ]
+        ats = [(tier, step) for step in wanted]
+        whole = [h for h in record.ranks.values() if all(a in h.grads and a in h.info for a in ats)]
         if sound != wanted or len(whole) < record.spec.topology.world_size:
             yield Finding(level="unknown", text="", tier=tier, aside=True)
 
