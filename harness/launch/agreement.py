@@ -81,8 +81,9 @@ def _sources(workload: str) -> Iterator[tuple[str, bytes]]:
     files = {own}
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
-        if name and name.endswith(".py") and folder in Path(name).resolve().parents:
-            files.add(Path(name).resolve())
+        file = Path(name or "")  # torch has modules whose file is a bare name
+        if file.suffix == ".py" and file.is_absolute() and folder in file.resolve().parents:
+            files.add(file.resolve())
     for file in sorted(files):
         if "site-packages" not in file.relative_to(folder).parts:
             yield str(file.relative_to(folder)), file.read_bytes()

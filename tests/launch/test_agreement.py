@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import types
 from dataclasses import replace
 
 import pytest
@@ -105,6 +106,19 @@ def test_a_folder_of_another_name_is_no_other_check(tmp_path):
         spec = make_spec(CheckOptions(topology=folder / "dp.yaml"), prefix=[])
         asked.append(asked_of(spec))
     assert run_agree(asked) == [[], []]
+
+
+def test_a_module_whose_file_is_a_bare_name_is_nobodys_neighbour(tmp_path, monkeypatch):
+    """torch has such modules; from the folder of one's own file they look like files there."""
+    (tmp_path / "mine.py").write_text(MY_STEP)
+    topology = "name: dp\nworkload: mine.py:MyStep\npools: {t: {axes: {dp: 2}}}\n"
+    (tmp_path / "dp.yaml").write_text(topology)
+    odd = types.ModuleType("odd")
+    odd.__file__ = "_odd.py"
+    monkeypatch.setitem(sys.modules, "odd", odd)
+    monkeypatch.chdir(tmp_path)
+    asked = asked_of(make_spec(CheckOptions(topology=tmp_path / "dp.yaml"), prefix=[]))
+    assert [name for name in asked if name.startswith("source file")] == ["source file mine.py"]
 
 
 @pytest.mark.distributed
