@@ -28,7 +28,7 @@ from sumgrad.record.ranks import At, Event, RankRecord, read_rank
 from sumgrad.record.reference import Partials, Reference, files_of, read_partials, read_references
 from sumgrad.record.spec import DAMAGED, RunSpec, read_spec
 
-PROBLEMS = "reference_problems.json"  # named like a reference, so that it goes where they go
+PROBLEMS = "reference_problems.json"  # beside a reference; copied with it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

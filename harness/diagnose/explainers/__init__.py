@@ -21,6 +21,5 @@ EXPLAINERS: tuple[Explainer, ...] = (
     last.unlike_each_time,
     clean_run.changed_values,
     factors.any_factors,
-    last.low_digits,
 )
-LAST_RESORT: tuple[Explainer, ...] = (last.open_end,)
+LAST_RESORT: tuple[Explainer, ...] = (last.low_digits, last.open_end)
