@@ -129,6 +129,12 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         help="findings of the law warn (default for a Program), or fail (default for a workload)",
     )
     parser.add_argument("--kernels", choices=("auto", "triton", "torch"), default=None)
+    parser.add_argument(
+        "--no-lift",
+        action="store_true",
+        help="leave casts to fewer digits in the structure tier as they are (default: a Program's "
+        "are lifted to float64, and listed)",
+    )
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:

@@ -336,6 +336,7 @@ def _options(args: argparse.Namespace) -> Any:
         timeout_s=args.timeout,
         law=args.law,
         kernels=args.kernels,
+        lift=not args.no_lift,
     )
 
 

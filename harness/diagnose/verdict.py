@@ -44,7 +44,7 @@ from sumgrad.plan.edges import Plan
 from sumgrad.plan.predict import PartialSums, Prediction
 from sumgrad.record.directory import Record
 
-FLOAT32_ROUNDINGS = 16
+NARROW_ROUNDINGS = 16  # of the scale: what casts to fewer digits may leave
 
 
 def judge(record: Record, *, clean: Record | None = None) -> Verdict:
@@ -52,7 +52,7 @@ def judge(record: Record, *, clean: Record | None = None) -> Verdict:
 
     clean: a run of the same that passed; it helps to explain, never to decide.
     """
-    diffs = _like_float32(record, compare(record), clean)
+    diffs = _like_fewer_digits(record, _like_float32(record, compare(record), clean))
     compared = Compared(record=record, diffs=diffs, again=compare_again(record, diffs))
     findings = [finding for check in CHECKS for finding in check(compared)]
     causes, coefficients = diagnose(compared, ledger_mismatches(record), clean=clean)
@@ -134,7 +134,7 @@ def _like_float32(
         return diffs
     for d in failed:
         scale = record.references[d.tier][d.step].scale[d.name]
-        if d.max_abs > FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps * float(scale.max()):
+        if d.max_abs > NARROW_ROUNDINGS * torch.finfo(torch.float32).eps * float(scale.max()):
             return diffs
     causes, _ = diagnose(Compared(record=record, diffs=diffs, again=()), clean=clean)
     if any(cause.kind != "open" for cause in causes):
@@ -146,6 +146,41 @@ def _like_float32(
     )
     unsure = {id(d) for d in failed}
     return [replace(d, status="unknown", reason=why) if id(d) in unsure else d for d in diffs]
+
+
+def _like_fewer_digits(record: Record, diffs: list[TensorDiff]) -> list[TensorDiff]:
+    """Failing tensors of the precision tier that a cast of the step's own explains: UNKNOWN.
+
+    Only where the whole structure tier passed, with those casts lifted, and the step was seen to
+    compute or communicate in fewer digits than the tier has: a choice of the user's, whose cost the
+    tier cannot judge. Its error may be no larger than roundings of that dtype.
+    """
+    spec = record.spec
+    algebra = [d for d in diffs if spec.tiers[d.tier] == "float64"]
+    if not (spec.opaque and spec.lift and algebra) or any(d.status != "pass" for d in algebra):
+        return diffs
+    out = []
+    for d in diffs:
+        why = _fewer_digits(record, d) if d.status == "fail" and d.comparable else None
+        out.append(d if why is None else replace(d, status="unknown", reason=why))
+    return out
+
+
+def _fewer_digits(record: Record, diff: TensorDiff) -> str | None:
+    """What of its step was seen in fewer digits, if that may explain a difference."""
+    at = (diff.tier, record.spec.steps - 1)  # the step that is looked at
+    seen = dict.fromkeys(p for h in record.ranks.values() for p in h.info[at].get("narrow", ()))
+    dtypes = {place.split(" ")[0] for place in seen if " at " in place}
+    if not dtypes:
+        return None
+    eps = max(torch.finfo(getattr(torch, dtype)).eps for dtype in dtypes)
+    scale = float(record.references[diff.tier][diff.step].scale[diff.name].max())
+    if diff.max_abs > NARROW_ROUNDINGS * eps * scale:
+        return None
+    return (
+        f"the step makes {some_of(list(seen))}, fewer digits than {record.spec.tiers[diff.tier]}, "
+        f"and its error is no larger than their roundings; lifted to float64 it is right"
+    )
 
 
 def _to_json(record: Record, verdict: Verdict, diffs: Sequence[TensorDiff]) -> dict[str, Any]:
@@ -160,6 +195,7 @@ def _to_json(record: Record, verdict: Verdict, diffs: Sequence[TensorDiff]) -> d
         "seed": spec.seed,
         "steps": spec.steps,
         **rows,
+        "lifted": _lifted(record),
         "tiers": {
             t.name: {k: v for k, v in asdict(t).items() if k != "name"} for t in verdict.tiers
         },
@@ -173,6 +209,16 @@ def _to_json(record: Record, verdict: Verdict, diffs: Sequence[TensorDiff]) -> d
         "reproduce": spec.reproduce,
         "versions": spec.versions,
     }
+
+
+def _lifted(record: Record) -> list[dict[str, Any]]:
+    """Casts that a step had lifted to float64: their line, how often on one rank at most."""
+    out: dict[str, int] = {}
+    for held in record.ranks.values():
+        for info in held.info.values():
+            for place, times in (info.get("lifted") or {}).items():
+                out[place] = max(out.get(place, 0), int(times))
+    return [{"place": place, "times": times} for place, times in sorted(out.items())]
 
 
 def fault_report(record: Record) -> dict[str, Any]:

@@ -30,7 +30,7 @@ DEFAULT_TIERS = ("structure", "precision")
 MAX_LOCAL_RANKS = 512
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_STEPS = 2  # of a Program: a gradient may be zero at first, a stale buffer needs a second
-Look = Callable[[Topology, str, int], Facts]
+Look = Callable[[Topology, str, int, bool], Facts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,8 @@ class CheckOptions:
 
     keep_partials: store the partials of a clean run too. reuse: a stored run that asked the same
     but for the fault; its reference and partials are copied instead of computed again. law:
-    "report" or "enforce"; the default enforces it for workloads and reports it for Programs.
+    "report" or "enforce"; the default enforces it for workloads and reports it for Programs. lift:
+    casts to fewer digits are lifted in the structure tier.
     """
 
     topology: Path
@@ -54,6 +55,7 @@ class CheckOptions:
     law: str | None = None
     kernels: str | None = None
     keep_partials: bool = False
+    lift: bool = True
     reuse: Path | None = None
 
 
@@ -78,6 +80,7 @@ def make_spec(options: CheckOptions, *, prefix: Sequence[str], look: Look = look
         timeout_s=options.timeout_s,
         reproduce=command_line([*prefix, *_flags(options, known["steps"])]),
         versions=versions(),
+        lift=options.lift,
         **known,
     )
 
@@ -88,7 +91,8 @@ def _of_program(options: CheckOptions, topology: Topology, name: str, look: Look
     if options.fault:
         find_program_fault(options.fault, name)
     check_options_taken(name, topology)
-    facts, tiers = look(topology, name, options.seed), _tiers(options)
+    facts = look(topology, name, options.seed, options.lift)
+    tiers = _tiers(options)
     skipped = {}
     if facts.float64 is not None:
         skipped = {tier: f"it cannot run in float64: {facts.float64}"
@@ -210,6 +214,8 @@ def _flags(options: CheckOptions, steps: int) -> list[str]:
         flags += ["--timeout", f"{options.timeout_s:g}"]
     if options.kernels:
         flags += ["--kernels", options.kernels]
+    if not options.lift:
+        flags += ["--no-lift"]
     if options.law:
         flags += ["--law", options.law]
     return flags

@@ -42,10 +42,10 @@ def run_check(
     topology = startable(options)
     made: list[Path] = []
 
-    def look(topology: Topology, name: str, seed: int) -> Facts:
+    def look(topology: Topology, name: str, seed: int, lift: bool) -> Facts:
         made.append(make_directory(options, topology.name))
         progress("looking at the program")
-        return look_beside(launcher, made[0], options.timeout_s)(topology, name, seed)
+        return look_beside(launcher, made[0], options.timeout_s)(topology, name, seed, lift)
 
     spec = make_spec(options, prefix=[*sumgrad_command(), "run"], look=look)
     directory = made[0] if made else make_directory(options, topology.name)
@@ -138,7 +138,7 @@ def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
     theirs = read_spec(stored)
     if topology_to_json(theirs.topology) != topology_to_json(spec.topology):
         raise UserError(f"{stored}: its reference is for another topology")
-    for name in ("facts", "declaration", "workload", "seed", "steps", "tiers"):
+    for name in ("facts", "declaration", "workload", "seed", "steps", "tiers", "lift"):
         if getattr(theirs, name) != getattr(spec, name):
             raise UserError(f"{stored}: its reference is for another {name}")
     for name in [PROBLEMS, *(name for tier in spec.tiers for name in files_of(tier))]:

@@ -19,18 +19,18 @@ from sumgrad.topology.pools import Topology, topology_from_json, topology_to_jso
 PROBE_DIRECTORY = "probe"
 
 
-def probe_rank(guard: RankGuard, *, workload: str, seed: int) -> None:
+def probe_rank(guard: RankGuard, *, workload: str, seed: int, lift: bool) -> None:
     """The process that looks at a Program."""
     directory = guard.env.directory
     path = directory / "topology.json"
     topology = topology_from_json(json.loads(path.read_text()), path=path)
-    write_json(directory / "facts.json", asdict(look_here(topology, workload, seed)))
+    write_json(directory / "facts.json", asdict(look_here(topology, workload, seed, lift)))
 
 
 def look_beside(launcher: Launcher, directory: Path, timeout_s: float) -> Look:
     """Probe in a process of its own, under a deadline, recorded below the run directory."""
 
-    def look(topology: Topology, name: str, seed: int) -> Facts:
+    def look(topology: Topology, name: str, seed: int, lift: bool) -> Facts:
         place = directory / PROBE_DIRECTORY
         (place / "ranks").mkdir(parents=True)
         write_json(place / "topology.json", topology_to_json(topology))
@@ -38,7 +38,7 @@ def look_beside(launcher: Launcher, directory: Path, timeout_s: float) -> Look:
             target="sumgrad.launch.probe:probe_rank",
             num_ranks=1,
             directory=place,
-            arguments={"workload": name, "seed": seed},
+            arguments={"workload": name, "seed": seed, "lift": lift},
             timeout_s=timeout_s,
         )
         (outcome,) = launcher.run(job)

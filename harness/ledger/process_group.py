@@ -30,7 +30,7 @@ _TRANSPORT = tuple(
     str(PACKAGE / name)
     for name in (
         "ledger/process_group.py",
-        "ledger/narrow.py",
+        "subjects/program/lift.py",
         "subjects/planned/exchange.py",
         "faults/misbehaviour.py",
         "convention.py",
@@ -58,6 +58,17 @@ def _step_aside(function: Function) -> Function:
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+@contextmanager
+def _own_arithmetic() -> Iterator[None]:
+    """What is computed here belongs to no step: no mode of a user's, and none of ours, sees it."""
+    with torch._C.DisableTorchFunction():
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            yield
+        finally:
+            del guard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +196,8 @@ class RecordedWork(dist.Work):
 
     def _done(self) -> None:
         if self._number in self._ledger.open_ops:
-            more = {} if self._result is None else {"output": self._result()}
+            with _own_arithmetic():
+                more = {} if self._result is None else {"output": self._result()}
             self._ledger.done(self._number, **more)
 
     @_step_aside
@@ -311,10 +323,11 @@ class RecordingProcessGroup(dist.ProcessGroup):
 def _method(name: str) -> Callable[..., Any]:
     def call(self: RecordingProcessGroup, *args: Any, **kwargs: Any) -> Any:
         ledger, event = self._ledger, self._event(name, args, kwargs)
-        if not ledger.in_step or ledger.interpose is None:
-            return self.issue(name, args, kwargs, event)
-        asked = Call(op=name, group=self, args=args, kwargs=kwargs, event=event)
-        return ledger.interpose(asked)
+        with _own_arithmetic():
+            if not ledger.in_step or ledger.interpose is None:
+                return self.issue(name, args, kwargs, event)
+            asked = Call(op=name, group=self, args=args, kwargs=kwargs, event=event)
+            return ledger.interpose(asked)
 
     call.__name__ = name
     return _step_aside(call)

@@ -51,8 +51,9 @@ class Facts:
 class RunSpec:
     """What was asked. tiers: those that run, name -> dtype; skipped: tier -> why it does not.
 
-    workload: as `--workload` takes it. What the subject knows of itself is one of two:
-    declaration: a planned workload's; facts: a Program's.
+    workload: as `--workload` takes it. lift: the structure tier lifts casts to fewer digits.
+    What the subject knows of itself is one of two: declaration: a planned workload's; facts: a
+    Program's.
     """
 
     topology: Topology
@@ -69,6 +70,7 @@ class RunSpec:
     facts: Facts | None = None
     skipped: dict[str, str] = field(default_factory=dict)
     kernels: str = "torch"
+    lift: bool = True
 
     @property
     def name(self) -> str:

@@ -67,7 +67,7 @@ def test_clipping_is_called_clipping(check, limit):
 def test_a_compiled_model_is_known_however_it_was_compiled():
     """Such a region is not looked into, so what was not seen in it is no evidence."""
     import torch
-    from sumgrad.ledger.narrow import is_compiled
+    from sumgrad.subjects.program.lift import is_compiled
 
     plain, wrapped, in_place = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(3))
     wrapped[0] = torch.compile(wrapped[0], backend="eager")
@@ -92,7 +92,7 @@ def test_a_small_wrong_term_is_wrong_and_a_cast_is_not_seen_through(check):
     verdict, _ = check(SMALL, **STRUCTURE)
     assert verdict.status == "fail", verdict.reasons
     assert "float32" not in json.dumps(verdict.data["tensors"])
-    verdict, _ = check(CAST + "    def batch(self):\n"
+    cast = (CAST + "    def batch(self):\n"
                        "        return {k: v / 3 for k, v in super().batch().items()}\n"
                        "    def loss_sum(self, model, rows):\n"
                        "        rows = {**rows, 'mask': (rows['mask'] > 0).to(rows['x'].dtype)}\n"
@@ -103,8 +103,11 @@ def test_a_small_wrong_term_is_wrong_and_a_cast_is_not_seen_through(check):
                        "        mine['x'] = (mine['x'] / 3).float().to(x.dtype) * 3\n"
                        "        count = (mine['mask'] > 0).sum()\n"
                        "        dist.all_reduce(count)\n"
-                       "        (self.loss_sum(model, mine)[0] / count).backward()\n",
-                       **STRUCTURE)  # fmt: skip
+                       "        (self.loss_sum(model, mine)[0] / count).backward()\n")  # fmt: skip
+    verdict, _ = check(cast, **STRUCTURE)
+    assert verdict.status == "pass", (verdict.findings, verdict.diagnoses)
+    assert any("float32 at mine.py:" in entry["place"] for entry in verdict.data["lifted"])
+    verdict, _ = check(cast, lift=False, **STRUCTURE)
     assert verdict.status == "unknown", (verdict.findings, verdict.diagnoses)
     assert "the step makes float32 at mine.py:" in json.dumps(verdict.data["tensors"])
 

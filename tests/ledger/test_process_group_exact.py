@@ -149,7 +149,7 @@ def test_what_is_written_of_each_operation(group, tmp_path, call, event):
     "file",
     [
         *(PACKAGE / f"{name}.py"
-          for name in ("ledger/process_group", "ledger/narrow", "subjects/planned/exchange",
+          for name in ("ledger/process_group", "subjects/program/lift", "subjects/planned/exchange",
                        "convention", "faults/misbehaviour")),
         Path(torch.__file__).with_name("anything.py"),
         Path("/usr/lib/python3/contextlib.py"),

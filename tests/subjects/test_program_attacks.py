@@ -132,13 +132,16 @@ def test_right_programs_pass(check, body):
     assert verdict.status == "pass", text(verdict)[:3000]
 
 
-def test_a_float32_cast_in_the_loss_is_unknown_in_structure_only(check):
+def test_a_float32_cast_in_the_loss_is_lifted_or_unknown_in_structure_only(check):
     body = """
     def loss_sum(self, model, rows):
         out = model(rows["x"]).float().log_softmax(-1)
         return -(out * rows["mask"]).sum(), rows["mask"].sum()
 """
     verdict, _ = check(HAND + body)
+    assert verdict.status == "pass", text(verdict)[:2000]
+    assert [entry["place"].split()[0] for entry in verdict.data["lifted"]] == ["float32"]
+    verdict, _ = check(HAND + body, lift=False)
     assert {t.name: t.status for t in verdict.tiers} == {
         "structure": "unknown", "precision": "pass"
     }  # fmt: skip

@@ -39,6 +39,7 @@ class UserStep:
                 getattr(torch, spec.tiers[tier]),
                 steps=spec.steps,
                 num_chunks=max(pool.size for pool in spec.topology.pools),
+                lift=spec.lift,
                 progress=progress,
             )
         except (UserError, Broken):
@@ -50,9 +51,9 @@ class UserStep:
         return None  # its references hold them
 
 
-def look_here(topology: Topology, name: str, seed: int) -> Facts:
+def look_here(topology: Topology, name: str, seed: int, lift: bool = True) -> Facts:
     """Look at a Program in this process."""
     try:
-        return probe(make_program(name, topology, seed=seed))
+        return probe(make_program(name, topology, seed=seed), lift=lift)
     except UserError as error:
         return broken_facts(str(error))

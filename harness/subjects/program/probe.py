@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from sumgrad.base.tensors import hash_weights
 from sumgrad.record.spec import Facts, RowsAs
+from sumgrad.subjects.program.lift import lifting
 from sumgrad.subjects.program.protocol import (
     Broken,
     build,
@@ -32,10 +33,10 @@ from torch import Tensor, nn
 PROBED_ROWS = 2
 
 
-def probe(program: Any, *, dtype: torch.dtype = torch.float32) -> Facts:
+def probe(program: Any, *, dtype: torch.dtype = torch.float32, lift: bool = True) -> Facts:
     """Look at a Program in one process: each method once or twice, on a few rows."""
     try:
-        return _probe(program, dtype)
+        return _probe(program, dtype, lift)
     except Broken as error:
         return broken_facts(str(error))
 
@@ -48,7 +49,7 @@ def broken_facts(problem: str) -> Facts:
     )  # fmt: skip
 
 
-def _probe(program: Any, dtype: torch.dtype) -> Facts:
+def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
     scramble(1)
     model = build(program)
     scramble(3)  # build() may seed the global generator itself
@@ -64,7 +65,7 @@ def _probe(program: Any, dtype: torch.dtype) -> Facts:
     terms = terms_of(program)
     num_rows = len(next(iter(batch.values())))
     rows_as = _rows_as(program, terms, model, batch, dtype)
-    problem = _try_dtype(program, terms, rows_as, torch.float64)
+    problem = _try_dtype(program, terms, rows_as, torch.float64, lift=lift)
     return Facts(
         params={name: tuple(p.shape) for name, p in trained(model).items()},
         num_rows=num_rows,
@@ -92,15 +93,16 @@ def _rows_as(
 
 
 def _try_dtype(
-    program: Any, terms: Mapping[str, Any], rows_as: RowsAs, dtype: torch.dtype
-) -> str | None:
+    program: Any, terms: Mapping[str, Any], rows_as: RowsAs, dtype: torch.dtype,
+    *, lift: bool = False,
+) -> str | None:  # fmt: skip
     """Run every term forward and backward on a few rows; the reason if that cannot be done."""
     model = build(program).to(dtype)
     batch = to_dtype(full_batch(program), dtype)
     rows = torch.arange(min(PROBED_ROWS, len(next(iter(batch.values())))))
     hold_batch(program, batch)
     try:
-        with default_dtype(dtype):
+        with default_dtype(dtype), lifting(dtype, change=lift):
             for name, term in terms.items():
                 given = cut(batch, rows, rows_as)
                 if isinstance(term, tuple):

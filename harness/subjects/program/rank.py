@@ -19,11 +19,11 @@ from sumgrad.faults.misbehaviour import Misbehaviour
 from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
 from sumgrad.ledger.delegation import operations_elsewhere
 from sumgrad.ledger.evidence import GradientWatch
-from sumgrad.ledger.narrow import NarrowWatch, is_compiled
 from sumgrad.ledger.process_group import Ledger
 from sumgrad.record.ranks import AGAIN, BUFFER, INDEX
 from sumgrad.record.spec import RunSpec
 from sumgrad.subjects.program.context import Context, make_context, make_meshes
+from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
 from sumgrad.subjects.program.placement import Placed, Placement, place
 from sumgrad.subjects.program.protocol import (
     build,
@@ -114,7 +114,11 @@ class _TierRun:
     def _distribute(self) -> None:
         scramble(103, self.rank.rank)
         if hasattr(self.program, "distribute"):
-            with self.rank.ledger.label(f"{SETUP}/distribute"), default_dtype(self.dtype):
+            with (
+                self.rank.ledger.label(f"{SETUP}/distribute"),
+                default_dtype(self.dtype),
+                lifting(self.dtype, change=self.job.lift),
+            ):
                 model = self.program.distribute(self.model, self.ctx)
             if not isinstance(model, nn.Module):
                 raise TypeError(
@@ -155,8 +159,6 @@ class _TierRun:
             grads, more = self.step(self.job.steps - 1, label=AGAIN)
             info["unwaited"] = [*info["unwaited"], *more["unwaited"]]
             info["races"] = list(dict.fromkeys([*info["races"], *more["races"]]))
-            if "narrow" in more:
-                info["narrow"] = more["narrow"]
             for name, grad in grads.items():
                 tensors[f"{AGAIN}/{self.tier}/{name}"] = grad
         result["unknown"] += [u for u in self._elsewhere() if u not in result["unknown"]]
@@ -189,16 +191,18 @@ class _TierRun:
             self.misbehaviour.begin_step()
         ctx = replace(self.ctx, step=step)
         batch = {key: value.clone() for key, value in self.batch.items()}
-        looked = label == AGAIN and self.dtype == torch.float64 and not is_compiled(self.model)
-        narrow = NarrowWatch()
+        lift = Lift(self.dtype, change=self.job.lift and self.dtype == torch.float64)
+        looked = lift.change or step == self.job.steps - 1
         with self._watching(f"{label or self.tier}/{step}/step"), default_dtype(self.dtype):
             planted = plant_in_step(self.fault, self.model, self.placement.placed, ctx)
-            with planted, narrow if looked else contextlib.nullcontext():
+            with planted, lift if looked else contextlib.nullcontext():
                 self.program.step(self.model, batch, ctx)
             unwaited = self.rank.ledger.nobody_waits_for()
             races = self._races(unwaited)
             info = {**self._info(step, before), "races": races}
-            info |= {"narrow": narrow.places} if looked else {}
+            info["lifted"] = dict(lift.lifted)
+            if looked and not is_compiled(self.model):
+                info["narrow"] = dict(lift.narrow)
             grads = self._grads(info)
         return grads, info
 

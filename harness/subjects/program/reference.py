@@ -44,6 +44,7 @@ def compute_program_reference(
     *,
     steps: int,
     num_chunks: int,
+    lift: bool = True,
     progress: Progress = lambda _: None,
 ) -> list[Reference]:
     """The reference of every step in one dtype. Raises Broken where loss_sum does.
@@ -51,8 +52,8 @@ def compute_program_reference(
     It is float64, unless the Program cannot run in float64: then it is in the dtype itself.
     """
     best = torch.float64 if facts.float64 is None else dtype
-    exact = Single(program, facts, best, rounded_to=dtype)
-    working = Single(program, facts, dtype, rounded_to=dtype)  # before a batch is held
+    exact = Single(program, facts, best, rounded_to=dtype, lift=lift)
+    working = Single(program, facts, dtype, rounded_to=dtype, lift=lift)  # before a batch is held
     reached = _reached(exact, facts, steps)
     out = []
     for step in range(steps):

@@ -9,6 +9,7 @@ import torch
 from sumgrad.base.tensors import hash_weights
 from sumgrad.record.spec import Facts
 from sumgrad.subjects.noise_floor import Grads
+from sumgrad.subjects.program.lift import lifting
 from sumgrad.subjects.program.protocol import (
     build,
     cut,
@@ -33,8 +34,15 @@ class Single:
     """A Program's terms in one process and one dtype, at weights that are set for each run."""
 
     def __init__(
-        self, program: Any, facts: Facts, dtype: torch.dtype, *, rounded_to: torch.dtype
+        self,
+        program: Any,
+        facts: Facts,
+        dtype: torch.dtype,
+        *,
+        rounded_to: torch.dtype,
+        lift: bool = True,
     ) -> None:
+        self.lift = lift
         scramble(11)
         model = copy.deepcopy(build(program))  # a Program may give the same object each time
         self.facts, self.dtype = facts, dtype
@@ -88,7 +96,7 @@ class Single:
         for param in params.values():
             param.grad = None
         term = self.terms[name]
-        with default_dtype(self.dtype):
+        with default_dtype(self.dtype), lifting(self.dtype, change=self.lift):
             if isinstance(term, tuple):
                 loss, count = self._statistic(term, rows, whole)
             else:

@@ -1,0 +1,248 @@
+"""True float64: what a model casts to fewer digits is lifted, and what cannot be is named.
+
+Models upcast to float32 in the middle of float64 (norms, rotary tables, a router's softmax), and a
+step may cast what it communicates. While a Lift is on, every such cast gives float64: PyTorch's
+function mode rewrites what Python asks for, also while torch.compile traces it, and its dispatch
+mode what is asked for below (a kernel's own dtype, the backward's). Integers and bits are left
+alone; random numbers are drawn in the dtype that was asked for, so that a mask stays the same mask.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from sumgrad.ledger.process_group import tensors_in
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+MAX_PLACES = 50  # lines that are listed; the rest is counted under the last
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+_BITS = {torch.Tensor.view, torch.ops.aten.view.dtype}
+_DRAWN = {
+    torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli,
+    torch.empty_like, torch.poisson,
+}  # fmt: skip
+
+
+class Lift:
+    """Every float inside the block has at least the digits of a dtype, where `change` is set.
+
+    lifted: line -> how often a cast there was lifted, as `float32 at model.py:9`. narrow: the same
+    of what stayed in fewer digits all the same.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float64, *, change: bool = True) -> None:
+        self.dtype, self.change = dtype, change
+        self.lifted: Counter[str] = Counter()
+        self.narrow: Counter[str] = Counter()
+        self._modes: list[Any] = []
+
+    def __enter__(self) -> Lift:
+        self._modes = [_Dispatch(self), *([_Function(self)] if self.change else [])]
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        for mode in reversed(self._modes):
+            mode.__exit__(kind, error, trace)
+        self._modes = []
+
+    def is_narrow(self, dtype: Any) -> bool:
+        """Whether a dtype is a float of fewer digits."""
+        return isinstance(dtype, torch.dtype) and DIGITS.get(dtype, 99) < DIGITS[self.dtype]
+
+    def wide(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, list[Any]]:
+        """Arguments with narrow dtypes replaced, and those dtypes."""
+        asked = [a for a in (*args, *kwargs.values()) if self.is_narrow(a)]
+        if not asked:
+            return args, kwargs, asked
+        return (
+            tuple(self.dtype if self.is_narrow(a) else a for a in args),
+            {k: self.dtype if self.is_narrow(a) else a for k, a in kwargs.items()},
+            asked,
+        )
+
+    def note(self, counts: Counter[str], dtype: torch.dtype) -> None:
+        """Count the line of Python that runs, outside of torch and of this file."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith(_TORCH) and name != __file__ and "contextlib" not in name:
+                break
+            frame = frame.f_back
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        place = f"{str(dtype).removeprefix('torch.')} at {line}"
+        counts[place if place in counts or len(counts) < MAX_PLACES else "elsewhere"] += 1
+
+
+def lifting(dtype: torch.dtype, *, change: bool) -> AbstractContextManager[Any]:
+    """A Lift where float64 is computed and casts are to be lifted; else nothing."""
+    return Lift() if change and dtype == torch.float64 else nullcontext()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a part of a model is compiled: such regions are lifted, and not looked into."""
+    return any(
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+class _Function(TorchFunctionMode):
+    """What Python asks for. torch.compile traces this method, so it is plain there."""
+
+    def __init__(self, lift: Lift) -> None:
+        super().__init__()
+        self.lift = lift
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _BITS or func in _DRAWN:
+            return func(*args, **kwargs)
+        if func in _CASTS:
+            asked = [_cast_dtype(func)] if self.lift.is_narrow(_cast_dtype(func)) else []
+            if asked:
+                func, args = torch.Tensor.to, (args[0], self.lift.dtype)
+        else:
+            args, kwargs, asked = self.lift.wide(args, kwargs)
+        if asked and not torch.compiler.is_compiling():
+            self.lift.note(self.lift.lifted, asked[0])
+        return func(*args, **kwargs)
+
+
+def _cast_dtype(func: Callable[..., Any]) -> torch.dtype:
+    if func is torch.Tensor.float:
+        return torch.float32
+    return torch.float16 if func is torch.Tensor.half else torch.bfloat16
+
+
+class _Dispatch(TorchDispatchMode):
+    """What reaches the kernels, forward and backward, but for compiled regions."""
+
+    def __init__(self, lift: Lift) -> None:
+        super().__init__()
+        self.lift = lift
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile would run everything as it is written
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lift, kwargs = self.lift, kwargs or {}
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        pure = func.namespace == "aten" and not _aliases(func)
+        if lift.change and pure and not drawn:
+            wide, named, asked = lift.wide(args, kwargs)
+            if asked and _is_autograds_own():
+                return func(*args, **kwargs)
+            if asked:
+                lift.note(lift.lifted, asked[0])
+            args, kwargs = _raised(lift, wide), _raised(lift, named)
+        stand_in = _STAND_INS.get(func) if lift.change else None
+        out = (stand_in or func)(*args, **kwargs)
+        if lift.change and drawn and pure:
+            return _raised(lift, out)
+        if pure or _writes(func):
+            for tensor in tensors_in(out):
+                if lift.is_narrow(tensor.dtype):
+                    lift.note(lift.narrow, tensor.dtype)
+                    break
+        return out
+
+
+def _is_autograds_own() -> bool:
+    """Whether the engine itself casts: a gradient to the dtype of what it is the gradient of.
+
+    That is narrow only where a tensor in the forward was; the engine refuses another dtype.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_DISPATCHERS):
+        frame = frame.f_back
+    if frame.f_code.co_name != "_engine_run_backward":
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and "AccumulateGrad" not in node.name()
+
+
+_DISPATCHERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
+
+
+def _aliases(func: Any) -> bool:
+    """Whether an operator writes to its arguments or returns them: those keep their dtype."""
+    known = _ALIASES.get(func)
+    if known is None:
+        schema = func._schema
+        known = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+        _ALIASES[func] = known
+    return known
+
+
+_ALIASES: dict[Any, bool] = {}
+
+
+def _writes(func: Any) -> bool:
+    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+
+
+def _raised(lift: Lift, value: Any) -> Any:
+    """Narrow tensors among arguments or results, in the lift's dtype."""
+    if isinstance(value, Tensor):
+        return value.to(lift.dtype) if lift.is_narrow(value.dtype) else value
+    if isinstance(value, list | tuple):
+        return type(value)(_raised(lift, v) for v in value) if _plain(value) else value
+    if isinstance(value, dict):
+        return {k: _raised(lift, v) for k, v in value.items()}
+    return value
+
+
+def _plain(value: Any) -> bool:
+    return type(value) in (list, tuple)
+
+
+# ---- operators without a float64 kernel ----------------------------------------------------------
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Products of groups: rows of `a` (2d) or columns of it, cut at `offs`, with each of `b`."""
+    if a.dtype != torch.float64:
+        return torch.ops.aten._grouped_mm.default(a, b, offs, bias, out_dtype)
+    if offs is None:
+        out = torch.bmm(a, b)
+        return out if bias is None else out + bias[:, None]
+    ends = offs.tolist()
+    groups = list(zip([0, *ends], ends, strict=False))
+    if a.dim() == 2 and b.dim() == 3:  # rows of a: (M, K) x (G, K, N)
+        out = a.new_zeros(a.shape[0], b.shape[-1])
+        for i, (start, end) in enumerate(groups):
+            out[start:end] = a[start:end] @ b[i] + (0 if bias is None else bias[i])
+    elif a.dim() == 2:  # what is summed over: (M, K) x (K, N)
+        out = torch.stack([a[:, start:end] @ b[start:end] for start, end in groups])
+    else:  # columns of b: (G, M, K) x (K, N)
+        out = a.new_zeros(a.shape[1], b.shape[-1])
+        for i, (start, end) in enumerate(groups):
+            out[:, start:end] = a[i] @ b[:, start:end]
+    return out
+
+
+_STAND_INS: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}

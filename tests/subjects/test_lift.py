@@ -1,0 +1,200 @@
+"""What is cast to fewer digits inside a Lift is float64 all the same, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sumgrad.subjects.program.lift import Lift
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+THIRD = torch.tensor([1 / 3, 2 / 3, 1e-3], dtype=torch.float64)
+LIKE = torch.ones(3, dtype=torch.float32)
+
+
+class Casting(torch.autograd.Function):
+    """A user's own function that casts in both directions."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x.float() / 3).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad.bfloat16() / 3).to(grad.dtype)
+
+
+CASTS = {
+    "float": lambda x: x.float() / 3,
+    "half": lambda x: x.half() / 3,
+    "bfloat16": lambda x: x.bfloat16() / 3,
+    "to a dtype": lambda x: x.to(torch.float32) / 3,
+    "to a dtype by name": lambda x: x.to(dtype=torch.float16) / 3,
+    "to what another has": lambda x: x.to(LIKE) / 3,
+    "type": lambda x: x.type(torch.float32) / 3,
+    "type as": lambda x: x.type_as(LIKE) / 3,
+    "type by its old name": lambda x: x.type("torch.FloatTensor") / 3,
+    "softmax": lambda x: F.softmax(x, 0, dtype=torch.float32),
+    "sum": lambda x: x.sum(dtype=torch.float32) / 3,
+    "cumsum": lambda x: x.cumsum(0, dtype=torch.float32),
+    "a factory": lambda x: x * torch.full((3,), 1 / 3, dtype=torch.float32),
+    "a factory of a tensor": lambda x: x * x.new_full((3,), 1 / 3, dtype=torch.float32),
+    "a number": lambda x: x * torch.tensor(1 / 3, dtype=torch.float32),
+    "a table": lambda x: x * torch.arange(3, dtype=torch.float32).div(7).sin(),
+    "integers made floats": lambda x: x * torch.arange(3).float().div(7),
+    "in place": lambda x: torch.zeros(3, dtype=torch.float32).add_(x).div(3),
+    "an own function": Casting.apply,
+    "a constant made before": lambda x: x * (LIKE / 3),
+}
+
+
+def run(function):
+    x = THIRD.clone().requires_grad_()
+    out = function(x)
+    out.sum().backward()
+    return out.detach(), x.grad
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_a_cast_leaves_float64(name, monkeypatch):
+    with Lift() as lift:
+        out, grad = run(CASTS[name])
+    monkeypatch.setitem(globals(), "LIKE", LIKE.double())
+    for method in ("float", "half", "bfloat16"):
+        monkeypatch.setattr(torch.Tensor, method, torch.Tensor.double)
+    for dtype in ("float32", "float16", "bfloat16"):
+        monkeypatch.setattr(torch, dtype, torch.float64)
+    monkeypatch.setattr(torch.Tensor, "type", lambda x, *_: x)
+    wanted, wanted_grad = run(CASTS[name])
+    assert out.dtype == grad.dtype == torch.float64
+    assert torch.equal(out, wanted)
+    assert torch.equal(grad, wanted_grad)
+    assert not lift.narrow
+
+
+@pytest.mark.parametrize("name", [n for n in CASTS if n != "a constant made before"])
+def test_each_lift_is_counted_at_its_line(name):
+    with Lift() as lift:
+        run(CASTS[name])
+    assert sum(lift.lifted.values()) >= 1
+    assert all(" at test_lift.py:" in place for place in lift.lifted)
+
+
+def test_nothing_is_changed_where_it_only_looks():
+    with Lift(change=False) as lift:
+        out, _ = run(CASTS["float"])
+    assert out.dtype == torch.float32
+    assert not lift.lifted
+    assert any(place.startswith("float32 at test_lift.py:") for place in lift.narrow)
+
+
+def test_a_coarser_tier_is_looked_at_for_what_is_coarser_still():
+    x = torch.ones(3, dtype=torch.float32)
+    with Lift(torch.float32, change=False) as lift:
+        _ = x / 3
+    assert not lift.narrow
+    with Lift(torch.float32, change=False) as lift:
+        _ = x.bfloat16()
+    assert [place.split()[0] for place in lift.narrow] == ["bfloat16"]
+
+
+def test_numbers_are_drawn_as_they_were_asked_for():
+    """A mask of a seeded float32 draw is the same mask in float64."""
+
+    def drawn():
+        g = torch.Generator().manual_seed(3)
+        like = torch.zeros(5, dtype=torch.float32)
+        return [
+            torch.rand(5, generator=g, dtype=torch.float32),
+            torch.randn(5, generator=g, dtype=torch.float32),
+            torch.rand_like(like),
+            torch.bernoulli(torch.full((5,), 0.5, dtype=torch.float32), generator=g),
+        ]
+
+    torch.manual_seed(1)
+    plain = drawn()
+    torch.manual_seed(1)
+    with Lift():
+        lifted = drawn()
+    assert [t.dtype for t in lifted] == [torch.float64] * 4
+    for one, other in zip(plain[:2], lifted[:2], strict=True):
+        assert torch.equal(one.double(), other)
+
+
+def test_integers_and_bits_are_left_alone():
+    with Lift() as lift:
+        assert torch.arange(3).dtype == torch.int64
+        assert (THIRD > 0).dtype == torch.bool
+        assert THIRD.view(torch.int64).dtype == torch.int64
+        assert torch.ones(2, dtype=torch.int32).view(torch.float32).dtype == torch.float32
+    assert not lift.lifted
+
+
+def test_a_buffer_made_before_keeps_its_dtype_and_is_named():
+    buffer = torch.zeros(3, dtype=torch.float32)
+    with Lift() as lift:
+        buffer[1:].copy_(THIRD[1:])
+    assert buffer[1] == THIRD[1].float()
+    assert [place.split()[0] for place in lift.narrow] == ["float32"]
+
+
+def test_a_parameter_that_is_narrow_keeps_a_gradient_of_its_dtype():
+    held = torch.ones(3, dtype=torch.float32, requires_grad=True)
+    with Lift():
+        (held.to(torch.float64) * THIRD).sum().backward()
+        (held * THIRD).sum().backward()
+    assert torch.equal(held.grad, 2 * THIRD.float())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_again_what_it_computed(reentrant):
+    def block(x):
+        return F.softmax(x.type_as(LIKE) / 3, 0, dtype=torch.float32).to(LIKE)
+
+    with Lift():
+        out, grad = run(lambda x: checkpoint(block, x, use_reentrant=reentrant))
+        wanted, wanted_grad = run(block)
+    assert torch.equal(out, wanted)
+    assert torch.equal(grad, wanted_grad)
+
+
+def test_a_compiled_region_is_lifted_too():
+    class Model(nn.Module):
+        def forward(self, x):
+            return F.softmax(x.float() / 3, 0, dtype=torch.float32).to(x.dtype)
+
+    torch._dynamo.reset()
+    frames = torch._dynamo.utils.counters["frames"]
+    before = frames["ok"]
+    with Lift():
+        out, grad = run(torch.compile(Model(), backend="aot_eager"))
+        wanted, wanted_grad = run(Model())
+    assert frames["ok"] == before + 1  # compiled, not run as it is written
+    assert float((out - wanted).abs().max()) < 1e-15
+    assert float((grad - wanted_grad).abs().max()) < 1e-15
+
+
+def test_groups_of_products_have_a_float64_kernel():
+    """torch's has none: forward and both gradients are those of one product a group."""
+    g = torch.Generator().manual_seed(0)
+    a = torch.randn(7, 4, generator=g, requires_grad=True)
+    b = torch.randn(3, 4, 5, generator=g, requires_grad=True)
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
+    wanted = torch.cat([a[:2] @ b[0], a[2:2] @ b[1], a[2:] @ b[2]])
+    weight = torch.randn(7, 5, generator=g)
+    grads = torch.autograd.grad((wanted * weight).sum(), [a, b])
+    with Lift():
+        out = torch._grouped_mm(a, b, offs=ends)
+        got = torch.autograd.grad((out * weight).sum(), [a, b])
+    assert torch.allclose(out, wanted, rtol=0, atol=1e-14)
+    for one, other in zip(got, grads, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-14)
