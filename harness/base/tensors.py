@@ -18,6 +18,8 @@ def to_local(tensor: Any) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal shape, dtype and raw bits; NaNs of equal bits are equal."""
+    if a is b:
+        return True
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     flat_a, flat_b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
@@ -26,8 +28,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def digest(flat: Tensor) -> str:
     """A hash of raw bits."""
-    raw = flat.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(raw, digest_size=8).hexdigest()
+    return hashlib.blake2b(_raw(flat), digest_size=8).hexdigest()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """Raw bits, without a copy."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def bits(tensors: Sequence[Tensor]) -> str:
@@ -44,5 +51,5 @@ def hash_weights(params: Mapping[str, Tensor]) -> str:
     for name in sorted(params):
         flat = params[name].detach().cpu().contiguous()
         total.update(f"{name}{tuple(flat.shape)}{flat.dtype}".encode())
-        total.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
+        total.update(_raw(flat))
     return total.hexdigest()[:16]

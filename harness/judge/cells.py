@@ -43,9 +43,9 @@ def expected(record: Record, reference: Reference, pool: str, name: str, tier: s
     plan, terms = plan_of(record), terms_at(record, pool, name)
     names = tuple(reference.by_term) if terms is None else terms
     by_term = {term: reference.by_term[term][name] for term in names}
-    scale = float(reference.scale[name].max()) if reference.scale[name].numel() else 0.0
+    scale = reference.scale[name]
     value, measured = reference.grads[name], reference.floor[name]
-    same: Tensor | None = reference.same_dtype[name]
+    same = reference.same_dtype.get(name)
     if plan is not None and not plan.role(pool).home:
         value = torch.stack(list(by_term.values())).sum(0)
         measured = sum(reference.floor_by_term[term][name] for term in names)
@@ -190,7 +190,7 @@ def _checked_elsewhere(record: Record, cell: Cell) -> bool:
     """Whether a parameter without a gradient here is never used, or has one at another step."""
     references = record.references[cell.tier]
     used = any(cell.name in reference.reached for reference in references)
-    return not used or any(bool(r.scale[cell.name].any()) for r in references)
+    return not used or any(r.scale[cell.name] > 0 for r in references)
 
 
 def unread(record: Record) -> dict[tuple[int, str], str]:

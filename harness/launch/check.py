@@ -26,7 +26,7 @@ from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.probe import look_beside
 from sumgrad.record.directory import PROBLEMS, Record, load_record, write_outcomes, write_problems
 from sumgrad.record.manifest import write_manifest
-from sumgrad.record.reference import files_of, write_partials
+from sumgrad.record.reference import files_of, write_parts
 from sumgrad.record.spec import Facts, RunSpec, read_spec, write_spec
 from sumgrad.subjects.subject import subject_of
 from sumgrad.topology.pools import Topology, load_topology, topology_to_json
@@ -54,21 +54,21 @@ def run_check(
         write_manifest(directory)
         progress("judging")
         return written(directory, judge(load_record(directory))), directory
-    num_ranks = spec.topology.world_size
+    num_ranks, pieces = spec.topology.world_size, subject_of(spec).pieces()
     job = RankJob(
         target="sumgrad.launch.rank:check_rank",
         num_ranks=num_ranks,
         directory=directory,
         pools=[spec.topology.pool_of(r).name for r in range(num_ranks)],
-        helpers=[] if options.reuse else reference_helpers(spec),
+        helpers=[] if options.reuse else reference_helpers(pieces),
         timeout_s=spec.timeout_s,
         helper_patience=3 if spec.opaque else 10,
     )
     progress(f"starting {num_ranks} ranks")
     outcomes = launcher.run(job, progress=progress)
     problems = [
-        f"the reference of tier {tier}: {outcome.status}, {outcome.detail}"
-        for tier, outcome in zip(spec.tiers, outcomes[num_ranks:], strict=False)
+        f"the reference of {piece}: {outcome.status}, {outcome.detail}"
+        for piece, outcome in zip(pieces, outcomes[num_ranks:], strict=False)
         if not outcome.ok
     ]
     if options.reuse:
@@ -127,10 +127,10 @@ def _with_one_rank(
     return written(directory, replace(verdict, warnings=(*verdict.warnings, text), data=data))
 
 
-def reference_helpers(spec: RunSpec) -> list[Helper]:
-    """One process for each tier's reference, beside the ranks."""
+def reference_helpers(pieces: Sequence[str]) -> list[Helper]:
+    """One process for each piece of the reference, beside the ranks."""
     target = "sumgrad.launch.rank:reference_helper"
-    return [Helper(target=target, arguments={"tier": tier}) for tier in spec.tiers]
+    return [Helper(target=target, arguments={"piece": piece}) for piece in pieces]
 
 
 def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
@@ -141,7 +141,10 @@ def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
     for name in ("facts", "declaration", "workload", "seed", "steps", "tiers", "lift"):
         if getattr(theirs, name) != getattr(spec, name):
             raise UserError(f"{stored}: its reference is for another {name}")
-    for name in [PROBLEMS, *(name for tier in spec.tiers for name in files_of(tier))]:
+    for name in [
+        PROBLEMS,
+        *(name for tier in spec.tiers for s in range(spec.steps) for name in files_of(tier, s)),
+    ]:
         if (stored / name).exists():
             shutil.copy(stored / name, directory / name)
 
@@ -174,11 +177,11 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
         progress("recovering the coefficients")
         tier, step = wanted
         with contextlib.suppress(UserError):  # a failure that cannot be explained stands
-            partials = subject_of(run.spec).partials(tier, step)
-            if partials is not None:
-                write_partials(directory, tier, partials)
-                write_manifest(directory)
-                verdict = judge(load_record(directory))
+            found = subject_of(run.spec).parts(tier, step, record.references[tier])
+            for at, parts in found.items():
+                write_parts(directory, tier, at, parts)
+            write_manifest(directory)
+            verdict = judge(load_record(directory))
     return written(directory, verdict)
 
 
@@ -187,8 +190,6 @@ def _step_to_explain(verdict: Verdict, run: Run, record: Record) -> tuple[str, i
 
     The last step where partials are kept, or a fault was planted.
     """
-    if run.spec.opaque:
-        return None  # its references hold them
     wanted = None
     for tier in run.spec.tiers:
         steps = [

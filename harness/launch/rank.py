@@ -12,8 +12,8 @@ import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
 from sumgrad.launch.guard import RankGuard
 from sumgrad.ledger.process_group import BACKEND, Ledger, register_backend
-from sumgrad.record.ranks import write_rank
-from sumgrad.record.reference import write_references
+from sumgrad.record.ranks import RankFiles
+from sumgrad.record.reference import write_reference
 from sumgrad.record.spec import RunSpec, read_spec
 from sumgrad.subjects.subject import subject_of
 
@@ -63,20 +63,21 @@ def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
     Returns what goes into the rank's end record.
     """
     rank = guard.env.rank
-    tensors, result = subject_of(spec).run_rank(rank, ledger)
-    write_rank(guard.env.directory, rank, tensors)
-    return dict(result)
+    files = RankFiles(guard.env.directory, rank)
+    result = subject_of(spec).run_rank(rank, ledger, files)
+    return {**result, "grads": files.files}
 
 
-def reference_helper(guard: RankGuard, *, tier: str) -> None:
-    """One tier's reference, in a process beside the ranks."""
+def reference_helper(guard: RankGuard, *, piece: str) -> None:
+    """One piece of the reference, in a process beside the ranks."""
     directory = guard.env.directory.parent
-    store_reference(directory, read_spec(directory), tier)
+    store_reference(directory, read_spec(directory), piece)
 
 
 def store_reference(
-    directory: Path, spec: RunSpec, tier: str, *, progress: Callable[[str], None] = lambda _: None
+    directory: Path, spec: RunSpec, piece: str, *, progress: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Compute and write the reference of every step of a tier."""
-    references = subject_of(spec).references(tier, progress=progress)
-    write_references(directory, tier, references)
+    """Compute and write one piece of the reference."""
+    shared: dict[int, str] = {}
+    for tier, reference in list(subject_of(spec).references(piece, progress=progress)):
+        write_reference(directory, tier, reference, shared=shared)

@@ -34,6 +34,7 @@ from sumgrad.launch.check import Run, finish
 from sumgrad.launch.guard import RankEnv, RankGuard, flush, lost_another
 from sumgrad.launch.local.processes import adopt_orphans, end_children
 from sumgrad.record.endings import outcome_from_record, rank_file, read_end_record
+from sumgrad.record.ranks import GRADS_FILE
 from sumgrad.record.spec import RunSpec, write_spec
 from sumgrad.topology.pools import load_topology
 
@@ -226,15 +227,15 @@ class _Member:
 
     def _judge(self) -> Verdict:
         from sumgrad.launch.rank import store_reference
+        from sumgrad.subjects.subject import subject_of
 
         problems = []
-        for tier in self.spec.tiers:
+        for piece in subject_of(self.spec).pieces():
             try:
-                self.progress(f"{tier}: reference")
                 with _limit(REFERENCE_PATIENCE * self.env.timeout_s):
-                    store_reference(self.env.directory, self.spec, tier)
+                    store_reference(self.env.directory, self.spec, piece, progress=self.progress)
             except Exception as error:
-                problems.append(f"the reference of tier {tier}: {type(error).__name__}: {error}")
+                problems.append(f"the reference of {piece}: {type(error).__name__}: {error}")
         _run_exit_functions()  # if this rank's own exit kills it, there is no verdict
         run = Run(
             directory=self.env.directory,
@@ -328,7 +329,16 @@ class _Member:
             file = self.env.file(suffix)
             if file.exists():
                 self.store.set(f"sumgrad/file/{self.env.rank}/{suffix}", file.read_bytes())
+        for name in sorted(self._gradient_files(self.env.rank)):
+            if not self._has_key(f"sumgrad/grads/{name}"):
+                data = (self.env.directory / "ranks" / name).read_bytes()
+                self.store.set(f"sumgrad/grads/{name}", data)
         self.store.set(f"sumgrad/sent/{self.env.rank}", "1")
+
+    def _gradient_files(self, rank: int) -> set[str]:
+        """Names of the files that a rank's gradients are in."""
+        result = (read_end_record(self.env.directory, rank) or {}).get("result") or {}
+        return {name for name in result.get("grads", {}).values() if GRADS_FILE.fullmatch(name)}
 
     def _fetch(self, rank: int) -> bool:
         if not self._has_key(f"sumgrad/sent/{rank}"):
@@ -339,6 +349,10 @@ class _Member:
                 if self._has_key(key):
                     path = rank_file(self.env.directory, rank, suffix)
                     write_bytes(path, self.store.get(key))
+            for name in sorted(self._gradient_files(rank)):
+                path = self.env.directory / "ranks" / name
+                if not path.exists():
+                    write_bytes(path, self.store.get(f"sumgrad/grads/{name}"))
         except RuntimeError:
             return False
         return True

@@ -2,11 +2,11 @@
 
     run.json                what was asked: topology, subject, seed, tiers, versions, command
     ranks/rank_00003.json   how the rank ended, and what it says of its steps
-    ranks/rank_00003.safetensors      its gradients, and where its shards lie
+    ranks/rank_00003.safetensors      where its shards lie, its buffers
+    ranks/grads_DIGEST.safetensors    the gradients of a step, of all ranks that have the same
     ranks/rank_00003.ledger.jsonl     every collective it issued
-    reference_TIER.safetensors|json   the reference, its scale and its noise floor
-    partials_TIER.safetensors         every partial; of a planned workload, after a failure
-    program_TIER.json                 of a Program: what is wrong with its reference
+    reference_TIER_STEP.safetensors|json   the reference, its scale and its noise floor
+    partials_TIER_STEP.safetensors|json    the gradient in parts, after a failure
     outcomes.json, verdict.json, report.md
     manifest.json           what of this is judged, by size and digest
 
@@ -25,7 +25,16 @@ from sumgrad.base.outcome import RankOutcome, outcome_from_json, outcome_to_json
 from sumgrad.record.endings import outcome_from_record, rank_file, read_ledger
 from sumgrad.record.manifest import NO_CHANGES, Changes
 from sumgrad.record.ranks import At, Event, RankRecord, read_rank
-from sumgrad.record.reference import Partials, Reference, files_of, read_partials, read_references
+from sumgrad.record.reference import (
+    Grads,
+    Partials,
+    Reference,
+    files_of,
+    read_parts,
+    read_reference,
+    read_tensors,
+    with_parts,
+)
 from sumgrad.record.spec import DAMAGED, RunSpec, read_spec
 
 PROBLEMS = "reference_problems.json"  # beside a reference; copied with it
@@ -101,12 +110,20 @@ def read_ranks(
     """
     ranks, damage = {}, list[str]()
     started: dict[int, list[Event]] = {}
+    known: dict[str, Grads] = {}
+
+    def gradients(name: str) -> Grads:
+        if name not in known:
+            _refuse(changes, f"ranks/{name}")
+            known[name] = dict(read_tensors(directory / "ranks" / name))
+        return known[name]
+
     for rank in range(spec.topology.world_size):
         try:
             place = rank_file(Path(), rank, "").as_posix()
             _refuse(changes, *(place + s for s in (".json", ".safetensors", ".ledger.jsonl")))
             started[rank] = list(read_ledger(rank_file(directory, rank, ".ledger.jsonl")))
-            ranks[rank] = read_rank(directory, rank, spec, started[rank])
+            ranks[rank] = read_rank(directory, rank, spec, started[rank], gradients)
         except FileNotFoundError:
             continue
         except DAMAGED as error:
@@ -117,12 +134,13 @@ def read_ranks(
 def _read_tier(
     directory: Path, tier: str, spec: RunSpec, damage: list[str], changes: Changes
 ) -> list[Reference] | None:
-    """A tier's references with their partials; None, and why, where they cannot be read."""
-    program, partials_file = spec.facts is not None, files_of(tier)[2]
+    """A tier's references with their parts; None, and why, where they cannot be read."""
+    found, steps = [], range(spec.steps)
     try:
-        needed = [n for n in files_of(tier) if program or n in files_of(tier)[:2]]
-        _refuse(changes, *needed)
-        found = read_references(directory, tier, names=spec.params, terms=spec.terms, said=program)
+        _refuse(changes, *(file for t in spec.tiers for s in steps for file in files_of(t, s)[:2]))
+        for step in steps:
+            held = read_reference(directory, tier, step, names=spec.params, terms=spec.terms)
+            found.append(held)
     except FileNotFoundError:
         damage.append(f"tier {tier}: no reference was stored")
         return None
@@ -130,12 +148,12 @@ def _read_tier(
         damage.append(f"tier {tier}: damaged reference: {type(error).__name__}: {error}")
         return None
     try:
-        _refuse(changes, partials_file)
-        partials = read_partials(directory, tier)
+        _refuse(changes, *(file for step in steps for file in files_of(tier, step)[2:]))
+        parts = [read_parts(directory, tier, step) for step in steps]
     except DAMAGED as error:
         damage.append(f"tier {tier}: damaged partials: {type(error).__name__}: {error}")
         return found
-    return [replace(r, partials=partials.get(r.step, {})) for r in found]
+    return [r if p is None else with_parts(r, p) for r, p in zip(found, parts, strict=True)]
 
 
 def _refuse(changes: Changes, *names: str) -> None:

@@ -1,20 +1,27 @@
-"""What one rank wrote: gradients, where its shards lie, its ledger, what it saw of its steps."""
+"""What one rank wrote: gradients, where its shards lie, its ledger, what it saw of its steps.
+
+Gradients go to disk step by step, into files named by their content: replicas that hold the same
+bits, and a repeated step that gives them again, take the room of one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
-from sumgrad.base.files import write_bytes
 from sumgrad.base.outcome import SETUP
+from sumgrad.base.tensors import hash_weights
 from sumgrad.record.endings import rank_file, read_end_record
-from sumgrad.record.reference import Grads, read_tensors
+from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import RunSpec
 
+GRADS_FILE = re.compile(r"grads_[0-9a-f]{16}\.safetensors")
 AGAIN = "again"  # of the tensors of a step that was repeated
 BUFFER = "buffer"
 INDEX = "index"
@@ -49,14 +56,50 @@ class RankRecord:
     batch: str = ""
 
 
-def write_rank(directory: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write one rank's tensors: TIER/STEP/PARAM, and those of AGAIN, BUFFER and INDEX."""
-    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_bytes(rank_file(directory, rank, ".safetensors"), save(flat))
+class RankFiles:
+    """Where one rank writes its tensors. files: `TIER/STEP`, `again/TIER` -> what holds them."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.directory, self.rank = directory, rank
+        self.files: dict[str, str] = {}
+
+    def keep(self, key: str, grads: Mapping[str, torch.Tensor]) -> None:
+        """Write the gradients of a step, unless somebody has written the same."""
+        held = {name: grad.detach().cpu().contiguous() for name, grad in grads.items()}
+        name = grads_file(hash_weights(held))
+        path = self.directory / "ranks" / name
+        if not path.exists():
+            claim = path.with_suffix(".claim")
+            with contextlib.suppress(FileExistsError):  # who claims it writes it
+                os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
+                try:
+                    write_tensors(path, held)
+                finally:
+                    claim.unlink()
+        self.files[key] = name
+
+    def finish(self, others: Mapping[str, torch.Tensor]) -> None:
+        """Write what belongs to no step: INDEX/PARAM and BUFFER/TIER/STEP/NAME."""
+        write_tensors(rank_file(self.directory, self.rank, ".safetensors"), others)
 
 
-def read_rank(directory: Path, rank: int, spec: RunSpec, ledger: Sequence[Event]) -> RankRecord:
-    """Read one rank's files but for its ledger. Raises FileNotFoundError or one of spec.DAMAGED."""
+def grads_file(content: str) -> str:
+    """The name of a file of gradients, in `ranks/`."""
+    return f"grads_{content}.safetensors"
+
+
+def read_rank(
+    directory: Path,
+    rank: int,
+    spec: RunSpec,
+    ledger: Sequence[Event],
+    gradients: Callable[[str], Grads] | None = None,
+) -> RankRecord:
+    """Read one rank's files but for its ledger. Raises FileNotFoundError or one of spec.DAMAGED.
+
+    gradients: how a file of gradients is read, by its name.
+    """
+    read = gradients or (lambda name: dict(read_tensors(directory / "ranks" / name)))
     result = (read_end_record(directory, rank) or {}).get("result") or {}
     grads: dict[At, Grads] = {}
     buffers: dict[At, Grads] = {}
@@ -65,12 +108,17 @@ def read_rank(directory: Path, rank: int, spec: RunSpec, ledger: Sequence[Event]
         kind, rest = key.split("/", 1)
         if kind == INDEX:
             one[INDEX][rest] = tensor
-        elif kind == AGAIN:
-            one[AGAIN][rest.split("/", 1)[1]] = tensor
         else:
-            held, path = (buffers, rest) if kind == BUFFER else (grads, key)
-            tier, step, name = path.split("/", 2)
-            held.setdefault((tier, int(step)), {})[name] = tensor
+            tier, step, name = rest.split("/", 2)
+            buffers.setdefault((tier, int(step)), {})[name] = tensor
+    for key, file in result["grads"].items():
+        if not GRADS_FILE.fullmatch(file):
+            raise ValueError(f"{file!r} is no file of gradients")
+        kind, rest = key.split("/", 1)
+        if kind == AGAIN:
+            one[AGAIN] = read(file)
+        else:
+            grads[kind, int(rest)] = read(file)
     planned = spec.declaration is not None
     steps = result.get("steps", []) if planned else result["steps"]
     info = {(s["tier"], int(s["step"])): _numbers(s) if planned else s for s in steps}

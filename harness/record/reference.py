@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
-from sumgrad.base.files import is_regular, read_json, write_bytes, write_json
+from safetensors.torch import save_file
+from sumgrad.base.files import is_regular, read_json, write_json
 
 Grads = dict[str, torch.Tensor]
 Partials = dict[tuple[str, str], Grads]
@@ -24,10 +24,10 @@ class Reference:
     """Everything that judging one step in one dtype needs.
 
     grads, by_term: float64. resolution: term -> name -> how far two float64 runs differ, so that a
-    term which is zero by mathematics is told from a small one. scale: sum of absolute partials,
-    elementwise, float64. floor: name -> largest absolute error of the single-process runs in the
-    working dtype; floor_by_term, norm_floor: the same for every term alone and for the norm.
-    same_dtype: one of these runs. weights: hash of the weights in the working dtype.
+    term which is zero by mathematics is told from a small one. scale: name -> largest sum of
+    absolute parts of the gradient. floor: name -> largest absolute error of the single-process runs
+    in the working dtype; floor_by_term, norm_floor: the same for every term alone and for the norm.
+    same_dtype: one of these runs, or none. weights: hash of the weights in the working dtype.
 
     partials: (term, producer) -> name -> (rows or intervals, *shape) float64; empty where none are
     stored. intervals: their row bounds [a, b); row_counts: term -> the count of each interval.
@@ -41,7 +41,7 @@ class Reference:
     grads: Grads
     by_term: dict[str, Grads]
     resolution: dict[str, dict[str, float]]
-    scale: Grads
+    scale: dict[str, float]
     floor: dict[str, float]
     floor_by_term: dict[str, dict[str, float]]
     same_dtype: Grads
@@ -61,130 +61,150 @@ class Reference:
     changed_buffers: tuple[str, ...] = ()
 
 
-PLAIN = ("floor", "floor_by_term", "resolution", "norm", "norm_floor", "counts", "weights")
-SAID = (
-    "kinds", "reached", "intervals", "row_counts", "problems", "warnings", "outside",
-    "changed_buffers",
+PLAIN = (
+    "scale", "floor", "floor_by_term", "resolution", "norm", "norm_floor", "counts", "weights",
 )  # fmt: skip
+SAID = ("kinds", "reached", "problems", "warnings", "outside", "changed_buffers")
+SHARED = "grads_in"  # where another tier's file holds the gradients of this one
 
 
-def files_of(tier: str) -> tuple[str, ...]:
-    """Names of the files that hold a tier's reference; the last two are not always written."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A step's gradient in parts: what a failure is explained from. As in Reference."""
+
+    partials: Partials
+    intervals: tuple[tuple[int, int], ...] = ()
+    row_counts: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+def files_of(tier: str, step: int) -> tuple[str, ...]:
+    """Names of the files that hold a tier's reference of a step; of the parts, where there are."""
     return (
-        f"reference_{tier}.json",
-        f"reference_{tier}.safetensors",
-        f"partials_{tier}.safetensors",
-        f"program_{tier}.json",
-        f"program_{tier}_buffers.safetensors",
+        f"reference_{tier}_{step}.json",
+        f"reference_{tier}_{step}.safetensors",
+        f"partials_{tier}_{step}.json",
+        f"partials_{tier}_{step}.safetensors",
     )
 
 
-def write_references(directory: Path, tier: str, references: Sequence[Reference]) -> None:
-    """Write a tier's reference of all steps, and its partials where there are any."""
-    plain, numbers, _, said, buffers = (directory / name for name in files_of(tier))
-    tensors = {}
-    for reference in references:
-        for kind in ("grads", "scale", "same_dtype"):
-            for name, tensor in getattr(reference, kind).items():
-                tensors[f"{reference.step}/{kind}/{name}"] = tensor
+def write_reference(
+    directory: Path, tier: str, reference: Reference, *, shared: dict[int, str] | None = None
+) -> None:
+    """Write one tier's reference of one step, and its parts where there are any.
+
+    shared: id of gradients that are written already -> their file; another tier's, of this step.
+    """
+    plain, numbers, *_ = files_of(tier, reference.step)
+    shared = {} if shared is None else shared
+    held = shared.setdefault(id(reference.grads), numbers)
+    tensors = {f"same_dtype/{n}": t for n, t in reference.same_dtype.items()}
+    if held == numbers:
+        tensors |= {f"grads/{name}": tensor for name, tensor in reference.grads.items()}
         for term, grads in reference.by_term.items():
-            for name, tensor in grads.items():
-                tensors[f"{reference.step}/term:{term}/{name}"] = tensor
-    _write_tensors(numbers, tensors)
-    write_json(plain, [{"step": r.step, **{k: getattr(r, k) for k in PLAIN}} for r in references])
-    if any(r.partials for r in references):
-        write_partials(directory, tier, {r.step: r.partials for r in references})
-    if any(r.kinds for r in references):
-        write_json(said, [{k: getattr(r, k) for k in SAID} for r in references])
-        _write_tensors(
-            buffers, {f"{r.step}/{n}": b for r in references for n, b in r.buffers.items()}
+            tensors |= {
+                f"term:{term}/{name}": tensor
+                for name, tensor in grads.items()
+                if tensor is not reference.grads[name]  # a single term is the whole gradient
+            }
+        tensors |= {f"buffer/{name}": tensor for name, tensor in reference.buffers.items()}
+    write_tensors(directory / numbers, tensors)
+    said = {name: getattr(reference, name) for name in (*PLAIN, *SAID)}
+    write_json(directory / plain, {"step": reference.step, SHARED: held, **said})
+    if reference.partials:
+        parts = Parts(
+            partials=reference.partials,
+            intervals=reference.intervals,
+            row_counts=reference.row_counts,
         )
+        write_parts(directory, tier, reference.step, parts)
 
 
-def write_partials(directory: Path, tier: str, partials: Mapping[int, Partials]) -> None:
-    """Write the partials of some steps, so that a failure can be explained without the workload."""
+def write_parts(directory: Path, tier: str, step: int, parts: Parts) -> None:
+    """Write the parts of a step, so that a failure can be explained without the workload."""
+    *_, plain, numbers = files_of(tier, step)
     tensors = {
-        f"{step}/{term}/{producer}/{name}": tensor
-        for step, held in partials.items()
-        for (term, producer), grads in held.items()
+        f"{term}/{producer}/{name}": tensor
+        for (term, producer), grads in parts.partials.items()
         for name, tensor in grads.items()
     }
-    _write_tensors(directory / files_of(tier)[2], tensors)
+    write_tensors(directory / numbers, tensors)
+    write_json(directory / plain, {"intervals": parts.intervals, "row_counts": parts.row_counts})
 
 
-def read_references(
-    directory: Path, tier: str, *, names: Sequence[str], terms: Sequence[str], said: bool
-) -> list[Reference]:
-    """Read one tier's reference. Raises FileNotFoundError or one of spec.DAMAGED.
-
-    said: what is wrong with it was written beside it, and must be there.
-    """
-    plain_file, numbers_file, _, said_file, buffers_file = (directory / n for n in files_of(tier))
-    plain = read_json(plain_file)
-    held: dict[int, dict[str, Grads]] = {}
-    for key, tensor in read_tensors(numbers_file):
-        step, kind, name = key.split("/", 2)
-        held.setdefault(int(step), {}).setdefault(kind, {})[name] = tensor
-
-    def whole(grads: Grads) -> Grads:
-        return {name: grads[name] for name in names}
+def read_reference(
+    directory: Path, tier: str, step: int, *, names: Sequence[str], terms: Sequence[str]
+) -> Reference:
+    """Read one tier's reference of a step. Raises FileNotFoundError or one of spec.DAMAGED."""
+    plain, numbers, *_ = files_of(tier, step)
+    item = read_json(directory / plain)
+    held: dict[str, Grads] = {}
+    for file in dict.fromkeys((str(item[SHARED]), numbers)):
+        if Path(file).name != file:
+            raise ValueError(f"{file!r} is no file of a run")
+        for key, tensor in read_tensors(directory / file):
+            kind, name = key.split("/", 1)
+            if kind != "same_dtype" or file == numbers:
+                held.setdefault(kind, {})[name] = tensor
+    grads = {name: held["grads"][name] for name in names}
+    same = held.get("same_dtype", {})
 
     def by_term(table: dict[str, Any]) -> dict[str, dict[str, float]]:
         return {term: {name: float(table[term][name]) for name in names} for term in terms}
 
-    found = [
-        Reference(
-            step=int(item["step"]),
-            grads=whole(held[item["step"]]["grads"]),
-            scale=whole(held[item["step"]]["scale"]),
-            same_dtype=whole(held[item["step"]]["same_dtype"]),
-            by_term={term: whole(held[item["step"]][f"term:{term}"]) for term in terms},
-            floor={name: float(item["floor"][name]) for name in names},
-            floor_by_term=by_term(item["floor_by_term"]),
-            resolution=by_term(item["resolution"]),
-            norm=float(item["norm"]),
-            norm_floor=float(item["norm_floor"]),
-            counts={term: int(item["counts"][term]) for term in terms},
-            weights=str(item["weights"]),
-        )
-        for item in plain
-    ]
-    if not said:
-        return found
-    buffers: dict[int, Grads] = {}
-    with contextlib.suppress(FileNotFoundError):  # runs stored before buffers were looked at
-        for key, tensor in read_tensors(buffers_file):
-            number, name = key.split("/", 1)
-            buffers.setdefault(int(number), {})[name] = tensor
-    return [
-        replace(reference, buffers=buffers.get(reference.step, {}), **_said(item))
-        for reference, item in zip(found, read_json(said_file), strict=True)
-    ]
+    return Reference(
+        step=int(item["step"]),
+        grads=grads,
+        same_dtype={name: same[name] for name in names} if same else {},
+        by_term={
+            term: {n: held.get(f"term:{term}", {}).get(n, grads[n]) for n in names}
+            if len(terms) == 1
+            else {n: held[f"term:{term}"][n] for n in names}
+            for term in terms
+        },
+        scale={name: float(item["scale"][name]) for name in names},
+        floor={name: float(item["floor"][name]) for name in names},
+        floor_by_term=by_term(item["floor_by_term"]),
+        resolution=by_term(item["resolution"]),
+        norm=float(item["norm"]),
+        norm_floor=float(item["norm_floor"]),
+        counts={term: int(item["counts"][term]) for term in terms},
+        weights=str(item["weights"]),
+        kinds=item["kinds"],
+        buffers=held.get("buffer", {}),
+        reached=tuple(item["reached"]),
+        problems=tuple(item["problems"]),
+        warnings=tuple(item["warnings"]),
+        outside=tuple(item["outside"]),
+        changed_buffers=tuple(item["changed_buffers"]),
+    )
 
 
-def _said(item: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kinds": item["kinds"],
-        "intervals": tuple((a, b) for a, b in item["intervals"]),
-        "row_counts": {term: tuple(counts) for term, counts in item["row_counts"].items()},
-        **{k: tuple(item[k]) for k in ("reached", "problems", "warnings")},
-        **{k: tuple(item.get(k, ())) for k in ("outside", "changed_buffers")},
-    }
+def with_parts(reference: Reference, parts: Parts) -> Reference:
+    """The reference, and what a failure of it is explained from."""
+    return replace(
+        reference, partials=parts.partials, intervals=parts.intervals, row_counts=parts.row_counts
+    )
 
 
-def read_partials(directory: Path, tier: str) -> dict[int, Partials]:
-    """Step -> (term, producer) -> name -> partials; empty where none are stored."""
-    path = directory / files_of(tier)[2]
-    out: dict[int, Partials] = {}
-    if path.exists():
-        for key, tensor in read_tensors(path):
-            step, term, producer, name = key.split("/", 3)
-            out.setdefault(int(step), {}).setdefault((term, producer), {})[name] = tensor
-    return out
+def read_parts(directory: Path, tier: str, step: int) -> Parts | None:
+    """The parts of a step; None where none are stored. Raises one of spec.DAMAGED."""
+    *_, plain, numbers = files_of(tier, step)
+    if not (directory / numbers).exists():
+        return None
+    partials: Partials = {}
+    for key, tensor in read_tensors(directory / numbers):
+        term, producer, name = key.split("/", 2)
+        partials.setdefault((term, producer), {})[name] = tensor
+    item = read_json(directory / plain)
+    return Parts(
+        partials=partials,
+        intervals=tuple((int(a), int(b)) for a, b in item["intervals"]),
+        row_counts={term: tuple(counts) for term, counts in item["row_counts"].items()},
+    )
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a file by its key. Raises FileNotFoundError or SafetensorError."""
+    """Every tensor of a file by its key, mapped, not copied. FileNotFoundError, SafetensorError."""
     if not path.exists():
         raise FileNotFoundError(path)
     if not is_regular(path):
@@ -194,5 +214,12 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield key, file.get_tensor(key)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    write_bytes(path, save({k: t.detach().cpu().contiguous() for k, t in tensors.items()}))
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors atomically, without a copy of them in memory where they are contiguous."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, temporary)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -13,7 +13,7 @@ from sumgrad.base.files import read_json, write_json
 from sumgrad.topology.declaration import Declaration, declaration_from_json, declaration_to_json
 from sumgrad.topology.pools import Topology, topology_from_json, topology_to_json
 
-SCHEMA = 1
+SCHEMA = 2
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DAMAGED = (
     OSError,

@@ -47,10 +47,11 @@ def measure_floor(exact: Run, runs: Sequence[Run]) -> Floor:
     )
 
 
-def raise_floor(floor: Floor, exact: Run, other: Run, scale: Grads, dtype: torch.dtype) -> Floor:
-    """The floor that also knows a run on other kernels. scale: sums of absolute partials."""
+def raise_floor(
+    floor: Floor, exact: Run, other: Run, sizes: Mapping[str, float], dtype: torch.dtype
+) -> Floor:
+    """The floor that also knows a run on other kernels. sizes: sums of absolute partials."""
     name_of = str(dtype).removeprefix("torch.")
-    sizes = {n: float(s.max()) if s.numel() else 0.0 for n, s in scale.items()}
     found = measure_floor(exact, [other])
 
     def raised(old: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float]:

@@ -6,12 +6,12 @@ goes into RunSpec, where checks and explainers ask for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from sumgrad.ledger.process_group import Ledger
-from sumgrad.record.reference import Partials, Reference
+from sumgrad.record.ranks import RankFiles
+from sumgrad.record.reference import Parts, Reference
 from sumgrad.record.spec import RunSpec
 
 Progress = Callable[[str], None]
@@ -20,17 +20,20 @@ Progress = Callable[[str], None]
 class Subject(Protocol):
     """What is checked, made from what was asked."""
 
-    def run_rank(self, rank: int, ledger: Ledger) -> tuple[Mapping[str, torch.Tensor], Any]:
+    def run_rank(self, rank: int, ledger: Ledger, files: RankFiles) -> Mapping[str, Any]:
         """Every tier and step on one rank of an initialised default group.
 
-        Returns tensors as `record.ranks.write_rank` takes them, and what goes into the end record.
+        Gradients are given to `files` as they come; returns what goes into the end record.
         """
 
-    def references(self, tier: str, *, progress: Progress) -> list[Reference]:
-        """One tier's reference of every step, in this process."""
+    def pieces(self) -> list[str]:
+        """What the reference is computed in: each piece in a process of its own."""
 
-    def partials(self, tier: str, step: int) -> dict[int, Partials] | None:
-        """The partials of a step and of the one before it, where references hold none yet."""
+    def references(self, piece: str, *, progress: Progress) -> Iterator[tuple[str, Reference]]:
+        """The references of a piece with their tiers, in this process."""
+
+    def parts(self, tier: str, step: int, known: Sequence[Reference]) -> dict[int, Parts]:
+        """The parts of a step and of the one before it. known: the tier's references."""
 
 
 def subject_of(spec: RunSpec) -> Subject:

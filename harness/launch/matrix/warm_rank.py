@@ -18,7 +18,7 @@ from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.rank import local_group
 from sumgrad.ledger.process_group import Ledger
 from sumgrad.record.endings import rank_file
-from sumgrad.record.ranks import write_rank
+from sumgrad.record.ranks import RankFiles
 from sumgrad.record.spec import read_spec
 from sumgrad.subjects.program.rank import Rank
 
@@ -34,8 +34,9 @@ def run_faults(guard: RankGuard, *, faults: list[str]) -> None:
             (place / "ranks").mkdir(parents=True, exist_ok=True)
             _write_ledger_to(ledger, guard, rank_file(place, number, ".ledger.jsonl"))
             steps = find_program_fault(fault, spec.workload).min_steps
-            tensors, result = rank.run(replace(spec, fault=fault, steps=steps), again=False)
-            write_rank(place, number, tensors)
+            files = RankFiles(place, number)
+            job = replace(spec, fault=fault, steps=steps)
+            result = {**rank.run(job, files, again=False), "grads": files.files}
             end = {"rank": number, "status": "ok", "result": result}
             write_json(rank_file(place, number, ".json"), end)
             with ledger.label(SETUP):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,8 @@ from sumgrad.base.tensors import hash_weights
 from sumgrad.faults.plan import find_fault, plant
 from sumgrad.ledger.process_group import Ledger
 from sumgrad.plan.edges import Plan, build_plan
-from sumgrad.record.reference import Partials, Reference
+from sumgrad.record.ranks import RankFiles
+from sumgrad.record.reference import Parts, Reference
 from sumgrad.record.spec import RunSpec
 from sumgrad.subjects.planned.context import Memory, RankContext
 from sumgrad.subjects.planned.reference import Job, compute_partials, compute_reference
@@ -29,14 +30,13 @@ class PlannedStep:
         self.spec = spec
         self.workload = load_workload(spec.workload, spec.topology, seed=spec.seed)
 
-    def run_rank(self, rank: int, ledger: Ledger) -> tuple[Mapping[str, torch.Tensor], Any]:
+    def run_rank(self, rank: int, ledger: Ledger, files: RankFiles) -> Mapping[str, Any]:
         """Returns gradients; counts, norms, digests and the hash of the weights of every step."""
         spec = self.spec
         plan = build_plan(spec.topology, self.workload.declaration)
         if spec.fault:
             plan = plant(find_fault(spec.fault), plan)
         group = _pool_group(plan, rank)
-        tensors: dict[str, torch.Tensor] = {}
         steps = []
         for tier, dtype_name in spec.tiers.items():
             dtype = getattr(torch, dtype_name)
@@ -54,7 +54,7 @@ class PlannedStep:
             for step in range(spec.steps):
                 params = _params(self.workload, step, dtype)
                 result = run_step(ctx, params, step=step, memory=memory)
-                tensors |= {f"{tier}/{step}/{name}": grad for name, grad in result.grads.items()}
+                files.keep(f"{tier}/{step}", result.grads)
                 steps.append(
                     {
                         "tier": tier,
@@ -66,25 +66,30 @@ class PlannedStep:
                         "digests": [asdict(digest) for digest in result.digests],
                     }
                 )
-        return tensors, {"steps": steps, "operations": ledger.num_operations}
+        return {"steps": steps, "operations": ledger.num_operations}
 
-    def references(self, tier: str, *, progress: Progress) -> list[Reference]:
-        return compute_reference(self._job(tier), progress=progress)
+    def pieces(self) -> list[str]:
+        return list(self.spec.tiers)
 
-    def partials(self, tier: str, step: int) -> dict[int, Partials] | None:
+    def references(self, piece: str, *, progress: Progress) -> Iterator[tuple[str, Reference]]:
+        for reference in compute_reference(self._job(piece), progress=progress):
+            yield piece, reference
+
+    def parts(self, tier: str, step: int, known: Sequence[Reference]) -> dict[int, Parts]:
         plan = build_plan(self.spec.topology, self.workload.declaration)
         producer = plan.producer_pool
         cuts = plan.offsets[producer] if producer else (0, plan.declaration.num_rows)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return compute_partials(
+            found = compute_partials(
                 self._job(tier),
                 steps=[s for s in (step - 1, step) if s >= 0],
                 local_rows=list(itertools.pairwise(cuts)),
             )
         finally:
             torch.set_num_threads(threads)
+        return {step: Parts(partials=partials) for step, partials in found.items()}
 
     def _job(self, tier: str) -> Job:
         """What the reference of a tier is computed from: units by producer, no plan edge."""

@@ -79,18 +79,19 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
         scale = dict(next(run.scale for run in runs if run.scale))
         for param in declaration.params:
             scale.setdefault(param.name, torch.zeros(param.shape, dtype=torch.float64))
+        sizes = {name: float(s.max()) if s.numel() else 0.0 for name, s in scale.items()}
         floor = measure_floor(reference.summed(), [run.summed() for run in runs])
         if kernels is not None:
             progress(f"noise floor ({job.kernels} kernels), step {step}")
             on_kernels = kernels.run(step, [everything]).summed()
-            floor = raise_floor(floor, reference.summed(), on_kernels, scale, job.dtype)
+            floor = raise_floor(floor, reference.summed(), on_kernels, sizes, job.dtype)
         out.append(
             Reference(
                 step=step,
                 grads=grads,
                 by_term=reference.by_term,
                 resolution=differences(reference.by_term, other.by_term),
-                scale=scale,
+                scale=sizes,
                 floor=floor.by_name,
                 floor_by_term=floor.by_term,
                 same_dtype=runs[0].total(),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from sumgrad.base.errors import UserError
 from sumgrad.ledger.process_group import Ledger
-from sumgrad.record.reference import Partials, Reference
+from sumgrad.record.ranks import RankFiles
+from sumgrad.record.reference import Parts, Reference
 from sumgrad.record.spec import Facts, RunSpec
+from sumgrad.subjects.program.parts import compute_parts
 from sumgrad.subjects.program.probe import broken_facts, probe
 from sumgrad.subjects.program.protocol import Broken, make_program
 from sumgrad.subjects.program.rank import Rank
@@ -24,31 +27,54 @@ class UserStep:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
 
-    def run_rank(self, rank: int, ledger: Ledger) -> tuple[Mapping[str, torch.Tensor], Any]:
-        return Rank(self.spec.topology, rank, ledger).run(self.spec)
+    def run_rank(self, rank: int, ledger: Ledger, files: RankFiles) -> Mapping[str, Any]:
+        return Rank(self.spec.topology, rank, ledger).run(self.spec, files)
 
-    def references(self, tier: str, *, progress: Progress) -> list[Reference]:
-        """Raises Broken where loss_sum does."""
+    def pieces(self) -> list[str]:
+        return [f"step {step}" for step in range(self.spec.steps)]
+
+    def references(self, piece: str, *, progress: Progress) -> Iterator[tuple[str, Reference]]:
+        """Every tier of one step. Raises Broken where loss_sum does."""
         spec = self.spec
-        program = make_program(spec.workload, spec.topology, seed=spec.seed)
         assert spec.facts is not None
-        try:
-            return compute_program_reference(
-                program,
+        with _named():
+            found = compute_program_reference(
+                make_program(spec.workload, spec.topology, seed=spec.seed),
                 spec.facts,
-                getattr(torch, spec.tiers[tier]),
-                steps=spec.steps,
+                self._tiers(),
+                step=int(piece.removeprefix("step ")),
+                num_steps=spec.steps,
                 num_chunks=max(pool.size for pool in spec.topology.pools),
                 lift=spec.lift,
                 progress=progress,
             )
-        except (UserError, Broken):
-            raise
-        except Exception as error:
-            raise Broken(f"loss_sum() raised {type(error).__name__}: {error}") from error
+        yield from found.items()
 
-    def partials(self, tier: str, step: int) -> dict[int, Partials] | None:
-        return None  # its references hold them
+    def parts(self, tier: str, step: int, known: Sequence[Reference]) -> dict[int, Parts]:
+        """Row by row, of the terms whose rows add up. Raises Broken where loss_sum does."""
+        spec = self.spec
+        assert spec.facts is not None
+        with _named():
+            program = make_program(spec.workload, spec.topology, seed=spec.seed)
+            return {
+                at: compute_parts(program, spec.facts, self._tiers(), known[at], lift=spec.lift)
+                for at in (step - 1, step)
+                if at >= 0
+            }
+
+    def _tiers(self) -> dict[str, torch.dtype]:
+        return {tier: getattr(torch, dtype) for tier, dtype in self.spec.tiers.items()}
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """What a Program's own code raises, as what it is."""
+    try:
+        yield
+    except (UserError, Broken):
+        raise
+    except Exception as error:
+        raise Broken(f"loss_sum() raised {type(error).__name__}: {error}") from error
 
 
 def look_here(topology: Topology, name: str, seed: int, lift: bool = True) -> Facts:

@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -148,6 +148,18 @@ def to_dtype(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
 
 
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Of the dtypes that are checked, that of fewest digits: all tiers have its numbers."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def round_batch(
+    batch: Mapping[str, Tensor], rounded: torch.dtype, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The batch in a dtype, in numbers of another."""
+    return to_dtype(to_dtype(batch, rounded), dtype)
+
+
 def hold_batch(program: Any, batch: Mapping[str, Tensor]) -> None:
     """Let `self.batch()` inside a method give this batch, in the dtype that is judged.
 
@@ -248,7 +260,8 @@ def hash_model(model: nn.Module) -> str:
 def weights_at(base: Mapping[str, Tensor], step: int, dtype: torch.dtype) -> Weights:
     """The weights of a step, rounded to a dtype: build()'s, then moved by drawn perturbations.
 
-    base: float64. The move does not depend on gradients, so that steps can be judged one by one.
+    base: as build() gives them. The move does not depend on gradients, so that steps can be judged
+    one by one.
     """
     out = {}
     for i, (name, value) in enumerate(sorted(base.items())):
@@ -257,7 +270,7 @@ def weights_at(base: Mapping[str, Tensor], step: int, dtype: torch.dtype) -> Wei
             generator = torch.Generator().manual_seed(7919 * step + i)
             noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
             size = float(value.double().square().mean().sqrt()) or 0.1
-            moved = value + 0.1 * size * noise
+            moved = value.double() + 0.1 * size * noise
         out[name] = moved.to(dtype)
     return {name: out[name] for name in base}
 

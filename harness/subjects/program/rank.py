@@ -20,20 +20,21 @@ from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
 from sumgrad.ledger.delegation import operations_elsewhere
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import Ledger
-from sumgrad.record.ranks import AGAIN, BUFFER, INDEX
+from sumgrad.record.ranks import AGAIN, BUFFER, INDEX, RankFiles
 from sumgrad.record.spec import RunSpec
 from sumgrad.subjects.program.context import Context, make_context, make_meshes
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
 from sumgrad.subjects.program.placement import Placed, Placement, place
 from sumgrad.subjects.program.protocol import (
     build,
+    coarsest,
     default_dtype,
     full_batch,
     hash_model,
     hold_batch,
     make_program,
+    round_batch,
     scramble,
-    to_dtype,
     trained,
     weights_at,
 )
@@ -60,21 +61,23 @@ class Rank:
         with ledger.label(f"{SETUP}/meshes"):
             self.meshes = make_meshes(topology)
 
-    def run(self, job: RunSpec, *, again: bool = True) -> tuple[Tensors, Result]:
-        """All tiers and steps; returns what is stored: tensors and plain data.
+    def run(self, job: RunSpec, files: RankFiles, *, again: bool = True) -> Result:
+        """All tiers and steps; returns what goes into the end record.
 
-        again: repeat the last step of the first tier.
+        files: where tensors go as they come. again: repeat the last step of the first tier.
         """
-        tensors: Tensors = {}
+        others: Tensors = {}
         result: Result = {"steps": [], "unknown": [], "params": {}}
         for i, (tier, dtype) in enumerate(job.tiers.items()):
             run = _TierRun(self, job, tier, getattr(torch, dtype))
             try:
-                run.steps(tensors, result, again=again and i == 0)
+                run.steps(files, others, result, again=again and i == 0)
             finally:
                 run.close()
+            del run
+        files.finish(others)
         result["operations"] = self.ledger.num_operations
-        return tensors, result
+        return result
 
 
 class _TierRun:
@@ -88,14 +91,15 @@ class _TierRun:
         scramble(101, rank.rank)
         model = build(self.program)
         self.built = hash_model(model)
-        self.base = {n: p.detach().double().clone() for n, p in trained(model).items()}
+        self.base = {n: p.detach().clone() for n, p in trained(model).items()}
+        self.rounded = coarsest(getattr(torch, d) for d in job.tiers.values())
         scramble(102, rank.rank)
         batch = full_batch(self.program)
         self.batch_hash = hash_weights(batch)
-        self.model = model.to(dtype)
-        self.batch = to_dtype(batch, dtype)
+        self.model = model.to(self.rounded).to(dtype)
+        self.batch = round_batch(batch, self.rounded, dtype)
         hold_batch(self.program, self.batch)
-        self.full = weights_at(self.base, 0, dtype)
+        self.full = self._weights(0)
         self.kept = trained(self.model)  # kept alive: a freed parameter's id would be used again
         self.known = {id(p): n for n, p in self.kept.items()}
         self.kept_modules = dict(self.model.named_modules())
@@ -139,28 +143,26 @@ class _TierRun:
         self.shapes = {p.name: p.local().shape for p in self.placement.placed}
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
 
-    def steps(self, tensors: Tensors, result: Result, *, again: bool) -> None:
+    def steps(self, files: RankFiles, others: Tensors, result: Result, *, again: bool) -> None:
         """Every step, and the last one again."""
         result["unknown"] += [u for u in self.placement.unknown if u not in result["unknown"]]
         result["built"], result["batch"] = self.built, self.batch_hash
         for p in self.placement.placed:
             result["params"][p.name] = {"sharded": p.index is not None}
             if p.index is not None:
-                tensors[f"{INDEX}/{p.name}"] = p.index
+                others[f"{INDEX}/{p.name}"] = p.index
         for step in range(self.job.steps):
             grads, info = self.step(step)
-            for name, grad in grads.items():
-                tensors[f"{self.tier}/{step}/{name}"] = grad
+            files.keep(f"{self.tier}/{step}", grads)
             held, info["changed_buffers"] = buffers_after(self.model, self.buffers)
             for name, buffer in held.items():
-                tensors[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
+                others[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
             result["steps"].append(info)
         if again:
             grads, more = self.step(self.job.steps - 1, label=AGAIN)
             info["unwaited"] = [*info["unwaited"], *more["unwaited"]]
             info["races"] = list(dict.fromkeys([*info["races"], *more["races"]]))
-            for name, grad in grads.items():
-                tensors[f"{AGAIN}/{self.tier}/{name}"] = grad
+            files.keep(f"{AGAIN}/{self.tier}", grads)
         result["unknown"] += [u for u in self._elsewhere() if u not in result["unknown"]]
 
     def _elsewhere(self) -> list[str]:
@@ -258,16 +260,21 @@ class _TierRun:
                     assert isinstance(p.param, DTensor)
                     grad = grad.redistribute(placements=p.param.placements)
             grad = grad.to_dense() if grad.is_sparse else grad
-            grads[p.name] = to_local(grad).detach().clone().contiguous()
+            grads[p.name] = to_local(grad).detach()
         return grads
 
     def _set_weights(self, step: int) -> None:
         """The recorded weights, but for the very first step: it shows what distribute left."""
-        self.full = weights_at(self.base, step, self.dtype)
+        self.full = self._weights(step)
         with torch.no_grad():
             for p in self._kept_shape():
                 if self.stepped:
                     p.local().copy_(p.slice(self.full[p.name]))
+
+    def _weights(self, step: int) -> Tensors:
+        """Numbers of the coarsest dtype, so that every tier has the same."""
+        weights = weights_at(self.base, step, self.rounded)
+        return {name: value.to(self.dtype) for name, value in weights.items()}
 
     def _unsynchronise(self) -> None:
         """The fault of replicas that start from other weights, on the last rank."""

@@ -1,196 +1,259 @@
 """The reference of a Program: its own loss_sum over the full batch, in one process.
 
-Every term's gradient is that of SUM / count, the count taken over the full batch. Terms whose
-row-wise gradients add up also give the partials that coefficients are recovered from; a term that
-couples rows is compared, but has no coefficients.
+Every term's gradient is that of SUM / count, the count taken over the full batch. A term whose rows
+add up is summed chunk by chunk, twice, in two cuts and orders: that they agree is the proof that it
+does add up. A term that couples rows is run over all of them at once, and has no coefficients.
+Every tier has the same weights and rows, rounded to the coarsest dtype, so they share one float64
+gradient; what is measured in each dtype is its noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
-from sumgrad.record.reference import ALL, Kind, Reference
+from sumgrad.record.reference import Kind, Reference
 from sumgrad.record.spec import Facts
 from sumgrad.subjects.noise_floor import (
+    Floor,
     Grads,
     Run,
     differences,
     error,
-    floor_runs,
     measure_floor,
     norm,
     raise_floor,
 )
-from sumgrad.subjects.program.protocol import Broken, hash_model, trained, weights_at
+from sumgrad.subjects.program.protocol import Broken, coarsest, hash_model, trained, weights_at
 from sumgrad.subjects.program.single import SAME, Single
 from torch import Tensor
 
 NARROW = 1e-4  # of the scale: what a float32 inside a float64 run leaves, and random draws do not
 COUPLED_SHARE = 0.01  # of the largest gradient: the scale of one without partials
-JITTERS = 4  # runs whose weights are off by one rounding, for sums that are cut within a row
-MAX_PARTIALS = 1 << 24  # elements kept of all partials of a step; rows are merged to fit
+JITTERS = 2  # runs whose weights are off by one rounding, for sums that are cut within a row
+FINE_CUT = 8  # chunks of the second sum at least, where there are as many rows
 
 Progress = Callable[[str], None]
+Sizes = dict[str, float]
 
 
 def compute_program_reference(
     program: Any,
     facts: Facts,
-    dtype: torch.dtype,
+    tiers: Mapping[str, torch.dtype],
     *,
-    steps: int,
+    step: int,
     num_chunks: int,
+    num_steps: int = 1,
     lift: bool = True,
     progress: Progress = lambda _: None,
-) -> list[Reference]:
-    """The reference of every step in one dtype. Raises Broken where loss_sum does.
+) -> dict[str, Reference]:
+    """Every tier's reference of one step. Raises Broken where loss_sum does.
 
-    It is float64, unless the Program cannot run in float64: then it is in the dtype itself.
+    It is float64, unless the Program cannot run in float64: then it is in the coarsest dtype.
     """
-    best = torch.float64 if facts.float64 is None else dtype
-    exact = Single(program, facts, best, rounded_to=dtype, lift=lift)
-    working = Single(program, facts, dtype, rounded_to=dtype, lift=lift)  # before a batch is held
-    reached = _reached(exact, facts, steps)
-    out = []
-    for step in range(steps):
-        progress(f"reference, step {step}")
-        hashed = exact.set_step(step)
-        working.set_step(step)
-        found = _reference(exact, working, facts, step, hashed, num_chunks)
-        out.append(replace(found, reached=reached))
-    return [replace(found, outside=exact.outside()) for found in out]
+    rounded = coarsest(tiers.values())
+    best = torch.float64 if facts.float64 is None else rounded
+    progress(f"reference of step {step}: the gradient over all rows")
+    exact = Single(program, facts, best, rounded_to=rounded, lift=lift)
+    hashed = exact.set_step(step)
+    before = hash_model(exact.model)
+    cut = _Cut(facts.num_rows, num_chunks)
+    terms = {name: _exact_term(exact, name, cut) for name in exact.terms}
+    problems, warnings, narrow = _problems(exact, terms, before, step)
+    warnings += _other_sum(exact, terms, cut)
+    buffers, changed = _buffers(exact, cut) if len(terms) == 1 else ({}, [])
+    sums = Run(by_term={n: t.grads for n, t in terms.items()}, total=_total(
+        {n: t.grads for n, t in terms.items()}))  # fmt: skip
+    scale = _total_sizes([t.scale for t in terms.values()])
+    shared = Reference(
+        step=step,
+        grads=sums.total,
+        by_term=dict(sums.by_term),
+        resolution=differences({n: t.again for n, t in terms.items()}, sums.by_term),
+        scale=scale,
+        floor={},
+        floor_by_term={},
+        same_dtype={},
+        norm=norm(sums.total),
+        norm_floor=0.0,
+        counts={name: int(term.count) for name, term in terms.items()},
+        weights=hashed,
+        kinds={name: term.kind for name, term in terms.items()},
+        reached=_reached(exact, scale, cut, num_steps),
+        outside=exact.outside(),
+        buffers=buffers,
+        changed_buffers=tuple(changed),
+    )
+    out = {}
+    for tier, dtype in tiers.items():
+        progress(f"reference of step {step}: the noise of {dtype}".replace("torch.", ""))
+        own, said = list(problems), list(warnings)
+        (own if dtype == torch.float64 else said).extend(narrow)
+        if dtype == best:
+            again = Run(by_term={n: t.again for n, t in terms.items()}, total=_total(
+                {n: t.again for n, t in terms.items()}))  # fmt: skip
+            floor, same = _floor(exact, terms, sums, scale, cut, step, [again]), dict(again.total)
+        else:
+            working = Single(program, facts, dtype, rounded_to=rounded, lift=lift)
+            working.set_step(step)
+            runs = [
+                _working_run(working, terms, cut.at_once),
+                _working_run(working, terms, cut.fine, divide_first=True),
+            ]
+            floor, same = _floor(working, terms, sums, scale, cut, step, runs), dict(runs[0].total)
+            del working
+        if dtype == torch.float64 and not own:
+            own += _low_precision(floor.by_name, scale)
+        out[tier] = replace(
+            shared,
+            floor=floor.by_name,
+            floor_by_term=floor.by_term,
+            norm_floor=floor.norm,
+            same_dtype=same,
+            problems=tuple(own),
+            warnings=tuple(said),
+        )
+    return out
 
 
-def _reached(exact: Single, facts: Facts, steps: int) -> tuple[str, ...]:
-    """Parameters that the loss depends on, seen at the weights of a step that is not run."""
-    exact.set_step(steps)
-    rows = torch.arange(facts.num_rows)
-    found: dict[str, None] = {}
-    for name in exact.terms:
-        grads, _ = exact.gradient(name, rows, rows)
-        found |= dict.fromkeys(n for n, g in grads.items() if bool(g.any()))
-    return tuple(found)
+class _Cut:
+    """The rows in several orders and cuts, each a list of chunks. chunks: (n,) int64."""
+
+    def __init__(self, num_rows: int, num_chunks: int) -> None:
+        rows = torch.arange(num_rows)
+        self.rows, self.at_once = rows, [rows]
+        self.coarse = list(rows.tensor_split(min(num_chunks, num_rows)))
+        fine = min(num_rows, max(FINE_CUT, num_chunks + 1))
+        self.fine = [chunk.flip(0) for chunk in reversed(rows.tensor_split(fine))]
+        self.drawn = []
+        for seed in range(1, JITTERS + 1):
+            generator = torch.Generator().manual_seed(seed)
+            order = torch.randperm(num_rows, generator=generator)
+            self.drawn.append(list(order.tensor_split(min(num_chunks + seed, num_rows))))
 
 
 @dataclass(slots=True, kw_only=True)
 class _Term:
-    """One term at one step, in float64."""
+    """One term at one step, in float64. again: the same in another cut and order. scale: largest
+    sum of absolute parts, by name."""
 
     grads: Grads
     again: Grads
     count: float
-    scale: Grads
+    scale: Sizes
     kind: Kind
-    partials: Grads
-    counts: tuple[float, ...]
-    buffers: tuple[Grads, list[str]]
 
 
-def _reference(
-    exact: Single, working: Single, facts: Facts, step: int, hashed: str, num_chunks: int
-) -> Reference:
-    rows = torch.arange(facts.num_rows)
-    intervals = _intervals(facts)
-    before = hash_model(exact.model)
-    terms = {name: _exact_term(exact, name, rows, intervals) for name in exact.terms}
-    problems, warnings = _problems(exact, terms, before, step)
-    by_term = {name: term.grads for name, term in terms.items()}
-    total = _total(by_term)
-    scale = _total({name: term.scale for name, term in terms.items()})
-    runs = [
-        _working_run(working, terms, rows, chunks, divide_first=bool(i % 2))
-        for i, chunks in enumerate(floor_runs(facts.num_rows, num_chunks, "cpu").values())
-    ]
-    floor = measure_floor(Run(by_term=by_term, total=total), runs)
-    for seed in range(JITTERS):
-        working.set_step(step, jitter=seed + 1)
-        run = _working_run(working, terms, rows, [rows])
-        floor = raise_floor(floor, Run(by_term=by_term, total=total), run, scale, working.dtype)
-    working.set_step(step)
-    if exact.rounded_to == torch.float64 and not problems:
-        problems += _low_precision(floor.by_name, scale)
-    warnings += _other_sum(exact, total, rows, scale)
-    buffers, changed = next(iter(terms.values())).buffers if len(terms) == 1 else ({}, [])
-    return Reference(
-        step=step,
-        grads=total,
-        by_term=by_term,
-        resolution=differences({n: t.again for n, t in terms.items()}, by_term),
-        scale=scale,
-        floor=floor.by_name,
-        floor_by_term=floor.by_term,
-        same_dtype=dict(runs[0].total),
-        norm=norm(total),
-        norm_floor=floor.norm,
-        counts={name: int(term.count) for name, term in terms.items()},
-        weights=hashed,
-        kinds={name: term.kind for name, term in terms.items()},
-        reached=(),
-        partials={(n, ALL): t.partials for n, t in terms.items() if t.kind != "coupled"},
-        intervals=intervals,
-        row_counts={name: term.counts for name, term in terms.items()},
-        problems=tuple(problems),
-        warnings=tuple(warnings),
-        buffers=buffers,
-        changed_buffers=tuple(changed),
-    )
+def _exact_term(exact: Single, name: str, cut: _Cut) -> _Term:
+    """A term over all rows: in chunks where they add up, else at once."""
+    coarse = _summed(exact, name, cut.coarse, cut.rows)
+    fine = _summed(exact, name, cut.fine, cut.rows, with_scale=True) if coarse else None
+    if coarse is None or fine is None or not _adds_up(exact, name, cut, (coarse, fine)):
+        return _at_once(exact, name, cut, fine)
+    count = 1.0 if isinstance(exact.terms[name], tuple) else sum(coarse.counts)
+    grads, again = _over(coarse.grads, count), _over(fine.grads, count)
+    scale = {n: size / count for n, size in fine.sizes.items()}
+    if not _same(again, grads, scale, exact.same):
+        return _at_once(exact, name, cut, fine)
+    return _Term(grads=grads, again=again, count=count, scale=scale, kind="rows")
 
 
-def _exact_term(
-    exact: Single, name: str, rows: Tensor, intervals: Sequence[tuple[int, int]]
-) -> _Term:
-    """A term over all rows, over them once more, and one interval after the other."""
-    summed, count = exact.gradient_exact(name, rows, rows)
-    buffers = exact.buffers_after()
+def _adds_up(exact: Single, name: str, cut: _Cut, sums: Sequence[_Sum]) -> bool:
+    """Whether value and count of all rows at once are those of these sums over chunks.
+
+    Chunks of the same rows would hide what couples them; in the value of all rows it shows.
+    """
+    if isinstance(exact.terms[name], tuple):
+        return True  # made to add up
+    value, count = exact.value_and_count(name, cut.rows)
     if not count > 0:
         raise Broken(f"{name}: the count of the full batch is {count:g}, expected more than 0")
-    grads = {n: g / count for n, g in summed.items()}
-    again, _ = exact.gradient_exact(name, rows.flip(0), rows, seed=1 / count)
-    parts: list[Grads] = []
-    counts: list[float] = []
-    try:
-        for a, b in intervals:
-            part, own = exact.gradient_exact(name, rows[a:b], rows)
-            parts.append({n: g / count for n, g in part.items()})
-            counts.append(own)
-    except (ValueError, RuntimeError):  # some losses need several rows: batch norm, contrasts
-        parts, counts = [grads], [-1.0]
-    stacked = {n: torch.stack([part[n] for part in parts]) for n in grads}
-    statistic = isinstance(exact.terms[name], tuple)
-    scale = {n: s.abs().sum(0) for n, s in stacked.items()}
-    if (statistic or abs(sum(counts) - count) <= SAME * count) and _same(
-        {n: s.sum(0) for n, s in stacked.items()}, grads, scale, exact.same
-    ):
-        kind: Kind = "rows"
-    elif all(own == count for own in counts) and all(
-        _same(p, grads, grads, exact.same) for p in parts
-    ):
-        kind, stacked = "once", {n: g[None] for n, g in grads.items()}
-    else:
-        kind, stacked = "coupled", {}
-    if kind != "rows":  # no partials: a gradient that is zero by mathematics has the others' scale
-        largest = max(float(g.abs().max()) for g in grads.values() if g.numel())
-        scale = {n: g.abs() + COUPLED_SHARE * largest for n, g in grads.items()}
-    return _Term(
-        grads=grads,
-        again=again,
-        count=count,
-        scale=scale,
-        kind=kind,
-        partials=stacked,
-        counts=tuple(counts),
-        buffers=buffers,
+    return all(
+        abs(sum(s.counts) - count) <= SAME * count
+        and abs(sum(s.values) - value) <= exact.same * sum(map(abs, s.values))
+        for s in sums
     )
+
+
+def _at_once(exact: Single, name: str, cut: _Cut, parts: _Sum | None) -> _Term:
+    """A term whose rows do not add up: one that has none, or one that couples them."""
+    summed, count = exact.gradient_exact(name, cut.rows, cut.rows)
+    if not count > 0:
+        raise Broken(f"{name}: the count of the full batch is {count:g}, expected more than 0")
+    grads = _over(summed, count)
+    again, _ = exact.gradient_exact(name, cut.rows.flip(0), cut.rows, seed=1 / count)
+    largest = max(float(g.abs().max()) for g in grads.values() if g.numel())
+    scale = {
+        n: float((g.abs() + COUPLED_SHARE * largest).max()) if g.numel() else 0.0
+        for n, g in grads.items()
+    }
+    once = parts is not None and all(own == count for own in parts.counts)
+    once = once and parts is not None and _same(
+        _over(parts.last, count), grads, scale, exact.same
+    )  # fmt: skip
+    return _Term(
+        grads=grads, again=again, count=count, scale=scale, kind="once" if once else "coupled"
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sum:
+    """A term's gradient summed over chunks; sizes: largest sum of absolute chunks, by name; last:
+    that of the last chunk alone."""
+
+    grads: Grads
+    values: list[float]
+    counts: list[float]
+    sizes: Sizes
+    last: Grads
+
+
+def _summed(
+    single: Single, name: str, chunks: Sequence[Tensor], whole: Tensor, *, with_scale: bool = False
+) -> _Sum | None:
+    """None where a chunk cannot be run alone: some losses need several rows."""
+    total: Grads = {}
+    sizes: Grads = {}
+    values: list[float] = []
+    counts: list[float] = []
+    grads: Grads = {}
+    try:
+        for chunk in chunks:
+            grads, count = single.gradient_exact(name, chunk, whole)
+            counts.append(count)
+            values.append(single.value)
+            for n, grad in grads.items():
+                total[n] = total[n] + grad if n in total else grad
+                if with_scale:
+                    sizes[n] = sizes[n] + grad.abs() if n in sizes else grad.abs()
+    except (ValueError, RuntimeError):  # batch norm, contrasts
+        if len(chunks) == 1:
+            raise
+        return None
+    largest = {n: float(size.max()) if size.numel() else 0.0 for n, size in sizes.items()}
+    return _Sum(grads=total, values=values, counts=counts, sizes=largest, last=grads)
+
+
+def _floor(
+    working: Single, terms: dict[str, _Term], exact: Run, scale: Sizes, cut: _Cut, step: int,
+    runs: Sequence[Run],
+) -> Floor:  # fmt: skip
+    """The noise of a dtype: these runs, and others of weights that are off by one rounding."""
+    floor = measure_floor(exact, runs)
+    for seed, chunks in enumerate(cut.drawn, 1):
+        working.set_step(step, jitter=seed)
+        run = _working_run(working, terms, chunks, divide_first=bool(seed % 2))
+        floor = raise_floor(floor, exact, run, scale, working.dtype)
+    working.set_step(step)
+    return floor
 
 
 def _working_run(
     working: Single,
     terms: dict[str, _Term],
-    rows: Tensor,
     chunks: Sequence[Tensor],
     *,
     divide_first: bool = False,
@@ -200,23 +263,47 @@ def _working_run(
     divide_first: by the count before the backward, not after it; other roundings, same gradient.
     """
     by_term = {}
+    whole = torch.arange(working.facts.num_rows)
     for name, term in terms.items():
         parts = chunks if term.kind == "rows" else [torch.cat(list(chunks))]
         total: Grads = {}
         for part in parts:
             before, after = (1 / term.count, 1.0) if divide_first else (1.0, term.count)
-            grads, _ = working.gradient(name, part, rows, seed=before)
+            grads, _ = working.gradient(name, part, whole, seed=before)
             total = {n: total[n] + g / after if n in total else g / after for n, g in grads.items()}
         by_term[name] = total
     return Run(by_term=by_term, total=_total(by_term))
 
 
+def _reached(exact: Single, scale: Sizes, cut: _Cut, num_steps: int) -> tuple[str, ...]:
+    """Parameters that the loss depends on. Where a gradient is zero here it is asked for again, at
+    the weights of a step that is not run."""
+    found = {n: None for n, size in scale.items() if size > 0}
+    if all(n in found for n in scale):
+        return tuple(found)
+    exact.set_step(num_steps)
+    for name in exact.terms:
+        grads, _ = exact.gradient(name, cut.rows, cut.rows)
+        found |= dict.fromkeys(n for n, g in grads.items() if bool(g.any()))
+    return tuple(found)
+
+
+def _buffers(exact: Single, cut: _Cut) -> tuple[Grads, list[str]]:
+    """Buffers after one pass over all rows, where a pass changes any."""
+    if not exact.buffers_after()[1]:
+        return exact.buffers_after()
+    exact.gradient(next(iter(exact.terms)), cut.rows, cut.rows)
+    return exact.buffers_after()
+
+
 def _problems(
     exact: Single, terms: dict[str, _Term], before: str, step: int
-) -> tuple[list[str], list[str]]:
-    """What makes the reference untrustworthy, and what only limits the diagnosis."""
+) -> tuple[list[str], list[str], list[str]]:
+    """What makes the reference untrustworthy; what only limits the diagnosis; which casts it has,
+    a problem in float64 only."""
     problems: list[str] = []
     warnings: list[str] = []
+    narrow: list[str] = []
     trained_now = {n: p.detach() for n, p in trained(exact.model).items()}
     wanted = weights_at(exact.base, step, exact.rounded_to)
     if any(not torch.equal(trained_now[n], wanted[n].to(exact.dtype)) for n in wanted):
@@ -226,7 +313,7 @@ def _problems(
             problems.append(f"{name}: the single-process gradient is not finite")
         elif not _same(term.again, term.grads, term.scale, exact.same):
             if _same(term.again, term.grads, term.scale, NARROW):
-                (problems if exact.rounded_to == torch.float64 else warnings).append(
+                narrow.append(
                     f"{name}: loss_sum computes in less than float64 somewhere (a cast?): two "
                     f"single-process runs over the same rows differ like float32"
                 )
@@ -240,15 +327,14 @@ def _problems(
                 f"{name} is non-additive: its rows' gradients do not add up to that of all rows, "
                 f"so it has no coefficients"
             )
-    return problems, warnings
+    return problems, warnings, narrow
 
 
-def _low_precision(floor: dict[str, float], scale: Grads) -> list[str]:
+def _low_precision(floor: dict[str, float], scale: Sizes) -> list[str]:
     """float64 that is none: a cast inside loss_sum leaves its mark on the noise floor."""
     from sumgrad.base.tolerances import STRUCTURE_CAP
 
-    sizes = {n: float(s.max()) for n, s in scale.items() if s.numel()}
-    odd = [n for n, size in sizes.items() if floor[n] > STRUCTURE_CAP * max(size, 1e-300)]
+    odd = [n for n, size in scale.items() if floor[n] > STRUCTURE_CAP * max(size, 1e-300)]
     loud = [n for n in odd if floor[n] > STRUCTURE_CAP]
     if not loud:
         return []
@@ -258,32 +344,40 @@ def _low_precision(floor: dict[str, float], scale: Grads) -> list[str]:
     ]
 
 
-def _other_sum(exact: Single, total: Grads, rows: Tensor, scale: Grads) -> list[str]:
+def _other_sum(exact: Single, terms: dict[str, _Term], cut: _Cut) -> list[str]:
     """Whether `terms` add up to loss_sum; where they do not, the terms are the reference."""
     if list(exact.terms) == ["loss"]:
         return []
-    terms = exact.terms
-    exact.terms = {**terms, "loss_sum": exact.program.loss_sum}
+    kept = exact.terms
+    total = _total({name: term.grads for name, term in terms.items()})
+    scale = _total_sizes([term.scale for term in terms.values()])
+    exact.terms = {**kept, "loss_sum": exact.program.loss_sum}
     try:
-        grads, count = exact.gradient_exact("loss_sum", rows, rows)
+        grads, count = exact.gradient_exact("loss_sum", cut.rows, cut.rows)
     except Exception:
         return []
     finally:
-        exact.terms = terms
-    if count and _same({n: g / count for n, g in grads.items()}, total, scale, exact.same):
+        exact.terms = kept
+    if count and _same(_over(grads, count), total, scale, exact.same):
         return []
     return ["`terms` add up to another gradient than loss_sum; the reference is that of `terms`"]
 
 
-def _same(got: Grads, wanted: Grads, scale: Grads, same: float) -> bool:
+def _same(got: Grads, wanted: Grads, scale: Sizes, same: float) -> bool:
     return all(
-        error(value, wanted[name]) <= same * float(scale[name].abs().max()) + 1e-300
+        error(value, wanted[name]) <= same * scale[name] + 1e-300
         for name, value in got.items()
         if value.numel()
     )
 
 
-def _total(by_term: dict[str, Grads]) -> Grads:
+def _over(grads: Grads, count: float) -> Grads:
+    return {name: grad / count for name, grad in grads.items()}
+
+
+def _total(by_term: Mapping[str, Grads]) -> Grads:
+    if len(by_term) == 1:
+        return dict(next(iter(by_term.values())))
     out: Grads = {}
     for grads in by_term.values():
         for name, grad in grads.items():
@@ -291,9 +385,5 @@ def _total(by_term: dict[str, Grads]) -> Grads:
     return out
 
 
-def _intervals(facts: Facts) -> tuple[tuple[int, int], ...]:
-    """Row by row, or in as many intervals as their partials may take memory."""
-    numel = sum(torch.Size(shape).numel() for shape in facts.params.values())
-    most = max(1, min(facts.num_rows, MAX_PARTIALS // max(1, numel * len(facts.terms))))
-    cuts = [round(i * facts.num_rows / most) for i in range(most + 1)]
-    return tuple(pairwise(cuts))
+def _total_sizes(by_term: Sequence[Sizes]) -> Sizes:
+    return {name: sum(sizes[name] for sizes in by_term) for name in by_term[0]}

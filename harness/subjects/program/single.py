@@ -18,9 +18,9 @@ from sumgrad.subjects.program.protocol import (
     hash_model,
     hold_batch,
     loss_of,
+    round_batch,
     scramble,
     terms_of,
-    to_dtype,
     trained,
     weights_at,
 )
@@ -46,14 +46,14 @@ class Single:
         scramble(11)
         model = copy.deepcopy(build(program))  # a Program may give the same object each time
         self.facts, self.dtype = facts, dtype
-        self.base = {n: p.detach().double().clone() for n, p in trained(model).items()}
+        self.base = {n: p.detach().clone() for n, p in trained(model).items()}
         self.built = hash_model(model)
         self.model = model.to(rounded_to).to(dtype)
         self.buffers = copy.deepcopy(dict(self.model.named_buffers()))
-        self.batch = to_dtype(to_dtype(full_batch(program), rounded_to), dtype)
+        self.batch = round_batch(full_batch(program), rounded_to, dtype)
         self.program, self.terms = program, terms_of(program)
         self.rounded_to = rounded_to
-        self._runs = 0
+        self._runs, self.value = 0, 0.0
         self.leaves: dict[int, tuple[Tensor, int]] = {}
 
     def set_step(self, step: int, *, jitter: int = 0) -> str:
@@ -86,12 +86,7 @@ class Single:
         whole: the rows at whose sums a statistics term is evaluated. seed: what the loss is
         multiplied by before the backward, as a step's own division does.
         """
-        self._runs += 1
-        scramble(13, self._runs)
-        hold_batch(self.program, self.batch)
-        with torch.no_grad():
-            for key, value in self.model.named_buffers():
-                value.copy_(self.buffers[key])
+        self._begin()
         params = self._params()
         for param in params.values():
             param.grad = None
@@ -102,8 +97,8 @@ class Single:
             else:
                 given = cut(self.batch, rows, self.facts.rows_as)
                 loss, count = loss_of(term, name, self.model, given)
-            if len(rows) == self.facts.num_rows:
-                self._see_leaves(loss)
+            self._see_leaves(loss)
+            self.value = float(loss.detach())
             if loss.requires_grad:
                 loss.backward(torch.full_like(loss, seed))
         grads = {
@@ -111,6 +106,37 @@ class Single:
             for n, p in params.items()
         }
         return grads, count
+
+    def value_and_count(self, name: str, rows: Tensor) -> tuple[float, float]:
+        """A term's SUM over some rows, and its count; without a graph where it can do without."""
+        term = self.terms[name]
+        if isinstance(term, tuple):
+            _, count = self.gradient(name, rows, rows)
+            return self.value, count
+        for graph in (False, True):
+            self._begin()
+            with (
+                torch.set_grad_enabled(graph),
+                default_dtype(self.dtype),
+                lifting(self.dtype, change=self.lift),
+            ):
+                given = cut(self.batch, rows, self.facts.rows_as)
+                try:
+                    total, count = loss_of(term, name, self.model, given)
+                    return float(total.detach()), count
+                except RuntimeError:  # a gradient is part of the loss itself
+                    if graph:
+                        raise
+        raise AssertionError
+
+    def _begin(self) -> None:
+        """Before each run: other random numbers, the same buffers and rows."""
+        self._runs += 1
+        scramble(13, self._runs)
+        hold_batch(self.program, self.batch)
+        with torch.no_grad():
+            for key, value in self.model.named_buffers():
+                value.copy_(self.buffers[key])
 
     def _see_leaves(self, loss: Tensor) -> None:
         """Count in how many runs each tensor is trained by the loss."""
