@@ -223,9 +223,9 @@ def _run_apart(argv: Sequence[str], what: str, *, allowed: Collection[int]) -> O
 # ---- run directories -----------------------------------------------------------------------------
 
 # Written down again, not imported: what the harness takes for evidence is part of what is tested.
-EVIDENCE = ("run.json", "outcomes.json", "reference_*", "partials_*", "program_*",
+EVIDENCE = ("run.json", "outcomes.json", "reference_*", "partials_*",
             "ranks/rank_?????.json", "ranks/rank_?????.safetensors",
-            "ranks/rank_?????.ledger.jsonl")  # fmt: skip
+            "ranks/rank_?????.ledger.jsonl", "ranks/grads_*")  # fmt: skip
 Damage = Callable[[random.Random, Path, Path], None]
 
 

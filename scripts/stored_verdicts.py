@@ -143,7 +143,7 @@ def _damage(place: Path) -> None:
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(place / "runs" / source, copy)
             if kind == "no_reference":
-                (copy / "reference_structure.safetensors").unlink()
+                (copy / "reference_structure_0.safetensors").unlink()
             elif kind == "no_rank":
                 (copy / "ranks" / "rank_00001.safetensors").unlink()
             elif kind == "no_outcomes":
@@ -153,7 +153,7 @@ def _damage(place: Path) -> None:
             elif kind == "no_manifest":
                 (copy / "manifest.json").unlink()
             else:
-                path = copy / "ranks" / "rank_00002.safetensors"
+                path = min(copy.glob("ranks/grads_*.safetensors"))
                 data = bytearray(path.read_bytes())
                 data[-5] ^= 64
                 path.write_bytes(data)

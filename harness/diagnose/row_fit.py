@@ -86,7 +86,7 @@ def _one_stretch(case: Case, cells: Sequence[Cell], wrong_only: bool) -> Factors
     """Rows [a, b) once and no others, for the first such stretch whose residual is small."""
     intervals = case.reference.intervals
     chosen = [cell for cell in cells if cell.measured.numel()]
-    if not chosen or len(intervals) > MAX_UNITS:
+    if not chosen or not 0 < len(intervals) <= MAX_UNITS:
         return None
     masks = [_mask(cell, wrong_only) for cell in chosen]
     units = [Unit(term=None, rows=rows) for rows in intervals]
@@ -127,6 +127,8 @@ def _levels(case: Case) -> Iterator[tuple[Level, list[Unit]]]:
     if len(terms) > 1:
         yield "terms", [Unit(term=t, rows=None) for t in terms]
     intervals = case.reference.intervals
+    if not intervals:
+        return  # the gradient was not taken apart
     if len(intervals) <= MAX_UNITS:
         yield "rows", [Unit(term=None, rows=rows) for rows in intervals]
         if case.previous is not None:
@@ -212,13 +214,14 @@ def column(case: Case, cell: Cell, unit: Unit) -> Tensor:
 
 
 def _partial(reference: Reference, term: str, name: str, rows: tuple[int, int] | None) -> Tensor:
-    held = reference.partials.get((term, ALL), {}).get(name)
-    if held is None:
+    if reference.kinds[term] == "coupled":
         return torch.zeros_like(reference.grads[name])
     if rows is None or reference.kinds[term] == "once":
         # a term without rows counts with the first interval
         first = rows is None or rows == reference.intervals[0]
-        return held.sum(0) if first else torch.zeros_like(held[0])
+        whole = reference.by_term[term][name]
+        return whole if first else torch.zeros_like(whole)
+    held = reference.partials[term, ALL][name]
     return held[reference.intervals.index(rows)]
 
 

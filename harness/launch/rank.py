@@ -65,7 +65,7 @@ def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
     rank = guard.env.rank
     files = RankFiles(guard.env.directory, rank)
     result = subject_of(spec).run_rank(rank, ledger, files)
-    return {**result, "grads": files.files}
+    return {**result, "grads": files.finish()}
 
 
 def reference_helper(guard: RankGuard, *, piece: str) -> None:

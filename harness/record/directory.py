@@ -116,7 +116,7 @@ def read_ranks(
         if name not in known:
             _refuse(changes, f"ranks/{name}")
             known[name] = dict(read_tensors(directory / "ranks" / name))
-        return known[name]
+        return dict(known[name])
 
     for rank in range(spec.topology.world_size):
         try:

@@ -57,11 +57,15 @@ class RankRecord:
 
 
 class RankFiles:
-    """Where one rank writes its tensors. files: `TIER/STEP`, `again/TIER` -> what holds them."""
+    """Where one rank writes its tensors. files: `TIER/STEP`, `again/TIER` -> what holds them.
+
+    others: what belongs to no step, INDEX/PARAM and BUFFER/TIER/STEP/NAME; written at the end.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.directory, self.rank = directory, rank
         self.files: dict[str, str] = {}
+        self.others: Grads = {}
 
     def keep(self, key: str, grads: Mapping[str, torch.Tensor]) -> None:
         """Write the gradients of a step, unless somebody has written the same."""
@@ -78,9 +82,10 @@ class RankFiles:
                     claim.unlink()
         self.files[key] = name
 
-    def finish(self, others: Mapping[str, torch.Tensor]) -> None:
-        """Write what belongs to no step: INDEX/PARAM and BUFFER/TIER/STEP/NAME."""
-        write_tensors(rank_file(self.directory, self.rank, ".safetensors"), others)
+    def finish(self) -> dict[str, str]:
+        """Write what is left; returns `files`."""
+        write_tensors(rank_file(self.directory, self.rank, ".safetensors"), self.others)
+        return self.files
 
 
 def grads_file(content: str) -> str:

@@ -167,7 +167,7 @@ def truncate(path: Path) -> None:
         ("run.json", Path.unlink, 2),
         ("run.json", truncate, 2),
         ("run.json", lambda p: p.write_text('{"schema": 99}'), 2),
-        ("run.json", lambda p: p.write_text('{"schema": 1}'), 2),
+        ("run.json", lambda p: p.write_text('{"schema": 2}'), 2),
         ("run.json", lambda p: p.write_text("[]"), 2),
         ("run.json", lambda p: p.write_text(p.read_text().replace('"float64"', '"float99"')), 2),
         ("run.json", lambda p: p.write_text(p.read_text().replace('"enforce"', '"maybe"')), 2),
@@ -178,12 +178,13 @@ def truncate(path: Path) -> None:
         ),
         ("outcomes.json", truncate, 1),
         ("outcomes.json", Path.unlink, 1),
-        ("reference_structure.safetensors", truncate, 1),
-        ("reference_structure.json", truncate, 1),
-        ("reference_structure.safetensors", Path.unlink, 1),
-        ("partials_structure.safetensors", Path.unlink, 1),
-        ("partials_structure.safetensors", truncate, 1),
-        ("ranks/rank_00002.safetensors", truncate, 1),
+        ("reference_structure_0.safetensors", truncate, 1),
+        ("reference_structure_0.json", truncate, 1),
+        ("reference_structure_0.safetensors", Path.unlink, 1),
+        ("partials_structure_0.safetensors", Path.unlink, 1),
+        ("partials_structure_0.safetensors", truncate, 1),
+        ("ranks/grads_*.safetensors", truncate, 1),
+        ("ranks/grads_*.safetensors", Path.unlink, 1),
         ("ranks/rank_00002.safetensors", Path.unlink, 1),
         ("ranks/rank_00007.json", Path.unlink, 1),
         ("ranks/rank_00007.ledger.jsonl", truncate, 1),
@@ -191,7 +192,7 @@ def truncate(path: Path) -> None:
     ],
 )
 def test_damaged_runs_never_pass(stored, file, damage, code, capsys):
-    damage(stored / file)
+    damage(min(stored.glob(file)))
     assert run("judge", stored, "--quiet") == code, capsys.readouterr()
 
 
@@ -199,21 +200,21 @@ def test_damaged_runs_never_pass(stored, file, damage, code, capsys):
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        ("ranks/rank_00002.safetensors", truncate),
-        ("ranks/rank_00003.safetensors", Path.unlink),
+        ("ranks/grads_*.safetensors", truncate),
+        ("ranks/grads_*.safetensors", Path.unlink),
         ("ranks/rank_00003.json", Path.unlink),
         ("ranks/rank_00003.json", lambda p: p.write_text("{}")),
         ("ranks/rank_00003.ledger.jsonl", Path.unlink),
         ("ranks/rank_00003.ledger.jsonl", truncate),
-        ("reference_structure.safetensors", truncate),
-        ("reference_precision.json", Path.unlink),
+        ("reference_structure_0.safetensors", truncate),
+        ("reference_precision_0.json", Path.unlink),
     ],
 )
 def test_damaged_clean_runs_never_pass(run_once, tmp_path, file, damage):
     _, directory = run_once("three_pool_ones")
     stored = Path(shutil.copytree(directory, tmp_path / "run"))
     assert run("judge", stored, "--quiet") == 0
-    damage(stored / file)
+    damage(min(stored.glob(file)))
     assert run("judge", stored, "--quiet") in (1, 3)
 
 

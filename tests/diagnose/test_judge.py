@@ -38,8 +38,12 @@ def stored_ragged(run_once) -> Record:
 
 @pytest.fixture
 def record(stored) -> Record:
-    """A copy that a test may change."""
-    return copy.deepcopy(stored)
+    """A copy that a test may change; ranks that hold the same bits share them as they are read."""
+    out = copy.deepcopy(stored)
+    for held in out.ranks.values():
+        for at, grads in held.grads.items():
+            held.grads[at] = {name: grad.clone() for name, grad in grads.items()}
+    return out
 
 
 def predict_run(record: Record, plan: Plan) -> Record:

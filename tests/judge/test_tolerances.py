@@ -112,7 +112,7 @@ def test_a_run_on_other_kernels_raises_the_floor_within_its_cap():
     exact = run(a={"w": [4.0, 0.0], "e": []}, b={"w": [0.0, 3.0], "e": []})
     near = [run(a={"w": [4.0 + 1e-6, 0.0], "e": []}, b={"w": [0.0, 3.0 + 2e-6], "e": []})]
     floor = measure_floor(exact, near)
-    scale = {"w": torch.tensor([1.0, 4.0]).double(), "e": torch.empty(0).double()}
+    scale = {"w": 4.0, "e": 0.0}
     far = run(a={"w": [9.0, 0.0], "e": []}, b={"w": [0.0, 3.0 + 3e-6], "e": []})
     raised = raise_floor(floor, exact, far, scale, torch.float32)
     assert raised.by_name["w"] == pytest.approx(4 * 2e-6, rel=1e-6)
@@ -120,7 +120,7 @@ def test_a_run_on_other_kernels_raises_the_floor_within_its_cap():
     assert raised.by_term["a"]["w"] == pytest.approx(4 * 1e-6, rel=1e-6)
     assert raised.by_term["b"]["w"] == pytest.approx(3e-6, rel=1e-6)
     assert raised.norm == pytest.approx(4 * max(floor.norm, 5 * EPS32), rel=1e-6)
-    # The largest element of the scale counts: its rounding is the least that is known.
+    # A rounding of the scale is the least that is known.
     none = measure_floor(exact, [exact])
     raised = raise_floor(none, exact, far, scale, torch.float32)
     assert raised.by_name["w"] == pytest.approx(4 * 4 * EPS32)

@@ -13,8 +13,8 @@ from sumgrad.base.errors import UserError
 from sumgrad.launch.check import copy_reference
 from sumgrad.record.directory import load_record, read_ranks, write_problems
 from sumgrad.record.endings import rank_file
-from sumgrad.record.ranks import SAID, write_rank
-from sumgrad.record.reference import Reference, read_references, write_references
+from sumgrad.record.ranks import SAID, RankFiles
+from sumgrad.record.reference import files_of, read_parts, read_reference, write_reference
 from sumgrad.record.spec import read_spec, write_spec
 
 
@@ -23,12 +23,13 @@ def stored(record, directory: Path, *, lacks: str = ""):
     (directory / "ranks").mkdir(parents=True)
     write_spec(directory, record.spec)
     for rank, held in record.ranks.items():
-        flat = {f"{t}/{s}/{n}": g for (t, s), grads in held.grads.items() for n, g in grads.items()}
-        write_rank(directory, rank, flat)
+        files = RankFiles(directory, rank)
+        for (tier, step), grads in held.grads.items():
+            files.keep(f"{tier}/{step}", grads)
         steps = [{k: v for k, v in info.items() if k != lacks} for info in held.info.values()]
         result = {
             "steps": steps, "operations": 0, "params": {n: {} for n in held.params},
-            "unknown": [], "built": held.built, "batch": held.batch,
+            "unknown": [], "built": held.built, "batch": held.batch, "grads": files.finish(),
         }  # fmt: skip
         end = {
             "rank": rank,
@@ -38,7 +39,8 @@ def stored(record, directory: Path, *, lacks: str = ""):
         rank_file(directory, rank, ".json").write_text(json.dumps(end))
         rank_file(directory, rank, ".ledger.jsonl").touch()
     for tier, references in record.references.items():
-        write_references(directory, tier, references)
+        for reference in references:
+            write_reference(directory, tier, reference)
     return directory
 
 
@@ -76,7 +78,7 @@ def test_a_rank_that_leaves_evidence_out_is_damaged(tmp_path, lacks):
 
 def test_a_reference_without_what_is_wrong_with_it_is_none(tmp_path):
     directory = stored(program_record(), tmp_path / "run")
-    (directory / "program_structure.json").unlink()
+    (directory / "reference_structure_0.json").unlink()
     back = load_record(directory)
     assert "structure" not in back.references
     assert "tier structure: no reference was stored" in back.damage
@@ -121,10 +123,14 @@ def test_a_reference_that_is_used_again_takes_its_problems_along(tmp_path):
 def test_a_reference_of_a_workload_comes_back_with_its_partials_or_without(tmp_path):
     references = planned_record().references["structure"]
     names, terms = list(references[0].grads), list(references[0].by_term)
-    bare: list[Reference] = [replace(r, partials={}) for r in references]
-    write_references(tmp_path, "structure", bare)
-    assert not (tmp_path / "partials_structure.safetensors").exists()
-    back = read_references(tmp_path, "structure", names=names, terms=terms, said=False)
-    assert [r.step for r in back] == [0, 1]
-    with pytest.raises(FileNotFoundError):
-        read_references(tmp_path, "structure", names=names, terms=terms, said=True)
+    write_reference(tmp_path, "structure", replace(references[0], partials={}))
+    write_reference(tmp_path, "structure", references[1])
+    for reference in references:
+        back = read_reference(tmp_path, "structure", reference.step, names=names, terms=terms)
+        assert back.step == reference.step
+        for term, grads in reference.by_term.items():
+            assert all(torch.equal(back.by_term[term][n], g) for n, g in grads.items())
+    assert read_parts(tmp_path, "structure", 0) is None
+    parts = read_parts(tmp_path, "structure", 1)
+    assert parts is not None
+    assert set(parts.partials) == set(references[1].partials)

@@ -36,7 +36,7 @@ def run_faults(guard: RankGuard, *, faults: list[str]) -> None:
             steps = find_program_fault(fault, spec.workload).min_steps
             files = RankFiles(place, number)
             job = replace(spec, fault=fault, steps=steps)
-            result = {**rank.run(job, files, again=False), "grads": files.files}
+            result = {**rank.run(job, files, again=False), "grads": files.finish()}
             end = {"rank": number, "status": "ok", "result": result}
             write_json(rank_file(place, number, ".json"), end)
             with ledger.label(SETUP):

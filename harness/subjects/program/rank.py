@@ -66,16 +66,14 @@ class Rank:
 
         files: where tensors go as they come. again: repeat the last step of the first tier.
         """
-        others: Tensors = {}
         result: Result = {"steps": [], "unknown": [], "params": {}}
         for i, (tier, dtype) in enumerate(job.tiers.items()):
             run = _TierRun(self, job, tier, getattr(torch, dtype))
             try:
-                run.steps(files, others, result, again=again and i == 0)
+                run.steps(files, result, again=again and i == 0)
             finally:
                 run.close()
             del run
-        files.finish(others)
         result["operations"] = self.ledger.num_operations
         return result
 
@@ -143,20 +141,20 @@ class _TierRun:
         self.shapes = {p.name: p.local().shape for p in self.placement.placed}
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
 
-    def steps(self, files: RankFiles, others: Tensors, result: Result, *, again: bool) -> None:
+    def steps(self, files: RankFiles, result: Result, *, again: bool) -> None:
         """Every step, and the last one again."""
         result["unknown"] += [u for u in self.placement.unknown if u not in result["unknown"]]
         result["built"], result["batch"] = self.built, self.batch_hash
         for p in self.placement.placed:
             result["params"][p.name] = {"sharded": p.index is not None}
             if p.index is not None:
-                others[f"{INDEX}/{p.name}"] = p.index
+                files.others[f"{INDEX}/{p.name}"] = p.index
         for step in range(self.job.steps):
             grads, info = self.step(step)
             files.keep(f"{self.tier}/{step}", grads)
             held, info["changed_buffers"] = buffers_after(self.model, self.buffers)
             for name, buffer in held.items():
-                others[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
+                files.others[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
             result["steps"].append(info)
         if again:
             grads, more = self.step(self.job.steps - 1, label=AGAIN)

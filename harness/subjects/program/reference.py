@@ -156,7 +156,8 @@ def _exact_term(exact: Single, name: str, cut: _Cut) -> _Term:
     count = 1.0 if isinstance(exact.terms[name], tuple) else sum(coarse.counts)
     grads, again = _over(coarse.grads, count), _over(fine.grads, count)
     scale = {n: size / count for n, size in fine.sizes.items()}
-    if not _same(again, grads, scale, exact.same):
+    weakly = NARROW if not exact.lift else 0.0  # a cast that is left looks like a weak coupling
+    if not _same(again, grads, scale, max(exact.same, weakly)):
         return _at_once(exact, name, cut, fine)
     return _Term(grads=grads, again=again, count=count, scale=scale, kind="rows")
 
@@ -169,11 +170,12 @@ def _adds_up(exact: Single, name: str, cut: _Cut, sums: Sequence[_Sum]) -> bool:
     if isinstance(exact.terms[name], tuple):
         return True  # made to add up
     value, count = exact.value_and_count(name, cut.rows)
+    same = exact.same if exact.lift else max(exact.same, NARROW)
     if not count > 0:
         raise Broken(f"{name}: the count of the full batch is {count:g}, expected more than 0")
     return all(
         abs(sum(s.counts) - count) <= SAME * count
-        and abs(sum(s.values) - value) <= exact.same * sum(map(abs, s.values))
+        and abs(sum(s.values) - value) <= same * sum(map(abs, s.values))
         for s in sums
     )
 
@@ -230,7 +232,7 @@ def _summed(
                 if with_scale:
                     sizes[n] = sizes[n] + grad.abs() if n in sizes else grad.abs()
     except (ValueError, RuntimeError):  # batch norm, contrasts
-        if len(chunks) == 1:
+        if chunks[0].numel() == len(whole):
             raise
         return None
     largest = {n: float(size.max()) if size.numel() else 0.0 for n, size in sizes.items()}
@@ -290,9 +292,14 @@ def _reached(exact: Single, scale: Sizes, cut: _Cut, num_steps: int) -> tuple[st
 
 def _buffers(exact: Single, cut: _Cut) -> tuple[Grads, list[str]]:
     """Buffers after one pass over all rows, where a pass changes any."""
-    if not exact.buffers_after()[1]:
-        return exact.buffers_after()
-    exact.gradient(next(iter(exact.terms)), cut.rows, cut.rows)
+    if not exact.buffers:
+        return {}, []
+    (name,) = exact.terms
+    if _summed(exact, name, cut.fine[:1], cut.rows) is not None:
+        held, changed = exact.buffers_after()
+        if not changed:
+            return held, changed
+    exact.gradient(name, cut.rows, cut.rows)
     return exact.buffers_after()
 
 
