@@ -28,7 +28,7 @@ SHAPES = {  # of GPT-2: layers, heads, width; vocabulary 50,257, 1,024 positions
 }
 PLAIN_STEPS = 5
 
-PROGRAM = '''
+PROGRAM = """
 import torch, torch.distributed as dist
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -69,9 +69,9 @@ class GPT2:
         dist.all_reduce(count)
         scale = 1 if self.options["layout"] == "fsdp2" else ctx.world_size
         (loss * scale / count).backward()
-'''
+"""
 
-PLAIN = '''
+PLAIN = """
 import json, os, sys, time, types
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
@@ -95,7 +95,7 @@ for _ in range(int(sys.argv[3])):
 if ctx.rank == 0:
     print(json.dumps(times))
 dist.destroy_process_group()
-'''
+"""
 
 
 class Memory:

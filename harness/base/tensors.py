@@ -22,8 +22,16 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return True
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    flat_a, flat_b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
-    return bool(torch.equal(flat_a.view(torch.uint8), flat_b.view(torch.uint8)))
+    return bool(torch.equal(_words(a), _words(b)))
+
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Raw bits as integers, as wide as the elements are."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(_WORDS.get(flat.element_size(), torch.uint8))
 
 
 def digest(flat: Tensor) -> str:

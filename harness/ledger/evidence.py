@@ -99,6 +99,8 @@ class GradientWatch:
             return
         self.backwards[name] = self.backwards.get(name, 0) + 1
         value = to_local(grad).detach()
+        if value.numel() > MAX_NUMEL:
+            return  # no reduction of that size is looked into
         value = value.to_dense() if value.is_sparse else value
         before = self._produced.get(name)
         self._produced[name] = value.clone() if before is None else before + value

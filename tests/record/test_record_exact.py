@@ -14,7 +14,7 @@ from sumgrad.launch.check import copy_reference
 from sumgrad.record.directory import load_record, read_ranks, write_problems
 from sumgrad.record.endings import rank_file
 from sumgrad.record.ranks import SAID, RankFiles
-from sumgrad.record.reference import files_of, read_parts, read_reference, write_reference
+from sumgrad.record.reference import read_parts, read_reference, write_reference
 from sumgrad.record.spec import read_spec, write_spec
 
 

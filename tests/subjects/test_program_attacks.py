@@ -145,7 +145,7 @@ def test_a_float32_cast_in_the_loss_is_lifted_or_unknown_in_structure_only(check
     assert {t.name: t.status for t in verdict.tiers} == {
         "structure": "unknown", "precision": "pass"
     }  # fmt: skip
-    assert "less than float64" in text(verdict)
+    assert "the step makes float32 at mine.py:" in text(verdict)
 
 
 def test_a_program_may_say_which_shard_it_holds(check):

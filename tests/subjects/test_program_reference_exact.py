@@ -10,7 +10,7 @@ from sumgrad.record.reference import with_parts
 from sumgrad.subjects.program import parts as program_parts
 from sumgrad.subjects.program.parts import compute_parts
 from sumgrad.subjects.program.probe import probe
-from sumgrad.subjects.program.protocol import Broken, hash_model, weights_at
+from sumgrad.subjects.program.protocol import Broken, Weights, hash_model
 from sumgrad.subjects.program.reference import _low_precision, _same, compute_program_reference
 from sumgrad.subjects.program.single import Single
 from torch import nn
@@ -93,7 +93,7 @@ def test_weights_of_every_step_are_rounded_and_the_reference_is_not(dtype):
     found = reference(Squares(), dtype, steps=2)
     base = {"weight": torch.full((1, 2), 2.0).double()}
     for r in found:
-        w = weights_at(base, r.step, dtype)["weight"].double()
+        w = Weights(base, r.step, dtype, torch.float64)["weight"]
         wanted = 2 / 3 / 5 * (X.double() @ w.T).T @ X.double()
         near(r.grads["weight"], wanted)
         assert r.same_dtype["weight"].dtype == dtype

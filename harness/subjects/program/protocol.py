@@ -26,7 +26,6 @@ from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
 
 METHODS = ("build", "batch", "loss_sum", "step")
-Weights = dict[str, Tensor]
 
 
 class Broken(Exception):
@@ -257,22 +256,34 @@ def hash_model(model: nn.Module) -> str:
     return hash_weights(held | {f"b.{n}": b for n, b in model.named_buffers()})
 
 
-def weights_at(base: Mapping[str, Tensor], step: int, dtype: torch.dtype) -> Weights:
-    """The weights of a step, rounded to a dtype: build()'s, then moved by drawn perturbations.
+class Weights(Mapping[str, Tensor]):
+    """The weights of a step by name: build()'s, then moved by drawn perturbations, made when asked.
 
-    base: as build() gives them. The move does not depend on gradients, so that steps can be judged
-    one by one.
+    base: as build() gives them. rounded: to whose numbers; dtype: what they are given in. The move
+    does not depend on gradients, so that steps can be judged one by one.
     """
-    out = {}
-    for i, (name, value) in enumerate(sorted(base.items())):
-        moved = value
-        if step and value.is_floating_point() and value.numel():
-            generator = torch.Generator().manual_seed(7919 * step + i)
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+
+    def __init__(
+        self, base: Mapping[str, Tensor], step: int, rounded: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        self.base, self.step, self.rounded, self.dtype = base, step, rounded, dtype
+        self._number = {name: i for i, name in enumerate(sorted(base))}
+
+    def __getitem__(self, name: str) -> Tensor:
+        moved = value = self.base[name]
+        if self.step and value.is_floating_point() and value.numel():
+            seed = 7919 * self.step + self._number[name]
+            generator = torch.Generator().manual_seed(seed)
+            moved = torch.randn(value.shape, generator=generator, dtype=torch.float64)
             size = float(value.double().square().mean().sqrt()) or 0.1
-            moved = value.double() + 0.1 * size * noise
-        out[name] = moved.to(dtype)
-    return {name: out[name] for name in base}
+            moved = moved.mul_(0.1 * size).add_(value)
+        return moved.to(self.rounded).to(self.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.base)
+
+    def __len__(self) -> int:
+        return len(self.base)
 
 
 def _kind(value: Any) -> str:

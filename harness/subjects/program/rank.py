@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.outcome import SETUP, describe_operation
-from sumgrad.base.tensors import bits, hash_weights, to_local
+from sumgrad.base.tensors import bits, hash_weights, same_bits, to_local
 from sumgrad.faults.collective import CollectiveFault
 from sumgrad.faults.misbehaviour import Misbehaviour
 from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
@@ -26,6 +26,7 @@ from sumgrad.subjects.program.context import Context, make_context, make_meshes
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
 from sumgrad.subjects.program.placement import Placed, Placement, place
 from sumgrad.subjects.program.protocol import (
+    Weights,
     build,
     coarsest,
     default_dtype,
@@ -36,7 +37,6 @@ from sumgrad.subjects.program.protocol import (
     round_batch,
     scramble,
     trained,
-    weights_at,
 )
 from sumgrad.subjects.program.unseen import (
     buffers_after,
@@ -98,9 +98,6 @@ class _TierRun:
         self.batch = round_batch(batch, self.rounded, dtype)
         hold_batch(self.program, self.batch)
         self.full = self._weights(0)
-        self.kept = trained(self.model)  # kept alive: a freed parameter's id would be used again
-        self.known = {id(p): n for n, p in self.kept.items()}
-        self.kept_modules = dict(self.model.named_modules())
         self.ctx: Context = make_context(
             job.topology, rank.rank, rank.meshes, dtype=dtype, seed=job.seed
         )
@@ -114,6 +111,8 @@ class _TierRun:
         self._distribute()
 
     def _distribute(self) -> None:
+        kept = trained(self.model)  # kept alive until all is placed: ids would be used again
+        modules = dict(self.model.named_modules())
         scramble(103, self.rank.rank)
         if hasattr(self.program, "distribute"):
             with (
@@ -131,10 +130,10 @@ class _TierRun:
         declared = getattr(self.program, "shard_of", None)
         self.placement: Placement = place(
             self.model,
-            self.known,
-            self.full,
+            {id(param): name for name, param in kept.items()},
+            dict(self.full),
             (lambda name: declared(name, self.ctx)) if declared else None,
-            {id(module): name for name, module in self.kept_modules.items()},
+            {id(module): name for name, module in modules.items()},
         )
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
         self.trained = trained_names(self.model)
@@ -184,7 +183,7 @@ class _TierRun:
             for name, buffer in self.model.named_buffers():
                 if name in self.buffers and buffer.shape == self.buffers[name].shape:
                     buffer.copy_(self.buffers[name])
-        before = {p.name: bits([p.local()]) for p in self._kept_shape()}
+        other = {p.name: bits([p.local()]) for p in self._kept_shape() if not self._as_set(p)}
         scramble(104, self.rank.rank, step, int(label is not None))
         self.watch.begin_step()
         if self.misbehaviour:
@@ -199,23 +198,30 @@ class _TierRun:
                 self.program.step(self.model, batch, ctx)
             unwaited = self.rank.ledger.nobody_waits_for()
             races = self._races(unwaited)
-            info = {**self._info(step, before), "races": races}
+            info = {**self._info(step, other), "races": races}
             info["lifted"] = dict(lift.lifted)
             if looked and not is_compiled(self.model):
                 info["narrow"] = dict(lift.narrow)
             grads = self._grads(info)
         return grads, info
 
-    def _info(self, step: int, before: dict[str, str]) -> Result:
+    def _as_set(self, p: Placed) -> bool:
+        """Whether a parameter has the weights of the step."""
+        return same_bits(p.local(), p.slice(self.full[p.name]))
+
+    def _info(self, step: int, other: dict[str, str]) -> Result:
+        """other: parameters that began with other weights than the step's, and a digest of them."""
         self.rank.ledger.settle()
-        kept = [p for p in self._kept_shape() if p.name in before]
-        changed = [p.name for p in kept if bits([p.local()]) != before[p.name]]
-        wrong = [p.name for p in kept if before[p.name] != bits([p.slice(self.full[p.name])])]
+        changed = [
+            p.name
+            for p in self._kept_shape()
+            if (bits([p.local()]) != other[p.name] if p.name in other else not self._as_set(p))
+        ]
         return {
             "tier": self.tier,
             "step": step,
             "changed_weights": changed,
-            "other_weights": wrong,
+            "other_weights": list(other),
             "feeds": self.watch.feeds(),
             "backwards": max(self.watch.backwards.values(), default=0),
             "unwaited": self._unwaited(),
@@ -269,10 +275,9 @@ class _TierRun:
                 if self.stepped:
                     p.local().copy_(p.slice(self.full[p.name]))
 
-    def _weights(self, step: int) -> Tensors:
+    def _weights(self, step: int) -> Weights:
         """Numbers of the coarsest dtype, so that every tier has the same."""
-        weights = weights_at(self.base, step, self.rounded)
-        return {name: value.to(self.dtype) for name, value in weights.items()}
+        return Weights(self.base, step, self.rounded, self.dtype)
 
     def _unsynchronise(self) -> None:
         """The fault of replicas that start from other weights, on the last rank."""

@@ -26,7 +26,7 @@ from sumgrad.subjects.noise_floor import (
     norm,
     raise_floor,
 )
-from sumgrad.subjects.program.protocol import Broken, coarsest, hash_model, trained, weights_at
+from sumgrad.subjects.program.protocol import Broken, Weights, coarsest, hash_model, trained
 from sumgrad.subjects.program.single import SAME, Single
 from torch import Tensor
 
@@ -312,8 +312,8 @@ def _problems(
     warnings: list[str] = []
     narrow: list[str] = []
     trained_now = {n: p.detach() for n, p in trained(exact.model).items()}
-    wanted = weights_at(exact.base, step, exact.rounded_to)
-    if any(not torch.equal(trained_now[n], wanted[n].to(exact.dtype)) for n in wanted):
+    wanted = Weights(exact.base, step, exact.rounded_to, exact.dtype)
+    if any(not torch.equal(trained_now[n], wanted[n]) for n in wanted):
         problems.append("loss_sum() changes the weights")
     for name, term in terms.items():
         if not all(bool(torch.isfinite(g).all()) for g in term.grads.values()):

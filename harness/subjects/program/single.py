@@ -11,6 +11,7 @@ from sumgrad.record.spec import Facts
 from sumgrad.subjects.noise_floor import Grads
 from sumgrad.subjects.program.lift import lifting
 from sumgrad.subjects.program.protocol import (
+    Weights,
     build,
     cut,
     default_dtype,
@@ -22,7 +23,6 @@ from sumgrad.subjects.program.protocol import (
     scramble,
     terms_of,
     trained,
-    weights_at,
 )
 from sumgrad.subjects.program.unseen import buffers_after, describe_tensor, leaves_of
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class Single:
         A step that cuts sums within a row (tensor parallelism) rounds like that, and no order of
         the rows shows it.
         """
-        weights = weights_at(self.base, step, self.rounded_to)
+        weights = Weights(self.base, step, self.rounded_to, self.rounded_to)
         eps, generator = torch.finfo(self.dtype).eps, torch.Generator().manual_seed(jitter)
         with torch.no_grad():
             for name, param in self._params().items():
