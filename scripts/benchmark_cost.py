@@ -43,7 +43,8 @@ class GPT2:
             resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
     def batch(self):
         g = torch.Generator().manual_seed(1)
-        return {"ids": torch.randint(50257, (self.options["rows"], self.options["length"]), generator=g)}
+        shape = (self.options["rows"], self.options["length"])
+        return {"ids": torch.randint(50257, shape, generator=g)}
     def loss_sum(self, model, rows):
         ids = rows["ids"]
         logits = model(input_ids=ids).logits[:, :-1]

@@ -148,43 +148,47 @@ class _Term:
 
 
 def _exact_term(exact: Single, name: str, cut: _Cut) -> _Term:
-    """A term over all rows: in chunks where they add up, else at once."""
+    """A term over all rows: in chunks where they add up, else at once.
+
+    The second sum divides by the count before the backward, not after it, as a step may do.
+    """
+    value, count = exact.value_and_count(name, cut.rows)
+    if not count > 0:
+        raise Broken(f"{name}: the count of the full batch is {count:g}, expected more than 0")
     coarse = _summed(exact, name, cut.coarse, cut.rows)
-    fine = _summed(exact, name, cut.fine, cut.rows, with_scale=True) if coarse else None
-    if coarse is None or fine is None or not _adds_up(exact, name, cut, (coarse, fine)):
-        return _at_once(exact, name, cut, fine)
-    count = 1.0 if isinstance(exact.terms[name], tuple) else sum(coarse.counts)
-    grads, again = _over(coarse.grads, count), _over(fine.grads, count)
-    scale = {n: size / count for n, size in fine.sizes.items()}
-    weakly = NARROW if not exact.lift else 0.0  # a cast that is left looks like a weak coupling
-    if not _same(again, grads, scale, max(exact.same, weakly)):
-        return _at_once(exact, name, cut, fine)
-    return _Term(grads=grads, again=again, count=count, scale=scale, kind="rows")
+    fine = None
+    if coarse is not None:
+        fine = _summed(exact, name, cut.fine, cut.rows, seed=1 / count, with_scale=True)
+    # A cast that is left looks like a weak coupling.
+    same = exact.same if exact.lift else max(exact.same, NARROW)
+    if coarse is None or fine is None or not all(
+        _adds_up(exact, name, s, value, count, same) for s in (coarse, fine)
+    ):  # fmt: skip
+        return _at_once(exact, name, cut, fine, count)
+    grads = _over(coarse.grads, count)
+    if not _same(fine.grads, grads, fine.sizes, same):
+        return _at_once(exact, name, cut, fine, count)
+    return _Term(grads=grads, again=fine.grads, count=count, scale=fine.sizes, kind="rows")
 
 
-def _adds_up(exact: Single, name: str, cut: _Cut, sums: Sequence[_Sum]) -> bool:
-    """Whether value and count of all rows at once are those of these sums over chunks.
+def _adds_up(
+    exact: Single, name: str, parts: _Sum, value: float, count: float, same: float
+) -> bool:
+    """Whether value and count of all rows at once are those of a sum over chunks.
 
     Chunks of the same rows would hide what couples them; in the value of all rows it shows.
     """
     if isinstance(exact.terms[name], tuple):
         return True  # made to add up
-    value, count = exact.value_and_count(name, cut.rows)
-    same = exact.same if exact.lift else max(exact.same, NARROW)
-    if not count > 0:
-        raise Broken(f"{name}: the count of the full batch is {count:g}, expected more than 0")
-    return all(
-        abs(sum(s.counts) - count) <= SAME * count
-        and abs(sum(s.values) - value) <= same * sum(map(abs, s.values))
-        for s in sums
+    off = abs(sum(parts.values) - value)
+    return abs(sum(parts.counts) - count) <= SAME * count and off <= same * sum(
+        map(abs, parts.values)
     )
 
 
-def _at_once(exact: Single, name: str, cut: _Cut, parts: _Sum | None) -> _Term:
+def _at_once(exact: Single, name: str, cut: _Cut, parts: _Sum | None, count: float) -> _Term:
     """A term whose rows do not add up: one that has none, or one that couples them."""
-    summed, count = exact.gradient_exact(name, cut.rows, cut.rows)
-    if not count > 0:
-        raise Broken(f"{name}: the count of the full batch is {count:g}, expected more than 0")
+    summed, _ = exact.gradient_exact(name, cut.rows, cut.rows)
     grads = _over(summed, count)
     again, _ = exact.gradient_exact(name, cut.rows.flip(0), cut.rows, seed=1 / count)
     largest = max(float(g.abs().max()) for g in grads.values() if g.numel())
@@ -193,9 +197,7 @@ def _at_once(exact: Single, name: str, cut: _Cut, parts: _Sum | None) -> _Term:
         for n, g in grads.items()
     }
     once = parts is not None and all(own == count for own in parts.counts)
-    once = once and parts is not None and _same(
-        _over(parts.last, count), grads, scale, exact.same
-    )  # fmt: skip
+    once = once and parts is not None and _same(parts.last, grads, scale, exact.same)
     return _Term(
         grads=grads, again=again, count=count, scale=scale, kind="once" if once else "coupled"
     )
@@ -214,8 +216,9 @@ class _Sum:
 
 
 def _summed(
-    single: Single, name: str, chunks: Sequence[Tensor], whole: Tensor, *, with_scale: bool = False
-) -> _Sum | None:
+    single: Single, name: str, chunks: Sequence[Tensor], whole: Tensor, *,
+    seed: float = 1.0, with_scale: bool = False,
+) -> _Sum | None:  # fmt: skip
     """None where a chunk cannot be run alone: some losses need several rows."""
     total: Grads = {}
     sizes: Grads = {}
@@ -224,7 +227,7 @@ def _summed(
     grads: Grads = {}
     try:
         for chunk in chunks:
-            grads, count = single.gradient_exact(name, chunk, whole)
+            grads, count = single.gradient_exact(name, chunk, whole, seed=seed)
             counts.append(count)
             values.append(single.value)
             for n, grad in grads.items():
