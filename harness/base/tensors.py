@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,13 +37,17 @@ def _words(tensor: Tensor) -> Tensor:
 
 def digest(flat: Tensor) -> str:
     """A hash of raw bits."""
+    flat = flat.detach().cpu().contiguous()
     return hashlib.blake2b(_raw(flat), digest_size=8).hexdigest()
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    """Raw bits, without a copy."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    """Raw bits, without a copy; valid while the tensor lives.
+
+    Not by numpy(): that would make a storage fixed in size, and FSDP1 frees its parameters by it.
+    """
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr() if size else 0))
 
 
 def bits(tensors: Sequence[Tensor]) -> str:

@@ -1,6 +1,6 @@
 """Which elements of a full parameter a rank holds, whatever wrapped or sharded the model.
 
-A DTensor says so itself. A parameter of the full shape is the full one. One of another shape, cut
+A DTensor says so itself, and so does FSDP1 of the pieces of its flat parameters. A parameter of the full shape is the full one. One of another shape, cut
 by hand, is found by its values: weights are drawn, so a shard occurs in the full weight once. What
 is found is checked against the weights bit by bit before anything is compared.
 """
@@ -60,9 +60,10 @@ def place(
     """
     placed: list[Placed] = []
     unknown: list[str] = []
+    pieces = flat_pieces(model)
     for shown, param in model.named_parameters():
         held_in = _module_name(model, shown, modules or {})
-        name, index, problem = _place_one(held_in or shown, param, known, full, declared)
+        name, index, problem = _place_one(held_in or shown, param, known, full, declared, pieces)
         if not param.requires_grad:
             if name is not None and problem is None:
                 unknown.append(f"{name} is frozen here, though build() trains it")
@@ -75,6 +76,19 @@ def place(
         else:
             placed.append(Placed(name=name, param=param, index=index))
     return Placement(placed=tuple(placed), unknown=tuple(unknown))
+
+
+def flat_pieces(model: nn.Module) -> dict[int, tuple[int, int]]:
+    """Of FSDP1 with use_orig_params: id of a parameter -> (start, size) of the flattened whole
+    that this rank holds."""
+    out = {}
+    for module in model.modules():
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        infos, params = getattr(flat, "_shard_param_infos", None), getattr(flat, "_params", None)
+        for param, info in zip(params or (), infos or (), strict=True):
+            start = info.intra_param_start_idx if info.in_shard else 0
+            out[id(param)] = (start, info.numel_in_shard if info.in_shard else 0)
+    return {key: piece for key, piece in out.items() if None not in piece}
 
 
 def _module_name(model: nn.Module, shown: str, modules: Mapping[int, str]) -> str | None:
@@ -90,12 +104,15 @@ def _place_one(
     known: Mapping[int, str],
     full: Mapping[str, Tensor],
     declared: Callable[[str], tuple[slice, ...] | None] | None,
+    pieces: Mapping[int, tuple[int, int]],
 ) -> tuple[str | None, Tensor | None, str | None]:
     """(name, index, why not). Identity first, then names whose values agree, then values alone."""
+    named = [known[id(param)]] if id(param) in known else _by_name(shown, full)
+    if id(param) in pieces and named:
+        start, size = pieces[id(param)]
+        return named[0], torch.arange(start, start + size), None
     if id(param) in known:
-        name = known[id(param)]
-        return (name, *_index(param, full[name]))
-    named = _by_name(shown, full)
+        return (named[0], *_index(param, full[named[0]]))
     for name in named:
         cut = declared(name) if declared else None
         if cut is not None:

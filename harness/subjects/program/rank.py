@@ -258,10 +258,10 @@ class _TierRun:
             grad = p.param.grad
             if grad is None:
                 continue
-            if isinstance(grad, DTensor) and any(isinstance(x, Partial) for x in grad.placements):
-                info["partial"].append(p.name)
+            if isinstance(grad, DTensor) and isinstance(p.param, DTensor):
+                if any(isinstance(x, Partial) for x in grad.placements):
+                    info["partial"].append(p.name)
                 with self.rank.ledger.label(f"{SETUP}/partial"):
-                    assert isinstance(p.param, DTensor)
                     grad = grad.redistribute(placements=p.param.placements)
             grad = grad.to_dense() if grad.is_sparse else grad
             grads[p.name] = to_local(grad).detach()

@@ -33,6 +33,7 @@ from torch import Tensor
 NARROW = 1e-4  # of the scale: what a float32 inside a float64 run leaves, and random draws do not
 COUPLED_SHARE = 0.01  # of the largest gradient: the scale of one without partials
 JITTERS = 1  # runs whose weights are off by one rounding, for sums that are cut within a row
+QUIET = 1e-4  # of the largest scale: nothing is told from zero by less
 FINE_CUT = 8  # chunks of the second sum at least, where there are as many rows
 
 Progress = Callable[[str], None]
@@ -381,8 +382,10 @@ def _other_sum(exact: Single, terms: dict[str, _Term], cut: _Cut) -> list[str]:
 
 
 def _same(got: Grads, wanted: Grads, scale: Sizes, same: float) -> bool:
+    """Up to a part of each tensor's scale; what is zero by mathematics has only the noise of all."""
+    least = QUIET * same * max(scale.values(), default=0.0)
     return all(
-        error(value, wanted[name]) <= same * scale[name] + 1e-300
+        error(value, wanted[name]) <= max(same * scale[name], least) + 1e-300
         for name, value in got.items()
         if value.numel()
     )

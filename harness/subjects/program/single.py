@@ -59,7 +59,7 @@ class Single:
     def set_step(self, step: int, *, jitter: int = 0) -> str:
         """Set the weights of a step, rounded; returns their hash in the rounded dtype.
 
-        jitter: a seed; every weight is then moved by one rounding of the dtype, up, down or not.
+        jitter: a seed; every weight is then moved by one rounding of the dtype, up or down.
         A step that cuts sums within a row (tensor parallelism) rounds like that, and no order of
         the rows shows it.
         """
@@ -69,7 +69,7 @@ class Single:
             for name, param in self._params().items():
                 param.copy_(weights[name])
                 if jitter:
-                    sign = torch.randint(-1, 2, param.shape, generator=generator)
+                    sign = 2 * torch.randint(0, 2, param.shape, generator=generator) - 1
                     param.mul_(1 + eps * sign.to(param.dtype))
         return hash_weights(weights)
 
