@@ -3,8 +3,8 @@
     pip install sumgrad transformers
     sumgrad run examples/dp3.yaml --workload examples/gpt2_ddp.py:GPT2
 
-Rows have unequal lengths. Each rank divides by the tokens of all ranks; DDP averages, so the loss is
-multiplied by the number of ranks: a mean of the ranks' own means would be another gradient.
+Rows have unequal lengths. Each rank divides by the tokens of all ranks; DDP averages, so the loss
+is multiplied by the number of ranks: a mean of the ranks' own means would be another gradient.
 """
 
 import torch

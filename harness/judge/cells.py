@@ -10,6 +10,7 @@ from sumgrad.base.tensors import same_bits
 from sumgrad.base.tolerances import noise_floor, threshold
 from sumgrad.judge.comparison import Expected, TensorDiff, tensor_diff
 from sumgrad.judge.knowledge import names_in, plan_of, terms_at, unit_of
+from sumgrad.ledger.process_group import JOIN
 from sumgrad.record.directory import Record
 from sumgrad.record.ranks import At
 from sumgrad.record.reference import Reference
@@ -195,8 +196,12 @@ def _checked_elsewhere(record: Record, cell: Cell) -> bool:
 
 def unread(record: Record) -> dict[tuple[int, str], str]:
     """(rank, parameter) -> why a missing `.grad` does not mean that there is no gradient."""
-    out = {}
+    out: dict[tuple[int, str], str] = {}
     for rank, held in record.ranks.items():
+        for at in held.info:
+            if not held.grads.get(at) and any(e.get("by") == JOIN for e in held.events.get(at, ())):
+                why = "it had no rows left, and Join sends it the weights of another rank"
+                out |= dict.fromkeys(((rank, name) for name in held.params), why)
         for info in held.info.values():
             for name, attribute in info.get("elsewhere", {}).items():
                 out[rank, name] = f"the step left no .grad, but a gradient in {attribute}"

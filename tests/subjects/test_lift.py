@@ -130,6 +130,31 @@ def test_numbers_are_drawn_as_they_were_asked_for():
         assert torch.equal(one.double(), other)
 
 
+def test_numbers_of_no_dtype_are_drawn_as_without_float64():
+    def drawn(like):
+        g = torch.Generator().manual_seed(3)
+        return [
+            torch.rand(5, generator=g),
+            torch.rand_like(like, generator=g),
+            torch.empty_like(like).uniform_(generator=g),
+            torch.empty_like(like).normal_(generator=g),
+            F.dropout(torch.ones_like(like), 0.4),
+            torch.randint(9, (5,), generator=g),
+            torch.randn(5, generator=g, dtype=torch.float64),
+        ]
+
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(1)
+    plain = drawn(torch.zeros(5))
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    with Lift():
+        lifted = drawn(torch.zeros(5))
+    assert lifted[5].dtype == torch.int64
+    for one, other in zip(plain, lifted, strict=True):
+        assert torch.allclose(one.double(), other.double(), rtol=1e-7, atol=0)
+
+
 def test_integers_and_bits_are_left_alone():
     with Lift() as lift:
         assert torch.arange(3).dtype == torch.int64

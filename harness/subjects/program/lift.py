@@ -4,7 +4,8 @@ Models upcast to float32 in the middle of float64 (norms, rotary tables, a route
 step may cast what it communicates. While a Lift is on, every such cast gives float64: PyTorch's
 function mode rewrites what Python asks for, also while torch.compile traces it, and its dispatch
 mode what is asked for below (a kernel's own dtype, the backward's). Integers and bits are left
-alone; random numbers are drawn in the dtype that was asked for, so that a mask stays the same mask.
+alone. Random numbers are drawn in the dtype that the model would have drawn them in, and then
+lifted, so that a mask is the same mask in every tier.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+DRAWS = torch.float32  # what a model draws its random numbers in, unless it says another
 MAX_PLACES = 50  # lines that are listed; the rest is counted under the last
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 _BITS = {torch.Tensor.view, torch.ops.aten.view.dtype}
+_aten = torch.ops.aten
+_DRAWN_INTO = {
+    _aten.uniform_.default, _aten.normal_.default, _aten.exponential_.default,
+    _aten.log_normal_.default, _aten.cauchy_.default,
+}  # fmt: skip
 _DRAWN = {
     torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli,
     torch.empty_like, torch.poisson,
@@ -147,6 +154,8 @@ class _Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lift, kwargs = self.lift, kwargs or {}
+        if lift.change and func in _DRAWN_INTO:
+            return _draw_into(func, *args, **kwargs)
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         pure = func.namespace == "aten" and not _aliases(func)
         if lift.change and pure and not drawn:
@@ -156,6 +165,8 @@ class _Dispatch(TorchDispatchMode):
             if asked:
                 lift.note(lift.lifted, asked[0])
             args, kwargs = _raised(lift, wide), _raised(lift, named)
+        if lift.change and drawn and pure and _asks_for_none(func, args, kwargs):
+            kwargs = {**kwargs, "dtype": DRAWS}
         stand_in = _STAND_INS.get(func) if lift.change else None
         out = (stand_in or func)(*args, **kwargs)
         if lift.change and drawn and pure:
@@ -166,6 +177,23 @@ class _Dispatch(TorchDispatchMode):
                     lift.note(lift.narrow, tensor.dtype)
                     break
         return out
+
+
+def _asks_for_none(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a draw's dtype is our float64: the default's, or that of what it shall be like."""
+    if not any(a.name == "dtype" for a in func._schema.arguments) or kwargs.get("dtype"):
+        return False
+    return (
+        all(t.dtype == torch.float64 for t in tensors_in(args)) and "randint" not in func.__name__
+    )
+
+
+def _draw_into(func: Any, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Fill a tensor with numbers that were drawn in fewer digits."""
+    if out.dtype != torch.float64:
+        filled: Tensor = func(out, *args, **kwargs)
+        return filled
+    return out.copy_(func(torch.empty_like(out, dtype=DRAWS), *args, **kwargs))
 
 
 def _is_autograds_own() -> bool:

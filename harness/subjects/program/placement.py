@@ -1,8 +1,9 @@
 """Which elements of a full parameter a rank holds, whatever wrapped or sharded the model.
 
-A DTensor says so itself, and so does FSDP1 of the pieces of its flat parameters. A parameter of the full shape is the full one. One of another shape, cut
-by hand, is found by its values: weights are drawn, so a shard occurs in the full weight once. What
-is found is checked against the weights bit by bit before anything is compared.
+A DTensor says so itself, and so does FSDP1 of its flat parameters' pieces. A parameter of the full
+shape is the full one. One of another shape, cut by hand, is found by its values: weights are drawn,
+so a shard occurs in the full weight once. What is found is checked against the weights bit by bit
+before anything is compared.
 """
 
 from __future__ import annotations

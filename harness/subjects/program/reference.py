@@ -382,7 +382,7 @@ def _other_sum(exact: Single, terms: dict[str, _Term], cut: _Cut) -> list[str]:
 
 
 def _same(got: Grads, wanted: Grads, scale: Sizes, same: float) -> bool:
-    """Up to a part of each tensor's scale; what is zero by mathematics has only the noise of all."""
+    """Up to a part of each tensor's scale; what is zero by mathematics has but noise."""
     least = QUIET * same * max(scale.values(), default=0.0)
     return all(
         error(value, wanted[name]) <= max(same * scale[name], least) + 1e-300
