@@ -25,7 +25,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+DIGITS = {
+    torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8,
+    torch.complex128: 53, torch.complex64: 24, torch.complex32: 11,
+}  # fmt: skip
 DRAWS = torch.float32  # what a model draws its random numbers in, unless it says another
 MAX_PLACES = 50  # lines that are listed; the rest is counted under the last
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -36,6 +39,7 @@ _DRAWN_INTO = {
     _aten.uniform_.default, _aten.normal_.default, _aten.exponential_.default,
     _aten.log_normal_.default, _aten.cauchy_.default,
 }  # fmt: skip
+_DRAWN_FLOATS = {_aten.rand, _aten.randn, _aten.rand_like, _aten.randn_like}
 _DRAWN = {
     torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli,
     torch.empty_like, torch.poisson,
@@ -70,8 +74,12 @@ class Lift:
         self._modes = []
 
     def is_narrow(self, dtype: Any) -> bool:
-        """Whether a dtype is a float of fewer digits."""
+        """Whether a dtype is a float, or a complex number, of fewer digits."""
         return isinstance(dtype, torch.dtype) and DIGITS.get(dtype, 99) < DIGITS[self.dtype]
+
+    def wider(self, dtype: torch.dtype) -> torch.dtype:
+        """What a narrow dtype is lifted to."""
+        return torch.complex128 if dtype.is_complex else self.dtype
 
     def wide(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, list[Any]]:
         """Arguments with narrow dtypes replaced, and those dtypes."""
@@ -79,8 +87,8 @@ class Lift:
         if not asked:
             return args, kwargs, asked
         return (
-            tuple(self.dtype if self.is_narrow(a) else a for a in args),
-            {k: self.dtype if self.is_narrow(a) else a for k, a in kwargs.items()},
+            tuple(self.wider(a) if self.is_narrow(a) else a for a in args),
+            {k: self.wider(a) if self.is_narrow(a) else a for k, a in kwargs.items()},
             asked,
         )
 
@@ -122,7 +130,8 @@ class _Function(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _BITS or func in _DRAWN:
+        traced = torch.compiler.is_dynamo_compiling()
+        if func in _BITS or func in _DRAWN or (not traced and _compiler_runs()):
             return func(*args, **kwargs)
         if func in _CASTS:
             asked = [_cast_dtype(func)] if self.lift.is_narrow(_cast_dtype(func)) else []
@@ -130,9 +139,19 @@ class _Function(TorchFunctionMode):
                 func, args = torch.Tensor.to, (args[0], self.lift.dtype)
         else:
             args, kwargs, asked = self.lift.wide(args, kwargs)
-        if asked and not torch.compiler.is_compiling():
+        if asked and not traced:
             self.lift.note(self.lift.lifted, asked[0])
         return func(*args, **kwargs)
+
+
+def _compiler_runs() -> bool:
+    """Whether a compiler computes on its own behalf: its patterns and fake tensors are no step."""
+    return torch._guards.TracingContext.try_get() is not None or any(
+        torch._C._get_dispatch_mode(key) is not None for key in _COMPILERS
+    )
+
+
+_COMPILERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
 def _cast_dtype(func: Callable[..., Any]) -> torch.dtype:
@@ -154,6 +173,8 @@ class _Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lift, kwargs = self.lift, kwargs or {}
+        if _compiler_runs():
+            return func(*args, **kwargs)
         if lift.change and func in _DRAWN_INTO:
             return _draw_into(func, *args, **kwargs)
         drawn = torch.Tag.nondeterministic_seeded in func.tags
@@ -181,11 +202,9 @@ class _Dispatch(TorchDispatchMode):
 
 def _asks_for_none(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a draw's dtype is our float64: the default's, or that of what it shall be like."""
-    if not any(a.name == "dtype" for a in func._schema.arguments) or kwargs.get("dtype"):
+    if func.overloadpacket not in _DRAWN_FLOATS or kwargs.get("dtype"):
         return False
-    return (
-        all(t.dtype == torch.float64 for t in tensors_in(args)) and "randint" not in func.__name__
-    )
+    return all(t.dtype == torch.float64 for t in tensors_in(args))
 
 
 def _draw_into(func: Any, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -233,7 +252,7 @@ def _writes(func: Any) -> bool:
 def _raised(lift: Lift, value: Any) -> Any:
     """Narrow tensors among arguments or results, in the lift's dtype."""
     if isinstance(value, Tensor):
-        return value.to(lift.dtype) if lift.is_narrow(value.dtype) else value
+        return value.to(lift.wider(value.dtype)) if lift.is_narrow(value.dtype) else value
     if isinstance(value, list | tuple):
         return type(value)(_raised(lift, v) for v in value) if _plain(value) else value
     if isinstance(value, dict):

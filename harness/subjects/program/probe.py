@@ -26,6 +26,7 @@ from sumgrad.subjects.program.protocol import (
     scramble,
     terms_of,
     to_dtype,
+    to_precision,
     trained,
 )
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ def _try_dtype(
     *, lift: bool = False,
 ) -> str | None:  # fmt: skip
     """Run every term forward and backward on a few rows; the reason if that cannot be done."""
-    model = build(program).to(dtype)
+    model = to_precision(build(program), dtype)
     batch = to_dtype(full_batch(program), dtype)
     rows = torch.arange(min(PROBED_ROWS, len(next(iter(batch.values())))))
     hold_batch(program, batch)

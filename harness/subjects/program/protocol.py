@@ -144,7 +144,23 @@ def full_batch(program: Any) -> dict[str, Tensor]:
 
 def to_dtype(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The batch with its floating tensors in a dtype."""
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+    return {
+        k: v.to(dtype) if v.is_floating_point() else v.to(wide) if v.is_complex() else v
+        for k, v in batch.items()
+    }
+
+
+def to_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model in a dtype. `Module.to` would take complex numbers' imaginary part away."""
+    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def converted(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor.to(wide) if tensor.is_complex() else tensor
+
+    return model._apply(converted)
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

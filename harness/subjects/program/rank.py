@@ -36,6 +36,7 @@ from sumgrad.subjects.program.protocol import (
     make_program,
     round_batch,
     scramble,
+    to_precision,
     trained,
 )
 from sumgrad.subjects.program.unseen import (
@@ -94,7 +95,7 @@ class _TierRun:
         scramble(102, rank.rank)
         batch = full_batch(self.program)
         self.batch_hash = hash_weights(batch)
-        self.model = model.to(self.rounded).to(dtype)
+        self.model = to_precision(to_precision(model, self.rounded), dtype)
         self.batch = round_batch(batch, self.rounded, dtype)
         hold_batch(self.program, self.batch)
         self.full = self._weights(0)

@@ -22,6 +22,7 @@ from sumgrad.subjects.program.protocol import (
     round_batch,
     scramble,
     terms_of,
+    to_precision,
     trained,
 )
 from sumgrad.subjects.program.unseen import buffers_after, describe_tensor, leaves_of
@@ -48,7 +49,7 @@ class Single:
         self.facts, self.dtype = facts, dtype
         self.base = {n: p.detach().clone() for n, p in trained(model).items()}
         self.built = hash_model(model)
-        self.model = model.to(rounded_to).to(dtype)
+        self.model = to_precision(to_precision(model, rounded_to), dtype)
         self.buffers = copy.deepcopy(dict(self.model.named_buffers()))
         self.batch = round_batch(full_batch(program), rounded_to, dtype)
         self.program, self.terms = program, terms_of(program)
