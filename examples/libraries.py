@@ -119,11 +119,15 @@ class Titan(GPT2):
             world_size=ctx.world_size, spmd_backend=way,
         )  # fmt: skip
         dims.build_mesh()
-        return parallelize_llama(
-            model, parallel_dims=dims, training=TrainingConfig(), 
+        model = parallelize_llama(
+            model, parallel_dims=dims, training=TrainingConfig(),
             parallelism=ParallelismConfig(spmd_backend=way),
             compile_config=CompileConfig(enable=False), ac_config=None, dump_folder="unused",
         )  # fmt: skip
+        for part in model.modules():
+            if hasattr(part, "set_force_sum_reduction_for_comms"):  # gloo has no other reduction
+                part.set_force_sum_reduction_for_comms(True)
+        return model
 
     def step(self, model, batch, ctx):
         mine = {k: v.tensor_split(ctx.world_size)[ctx.rank] for k, v in batch.items()}

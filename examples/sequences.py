@@ -83,7 +83,7 @@ class Ulysses:
 
 
 class VocabularyParallel(Ulysses):
-    """The head is sharded by vocabulary, and so are the logits: loss_parallel never gathers them."""
+    """The head is sharded by vocabulary, and so are the logits: nothing gathers them."""
 
     def distribute(self, model, ctx):
         plan = {"head": ColwiseParallel(use_local_output=False)}

@@ -6,6 +6,7 @@ here is not known to be recorded: `unrecorded_operations` says so of the torch t
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -72,10 +73,15 @@ def operations_elsewhere() -> dict[tuple[str, str], int]:
     foreign: list[tuple[Any, str]] = [
         (pg, backend) for pg, (backend, _) in held.items() if type(pg) is dist.ProcessGroup
     ]
-    return {
-        (backend, str(pg.group_name)): pg._get_sequence_number_for_group()
-        for pg, backend in foreign
-    }
+    out = {}
+    for pg, backend in foreign:
+        if backend == "fake":
+            continue  # torch's own, that sends nothing: for dimensions of one rank
+        try:
+            out[backend, str(pg.group_name)] = pg._get_sequence_number_for_group()
+        except RuntimeError:  # it does not count: whether it was used is not known
+            out[backend, str(pg.group_name)] = time.monotonic_ns()
+    return out
 
 
 def carry_out(inner: Any, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

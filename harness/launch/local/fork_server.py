@@ -90,6 +90,8 @@ def serve(ours: Conversation, *, preload: list[str], scratch: Path) -> None:
     """Answer requests until the other end closes. scratch: removed by whoever is last."""
     for name in preload:
         importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.modules["torch"].empty(1)  # it reads how to allocate when it first does
     scratch.mkdir(mode=0o700, exist_ok=True)
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     message = None

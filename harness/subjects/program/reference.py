@@ -96,7 +96,7 @@ def compute_program_reference(
         if dtype == best:
             again = Run(by_term={n: t.again for n, t in terms.items()}, total=_total(
                 {n: t.again for n, t in terms.items()}))  # fmt: skip
-            floor, same = _floor(exact, terms, sums, scale, cut, step, [again]), dict(again.total)
+            floor, same = _floor(exact, terms, sums, scale, cut, step, [again]), {}
         else:
             working = Single(program, facts, dtype, rounded_to=rounded, lift=lift)
             working.set_step(step)
