@@ -50,6 +50,15 @@ class Qwen3(GPT2):
         return Qwen3ForCausalLM(Qwen3Config(**DECODER, head_dim=4))
 
 
+class GPT2Checkpointed(GPT2):
+    """With the model's own checkpoints."""
+
+    def build(self):
+        model = super().build()
+        model.gradient_checkpointing_enable()
+        return model
+
+
 class Sharded(GPT2):
     """FSDP2, every layer a unit. It sums: its own division by the ranks is switched off."""
 

@@ -8,7 +8,6 @@ import copy
 
 import torch
 import torch.distributed as dist
-from gpt2_ddp import GPT2
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
@@ -206,13 +205,6 @@ class CompressedHalf(Plain):
 
         model = super().distribute(model, ctx)
         model.register_comm_hook(None, fp16_compress_hook)
-        return model
-
-
-class CheckpointedGPT2(GPT2):
-    def build(self):
-        model = super().build()
-        model.gradient_checkpointing_enable()
         return model
 
 

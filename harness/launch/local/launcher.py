@@ -37,8 +37,8 @@ Progress = Callable[[str], None]
 SINGLE_THREAD = {
     name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 }
-# Large tensors on huge pages, where the kernel has them: half of the time of a large model goes into
-# page faults. Read when torch allocates first, so the server does that before it forks.
+# Large tensors on huge pages, where the kernel has them: half of the time of a large model goes
+# into page faults. Read when torch allocates first, so the server does that before it forks.
 MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
 READ_ON_IMPORT = (
     "ATEN", "CUDA", "GLOO", "KMP", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "OPENBLAS", "PYTHON",

@@ -69,11 +69,12 @@ class PlannedStep:
         return {"steps": steps, "operations": ledger.num_operations}
 
     def pieces(self) -> list[str]:
-        return list(self.spec.tiers)
+        return [f"tier {tier}" for tier in self.spec.tiers]
 
     def references(self, piece: str, *, progress: Progress) -> Iterator[tuple[str, Reference]]:
-        for reference in compute_reference(self._job(piece), progress=progress):
-            yield piece, reference
+        tier = piece.removeprefix("tier ")
+        for reference in compute_reference(self._job(tier), progress=progress):
+            yield tier, reference
 
     def parts(self, tier: str, step: int, known: Sequence[Reference]) -> dict[int, Parts]:
         plan = build_plan(self.spec.topology, self.workload.declaration)
