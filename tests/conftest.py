@@ -100,16 +100,16 @@ def run_once(sumgrad_launcher, tmp_path_factory) -> Callable:  # type: ignore[no
 
 @pytest.fixture
 def check(tmp_path, sumgrad_launcher) -> Callable:  # type: ignore[no-untyped-def]
-    """`check(body, **flags)` -> (verdict, directory): MyStep changed by `body`, on 3 ranks."""
+    """`check(body, **flags)` -> (verdict, directory): MyStep changed by `body`, on `axes`."""
 
-    def run(body: str = "    pass", *, timeout_s: float = 20, **flags):  # type: ignore[no-untyped-def]
+    def run(body="    pass", *, timeout_s=20.0, axes="dp: 3", **flags):  # type: ignore[no-untyped-def]
         from sumgrad.launch.ask import CheckOptions
         from sumgrad.launch.check import run_check
 
         path, topology = tmp_path / "mine.py", tmp_path / "dp.yaml"
         path.write_text(f"{MY_STEP}\n\nclass Mine(MyStep):\n{body}\n")
         topology.write_text(
-            f"name: dp\nworkload: {path}:Mine\npools:\n  train: {{axes: {{dp: 3}}}}\n"
+            f"name: dp\nworkload: {path}:Mine\npools:\n  train: {{axes: {{{axes}}}}}\n"
         )
         out = tmp_path / "runs" / str(time.monotonic_ns())
         options = CheckOptions(topology=topology, out=out, timeout_s=timeout_s, **flags)

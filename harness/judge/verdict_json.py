@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Status, TierVerdict, merge
 from sumgrad.judge.comparison import TensorDiff
 from sumgrad.topology.pools import Topology
@@ -57,10 +58,12 @@ def tier_verdict(
 
 
 def unknown_tensors(diffs: Sequence[TensorDiff]) -> dict[str, None]:
-    """Why tensors are UNKNOWN, each reason once, in order."""
-    return dict.fromkeys(
-        f"{d.name}: {d.reason}" for d in diffs if d.status == "unknown" and d.reason
-    )
+    """Why tensors are UNKNOWN, each reason once, in order, with the tensors that have it."""
+    found: dict[str, dict[str, None]] = {}
+    for d in diffs:
+        if d.status == "unknown" and d.reason:
+            found.setdefault(d.reason, {})[d.name] = None
+    return {f"{some_of(list(names))}: {reason}": None for reason, names in found.items()}
 
 
 def tensor_json(d: TensorDiff) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from sumgrad.base.outcome import first_to_fail, outcome_from_json, spans
+from sumgrad.base.outcome import first_to_fail, outcome_from_json, some_of, spans
 from sumgrad.base.plain_text import printable, printable_data
 from sumgrad.base.verdict import Verdict
 
@@ -22,6 +22,8 @@ def render(verdict: Verdict) -> RenderableType:
     data = printable_data(verdict.data)
     parts: list[RenderableType] = [_headline(data), Text("")]
     parts.append(_tiers(data))
+    if data.get("lifted"):
+        parts += [Text(""), _lifted(data["lifted"])]
     for diagnosis in data["diagnoses"]:
         parts += [Text(""), _diagnosis(diagnosis)]
     if data["coefficients"]:
@@ -84,6 +86,16 @@ def fault_sentence(data: Mapping[str, Any]) -> str:
     else:
         what = "It is invisible on this topology and must pass here."
     return head + what + agreement
+
+
+def _lifted(lifted: list[dict[str, Any]]) -> Text:
+    """What the structure tier computed in float64 though the step asked for less."""
+    lines = [str(entry["place"]) for entry in lifted]
+    times = sum(int(entry["times"]) for entry in lifted)
+    casts = f"{times} cast{'s' if times > 1 else ''} of a step to fewer digits"
+    return Text.assemble(
+        ("lifted", "dim"), f"  {casts} computed in float64: {some_of(lines)}; --no-lift leaves them"
+    )
 
 
 def _fault(data: Mapping[str, Any]) -> Text:

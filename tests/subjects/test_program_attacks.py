@@ -145,7 +145,69 @@ def test_a_float32_cast_in_the_loss_is_lifted_or_unknown_in_structure_only(check
     assert {t.name: t.status for t in verdict.tiers} == {
         "structure": "unknown", "precision": "pass"
     }  # fmt: skip
-    assert "the step makes float32 at mine.py:" in text(verdict)
+    assert "less than float64" in text(verdict)
+
+
+def test_fsdp1_says_which_pieces_it_holds(check):
+    """Biases are zero and norms one: their pieces could not be found by their values."""
+    body = """
+    def build(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+        for layer in (model[0], model[3]):
+            nn.init.zeros_(layer.bias)
+        return model
+    def distribute(self, model, ctx):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        return FullyShardedDataParallel(
+            model, use_orig_params=True, device_id=torch.device("cpu"),
+            auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, nn.Linear),
+        )
+    def step(self, model, batch, ctx):
+        mine = {k: v.tensor_split(3)[ctx.rank] for k, v in batch.items()}
+        loss, count = self.loss_sum(model, mine)
+        dist.all_reduce(count)
+        (loss * FACTOR / count).backward()
+"""
+    verdict, _ = check(body.replace("FACTOR", "3"))
+    assert verdict.status == "pass", text(verdict)[:2000]
+    verdict, _ = check(body.replace("FACTOR", "(3 if ctx.rank else 1)"))
+    assert verdict.status == "fail"
+
+
+def test_complex_numbers_keep_their_imaginary_part(check):
+    """A rotary table is complex; `Module.to(float64)` would keep its cosines only."""
+    body = """
+    class Turn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            turns = torch.polar(torch.ones(5), torch.arange(5.0))
+            self.register_buffer("turns", turns)
+        def forward(self, x):
+            assert self.turns.is_complex() and self.turns.imag.any()
+            turned = x * self.turns.to(torch.complex64)
+            return turned.real + turned.imag
+    def build(self):
+        torch.manual_seed(0)
+        return nn.Sequential(self.Turn(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+"""
+    verdict, _ = check(body)
+    assert verdict.status == "pass", text(verdict)[:2000]
+    structure = next(t for t in verdict.tiers if t.name == "structure")
+    assert structure.worst_rel < 1e-14
+    unreduced = "    def distribute(self, model, ctx):\n        return model\n"
+    assert check(body + unreduced)[0].status == "fail"
+
+
+def test_complex_parameters_are_refused(check):
+    verdict, _ = check(
+        "    def build(self):\n"
+        "        model = super().build()\n"
+        "        model.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))\n"
+        "        return model\n"
+    )
+    assert verdict.status == "unknown"
+    assert "turn is complex: such gradients are not compared" in text(verdict)
 
 
 def test_a_program_may_say_which_shard_it_holds(check):

@@ -156,6 +156,30 @@ def test_terms_of_every_kind():
     assert other.startswith("`terms` add up to another gradient than loss_sum")
 
 
+class ByLength(torch.autograd.Function):
+    """A value that adds up, and a gradient that depends on how many rows there are."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.rows = len(y)
+        return y.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad / ctx.rows).expand(ctx.rows, 1)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 5, 9])
+def test_rows_that_only_their_gradient_couples_are_not_summed(num_chunks):
+    class Coupled(Linear):
+        def loss_sum(self, model, rows):
+            return ByLength.apply(model(rows["x"])), len(rows["x"])
+
+    (r,) = reference(Coupled(), num_chunks=num_chunks)
+    assert r.kinds == {"loss": "coupled"}
+    assert weight(r.grads) == pytest.approx([3 / 25, 8 / 25], rel=1e-14)
+
+
 def test_terms_that_add_up_to_loss_sum_are_not_warned_of():
     class Both(Linear):
         def terms(self):

@@ -80,6 +80,43 @@ def test_what_is_trained_elsewhere_is_never_outside_in_silence(check, body, stat
     assert words in json.dumps(verdict.data), (verdict.reasons, verdict.findings)
 
 
+MAIN_GRAD = (
+    STEP
+    + EVERY
+    + """            p.main_grad, p.grad = p.grad.flatten(), None
+    def gradient_of(self, name, param, ctx):
+        return FOUND
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [("param.main_grad", "pass"), ("2 * param.main_grad", "fail"), ("param.grad", "fail")],
+)
+def test_a_program_says_where_its_gradients_are(check, found, status):
+    """A flat buffer's part, in place of `.grad`; what it gives is what is judged."""
+    verdict, _ = check(MAIN_GRAD.replace("FOUND", found))
+    assert verdict.status == status, json.dumps(verdict.data)[:2000]
+
+
+def test_a_group_of_several_axes(check):
+    body = (
+        "    def distribute(self, model, ctx):\n        return model\n"
+        "    def step(self, model, batch, ctx):\n"
+        "        both = ctx.group('dp', 'cp')\n"
+        "        assert both is ctx.group('cp', 'dp')\n"
+        "        assert dist.get_process_group_ranks(both) == ["
+        "[0, 2, 4, 6], [1, 3, 5, 7]][ctx.coords['tp']]\n"
+        "        me, of = dist.get_rank(both), dist.get_world_size(both)\n"
+        "        mine = {k: v.tensor_split(of)[me] for k, v in batch.items()}\n"
+        "        (self.loss_sum(model, mine)[0] / batch['mask'].sum()).backward()\n"
+        "        for p in model.parameters():\n            dist.all_reduce(p.grad, group=both)\n"
+    )
+    verdict, _ = check(body, axes="dp: 2, cp: 2, tp: 2")
+    assert verdict.status == "pass", json.dumps(verdict.data)[:3000]
+
+
 BUFFER = """
     class Seen(nn.Module):
         def __init__(self):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Context:
     pool: the name of its pool; axes: that pool's axes and sizes; coords: its place on them.
     pools: every pool's name -> its global ranks. mesh: the DeviceMesh of its pool, dims named as
     the axes; meshes: those of all pools. dtype: of floating parameters and data. step: 0, 1, ...
+    groups: those of several axes that were made so far.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Context:
     dtype: torch.dtype
     seed: int
     step: int = 0
+    groups: dict[frozenset[str], dist.ProcessGroup] = field(default_factory=dict, repr=False)
 
     @property
     def pool_rank(self) -> int:
@@ -51,13 +53,28 @@ class Context:
     def pool_size(self) -> int:
         return len(self.pools[self.pool])
 
-    def group(self, axis: str | None = None) -> dist.ProcessGroup:
-        """The group of an axis of this rank's pool; without an axis, of all ranks."""
-        if axis is not None:
-            return self.mesh.get_group(axis)
-        world = dist.group.WORLD
-        assert world is not None
-        return world
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The group of an axis of this rank's pool, or of several taken together; without an axis,
+        of all ranks. A group of several is made when it is first asked for, by its members.
+
+        Raises KeyError for an axis that the pool does not have.
+        """
+        for axis in axes:
+            self.coords[axis]
+        if len(axes) == 1:
+            return self.mesh.get_group(axes[0])
+        if not axes:
+            world = dist.group.WORLD
+            assert world is not None
+            return world
+        key = frozenset(axes)
+        if key not in self.groups:
+            at = tuple(slice(None) if a in key else c for a, c in self.coords.items())
+            ranks = torch.as_tensor(self.mesh.mesh)[at].flatten().tolist()
+            made = dist.new_group(ranks, use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            self.groups[key] = made
+        return self.groups[key]
 
 
 def make_meshes(topology: Topology) -> dict[str, DeviceMesh]:

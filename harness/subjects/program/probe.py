@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from sumgrad.base.outcome import some_of
 from sumgrad.base.tensors import hash_weights
 from sumgrad.record.spec import Facts, RowsAs
 from sumgrad.subjects.program.lift import lifting
@@ -60,6 +61,9 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
     problems = []
     if hash_model(build(program)) != weights:
         problems.append("build() gives other weights when it is called again: seed what it draws")
+    complex_ones = [name for name, p in trained(model).items() if p.is_complex()]
+    if complex_ones:
+        problems.append(f"{some_of(complex_ones)} is complex: such gradients are not compared")
     scramble(4)
     if hash_weights(full_batch(program)) != data:
         problems.append("batch() gives another batch when it is called again: seed what it draws")

@@ -227,7 +227,9 @@ class _TierRun:
             "backwards": max(self.watch.backwards.values(), default=0),
             "unwaited": self._unwaited(),
             "partial": [],
-            "elsewhere": gradients_elsewhere(self.placement.placed),
+            "elsewhere": {}
+            if hasattr(self.program, "gradient_of")
+            else gradients_elsewhere(self.placement.placed),
             "alive": come_alive(self.model, self.trained),
             "reshaped": {p.name: list(p.local().shape) for p in self._reshaped()},
             "fault": {"calls": self.misbehaviour.calls, "changed": self.misbehaviour.changed}
@@ -255,8 +257,13 @@ class _TierRun:
     def _grads(self, info: Result) -> Tensors:
         """Local gradients. A DTensor that is still a partial sum is reduced here, and noted."""
         grads = {}
+        declared = getattr(self.program, "gradient_of", None)
         for p in self._kept_shape():
             grad = p.param.grad
+            if declared is not None:
+                grad = declared(p.name, p.param, self.ctx)
+                if grad is not None and to_local(grad).shape != p.local().shape:
+                    grad = to_local(grad).reshape(p.local().shape)
             if grad is None:
                 continue
             if isinstance(grad, DTensor) and isinstance(p.param, DTensor):

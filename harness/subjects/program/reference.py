@@ -126,7 +126,8 @@ class _Cut:
     def __init__(self, num_rows: int, num_chunks: int) -> None:
         rows = torch.arange(num_rows)
         self.rows, self.at_once = rows, [rows]
-        self.coarse = list(rows.tensor_split(min(num_chunks, num_rows)))
+        # At least two rows together, so that no two cuts are the same one.
+        self.coarse = list(rows.tensor_split(max(1, min(num_chunks, num_rows // 2))))
         fine = min(num_rows, max(FINE_CUT, num_chunks + 1))
         self.fine = [chunk.flip(0) for chunk in reversed(rows.tensor_split(fine))]
         self.drawn = []
@@ -160,21 +161,20 @@ def _exact_term(exact: Single, name: str, cut: _Cut) -> _Term:
     fine = None
     if coarse is not None:
         fine = _summed(exact, name, cut.fine, cut.rows, seed=1 / count, with_scale=True)
-    # A cast that is left looks like a weak coupling.
-    same = exact.same if exact.lift else max(exact.same, NARROW)
-    if coarse is None or fine is None or not all(
-        _adds_up(exact, name, s, value, count, same) for s in (coarse, fine)
-    ):  # fmt: skip
+    if coarse is None or fine is None:
         return _at_once(exact, name, cut, fine, count)
     grads = _over(coarse.grads, count)
-    if not _same(fine.grads, grads, fine.sizes, same):
-        return _at_once(exact, name, cut, fine, count)
-    return _Term(grads=grads, again=fine.grads, count=count, scale=fine.sizes, kind="rows")
+    if all(
+        _adds_up(exact, name, parts, value, count) for parts in (coarse, fine)
+    ) and _same(fine.grads, grads, fine.sizes, exact.same):  # fmt: skip
+        return _Term(grads=grads, again=fine.grads, count=count, scale=fine.sizes, kind="rows")
+    term = _at_once(exact, name, cut, fine, count)
+    if not exact.lift and _same(fine.grads, term.grads, fine.sizes, NARROW):
+        term.again = fine.grads  # a cast that is left, or a weak coupling: not to be told apart
+    return term
 
 
-def _adds_up(
-    exact: Single, name: str, parts: _Sum, value: float, count: float, same: float
-) -> bool:
+def _adds_up(exact: Single, name: str, parts: _Sum, value: float, count: float) -> bool:
     """Whether value and count of all rows at once are those of a sum over chunks.
 
     Chunks of the same rows would hide what couples them; in the value of all rows it shows.
@@ -182,7 +182,7 @@ def _adds_up(
     if isinstance(exact.terms[name], tuple):
         return True  # made to add up
     off = abs(sum(parts.values) - value)
-    return abs(sum(parts.counts) - count) <= SAME * count and off <= same * sum(
+    return abs(sum(parts.counts) - count) <= SAME * count and off <= exact.same * sum(
         map(abs, parts.values)
     )
 

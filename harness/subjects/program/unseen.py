@@ -70,7 +70,8 @@ def buffers_after(
         now, then, name = to_local(buffer).detach(), before.get(shown), bare_name(shown)
         if now.numel() > MAX_BUFFER_NUMEL:
             continue
-        held[name] = now.clone().contiguous()
+        plain = torch.view_as_real(now.resolve_conj()) if now.is_complex() else now
+        held[name] = plain.clone().contiguous()
         then = None if then is None else to_local(then)
         if then is None or now.shape != then.shape or not torch.equal(now, then.to(now.dtype)):
             changed.append(name)
