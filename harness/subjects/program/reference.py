@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from sumgrad.base.tolerances import STRUCTURE_CAP, ZERO_FACTOR
 from sumgrad.record.reference import Kind, Reference
 from sumgrad.record.spec import Facts
 from sumgrad.subjects.noise_floor import (
@@ -254,14 +255,34 @@ def _floor(
         run = _working_run(working, terms, chunks, divide_first=bool(seed % 2))
         floor = raise_floor(floor, exact, run, scale, working.dtype)
     working.set_step(step)
-    return replace(floor, by_name=_typical(floor.by_name, scale))
+    return replace(floor, by_name=_typical(floor.by_name, scale, _zeros(terms)))
 
 
-def _typical(floor: Sizes, scale: Sizes) -> Sizes:
-    """No tensor is quieter than half of them are: a small one may come out exact by luck."""
+def _typical(floor: Sizes, scale: Sizes, zeros: set[str]) -> Sizes:
+    """No tensor is quieter than half of them are: a small one may come out exact by luck.
+
+    zeros: what is zero by mathematics is all noise, that of the largest numbers it cancels from.
+    """
     parts = sorted(floor[name] / size for name, size in scale.items() if size > 0)
-    typical = parts[len(parts) // 2] if parts else 0.0
-    return {name: max(noise, typical * scale[name]) for name, noise in floor.items()}
+    typical, largest = parts[len(parts) // 2] if parts else 0.0, max(scale.values())
+    return {
+        name: max(noise, typical * (largest if name in zeros else scale[name]))
+        for name, noise in floor.items()
+    }
+
+
+def _zeros(terms: Mapping[str, _Term]) -> set[str]:
+    """Parameters whose gradient is no more than what two float64 runs of it differ by."""
+    first = next(iter(terms.values()))
+    return {
+        name
+        for name, grad in first.grads.items()
+        if grad.numel()
+        and all(
+            float(t.grads[name].abs().max()) <= ZERO_FACTOR * error(t.again[name], t.grads[name])
+            for t in terms.values()
+        )
+    }
 
 
 def _working_run(
@@ -350,8 +371,6 @@ def _problems(
 
 def _low_precision(floor: dict[str, float], scale: Sizes) -> list[str]:
     """float64 that is none: a cast inside loss_sum leaves its mark on the noise floor."""
-    from sumgrad.base.tolerances import STRUCTURE_CAP
-
     odd = [n for n, size in scale.items() if floor[n] > STRUCTURE_CAP * max(size, 1e-300)]
     loud = [n for n in odd if floor[n] > STRUCTURE_CAP]
     if not loud:
