@@ -2,5 +2,6 @@
 
 protocol.py is what a user implements, context.py what a step is told, probe.py the look before it
 runs, rank.py the run, placement.py which elements a rank holds, unseen.py what happens beside the
-gradients, reference.py loss_sum in one process, job.py the Subject.
+gradients, lift.py true float64 on both sides, reference.py loss_sum in one process, parts.py its
+gradient row by row after a failure, job.py the Subject.
 """
