@@ -16,10 +16,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmark_launch import Sampler
 
 SHAPES = {  # of GPT-2: layers, heads, width; vocabulary 50,257, 1,024 positions
     "1m": (2, 2, 16),
@@ -99,58 +100,17 @@ dist.destroy_process_group()
 """
 
 
-class Memory:
-    """Samples the summed Pss of a process and all below it."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.peak_kib, self._stop = pid, 0, threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._stop.wait(0.3):
-            self.peak_kib = max(self.peak_kib, sum(map(pss_kib, below(self.pid))))
-
-    def close(self) -> float:
-        """The largest sum seen, in GiB."""
-        self._stop.set()
-        self._thread.join()
-        return self.peak_kib / 2**20
-
-
-def below(pid: int) -> list[int]:
-    """A process and its descendants, those too that were handed to another parent's group."""
-    out, todo = [], [pid]
-    while todo:
-        one = todo.pop()
-        out.append(one)
-        for task in Path(f"/proc/{one}/task").glob("*/children"):
-            try:
-                todo += [int(child) for child in task.read_text().split()]
-            except OSError:
-                continue
-    return out
-
-
-def pss_kib(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-
-
-def run(command: list[str], **more: Any) -> tuple[float, float, str]:
+def run(command: list[str]) -> tuple[float, float, str]:
     """(seconds, peak GiB, what it printed)."""
     start = time.perf_counter()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, **more)
-    memory = Memory(child.pid)
-    out, _ = child.communicate()
-    seconds, peak = time.perf_counter() - start, memory.close()
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    with Sampler(child.pid, every_s=0.3) as sampler:
+        out, _ = child.communicate()
+        seconds = time.perf_counter() - start
     if child.returncode:
         print(out, file=sys.stderr)
-    return seconds, peak, out
+    return seconds, sampler.peak_kib / 2**20, out
 
 
 def measure(options: dict[str, Any], ranks: int, place: Path) -> dict[str, Any]:
@@ -206,7 +166,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, action="append")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--times", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="leave the run here")
+    parser.add_argument("--keep", type=Path, help="leave the runs here, a folder each")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
@@ -219,7 +179,8 @@ def main() -> None:
                         "length": args.length,
                     }  # fmt: skip
                     for _ in range(args.times):
-                        place = args.keep or Path(tempfile.mkdtemp())
+                        kept = f"{model}-{layout}-{ranks}-{num_rows}-{len(rows)}"
+                        place = args.keep / kept if args.keep else Path(tempfile.mkdtemp())
                         place.mkdir(parents=True, exist_ok=True)
                         rows.append({"model": model, **measure(options, ranks, place)})
                         print(json.dumps(rows[-1]), flush=True)

@@ -153,9 +153,10 @@ def grow(name: str) -> dict:
 
 
 class Sampler:
-    """Peak of the summed Pss of this process and all its descendants, every 50 ms."""
+    """Peak of the summed Pss of a process (default: this one) and all its descendants."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: int | None = None, *, every_s: float = 0.05) -> None:
+        self.root, self.every_s = os.getpid() if root is None else root, every_s
         self.peak_kib = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -169,8 +170,8 @@ class Sampler:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.05):
-            self.peak_kib = max(self.peak_kib, sum(map(pss_kib, descendants(os.getpid()))))
+        while not self._stop.wait(self.every_s):
+            self.peak_kib = max(self.peak_kib, sum(map(pss_kib, descendants(self.root))))
 
 
 def descendants(root: int) -> list[int]:

@@ -169,7 +169,9 @@ def _like_fewer_digits(record: Record, diffs: list[TensorDiff]) -> list[TensorDi
 def _fewer_digits(record: Record, diff: TensorDiff) -> str | None:
     """What of its step was seen in fewer digits, if that may explain a difference."""
     at = (diff.tier, record.spec.steps - 1)  # the step that is looked at
-    seen = dict.fromkeys(p for h in record.ranks.values() for p in h.info[at].get("narrow", ()))
+    seen = dict.fromkeys(
+        place for held in record.ranks.values() for place in held.info.get(at, {}).get("narrow", ())
+    )
     dtypes = {place.split(" ")[0] for place in seen if " at " in place}
     if not dtypes:
         return None

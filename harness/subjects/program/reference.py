@@ -67,8 +67,7 @@ def compute_program_reference(
     problems, warnings, narrow = _problems(exact, terms, before, step)
     warnings += _other_sum(exact, terms, cut)
     buffers, changed = _buffers(exact, cut) if len(terms) == 1 else ({}, [])
-    sums = Run(by_term={n: t.grads for n, t in terms.items()}, total=_total(
-        {n: t.grads for n, t in terms.items()}))  # fmt: skip
+    sums = _run({n: t.grads for n, t in terms.items()})
     scale = _total_sizes([t.scale for t in terms.values()])
     shared = Reference(
         step=step,
@@ -95,9 +94,7 @@ def compute_program_reference(
         own, said = list(problems), list(warnings)
         (own if dtype == torch.float64 else said).extend(narrow)
         if dtype == best:
-            again = Run(by_term={n: t.again for n, t in terms.items()}, total=_total(
-                {n: t.again for n, t in terms.items()}))  # fmt: skip
-            floor, same = _floor(exact, terms, sums, scale, cut, step, [again]), {}
+            working, runs = exact, [_run({n: t.again for n, t in terms.items()})]
         else:
             working = Single(program, facts, dtype, rounded_to=rounded, lift=lift)
             working.set_step(step)
@@ -105,8 +102,7 @@ def compute_program_reference(
                 _working_run(working, terms, cut.at_once),
                 _working_run(working, terms, cut.fine, divide_first=True),
             ]
-            floor, same = _floor(working, terms, sums, scale, cut, step, runs), dict(runs[0].total)
-            del working
+        floor = _floor(working, terms, sums, scale, cut, step, runs)
         if dtype == torch.float64 and not own:
             own += _low_precision(floor.by_name, scale)
         out[tier] = replace(
@@ -114,11 +110,15 @@ def compute_program_reference(
             floor=floor.by_name,
             floor_by_term=floor.by_term,
             norm_floor=floor.norm,
-            same_dtype=same,
+            same_dtype={} if dtype == best else dict(runs[0].total),
             problems=tuple(own),
             warnings=tuple(said),
         )
     return out
+
+
+def _run(by_term: Mapping[str, Grads]) -> Run:
+    return Run(by_term=by_term, total=_total(by_term))
 
 
 class _Cut:
@@ -306,7 +306,7 @@ def _working_run(
             grads, _ = working.gradient(name, part, whole, seed=before)
             total = {n: total[n] + g / after if n in total else g / after for n, g in grads.items()}
         by_term[name] = total
-    return Run(by_term=by_term, total=_total(by_term))
+    return _run(by_term)
 
 
 def _reached(exact: Single, scale: Sizes, cut: _Cut, num_steps: int) -> tuple[str, ...]:
