@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,14 @@ from sumgrad.subjects.program import parts as program_parts
 from sumgrad.subjects.program.parts import compute_parts
 from sumgrad.subjects.program.probe import probe
 from sumgrad.subjects.program.protocol import Broken, Weights, hash_model
-from sumgrad.subjects.program.reference import _low_precision, _same, compute_program_reference
+from sumgrad.subjects.program.reference import (
+    _low_precision,
+    _same,
+    _Term,
+    _typical,
+    _zeros,
+    compute_program_reference,
+)
 from sumgrad.subjects.program.single import Single
 from torch import nn
 
@@ -429,3 +437,23 @@ def test_a_tensor_that_is_trained_before_the_model_is_named():
     (found,) = reference(Before())
     assert len(found.outside) == 1
     assert found.outside[0].startswith("self.scale is trained by the loss")
+
+
+def test_no_tensor_is_quieter_than_half_of_them_and_a_zero_has_the_noise_of_the_largest():
+    scale = {"a": 1.0, "b": 2.0, "c": 4.0, "zero": 0.5, "unused": 0.0}
+    floor = {"a": 0.0, "b": 0.25, "c": 1.0, "zero": 0.0, "unused": 0.0}
+    found = _typical(floor, scale, {"zero"})  # noise as parts of the scale: 0, 0, 1/8, 1/4
+    assert found == {"a": 0.125, "b": 0.25, "c": 1.0, "zero": 0.5, "unused": 0.0}
+    assert _typical({"w": 0.0}, {"w": 0.0}, set()) == {"w": 0.0}
+
+
+@pytest.mark.parametrize(("size", "zero"), [(0.0, True), (9e-14, True), (1.1e-13, False)])
+def test_what_two_runs_differ_by_a_thousandth_of_is_zero_by_mathematics(size, zero):
+    grad, none = torch.tensor([size, 0.0]).double(), torch.empty(0).double()
+    term = _Term(
+        grads={"w": grad, "e": none}, again={"w": grad + 1e-16, "e": none}, count=1.0, scale={},
+        kind="coupled",
+    )  # fmt: skip
+    loud = replace(term, grads={"w": grad + 1.0, "e": none}, again={"w": grad + 1.0, "e": none})
+    assert _zeros({"one": term}) == ({"w"} if zero else set())
+    assert _zeros({"one": term, "other": loud}) == set()
