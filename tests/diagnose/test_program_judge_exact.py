@@ -255,3 +255,49 @@ def test_another_gradient_fails_and_says_where(record):
     bad = [t for t in verdict.data["tensors"] if t["status"] == "fail"]
     assert [(t["name"], t["rank"]) for t in bad] == [("w", 1)]
     assert set(SHAPES) == {t["name"] for t in verdict.data["tensors"]}
+
+
+BFLOAT16 = 2.0**-7 * SCALE
+BOTH = {"precision": "float32", "structure": "float64"}
+
+
+def coarse(times: float, *, places=("bfloat16 at mine.py:9",), structure=0.0, lift=True):
+    """A run whose precision tier is off by this many roundings of bfloat16."""
+    one = noisy(BOTH, times * BFLOAT16)
+    one = replace(one, spec=replace(one.spec, lift=lift))
+    for r in range(3):
+        info = {
+            key: {**held, "narrow": list(places) if key[0] == "precision" else []}
+            for key, held in one.ranks[r].info.items()
+        }
+        grads = {k: dict(g) for k, g in one.ranks[r].grads.items()}
+        grads["structure", 0]["w"] = grads["structure", 0]["w"] + structure
+        one = with_rank(one, r, info=info, grads=grads)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        ({"times": 15.9}, "unknown"),
+        ({"times": 16.1}, "fail"),
+        ({"times": 1, "places": ()}, "fail"),
+        ({"times": 1, "places": ("elsewhere",)}, "fail"),
+        ({"times": 1, "lift": False}, "fail"),
+        ({"times": 1, "structure": 1.0}, "fail"),
+    ],
+)
+def test_fewer_digits_excuse_what_is_right_in_float64_up_to_their_roundings(asked, status):
+    verdict = judge(coarse(**asked))
+    assert verdict.status == status, (verdict.reasons, verdict.diagnoses)
+    said = [x for t in verdict.tiers for x in t.reasons]
+    assert any("bfloat16 at mine.py:9" in x for x in said) == (status == "unknown")
+
+
+def test_a_rank_that_does_not_say_what_it_computed_in_is_no_traceback():
+    one = coarse(1)
+    for r in range(3):
+        one = with_rank(
+            one, r, info={k: v for k, v in one.ranks[r].info.items() if k[0] != "precision"}
+        )
+    assert judge(one).status != "pass"
