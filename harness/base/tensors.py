@@ -38,7 +38,7 @@ def _words(tensor: Tensor) -> Tensor:
 def digest(flat: Tensor) -> str:
     """A hash of raw bits."""
     flat = flat.detach().cpu().contiguous()
-    return hashlib.blake2b(_raw(flat), digest_size=8).hexdigest()
+    return hashlib.sha256(_raw(flat)).hexdigest()[:16]  # in hardware, twice as fast as others
 
 
 def _raw(tensor: Tensor) -> memoryview:

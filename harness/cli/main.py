@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace) -> int:
 
     options = _options(args)
     with _launcher() as launcher, _Progress(args.quiet) as progress:
-        verdict, directory = run_check(options, launcher=launcher, progress=progress)
+        verdict, directory = run_check(options, launcher=launcher, progress=progress, preload=True)
         if args.shrink and verdict.status == "fail":
             small = replace(options, tiers=("structure",))
             shrunk = shrink(small, verdict, directory, launcher=launcher, progress=progress)

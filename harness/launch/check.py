@@ -22,6 +22,7 @@ from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
 from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, startable
 from sumgrad.launch.judging import written
+from sumgrad.launch.libraries import Imports
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.probe import look_beside
 from sumgrad.record.directory import PROBLEMS, Record, load_record, write_outcomes, write_problems
@@ -35,15 +36,25 @@ Progress = Callable[[str], None]
 
 
 def run_check(
-    options: CheckOptions, *, launcher: Launcher, progress: Progress = lambda _: None
+    options: CheckOptions,
+    *,
+    launcher: Launcher,
+    progress: Progress = lambda _: None,
+    preload: bool = False,
 ) -> tuple[Verdict, Path]:
-    """Run on this machine and judge. Raises UserError before any process starts."""
+    """Run on this machine and judge. Raises UserError before any process starts.
+
+    preload: the launcher is for this Program alone, and may import its libraries once for all.
+    """
     launcher.start()
+    imports = Imports()
     topology = startable(options)
     made: list[Path] = []
 
     def look(topology: Topology, name: str, seed: int, lift: bool) -> Facts:
         made.append(make_directory(options, topology.name))
+        if preload and (libraries := imports.libraries()):
+            launcher.preload(libraries)
         progress("looking at the program")
         return look_beside(launcher, made[0], options.timeout_s)(topology, name, seed, lift)
 

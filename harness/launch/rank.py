@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
-from sumgrad.launch.guard import RankGuard
+from sumgrad.launch.guard import RankGuard, keep_freed_memory
 from sumgrad.ledger.process_group import BACKEND, Ledger, register_backend
 from sumgrad.record.ranks import RankFiles
 from sumgrad.record.reference import write_reference
@@ -70,6 +70,7 @@ def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
 
 def reference_helper(guard: RankGuard, *, piece: str) -> None:
     """One piece of the reference, in a process beside the ranks."""
+    keep_freed_memory()
     directory = guard.env.directory.parent
     store_reference(directory, read_spec(directory), piece)
 

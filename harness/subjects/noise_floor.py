@@ -51,16 +51,22 @@ def raise_floor(
     floor: Floor, exact: Run, other: Run, sizes: Mapping[str, float], dtype: torch.dtype
 ) -> Floor:
     """The floor that also knows a run on other kernels. sizes: sums of absolute partials."""
-    name_of = str(dtype).removeprefix("torch.")
-    found = measure_floor(exact, [other])
+    return raised(floor, measure_floor(exact, [other]), sizes, norm(exact.total), dtype)
 
-    def raised(old: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float]:
+
+def raised(
+    floor: Floor, found: Floor, sizes: Mapping[str, float], of_norm: float, dtype: torch.dtype
+) -> Floor:
+    """The larger of two floors, within the bound for what was found beside the first."""
+    name_of = str(dtype).removeprefix("torch.")
+
+    def larger(old: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float]:
         return {n: with_kernels(old[n], new[n], sizes[n], name_of) for n in old}
 
     return Floor(
-        by_name=raised(floor.by_name, found.by_name),
-        by_term={t: raised(old, found.by_term[t]) for t, old in floor.by_term.items()},
-        norm=with_kernels(floor.norm, found.norm, norm(exact.total), name_of),
+        by_name=larger(floor.by_name, found.by_name),
+        by_term={t: larger(old, found.by_term[t]) for t, old in floor.by_term.items()},
+        norm=with_kernels(floor.norm, found.norm, of_norm, name_of),
     )
 
 

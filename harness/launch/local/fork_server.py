@@ -7,6 +7,7 @@ nobody and nothing behind: whatever a rank started is adopted and ended with its
 its parent does, the ranks die with it, and it takes their temporary files along.
 
     {"sync": n}          -> {"synced": n, "threads": ...}       ends a job that runs
+    {"preload": [...]}   imports modules, once for all later ranks
     {"id": n, job ...}   -> {"id": n, "rank": ...} ..., {"id": n, "done": true}
 
 One job at a time; anything that arrives while it runs ends it. See launch.py for the other side.
@@ -14,7 +15,9 @@ One job at a time; anything that arrives while it runs ends it. See launch.py fo
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import select
@@ -101,8 +104,21 @@ def serve(ours: Conversation, *, preload: list[str], scratch: Path) -> None:
         if "sync" in message:
             ours.send({"synced": message["sync"], "threads": threads})
             message = None
+        elif "preload" in message:
+            _preload(message["preload"], message["sys_path"])
+            message = None
         else:
             message = _run(ours, message)
+
+
+def _preload(modules: list[str], sys_path: list[str]) -> None:
+    """Import what the ranks will; one that cannot be imported here says so in the rank."""
+    ours, sys.path[:] = sys.path[:], sys_path
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for name in modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    sys.path[:] = ours
 
 
 def _run(ours: Conversation, request: dict[str, Any]) -> dict[str, Any] | None:

@@ -152,6 +152,19 @@ class Launcher:
         if not self._in_step:
             self._synchronise(START_LIMIT_S)
 
+    def preload(self, modules: Sequence[str]) -> None:
+        """Have the server import these for all later ranks, whatever they run. Raises LaunchError.
+
+        In the environment that the server started with: a library may look at it on import.
+        """
+        self.wait_ready()
+        assert self._server is not None
+        self._in_step = False
+        try:
+            self._server.send({"preload": list(modules), "sys_path": sys.path})
+        except EOFError:
+            raise self._died() from None
+
     @contextmanager
     def temporary_directory(self) -> Iterator[Path]:
         """A directory for this launcher's runs that is removed even if this process is killed."""

@@ -290,8 +290,8 @@ class Weights(Mapping[str, Tensor]):
         if self.step and value.is_floating_point() and value.numel():
             seed = 7919 * self.step + self._number[name]
             generator = torch.Generator().manual_seed(seed)
-            moved = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-            size = float(value.double().square().mean().sqrt()) or 0.1
+            moved = torch.randn(value.shape, generator=generator, dtype=torch.float32)
+            size = float(value.float().square().mean().sqrt()) or 0.1
             moved = moved.mul_(0.1 * size).add_(value)
         return moved.to(self.rounded).to(self.dtype)
 

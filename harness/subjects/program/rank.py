@@ -175,16 +175,16 @@ class _TierRun:
 
     def step(self, step: int, *, label: str | None = None) -> tuple[Tensors, Result]:
         """One step from its recorded weights: local gradients, and what else was seen."""
-        self._set_weights(step)
+        other = self._set_weights(step)
         self.stepped = True
-        self._unsynchronise()
+        other |= self._unsynchronise()
         for param in self.model.parameters():
             param.grad = None
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 if name in self.buffers and buffer.shape == self.buffers[name].shape:
                     buffer.copy_(self.buffers[name])
-        other = {p.name: bits([p.local()]) for p in self._kept_shape() if not self._as_set(p)}
+        began = {p.name: bits([p.local()]) for p in self._kept_shape()}
         scramble(104, self.rank.rank, step, int(label is not None))
         self.watch.begin_step()
         if self.misbehaviour:
@@ -199,30 +199,21 @@ class _TierRun:
                 self.program.step(self.model, batch, ctx)
             unwaited = self.rank.ledger.nobody_waits_for()
             races = self._races(unwaited)
-            info = {**self._info(step, other), "races": races}
+            info = {**self._info(step, began), "other_weights": list(other), "races": races}
             info["lifted"] = dict(lift.lifted)
             if looked and not is_compiled(self.model):
                 info["narrow"] = dict(lift.narrow)
             grads = self._grads(info)
         return grads, info
 
-    def _as_set(self, p: Placed) -> bool:
-        """Whether a parameter has the weights of the step."""
-        return same_bits(p.local(), p.slice(self.full[p.name]))
-
-    def _info(self, step: int, other: dict[str, str]) -> Result:
-        """other: parameters that began with other weights than the step's, and a digest of them."""
+    def _info(self, step: int, began: dict[str, str]) -> Result:
+        """began: a digest of every parameter as the step found it."""
         self.rank.ledger.settle()
-        changed = [
-            p.name
-            for p in self._kept_shape()
-            if (bits([p.local()]) != other[p.name] if p.name in other else not self._as_set(p))
-        ]
+        kept = self._kept_shape()
         return {
             "tier": self.tier,
             "step": step,
-            "changed_weights": changed,
-            "other_weights": list(other),
+            "changed_weights": [p.name for p in kept if bits([p.local()]) != began.get(p.name)],
             "feeds": self.watch.feeds(),
             "backwards": max(self.watch.backwards.values(), default=0),
             "unwaited": self._unwaited(),
@@ -275,25 +266,35 @@ class _TierRun:
             grads[p.name] = to_local(grad).detach()
         return grads
 
-    def _set_weights(self, step: int) -> None:
-        """The recorded weights, but for the very first step: it shows what distribute left."""
+    def _set_weights(self, step: int) -> dict[str, None]:
+        """The recorded weights, but for the very first step: it shows what distribute left.
+
+        Returns the parameters that have others all the same.
+        """
         self.full = self._weights(step)
+        other: dict[str, None] = {}
         with torch.no_grad():
             for p in self._kept_shape():
+                wanted = p.slice(self.full[p.name])
                 if self.stepped:
-                    p.local().copy_(p.slice(self.full[p.name]))
+                    p.local().copy_(wanted)
+                if not same_bits(p.local(), wanted):
+                    other[p.name] = None
+        return other
 
     def _weights(self, step: int) -> Weights:
         """Numbers of the coarsest dtype, so that every tier has the same."""
         return Weights(self.base, step, self.rounded, self.dtype)
 
-    def _unsynchronise(self) -> None:
-        """The fault of replicas that start from other weights, on the last rank."""
+    def _unsynchronise(self) -> dict[str, None]:
+        """The fault of replicas that start from other weights, on the last rank; which it moved."""
         last = self.rank.rank == self.job.topology.world_size - 1
-        if self.job.fault == "unsynchronised_init" and last:
-            with torch.no_grad():
-                for p in self.placement.placed:
-                    p.local().mul_(1.01)
+        if self.job.fault != "unsynchronised_init" or not last:
+            return {}
+        with torch.no_grad():
+            for p in self.placement.placed:
+                p.local().mul_(1.01)
+        return dict.fromkeys(p.name for p in self.placement.placed)
 
     @contextlib.contextmanager
     def _watching(self, label: str) -> Iterator[None]:

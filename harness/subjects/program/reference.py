@@ -26,6 +26,7 @@ from sumgrad.subjects.noise_floor import (
     measure_floor,
     norm,
     raise_floor,
+    raised,
 )
 from sumgrad.subjects.program.protocol import Broken, Weights, coarsest, hash_model, trained
 from sumgrad.subjects.program.single import SAME, Single
@@ -88,33 +89,37 @@ def compute_program_reference(
         buffers=buffers,
         changed_buffers=tuple(changed),
     )
-    out = {}
-    for tier, dtype in tiers.items():
+    out: dict[str, Reference] = {}
+    coarser: tuple[torch.dtype, Floor] | None = None
+    for tier, dtype in sorted(tiers.items(), key=lambda item: -torch.finfo(item[1]).eps):
         progress(f"reference of step {step}: the noise of {dtype}".replace("torch.", ""))
         own, said = list(problems), list(warnings)
         (own if dtype == torch.float64 else said).extend(narrow)
         if dtype == best:
-            working, runs = exact, [_run({n: t.again for n, t in terms.items()})]
+            working, run = exact, _run({n: t.again for n, t in terms.items()})
         else:
             working = Single(program, facts, dtype, rounded_to=rounded, lift=lift)
             working.set_step(step)
-            runs = [
-                _working_run(working, terms, cut.at_once),
-                _working_run(working, terms, cut.fine, divide_first=True),
-            ]
-        floor = _floor(working, terms, sums, scale, cut, step, runs)
+            run = _working_run(working, terms, cut.coarse)
+        floor = measure_floor(sums, [run])
+        if dtype == torch.float64 and coarser is not None:
+            floor = raised(floor, _finer(*coarser), scale, norm(sums.total), dtype)
+        else:
+            floor = _jittered(floor, working, terms, sums, scale, cut, step)
+        coarser = dtype, floor
+        by_name = _typical(floor.by_name, scale, _zeros(terms))
         if dtype == torch.float64 and not own:
-            own += _low_precision(floor.by_name, scale)
+            own += _low_precision(by_name, scale)
         out[tier] = replace(
             shared,
-            floor=floor.by_name,
+            floor=by_name,
             floor_by_term=floor.by_term,
             norm_floor=floor.norm,
-            same_dtype={} if dtype == best else dict(runs[0].total),
+            same_dtype={} if dtype == best else dict(run.total),
             problems=tuple(own),
             warnings=tuple(said),
         )
-    return out
+    return {tier: out[tier] for tier in tiers}
 
 
 def _run(by_term: Mapping[str, Grads]) -> Run:
@@ -126,7 +131,7 @@ class _Cut:
 
     def __init__(self, num_rows: int, num_chunks: int) -> None:
         rows = torch.arange(num_rows)
-        self.rows, self.at_once = rows, [rows]
+        self.rows = rows
         # At least two rows together, so that no two cuts are the same one.
         self.coarse = list(rows.tensor_split(max(1, min(num_chunks, num_rows // 2))))
         fine = min(num_rows, max(FINE_CUT, num_chunks + 1))
@@ -244,18 +249,27 @@ def _summed(
     return _Sum(grads=total, values=values, counts=counts, sizes=largest, last=grads)
 
 
-def _floor(
-    working: Single, terms: dict[str, _Term], exact: Run, scale: Sizes, cut: _Cut, step: int,
-    runs: Sequence[Run],
+def _jittered(
+    floor: Floor, working: Single, terms: dict[str, _Term], exact: Run, scale: Sizes, cut: _Cut,
+    step: int,
 ) -> Floor:  # fmt: skip
-    """The noise of a dtype: these runs, and others of weights that are off by one rounding."""
-    floor = measure_floor(exact, runs)
+    """The noise of a dtype, with that of runs whose weights are off by one rounding."""
     for seed, chunks in enumerate(cut.drawn, 1):
         working.set_step(step, jitter=seed)
         run = _working_run(working, terms, chunks, divide_first=bool(seed % 2))
         floor = raise_floor(floor, exact, run, scale, working.dtype)
     working.set_step(step)
-    return replace(floor, by_name=_typical(floor.by_name, scale, _zeros(terms)))
+    return floor
+
+
+def _finer(dtype: torch.dtype, floor: Floor) -> Floor:
+    """The noise that float64 has where a dtype of fewer digits has this one."""
+    part = torch.finfo(torch.float64).eps / torch.finfo(dtype).eps
+    return Floor(
+        by_name={n: part * noise for n, noise in floor.by_name.items()},
+        by_term={t: {n: part * x for n, x in own.items()} for t, own in floor.by_term.items()},
+        norm=part * floor.norm,
+    )
 
 
 def _typical(floor: Sizes, scale: Sizes, zeros: set[str]) -> Sizes:
