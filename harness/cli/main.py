@@ -290,8 +290,7 @@ def _judge(args: argparse.Namespace) -> int:
     from sumgrad.launch.judging import judge_directory
 
     with _Progress(args.quiet) as progress:
-        progress("judging")
-        verdict = judge_directory(args.directory, law=args.law)
+        verdict = judge_directory(args.directory, law=args.law, progress=progress)
     _show(verdict, args.directory, args)
     return verdict.exit_code
 
@@ -300,8 +299,7 @@ def _report(args: argparse.Namespace) -> int:
     from sumgrad.launch.judging import judge_directory
 
     with _Progress(args.quiet) as progress:
-        progress("judging")
-        verdict = judge_directory(args.directory)
+        verdict = judge_directory(args.directory, progress=progress)
     for name, renderer in REPORTS.items():
         path, (module, _, function) = getattr(args, name), renderer.partition(":")
         if path is not None:

@@ -20,12 +20,15 @@ def factor_symbols(case: Case, value: float) -> list[str]:
     numbers: dict[str, float] = {n: float(s) for n, s in sizes_of(case.record).items() if s > 1}
     calls = [h.info[case.tier, case.step]["backwards"] for h in case.record.ranks.values()
              if (case.tier, case.step) in h.info]  # fmt: skip
-    if calls and len(set(calls)) == 1 and calls[0] > 1:
+    facts = case.record.spec.facts
+    if facts is not None and facts.microbatches is not None and facts.microbatches > 1:
+        numbers["num_microbatches"] = float(facts.microbatches)
+    elif calls and len(set(calls)) == 1 and calls[0] > 1:
         numbers["micro-batches"] = float(calls[0])
     for term, count in case.reference.counts.items():
         numbers[f"count of {term}"] = float(count)
-    if case.record.spec.facts is not None:
-        numbers["rows"] = float(case.record.spec.facts.num_rows)
+    if facts is not None:
+        numbers["rows"] = float(facts.num_rows)
     out = [name for name, n in numbers.items() if _near(value, n)]
     out += [f"1/{name}" for name, n in numbers.items() if n and _near(value, 1 / n)]
     for (a, x), (b, y) in product(numbers.items(), repeat=2):

@@ -25,6 +25,7 @@ from sumgrad.launch.judging import written
 from sumgrad.launch.libraries import Imports
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.probe import look_beside
+from sumgrad.launch.rank import reference_progress
 from sumgrad.record.directory import PROBLEMS, Record, load_record, write_outcomes, write_problems
 from sumgrad.record.manifest import write_manifest
 from sumgrad.record.reference import files_of, write_parts
@@ -32,7 +33,7 @@ from sumgrad.record.spec import Facts, RunSpec, read_spec, write_spec
 from sumgrad.subjects.subject import subject_of
 from sumgrad.topology.pools import Topology, load_topology, topology_to_json
 
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 
 
 def run_check(
@@ -74,6 +75,7 @@ def run_check(
         helpers=[] if options.reuse else reference_helpers(pieces),
         timeout_s=spec.timeout_s,
         helper_patience=3 if spec.opaque else 10,
+        watch=lambda: "; ".join(reference_progress(directory)),
     )
     progress(f"starting {num_ranks} ranks")
     outcomes = launcher.run(job, progress=progress)
@@ -93,7 +95,41 @@ def run_check(
     verdict = finish(run, problems=problems, progress=progress)
     if spec.opaque and verdict.status == "fail" and num_ranks > 1:
         verdict = _with_one_rank(options, verdict, directory, launcher=launcher, progress=progress)
+    raised = any(outcome.status == "raised" for outcome in outcomes[:num_ranks])
+    if spec.opaque and spec.lift and (raised or (spec.facts and spec.facts.float64)):
+        verdict = _without_lift(options, verdict, directory, launcher=launcher, progress=progress)
     return verdict, directory
+
+
+def _without_lift(
+    options: CheckOptions,
+    verdict: Verdict,
+    directory: Path,
+    *,
+    launcher: Launcher,
+    progress: Progress,
+) -> Verdict:
+    """The verdict, and whether a step that raises where its casts are lifted runs as it is.
+
+    Written to the verdict's warnings.
+    """
+    progress("the same without lifting casts")
+    asked = replace(options, lift=False, out=directory / "no_lift")
+    try:
+        plain, _ = run_check(asked, launcher=launcher)
+    except UserError:
+        return verdict
+    skipped = read_spec(directory).skipped.keys() - read_spec(directory / "no_lift").skipped.keys()
+    ended = {o["rank"] for o in plain.data["outcomes"] if o["status"] == "ok"}
+    raised = [o["rank"] for o in verdict.data["outcomes"] if o["status"] == "raised"]
+    if not skipped and not (raised and ended >= set(raised)):
+        return verdict
+    text = (
+        f"this raises only where its casts are lifted to float64; as it is written it runs, and "
+        f"the verdict is {plain.status.upper()}: see {directory / 'no_lift'}, or use --no-lift"
+    )
+    data = {**verdict.data, "warnings": [*verdict.data["warnings"], text]}
+    return written(directory, replace(verdict, warnings=(*verdict.warnings, text), data=data))
 
 
 def _with_one_rank(

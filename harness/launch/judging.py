@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,18 +15,23 @@ from sumgrad.record.manifest import find_changes
 from sumgrad.report.files import to_markdown
 
 
-def judge_directory(directory: Path, *, law: str | None = None) -> Verdict:
+def judge_directory(
+    directory: Path, *, law: str | None = None, progress: Callable[[str], object] = lambda _: None
+) -> Verdict:
     """Judge a stored run again. Raises UserError.
 
     Files that are not what the run wrote are not read; a run with such files never passes.
     """
     if not (directory / "run.json").exists():
         raise UserError(f"{directory}: no run.json; expected a run directory")
+    progress("looking whether the files are what the run wrote")
     changes = find_changes(directory)
     if "run.json" in changes.files:
         raise UserError(f"{directory / 'run.json'}: {changes.files['run.json']}")
     try:
+        progress("reading the ranks' records and the reference")
         record = load_record(directory, changes=changes)
+        progress(f"comparing {len(record.spec.params)} gradients of {len(record.ranks)} ranks")
         return judge(replace(record, spec=replace(record.spec, law=law or record.spec.law)))
     except UserError:
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
-from sumgrad.launch.guard import RankGuard, keep_freed_memory
+from sumgrad.launch.guard import HELPERS, RankGuard, keep_freed_memory
 from sumgrad.ledger.process_group import BACKEND, Ledger, register_backend
 from sumgrad.record.ranks import RankFiles
 from sumgrad.record.reference import write_reference
 from sumgrad.record.spec import RunSpec, read_spec
 from sumgrad.subjects.subject import subject_of
 
+PROGRESS = ".progress"
 GROUP_PATIENCE_S = 60  # the watchdog speaks first; the group's own timeout is a last resort
 
 
@@ -71,12 +73,28 @@ def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
 def reference_helper(guard: RankGuard, *, piece: str) -> None:
     """One piece of the reference, in a process beside the ranks."""
     keep_freed_memory()
-    directory = guard.env.directory.parent
-    store_reference(directory, read_spec(directory), piece)
+    directory, said = guard.env.directory.parent, guard.env.file(PROGRESS)
+    try:
+        store_reference(directory, read_spec(directory), piece, progress=said.write_text)
+    finally:
+        said.unlink(missing_ok=True)
+
+
+def reference_progress(directory: Path) -> list[str]:
+    """What the processes that compute the reference are at."""
+    lines = []
+    for path in sorted((directory / HELPERS / "ranks").glob(f"*{PROGRESS}")):
+        with contextlib.suppress(OSError):  # it has just ended
+            lines.append(path.read_text())
+    return lines
 
 
 def store_reference(
-    directory: Path, spec: RunSpec, piece: str, *, progress: Callable[[str], None] = lambda _: None
+    directory: Path,
+    spec: RunSpec,
+    piece: str,
+    *,
+    progress: Callable[[str], object] = lambda _: None,
 ) -> None:
     """Compute and write one piece of the reference."""
     shared: dict[int, str] = {}

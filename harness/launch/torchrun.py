@@ -44,7 +44,7 @@ STOP_JUDGE_S = 20.0
 REFERENCE_PATIENCE = 10
 
 Report = Callable[[Verdict, Path], None]
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 
 
 def under_torchrun() -> bool:

@@ -35,6 +35,8 @@ class Reference:
     little, whatever it is at these. problems: why the comparison cannot be trusted. warnings: what
     a reader should know. outside: what the loss trains beside the model's parameters. buffers:
     after one pass over all rows, of a single term only; changed_buffers: those that it changed.
+    factor: what a step multiplies its reduced gradients by; it is in everything above, and norm is
+    the norm before it. batch: a hash of the step's rows, where the reference says it.
     """
 
     step: int
@@ -59,12 +61,16 @@ class Reference:
     outside: tuple[str, ...] = ()
     buffers: Grads = field(default_factory=dict)
     changed_buffers: tuple[str, ...] = ()
+    factor: float = 1.0
+    batch: str = ""
 
 
 PLAIN = (
     "scale", "floor", "floor_by_term", "resolution", "norm", "norm_floor", "counts", "weights",
 )  # fmt: skip
-SAID = ("kinds", "reached", "problems", "warnings", "outside", "changed_buffers")
+SAID = (
+    "kinds", "reached", "problems", "warnings", "outside", "changed_buffers", "factor", "batch",
+)  # fmt: skip
 SHARED = "grads_in"  # where another tier's file holds the gradients of this one
 
 
@@ -176,6 +182,8 @@ def read_reference(
         warnings=tuple(item["warnings"]),
         outside=tuple(item["outside"]),
         changed_buffers=tuple(item["changed_buffers"]),
+        factor=float(item.get("factor", 1.0)),
+        batch=str(item.get("batch", "")),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from sumgrad.topology.declaration import Declaration, declaration_from_json, dec
 from sumgrad.topology.pools import Topology, topology_from_json, topology_to_json
 
 SCHEMA = 2
+CLIP_EPS = 1e-6  # what torch adds to the norm that it clips by
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DAMAGED = (
     OSError,
@@ -28,13 +30,32 @@ RowsAs = Literal["tensors", "indices"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class After:
+    """What a step does to its reduced gradients before it ends, all by one factor.
+
+    clip: to a global norm of `value`, which is divided by the norm plus eps; scale: times `value`.
+    """
+
+    kind: Literal["clip", "scale"]
+    value: float
+    eps: float = CLIP_EPS
+
+    def factor(self, norm: float) -> float:
+        """What gradients of this global norm are multiplied by."""
+        return self.value if self.kind == "scale" else min(1.0, self.value / (norm + self.eps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What a Program says about itself in one process.
 
     params: name -> full shape, of all that require a gradient. rows_as: whether loss_sum takes the
     batch cut to some rows (a dict of tensors) or the indices of the rows (int64). float64: why it
     cannot run in float64, or None. problems: why it cannot be checked at all. weights, batch:
-    hashes of what build() and batch() give.
+    hashes of what build() and batch() give, batch of the first step.
+
+    Where it says so itself: after: what its step does to reduced gradients. buffers: patterns of
+    names of buffers that are compared like gradients. microbatches: how many a step takes.
     """
 
     params: dict[str, tuple[int, ...]]
@@ -45,6 +66,13 @@ class Facts:
     problems: tuple[str, ...]
     weights: str
     batch: str
+    after: After | None = None
+    buffers: tuple[str, ...] = ()
+    microbatches: int | None = None
+
+    def compares(self, buffer: str) -> bool:
+        """Whether a buffer is compared like a gradient."""
+        return any(fnmatch(buffer, pattern) for pattern in self.buffers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +170,9 @@ def read_spec(directory: Path) -> RunSpec:
 def facts_from_json(data: Mapping[str, Any]) -> Facts:
     """Read back what a Program said of itself."""
     params = {name: tuple(shape) for name, shape in data["params"].items()}
-    more = {key: tuple(data[key]) for key in ("terms", "problems")}
+    more: dict[str, Any] = {key: tuple(data[key]) for key in ("terms", "problems")}
+    more["buffers"] = tuple(data.get("buffers", ()))
+    more["after"] = After(**data["after"]) if data.get("after") else None
     return Facts(**{**data, "params": params, **more})
 
 

@@ -14,7 +14,7 @@ from sumgrad.record.ranks import RankFiles
 from sumgrad.record.reference import Parts, Reference
 from sumgrad.record.spec import RunSpec
 
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 
 
 class Subject(Protocol):

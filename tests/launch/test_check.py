@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, RUNNABLE, shipped
+from conftest import MY_STEP, ROOT, RUNNABLE, shipped
 from sumgrad.diagnose.verdict import judge
 from sumgrad.faults.plan import plan_faults
 from sumgrad.judge.knowledge import known_plan
-from sumgrad.launch.matrix.run import Ran, cell_of
+from sumgrad.launch.ask import CheckOptions
+from sumgrad.launch.check import run_check
+from sumgrad.launch.judging import judge_directory
+from sumgrad.launch.matrix.run import Ran, cell_of, run_matrix
 from sumgrad.plan.schedule import compare_ledger
 from sumgrad.record.directory import load_record
 
@@ -372,3 +375,28 @@ def test_bits_do_not_depend_on_the_launcher(torchrun_record, run_once):
         for key, grads in held.grads.items():
             for name, grad in grads.items():
                 assert torch.equal(grad, theirs.ranks[rank].grads[key][name])
+
+
+@pytest.mark.distributed
+def test_what_is_being_done_is_said_while_it_runs(tmp_path, sumgrad_launcher):
+    said: list[str] = []
+    path, slow = tmp_path / "dp.yaml", tmp_path / "slow.py"
+    slow.write_text(
+        f"{MY_STEP}\n\nclass Slow(MyStep):\n    def loss_sum(self, model, rows):\n"
+        f"        time.sleep(0.15)\n        return super().loss_sum(model, rows)\n"
+    )
+    path.write_text(f"name: dp\nworkload: {slow}:Slow\npools:\n  train: {{axes: {{dp: 2}}}}\n")
+    options = CheckOptions(topology=path, out=tmp_path / "run", timeout_s=60)
+    run_check(options, launcher=sumgrad_launcher, progress=said.append)
+    shown = "\n".join(said)
+    assert "ranks ended; reference of step 0: the gradient over all rows" in shown
+    assert not list((tmp_path / "run").glob("helpers/ranks/*.progress"))
+    matrix = run_matrix(
+        [path], faults=["avg:allreduce@dp", "skip:allreduce@dp"], seed=0, timeout_s=60,
+        launcher=sumgrad_launcher, progress=said.append,
+    )  # fmt: skip
+    assert len(matrix.cells) > 2
+    assert any(f"dp: fault 1 of {len(matrix.cells) - 1}, avg:allreduce@dp#0" in s for s in said)
+    said.clear()
+    assert judge_directory(tmp_path / "run", progress=said.append).status == "pass"
+    assert any(s == "comparing 4 gradients of 2 ranks" for s in said), said

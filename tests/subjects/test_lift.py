@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import text
 from sumgrad.subjects.program.lift import Lift
 from torch import nn
 from torch.nn import functional as F
@@ -223,3 +224,27 @@ def test_groups_of_products_have_a_float64_kernel():
     assert torch.allclose(out, wanted, rtol=0, atol=1e-14)
     for one, other in zip(got, grads, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-14)
+
+
+STUBBORN = """
+    def {name}(self, model, {rest}):
+        low = torch.ones(2).to(torch.bfloat16)
+        assert low.dtype == torch.bfloat16, "stubborn"
+        return super().{name}(model, {rest})
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "rest"), [("step", "batch, ctx"), ("loss_sum", "rows")])
+def test_what_raises_only_where_casts_are_lifted_is_run_as_it_is(check, name, rest):
+    verdict, directory = check(STUBBORN.format(name=name, rest=rest))
+    assert verdict.status != "pass"
+    assert "this raises only where its casts are lifted" in text(verdict)
+    assert (directory / "no_lift" / "verdict.json").exists()
+
+
+@pytest.mark.distributed
+def test_what_raises_anyway_is_not_blamed_on_the_lift(check):
+    verdict, _ = check("    def step(self, model, batch, ctx):\n        raise ValueError('always')")
+    assert verdict.status != "pass"
+    assert "this raises only where" not in text(verdict)

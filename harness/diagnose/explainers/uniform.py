@@ -16,8 +16,9 @@ from sumgrad.diagnose.row_fit import Factors, explain
 from sumgrad.judge.cells import Cell
 from sumgrad.judge.joint import Joint, describe, identical, prescaled, sizes_of
 from sumgrad.ledger.operations import group_name
+from sumgrad.record.spec import CLIP_EPS
 
-CLIP_EPS, CLIP_DIGITS = 1e-6, 1e-9
+CLIP_DIGITS = 1e-9
 Explained = tuple[Diagnosis, list[tuple[tuple[int, ...], Factors]]]
 
 
@@ -82,7 +83,9 @@ def _one_factor(
     what = "every gradient" if whole else some_of(names)
     fits = f"{what} is the reference's times {shown} on all ranks, within the threshold"
     record, sizes = case.record, sizes_of(case.record)
-    clipped = _clipped(case, value, shown, what) if whole and not alone else None
+    clipped = None
+    if whole and not alone:
+        clipped = _clipped_otherwise(case, value, shown) or _clipped(case, value, shown, what)
     if clipped is not None:
         return clipped
     for joint in reductions_of(case):
@@ -149,6 +152,33 @@ def _clipped(case: Case, value: float, shown: str, what: str) -> Diagnosis | Non
                          "before it",),
             )  # fmt: skip
     return None
+
+
+def _clipped_otherwise(case: Case, value: float, shown: str) -> Diagnosis | None:
+    """A step that says it clips, and clips by another norm than the reference's, or not at all."""
+    facts = case.record.spec.facts
+    if facts is None or facts.after is None or facts.after.kind != "clip":
+        return None
+    norm, limit, own = case.reference.norm, facts.after.value, value * case.reference.factor
+    if not 0 < own <= 1 + CLOSE:
+        return None
+    says = f"the global norm is {norm:.6g} and max_norm {limit:g}"
+    if abs(own - 1) < CLOSE:
+        cause, symbols = f"the step does not clip: {says}", []
+    else:
+        theirs = limit / own - facts.after.eps
+        cause = f"the step clips by a norm of {theirs:.6g}, where {says}"
+        symbols = factor_symbols(case, (theirs / norm) ** 2)
+        if symbols:
+            cause += f": the sum of squares is {(theirs / norm) ** 2:.6g} times too large, which "
+            cause += f"equals {symbols[0]}"
+    return Diagnosis(
+        cause=cause,
+        kind="clipped",
+        factor=shown,
+        symbol=f"sqrt(1/({symbols[0]}))" if symbols else None,
+        because=(f"every gradient is the declared one's times {shown}, within the threshold",),
+    )
 
 
 def _count_counted(case: Case, value: float, shown: str, fits: str) -> Diagnosis | None:

@@ -37,9 +37,18 @@ def whole_gradients(compared: Compared) -> Iterator[Finding]:
 
 
 def the_same_buffers(compared: Compared) -> Iterator[Finding]:
-    """Buffers that a step leaves unlike on different ranks, or unlike those of one process."""
-    for text in _buffers(compared.record):
+    """Buffers that a step leaves unlike on different ranks, or unlike those of one process.
+
+    A warning: batch statistics of micro-batches and a router's local counts are unlike by design.
+    Where the Program wants them compared like gradients they fail, or were not seen.
+    """
+    record = compared.record
+    for text in _buffers(record, wanted=False):
         yield Finding(level="warning", text=text)
+    for text in _buffers(record, wanted=True):
+        yield Finding(level="fail", text=text)
+    for text in _buffers_unseen(record):
+        yield Finding(level="unknown", text=text)
 
 
 def said_by_the_reference(compared: Compared) -> Iterator[Finding]:
@@ -103,7 +112,13 @@ def _infos(record: Record) -> Iterator[tuple[int, dict[str, Any]]]:
             yield rank, info
 
 
-def _buffers(record: Record) -> Iterator[str]:
+def _wants(record: Record, buffer: str) -> bool:
+    """Whether the Program has a buffer compared like a gradient."""
+    return record.spec.facts is not None and record.spec.facts.compares(buffer)
+
+
+def _buffers(record: Record, *, wanted: bool) -> Iterator[str]:
+    """The first step that leaves buffers unlike, of those that are to be compared or the others."""
     for tier in record.spec.tiers:
         for step in range(record.spec.steps):
             held = {r: h.buffers.get((tier, step), {}) for r, h in record.ranks.items()}
@@ -111,6 +126,7 @@ def _buffers(record: Record) -> Iterator[str]:
                 name
                 for h in record.ranks.values()
                 for name in h.info.get((tier, step), {}).get("changed_buffers", ())
+                if _wants(record, name) == wanted
             }
             odd = {n: ranks for n, ranks in _differing(held).items() if n in changed}
             if odd:
@@ -121,13 +137,40 @@ def _buffers(record: Record) -> Iterator[str]:
                     f"is not reduced like a gradient"
                 )
                 return
-            off = _off(record, tier, step, held, changed)
+            off = [
+                name
+                for name in _off(record, tier, step, held, changed)
+                if _wants(record, name) == wanted
+            ]
             if off:
                 yield (
                     f"buffers: after step {step}, {tier}, {some_of(off)} is not what loss_sum over "
                     f"the full batch leaves in a single process"
                 )
                 return
+
+
+def _buffers_unseen(record: Record) -> Iterator[str]:
+    """Buffers that were to be compared, and that no rank or no reference shows whole."""
+    if record.spec.facts is None or not record.spec.facts.buffers:
+        return
+    exact = [tier for tier, dtype in record.spec.tiers.items() if dtype == "float64"]
+    references = [r for tier in exact for r in record.references.get(tier, ())]
+    named = {n for r in references for n in r.buffers if _wants(record, n)}
+    held = {n for h in record.ranks.values() for own in h.buffers.values() for n in own}
+    if not references or not named:
+        yield (
+            "buffers were not compared with a single process: that needs a structure tier and a "
+            "loss of one term"
+        )
+    for name in sorted(n for n in held if _wants(record, n)):
+        shapes = {h.buffers.get(at, {})[name].shape for h in record.ranks.values()
+                  for at in h.buffers if name in h.buffers[at]}  # fmt: skip
+        whole = {r.buffers[name].shape for r in references if name in r.buffers}
+        if named and shapes != whole:
+            yield f"buffer {name} was not compared: ranks hold a part of it, or another shape"
+    for name in sorted(named - held):
+        yield f"buffer {name} was not compared: no rank holds it"
 
 
 def _differing(held: Mapping[int, Mapping[str, Tensor]]) -> dict[str, tuple[int, int]]:
@@ -157,7 +200,7 @@ def _off(
     return [
         name
         for name, value in reference.buffers.items()
-        if value.is_floating_point()
+        if (value.is_floating_point() or _wants(record, name))
         and name in changed | set(reference.changed_buffers)
         and any(
             name in mine and mine[name].shape == value.shape and not _close(mine[name], value)

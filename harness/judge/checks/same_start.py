@@ -145,6 +145,15 @@ def _unsound(record: Record) -> Iterator[str]:
             f"batch() gives another batch on rank {spans(other)} than in a single process: seed "
             f"what it draws, and return the full batch everywhere"
         )
+    hashes = {(tier, r.step): r.batch for tier, rs in record.references.items() for r in rs}
+    for rank, held in record.ranks.items():
+        for (tier, step), info in held.info.items():
+            wanted, got = hashes.get((tier, step)), info.get("batch")
+            if wanted and got and wanted != got and held.batch == facts.batch:
+                yield (
+                    f"batch({step}) gives another batch on rank {rank} than in a single process: "
+                    f"seed what it draws, and return the full batch everywhere"
+                )
     changed: dict[str, list[int]] = {}
     for rank, held in record.ranks.items():
         for info in held.info.values():

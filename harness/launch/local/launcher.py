@@ -33,7 +33,7 @@ from sumgrad.launch.local.conversation import Conversation
 from sumgrad.launch.local.processes import end_tagged, kill
 from sumgrad.record.endings import outcome_from_record
 
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 SINGLE_THREAD = {
     name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 }
@@ -66,7 +66,8 @@ class RankJob:
     """`target(guard, **arguments)` on every rank. directory: exists, empty; holds `ranks/`.
 
     helpers: processes of no rank that run at the same time, recorded under `helpers/`.
-    pools: rank -> pool name, for the outcomes. timeout_s: seconds until every rank must be done;
+    watch: says how far the job is, asked every second. pools: rank -> pool name, for the outcomes.
+    timeout_s: seconds until every rank must be done;
     helpers, which may be references of large batches, have `helper_patience` times as long.
     """
 
@@ -78,6 +79,7 @@ class RankJob:
     helpers: Sequence[Helper] = ()
     timeout_s: float = 60.0
     helper_patience: int = 10
+    watch: Callable[[], str] = lambda: ""
     start: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
 
 
@@ -223,12 +225,11 @@ class Launcher:
         ends: dict[int, dict[str, Any]] = {}
         try:
             while "done" not in (event := self._event()):
-                if "rank" not in event:
-                    continue
-                ends[event["rank"]] = event
+                if "rank" in event:
+                    ends[event["rank"]] = event
                 num_ended = sum(rank < job.num_ranks for rank in ends)
-                waiting = "; waiting for the reference" if num_ended == job.num_ranks else ""
-                progress(f"{num_ended} of {job.num_ranks} ranks ended{waiting}")
+                ended = f"{num_ended} of {job.num_ranks} ranks ended"
+                progress("; ".join(filter(None, [ended, job.watch()])))
             self._in_step = True
         except LaunchError as error:
             return [_lost(job, r, ends.get(r), str(error)) for r in range(_everyone(job))]

@@ -34,7 +34,7 @@ from sumgrad.topology.pools import load_topology
 from sumgrad.topology.shipped import shipped_topologies
 
 STEPS = 2  # a stale buffer needs the second
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +197,10 @@ def run_faults(
             pools=[topology.pool_of(r).name for r in range(topology.world_size)],
             arguments={"faults": left},
             timeout_s=clean.spec.timeout_s,
+            watch=_counter(topology.name, len(out), list(faults), place),
         )
         progress(f"{topology.name}: {len(left)} faults, {left[0]} first")
-        outcomes = launcher.run(job)
+        outcomes = launcher.run(job, progress=progress)
         done = 0
         for i, fault in enumerate(left):
             record = _record_of(clean, fault, fault_directory(place, i))
@@ -215,6 +216,17 @@ def run_faults(
             ended = first_to_fail(bad) if bad else outcomes[0]
             out.append(Ran(fault=left[done], record=None, ended=ended))
     return out
+
+
+def _counter(name: str, done: int, faults: Sequence[str], place: Path) -> Callable[[], str]:
+    """Says which fault runs: each has a directory once it begins."""
+
+    def said() -> str:
+        begun = sum(1 for _ in place.glob("faults/*"))
+        at = min(done + max(begun, 1), len(faults))
+        return f"{name}: fault {at} of {len(faults)}, {faults[at - 1]}"
+
+    return said
 
 
 def _record_of(clean: Record, fault: str, place: Path) -> Record | None:

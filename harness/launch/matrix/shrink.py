@@ -26,7 +26,7 @@ from sumgrad.topology.pools import Topology, load_topology, topology_to_json
 
 SIZES = (1, 2, 3, 5)
 MAX_TRIES = 48
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from sumgrad.topology.declaration import Declaration
 from torch import Tensor
 
 Producers = Mapping[str, Sequence[tuple[str, tuple[str, ...]]]]
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,8 @@ def compute_parts(
         total = 1.0 if statistic else sum(own)
         assert statistic or whole == int(total), (whole, total)
         partials[name, ALL] = {
-            n: torch.stack([part[n] for part in parts]) / total for n in parts[0]
+            n: torch.stack([part[n] for part in parts]) * (reference.factor / total)
+            for n in parts[0]
         }
         counts[name] = tuple(own)
     return Parts(partials=partials, intervals=intervals, row_counts=counts)

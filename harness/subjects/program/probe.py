@@ -6,6 +6,7 @@ reference need to know: parameters, rows, terms, how loss_sum takes its rows, wh
 
 from __future__ import annotations
 
+import fnmatch
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -17,13 +18,16 @@ from sumgrad.record.spec import Facts, RowsAs
 from sumgrad.subjects.program.lift import lifting
 from sumgrad.subjects.program.protocol import (
     Broken,
+    after_of,
     build,
+    compared_buffers,
     cut,
     default_dtype,
     full_batch,
     hash_model,
     hold_batch,
     loss_of,
+    microbatches_of,
     scramble,
     terms_of,
     to_dtype,
@@ -80,7 +84,20 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
         problems=tuple(problems),
         weights=weights,
         batch=data,
+        after=after_of(program),
+        buffers=_compared_buffers(program, model),
+        microbatches=microbatches_of(program),
     )
+
+
+def _compared_buffers(program: Any, model: nn.Module) -> tuple[str, ...]:
+    """What it wants compared. Broken where a pattern names no buffer."""
+    patterns, names = compared_buffers(program), [name for name, _ in model.named_buffers()]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            has = some_of(names) if names else "none"
+            raise Broken(f"compare_buffers: {pattern!r} names no buffer; the model has {has}")
+    return patterns
 
 
 def _rows_as(

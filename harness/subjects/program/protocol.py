@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from sumgrad.base.errors import UserError
 from sumgrad.base.tensors import hash_weights
-from sumgrad.record.spec import RowsAs
+from sumgrad.record.spec import CLIP_EPS, After, RowsAs
 from sumgrad.subjects.loading import find_class, takes
 from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
@@ -53,6 +54,11 @@ class FirstRows:
     def __init__(self, program: Any, rows: int) -> None:
         self._program, self._rows = program, rows
 
+    @property
+    def whole(self) -> Any:
+        """The Program itself."""
+        return self._program
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
 
@@ -65,8 +71,8 @@ class FirstRows:
         delattr(self._program, name)
         super().__delattr__(name)
 
-    def batch(self) -> Any:
-        batch = self._program.batch()
+    def batch(self, step: int = 0) -> Any:
+        batch = self._program.batch(*((step,) if takes_step(self._program) else ()))
         return {key: value[: self._rows] for key, value in batch.items()}
 
 
@@ -126,11 +132,11 @@ def build(program: Any) -> nn.Module:
     return model
 
 
-def full_batch(program: Any) -> dict[str, Tensor]:
-    """The full batch, rows first, as the Program itself gives it. Broken if it is none."""
+def full_batch(program: Any, step: int = 0) -> dict[str, Tensor]:
+    """The full batch of a step, rows first, as the Program gives it. Broken if it is none."""
     if isinstance(getattr(program, "batch", None), _Held):
         del program.batch
-    batch = call(program, "batch")
+    batch = call(program, "batch", *((step,) if takes_step(program) else ()))
     if not isinstance(batch, Mapping) or not batch:
         raise Broken(f"batch() returned {type(batch).__name__}, expected a dict of tensors")
     for key, value in batch.items():
@@ -140,6 +146,20 @@ def full_batch(program: Any) -> dict[str, Tensor]:
     if len(set(sizes.values())) != 1 or not next(iter(sizes.values())):
         raise Broken(f"batch(): tensors have {sizes} rows, expected as many in each, at least 1")
     return dict(batch)
+
+
+def takes_step(program: Any) -> bool:
+    """Whether its own batch() takes the number of the step: as `step`, or because it must."""
+    if isinstance(program, FirstRows):
+        return takes_step(program.whole)
+    given = getattr(program.batch, "own", program.batch)
+    try:
+        first = next(iter(inspect.signature(given).parameters.values()), None)
+    except (TypeError, ValueError):
+        return False
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        return False
+    return first.name == "step" or first.default is first.empty
 
 
 def to_dtype(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -184,17 +204,18 @@ def hold_batch(program: Any, batch: Mapping[str, Tensor]) -> None:
     def held() -> dict[str, Tensor]:
         return {key: value.clone() for key, value in batch.items()}
 
+    own = getattr(program.batch, "own", program.batch)
     with contextlib.suppress(AttributeError):  # an object with slots
-        program.batch = _Held(held)
+        program.batch = _Held(held, own)
 
 
 class _Held:
     """Stands for a Program's own batch(); `full_batch` takes it away again."""
 
-    def __init__(self, give: Callable[[], dict[str, Tensor]]) -> None:
-        self.give = give
+    def __init__(self, give: Callable[[], dict[str, Tensor]], own: Callable[..., Any]) -> None:
+        self.give, self.own = give, own
 
-    def __call__(self) -> dict[str, Tensor]:
+    def __call__(self, step: int | None = None) -> dict[str, Tensor]:
         return self.give()
 
 
@@ -212,6 +233,50 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+# ---- what a Program says of its step ------------------------------------------------------------
+
+
+def after_of(program: Any) -> After | None:
+    """What it does to reduced gradients: `after = "clip"` with `max_norm`, or "scale" with `scale`.
+
+    Broken if it says something else.
+    """
+    kind = getattr(program, "after", None)
+    if kind is None:
+        return None
+    named = {"clip": "max_norm", "scale": "scale"}
+    if kind not in named:
+        raise Broken(f"after: got {kind!r}, expected 'clip' or 'scale'")
+    value, eps = getattr(program, named[kind], None), getattr(program, "clip_eps", CLIP_EPS)
+    if not (_is_number(value) and value > 0):
+        raise Broken(f"after = {kind!r} needs `{named[kind]}`, a number above 0; got {value!r}")
+    if not (_is_number(eps) and eps >= 0):
+        raise Broken(f"clip_eps: got {eps!r}, expected a number, at least 0")
+    return After(kind=kind, value=float(value), eps=float(eps))
+
+
+def compared_buffers(program: Any) -> tuple[str, ...]:
+    """`compare_buffers = ["*.running_mean"]`, names or patterns, or True. Broken if malformed."""
+    said = getattr(program, "compare_buffers", ())
+    if isinstance(said, bool):
+        return ("*",) if said else ()
+    if isinstance(said, str) or not all(isinstance(pattern, str) for pattern in said):
+        raise Broken(f"compare_buffers: got {said!r}, expected True or a list of names or patterns")
+    return tuple(said)
+
+
+def microbatches_of(program: Any) -> int | None:
+    """`num_microbatches`, where it says so. Broken if that is no number of them."""
+    said = getattr(program, "num_microbatches", None)
+    if said is not None and (not isinstance(said, int) or isinstance(said, bool) or said < 1):
+        raise Broken(f"num_microbatches: got {said!r}, expected an integer >= 1")
+    return said
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 # ---- loss terms ----------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from sumgrad.subjects.program.protocol import (
     make_program,
     round_batch,
     scramble,
+    takes_step,
     to_precision,
     trained,
 )
@@ -93,11 +94,9 @@ class _TierRun:
         self.base = {n: p.detach().clone() for n, p in trained(model).items()}
         self.rounded = coarsest(getattr(torch, d) for d in job.tiers.values())
         scramble(102, rank.rank)
-        batch = full_batch(self.program)
-        self.batch_hash = hash_weights(batch)
+        self._set_batch(0)
+        self.batch_hash = self.hash_of_batch
         self.model = to_precision(to_precision(model, self.rounded), dtype)
-        self.batch = round_batch(batch, self.rounded, dtype)
-        hold_batch(self.program, self.batch)
         self.full = self._weights(0)
         self.ctx: Context = make_context(
             job.topology, rank.rank, rank.meshes, dtype=dtype, seed=job.seed
@@ -144,6 +143,8 @@ class _TierRun:
     def steps(self, files: RankFiles, result: Result, *, again: bool) -> None:
         """Every step, and the last one again."""
         result["unknown"] += [u for u in self.placement.unknown if u not in result["unknown"]]
+        facts = self.job.facts
+        assert facts is not None
         result["built"], result["batch"] = self.built, self.batch_hash
         for p in self.placement.placed:
             result["params"][p.name] = {"sharded": p.index is not None}
@@ -152,7 +153,7 @@ class _TierRun:
         for step in range(self.job.steps):
             grads, info = self.step(step)
             files.keep(f"{self.tier}/{step}", grads)
-            held, info["changed_buffers"] = buffers_after(self.model, self.buffers)
+            held, info["changed_buffers"] = buffers_after(self.model, self.buffers, facts.compares)
             for name, buffer in held.items():
                 files.others[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
             result["steps"].append(info)
@@ -175,6 +176,8 @@ class _TierRun:
 
     def step(self, step: int, *, label: str | None = None) -> tuple[Tensors, Result]:
         """One step from its recorded weights: local gradients, and what else was seen."""
+        if step != self.batch_step and takes_step(self.program):
+            self._set_batch(step)
         other = self._set_weights(step)
         self.stepped = True
         other |= self._unsynchronise()
@@ -206,6 +209,13 @@ class _TierRun:
             grads = self._grads(info)
         return grads, info
 
+    def _set_batch(self, step: int) -> None:
+        """The rows of a step, also for whoever asks the Program for them."""
+        batch = full_batch(self.program, step)
+        self.batch_step, self.hash_of_batch = step, hash_weights(batch)
+        self.batch = round_batch(batch, self.rounded, self.dtype)
+        hold_batch(self.program, self.batch)
+
     def _info(self, step: int, began: dict[str, str]) -> Result:
         """began: a digest of every parameter as the step found it."""
         self.rank.ledger.settle()
@@ -213,6 +223,7 @@ class _TierRun:
         return {
             "tier": self.tier,
             "step": step,
+            "batch": self.hash_of_batch,
             "changed_weights": [p.name for p in kept if bits([p.local()]) != began.get(p.name)],
             "feeds": self.watch.feeds(),
             "backwards": max(self.watch.backwards.values(), default=0),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from sumgrad.base.tolerances import STRUCTURE_CAP, ZERO_FACTOR
 from sumgrad.record.reference import Kind, Reference
-from sumgrad.record.spec import Facts
+from sumgrad.record.spec import After, Facts
 from sumgrad.subjects.noise_floor import (
     Floor,
     Grads,
@@ -38,7 +38,7 @@ JITTERS = 1  # runs whose weights are off by one rounding, for sums that are cut
 QUIET = 1e-4  # of the largest scale: nothing is told from zero by less
 FINE_CUT = 8  # chunks of the second sum at least, where there are as many rows
 
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 Sizes = dict[str, float]
 
 
@@ -84,10 +84,11 @@ def compute_program_reference(
         counts={name: int(term.count) for name, term in terms.items()},
         weights=hashed,
         kinds={name: term.kind for name, term in terms.items()},
-        reached=_reached(exact, scale, cut, num_steps),
+        reached=_reached(exact, scale, cut, step, num_steps),
         outside=exact.outside(),
         buffers=buffers,
         changed_buffers=tuple(changed),
+        batch=exact.batch_hash,
     )
     out: dict[str, Reference] = {}
     coarser: tuple[torch.dtype, Floor] | None = None
@@ -119,7 +120,44 @@ def compute_program_reference(
             problems=tuple(own),
             warnings=tuple(said),
         )
+    if facts.after is not None:
+        out = _after(out, facts.after, tiers)
     return {tier: out[tier] for tier in tiers}
+
+
+def _after(
+    found: Mapping[str, Reference], after: After, tiers: Mapping[str, torch.dtype]
+) -> dict[str, Reference]:
+    """References of gradients that the step multiplies by one factor, which has its own noise."""
+    whole = next(iter(found.values())).norm
+    factor = after.factor(whole)
+    times: dict[int, Tensor] = {}
+
+    def multiplied(grads: Mapping[str, Tensor]) -> Grads:
+        return {n: times.setdefault(id(g), g * factor) for n, g in grads.items()}
+
+    shared = multiplied(next(iter(found.values())).grads)
+    out = {}
+    for tier, r in found.items():
+        off = 2 * torch.finfo(tiers[tier]).eps
+        off += r.norm_floor / whole if after.kind == "clip" and factor < 1 else 0.0
+        largest = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in shared.items()}
+        out[tier] = replace(
+            r,
+            grads=shared,
+            by_term={term: multiplied(grads) for term, grads in r.by_term.items()},
+            same_dtype=multiplied(r.same_dtype),
+            resolution={t: _times(own, factor) for t, own in r.resolution.items()},
+            scale=_times(r.scale, factor),
+            floor={n: factor * noise + off * largest[n] for n, noise in r.floor.items()},
+            floor_by_term={t: _times(own, factor) for t, own in r.floor_by_term.items()},
+            factor=factor,
+        )
+    return out
+
+
+def _times(sizes: Sizes, factor: float) -> Sizes:
+    return {name: factor * size for name, size in sizes.items()}
 
 
 def _run(by_term: Mapping[str, Grads]) -> Run:
@@ -323,13 +361,13 @@ def _working_run(
     return _run(by_term)
 
 
-def _reached(exact: Single, scale: Sizes, cut: _Cut, num_steps: int) -> tuple[str, ...]:
+def _reached(exact: Single, scale: Sizes, cut: _Cut, step: int, num_steps: int) -> tuple[str, ...]:
     """Parameters that the loss depends on. Where a gradient is zero here it is asked for again, at
     the weights of a step that is not run."""
     found = {n: None for n, size in scale.items() if size > 0}
     if all(n in found for n in scale):
         return tuple(found)
-    exact.set_step(num_steps)
+    exact.set_step(num_steps, rows_of=step)
     for name in exact.terms:
         grads, _ = exact.gradient(name, cut.rows, cut.rows)
         found |= dict.fromkeys(n for n, g in grads.items() if bool(g.any()))

@@ -11,6 +11,7 @@ from sumgrad.record.spec import Facts
 from sumgrad.subjects.noise_floor import Grads
 from sumgrad.subjects.program.lift import lifting
 from sumgrad.subjects.program.protocol import (
+    Broken,
     Weights,
     build,
     cut,
@@ -21,6 +22,7 @@ from sumgrad.subjects.program.protocol import (
     loss_of,
     round_batch,
     scramble,
+    takes_step,
     terms_of,
     to_precision,
     trained,
@@ -51,19 +53,24 @@ class Single:
         self.built = hash_model(model)
         self.model = to_precision(to_precision(model, rounded_to), dtype)
         self.buffers = copy.deepcopy(dict(self.model.named_buffers()))
-        self.batch = round_batch(full_batch(program), rounded_to, dtype)
         self.program, self.terms = program, terms_of(program)
         self.rounded_to = rounded_to
+        self._set_batch(0)
         self._runs, self.value = 0, 0.0
         self.leaves: dict[int, tuple[Tensor, int]] = {}
 
-    def set_step(self, step: int, *, jitter: int = 0) -> str:
-        """Set the weights of a step, rounded; returns their hash in the rounded dtype.
+    def set_step(self, step: int, *, jitter: int = 0, rows_of: int | None = None) -> str:
+        """Set the weights and rows of a step, rounded; returns the weights' hash, rounded.
+
+        rows_of: the step whose rows are taken, if not its own.
 
         jitter: a seed; every weight is then moved by one rounding of the dtype, up or down.
         A step that cuts sums within a row (tensor parallelism) rounds like that, and no order of
         the rows shows it.
         """
+        rows_of = step if rows_of is None else rows_of
+        if rows_of != self.batch_step and takes_step(self.program):
+            self._set_batch(rows_of)
         weights = Weights(self.base, step, self.rounded_to, self.rounded_to)
         eps, generator = torch.finfo(self.dtype).eps, torch.Generator().manual_seed(jitter)
         with torch.no_grad():
@@ -73,6 +80,15 @@ class Single:
                     sign = 2 * torch.randint(0, 2, param.shape, generator=generator) - 1
                     param.mul_(1 + eps * sign.to(param.dtype))
         return hash_weights(weights)
+
+    def _set_batch(self, step: int) -> None:
+        """The rows of a step. Broken where they are more or fewer than those of the first."""
+        batch = full_batch(self.program, step)
+        self.batch_step, self.batch_hash = step, hash_weights(batch)
+        self.batch = round_batch(batch, self.rounded_to, self.dtype)
+        found = len(next(iter(batch.values())))
+        if found != self.facts.num_rows:
+            raise Broken(f"batch({step}) has {found} rows, batch(0) has {self.facts.num_rows}")
 
     def _params(self) -> dict[str, nn.Parameter]:
         """What build() trains; what the loss thaws later is outside."""
@@ -162,7 +178,7 @@ class Single:
 
     def buffers_after(self) -> tuple[Grads, list[str]]:
         """Buffers as the last run left them, and which of them it changed."""
-        return buffers_after(self.model, self.buffers)
+        return buffers_after(self.model, self.buffers, self.facts.compares)
 
     def gradient_exact(
         self, name: str, rows: Tensor, whole: Tensor, *, seed: float = 1.0

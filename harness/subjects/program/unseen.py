@@ -6,7 +6,7 @@ they find is written down as data; the judge says it. Nothing here compares a gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,13 +62,18 @@ def come_alive(model: nn.Module, before: set[str]) -> list[str]:
 
 
 def buffers_after(
-    model: nn.Module, before: Mapping[str, Tensor]
+    model: nn.Module,
+    before: Mapping[str, Tensor],
+    compared: Callable[[str], bool] = lambda _: False,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Buffers by build()'s names, this rank's part of each, and which of them have changed."""
+    """Buffers by build()'s names, this rank's part of each, and which of them have changed.
+
+    compared: whether a large one is kept too, by its name.
+    """
     held, changed = {}, []
     for shown, buffer in model.named_buffers():
         now, then, name = to_local(buffer).detach(), before.get(shown), bare_name(shown)
-        if now.numel() > MAX_BUFFER_NUMEL:
+        if now.numel() > MAX_BUFFER_NUMEL and not compared(name):
             continue
         plain = torch.view_as_real(now.resolve_conj()) if now.is_complex() else now
         held[name] = plain.clone().contiguous()
