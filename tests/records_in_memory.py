@@ -296,10 +296,11 @@ def _program_rank(
                 "fault": {"calls": 0, "changed": 0},
                 "feeds": [{"call": 0, "grads": [[n, 1.0] for n in SHAPES]}],
             }  # fmt: skip
-    first = next(iter(tiers))
-    last = grads[first, len(references[first]) - 1]
+    last_tier = list(tiers)[-1]
+    last = grads[last_tier, len(references[last_tier]) - 1]
     return RankRecord(
         rank=rank, grads=grads, again={n: g.clone() for n, g in last.items()},
+        again_tier=last_tier,
         index=index, params=tuple(SHAPES), unknown=(), built="built", batch="drawn", info=info,
         events=events, stray=(), ledger_whole=True,
     )  # fmt: skip

@@ -124,13 +124,13 @@ def compare(record: Record) -> list[TensorDiff]:
 
 
 def compare_again(record: Record, diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
-    """The repeated step of the first tier, against the same reference. diffs: of the first run."""
-    tier = next(iter(record.spec.tiers), "")
+    """The repeated step, against the same reference. diffs: of the first run."""
+    tier = next((held.again_tier for held in record.ranks.values() if held.again), "")
     references = record.references.get(tier, [])
     if not references or references[-1].problems or _unplaced(record):
         return []
-    if not any(held.again for held in record.ranks.values()) or not diffs:
-        return []  # a matrix does not repeat its steps
+    if not diffs:
+        return []
     return [
         compare_cell(record, replace(cell, got=record.ranks[cell.rank].again.get(cell.name)))
         for cell in cells(record, tier, references[-1])

@@ -37,8 +37,9 @@ class RankRecord:
 
     info: what it says of the step (counts and norms; races and weights that changed). params: names
     it holds; index: the elements it holds of a sharded one. again: the gradients of the step that
-    was repeated. unknown: what it could not place. built, batch: hashes. stray: operations that
-    belong to no step. ledger_whole: every operation it started is in the ledger and ended.
+    was repeated, the last of `again_tier`. unknown: what it could not place. built, batch: hashes.
+    stray: operations that belong to no step. ledger_whole: every operation it started is in the
+    ledger and ended.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class RankRecord:
     params: tuple[str, ...] = ()
     index: Grads = field(default_factory=dict)
     again: Grads = field(default_factory=dict)
+    again_tier: str = ""
     buffers: dict[At, Grads] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     built: str = ""
@@ -109,6 +111,7 @@ def read_rank(
     grads: dict[At, Grads] = {}
     buffers: dict[At, Grads] = {}
     one: dict[str, Grads] = {AGAIN: {}, INDEX: {}}
+    again_tier = ""
     for key, tensor in read_tensors(rank_file(directory, rank, ".safetensors")):
         kind, rest = key.split("/", 1)
         if kind == INDEX:
@@ -121,7 +124,7 @@ def read_rank(
             raise ValueError(f"{file!r} is no file of gradients")
         kind, rest = key.split("/", 1)
         if kind == AGAIN:
-            one[AGAIN] = read(file)
+            one[AGAIN], again_tier = read(file), rest
         else:
             grads[kind, int(rest)] = read(file)
     planned = spec.declaration is not None
@@ -141,6 +144,7 @@ def read_rank(
         params=() if planned else tuple(result["params"]),
         index=one[INDEX],
         again=one[AGAIN],
+        again_tier=again_tier,
         buffers=buffers,
         unknown=() if planned else tuple(result["unknown"]),
         built="" if planned else str(result["built"]),

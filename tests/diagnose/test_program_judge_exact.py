@@ -172,7 +172,7 @@ def test_replicas_with_other_bits_fail_only_where_the_law_is_enforced(law):
     grads = {**one.ranks[1].grads}
     grads["precision", 0] = {**grads["precision", 0]}
     grads["precision", 0]["b"] = grads["precision", 0]["b"] * (1 + 2.0**-22)
-    verdict = judge(with_rank(one, 1, grads=grads))
+    verdict = judge(with_rank(one, 1, grads=grads, again=grads["precision", 0]))
     said = (
         "replicas, precision, step 0: rank 0 and rank 1 hold other bits of b's gradient, which one "
         "collective gave to both",
@@ -191,9 +191,20 @@ def test_a_repeated_step_that_fails_where_the_first_passed(record):
                for text in verdict.findings)  # fmt: skip
     wrong = with_rank(record, 2, again=again)
     grads = {**wrong.ranks[2].grads}
-    grads["structure", 0] = {**grads["structure", 0], "b": grads["structure", 0]["b"] + 1}
+    key = ("precision", 0)
+    grads[key] = {**grads[key], "b": grads[key]["b"] + 1}
     verdict = judge(with_rank(wrong, 2, grads=grads))  # it failed already
-    assert not any("second time" in text for text in verdict.findings)
+    assert not any("second time" in text for text in (*verdict.findings, *verdict.warnings))
+
+
+def test_a_repeated_step_with_other_bits_in_the_noise_is_said(record):
+    b = record.ranks[2].again["b"]
+    again = {**record.ranks[2].again, "b": b * (1 + torch.finfo(b.dtype).eps)}
+    verdict = judge(with_rank(record, 2, again=again))
+    assert verdict.status == "pass"
+    assert any("gave other bits of b the second time, on rank 2" in text.replace("\n", " ")
+               for text in verdict.warnings)  # fmt: skip
+    assert not any("second time" in text for text in judge(record).warnings)
 
 
 def noisy(tiers, size: float, *, rank: int = 1):

@@ -243,10 +243,10 @@ def repeated(record):
     return compare_again(record, compare(record))
 
 
-def test_the_repeated_step_is_the_last_of_the_first_tier(record):
+def test_the_repeated_step_is_the_last_of_the_last_tier(record):
     diffs = repeated(record)
     assert {(d.rank, d.name, d.tier, d.step) for d in diffs} == {
-        (r, n, "structure", 1) for r in range(3) for n in SHAPES
+        (r, n, "precision", 1) for r in range(3) for n in SHAPES
     }
     assert {d.status for d in diffs} == {"pass"}
     again = {**record.ranks[2].again, "b": record.ranks[2].again["b"] + 1}
@@ -269,7 +269,7 @@ def test_the_repeated_step_is_the_last_of_the_first_tier(record):
         )
         == []
     )
-    unsound = with_reference(record, at=1, problems=("it draws",))
+    unsound = with_reference(record, "precision", at=1, problems=("it draws",))
     assert repeated(unsound) == []
     assert repeated(replace(record, references={})) == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
-from sumgrad.base.outcome import spans
+from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.tensors import bits, same_bits
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.judge.joint import fed, joint_operations
@@ -89,7 +89,7 @@ def _shared_results(record: Record, tier: str, step: int) -> set[tuple[str, int,
 
 
 def the_same_again(compared: Compared) -> Iterator[Finding]:
-    """The repeated step failed where the first one passed."""
+    """The repeated step failed where the first one passed, or has other bits."""
     failed = {(d.tier, d.rank, d.name) for d in compared.diffs if d.status != "pass"}
     new = [
         d for d in compared.again if d.status == "fail" and (d.tier, d.rank, d.name) not in failed
@@ -101,3 +101,20 @@ def the_same_again(compared: Compared) -> Iterator[Finding]:
             text=f"the same step on the same weights gave another gradient of {new[0].name} the "
             f"second time, on rank {ranks}: something is drawn unseeded or carried over",
         )
+        return
+    for rank, held in compared.record.ranks.items():
+        first = held.grads.get((held.again_tier, compared.record.spec.steps - 1), {})
+        other = [
+            n
+            for n, g in held.again.items()
+            if n in first
+            and not same_bits(g, first[n])
+            and (held.again_tier, rank, n) not in failed
+        ]
+        if other:
+            yield Finding(
+                level="warning",
+                text=f"the same step on the same weights gave other bits of {some_of(other)} the "
+                f"second time, on rank {rank}, within the noise of {held.again_tier}",
+            )
+            return

@@ -1,7 +1,8 @@
 """What one rank does with a Program: build, distribute, and step after step; its record.
 
 The gradients are read where the step leaves them, on every rank, with no gather in between. The
-last step of the first tier is run once more: the same weights must give the same gradient.
+last step of the last tier, the cheapest, is run once more: the same weights must give the same
+gradient.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ class Rank:
     def run(self, job: RunSpec, files: RankFiles, *, again: bool = True) -> Result:
         """All tiers and steps; returns what goes into the end record.
 
-        files: where tensors go as they come. again: repeat the last step of the first tier.
+        files: where tensors go as they come. again: repeat the last step of the last tier.
         """
         result: Result = {"steps": [], "unknown": [], "params": {}}
         for i, (tier, dtype) in enumerate(job.tiers.items()):
             run = _TierRun(self, job, tier, getattr(torch, dtype))
             try:
-                run.steps(files, result, again=again and i == 0)
+                run.steps(files, result, again=again and i == len(job.tiers) - 1)
             finally:
                 run.close()
             del run
