@@ -219,7 +219,7 @@ def own_exit_functions() -> Iterator[None]:
 def keep_freed_memory() -> None:
     """Have malloc use large blocks again that were freed, instead of pages that the kernel clears.
 
-    A third of a large reference's time; the process holds what it needed at most until it ends.
+    A fifth of a large model's time; the process holds more or less what it once needed at most.
     """
     with contextlib.suppress(AttributeError, OSError):  # glibc's; others have another malloc
         malloc = ctypes.CDLL(None)
@@ -228,7 +228,7 @@ def keep_freed_memory() -> None:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-TRIM_ABOVE = 512 << 20
+TRIM_ABOVE = 128 << 20
 
 
 def load_target(target: str) -> Any:

@@ -24,6 +24,7 @@ GROUP_PATIENCE_S = 60  # the watchdog speaks first; the group's own timeout is a
 
 def check_rank(guard: RankGuard) -> dict[str, Any]:
     """A locally started rank: rendezvous by file, then the run that run.json describes."""
+    keep_freed_memory()
     with local_group(guard) as ledger:
         return run_rank(guard, read_spec(guard.env.directory), ledger)
 
