@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.judge.cells import compare
+from sumgrad.judge.checks.ledgers import ledger_mismatches
 from sumgrad.judge.finding import Check, Compared, Finding
 from sumgrad.plan.edges import Count, Norm, Plan, build_plan
 from sumgrad.plan.proof import expected_terms
@@ -313,7 +314,10 @@ def with_rank(record: Any, rank: int, **change: Any) -> Any:
 
 def found(check: Check, record: Record, *, again: Any = ()) -> list[Finding]:
     """What a check finds in a record."""
-    return list(check(Compared(record=record, diffs=compare(record), again=again)))
+    compared = Compared(
+        record=record, diffs=compare(record), again=again, mismatches=ledger_mismatches(record)
+    )
+    return list(check(compared))
 
 
 def texts(check: Check, record: Record) -> list[str]:

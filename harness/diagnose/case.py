@@ -126,9 +126,7 @@ class Case:
         return len(self.failing) if self.has_plan else 1
 
 
-def case_of(
-    compared: Compared, mismatches: Sequence[Mismatch] = (), clean: Record | None = None
-) -> Case | None:
+def case_of(compared: Compared, clean: Record | None = None) -> Case | None:
     """The first failing step of the first failing tier; None where nothing can be explained."""
     failed = [d for d in compared.diffs if d.status == "fail"]
     if plan_of(compared.record) is not None:
@@ -141,7 +139,7 @@ def case_of(
         tier=tier,
         step=min(d.step for d in failed if d.tier == tier),
         clean=clean,
-        mismatches=mismatches,
+        mismatches=compared.mismatches,
         diffs=compared.diffs,
         again=compared.again,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
@@ -20,20 +19,17 @@ from sumgrad.diagnose.outright import (
 from sumgrad.faults.operators import resembles
 from sumgrad.judge.finding import Compared
 from sumgrad.judge.knowledge import plan_of
-from sumgrad.plan.schedule import Mismatch
 from sumgrad.record.directory import Record
 
 Found = tuple[tuple[Diagnosis, ...], tuple[RecoveredCoefficient, ...]]
 
 
-def diagnose(
-    compared: Compared, mismatches: Sequence[Mismatch] = (), *, clean: Record | None = None
-) -> Found:
+def diagnose(compared: Compared, *, clean: Record | None = None) -> Found:
     """Causes and coefficients; empty for a run that passes.
 
-    mismatches: where the ledgers differ from the plan. clean: a stored run of the same that passed.
+    clean: a stored run of the same that passed.
     """
-    causes, coefficients = _diagnose(compared, mismatches, clean)
+    causes, coefficients = _diagnose(compared, clean)
     if plan_of(compared.record) is None:
         causes = [_with_report(cause) for cause in causes]
     return tuple(causes), tuple(coefficients)
@@ -46,7 +42,7 @@ def _with_report(cause: Diagnosis) -> Diagnosis:
 
 
 def _diagnose(
-    compared: Compared, mismatches: Sequence[Mismatch], clean: Record | None
+    compared: Compared, clean: Record | None
 ) -> tuple[list[Diagnosis], list[RecoveredCoefficient]]:
     record = compared.record
     outright = [
@@ -54,12 +50,12 @@ def _diagnose(
         *wrong_counts(record),
         *incomparable(record, compared.diffs),
     ]
-    case = case_of(compared, mismatches, clean)
+    case = case_of(compared, clean)
     if case is None:
         if any(d.status == "fail" for d in compared.again):
             outright.append(run_to_run(compared.again))
-        if mismatches and not outright:
-            outright.append(law_only(record, mismatches))
+        if compared.mismatches and not outright:
+            outright.append(law_only(record, compared.mismatches))
         return outright, []
     if outright and outright[0].kind == "other_weights":
         return outright, []

@@ -53,9 +53,14 @@ def judge(record: Record, *, clean: Record | None = None) -> Verdict:
     clean: a run of the same that passed; it helps to explain, never to decide.
     """
     diffs = _like_fewer_digits(record, _like_float32(record, compare(record), clean))
-    compared = Compared(record=record, diffs=diffs, again=compare_again(record, diffs))
+    compared = Compared(
+        record=record,
+        diffs=diffs,
+        again=compare_again(record, diffs),
+        mismatches=ledger_mismatches(record),
+    )
     findings = [finding for check in CHECKS for finding in check(compared)]
-    causes, coefficients = diagnose(compared, ledger_mismatches(record), clean=clean)
+    causes, coefficients = diagnose(compared, clean=clean)
     verdict = _merged(compared, findings, causes, coefficients)
     data = _to_json(record, verdict, diffs)
     if record.spec.declaration is not None and record.spec.fault:
@@ -136,7 +141,8 @@ def _like_float32(
         scale = record.references[d.tier][d.step].scale[d.name]
         if d.max_abs > NARROW_ROUNDINGS * torch.finfo(torch.float32).eps * scale:
             return diffs
-    causes, _ = diagnose(Compared(record=record, diffs=diffs, again=()), clean=clean)
+    compared = Compared(record=record, diffs=diffs, again=(), mismatches=())
+    causes, _ = diagnose(compared, clean=clean)
     if any(cause.kind != "open" for cause in causes):
         return diffs
     seen = f"the step makes {some_of(places)}" if places else "what it computes in was not seen"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sumgrad.judge.comparison import TensorDiff
+from sumgrad.plan.schedule import Mismatch
 from sumgrad.record.directory import Record
 
 # fail: the run is wrong. unknown: something was not seen. law: the law is broken though the
@@ -26,11 +27,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A stored run, and its gradients compared. again: those of a step that was repeated."""
+    """A stored run, and its gradients compared. again: those of a step that was repeated.
+
+    mismatches: where the ledgers differ from the plan.
+    """
 
     record: Record
     diffs: Sequence[TensorDiff]
     again: Sequence[TensorDiff]
+    mismatches: Sequence[Mismatch]
 
 
 Check = Callable[[Compared], Iterator[Finding]]

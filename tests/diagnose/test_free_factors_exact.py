@@ -49,7 +49,7 @@ def wrong(record, factors, *, ranks=(0, 1, 2), off=None):
 
 
 def failed_case(record, mismatches=()) -> Case | None:
-    return case_of(Compared(record=record, diffs=compare(record), again=()), mismatches)
+    return case_of(Compared(record=record, diffs=compare(record), again=(), mismatches=mismatches))
 
 
 def case_of_step(record) -> Case:

@@ -27,7 +27,7 @@ from sumgrad.record.directory import Record
 def as_planned(compared: Compared) -> Iterator[Finding]:
     """Every ledger must equal the plan, operation by operation."""
     merged: dict[str, list[int]] = {}
-    for m in ledger_mismatches(compared.record):
+    for m in compared.mismatches:
         merged.setdefault(m.text, []).append(m.rank)
     for text, ranks in merged.items():
         yield Finding(level="law", text=f"ledger, rank {spans(ranks)}: {text}")
