@@ -52,8 +52,8 @@ def _diagnose(
     ]
     case = case_of(compared, clean)
     if case is None:
-        if any(d.status == "fail" for d in compared.again):
-            outright.append(run_to_run(compared.again))
+        if compared.failed_again:
+            outright.append(run_to_run(compared.failed_again))
         if compared.mismatches and not outright:
             outright.append(law_only(record, compared.mismatches))
         return outright, []

@@ -37,5 +37,15 @@ class Compared:
     again: Sequence[TensorDiff]
     mismatches: Sequence[Mismatch]
 
+    @property
+    def failed_again(self) -> list[TensorDiff]:
+        """What failed in the repeated step, and passed in the first."""
+        passed = {(d.tier, d.step, d.rank, d.name) for d in self.diffs if d.status == "pass"}
+        return [
+            d
+            for d in self.again
+            if d.status == "fail" and (d.tier, d.step, d.rank, d.name) in passed
+        ]
+
 
 Check = Callable[[Compared], Iterator[Finding]]

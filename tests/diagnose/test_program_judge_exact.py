@@ -312,3 +312,15 @@ def test_a_rank_that_does_not_say_what_it_computed_in_is_no_traceback():
             one, r, info={k: v for k, v in one.ranks[r].info.items() if k[0] != "precision"}
         )
     assert judge(one).status != "pass"
+
+
+def test_a_repeated_step_that_fails_as_the_first_did_is_not_another_gradient(record):
+    """The first is UNKNOWN: its roundings are those of a dtype that the step chose."""
+    rank = record.ranks[2]
+    key = (rank.again_tier, record.spec.steps - 1)
+    loud = {n: g + 1e-3 * g.abs().max() for n, g in rank.again.items()}
+    info = {**rank.info, key: {**rank.info[key], "narrow": {"bfloat16 at mine.py:9": 1}}}
+    grads = {**rank.grads, key: loud}
+    verdict = judge(with_rank(record, 2, grads=grads, again=loud, info=info))
+    assert verdict.status == "unknown"
+    assert [d.cause for d in verdict.diagnoses if "each time" in d.cause] == []

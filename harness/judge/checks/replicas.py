@@ -91,9 +91,7 @@ def _shared_results(record: Record, tier: str, step: int) -> set[tuple[str, int,
 def the_same_again(compared: Compared) -> Iterator[Finding]:
     """The repeated step failed where the first one passed, or has other bits."""
     failed = {(d.tier, d.rank, d.name) for d in compared.diffs if d.status != "pass"}
-    new = [
-        d for d in compared.again if d.status == "fail" and (d.tier, d.rank, d.name) not in failed
-    ]
+    new = [d for d in compared.failed_again if (d.tier, d.rank, d.name) not in failed]
     if new:
         ranks = spans([d.rank for d in new])
         yield Finding(
