@@ -34,11 +34,10 @@ NEEDS = {
 }
 MORE = {"LoRA": ("peft",), "Titan": ("torchtitan",)}
 CHOICES = {  # steps that are UNKNOWN by their own choice, and the words that say so
-    "LlamaMixed": "fewer digits than float32",
-    "CompressedHalf": "fewer digits than float32",
     "Titan": "fewer digits than float32",
     "Joined": "it had no rows left",
 }
+DTYPES = {"LlamaMixed": "bfloat16", "CompressedHalf": "float16"}  # the digits that a step chose
 PAGES = {
     "gpt2_ddp": {"dp3": ("GPT2",)},
     "transformers_models": {
@@ -110,7 +109,7 @@ def check(step: Step, seed: int, launcher: Launcher, *, timeout_s: float = 600.0
     with tempfile.TemporaryDirectory() as place:
         options = CheckOptions(
             topology=step.topology, workload=step.workload, seed=seed, out=Path(place) / "run",
-            timeout_s=timeout_s,
+            timeout_s=timeout_s, dtype=DTYPES.get(step.name, "float32"),
         )  # fmt: skip
         try:
             verdict, _ = run_check(options, launcher=launcher)
@@ -121,6 +120,7 @@ def check(step: Step, seed: int, launcher: Launcher, *, timeout_s: float = 600.0
     return {
         "step": step.name,
         "seed": seed,
+        "dtype": DTYPES.get(step.name, "float32"),
         "status": verdict.status,
         "tiers": {tier.name: tier.status for tier in verdict.tiers},
         "why": why[0] if why and verdict.status != "pass" else None,

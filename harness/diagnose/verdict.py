@@ -181,13 +181,15 @@ def _fewer_digits(record: Record, diff: TensorDiff) -> str | None:
     dtypes = {place.split(" ")[0] for place in seen if " at " in place}
     if not dtypes:
         return None
-    eps = max(torch.finfo(getattr(torch, dtype)).eps for dtype in dtypes)
+    coarsest = max(dtypes, key=lambda dtype: torch.finfo(getattr(torch, dtype)).eps)
+    eps = torch.finfo(getattr(torch, coarsest)).eps
     scale = record.references[diff.tier][diff.step].scale[diff.name]
     if diff.max_abs > NARROW_ROUNDINGS * eps * scale:
         return None
     return (
         f"the step makes {some_of(list(seen))}, fewer digits than {record.spec.tiers[diff.tier]}, "
-        f"and its error is no larger than their roundings; lifted to float64 it is right"
+        f"and its error is no larger than their roundings; lifted to float64 it is right; "
+        f"--dtype {coarsest} holds it to the noise of {coarsest}"
     )
 
 

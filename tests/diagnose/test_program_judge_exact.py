@@ -324,3 +324,6 @@ def test_a_repeated_step_that_fails_as_the_first_did_is_not_another_gradient(rec
     verdict = judge(with_rank(record, 2, grads=grads, again=loud, info=info))
     assert verdict.status == "unknown"
     assert [d.cause for d in verdict.diagnoses if "each time" in d.cause] == []
+    (why,) = {d["reason"] for d in verdict.data["tensors"] if d["status"] == "unknown"}
+    assert "the step makes bfloat16 at mine.py:9" in why
+    assert why.endswith("; --dtype bfloat16 holds it to the noise of bfloat16")
