@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@contextlib.contextmanager
+def own_arithmetic() -> Iterator[None]:
+    """What is computed here belongs to no step: no mode of a user's, and none of ours, sees it."""
+    with torch._C.DisableTorchFunction():
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            yield
+        finally:
+            del guard
 
 
 def to_local(tensor: Any) -> Tensor:

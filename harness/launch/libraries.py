@@ -12,6 +12,8 @@ import sysconfig
 
 import torch
 
+SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR",)  # when it is imported
+
 
 class Imports:
     """What this process imports from now on."""
@@ -19,11 +21,17 @@ class Imports:
     def __init__(self) -> None:
         self._known = frozenset(sys.modules)
         self._threads = _count_threads()
+        self._environ = self._settings()
 
     def libraries(self) -> list[str]:
-        """Installed modules, parents first. None where a process could not be forked behind them:
-        one started a thread, or CUDA."""
+        """Installed modules, parents first.
+
+        None where a process could not be forked behind them (one started a thread, or CUDA), or
+        where they would be others: imported behind a variable that was set, or behind a stub.
+        """
         if _count_threads() != self._threads or torch.cuda.is_initialized():
+            return []
+        if self._settings() != self._environ or self._made_by_hand():
             return []
         installed = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
         return [
@@ -32,6 +40,17 @@ class Imports:
             if name not in self._known
             and str(getattr(module, "__file__", None) or "").startswith(installed)
         ]
+
+    def _made_by_hand(self) -> bool:
+        """Whether there is a module now that no import system made: a stub."""
+        return any(
+            getattr(module, "__spec__", None) is None and not name.startswith("torch.")
+            for name, module in list(sys.modules.items())
+            if name not in self._known
+        )
+
+    def _settings(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name not in SET_BY_TORCH}
 
 
 def _count_threads() -> int:

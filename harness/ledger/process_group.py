@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from sumgrad.base.files import PACKAGE
 from sumgrad.base.outcome import SETUP
+from sumgrad.base.tensors import own_arithmetic
 from sumgrad.ledger.delegation import DELEGATED, carry_out, unrecorded_operations
 from torch._C._dynamo import eval_frame as _eval_frame
 
@@ -58,17 +59,6 @@ def _step_aside(function: Function) -> Function:
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
-
-
-@contextmanager
-def _own_arithmetic() -> Iterator[None]:
-    """What is computed here belongs to no step: no mode of a user's, and none of ours, sees it."""
-    with torch._C.DisableTorchFunction():
-        guard = torch._C._DisableTorchDispatch()
-        try:
-            yield
-        finally:
-            del guard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +186,7 @@ class RecordedWork(dist.Work):
 
     def _done(self) -> None:
         if self._number in self._ledger.open_ops:
-            with _own_arithmetic():
+            with own_arithmetic():
                 more = {} if self._result is None else {"output": self._result()}
             self._ledger.done(self._number, **more)
 
@@ -323,7 +313,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
 def _method(name: str) -> Callable[..., Any]:
     def call(self: RecordingProcessGroup, *args: Any, **kwargs: Any) -> Any:
         ledger, event = self._ledger, self._event(name, args, kwargs)
-        with _own_arithmetic():
+        with own_arithmetic():
             if not ledger.in_step or ledger.interpose is None:
                 return self.issue(name, args, kwargs, event)
             asked = Call(op=name, group=self, args=args, kwargs=kwargs, event=event)

@@ -42,7 +42,10 @@ class After:
 
     def factor(self, norm: float) -> float:
         """What gradients of this global norm are multiplied by."""
-        return self.value if self.kind == "scale" else min(1.0, self.value / (norm + self.eps))
+        if self.kind == "scale":
+            return self.value
+        total = norm + self.eps
+        return 1.0 if total <= self.value else self.value / total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

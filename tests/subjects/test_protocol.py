@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import text
+from sumgrad.record.directory import load_record
 
 pytestmark = pytest.mark.distributed
 
@@ -190,3 +191,123 @@ def test_the_declared_number_of_microbatches_names_a_factor(check):
     verdict, _ = check(body)
     assert verdict.status == "fail"
     assert verdict.diagnoses[0].symbol == "1/num_microbatches"
+
+
+def scaled(then: str, by: float = 7.0, more: str = "") -> str:
+    """A step that multiplies every gradient, and then clips."""
+    return CLIPS.format(
+        limit=0.01, then=f"[p.grad.mul_({by}) for p in model.parameters()]\n        {then}"
+    ) + (f"    {more}\n" if more else "")
+
+
+def test_a_factor_before_the_clip_is_seen_by_its_eps(check):
+    verdict, _ = check(scaled(CLIP))
+    assert verdict.status == "fail"
+    assert verdict.diagnoses[0].factor == "7", text(verdict)
+    assert "before the step clips it" in verdict.diagnoses[0].cause
+
+
+def test_a_clip_without_eps_hides_a_factor_and_that_is_said(check):
+    own = (
+        "total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])\n"
+        "        [p.grad.mul_((self.max_norm / total).clamp(max=1)) for p in model.parameters()]"
+    )
+    for by in (1.0, 7.0):
+        verdict, _ = check(scaled(own, by, "clip_eps = 0"))
+        assert verdict.status == "unknown", text(verdict)
+        assert "gone behind a clip" in text(verdict)
+
+
+def test_an_average_too_small_to_be_clipped_is_called_an_average(check):
+    body = """
+    after, max_norm = "clip", {limit}
+    def distribute(self, model, ctx):
+        return DistributedDataParallel(model)
+    def step(self, model, batch, ctx):
+        super().step(model, batch, ctx)
+        {then}
+"""
+    _, directory = check("    pass")
+    norm = load_record(directory).references["structure"][0].norm
+    verdict, _ = check(body.format(limit=0.6 * norm, then=CLIP), steps=1)
+    assert verdict.status == "fail"
+    assert "average" in verdict.diagnoses[0].cause, text(verdict)
+
+
+def test_a_zero_gradient_is_clipped_by_no_eps(check):
+    body = (
+        CLIPS.format(limit=0.01, then="pass")
+        + """
+    clip_eps = 0
+    def loss_sum(self, model, rows):
+        loss, count = super().loss_sum(model, rows)
+        return loss * 0, count
+"""
+    )
+    assert "ZeroDivisionError" not in text(check(body)[0])
+
+
+def test_the_rows_of_another_step_are_not_those_of_this_one(check):
+    other = "super().step(model, {k: v.to(batch[k]) for k, v in self.batch(0).items()}, ctx)"
+    verdict, _ = check(STEPWISE.format(default="", seed="step", then=other))
+    assert verdict.status == "fail"
+    failed = {t["step"] for t in verdict.data["tensors"] if t["status"] == "fail"}
+    assert failed == {1}
+
+
+@pytest.mark.parametrize("taken", ["n=11, step=0", "*, step", "step=0, *, n=11"])
+def test_step_is_found_wherever_batch_takes_it(check, taken):
+    body = STEPWISE.format(
+        default="", seed="step",
+        then="again = self.batch(step=ctx.step)\n"
+        "        assert all(torch.equal(again[k], batch[k]) for k in batch)\n"
+        "        super().step(model, batch, ctx)",
+    ).replace("def batch(self, step)", f"def batch(self, {taken})")  # fmt: skip
+    verdict, _ = check(body)
+    assert verdict.status == "pass", text(verdict)
+
+
+UNLIKE = COUNTS.replace(
+    "        ddp = Dist", "        model.seen.add_({start})\n        ddp = Dist"
+)
+
+
+@pytest.mark.parametrize("said", ["True", "(n for n in ['seen'])", "['seen']"])
+def test_a_buffer_that_nobody_changes_is_compared_too(check, said):
+    body = UNLIKE.replace("inner.seen += rows", "unused = rows").format(
+        said=f"compare_buffers = {said}", then="pass", dtype="torch.float32", start="1 + ctx.rank"
+    )
+    verdict, _ = check(body)
+    assert verdict.status == "fail"
+    assert "seen is not the same on all ranks" in text(verdict)
+
+
+def test_a_last_row_that_changes_no_buffer_stands_for_no_others(check):
+    body = (
+        COUNTS.format(said="compare_buffers = True", then=REDUCED, dtype="torch.float32")
+        + """
+    def batch(self):
+        batch = super().batch()
+        batch["mask"][-1] = 0
+        return batch
+"""
+    )
+    verdict, _ = check(body)
+    assert verdict.status == "pass", text(verdict)
+
+
+def test_nan_in_the_same_places_is_the_same(check):
+    body = COUNTS.format(said="compare_buffers = True", then=REDUCED, dtype="torch.float32")
+    body = body.replace("torch.zeros(3,", "torch.full((3,), float('nan'),")
+    verdict, _ = check(body)
+    assert verdict.status == "pass", text(verdict)
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["after = lambda self: 1", "compare_buffers = None", "num_microbatches = lambda self: 2",
+     "import numpy; num_microbatches = numpy.int64(2)"],
+)  # fmt: skip
+def test_what_only_has_the_same_name_is_left_alone(check, said):
+    verdict, _ = check(f"    {said}")
+    assert verdict.status == "pass", text(verdict)

@@ -18,7 +18,7 @@ from sumgrad.judge.joint import Joint, describe, identical, prescaled, sizes_of
 from sumgrad.ledger.operations import group_name
 from sumgrad.record.spec import CLIP_EPS
 
-CLIP_DIGITS = 1e-9
+CLIP_DIGITS, CLIP_NEAR = 1e-9, 1e-4
 Explained = tuple[Diagnosis, list[tuple[tuple[int, ...], Factors]]]
 
 
@@ -82,12 +82,43 @@ def _one_factor(
     whole = len(names) == len(case.record.spec.params)
     what = "every gradient" if whole else some_of(names)
     fits = f"{what} is the reference's times {shown} on all ranks, within the threshold"
-    record, sizes = case.record, sizes_of(case.record)
-    clipped = None
+    own = _without_clipping(case, value) if whole and not alone else None
+    if own is not None:
+        part = as_fraction(own, sigma)
+        before = f"{what} is the reference's before it is clipped, times {own:.9g}, on all ranks"
+        found = _by_a_reduction(case, names, own, str(part or f"{own:.9g}"), before)
+        if found is not None:
+            return found
     if whole and not alone:
         clipped = _clipped_otherwise(case, value, shown) or _clipped(case, value, shown, what)
-    if clipped is not None:
-        return clipped
+        if clipped is not None:
+            return clipped
+    found = _by_a_reduction(case, names, value, shown, fits)
+    if found is not None:
+        return found
+    counted = None if alone else _count_counted(case, value, shown, fits)
+    if counted is not None:
+        return counted
+    symbols = factor_symbols(case, value)
+    named = f", which equals {symbols[0]}" if symbols else ""
+    return Diagnosis(
+        cause=f"{what} is multiplied by {shown}{named}",
+        kind="factor",
+        factor=shown,
+        symbol=symbols[0] if symbols else None,
+        also=tuple(symbols[1:4]),
+        because=(fits, "the ledger shows neither an average nor a repeated reduction of it"),
+        however=("other sizes give the same number; unequal sizes separate them",)
+        if len(symbols) > 1
+        else (),
+    )
+
+
+def _by_a_reduction(
+    case: Case, names: Sequence[str], value: float, shown: str, fits: str
+) -> Diagnosis | None:
+    """A reduction that carried these gradients and makes the factor: by an average, or twice."""
+    record, sizes = case.record, sizes_of(case.record)
     for joint in reductions_of(case):
         if not set(carried_by(case, joint)) & set(names):
             continue
@@ -108,22 +139,7 @@ def _one_factor(
                 symbol=group_name(record.spec.topology, joint.ranks),
                 because=(fits, f"its inputs are the same bits on all {size} ranks"),
             )
-    counted = None if alone else _count_counted(case, value, shown, fits)
-    if counted is not None:
-        return counted
-    symbols = factor_symbols(case, value)
-    named = f", which equals {symbols[0]}" if symbols else ""
-    return Diagnosis(
-        cause=f"{what} is multiplied by {shown}{named}",
-        kind="factor",
-        factor=shown,
-        symbol=symbols[0] if symbols else None,
-        also=tuple(symbols[1:4]),
-        because=(fits, "the ledger shows neither an average nor a repeated reduction of it"),
-        however=("other sizes give the same number; unequal sizes separate them",)
-        if len(symbols) > 1
-        else (),
-    )
+    return None
 
 
 def _clipped(case: Case, value: float, shown: str, what: str) -> Diagnosis | None:
@@ -154,6 +170,16 @@ def _clipped(case: Case, value: float, shown: str, what: str) -> Diagnosis | Non
     return None
 
 
+def _without_clipping(case: Case, value: float) -> float | None:
+    """The factor on gradients so small by it that the declared clip leaves them as they are."""
+    facts = case.record.spec.facts
+    if facts is None or facts.after is None or facts.after.kind != "clip":
+        return None
+    own = value * case.reference.factor
+    small = 0 < own * case.reference.norm < facts.after.value * (1 - CLOSE)
+    return own if small else None
+
+
 def _clipped_otherwise(case: Case, value: float, shown: str) -> Diagnosis | None:
     """A step that says it clips, and clips by another norm than the reference's, or not at all."""
     facts = case.record.spec.facts
@@ -166,7 +192,10 @@ def _clipped_otherwise(case: Case, value: float, shown: str) -> Diagnosis | None
     if abs(own - 1) < CLOSE:
         cause, symbols = f"the step does not clip: {says}", []
     else:
-        theirs = limit / own - facts.after.eps
+        theirs, eps = limit / own - facts.after.eps, facts.after.eps
+        behind = limit / own - norm  # a common factor is gone behind a clip, but for its eps
+        if behind > 0 and abs(theirs / norm - 1) < CLIP_NEAR and case.exact:
+            return _factor_before_clipping(case, eps / behind)
         cause = f"the step clips by a norm of {theirs:.6g}, where {says}"
         symbols = factor_symbols(case, (theirs / norm) ** 2)
         if symbols:
@@ -178,6 +207,19 @@ def _clipped_otherwise(case: Case, value: float, shown: str) -> Diagnosis | None
         factor=shown,
         symbol=f"sqrt(1/({symbols[0]}))" if symbols else None,
         because=(f"every gradient is the declared one's times {shown}, within the threshold",),
+    )
+
+
+def _factor_before_clipping(case: Case, value: float) -> Diagnosis:
+    fraction, symbols = as_fraction(value, CLIP_NEAR * value), factor_symbols(case, value)
+    shown = str(fraction) if fraction is not None else f"{value:.6g}"
+    named = f", which equals {symbols[0]}" if symbols else ""
+    return Diagnosis(
+        cause=f"every gradient is multiplied by {shown}{named}, before the step clips it",
+        kind="factor",
+        factor=shown,
+        symbol=symbols[0] if symbols else None,
+        because=(f"behind the clip only its eps shows it: {CLIP_EPS:g} beside a norm",),
     )
 
 

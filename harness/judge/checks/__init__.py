@@ -28,5 +28,6 @@ CHECKS: tuple[Check, ...] = (
     replicas.replicas_of_a_collective,
     beside.whole_gradients,
     beside.the_same_buffers,
+    complete.nothing_hidden_by_a_clip,
     beside.said_by_the_reference,
 )

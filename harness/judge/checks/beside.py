@@ -126,8 +126,10 @@ def _buffers(record: Record, *, wanted: bool) -> Iterator[str]:
                 name
                 for h in record.ranks.values()
                 for name in h.info.get((tier, step), {}).get("changed_buffers", ())
-                if _wants(record, name) == wanted
+                if not wanted and not _wants(record, name)
             }
+            if wanted:  # also those that nobody changes
+                changed = {n for own in held.values() for n in own if _wants(record, n)}
             odd = {n: ranks for n, ranks in _differing(held).items() if n in changed}
             if odd:
                 name, (first, other) = next(iter(odd.items()))
@@ -211,9 +213,13 @@ def _off(
 
 def _close(a: Tensor, b: Tensor) -> bool:
     """Whether two buffers differ by roundings only."""
-    if torch.equal(a, b):
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
         return True
     if not a.is_floating_point() or not b.is_floating_point():
         return False
-    bound = max(SAME_BUFFER, 64 * torch.finfo(a.dtype).eps) * float(b.double().abs().max())
-    return float((a.double() - b.double()).abs().max()) <= bound
+    finite = b.double()[b.isfinite()].abs()
+    bound = max(SAME_BUFFER, 64 * torch.finfo(a.dtype).eps) * (
+        float(finite.max()) if finite.numel() else 0.0
+    )
+    return float((a.double() - b.double())[~same].abs().max()) <= bound

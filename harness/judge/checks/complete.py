@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from sumgrad.base.tolerances import noise_floor, threshold
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.judge.joint import unrecorded
 from sumgrad.record.directory import Record
+
+HALF = 0.5  # what a lost half of all gradients changes, in parts of them
 
 
 def nothing_left_out(compared: Compared) -> Iterator[Finding]:
@@ -29,6 +32,33 @@ def every_tier(compared: Compared) -> Iterator[Finding]:
         whole = [h for h in record.ranks.values() if all(a in h.grads and a in h.info for a in ats)]
         if sound != wanted or len(whole) < record.spec.topology.world_size:
             yield Finding(level="unknown", text="", tier=tier, aside=True)
+
+
+def nothing_hidden_by_a_clip(compared: Compared) -> Iterator[Finding]:
+    """A factor that all gradients share is gone behind a clip, but for the clip's eps.
+
+    It shows in a step whose norm stays below the limit, or where the eps is above the noise.
+    """
+    record, facts = compared.record, compared.record.spec.facts
+    after = None if facts is None else facts.after
+    if after is None or after.kind != "clip" or not any(record.references.values()):
+        return
+    for tier, references in record.references.items():
+        dtype = record.spec.tiers[tier]
+        for r in references:
+            moved = HALF * after.eps / (r.norm + after.eps) if r.norm + after.eps > 0 else 0.0
+            if r.factor == 1 or any(
+                grad.numel()
+                and moved * float(grad.abs().max())
+                > threshold(noise_floor(r.floor[n], r.scale[n], dtype), r.scale[n], tier=tier)
+                for n, grad in r.grads.items()
+            ):
+                return
+    yield Finding(
+        level="unknown",
+        text="every step clips, and a factor that all gradients share is gone behind a clip: end "
+        "the step before it, or have a step whose norm stays below max_norm",
+    )
 
 
 def _reasons(record: Record) -> Iterator[str]:

@@ -116,7 +116,7 @@ def _preload(modules: list[str], sys_path: list[str]) -> None:
     ours, sys.path[:] = sys.path[:], sys_path
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         for name in modules:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(name)
     sys.path[:] = ours
 

@@ -15,12 +15,12 @@ import math
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
 from sumgrad.base.errors import UserError
-from sumgrad.base.tensors import hash_weights
+from sumgrad.base.tensors import hash_weights, own_arithmetic
 from sumgrad.record.spec import CLIP_EPS, After, RowsAs
 from sumgrad.subjects.loading import find_class, takes
 from sumgrad.topology.pools import Topology
@@ -71,8 +71,8 @@ class FirstRows:
         delattr(self._program, name)
         super().__delattr__(name)
 
-    def batch(self, step: int = 0) -> Any:
-        batch = self._program.batch(*((step,) if takes_step(self._program) else ()))
+    def batch(self, *args: Any, **named: Any) -> Any:
+        batch = self._program.batch(*args, **named)
         return {key: value[: self._rows] for key, value in batch.items()}
 
 
@@ -111,10 +111,10 @@ def scramble(*numbers: int) -> None:
     np.random.seed(seed)
 
 
-def call(program: Any, name: str, *args: Any) -> Any:
+def call(program: Any, name: str, *args: Any, **named: Any) -> Any:
     """Call a method; Broken with the user's own file and line if it raises."""
     try:
-        return getattr(program, name)(*args)
+        return getattr(program, name)(*args, **named)
     except (Exception, SystemExit) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
         users = [f for f in frames if "/torch/" not in f.filename] or frames
@@ -136,7 +136,8 @@ def full_batch(program: Any, step: int = 0) -> dict[str, Tensor]:
     """The full batch of a step, rows first, as the Program gives it. Broken if it is none."""
     if isinstance(getattr(program, "batch", None), _Held):
         del program.batch
-    batch = call(program, "batch", *((step,) if takes_step(program) else ()))
+    args, named = _with_step(program, step)
+    batch = call(program, "batch", *args, **named)
     if not isinstance(batch, Mapping) or not batch:
         raise Broken(f"batch() returned {type(batch).__name__}, expected a dict of tensors")
     for key, value in batch.items():
@@ -150,16 +151,25 @@ def full_batch(program: Any, step: int = 0) -> dict[str, Tensor]:
 
 def takes_step(program: Any) -> bool:
     """Whether its own batch() takes the number of the step: as `step`, or because it must."""
+    return bool(_with_step(program, 0) != ((), {}))
+
+
+def _with_step(program: Any, step: int) -> tuple[tuple[int, ...], dict[str, int]]:
+    """What its own batch() is called with."""
     if isinstance(program, FirstRows):
-        return takes_step(program.whole)
+        return _with_step(program.whole, step)
     given = getattr(program.batch, "own", program.batch)
     try:
-        first = next(iter(inspect.signature(given).parameters.values()), None)
+        taken = inspect.signature(given).parameters
     except (TypeError, ValueError):
-        return False
+        return (), {}
+    named = taken.get("step")
+    if named is not None and named.kind in (named.POSITIONAL_OR_KEYWORD, named.KEYWORD_ONLY):
+        return (), {"step": step}
+    first = next(iter(taken.values()), None)
     if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
-        return False
-    return first.name == "step" or first.default is first.empty
+        return (), {}
+    return ((step,) if first.default is first.empty else ()), {}
 
 
 def to_dtype(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -195,28 +205,43 @@ def round_batch(
     return to_dtype(to_dtype(batch, rounded), dtype)
 
 
-def hold_batch(program: Any, batch: Mapping[str, Tensor]) -> None:
+def hold_batch(
+    program: Any,
+    batch: Mapping[str, Tensor],
+    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict,
+) -> None:
     """Let `self.batch()` inside a method give this batch, in the dtype that is judged.
 
-    Drawn again under another default dtype it would be another batch.
+    Drawn again under another default dtype it would be another batch. Asked for with arguments, the
+    rows of another step, it is the Program's own, through `convert`.
     """
-
-    def held() -> dict[str, Tensor]:
-        return {key: value.clone() for key, value in batch.items()}
-
     own = getattr(program.batch, "own", program.batch)
     with contextlib.suppress(AttributeError):  # an object with slots
-        program.batch = _Held(held, own)
+        program.batch = _Held(batch, own, convert)
 
 
 class _Held:
     """Stands for a Program's own batch(); `full_batch` takes it away again."""
 
-    def __init__(self, give: Callable[[], dict[str, Tensor]], own: Callable[..., Any]) -> None:
-        self.give, self.own = give, own
+    def __init__(
+        self,
+        batch: Mapping[str, Tensor],
+        own: Callable[..., Any],
+        convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+    ) -> None:
+        self.batch, self.own, self.convert = batch, own, convert
+        self.default = torch.get_default_dtype()
 
-    def __call__(self, step: int | None = None) -> dict[str, Tensor]:
-        return self.give()
+    def __call__(self, *args: Any, **named: Any) -> dict[str, Tensor]:
+        if args or named:
+            now = torch.get_default_dtype()
+            torch.set_default_dtype(self.default)
+            try:
+                with own_arithmetic():  # as it is drawn where nothing is lifted
+                    return self.convert(self.own(*args, **named))
+            finally:
+                torch.set_default_dtype(now)
+        return {key: value.clone() for key, value in self.batch.items()}
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -244,39 +269,49 @@ def after_of(program: Any) -> After | None:
     Broken if it says something else.
     """
     kind = getattr(program, "after", None)
-    if kind is None:
+    if kind is None or callable(kind):
         return None
     named = {"clip": "max_norm", "scale": "scale"}
-    if kind not in named:
+    if not isinstance(kind, str) or kind not in named:
         raise Broken(f"after: got {kind!r}, expected 'clip' or 'scale'")
-    value, eps = getattr(program, named[kind], None), getattr(program, "clip_eps", CLIP_EPS)
-    if not (_is_number(value) and value > 0):
-        raise Broken(f"after = {kind!r} needs `{named[kind]}`, a number above 0; got {value!r}")
-    if not (_is_number(eps) and eps >= 0):
+    said, eps = getattr(program, named[kind], None), getattr(program, "clip_eps", CLIP_EPS)
+    value, least = _number(said), _number(eps)
+    if value is None or value <= 0:
+        raise Broken(f"after = {kind!r} needs `{named[kind]}`, a number above 0; got {said!r}")
+    if least is None or least < 0:
         raise Broken(f"clip_eps: got {eps!r}, expected a number, at least 0")
-    return After(kind=kind, value=float(value), eps=float(eps))
+    return After(kind="clip" if kind == "clip" else "scale", value=value, eps=least)
 
 
 def compared_buffers(program: Any) -> tuple[str, ...]:
     """`compare_buffers = ["*.running_mean"]`, names or patterns, or True. Broken if malformed."""
-    said = getattr(program, "compare_buffers", ())
-    if isinstance(said, bool):
+    said = getattr(program, "compare_buffers", None)
+    if said is None or isinstance(said, bool):
         return ("*",) if said else ()
-    if isinstance(said, str) or not all(isinstance(pattern, str) for pattern in said):
+    patterns = tuple(said) if isinstance(said, Iterable) else (said,)
+    if isinstance(said, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise Broken(f"compare_buffers: got {said!r}, expected True or a list of names or patterns")
-    return tuple(said)
+    return patterns
 
 
 def microbatches_of(program: Any) -> int | None:
     """`num_microbatches`, where it says so. Broken if that is no number of them."""
     said = getattr(program, "num_microbatches", None)
-    if said is not None and (not isinstance(said, int) or isinstance(said, bool) or said < 1):
+    if said is None or callable(said):
+        return None
+    number = _number(said)
+    if number is None or number < 1 or number != int(number):
         raise Broken(f"num_microbatches: got {said!r}, expected an integer >= 1")
-    return said
+    return int(number)
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _number(said: Any) -> float | None:
+    """A finite number, whoever's type it has; None for anything else."""
+    try:
+        number = float(said) if not isinstance(said, bool | str) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 # ---- loss terms ----------------------------------------------------------------------------------

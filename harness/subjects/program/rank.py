@@ -8,7 +8,7 @@ gradient.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -214,8 +214,11 @@ class _TierRun:
         """The rows of a step, also for whoever asks the Program for them."""
         batch = full_batch(self.program, step)
         self.batch_step, self.hash_of_batch = step, hash_weights(batch)
-        self.batch = round_batch(batch, self.rounded, self.dtype)
-        hold_batch(self.program, self.batch)
+        self.batch = self._rounded(batch)
+        hold_batch(self.program, self.batch, self._rounded)
+
+    def _rounded(self, batch: Mapping[str, Tensor]) -> Tensors:
+        return round_batch(batch, self.rounded, self.dtype)
 
     def _info(self, step: int, began: dict[str, str]) -> Result:
         """began: a digest of every parameter as the step found it."""

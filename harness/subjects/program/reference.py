@@ -9,12 +9,13 @@ gradient; what is measured in each dtype is its noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from sumgrad.base.tolerances import STRUCTURE_CAP, ZERO_FACTOR
+from sumgrad.base.tolerances import FLOOR_FACTOR, STRUCTURE_CAP, ZERO_FACTOR
 from sumgrad.record.reference import Kind, Reference
 from sumgrad.record.spec import After, Facts
 from sumgrad.subjects.noise_floor import (
@@ -139,8 +140,10 @@ def _after(
     shared = multiplied(next(iter(found.values())).grads)
     out = {}
     for tier, r in found.items():
-        off = 2 * torch.finfo(tiers[tier]).eps
-        off += r.norm_floor / whole if after.kind == "clip" and factor < 1 else 0.0
+        off = 0.0 if math.frexp(factor)[0] == 0.5 else 2 * torch.finfo(tiers[tier]).eps
+        near = whole + FLOOR_FACTOR * r.norm_floor + after.eps > after.value
+        if after.kind == "clip" and near and whole > 0:  # of a norm that has noise itself
+            off += r.norm_floor / whole
         largest = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in shared.items()}
         out[tier] = replace(
             r,
@@ -379,10 +382,10 @@ def _buffers(exact: Single, cut: _Cut) -> tuple[Grads, list[str]]:
     if not exact.buffers:
         return {}, []
     (name,) = exact.terms
-    if _summed(exact, name, cut.fine[:1], cut.rows) is not None:
-        held, changed = exact.buffers_after()
-        if not changed:
-            return held, changed
+    exact.value_and_count(name, cut.rows)
+    held, changed = exact.buffers_after()
+    if not changed:
+        return held, changed
     exact.gradient(name, cut.rows, cut.rows)
     return exact.buffers_after()
 

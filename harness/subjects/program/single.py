@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,10 +86,13 @@ class Single:
         """The rows of a step. Broken where they are more or fewer than those of the first."""
         batch = full_batch(self.program, step)
         self.batch_step, self.batch_hash = step, hash_weights(batch)
-        self.batch = round_batch(batch, self.rounded_to, self.dtype)
+        self.batch = self._rounded(batch)
         found = len(next(iter(batch.values())))
         if found != self.facts.num_rows:
             raise Broken(f"batch({step}) has {found} rows, batch(0) has {self.facts.num_rows}")
+
+    def _rounded(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return round_batch(batch, self.rounded_to, self.dtype)
 
     def _params(self) -> dict[str, nn.Parameter]:
         """What build() trains; what the loss thaws later is outside."""
@@ -150,7 +154,7 @@ class Single:
         """Before each run: other random numbers, the same buffers and rows."""
         self._runs += 1
         scramble(13, self._runs)
-        hold_batch(self.program, self.batch)
+        hold_batch(self.program, self.batch, self._rounded)
         with torch.no_grad():
             for key, value in self.model.named_buffers():
                 value.copy_(self.buffers[key])
