@@ -42,9 +42,10 @@ class Imports:
         ]
 
     def _made_by_hand(self) -> bool:
-        """Whether there is a module now that no import system made: a stub."""
+        """Whether there is a package now that was not imported: a stub. Parts of compiled ones and
+        what Cython keeps for itself are none."""
         return any(
-            getattr(module, "__spec__", None) is None and not name.startswith("torch.")
+            getattr(module, "__spec__", None) is None and "." not in name and name[0] != "_"
             for name, module in list(sys.modules.items())
             if name not in self._known
         )
