@@ -16,6 +16,7 @@ CHECKS: tuple[Check, ...] = (
     same_start.sound_reference,
     beside.nothing_trained_elsewhere,
     complete.every_tier,
+    complete.nothing_hidden_by_a_clip,
     same_start.seen_norms,
     replicas.replicas_of_a_pool,
     same_start.counts_and_norms,
@@ -28,6 +29,5 @@ CHECKS: tuple[Check, ...] = (
     replicas.replicas_of_a_collective,
     beside.whole_gradients,
     beside.the_same_buffers,
-    complete.nothing_hidden_by_a_clip,
     beside.said_by_the_reference,
 )
