@@ -110,8 +110,8 @@ class Struck:
     def __init__(self, launcher, **ended) -> None:
         self.launcher, self.ended = launcher, ended
 
-    def run(self, job):
-        outcomes = self.launcher.run(job)
+    def run(self, job, **said):
+        outcomes = self.launcher.run(job, **said)
         assert [o.detail for o in outcomes if not o.ok] == []
         return [*outcomes[:-1], replace(outcomes[-1], **self.ended)]
 
