@@ -382,12 +382,17 @@ def _buffers(exact: Single, cut: _Cut) -> tuple[Grads, list[str]]:
     if not exact.buffers:
         return {}, []
     (name,) = exact.terms
-    exact.value_and_count(name, cut.rows)
-    held, changed = exact.buffers_after()
-    if not changed:
-        return held, changed
-    exact.gradient(name, cut.rows, cut.rows)
-    return exact.buffers_after()
+    looks: list[Callable[[], object]] = [  # cheap ones, with a graph and over all rows
+        lambda: _summed(exact, name, cut.fine[:1], cut.rows),
+        lambda: exact.value_and_count(name, cut.rows),
+    ]
+    for look in looks:
+        look()
+        held, changed = exact.buffers_after()
+        if changed:
+            exact.gradient(name, cut.rows, cut.rows)
+            return exact.buffers_after()
+    return held, changed
 
 
 def _problems(
