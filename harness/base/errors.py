@@ -28,5 +28,9 @@ class UserError(ValueError):
         return (type(self), (self.problems,))
 
 
+class Broken(Exception):
+    """A method of a user's step does not do what it must; the text says which and how."""
+
+
 class LaunchError(RuntimeError):
     """The fork server could not start, or is gone: one line that says how."""

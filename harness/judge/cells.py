@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from sumgrad.base.tensors import same_bits
-from sumgrad.base.tolerances import noise_floor, threshold
+from sumgrad.base.tolerances import KERNEL_CAP, noise_floor, threshold
 from sumgrad.judge.comparison import Expected, TensorDiff, tensor_diff
 from sumgrad.judge.knowledge import names_in, plan_of, terms_at, unit_of
 from sumgrad.ledger.process_group import JOIN
@@ -90,7 +90,7 @@ def cells(record: Record, tier: str, reference: Reference) -> Iterator[Cell]:
             wanted = expected(record, reference, pool.name, name, tier)
             for rank, held in held_here.items():
                 if at in held.grads and (not record.spec.opaque or name in held.params):
-                    index = held.index.get(name)
+                    index = held.index_of(tier, name)
                     yield Cell(
                         rank=rank,
                         pool=pool.name,
@@ -135,6 +135,18 @@ def compare_again(record: Record, diffs: Sequence[TensorDiff]) -> list[TensorDif
         compare_cell(record, replace(cell, got=record.ranks[cell.rank].again.get(cell.name)))
         for cell in cells(record, tier, references[-1])
     ]
+
+
+def near_misses(record: Record) -> list[int]:
+    """Steps with errors above their thresholds that a floor from more runs may allow.
+
+    None where any tensor is further off: more runs would not change the verdict.
+    """
+    diffs = compare(record)
+    wrong = [d for d in (*diffs, *compare_again(record, diffs)) if d.status == "fail"]
+    if any(not d.comparable or d.of_threshold > KERNEL_CAP for d in wrong):
+        return []
+    return sorted({d.step for d in wrong})
 
 
 def _compare_step(record: Record, tier: str, reference: Reference) -> Iterator[TensorDiff]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from sumgrad.judge.comparison import TensorDiff
@@ -25,7 +26,7 @@ class Finding:
     aside: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Compared:
     """A stored run, and its gradients compared. again: those of a step that was repeated.
 
@@ -39,13 +40,17 @@ class Compared:
 
     @property
     def failed_again(self) -> list[TensorDiff]:
-        """What failed in the repeated step, and passed in the first."""
-        passed = {(d.tier, d.step, d.rank, d.name) for d in self.diffs if d.status == "pass"}
+        """What failed in the repeated step, and passed in every step before."""
         return [
             d
             for d in self.again
-            if d.status == "fail" and (d.tier, d.step, d.rank, d.name) in passed
+            if d.status == "fail" and (d.tier, d.rank, d.name) not in self.not_passed
         ]
+
+    @cached_property
+    def not_passed(self) -> set[tuple[str, int, str]]:
+        """Tier, rank and name of what did not pass in every step."""
+        return {(d.tier, d.rank, d.name) for d in self.diffs if d.status != "pass"}
 
 
 Check = Callable[[Compared], Iterator[Finding]]

@@ -7,6 +7,7 @@
     ranks/rank_00003.ledger.jsonl     every collective it issued
     reference_TIER_STEP.safetensors|json   the reference, its scale and its noise floor
     partials_TIER_STEP.safetensors|json    the gradient in parts, after a failure
+    trace/                  a failing step again: what went through its modules
     outcomes.json, verdict.json, report.md
     manifest.json           what of this is judged, by size and digest
 
@@ -36,6 +37,7 @@ from sumgrad.record.reference import (
     with_parts,
 )
 from sumgrad.record.spec import DAMAGED, RunSpec, read_spec
+from sumgrad.record.trace import FOLDER, Traces, read_traces
 
 PROBLEMS = "reference_problems.json"  # beside a reference; copied with it
 
@@ -54,6 +56,7 @@ class Record:
     references: dict[str, list[Reference]]
     started: dict[int, list[Event]] = field(default_factory=dict)
     damage: tuple[str, ...] = ()
+    traces: Traces | None = None
     _known: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
@@ -98,7 +101,12 @@ def load_record(directory: Path, *, changes: Changes = NO_CHANGES) -> Record:
         references=references,
         started=started,
         damage=tuple(damage),
+        traces=None if _traces_changed(changes) else read_traces(directory, sorted(ranks)),
     )
+
+
+def _traces_changed(changes: Changes) -> bool:
+    return any(name.startswith(f"{FOLDER}/") for name in changes.files)
 
 
 def read_ranks(

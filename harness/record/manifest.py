@@ -23,6 +23,7 @@ SCHEMA = 1
 _EVIDENCE = re.compile(
     r"run\.json|outcomes\.json|(reference|partials)_\w+\.(json|safetensors)"
     r"|ranks/rank_\d+\.(json|safetensors|ledger\.jsonl)|ranks/grads_\w+\.safetensors"
+    r"|trace/asked\.json|trace/(ranks/rank_\d+|single)_trace\.(json|safetensors)"
 )
 
 
@@ -55,7 +56,12 @@ def write_manifest(directory: Path) -> None:
 def evidence(directory: Path) -> list[str]:
     """The files that judging reads, relative to the run directory, in order."""
     try:
-        found = [*directory.iterdir(), *(directory / "ranks").glob("*")]
+        found = [
+            *directory.iterdir(),
+            *(directory / "ranks").glob("*"),
+            *(directory / "trace").glob("*"),
+            *(directory / "trace" / "ranks").glob("*"),
+        ]
     except OSError:
         return []
     names = (path.relative_to(directory).as_posix() for path in found)

@@ -25,6 +25,7 @@ GRADS_FILE = re.compile(r"grads_[0-9a-f]{16}\.safetensors")
 AGAIN = "again"  # of the tensors of a step that was repeated
 BUFFER = "buffer"
 INDEX = "index"
+INDEX_IN = "index_in"  # of a tier that cuts a parameter otherwise: FSDP1 pads by bytes
 # What a Program's rank must say of every step.
 SAID = ("races", "unwaited", "other_weights", "changed_weights", "partial", "feeds", "backwards")
 Event = dict[str, Any]
@@ -36,10 +37,10 @@ class RankRecord:
     """What one rank wrote. grads, info, events and buffers by (tier, step).
 
     info: what it says of the step (counts and norms; races and weights that changed). params: names
-    it holds; index: the elements it holds of a sharded one. again: the gradients of the step that
-    was repeated, the last of `again_tier`. unknown: what it could not place. built, batch: hashes.
-    stray: operations that belong to no step. ledger_whole: every operation it started is in the
-    ledger and ended.
+    it holds; index: the elements it holds of a sharded one, index_in: in a tier where they differ.
+    again: the gradients of the step that was repeated, the last of `again_tier`. unknown: what it
+    could not place. built, batch: hashes. stray: operations that belong to no step. ledger_whole:
+    every operation it started is in the ledger and ended.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class RankRecord:
     ledger_whole: bool
     params: tuple[str, ...] = ()
     index: Grads = field(default_factory=dict)
+    index_in: dict[str, Grads] = field(default_factory=dict)
     again: Grads = field(default_factory=dict)
     again_tier: str = ""
     buffers: dict[At, Grads] = field(default_factory=dict)
@@ -57,11 +59,16 @@ class RankRecord:
     built: str = ""
     batch: str = ""
 
+    def index_of(self, tier: str, name: str) -> torch.Tensor | None:
+        """Which elements of a parameter it holds in a tier; None for all of it."""
+        return self.index_in.get(tier, {}).get(name, self.index.get(name))
+
 
 class RankFiles:
     """Where one rank writes its tensors. files: `TIER/STEP`, `again/TIER` -> what holds them.
 
-    others: what belongs to no step, INDEX/PARAM and BUFFER/TIER/STEP/NAME; written at the end.
+    others: what belongs to no step, INDEX/PARAM, INDEX_IN/TIER/PARAM and BUFFER/TIER/STEP/NAME;
+    written at the end.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -111,11 +118,15 @@ def read_rank(
     grads: dict[At, Grads] = {}
     buffers: dict[At, Grads] = {}
     one: dict[str, Grads] = {AGAIN: {}, INDEX: {}}
+    index_in: dict[str, Grads] = {}
     again_tier = ""
     for key, tensor in read_tensors(rank_file(directory, rank, ".safetensors")):
         kind, rest = key.split("/", 1)
         if kind == INDEX:
             one[INDEX][rest] = tensor
+        elif kind == INDEX_IN:
+            tier, name = rest.split("/", 1)
+            index_in.setdefault(tier, {})[name] = tensor
         else:
             tier, step, name = rest.split("/", 2)
             buffers.setdefault((tier, int(step)), {})[name] = tensor
@@ -143,6 +154,7 @@ def read_rank(
         ledger_whole=_is_whole(begun, info, result, spec),
         params=() if planned else tuple(result["params"]),
         index=one[INDEX],
+        index_in=index_in,
         again=one[AGAIN],
         again_tier=again_tier,
         buffers=buffers,

@@ -54,6 +54,18 @@ def raise_floor(
     return raised(floor, measure_floor(exact, [other]), sizes, norm(exact.total), dtype)
 
 
+def louder(one: Floor, other: Floor) -> Floor:
+    """The larger of two floors, name by name."""
+    return Floor(
+        by_name={n: max(x, other.by_name[n]) for n, x in one.by_name.items()},
+        by_term={
+            t: {n: max(x, other.by_term[t][n]) for n, x in own.items()}
+            for t, own in one.by_term.items()
+        },
+        norm=max(one.norm, other.norm),
+    )
+
+
 def raised(
     floor: Floor, found: Floor, sizes: Mapping[str, float], of_norm: float, dtype: torch.dtype
 ) -> Floor:

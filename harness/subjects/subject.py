@@ -32,6 +32,12 @@ class Subject(Protocol):
     def references(self, piece: str, *, progress: Progress) -> Iterator[tuple[str, Reference]]:
         """The references of a piece with their tiers, in this process."""
 
+    def surer_references(self, step: int, *, progress: Progress) -> dict[str, Reference]:
+        """Every tier's reference of a step, its noise floor from more runs; none where it has them.
+
+        Asked for before an error is called wrong that such runs may well make.
+        """
+
     def parts(self, tier: str, step: int, known: Sequence[Reference]) -> dict[int, Parts]:
         """The parts of a step and of the one before it. known: the tier's references."""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from records_in_memory import FLOOR, SCALE, found, planned_record, texts, with_rank
-from sumgrad.judge.cells import compare, expected
+from sumgrad.judge.cells import compare, expected, near_misses
 from sumgrad.judge.checks.replicas import replicas_of_a_pool
 from sumgrad.judge.checks.same_start import counts_and_norms, expect_norms
 from sumgrad.judge.knowledge import known_plan
@@ -204,3 +204,18 @@ def test_a_rank_is_complete_with_every_tier_and_step(record):
         assert 7 not in with_rank(record, 7, **{field: short}).complete_ranks()
     more = replace(record, spec=replace(record.spec, steps=3))
     assert more.complete_ranks() == {}
+
+
+def test_an_error_that_more_runs_may_allow_is_near_and_a_larger_one_is_not(record):
+    name = next(iter(record.ranks[1].grads[KEY]))
+    error = 2.0**-47  # as above: exact beside every gradient
+    assert near_misses(record) == []
+    for times, steps in ((3.9, []), (4.1, [1]), (15.9, [1]), (16.1, [])):
+        by = error * round(times * FLOOR / error)
+        assert near_misses(changed(record, 1, name, by)) == steps, times
+    close = changed(record, 1, name, error * round(5 * FLOOR / error))
+    assert near_misses(close) == [1]
+    assert near_misses(changed(close, 1, name, 1.0, ("structure", 0))) == []
+    lost = {k: {n: g for n, g in v.items() if n != name} if k == ("precision", 0) else v
+            for k, v in close.ranks[1].grads.items()}  # fmt: skip
+    assert near_misses(with_rank(close, 1, grads=lost)) == []

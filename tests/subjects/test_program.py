@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_shipped_program_passes(name, sumgrad_launcher, tmp_path):
-    options = CheckOptions(topology=shipped(name), steps=3, out=tmp_path, timeout_s=60)
+    options = CheckOptions(topology=shipped(name), steps=3, out=tmp_path, timeout_s=240)
     verdict, directory = run_check(options, launcher=sumgrad_launcher)
     assert verdict.status == "pass", (verdict.reasons, verdict.findings, verdict.diagnoses)
     assert not verdict.warnings, verdict.warnings
@@ -123,7 +123,7 @@ def test_a_rank_that_leaves_the_others_waiting_is_named_at_once(check):
     verdict, _ = check(
         "    def step(self, model, batch, ctx):\n"
         "        if ctx.rank != 1:\n            super().step(model, batch, ctx)",
-        timeout_s=60,
+        timeout_s=240,
         tiers=("structure",),
     )
     assert verdict.status != "pass"
@@ -252,7 +252,7 @@ def test_hand_cut_shards_are_found_by_value_and_constant_ones_are_not_guessed(ch
 def test_rows_and_a_program_without_an_options_parameter(tmp_path, sumgrad_launcher):
     path = tmp_path / "dp.yaml"
     path.write_text(shipped("data_parallel").read_text() + "rows: 5\n")
-    options = CheckOptions(topology=path, out=tmp_path / "run", timeout_s=60)
+    options = CheckOptions(topology=path, out=tmp_path / "run", timeout_s=240)
     verdict, _ = run_check(options, launcher=sumgrad_launcher)
     assert (verdict.status, verdict.data["num_rows"]) == ("pass", 5)
     assert load_topology(path).rows == 5
@@ -262,7 +262,7 @@ def test_shrinking_finds_two_ranks(sumgrad_launcher, tmp_path):
     from sumgrad.launch.matrix.shrink import shrink
 
     options = CheckOptions(
-        topology=shipped("ddp"), fault="ddp_average", out=tmp_path / "run", timeout_s=60
+        topology=shipped("ddp"), fault="ddp_average", out=tmp_path / "run", timeout_s=240
     )
     verdict, directory = run_check(options, launcher=sumgrad_launcher)
     small = replace(options, tiers=("structure",))

@@ -7,20 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sumgrad.base.errors import Broken
+from sumgrad.base.tolerances import KERNEL_CAP, noise_floor
 from sumgrad.record.reference import with_parts
-from sumgrad.subjects.program import parts as program_parts
-from sumgrad.subjects.program.parts import compute_parts
 from sumgrad.subjects.program.probe import probe
-from sumgrad.subjects.program.protocol import Broken, Weights, hash_model
-from sumgrad.subjects.program.reference import (
-    _low_precision,
-    _same,
-    _Term,
-    _typical,
-    _zeros,
-    compute_program_reference,
+from sumgrad.subjects.program.protocol import Weights, hash_model
+from sumgrad.subjects.program.reference import parts as program_parts
+from sumgrad.subjects.program.reference.compute import compute_program_reference
+from sumgrad.subjects.program.reference.noise import (
+    at_least_typical,
+    low_precision,
+    zero_by_mathematics,
 )
-from sumgrad.subjects.program.single import Single
+from sumgrad.subjects.program.reference.parts import compute_parts
+from sumgrad.subjects.program.reference.single import Single
+from sumgrad.subjects.program.reference.terms import Term, same_up_to
 from torch import nn
 
 X = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.0, 4.0], [2.0, 2.0], [-3.0, 1.0]])
@@ -87,6 +88,23 @@ def test_the_gradient_is_that_of_the_sum_over_the_count():
     assert first.weights != second.weights
     assert 0 < first.floor["weight"] < 1e-14
     assert first.resolution["loss"]["weight"] < 1e-15
+
+
+def test_more_runs_never_find_less_noise_and_are_capped_once():
+    facts = probe(Squares(), dtype=torch.float32)
+    floors = [
+        compute_program_reference(
+            Squares(), facts, {"tier": torch.float32}, step=1, num_chunks=3, jitters=jitters
+        )["tier"]
+        for jitters in (0, 1, 9, 40)
+    ]
+    none, one, nine, forty = (r.floor["weight"] for r in floors)
+    assert none <= one <= nine <= forty
+    assert none < nine
+    known = noise_floor(none, floors[0].scale["weight"], "float32")
+    assert forty <= KERNEL_CAP * known
+    assert forty <= floors[3].floor_by_term["loss"]["weight"] * (1 + 1e-9)
+    assert {r.norm for r in floors} == {floors[0].norm}
 
 
 class Squares(Linear):
@@ -342,7 +360,7 @@ def test_a_loss_that_needs_several_rows_has_no_partials():
      (1.1e-12, 1e-3, True), (1e-9, 0.0, True)],
 )  # fmt: skip
 def test_a_cast_inside_leaves_its_mark_on_the_floor(floor, scale, loud):
-    found = _low_precision({"e": 0.0, "w": floor}, {"e": 0.0, "w": scale})
+    found = low_precision({"e": 0.0, "w": floor}, {"e": 0.0, "w": scale})
     assert bool(found) == loud
     if loud:
         assert found[0].startswith("loss_sum() computes w in less than float64 somewhere")
@@ -354,10 +372,10 @@ def test_the_same_is_within_a_part_of_the_scale():
     for by, same in ((3.9e-9, True), (4.1e-9, False)):
         for sign in (1, -1):
             moved = {"w": one["w"] + sign * torch.tensor([0.0, by]).double(), "e": one["e"]}
-            assert _same(moved, one, scale, 1e-9) == same
-    assert _same({"w": one["w"] + 4.0}, one, scale, 1.0)  # the bound itself is the same
+            assert same_up_to(moved, one, scale, 1e-9) == same
+    assert same_up_to({"w": one["w"] + 4.0}, one, scale, 1.0)  # the bound itself is the same
     zero = {"w": torch.zeros(2).double(), "e": one["e"]}
-    assert _same(zero, zero, {"w": 0.0, "e": 0.0}, 1e-9)
+    assert same_up_to(zero, zero, {"w": 0.0, "e": 0.0}, 1e-9)
 
 
 def test_sparse_gradients_and_objects_with_slots_are_taken():
@@ -442,18 +460,18 @@ def test_a_tensor_that_is_trained_before_the_model_is_named():
 def test_no_tensor_is_quieter_than_half_of_them_and_a_zero_has_the_noise_of_the_largest():
     scale = {"a": 1.0, "b": 2.0, "c": 4.0, "zero": 0.5, "unused": 0.0}
     floor = {"a": 0.0, "b": 0.25, "c": 1.0, "zero": 0.0, "unused": 0.0}
-    found = _typical(floor, scale, {"zero"})  # noise as parts of the scale: 0, 0, 1/8, 1/4
+    found = at_least_typical(floor, scale, {"zero"})  # noise as parts of the scale: 0, 0, 1/8, 1/4
     assert found == {"a": 0.125, "b": 0.25, "c": 1.0, "zero": 0.5, "unused": 0.0}
-    assert _typical({"w": 0.0}, {"w": 0.0}, set()) == {"w": 0.0}
+    assert at_least_typical({"w": 0.0}, {"w": 0.0}, set()) == {"w": 0.0}
 
 
 @pytest.mark.parametrize(("size", "zero"), [(0.0, True), (9e-14, True), (1.1e-13, False)])
 def test_what_two_runs_differ_by_a_thousandth_of_is_zero_by_mathematics(size, zero):
     grad, none = torch.tensor([size, 0.0]).double(), torch.empty(0).double()
-    term = _Term(
+    term = Term(
         grads={"w": grad, "e": none}, again={"w": grad + 1e-16, "e": none}, count=1.0, scale={},
         kind="coupled",
     )  # fmt: skip
     loud = replace(term, grads={"w": grad + 1.0, "e": none}, again={"w": grad + 1.0, "e": none})
-    assert _zeros({"one": term}) == ({"w"} if zero else set())
-    assert _zeros({"one": term, "other": loud}) == set()
+    assert zero_by_mathematics({"one": term}) == ({"w"} if zero else set())
+    assert zero_by_mathematics({"one": term, "other": loud}) == set()

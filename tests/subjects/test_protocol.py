@@ -311,3 +311,16 @@ def test_nan_in_the_same_places_is_the_same(check):
 def test_what_only_has_the_same_name_is_left_alone(check, said):
     verdict, _ = check(f"    {said}")
     assert verdict.status == "pass", text(verdict)
+
+
+def test_first_rows_of_the_rows_of_each_step(check):
+    body = STEPWISE.format(
+        default="", seed="step",
+        then="again = self.batch(ctx.step)\n"
+        "        assert len(again['x']) == 7 and torch.equal(again['x'], batch['x'])\n"
+        "        super().step(model, batch, ctx)",
+    )  # fmt: skip
+    verdict, directory = check(body, axes="dp: 3}}\nrows: 7\n#")
+    assert verdict.status == "pass", text(verdict)
+    first, second = load_record(directory).references["structure"]
+    assert first.batch != second.batch

@@ -166,8 +166,8 @@ def _buffers_unseen(record: Record) -> Iterator[str]:
             "loss of one term"
         )
     for name in sorted(n for n in held if _wants(record, n)):
-        shapes = {h.buffers.get(at, {})[name].shape for h in record.ranks.values()
-                  for at in h.buffers if name in h.buffers[at]}  # fmt: skip
+        places = [own for h in record.ranks.values() for own in h.buffers.values()]
+        shapes = {own[name].shape for own in places if name in own}
         whole = {r.buffers[name].shape for r in references if name in r.buffers}
         if named and shapes != whole:
             yield f"buffer {name} was not compared: ranks hold a part of it, or another shape"

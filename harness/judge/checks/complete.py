@@ -90,15 +90,19 @@ def _uncovered(record: Record) -> Iterator[str]:
     facts = record.spec.facts
     for name, shape in (facts.params if facts else {}).items():
         numel = torch.Size(shape).numel()
-        seen = torch.zeros(numel, dtype=torch.bool)
-        for held in record.ranks.values():
-            if name in held.params:
-                index = held.index.get(name)
-                if index is None:
-                    seen[:] = True
-                    break
-                seen[index.reshape(-1)] = True
-        lost = numel - int(seen.sum())
+        lost = max((_lost(record, tier, name, numel) for tier in record.spec.tiers), default=numel)
         if lost:
             part = "" if lost == numel else f"{lost} of {numel} elements of "
             yield f"no rank holds {part}{name}, so its gradient was not compared"
+
+
+def _lost(record: Record, tier: str, name: str, numel: int) -> int:
+    """How many elements of a parameter no rank holds in a tier."""
+    seen = torch.zeros(numel, dtype=torch.bool)
+    for held in record.ranks.values():
+        if name in held.params:
+            index = held.index_of(tier, name)
+            if index is None:
+                return 0
+            seen[index.reshape(-1)] = True
+    return numel - int(seen.sum())

@@ -66,7 +66,7 @@ def _other_bits(record: Record, tier: str, step: int) -> list[tuple[str, tuple[i
     for held in record.ranks.values():
         grads = held.grads.get((tier, step), {})
         for name in held.params:
-            index = held.index.get(name)
+            index = held.index_of(tier, name)
             key = (name, "" if index is None else bits([index]))
             other = first.setdefault(key, held)
             mine, theirs = grads.get(name), other.grads.get((tier, step), {}).get(name)
@@ -90,8 +90,7 @@ def _shared_results(record: Record, tier: str, step: int) -> set[tuple[str, int,
 
 def the_same_again(compared: Compared) -> Iterator[Finding]:
     """The repeated step failed where the first one passed, or has other bits."""
-    failed = {(d.tier, d.rank, d.name) for d in compared.diffs if d.status != "pass"}
-    new = [d for d in compared.failed_again if (d.tier, d.rank, d.name) not in failed]
+    new = compared.failed_again
     if new:
         ranks = spans([d.rank for d in new])
         yield Finding(
@@ -107,7 +106,7 @@ def the_same_again(compared: Compared) -> Iterator[Finding]:
             for n, g in held.again.items()
             if n in first
             and not same_bits(g, first[n])
-            and (held.again_tier, rank, n) not in failed
+            and (held.again_tier, rank, n) not in compared.not_passed
         ]
         if other:
             yield Finding(

@@ -7,16 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from sumgrad.base.errors import UserError
+from sumgrad.base.errors import Broken, UserError
 from sumgrad.ledger.process_group import Ledger
 from sumgrad.record.ranks import RankFiles
 from sumgrad.record.reference import Parts, Reference
 from sumgrad.record.spec import Facts, RunSpec
-from sumgrad.subjects.program.parts import compute_parts
+from sumgrad.record.trace import Trace
 from sumgrad.subjects.program.probe import broken_facts, probe
-from sumgrad.subjects.program.protocol import Broken, make_program
+from sumgrad.subjects.program.protocol import make_program
 from sumgrad.subjects.program.rank import Rank
-from sumgrad.subjects.program.reference import compute_program_reference
+from sumgrad.subjects.program.reference.compute import compute_program_reference
+from sumgrad.subjects.program.reference.parts import compute_parts
+from sumgrad.subjects.program.reference.terms import JITTERS, MORE_JITTERS
+from sumgrad.subjects.program.reference.trace import trace_reference
 from sumgrad.subjects.subject import Progress
 from sumgrad.topology.pools import Topology
 
@@ -35,20 +38,28 @@ class UserStep:
 
     def references(self, piece: str, *, progress: Progress) -> Iterator[tuple[str, Reference]]:
         """Every tier of one step. Raises Broken where loss_sum does."""
+        step = int(piece.removeprefix("step "))
+        yield from self._references(step, JITTERS, progress).items()
+
+    def surer_references(self, step: int, *, progress: Progress) -> dict[str, Reference]:
+        """The same, of more runs. Raises Broken where loss_sum does."""
+        return self._references(step, MORE_JITTERS, progress)
+
+    def _references(self, step: int, jitters: int, progress: Progress) -> dict[str, Reference]:
         spec = self.spec
         assert spec.facts is not None
         with _named():
-            found = compute_program_reference(
+            return compute_program_reference(
                 make_program(spec.workload, spec.topology, seed=spec.seed),
                 spec.facts,
                 self._tiers(),
-                step=int(piece.removeprefix("step ")),
+                step=step,
                 num_steps=spec.steps,
                 num_chunks=max(pool.size for pool in spec.topology.pools),
                 lift=spec.lift,
+                jitters=jitters,
                 progress=progress,
             )
-        yield from found.items()
 
     def parts(self, tier: str, step: int, known: Sequence[Reference]) -> dict[int, Parts]:
         """Row by row, of the terms whose rows add up. Raises Broken where loss_sum does."""
@@ -61,6 +72,20 @@ class UserStep:
                 for at in (step - 1, step)
                 if at >= 0
             }
+
+    def trace_rank(self, rank: int, ledger: Ledger, tier: str, step: int) -> Trace:
+        """What goes through the modules of a rank in one step."""
+        return Rank(self.spec.topology, rank, ledger).trace(self.spec, tier, step)
+
+    def trace_single(self, tier: str, step: int) -> Trace:
+        """The same in one process, over the full batch. Raises Broken where loss_sum does."""
+        spec = self.spec
+        assert spec.facts is not None
+        with _named():
+            program = make_program(spec.workload, spec.topology, seed=spec.seed)
+            return trace_reference(
+                program, spec.facts, self._tiers(), tier=tier, step=step, lift=spec.lift
+            )
 
     def _tiers(self) -> dict[str, torch.dtype]:
         return {tier: getattr(torch, dtype) for tier, dtype in self.spec.tiers.items()}

@@ -12,22 +12,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from sumgrad.base.errors import Broken
 from sumgrad.base.outcome import some_of
 from sumgrad.base.tensors import hash_weights
 from sumgrad.record.spec import Facts, RowsAs
+from sumgrad.subjects.program.declared import after_of, compared_buffers, microbatches_of
 from sumgrad.subjects.program.lift import lifting
 from sumgrad.subjects.program.protocol import (
-    Broken,
-    after_of,
     build,
-    compared_buffers,
     cut,
     default_dtype,
     full_batch,
     hash_model,
     hold_batch,
     loss_of,
-    microbatches_of,
     scramble,
     terms_of,
     to_dtype,

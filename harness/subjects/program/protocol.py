@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,18 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from sumgrad.base.errors import UserError
+from sumgrad.base.errors import Broken, UserError
 from sumgrad.base.tensors import hash_weights, own_arithmetic
-from sumgrad.record.spec import CLIP_EPS, After, RowsAs
+from sumgrad.record.spec import RowsAs
 from sumgrad.subjects.loading import find_class, takes
 from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
 
 METHODS = ("build", "batch", "loss_sum", "step")
-
-
-class Broken(Exception):
-    """A method of a Program does not do what a Program's must; the text says which and how."""
 
 
 def is_program(cls: Any) -> bool:
@@ -53,11 +48,12 @@ class FirstRows:
 
     def __init__(self, program: Any, rows: int) -> None:
         self._program, self._rows = program, rows
+        self._batch = program.batch  # its own, whatever is held in its place later
 
     @property
-    def whole(self) -> Any:
-        """The Program itself."""
-        return self._program
+    def whole_batch(self) -> Any:
+        """The Program's own batch(), of all rows."""
+        return self._batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
@@ -72,7 +68,7 @@ class FirstRows:
         super().__delattr__(name)
 
     def batch(self, *args: Any, **named: Any) -> Any:
-        batch = self._program.batch(*args, **named)
+        batch = self._batch(*args, **named)
         return {key: value[: self._rows] for key, value in batch.items()}
 
 
@@ -156,9 +152,7 @@ def takes_step(program: Any) -> bool:
 
 def _with_step(program: Any, step: int) -> tuple[tuple[int, ...], dict[str, int]]:
     """What its own batch() is called with."""
-    if isinstance(program, FirstRows):
-        return _with_step(program.whole, step)
-    given = getattr(program.batch, "own", program.batch)
+    given = getattr(program, "whole_batch", None) or getattr(program.batch, "own", program.batch)
     try:
         taken = inspect.signature(given).parameters
     except (TypeError, ValueError):
@@ -260,60 +254,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# ---- what a Program says of its step ------------------------------------------------------------
-
-
-def after_of(program: Any) -> After | None:
-    """What it does to reduced gradients: `after = "clip"` with `max_norm`, or "scale" with `scale`.
-
-    Broken if it says something else.
-    """
-    kind = getattr(program, "after", None)
-    if kind is None or callable(kind):
-        return None
-    named = {"clip": "max_norm", "scale": "scale"}
-    if not isinstance(kind, str) or kind not in named:
-        raise Broken(f"after: got {kind!r}, expected 'clip' or 'scale'")
-    said, eps = getattr(program, named[kind], None), getattr(program, "clip_eps", CLIP_EPS)
-    value, least = _number(said), _number(eps)
-    if value is None or value <= 0:
-        raise Broken(f"after = {kind!r} needs `{named[kind]}`, a number above 0; got {said!r}")
-    if least is None or least < 0:
-        raise Broken(f"clip_eps: got {eps!r}, expected a number, at least 0")
-    return After(kind="clip" if kind == "clip" else "scale", value=value, eps=least)
-
-
-def compared_buffers(program: Any) -> tuple[str, ...]:
-    """`compare_buffers = ["*.running_mean"]`, names or patterns, or True. Broken if malformed."""
-    said = getattr(program, "compare_buffers", None)
-    if said is None or isinstance(said, bool):
-        return ("*",) if said else ()
-    patterns = tuple(said) if isinstance(said, Iterable) else (said,)
-    if isinstance(said, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise Broken(f"compare_buffers: got {said!r}, expected True or a list of names or patterns")
-    return patterns
-
-
-def microbatches_of(program: Any) -> int | None:
-    """`num_microbatches`, where it says so. Broken if that is no number of them."""
-    said = getattr(program, "num_microbatches", None)
-    if said is None or callable(said):
-        return None
-    number = _number(said)
-    if number is None or number < 1 or number != int(number):
-        raise Broken(f"num_microbatches: got {said!r}, expected an integer >= 1")
-    return int(number)
-
-
-def _number(said: Any) -> float | None:
-    """A finite number, whoever's type it has; None for anything else."""
-    try:
-        number = float(said) if not isinstance(said, bool | str) else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None
-    return number if math.isfinite(number) else None
-
-
 # ---- loss terms ----------------------------------------------------------------------------------
 
 
@@ -338,7 +278,8 @@ def terms_of(program: Any) -> dict[str, Any]:
 def _bound(program: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function written in the class body lacks its `self`: all of them take two arguments."""
     try:
-        given = len(inspect.signature(function).parameters)
+        taken = inspect.signature(function).parameters.values()
+        given = sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in taken)
     except (TypeError, ValueError):
         return function
     return function.__get__(program) if given == 3 else function

@@ -21,8 +21,9 @@ from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
 from sumgrad.ledger.delegation import operations_elsewhere
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import Ledger
-from sumgrad.record.ranks import AGAIN, BUFFER, INDEX, RankFiles
+from sumgrad.record.ranks import AGAIN, BUFFER, INDEX, INDEX_IN, RankFiles
 from sumgrad.record.spec import RunSpec
+from sumgrad.record.trace import Trace
 from sumgrad.subjects.program.context import Context, make_context, make_meshes
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
 from sumgrad.subjects.program.placement import Placed, Placement, place
@@ -47,6 +48,7 @@ from sumgrad.subjects.program.unseen import (
     gradients_elsewhere,
     trained_names,
 )
+from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -79,6 +81,20 @@ class Rank:
             del run
         result["operations"] = self.ledger.num_operations
         return result
+
+    def trace(self, job: RunSpec, tier: str, step: int) -> Trace:
+        """What goes through the modules in one step, after those before it."""
+        run = _TierRun(self, job, tier, getattr(torch, job.tiers[tier]))
+        try:
+            for before in range(step):
+                run.step(before)
+            names = {id(m): name for name, m in run.modules.items()}
+            seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations)
+            with seen:
+                run.step(step)
+            return seen.trace()
+        finally:
+            run.close()
 
 
 class _TierRun:
@@ -113,7 +129,7 @@ class _TierRun:
 
     def _distribute(self) -> None:
         kept = trained(self.model)  # kept alive until all is placed: ids would be used again
-        modules = dict(self.model.named_modules())
+        self.modules = dict(self.model.named_modules())
         scramble(103, self.rank.rank)
         if hasattr(self.program, "distribute"):
             with (
@@ -134,7 +150,7 @@ class _TierRun:
             {id(param): name for name, param in kept.items()},
             dict(self.full),
             (lambda name: declared(name, self.ctx)) if declared else None,
-            {id(module): name for name, module in modules.items()},
+            {id(module): name for name, module in self.modules.items()},
         )
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
         self.trained = trained_names(self.model)
@@ -148,9 +164,8 @@ class _TierRun:
         assert facts is not None
         result["built"], result["batch"] = self.built, self.batch_hash
         for p in self.placement.placed:
+            self._keep_place(p, files.others, known=p.name in result["params"])
             result["params"][p.name] = {"sharded": p.index is not None}
-            if p.index is not None:
-                files.others[f"{INDEX}/{p.name}"] = p.index
         for step in range(self.job.steps):
             grads, info = self.step(step)
             files.keep(f"{self.tier}/{step}", grads)
@@ -164,6 +179,20 @@ class _TierRun:
             info["races"] = list(dict.fromkeys([*info["races"], *more["races"]]))
             files.keep(f"{AGAIN}/{self.tier}", grads)
         result["unknown"] += [u for u in self._elsewhere() if u not in result["unknown"]]
+
+    def _keep_place(self, p: Placed, others: Tensors, *, known: bool) -> None:
+        """Which elements it holds of a parameter; where a tier cuts it otherwise than the first.
+
+        known: an earlier tier has it.
+        """
+        first = others.get(f"{INDEX}/{p.name}")
+        if not known and p.index is not None:
+            others[f"{INDEX}/{p.name}"] = p.index
+        elif known and (first is not None or p.index is not None):
+            whole = torch.arange(p.local().numel()).reshape(p.local().shape)
+            index = whole if p.index is None else p.index
+            if first is None or not torch.equal(first, index):
+                others[f"{INDEX_IN}/{self.tier}/{p.name}"] = index
 
     def _elsewhere(self) -> list[str]:
         """Backends over which the Program communicated unseen, by groups of its own."""

@@ -10,7 +10,7 @@ import torch
 from sumgrad.record.reference import ALL, Partials, Parts, Reference
 from sumgrad.record.spec import Facts
 from sumgrad.subjects.program.protocol import coarsest
-from sumgrad.subjects.program.single import Single
+from sumgrad.subjects.program.reference.single import Single
 
 MAX_PARTIALS = 1 << 24  # elements kept of all partials of a step; rows are merged to fit
 

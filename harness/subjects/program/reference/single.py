@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from sumgrad.base.errors import Broken
 from sumgrad.base.tensors import hash_weights
 from sumgrad.record.spec import Facts
 from sumgrad.subjects.noise_floor import Grads
 from sumgrad.subjects.program.lift import lifting
 from sumgrad.subjects.program.protocol import (
-    Broken,
     Weights,
     build,
     cut,

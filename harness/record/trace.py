@@ -1,0 +1,137 @@
+"""What went through a step's modules: outputs, the gradients that reached them, data that entered.
+
+Recorded in a second run of a failing step, on every rank and in one process: `trace/` of a run
+directory, a file of tensors and one of words for each. Off in a run that passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sumgrad.base.files import read_json, write_json
+from sumgrad.record.endings import rank_file
+from sumgrad.record.reference import Grads, read_tensors, write_tensors
+from sumgrad.record.spec import DAMAGED
+from torch import Tensor
+
+FOLDER = "trace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One tensor that one call of a module gave.
+
+    module: its name in build()'s model; number: of the call; part: of the output. operation,
+    operation_back: how many collectives this rank had issued when it was there, and when its
+    gradient was; None where none came. recomputed: in the backward, by a checkpoint.
+    """
+
+    module: str
+    number: int
+    part: int
+    operation: int
+    operation_back: int | None
+    recomputed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """What one process saw. outputs and gradients go with calls, which are in order.
+
+    gradients: None where none came. sources: module -> its class and line. data: what entered
+    modules and no module made; entered: which module. batch: the full one, of the single process.
+    operations: all collectives, in words. left_out: modules with a tensor over the limit of what
+    is kept: that it is not there says nothing.
+    by_term: gradients of each term of a loss of several, in the single process.
+    """
+
+    calls: tuple[Call, ...]
+    outputs: tuple[Tensor, ...]
+    gradients: tuple[Tensor | None, ...]
+    sources: Mapping[str, str]
+    data: tuple[Tensor, ...] = ()
+    entered: tuple[str, ...] = ()
+    batch: Mapping[str, Tensor] | None = None
+    operations: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    by_term: Mapping[str, tuple[Tensor | None, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Traces:
+    """Those of one step: every rank's, and the single process's."""
+
+    tier: str
+    step: int
+    ranks: Mapping[int, Trace]
+    single: Trace
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write PATH.safetensors and PATH.json."""
+    tensors: Grads = {}
+    for kind, held in (("output", trace.outputs), ("gradient", trace.gradients),
+                       ("data", trace.data)):  # fmt: skip
+        tensors |= {f"{kind}/{i}": t for i, t in enumerate(held) if t is not None}
+    for term, gradients in trace.by_term.items():
+        tensors |= {f"term/{term}/{i}": t for i, t in enumerate(gradients) if t is not None}
+    tensors |= {f"batch/{name}": t.clone() for name, t in (trace.batch or {}).items()}
+    write_tensors(path.with_suffix(".safetensors"), tensors)
+    said = {
+        "calls": [asdict(call) for call in trace.calls],
+        "sources": dict(trace.sources),
+        "terms": list(trace.by_term),
+        "operations": list(trace.operations),
+        "entered": list(trace.entered),
+        "left_out": list(trace.left_out),
+    }
+    write_json(path.with_suffix(".json"), said)
+
+
+def read_trace(path: Path) -> Trace:
+    """Read it back. Raises FileNotFoundError or one of spec.DAMAGED."""
+    said: dict[str, Any] = read_json(path.with_suffix(".json"))
+    held = dict(read_tensors(path.with_suffix(".safetensors")))
+    calls = tuple(Call(**call) for call in said["calls"])
+    num_data = sum(key.startswith("data/") for key in held)
+    return Trace(
+        calls=calls,
+        outputs=tuple(held[f"output/{i}"] for i in range(len(calls))),
+        gradients=tuple(held.get(f"gradient/{i}") for i in range(len(calls))),
+        sources=said["sources"],
+        data=tuple(held[f"data/{i}"] for i in range(num_data)),
+        batch={k.removeprefix("batch/"): t for k, t in held.items() if k.startswith("batch/")},
+        entered=tuple(said["entered"]),
+        operations=tuple(said["operations"]),
+        left_out=tuple(said["left_out"]),
+        by_term={
+            term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
+            for term in said["terms"]
+        },
+    )
+
+
+def rank_trace(folder: Path, rank: int) -> Path:
+    return rank_file(folder, rank, "_trace")
+
+
+def single_trace(folder: Path) -> Path:
+    return folder / "single_trace"
+
+
+def read_traces(directory: Path, ranks: Sequence[int]) -> Traces | None:
+    """The traces of a run directory; None where there are none, or not all, or damaged ones."""
+    folder = directory / FOLDER
+    try:
+        asked = read_json(folder / "asked.json")
+        return Traces(
+            tier=str(asked["tier"]),
+            step=int(asked["step"]),
+            ranks={rank: read_trace(rank_trace(folder, rank)) for rank in ranks},
+            single=read_trace(single_trace(folder)),
+        )
+    except DAMAGED:
+        return None

@@ -1,0 +1,135 @@
+"""What arithmetic in a dtype does to a reference: runs in that dtype, and what no run shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from sumgrad.base.tolerances import STRUCTURE_CAP, ZERO_FACTOR
+from sumgrad.subjects.noise_floor import (
+    Floor,
+    Grads,
+    Run,
+    error,
+    louder,
+    measure_floor,
+    norm,
+    raised,
+)
+from sumgrad.subjects.program.reference.single import Single
+from sumgrad.subjects.program.reference.terms import Exact, Sizes, Term, run_of
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """What a dtype does to a step's gradients. by_name: its floor, none quieter than is typical;
+    run: one in that dtype."""
+
+    dtype: torch.dtype
+    floor: Floor
+    by_name: Sizes
+    run: Run
+
+
+def measure(exact: Exact, working: Single, coarser: Noise | None) -> Noise:
+    """The noise in the dtype of `working`, at the step's weights. coarser: that of fewer digits.
+
+    float64's own two sums are its runs; what sums that are cut within a row do to it is taken from
+    the coarser dtype's, where there is one.
+    """
+    dtype, single = working.dtype, exact.single
+    run = exact.again if working is single else working_run(working, exact.terms, exact.cut.coarse)
+    floor = measure_floor(exact.sums, [run])
+    if dtype == torch.float64 and coarser is not None:
+        less = finer(coarser.dtype, coarser.floor)
+        floor = raised(floor, less, exact.scale, norm(exact.sums.total), dtype)
+    else:
+        floor = jittered(floor, working, exact)
+    by_name = at_least_typical(floor.by_name, exact.scale, zero_by_mathematics(exact.terms))
+    return Noise(dtype=dtype, floor=floor, by_name=by_name, run=run)
+
+
+def jittered(floor: Floor, working: Single, exact: Exact) -> Floor:
+    """The noise of a dtype, with that of runs whose weights are off by one rounding."""
+    found = floor
+    for seed, chunks in enumerate(exact.cut.drawn, 1):
+        working.set_step(exact.step, jitter=seed)
+        run = working_run(working, exact.terms, chunks, divide_first=bool(seed % 2))
+        found = louder(found, measure_floor(exact.sums, [run]))
+    working.set_step(exact.step)
+    return raised(floor, found, exact.scale, norm(exact.sums.total), working.dtype)
+
+
+def finer(dtype: torch.dtype, floor: Floor) -> Floor:
+    """The noise that float64 has where a dtype of fewer digits has this one."""
+    part = torch.finfo(torch.float64).eps / torch.finfo(dtype).eps
+    return Floor(
+        by_name={n: part * noise for n, noise in floor.by_name.items()},
+        by_term={t: {n: part * x for n, x in own.items()} for t, own in floor.by_term.items()},
+        norm=part * floor.norm,
+    )
+
+
+def at_least_typical(floor: Sizes, scale: Sizes, zeros: set[str]) -> Sizes:
+    """No tensor is quieter than half of them are: a small one may come out exact by luck.
+
+    zeros: what is zero by mathematics is all noise, that of the largest numbers it cancels from.
+    """
+    parts = sorted(floor[name] / size for name, size in scale.items() if size > 0)
+    typical, largest = parts[len(parts) // 2] if parts else 0.0, max(scale.values())
+    return {
+        name: max(noise, typical * (largest if name in zeros else scale[name]))
+        for name, noise in floor.items()
+    }
+
+
+def zero_by_mathematics(terms: Mapping[str, Term]) -> set[str]:
+    """Parameters whose gradient is no more than what two float64 runs of it differ by."""
+    first = next(iter(terms.values()))
+    return {
+        name
+        for name, grad in first.grads.items()
+        if grad.numel()
+        and all(
+            float(t.grads[name].abs().max()) <= ZERO_FACTOR * error(t.again[name], t.grads[name])
+            for t in terms.values()
+        )
+    }
+
+
+def working_run(
+    working: Single,
+    terms: Mapping[str, Term],
+    chunks: Sequence[Tensor],
+    *,
+    divide_first: bool = False,
+) -> Run:
+    """One single-process run in the working dtype: rows in these chunks, or all in this order.
+
+    divide_first: by the count before the backward, not after it; other roundings, same gradient.
+    """
+    by_term = {}
+    whole = torch.arange(working.facts.num_rows)
+    for name, term in terms.items():
+        parts = chunks if term.kind == "rows" else [torch.cat(list(chunks))]
+        total: Grads = {}
+        for part in parts:
+            before, after = (1 / term.count, 1.0) if divide_first else (1.0, term.count)
+            grads, _ = working.gradient(name, part, whole, seed=before)
+            total = {n: total[n] + g / after if n in total else g / after for n, g in grads.items()}
+        by_term[name] = total
+    return run_of(by_term)
+
+
+def low_precision(floor: dict[str, float], scale: Sizes) -> list[str]:
+    """float64 that is none: a cast inside loss_sum leaves its mark on the noise floor."""
+    odd = [n for n, size in scale.items() if floor[n] > STRUCTURE_CAP * max(size, 1e-300)]
+    loud = [n for n in odd if floor[n] > STRUCTURE_CAP]
+    if not loud:
+        return []
+    return [
+        f"loss_sum() computes {loud[0]} in less than float64 somewhere (a cast?): its "
+        f"single-process runs differ by {floor[loud[0]]:.1e}"
+    ]

@@ -1,0 +1,84 @@
+"""What goes through a Program's modules in one process, over the full batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sumgrad.record.spec import Facts
+from sumgrad.record.trace import Call, Trace
+from sumgrad.subjects.program.protocol import coarsest, default_dtype
+from sumgrad.subjects.program.reference.single import Single
+from sumgrad.subjects.program.watch import ModuleWatch
+from torch import Tensor
+
+
+def trace_reference(
+    program: Any,
+    facts: Facts,
+    tiers: Mapping[str, torch.dtype],
+    *,
+    tier: str,
+    step: int,
+    lift: bool = True,
+) -> Trace:
+    """The trace of one step, of all terms together. Raises Broken where loss_sum does."""
+    single = Single(program, facts, tiers[tier], rounded_to=coarsest(tiers.values()), lift=lift)
+    single.set_step(step)
+    rows = torch.arange(facts.num_rows)
+    found: dict[str, Trace] = {}
+    for name in single.terms:
+        count = single.value_and_count(name, rows)[1]
+        with ModuleWatch(single.model) as seen, default_dtype(single.dtype):
+            single.gradient(name, rows, rows, seed=1 / count)
+        found[name] = seen.trace(single.batch)
+    return _together(found)
+
+
+def _together(found: Mapping[str, Trace]) -> Trace:
+    """Terms that each ran the model: calls with the same output have the sum of their gradients."""
+    first = next(iter(found.values()))
+    if len(found) == 1:
+        return first
+    calls: list[Call] = []
+    outputs: list[Tensor] = []
+    places: dict[str, dict[int, Tensor]] = {term: {} for term in found}
+    for term, trace in found.items():
+        for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
+            at = _same_call(calls, outputs, call, output)
+            if at is None:
+                at = len(calls)
+                calls.append(call)
+                outputs.append(output)
+            if gradient is not None:
+                before = places[term].get(at)
+                places[term][at] = gradient if before is None else before + gradient
+    totals: list[Tensor | None] = []
+    for i in range(len(calls)):
+        held = [own[i] for own in places.values() if i in own]
+        totals.append(torch.stack(held).sum(0) if held else None)
+    return replace(
+        first,
+        calls=tuple(calls),
+        outputs=tuple(outputs),
+        gradients=tuple(totals),
+        left_out=tuple({name: None for trace in found.values() for name in trace.left_out}),
+        sources={
+            name: source for trace in found.values() for name, source in trace.sources.items()
+        },
+        by_term={
+            term: tuple(own.get(i) for i in range(len(calls))) for term, own in places.items()
+        },
+    )
+
+
+def _same_call(
+    calls: Sequence[Call], outputs: Sequence[Tensor], call: Call, output: Tensor
+) -> int | None:
+    for i, (known, held) in enumerate(zip(calls, outputs, strict=True)):
+        same = (known.module, known.part) == (call.module, call.part)
+        if same and held.shape == output.shape and torch.equal(held, output):
+            return i
+    return None

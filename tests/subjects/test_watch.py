@@ -1,0 +1,79 @@
+"""Hooks on modules: names under wrappers, what is kept, what is a trial of a pipeline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sumgrad.subjects.program import watch
+from sumgrad.subjects.program.watch import ModuleWatch
+from torch import nn
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def seen(of: nn.Module, names=None, run=None):
+    with ModuleWatch(of, names) as watching:
+        (run or of)(torch.ones(5, 3)).sum().backward()
+    return watching.trace()
+
+
+def test_outputs_and_the_gradients_that_reach_them():
+    found = seen(model())
+    assert [(c.module, c.number, c.recomputed) for c in found.calls] == [
+        ("0", 0, False), ("1", 0, False), ("2", 0, False), ("", 0, False),
+    ]  # fmt: skip
+    assert [tuple(o.shape) for o in found.outputs] == [(5, 4), (5, 4), (5, 2), (5, 2)]
+    assert torch.equal(found.gradients[-1], torch.ones(5, 2))
+    assert found.entered == ("0", "")
+    assert not found.left_out
+
+
+def test_names_are_those_of_build_under_wrappers_and_in_stages():
+    inner = model()
+    names = {id(m): n for n, m in inner.named_modules()}
+    wrapped = nn.Module()
+    wrapped.module = inner
+    wrapped.forward = inner.forward
+    assert [c.module for c in seen(wrapped, names).calls][:3] == ["0", "1", "2"]
+    stage = nn.Sequential(inner[0], inner[2])  # a stage of a pipeline numbers its layers anew
+    found = seen(stage, names, stage)
+    assert [c.module for c in found.calls] == ["0", "2"]
+    assert "" not in found.sources
+
+
+def test_over_the_limit_a_module_is_left_out_by_name(monkeypatch):
+    monkeypatch.setattr(watch, "MAX_BYTES", 5 * 4 * 4 + 5 * 3 * 4)
+    found = seen(model())
+    assert [c.module for c in found.calls] == ["0"]
+    assert set(found.left_out) >= {"0", "1", "2"}
+
+
+def test_what_a_pipeline_runs_to_learn_shapes_is_no_call():
+    code = compile(
+        "def _forward_metadata_inference(run):\n    return run()\n", "distributed/pipelining/x.py",
+        "exec",
+    )  # fmt: skip
+    scope: dict = {}
+    exec(code, scope)
+    of = model()
+    with ModuleWatch(of) as watching:
+        scope["_forward_metadata_inference"](lambda: of(torch.ones(5, 3)))
+    assert watching.trace().calls == ()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_is_computed_again(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    of = model()
+
+    def run(x):
+        return of[2](checkpoint(of[:2], x.requires_grad_(), use_reentrant=reentrant))
+
+    found = seen(of, run=run)
+    calls = [(c.module, c.recomputed) for c in found.calls]
+    assert calls[:4] == [("0", False), ("1", False), ("2", False), ("0", True)]
+    # Without reentrance torch ends the second forward as soon as it has what it saved.
+    assert calls[4:] == ([("1", True)] if reentrant else [])
