@@ -91,7 +91,7 @@ def run_once(sumgrad_launcher, tmp_path_factory) -> Callable:  # type: ignore[no
         key = (name, *sorted(flags.items()))
         if key not in known:
             out = tmp_path_factory.mktemp(name)
-            options = CheckOptions(topology=shipped(name), out=out, timeout_s=60, **flags)
+            options = CheckOptions(topology=shipped(name), out=out, timeout_s=240, **flags)
             known[key] = run_check(options, launcher=sumgrad_launcher)
         return known[key]
 
@@ -102,7 +102,7 @@ def run_once(sumgrad_launcher, tmp_path_factory) -> Callable:  # type: ignore[no
 def check(tmp_path, sumgrad_launcher) -> Callable:  # type: ignore[no-untyped-def]
     """`check(body, **flags)` -> (verdict, directory): MyStep changed by `body`, on `axes`."""
 
-    def run(body="    pass", *, timeout_s=20.0, axes="dp: 3", **flags):  # type: ignore[no-untyped-def]
+    def run(body="    pass", *, timeout_s=60.0, axes="dp: 3", **flags):  # type: ignore[no-untyped-def]
         from sumgrad.launch.ask import CheckOptions
         from sumgrad.launch.check import run_check
 

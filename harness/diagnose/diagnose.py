@@ -7,6 +7,7 @@ from dataclasses import replace
 from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
 from sumgrad.diagnose.case import case_of
 from sumgrad.diagnose.explainers import EXPLAINERS, LAST_RESORT
+from sumgrad.diagnose.explainers.by_modules.beside import beside
 from sumgrad.diagnose.explanation import choose
 from sumgrad.diagnose.outright import (
     incomparable,
@@ -73,5 +74,6 @@ def _diagnose(
     causes, coefficients = choose(case, EXPLAINERS)
     if not causes and not outright:
         causes, coefficients = choose(case, LAST_RESORT)
+    causes = [beside(case, cause) for cause in causes]
     said = [*outright, *causes] if case.has_plan else [*causes, *outright]
     return said, coefficients

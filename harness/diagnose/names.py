@@ -93,13 +93,13 @@ def own_parts(case: Case, names: Sequence[str], *, wrong_only: bool) -> str | No
 
     wrong_only: at the elements that are wrong on every one of them.
     """
-    for label, groups in _groups(case):
+    for label, groups in axis_groups(case):
         if all(_adds_up(case, name, groups, wrong_only) for name in names):
             return label
     return None
 
 
-def _groups(case: Case) -> list[tuple[str, list[tuple[int, ...]]]]:
+def axis_groups(case: Case) -> list[tuple[str, list[tuple[int, ...]]]]:
     """Every axis of every pool with its groups of ranks, the world, and the ledger's groups."""
     topology = case.record.spec.topology
     out: list[tuple[str, list[tuple[int, ...]]]] = []
@@ -117,6 +117,7 @@ def _groups(case: Case) -> list[tuple[str, list[tuple[int, ...]]]]:
             out.append((pool.name, [tuple(pool.ranks)]))
     if len(topology.pools) > 1:
         out.append(("world", [tuple(range(topology.world_size))]))
+        out.append(("the pools", list(product(*(pool.ranks for pool in topology.pools)))[:256]))
     for joint in joint_operations(case.record, case.tier, case.step):
         name = group_name(topology, joint.ranks)
         if name[0].isdigit() and (name, [joint.ranks]) not in out:

@@ -146,7 +146,6 @@ RESEMBLES = {
     "double_reduction": "M15",
     "skipped_collective": "M13",
     "unused_result": "M23",
-    "wrong_group": "M43",
     "missing_wait": "M41",
     "stale_buffer": "M37",
     "lost_rows": "M34",

@@ -11,27 +11,30 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sumgrad.base.commands import sumgrad_command
-from sumgrad.base.errors import UserError
-from sumgrad.base.files import write_json
+from sumgrad.base.errors import Broken, UserError
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
+from sumgrad.judge.cells import near_misses
 from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, startable
 from sumgrad.launch.judging import written
 from sumgrad.launch.libraries import Imports
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.probe import look_beside
 from sumgrad.launch.rank import reference_progress
+from sumgrad.launch.second_looks import with_second_looks
+from sumgrad.launch.trace import trace_step
 from sumgrad.record.directory import PROBLEMS, Record, load_record, write_outcomes, write_problems
 from sumgrad.record.manifest import write_manifest
-from sumgrad.record.reference import files_of, write_parts
+from sumgrad.record.reference import files_of, write_parts, write_reference
 from sumgrad.record.spec import Facts, RunSpec, read_spec, write_spec
 from sumgrad.subjects.subject import subject_of
-from sumgrad.topology.pools import Topology, load_topology, topology_to_json
+from sumgrad.topology.pools import Topology, topology_to_json
 
 Progress = Callable[[str], object]
 
@@ -66,6 +69,33 @@ def run_check(
         write_manifest(directory)
         progress("judging")
         return written(directory, judge(load_record(directory))), directory
+    outcomes, problems = _run_ranks(options, spec, directory, launcher, progress)
+    if options.reuse:
+        copy_reference(options.reuse, directory, spec)
+    look_again = partial(trace_step, directory, spec, launcher=launcher, progress=progress)
+    run = Run(
+        directory=directory,
+        spec=spec,
+        outcomes=outcomes,
+        keep_partials=options.keep_partials,
+        look=look_again if spec.opaque else None,
+    )
+    verdict = finish(run, problems=problems, progress=progress)
+    if spec.opaque:
+        verdict = with_second_looks(
+            options,
+            verdict,
+            directory,
+            again=lambda asked: run_check(asked, launcher=launcher),
+            progress=progress,
+        )
+    return verdict, directory
+
+
+def _run_ranks(
+    options: CheckOptions, spec: RunSpec, directory: Path, launcher: Launcher, progress: Progress
+) -> tuple[Sequence[RankOutcome], list[str]]:
+    """How each rank ended, and which piece of the reference, made beside them, did not."""
     num_ranks, pieces = spec.topology.world_size, subject_of(spec).pieces()
     job = RankJob(
         target="sumgrad.launch.rank:check_rank",
@@ -84,94 +114,7 @@ def run_check(
         for piece, outcome in zip(pieces, outcomes[num_ranks:], strict=False)
         if not outcome.ok
     ]
-    if options.reuse:
-        copy_reference(options.reuse, directory, spec)
-    run = Run(
-        directory=directory,
-        spec=spec,
-        outcomes=outcomes[:num_ranks],
-        keep_partials=options.keep_partials,
-    )
-    verdict = finish(run, problems=problems, progress=progress)
-    if spec.opaque and verdict.status == "fail" and num_ranks > 1:
-        verdict = _with_one_rank(options, verdict, directory, launcher=launcher, progress=progress)
-    raised = any(outcome.status == "raised" for outcome in outcomes[:num_ranks])
-    if spec.opaque and spec.lift and (raised or (spec.facts and spec.facts.float64)):
-        verdict = _without_lift(options, verdict, directory, launcher=launcher, progress=progress)
-    return verdict, directory
-
-
-def _without_lift(
-    options: CheckOptions,
-    verdict: Verdict,
-    directory: Path,
-    *,
-    launcher: Launcher,
-    progress: Progress,
-) -> Verdict:
-    """The verdict, and whether a step that raises where its casts are lifted runs as it is.
-
-    Written to the verdict's warnings.
-    """
-    progress("the same without lifting casts")
-    asked = replace(options, lift=False, out=directory / "no_lift")
-    try:
-        plain, _ = run_check(asked, launcher=launcher)
-    except UserError:
-        return verdict
-    skipped = read_spec(directory).skipped.keys() - read_spec(directory / "no_lift").skipped.keys()
-    ended = {o["rank"] for o in plain.data["outcomes"] if o["status"] == "ok"}
-    raised = [o["rank"] for o in verdict.data["outcomes"] if o["status"] == "raised"]
-    if not skipped and not (raised and ended >= set(raised)):
-        return verdict
-    text = (
-        f"this raises only where its casts are lifted to float64; as it is written it runs, and "
-        f"the verdict is {plain.status.upper()}: see {directory / 'no_lift'}, or use --no-lift"
-    )
-    data = {**verdict.data, "warnings": [*verdict.data["warnings"], text]}
-    return written(directory, replace(verdict, warnings=(*verdict.warnings, text), data=data))
-
-
-def _with_one_rank(
-    options: CheckOptions,
-    verdict: Verdict,
-    directory: Path,
-    *,
-    launcher: Launcher,
-    progress: Progress,
-) -> Verdict:
-    """The verdict, and whether the same step already fails where there is nothing to distribute.
-
-    Written to the verdict's warnings. Planted faults are left out of the run on one rank.
-    """
-    progress("the same on one rank")
-    whole = topology_to_json(load_topology(options.topology))
-    pools = {
-        name: {"axes": dict.fromkeys(entry["axes"], 1), "role": entry["role"]}
-        for name, entry in whole["pools"].items()
-    }
-    if len(pools) > 1:
-        return verdict  # a pool more is a rank more
-    place = directory / "one_rank"
-    place.mkdir()
-    path = place / "topology.yaml"
-    data = {k: v for k, v in whole.items() if v is not None}
-    write_json(path, {**data, "pools": pools})
-    alone = replace(options, topology=path, fault=None, tiers=("structure",), out=place / "run")
-    try:
-        one, _ = run_check(alone, launcher=launcher)
-    except UserError:
-        return verdict
-    if one.status == "pass":
-        text = "on one rank the step agrees with loss_sum: the fault is in the distribution"
-    elif one.status == "fail":
-        text = "step and loss_sum disagree even on one rank, with nothing distributed: " + (
-            one.diagnoses[0].cause if one.diagnoses else "see one_rank/run"
-        )
-    else:
-        return verdict
-    data = {**verdict.data, "warnings": [*verdict.data["warnings"], text]}
-    return written(directory, replace(verdict, warnings=(*verdict.warnings, text), data=data))
+    return outcomes[:num_ranks], problems
 
 
 def reference_helpers(pieces: Sequence[str]) -> list[Helper]:
@@ -198,12 +141,16 @@ def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run whose ranks and references have ended and that is to be judged."""
+    """A run whose ranks and references have ended and that is to be judged.
+
+    look: runs a failing step again, with eyes on its modules.
+    """
 
     directory: Path
     spec: RunSpec
     outcomes: Sequence[RankOutcome]
     keep_partials: bool = False
+    look: Callable[[str, int], object] | None = None
 
 
 def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Verdict:
@@ -219,17 +166,37 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
     progress("judging")
     record = load_record(directory)
     verdict = judge(record)
+    if verdict.status != "pass" and _measure_again(run, near_misses(record), progress):
+        write_manifest(directory)
+        record = load_record(directory)
+        verdict = judge(record)
     wanted = _step_to_explain(verdict, run, record)
     if wanted is not None:
         progress("recovering the coefficients")
         tier, step = wanted
-        with contextlib.suppress(UserError):  # a failure that cannot be explained stands
+        with contextlib.suppress(UserError, Broken):  # a failure that cannot be explained stands
             found = subject_of(run.spec).parts(tier, step, record.references[tier])
             for at, parts in found.items():
                 write_parts(directory, tier, at, parts)
+            if run.look is not None and verdict.status == "fail":
+                with contextlib.suppress(OSError):  # as when the disk is full
+                    run.look(tier, step)
             write_manifest(directory)
             verdict = judge(load_record(directory))
     return written(directory, verdict)
+
+
+def _measure_again(run: Run, steps: Sequence[int], progress: Progress) -> bool:
+    """Whether these steps have noise floors from more runs now than they had."""
+    done = False
+    with contextlib.suppress(UserError, Broken):  # the floors that there are stand
+        for step in steps:
+            found = subject_of(run.spec).surer_references(step, progress=progress)
+            shared: dict[int, str] = {}
+            for tier, reference in found.items():
+                write_reference(run.directory, tier, reference, shared=shared)
+                done = True
+    return done
 
 
 def _step_to_explain(verdict: Verdict, run: Run, record: Record) -> tuple[str, int] | None:

@@ -229,7 +229,7 @@ def test_the_reproduce_line_of_python_m_runs(here, monkeypatch, sumgrad_launcher
     monkeypatch.setattr(sys, "argv", ["sumgrad/__main__.py"])
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     path = folder.relative_to(here) / "t.yaml"
-    options = CheckOptions(topology=path, tiers=("structure",), out=here / "out", timeout_s=60)
+    options = CheckOptions(topology=path, tiers=("structure",), out=here / "out", timeout_s=240)
     verdict, _ = run_check(options, launcher=sumgrad_launcher)
     out = io.StringIO()
     print_report(verdict, Console(file=out, width=40))  # a narrow terminal must not cut it in lines

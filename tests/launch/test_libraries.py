@@ -66,7 +66,7 @@ def test_the_server_imports_them_once(tmp_path, setting):
     topology.write_text(
         f"name: dp\nworkload: {path}:MyStep\npools:\n  train: {{axes: {{dp: 2}}}}\n"
     )
-    options = CheckOptions(topology=topology, out=tmp_path / "run", timeout_s=60)
+    options = CheckOptions(topology=topology, out=tmp_path / "run", timeout_s=240)
     with Launcher() as launcher:
         sys.modules.pop("markdown_it.token", None)
         try:

@@ -331,7 +331,7 @@ def print_for_ever(ranks):
 
 
 def test_a_rank_that_prints_for_ever_is_stopped_in_time(sumgrad_launcher, tmp_path):
-    (outcome,) = on_ranks(sumgrad_launcher, tmp_path, print_for_ever, timeout_s=2)
+    (outcome,) = on_ranks(sumgrad_launcher, tmp_path, print_for_ever, timeout_s=10)
     assert outcome.status == "timed_out"
     assert "print_for_ever" in outcome.stack
 

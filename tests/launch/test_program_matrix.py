@@ -70,7 +70,7 @@ def test_a_matrix_fails_where_a_fault_survives():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_visible_fault_is_killed(name, sumgrad_launcher):
     matrix = run_matrix(
-        [shipped(name)], faults=None, quick=True, seed=0, timeout_s=60,
+        [shipped(name)], faults=None, quick=True, seed=0, timeout_s=240,
         launcher=sumgrad_launcher, progress=lambda _: None,
     )  # fmt: skip
     bad = [cell for cell in matrix.bad() if cell.result != "misnamed"]
@@ -98,7 +98,7 @@ def test_a_fault_on_a_group_of_one_is_invisible_and_passes(tmp_path, sumgrad_lau
     path.write_text(shipped("tensor_parallel").read_text().replace("dp: 2", "dp: 1"))
     matrix = run_matrix(
         [path], faults=["divide_by_world", "avg:allreduce@tp", "unsynchronised_init"],
-        seed=0, timeout_s=60, launcher=sumgrad_launcher, progress=lambda _: None,
+        seed=0, timeout_s=240, launcher=sumgrad_launcher, progress=lambda _: None,
     )  # fmt: skip
     assert matrix.ok, matrix.bad()
     assert not any(c.fault and "@dp" in c.fault for c in matrix.cells)

@@ -118,8 +118,9 @@ def test_who_touches_torch_distributed():
 @pytest.mark.parametrize(
     "name",
     [
-        "subjects.planned.reference", "subjects.planned.workload", "subjects.program.reference",
-        "subjects.program.probe", "subjects.noise_floor", "topology.declaration",
+        "subjects.planned.reference", "subjects.planned.workload",
+        "subjects.program.reference.compute", "subjects.program.probe", "subjects.noise_floor",
+        "topology.declaration",
     ],
 )  # fmt: skip
 def test_the_reference_shares_no_distributed_code(name):

@@ -8,17 +8,36 @@ Nothing here starts a process or needs the user's code; imports diagnose, judge,
 
 from __future__ import annotations
 
-from sumgrad.diagnose.explainers import clean_run, factors, free_factors, last, ledger, plan_edges
+from sumgrad.diagnose.explainers import (
+    blocks,
+    clean_run,
+    factors,
+    free_factors,
+    last,
+    ledger,
+    plan_edges,
+)
+from sumgrad.diagnose.explainers.by_modules import put_together, rows_used, weights, where
 from sumgrad.diagnose.explanation import Explainer
 
 EXPLAINERS: tuple[Explainer, ...] = (
     plan_edges.edges_of_the_plan,
     free_factors.fewest_factors,
+    where.recomputed_otherwise,
+    last.unlike_each_time,
+    where.forward_goes_wrong,
+    rows_used.rows_not_read_once,
+    weights.terms_weighed_otherwise,
+    weights.tokens_weighed_otherwise,
+    where.backward_goes_wrong,
+    put_together.put_together,
+    blocks.blocks_of_elements,
     factors.factors_with_a_cause,
+    weights.rows_weighed_otherwise,
     clean_run.changed_operation,
     ledger.shown_by_the_ledger,
     factors.telling_factors,
-    last.unlike_each_time,
+    rows_used.rows_read_unevenly,
     clean_run.changed_values,
     factors.any_factors,
 )

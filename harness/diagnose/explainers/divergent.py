@@ -113,7 +113,9 @@ def _missing_reduction(
         rows = [u.rows for u in found.counted(1) if u.rows]
         if rows:
             because.append(f"rank {rank} holds rows {list_rows(rows)} only")
-    kind, cause, evidence = _which_step(case, names, mixed)
+    if mixed:
+        because.append("only some of its elements are wrong: " + _wrong_elements(case, names[0]))
+    kind, cause, evidence = which_step(case, names, mixed)
     return Diagnosis(
         cause=cause.format(what=what),
         kind=kind,
@@ -125,7 +127,15 @@ def _missing_reduction(
     )
 
 
-def _which_step(case: Case, names: Sequence[str], mixed: bool) -> tuple[str, str, str]:
+def _wrong_elements(case: Case, name: str) -> str:
+    cell = next(c for c in case.failing_cells if c.name == name)
+    error = (cell.measured - cell.wanted.value).abs().reshape(-1)
+    wrong = (error > cell.wanted.threshold).nonzero()[:, 0].tolist()
+    return f"{spans(wrong)} of {error.numel()} of {name} on rank {cell.rank}"
+
+
+def which_step(case: Case, names: Sequence[str], mixed: bool) -> tuple[str, str, str]:
+    """Kind, cause and evidence: which step of the reduction of these is missing, by the ledger."""
     feeds = fed(case.record, case.tier, case.step)
     reductions = [j for j in reductions_of(case) if len(j.ranks) > 1]
     carrying = [j for j in reductions if set(j.gradients()) & set(names)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
@@ -40,6 +41,12 @@ def cause_in_ledger(case: Case) -> Diagnosis | None:
                     "wrong_group", f"{words} has a group of one of its members", "", joint
                 )
             continue
+        apart = _different_parameters(joint)
+        if apart is not None:
+            return _ledger_cause(
+                "other_parameters", f"{words} adds up gradients of different parameters: {apart}",
+                "a group of ranks that do not hold the same", joint,
+            )  # fmt: skip
         dtypes = {str(e["dtype"]) for e in joint.events.values()}
         narrow = dtypes & set(NARROW) if record.spec.tiers[case.tier] not in NARROW else set()
         if narrow:
@@ -62,6 +69,20 @@ def cause_in_ledger(case: Case) -> Diagnosis | None:
                 "",
                 joint,
             )
+    return None
+
+
+def _different_parameters(joint: Joint) -> str | None:
+    """Two ranks whose own gradients enter one sum, of parameters that they do not share."""
+    if joint.family != "allreduce":
+        return None
+    by_rank: dict[int, set[str]] = {}
+    for name, ranks in joint.gradients().items():
+        for rank in ranks:
+            by_rank.setdefault(rank, set()).add(name)
+    for a, b in combinations(sorted(by_rank), 2):
+        if not by_rank[a] & by_rank[b]:
+            return f"rank {a}'s {min(by_rank[a])} and rank {b}'s {min(by_rank[b])}"
     return None
 
 

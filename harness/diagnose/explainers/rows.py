@@ -67,12 +67,8 @@ def _lost_rows(case: Case, found: Factors, what: str) -> Diagnosis | None:
             factor="0",
             because=("the ledger shows its input as zeros while the others' are not",),
         )
-    at = (case.tier, case.step)
-    calls = [h.info[at]["backwards"] for h in case.record.ranks.values() if at in h.info]
-    most = max(calls, default=0)
-    why = f": one of {most} backward calls was overwritten" if most > 1 else ""
     return Diagnosis(
-        cause=f"rows {list_rows(lost)} never reach {what}{why}",
+        cause=f"rows {list_rows(lost)} never reach {what}",
         kind="lost_rows",
         factor="0",
         because=("their factor is 0 and that of all other rows is 1",),

@@ -16,7 +16,7 @@ from sumgrad.diagnose.row_fit import Factors, explain
 from sumgrad.judge.cells import Cell
 from sumgrad.judge.joint import Joint, describe, identical, prescaled, sizes_of
 from sumgrad.ledger.operations import group_name
-from sumgrad.record.spec import CLIP_EPS
+from sumgrad.record.spec import CLIP_EPS, After
 
 CLIP_DIGITS, CLIP_NEAR = 1e-9, 1e-4
 Explained = tuple[Diagnosis, list[tuple[tuple[int, ...], Factors]]]
@@ -170,32 +170,38 @@ def _clipped(case: Case, value: float, shown: str, what: str) -> Diagnosis | Non
     return None
 
 
+def _declared_clip(case: Case) -> After | None:
+    facts = case.record.spec.facts
+    after = facts.after if facts is not None else None
+    return after if after is not None and after.kind == "clip" else None
+
+
 def _without_clipping(case: Case, value: float) -> float | None:
     """The factor on gradients so small by it that the declared clip leaves them as they are."""
-    facts = case.record.spec.facts
-    if facts is None or facts.after is None or facts.after.kind != "clip":
+    clip = _declared_clip(case)
+    if clip is None:
         return None
     own = value * case.reference.factor
-    small = 0 < own * case.reference.norm < facts.after.value * (1 - CLOSE)
+    small = 0 < own * case.reference.norm < clip.value * (1 - CLOSE)
     return own if small else None
 
 
 def _clipped_otherwise(case: Case, value: float, shown: str) -> Diagnosis | None:
     """A step that says it clips, and clips by another norm than the reference's, or not at all."""
-    facts = case.record.spec.facts
-    if facts is None or facts.after is None or facts.after.kind != "clip":
+    clip = _declared_clip(case)
+    if clip is None:
         return None
-    norm, limit, own = case.reference.norm, facts.after.value, value * case.reference.factor
+    norm, limit, own = case.reference.norm, clip.value, value * case.reference.factor
     if not 0 < own <= 1 + CLOSE:
         return None
     says = f"the global norm is {norm:.6g} and max_norm {limit:g}"
     if abs(own - 1) < CLOSE:
         cause, symbols = f"the step does not clip: {says}", []
     else:
-        theirs, eps = limit / own - facts.after.eps, facts.after.eps
+        theirs = limit / own - clip.eps
         behind = limit / own - norm  # a common factor is gone behind a clip, but for its eps
-        if behind > 0 and abs(theirs / norm - 1) < CLIP_NEAR and case.exact:
-            return _factor_before_clipping(case, eps / behind)
+        if clip.eps and behind > 0 and abs(theirs / norm - 1) < CLIP_NEAR and case.exact:
+            return _factor_before_clipping(case, clip.eps, clip.eps / behind)
         cause = f"the step clips by a norm of {theirs:.6g}, where {says}"
         symbols = factor_symbols(case, (theirs / norm) ** 2)
         if symbols:
@@ -210,7 +216,7 @@ def _clipped_otherwise(case: Case, value: float, shown: str) -> Diagnosis | None
     )
 
 
-def _factor_before_clipping(case: Case, value: float) -> Diagnosis:
+def _factor_before_clipping(case: Case, eps: float, value: float) -> Diagnosis:
     fraction, symbols = as_fraction(value, CLIP_NEAR * value), factor_symbols(case, value)
     shown = str(fraction) if fraction is not None else f"{value:.6g}"
     named = f", which equals {symbols[0]}" if symbols else ""
@@ -219,7 +225,7 @@ def _factor_before_clipping(case: Case, value: float) -> Diagnosis:
         kind="factor",
         factor=shown,
         symbol=symbols[0] if symbols else None,
-        because=(f"behind the clip only its eps shows it: {CLIP_EPS:g} beside a norm",),
+        because=(f"behind the clip only its eps shows it: {eps:g} beside a norm",),
     )
 
 
@@ -246,6 +252,17 @@ def _count_counted(case: Case, value: float, shown: str, fits: str) -> Diagnosis
                 symbol=f"1/{axis}",
                 because=(fits, f"its inputs are the same bits on all {size} ranks"),
             )
+        total = sum(scalars)
+        for count in counts if joint.first.get("reduce") == "SUM" and total else ():
+            if abs(value * total - count) < CLOSE * count and abs(total - count) > CLOSE * count:
+                return Diagnosis(
+                    cause=f"every gradient is divided by {total:g}, the sum that {words} gives; "
+                    f"the count of the full batch is {count:g}",
+                    kind="factor",
+                    ranks=joint.ranks,
+                    factor=shown,
+                    because=(fits,),
+                )
         averaged = joint.first.get("reduce") == "AVG" and abs(value - size) < CLOSE * size
         if averaged and in_parts:
             cause = f"{words} averages a count that every gradient is divided by"

@@ -1,0 +1,1 @@
+"""Explainers that look at what went through the modules of a failing step (`diagnose/modules`)."""

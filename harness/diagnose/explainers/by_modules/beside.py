@@ -1,0 +1,74 @@
+"""What right modules say beside a cause that something else shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+from sumgrad.base.outcome import some_of
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, owners
+from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
+from sumgrad.diagnose.modules.look import SAME_FACTOR, Look
+from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
+
+
+def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
+    """A cause, and that the modules are right where they are: what is wrong comes after them."""
+    look = looked(case)
+    kinds = ("forward", "backward", "recomputed", "rows_read", "loss_weights")
+    if look is None or diagnosis.kind in kinds or first_wrong_forward(look) is not None:
+        return diagnosis
+    told = [m for m in look.modules if look.forward(m) == "right"]
+    back = [m for m in look.modules if look.backward(m) == "right"]
+    if not told or not back or first_wrong_backward(look, owners(case)) is not None:
+        return diagnosis
+    found = shares_at_the_loss(look)
+    factors = [s.factor for s in found[1]] if found else []
+    known = [f for f in factors if f is not None]
+    text = f"forward and backward are right in all {len(told)} modules that could be compared"
+    inside = sorted({m for m in owners(case) if not _told_of(look, m)})
+    if not known or len(known) < len(factors) or not same(known):
+        return diagnosis
+    text += _after_the_modules(diagnosis, known[0])
+    if inside:
+        text += (
+            f"; or in how {some_of(inside)} makes its own parameters' gradients, which no module's "
+            f"output shows"
+        )
+    parts = [m for m in look.modules if look.backward(m) == "part"]
+    more = []
+    for module in parts[:1]:
+        axis = next(s.axis for s in look.seen[module] if s.backward == "part")
+        more.append(
+            f"the gradient that reaches {some_of(parts)} is a part, whole only when summed over "
+            f"{axis}"
+        )
+    return replace(diagnosis, because=(*diagnosis.because, text, *more))
+
+
+def _after_the_modules(diagnosis: Diagnosis, of_loss: float) -> str:
+    """What a factor of every rank's loss says of the factor that was measured.
+
+    Which of the two is wrong is not known: a step may scale its loss by what it divides by later.
+    """
+    if diagnosis.factor is None or diagnosis.kind in ("double_reduction", "avg"):
+        after = ": what is wrong comes after them, in how gradients are put together"
+        return after if abs(of_loss - 1) < SAME_FACTOR else _up_to(of_loss)
+    try:
+        measured = float(Fraction(diagnosis.factor))
+    except ValueError:
+        return _up_to(of_loss)
+    return f"{_up_to(of_loss)}, and what follows multiplies by {fraction_of(measured / of_loss)}"
+
+
+def _up_to(of_loss: float) -> str:
+    return f", up to the factor {fraction_of(of_loss)} that every rank's loss has"
+
+
+def _told_of(look: Look, module: str) -> bool:
+    """Whether a module's right output and gradient make its parameters' gradients right: torch's
+    own modules do."""
+    known = module in look.seen and bool(look.seen[module])
+    return known and " at " not in look.sources.get(module, " at ")

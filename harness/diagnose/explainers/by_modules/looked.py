@@ -1,0 +1,80 @@
+"""What the explainers that look at modules share: the look itself, names, whether rows predict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from sumgrad.diagnose.case import Case, fails
+from sumgrad.diagnose.fit import as_fraction
+from sumgrad.diagnose.modules.look import Look, look_at
+from sumgrad.diagnose.names import axis_groups
+from sumgrad.diagnose.row_fit import Unit, column
+from sumgrad.judge.cells import Cell
+from torch import Tensor
+
+
+def looked(case: Case) -> Look | None:
+    """The failing step's modules, where they were recorded."""
+    if "look" not in case.known:
+        case.known["look"] = _look(case)
+    found: Look | None = case.known["look"]
+    return found
+
+
+def _look(case: Case) -> Look | None:
+    traces = case.record.traces
+    if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
+        return None
+    try:
+        return look_at(traces, case.record.spec.tiers[case.tier], axis_groups(case))
+    except (RuntimeError, ValueError, IndexError):
+        return None  # tensors of shapes that nobody thought of take no verdict away
+
+
+def owners(case: Case) -> list[str]:
+    """Modules that own a parameter whose gradient is wrong."""
+    return [cell.name.rpartition(".")[0] for cell in case.failing_cells]
+
+
+def named(look: Look, module: str) -> str:
+    """A module by its name, class and line."""
+    source = _from_here(look.sources.get(module, ""))
+    return f"{module or 'the model itself'} ({source})" if source else module
+
+
+def _from_here(source: str) -> str:
+    """`Linear at FILE:LINE` with the file as it is called from here."""
+    words, _, path = source.rpartition(" at ")
+    try:
+        return f"{words} at {Path(path).relative_to(Path.cwd())}" if words else source
+    except ValueError:
+        return source
+
+
+def fraction_of(value: float) -> str:
+    """`1/3` where it is one, else six digits."""
+    fraction = as_fraction(value, 1e-9)
+    return str(fraction) if fraction is not None else f"{value:.6g}"
+
+
+def predicts(case: Case, weights: Tensor) -> bool:
+    """Whether rows with these weights, up to one factor, are every failing gradient."""
+    if not case.reference.intervals or any(b - a != 1 for a, b in case.reference.intervals):
+        return False
+    pairs = [
+        (cell, (weights @ parts_of_rows(case, cell)).reshape(cell.measured.shape))
+        for cell in case.failing_cells
+    ]
+    squares = sum(float((t * t).sum()) for _, t in pairs)
+    if not squares:
+        return False
+    scale = sum(float((c.measured * t).sum()) for c, t in pairs) / squares
+    most = max(1.0, abs(scale) * float(weights.abs().max()))
+    return not any(fails(c, c.measured - scale * t, factor=2 * most) for c, t in pairs)
+
+
+def parts_of_rows(case: Case, cell: Cell) -> Tensor:
+    """(rows, n) what each row interval gives to the elements of a cell."""
+    units = [Unit(term=None, rows=rows) for rows in case.reference.intervals]
+    return torch.stack([column(case, cell, unit).reshape(-1) for unit in units])

@@ -1,0 +1,275 @@
+"""How the ranks' own gradients were put together: whose micro-batches each rank ends up with.
+
+The traces say which rows every call of a rank took, and with which factor; the parts of the
+reference say what gradient those rows make. So what a rank holds at the end can be read as a sum
+over ranks and micro-batches, each counted so often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case, fails
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, parts_of_rows
+from sumgrad.diagnose.explainers.divergent import which_step
+from sumgrad.diagnose.explainers.factors import explained
+from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.loss_weights import row_weights, shares_at_the_loss
+from sumgrad.judge.cells import Cell
+from torch import Tensor
+
+CLOSE = 1e-5
+MAX_PARTS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """One micro-batch. ranks: those that took the same rows in it, as tensor parallel ranks do.
+
+    weights: (rows,) with which factor each row entered.
+    """
+
+    ranks: tuple[int, ...]
+    number: int
+    weights: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """How often each part is counted in what a rank holds of some parameters."""
+
+    rank: int
+    names: tuple[str, ...]
+    often: tuple[float, ...]
+
+
+def put_together(case: Case, left: Left) -> Iterator[Explanation]:
+    """Whose micro-batches each rank holds, where it is not everybody's once."""
+    parts = _parts(case)
+    if parts is None or case.has_plan:
+        return
+    found = [counted for counted in _counted(case, parts) if counted is not None]
+    ranks = {cell.rank for cell in case.failing_cells}
+    if not found or {counted.rank for counted in found} != ranks:
+        return
+    diagnosis = _in_words(case, parts, found)
+    if diagnosis is not None:
+        yield explained(case, diagnosis)
+
+
+def _parts(case: Case) -> list[Part] | None:
+    """Every micro-batch of every rank; None where rows are not known one by one."""
+    look, facts = looked(case), case.record.spec.facts
+    shares = None if look is None else shares_at_the_loss(look)
+    whole = all(b - a == 1 for a, b in case.reference.intervals)
+    if shares is None or facts is None or not case.reference.intervals or not whole:
+        return None
+    out: list[Part] = []
+    for share in shares[1]:
+        weights = row_weights([share], facts.num_rows)
+        if weights is None:
+            return None
+        for i, part in enumerate(out):
+            if part.number == share.number and torch.equal(part.weights, weights):
+                out[i] = Part(ranks=(*part.ranks, share.rank), number=part.number, weights=weights)
+                break
+        else:
+            out.append(Part(ranks=(share.rank,), number=share.number, weights=weights))
+    return out if 1 < len(out) <= MAX_PARTS else None
+
+
+def _counted(case: Case, parts: Sequence[Part]) -> Iterator[Counted | None]:
+    """Of every rank, all its wrong parameters together, or those together that are alike."""
+    for rank in sorted({cell.rank for cell in case.failing_cells}):
+        mine = [c for c in case.failing_cells if c.rank == rank and c.measured.numel()]
+        often = _fit(case, mine, parts)
+        if often is not None:
+            yield Counted(rank=rank, names=tuple(c.name for c in mine), often=often)
+            continue
+        alone = {cell.name: _fit(case, [cell], parts) for cell in mine}
+        groups: dict[tuple[float, ...], list[str]] = {}
+        for name, values in alone.items():
+            if values is not None:
+                groups.setdefault(tuple(round(v, 5) for v in values), []).append(name)
+        names = max(groups.values(), key=len, default=None)
+        values = None if names is None else alone[names[0]]
+        yield (
+            None
+            if names is None or values is None
+            else Counted(rank=rank, names=tuple(names), often=values)
+        )
+
+
+def _fit(case: Case, cells: Sequence[Cell], parts: Sequence[Part]) -> tuple[float, ...] | None:
+    """How often each part is counted, if that leaves residuals under every threshold."""
+    got, columns = [], []
+    for cell in cells:
+        size = cell.wanted.size or cell.wanted.scale or 1.0
+        rows = parts_of_rows(case, cell)
+        weights = torch.stack([part.weights for part in parts])
+        columns.append((weights @ rows) / size)
+        got.append(cell.measured.reshape(-1) / size)
+    wide, measured = torch.cat(columns, dim=1).T, torch.cat(got)
+    if len(measured) <= len(parts):
+        return None
+    solved = torch.linalg.lstsq(wide, measured[:, None], driver="gelsd").solution[:, 0]
+    rank = int(torch.linalg.matrix_rank(wide, rtol=1e-9))
+    if rank < len(parts) or not bool(torch.isfinite(solved).all()):
+        return None
+    residual, start = measured - wide @ solved, 0
+    most = 2 * max(1.0, float(solved.abs().max()))
+    for cell in cells:
+        size, n = cell.wanted.size or cell.wanted.scale or 1.0, cell.measured.numel()
+        if fails(cell, residual[start : start + n] * size, factor=most):
+            return None
+        start += n
+    return tuple(float(v) for v in solved)
+
+
+# ---- in words --------------------------------------------------------------------------------
+
+
+def _in_words(case: Case, parts: Sequence[Part], found: Sequence[Counted]) -> Diagnosis | None:
+    names = list(dict.fromkeys(name for counted in found for name in counted.names))
+    ranks = tuple(counted.rank for counted in found)
+    because = [_shown(parts, counted) for counted in found[:3]]
+    because.append("so put together, what the ranks' modules gave is what each holds, within the "
+                   "threshold")  # fmt: skip
+    others = [c for c in _names(case) if c not in names]
+    however = (f"{some_of(others)} is wrong too and not explained by it",) if others else ()
+    readings = (
+        _late(parts, found, names),
+        _own_only(case, parts, found, names),
+        _by_number(parts, found, names),
+        _some_ranks(parts, found, names),
+    )
+    for kind, cause in readings:
+        if cause:
+            return Diagnosis(cause=cause, kind=kind, ranks=ranks, because=tuple(because),
+                             however=however)  # fmt: skip
+    return None
+
+
+def _names(case: Case) -> list[str]:
+    return list(dict.fromkeys(cell.name for cell in case.failing_cells))
+
+
+def _own_only(
+    case: Case, parts: Sequence[Part], found: Sequence[Counted], names: Sequence[str]
+) -> tuple[str, str | None]:
+    """Every rank holds what it made itself, and nothing of others."""
+    for counted in found:
+        for part, often in zip(parts, counted.often, strict=True):
+            if (counted.rank in part.ranks) == (abs(often) < CLOSE):
+                return "", None
+    kind, cause, _ = which_step(case, names, mixed=False)
+    return kind, cause.format(what=some_of(list(names)))
+
+
+def _late(
+    parts: Sequence[Part], found: Sequence[Counted], names: Sequence[str]
+) -> tuple[str, str | None]:
+    """Of others some micro-batches are there and the rest not: those were added after it."""
+    late: set[int] = set()
+    early: set[int] = set()
+    for counted in found:
+        for part, often in zip(parts, counted.often, strict=True):
+            if counted.rank in part.ranks:
+                if abs(often) < CLOSE:
+                    return "", None
+                continue
+            (late if abs(often) < CLOSE else early).add(part.number)
+    if not late or not early or late & early:
+        return "", None
+    how = "after" if min(late) > min(early) else "outside"
+    return "late_gradient", (
+        f"{some_of(list(names))} is reduced too early: micro-batch {spans(sorted(late))} is added "
+        f"{how} its reduction and stays on its own rank, micro-batch {spans(sorted(early))} is "
+        f"reduced"
+    )
+
+
+def _by_number(
+    parts: Sequence[Part], found: Sequence[Counted], names: Sequence[str]
+) -> tuple[str, str | None]:
+    """Every rank holds every rank's micro-batches, each number so often."""
+    often: dict[int, float] = {}
+    for counted in found:
+        for part, value in zip(parts, counted.often, strict=True):
+            known = often.setdefault(part.number, value)
+            if abs(known - value) > CLOSE * max(1.0, abs(known)):
+                return "", None
+    values = [often[number] for number in sorted(often)]
+    if len(values) < 2 or max(values) - min(values) < CLOSE:
+        return "", None
+    shown = ", ".join(f"{n}: {_number(often[n])}" for n in sorted(often))
+    lost = [n for n, value in often.items() if abs(value) < CLOSE]
+    kept = {round(v, 5) for n, v in often.items() if n not in lost}
+    if lost and len(kept) == 1:
+        what = some_of(list(names))
+        return "lost_rows", f"micro-batch {spans(sorted(lost))} never reaches {what}"
+    ratios = {round(b / a, 5) for a, b in pairwise(values) if a}
+    if len(values) > 2 and len(ratios) == 1 and not lost:
+        text = "each call rescales what was there before"
+        return "rescaled", f"micro-batches are counted {shown} in {some_of(list(names))}: {text}"
+    if len({round(v, 5) for v in values}) > 1 and values == sorted(values, reverse=True):
+        text = "what was there before is counted again with a later one: reduced or scaled twice"
+        return (
+            "counted_again",
+            f"micro-batches are counted {shown} in {some_of(list(names))}: {text}",
+        )
+    return "row_factors", f"micro-batches are counted {shown} in {some_of(list(names))}"
+
+
+def _some_ranks(
+    parts: Sequence[Part], found: Sequence[Counted], names: Sequence[str]
+) -> tuple[str, str | None]:
+    """Each rank holds the parts of some ranks and none of others."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for counted in found:
+        there: dict[tuple[int, ...], set[bool]] = {}
+        for part, often in zip(parts, counted.often, strict=True):
+            there.setdefault(part.ranks, set()).add(abs(often) >= CLOSE)
+        if any(len(states) > 1 for states in there.values()):
+            return "", None
+        inside = sorted(r for ranks, states in there.items() if True in states for r in ranks)
+        groups.setdefault(tuple(inside), []).append(counted.rank)
+    everybody = {r for part in parts for r in part.ranks}
+    if any(set(inside) == everybody or not inside for inside in groups):
+        return "", None
+    most = max(abs(n) for counted in found for n in counted.often) * _common_weight(parts)
+    repeated = f", {_number(most)} times" if abs(most - 1) > CLOSE else ""
+    shown = "; ".join(
+        f"rank {spans(ranks)} holds what rank {spans(list(inside))} made{repeated}"
+        for inside, ranks in list(groups.items())[:4]
+    )
+    return "too_few_ranks", f"{some_of(list(names))} is reduced over too few ranks: {shown}"
+
+
+def _shown(parts: Sequence[Part], counted: Counted) -> str:
+    by_value: dict[str, list[str]] = {}
+    several = len({part.number for part in parts}) > 1
+    common = _common_weight(parts)
+    for part, often in zip(parts, counted.often, strict=True):
+        label = f"rank {spans(list(part.ranks))}"
+        label += f" micro-batch {part.number}" if several else ""
+        by_value.setdefault(_number(often * common), []).append(label)
+    shown = "; ".join(f"{', '.join(labels[:6])}{' ...' if len(labels) > 6 else ''}: {value} times"
+                      for value, labels in by_value.items())  # fmt: skip
+    return f"rank {counted.rank} holds of {shown}"
+
+
+def _common_weight(parts: Sequence[Part]) -> float:
+    """The factor of every row of every part, if it is one."""
+    weights = torch.cat([part.weights[part.weights != 0] for part in parts])
+    one = bool(len(weights)) and bool((weights - weights[0]).abs().max() < CLOSE)
+    return float(weights[0]) if one else 1.0
+
+
+def _number(value: float) -> str:
+    return "0" if abs(value) < CLOSE else fraction_of(value)

@@ -1,0 +1,106 @@
+"""Whose rows: which the ranks read, how often, and what goes through the modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import looked, named, predicts
+from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
+from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.rows_read import rows_read, rows_through
+from sumgrad.diagnose.names import axis_groups
+
+
+def rows_not_read_once(case: Case, left: Left) -> Iterator[Explanation]:
+    """Rows that go through the modules more often than others, or never, and that this is all."""
+    found = uneven_rows(case)
+    if found is not None and found[1]:
+        yield explained(case, found[0])
+
+
+def rows_read_unevenly(case: Case, left: Left) -> Iterator[Explanation]:
+    """The same where it may not be all that is wrong."""
+    found = uneven_rows(case)
+    if found is not None:
+        yield explained(case, found[0])
+
+
+def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
+    """The cause, and whether rows counted so often are the measured gradient."""
+    look, traces = looked(case), case.record.traces
+    num_rows = case.record.spec.facts.num_rows if case.record.spec.facts else 0
+    if look is None or traces is None:
+        return None
+    read = rows_read(traces)
+    found = [(None, read)] if read else []
+    found += list(rows_through(look).items())  # type: ignore[arg-type]
+    even = None
+    for module, by_rank in found:
+        assert by_rank is not None
+        times = [sum(own[row] for own in by_rank.values()) for row in range(num_rows)]
+        if len(set(times)) == 1:
+            even = module
+            continue
+        usual = max(set(times) - {0}, key=times.count)
+        words = _uneven(times, usual, by_rank)
+        weights = torch.tensor(times, dtype=torch.float64)
+        proved = predicts(case, weights)
+        where = f"{named(look, module)} on each rank" if module else "the modules"
+        because = [_who_reads(by_rank)]
+        if module and even is not None:
+            because.append(f"at {named(look, even)} every row is there as often as others")
+        because.append("rows counted so often are the measured gradient, up to one factor" if proved
+                       else "whether this alone is the measured gradient is not known")  # fmt: skip
+        cause = f"not every row goes through {where} once: {words}"
+        return (
+            Diagnosis(
+                cause=f"the ranks do not read every row once: {words}" if not module else cause,
+                kind="rows_read",
+                ranks=tuple(sorted(by_rank)),
+                because=(*because, *in_the_gradients(case)),
+            ),
+            proved,
+        )
+    return None
+
+
+def _uneven(times: Sequence[int], usual: int, by_rank: Mapping[int, Counter[int]]) -> str:
+    words = []
+    for number in sorted(set(times) - {usual}):
+        rows = [row for row, n in enumerate(times) if n == number]
+        by = [rank for rank, own in by_rank.items() if any(own[row] for row in rows)]
+        often = "never" if not number else f"{number / usual:g} times as often as others"
+        words.append(f"rows {spans(rows)} {often}" + (f" (rank {spans(by)})" if number else ""))
+    return ", ".join(words)
+
+
+def reading(case: Case) -> list[str]:
+    """Who reads which rows, where ranks differ in it."""
+    found = rows_read(case.record.traces) if case.record.traces else None
+    if found is None or len({tuple(sorted(own)) for own in found.values()}) < 2:
+        return []
+    return [_who_reads(found), *_along_axes(case, found)]
+
+
+def _along_axes(case: Case, found: Mapping[int, Counter[int]]) -> list[str]:
+    """Along which axes ranks read the same rows, and along which others."""
+    alike: list[str] = []
+    other: list[str] = []
+    groups = axis_groups(case)
+    for axis, sets in groups if len(groups) > 1 else ():
+        held = [{tuple(sorted(found[r])) for r in ranks if r in found} for ranks in sets]
+        (alike if all(len(rows) < 2 for rows in held) else other).append(axis)
+    text = f"ranks along {some_of(other)} read different rows" if other else ""
+    return [text + (f", ranks along {some_of(alike)} the same" if alike else "")] if other else []
+
+
+def _who_reads(found: Mapping[int, Counter[int]]) -> str:
+    by_rows: dict[str, list[int]] = {}
+    for rank, own in found.items():
+        by_rows.setdefault(spans(sorted(own)) or "none", []).append(rank)
+    return "; ".join(f"rank {spans(ranks)} reads rows {rows}" for rows, ranks in by_rows.items())

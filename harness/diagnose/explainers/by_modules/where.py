@@ -1,0 +1,204 @@
+"""Where a user's own step goes wrong: the first module, in the forward or down the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, named, owners
+from sumgrad.diagnose.explainers.by_modules.rows_used import reading, uneven_rows
+from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
+from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.first_wrong import (
+    FirstWrong,
+    first_wrong_backward,
+    first_wrong_forward,
+    first_wrong_recomputed,
+)
+from sumgrad.diagnose.modules.look import Look, Seen
+from sumgrad.diagnose.names import factor_symbols
+
+MAX_OPERATIONS = 4
+
+
+def recomputed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
+    """An output that is right in the forward, and another when a checkpoint computes it again."""
+    look = looked(case)
+    found = None if look is None else first_wrong_recomputed(look)
+    if look is None or found is None:
+        return
+    text = f"{named(look, found.wrong)} gives something else when it is computed again in the "
+    text += f"backward, on rank {spans(found.ranks)}"
+    yield explained(
+        case,
+        Diagnosis(
+            cause=f"{text}: what a checkpoint recomputes is not what the forward was",
+            kind="recomputed",
+            ranks=found.ranks,
+            because=("in the forward its output is the single process's",),
+        ),
+    )
+
+
+def forward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
+    """An output that is no slice of the single process's, and nothing right after it."""
+    look = looked(case)
+    found = None if look is None else first_wrong_forward(look)
+    if look is not None and found is not None:
+        yield explained(case, _forward(case, look, found))
+
+
+def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
+    """A gradient that is not right any more at some module, and at none further down."""
+    look = looked(case)
+    if look is None or first_wrong_forward(look) is not None:
+        return
+    found = first_wrong_backward(look, owners(case))
+    if found is None:
+        return
+    uneven = uneven_rows(case) if found.right is None else None
+    yield explained(case, uneven[0] if uneven else _backward(case, look, found))
+
+
+def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
+    told = [m for m in look.modules if look.forward(m) == "right"]
+    before = f"the forward is right up to {named(look, found.right)} and" if found.right else (
+        "the forward is wrong from the start: it")  # fmt: skip
+    because = [f"its output is no slice of the single process's: {_places(found.seen)}"]
+    first = look.modules.index(found.right) + 1 if found.right is not None else 0
+    shared = [m for m in look.modules[first : look.modules.index(found.wrong)] if look.shared(m)]
+    if shared:
+        because.append(
+            f"{some_of(shared)} is found by its values, which are those of all rows: whether this "
+            f"rank takes the positions that are its own, they do not tell"
+        )
+    whole = sorted({s.rank for s in look.seen[found.wrong]} - set(found.ranks))
+    if whole:
+        because.append(f"on rank {spans(whole)} it is right")
+    because += _between(case, found, back=False)
+    because += reading(case)
+    return Diagnosis(
+        cause=f"{before} goes wrong in {named(look, found.wrong)} on rank {spans(found.ranks)}"
+        + ("" if told else "; no module's output is the single process's"),
+        kind="forward",
+        ranks=found.ranks,
+        because=tuple(because),
+    )
+
+
+def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
+    at, above = named(look, found.wrong), found.right
+    what = f"the gradient that reaches the output of {at}"
+    shown = None
+    symbols: list[str] = []
+    if found.lost:
+        cause = f"no gradient reaches the output of {at} on rank {spans(found.ranks)}"
+    elif found.ratio is not None:
+        shown = fraction_of(found.ratio)
+        symbols = factor_symbols(case, found.ratio)
+        cause = f"{what} is {shown} times what it should be on rank {spans(found.ranks)}"
+        cause += f", which equals {symbols[0]}" if symbols else ""
+    else:
+        cause = f"{what} is wrong on rank {spans(found.ranks)}"
+    told = sum(look.forward(module) == "right" for module in look.modules)
+    head = f"the forward is right in all {told} modules that could be compared; "
+    if above:
+        head += f"the backward is right down to {named(look, above)}; "
+    else:
+        head += "the loss itself, outside of the modules, is another or has another gradient: "
+    because = [] if found.lost or found.ratio else [f"wrong are {_places(found.seen)}"]
+    because += _parts_of_output(look, found)
+    between = f"the backward of what runs between {at} and {named(look, above)}" if above else (
+        f"what follows {at}: the loss, and its backward")  # fmt: skip
+    because.append(f"look at {between}")
+    because += _between(case, found, back=True)
+    because += in_the_gradients(case)
+    return Diagnosis(
+        cause=head + cause + _terms_there(look, found),
+        kind="backward",
+        ranks=found.ranks,
+        factor=shown,
+        symbol=symbols[0] if symbols else None,
+        because=tuple(because),
+    )
+
+
+def _parts_of_output(look: Look, found: FirstWrong) -> list[str]:
+    """Which of a module's several outputs it is."""
+    parts = {s.call.part for s in look.seen[found.wrong]}
+    wrong = {s.call.part for s in found.seen}
+    if len(parts) < 2 or parts == wrong:
+        return []
+    return [f"of its {len(parts)} outputs number {spans(sorted(p + 1 for p in wrong))} alone"]
+
+
+def _terms_there(look: Look, found: FirstWrong) -> str:
+    """Which terms of a loss of several are met there first, in words; what came before is right."""
+    parts = {s.call.part for s in found.seen}
+    live = {t for part in parts for t in look.terms_at.get((found.wrong, part), ())}
+    met = {
+        term
+        for module in look.modules[look.modules.index(found.wrong) :]
+        for s in look.seen[module]
+        if s.backward == "right" and (module, s.call.part) != (found.wrong, min(parts))
+        for term in look.terms_at.get((module, s.call.part), ())
+    }
+    new = sorted(live - met)
+    if not new or len(look.terms) < 2:
+        return ""
+    text = f", where {some_of(new)} comes in"
+    return text + (f"; {some_of(sorted(met))} is right behind it" if met else "")
+
+
+def _places(seen: Sequence[Seen]) -> str:
+    """Which vectors of a tensor are not right, in words."""
+    s = seen[0]
+    if s.wrong is None or not s.shape:
+        return "all of it"
+    total = 1
+    for n in s.shape[:-1]:
+        total *= n
+    many = f" of {len(seen)} calls" if len({x.call.number for x in seen}) > 1 else ""
+    if len(s.wrong) >= total:
+        return f"all of it on rank {s.rank}{many}"
+    shape = " x ".join(map(str, s.shape))
+    if len(s.shape) >= 3:
+        last = s.shape[-2]
+        positions = sorted({int(i) % last for i in s.wrong})
+        if len(positions) < last:
+            return f"positions {spans(positions)} of {last} on rank {s.rank}{many} ({shape})"
+    return f"vectors {spans([int(i) for i in s.wrong])} of {total} on rank {s.rank}{many} ({shape})"
+
+
+def _between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
+    """The collectives that the first wrong rank issues in between."""
+    traces, look = case.record.traces, looked(case)
+    if traces is None or look is None:
+        return []
+    s = found.seen[0]
+    trace = traces.ranks[s.rank]
+    if found.right is None:
+        return _since_the_forward(s, trace.operations) if back else []
+    mine = [x for x in look.seen[found.right] if x.rank == s.rank
+            and x.call.number == s.call.number] or [
+        x for x in look.seen[found.right] if x.rank == s.rank]  # fmt: skip
+    if not mine:
+        return []
+    a = mine[0].call.operation_back if back else mine[0].call.operation
+    b = s.call.operation_back if back else s.call.operation
+    if a is None or b is None or b <= a:
+        return [] if a is None or b is None else [f"rank {s.rank} issues no collective in between"]
+    issued = trace.operations[a:b]
+    more = f" and {len(issued) - MAX_OPERATIONS} more" if len(issued) > MAX_OPERATIONS else ""
+    return [f"in between rank {s.rank} issues {'; '.join(issued[:MAX_OPERATIONS])}{more}"]
+
+
+def _since_the_forward(s: Seen, operations: Sequence[str]) -> list[str]:
+    a, b = s.call.operation, s.call.operation_back
+    issued = list(dict.fromkeys(operations[a:b] if b is not None else operations[a:]))
+    if not issued:
+        return []
+    shown = "; ".join(issued[:MAX_OPERATIONS])
+    return [f"between that output and its gradient rank {s.rank} issues {shown}"]

@@ -1,0 +1,373 @@
+"""What every module of a failing step did on every rank, in the order of the single process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from sumgrad.base.tensors import hash_weights
+from sumgrad.diagnose.modules.matching import (
+    MIN_TELLING,
+    Match,
+    add_up,
+    compare_gradient,
+    match,
+    vectors,
+)
+from sumgrad.record.trace import Call, Trace, Traces
+from torch import Tensor
+
+TOLERANCES = {"float64": 1e-8, "float32": 1e-4}
+COARSE = 3e-2
+SAME_FACTOR = 1e-6
+
+State = Literal["right", "wrong", "part", "untold"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seen:
+    """One tensor of one call on one rank. forward: its output; backward: what reached it.
+
+    where: which vectors it is, if all of them were found; wrong: those of its vectors that are not
+    right, in the forward or else in the backward. rows: (n,) of the batch, -1 where they are not
+    told. factors: (n,) of the gradient's vectors, and terms: (n, T) of each term's. axis: over the
+    ranks of which the gradient, or else the output, adds up to the right one. shared: what all rows
+    share.
+    """
+
+    rank: int
+    call: Call
+    shape: tuple[int, ...]
+    forward: State = "untold"
+    backward: State = "untold"
+    where: Match | None = None
+    wrong: Tensor | None = None
+    rows: Tensor | None = None
+    factors: Tensor | None = None
+    terms: Tensor | None = None
+    axis: str | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Look:
+    """Modules in the order in which their outputs are there in one process, and what was seen of
+    them. terms_at: module and number of its output -> the terms with a gradient there."""
+
+    modules: tuple[str, ...]
+    seen: Mapping[str, Sequence[Seen]]
+    sources: Mapping[str, str]
+    terms: tuple[str, ...] = ()
+    terms_at: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+
+    def forward(self, module: str) -> State:
+        """Of all ranks and calls that are no recomputation."""
+        return _worst([s.forward for s in self.seen[module] if not s.call.recomputed])
+
+    def shared(self, module: str) -> bool:
+        """Whether its output is what all rows share, and has no rows."""
+        return any(s.shared for s in self.seen[module])
+
+    def backward(self, module: str) -> State:
+        """Of all ranks and calls."""
+        return _worst([s.backward for s in self.seen[module]])
+
+
+def _worst(states: Sequence[State]) -> State:
+    for state in ("wrong", "part", "right"):
+        if state in states:
+            return state
+    return "untold"
+
+
+Groups = Sequence[tuple[str, list[tuple[int, ...]]]]
+
+
+def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
+    """Compare every rank's trace with the single process's.
+
+    groups: names of axes with their groups of ranks, over which parts may add up.
+    """
+    tolerance = TOLERANCES.get(dtype, COARSE)
+    whole = _by_module(traces.single)
+    terms = tuple(traces.single.by_term)
+    modules = tuple(dict.fromkeys(call.module for call in traces.single.calls))
+    if len(terms) > 1:
+        ranks = {rank: _terms_together(trace) for rank, trace in traces.ranks.items()}
+        traces = replace(traces, ranks=ranks)
+    seen: dict[str, list[Seen]] = {}
+    for module in modules:
+        found = [
+            _see(rank, trace, i, whole, tolerance)
+            for rank, trace in traces.ranks.items()
+            for i, call in enumerate(trace.calls)
+            if call.module == module
+        ]
+        found = _computed_again(_without_trials(found))
+        seen[module] = _with_parts(found, traces, whole, groups, tolerance)
+    return Look(
+        modules=modules,
+        seen=seen,
+        sources=traces.single.sources,
+        terms=terms,
+        terms_at={
+            key: tuple(t for t, g in zip(terms, held.by_term, strict=True) if bool(g.any()))
+            for key, held in whole.items()
+            if held.by_term is not None
+        },
+    )
+
+
+def _terms_together(trace: Trace) -> Trace:
+    """Calls that gave the same, one for each term, as one call: with the sum of their gradients."""
+    kept: dict[tuple[object, ...], int] = {}
+    calls: list[Call] = []
+    outputs: list[Tensor] = []
+    gradients: list[Tensor | None] = []
+    for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
+        key = (call.module, call.part, call.recomputed, output.shape, hash_weights({"": output}))
+        at = kept.setdefault(key, len(calls))
+        if at == len(calls):
+            calls.append(call)
+            outputs.append(output)
+            gradients.append(gradient)
+        elif gradient is not None:
+            before = gradients[at]
+            gradients[at] = gradient if before is None else before + gradient
+            if calls[at].operation_back is None:
+                calls[at] = replace(calls[at], operation_back=call.operation_back)
+    return replace(trace, calls=tuple(calls), outputs=tuple(outputs), gradients=tuple(gradients))
+
+
+def _computed_again(found: list[Seen]) -> list[Seen]:
+    """A call that no gradient reached is none that lost it, where the rank computed the same again
+    and that got it."""
+    reached = [s for s in found if s.where is not None and s.call.operation_back is not None]
+
+    def again(s: Seen) -> bool:
+        return any(
+            other.rank == s.rank
+            and other.where is not None
+            and s.where is not None
+            and torch.equal(other.where.found, s.where.found)
+            for other in reached
+        )
+
+    lost = [s.backward == "wrong" and s.call.operation_back is None for s in found]
+    return [
+        replace(s, backward="untold") if gone and again(s) else s
+        for s, gone in zip(found, lost, strict=True)
+    ]
+
+
+def _without_trials(found: list[Seen]) -> list[Seen]:
+    """Without calls that are not right and got no gradient, where the rank has right ones.
+
+    A pipeline finds the shapes of its stages by them.
+    """
+    right = {s.rank for s in found if s.forward == "right"}
+    return [
+        s
+        for s in found
+        if s.forward == "right"
+        or s.call.recomputed
+        or s.call.operation_back is not None
+        or s.rank not in right
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Whole:
+    """All vectors of one part of a module's output in the single process, and their gradients.
+
+    by_term: (T, N, C) gradients of each term. rows: (N,) of the batch, where the output has them
+    first. each: vectors of one call. flat: rows and positions may be one dimension.
+    """
+
+    outputs: Tensor
+    gradients: Tensor
+    by_term: Tensor | None = None
+    rows: Tensor | None = None
+    each: int = 0
+    flat: bool = False
+
+
+def _by_module(trace: Trace) -> dict[tuple[str, int], _Whole]:
+    num_rows = len(next(iter((trace.batch or {}).values()), ()))
+    shapes: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+    held: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
+    for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
+        if call.recomputed or call.module in trace.left_out:
+            continue
+        reached = torch.zeros_like(output) if gradient is None else gradient
+        held.setdefault((call.module, call.part), []).append((vectors(output), vectors(reached)))
+        shapes.setdefault((call.module, call.part), []).append(tuple(output.shape))
+    terms: dict[tuple[str, int], list[Tensor]] = {}
+    for i, (call, output) in enumerate(zip(trace.calls, trace.outputs, strict=True)):
+        if (call.module, call.part) in held and not call.recomputed and trace.by_term:
+            own = [torch.zeros_like(output) if g[i] is None else g[i]
+                   for g in trace.by_term.values()]  # fmt: skip
+            found = torch.stack([vectors(g) for g in own if g is not None])
+            terms.setdefault((call.module, call.part), []).append(found)
+    out = {}
+    for key, pairs in held.items():
+        if len({o.shape[1] for o, _ in pairs}) == 1:
+            outputs = torch.cat([o for o, _ in pairs])
+            first = {shape[0] if shape else 0 for shape in shapes[key]}
+            known = first == {num_rows} and len(outputs) % num_rows == 0
+            each = len(pairs[0][0]) // num_rows if known else 0
+            rows = torch.arange(num_rows).repeat_interleave(each).repeat(len(pairs))
+            out[key] = _Whole(
+                outputs=outputs,
+                gradients=torch.cat([g for _, g in pairs]),
+                by_term=torch.cat(terms[key], dim=1) if key in terms else None,
+                rows=rows if known and len(rows) == len(outputs) else None,
+                each=len(pairs[0][0]),
+                flat=_is_flat(len(pairs[0][0]), trace.batch or {}),
+            )
+    return out
+
+
+def _is_flat(num: int, batch: Mapping[str, Tensor]) -> bool:
+    """Whether that many vectors are those of all rows and positions in one dimension."""
+    lengths = {t.shape[1] - cut for t in batch.values() if t.dim() > 1 for cut in (0, 1)}
+    return num not in lengths and any(num == len(t) * n for t in batch.values() for n in lengths)
+
+
+def _see(
+    rank: int, trace: Trace, i: int, whole: Mapping[tuple[str, int], _Whole], tolerance: float
+) -> Seen:
+    call, output, gradient = trace.calls[i], trace.outputs[i], trace.gradients[i]
+    seen = Seen(rank=rank, call=call, shape=tuple(output.shape))
+    if call.module in trace.left_out:
+        return seen
+    wanted, got = whole.get((call.module, call.part)), vectors(output)
+    where = None if wanted is None else match(got, wanted.outputs, tolerance)
+    if where is None or wanted is None:
+        return seen
+    if not bool(where.here.all()):
+        return replace(seen, forward="wrong", wrong=where.picked[~where.here])
+    rows = None if wanted.rows is None else rows_of(where, wanted.rows, seen.shape[0])
+    shared = wanted.rows is None and len(got) <= wanted.each and not wanted.flat
+    seen = replace(seen, forward="right", where=where, rows=rows, shared=shared)
+    if call.recomputed:
+        return seen
+    if gradient is None:
+        return replace(seen, backward="wrong" if _is_needed(where, wanted) else "untold")
+    found = compare_gradient(vectors(gradient), wanted.gradients, where, tolerance, wanted.by_term)
+    if not bool(found.right.all()):
+        # What all rows share has the gradient of them all; a rank has that of its own.
+        state: State = "untold" if seen.shared else "wrong"
+        return replace(seen, backward=state, wrong=where.picked[~found.right])
+    telling = got.shape[1] >= MIN_TELLING or constant(found.factors) is not None
+    mixed = bool((found.factors.isnan() & ~found.terms.isnan().all(1)).any())
+    return replace(
+        seen,
+        backward="right" if telling else "untold",
+        factors=found.factors if telling and not mixed else None,
+        terms=found.terms if telling and found.terms.shape[1] else None,
+    )
+
+
+def rows_of(where: Match, rows: Tensor, num: int) -> Tensor:
+    """(n,) the row of the batch that each vector is of, -1 where it may be of several.
+
+    num: rows that the rank has, first in its output, or 0. A row is told by all its vectors.
+    """
+    out = torch.full((len(where.picked),), -1)
+    whole = _whole_rows(where, rows, num)
+    for i, may_be in enumerate(where.found):
+        found = rows[may_be].unique() if whole is None else whole[i]
+        if len(found) == 1:
+            out[i] = found[0]
+    return out
+
+
+def _whole_rows(where: Match, rows: Tensor, num: int) -> list[Tensor] | None:
+    """Of each vector, the rows that all vectors of its row may be of, in their order."""
+    each, theirs = len(where.found) // max(1, num), int((rows == 0).sum())
+    wanted = len(rows) // theirs if theirs else 0
+    regular = num > 0 and len(where.picked) == num * each and torch.equal(
+        rows, torch.arange(wanted).repeat_interleave(theirs)
+    )  # fmt: skip
+    if not regular or not 0 < each <= theirs:
+        return None
+    found = where.found.reshape(num, each, wanted, theirs)
+    place = torch.arange(each)
+    fits = torch.zeros(num, wanted, dtype=torch.bool)
+    for start in range(theirs - each + 1):  # a stretch of each row's positions
+        fits |= found[:, place, :, place + start].all(0)
+    if not bool(fits.any(1).all()):
+        return None
+    return [fits[i // each].nonzero()[:, 0] for i in range(num * each)]
+
+
+def _is_needed(where: Match, wanted: _Whole) -> bool:
+    """Whether some gradient reaches these vectors in one process."""
+    held = where.found.any(0)
+    return bool(wanted.gradients[held].any())
+
+
+def constant(factors: Tensor | None) -> float | None:
+    """The one factor of all vectors that tell one."""
+    if factors is None:
+        return None
+    told = factors[~factors.isnan()]
+    if not len(told) or float((told - told[0]).abs().max()) > SAME_FACTOR * float(told[0].abs()):
+        return None
+    return float(told[0])
+
+
+def _with_parts(
+    found: list[Seen],
+    traces: Traces,
+    whole: Mapping[tuple[str, int], _Whole],
+    groups: Groups,
+    tolerance: float,
+) -> list[Seen]:
+    """What is wrong by itself and right summed over the ranks of an axis is a part."""
+    out = list(found)
+    place = {_key(s.rank, s): i for i, s in enumerate(found)}
+    for axis, sets in groups:
+        for ranks in sets:
+            for s in found:
+                mine = [place.get(_key(rank, s), -1) for rank in ranks]
+                if s.rank != ranks[0] or "wrong" not in (s.forward, s.backward) or -1 in mine:
+                    continue
+                if _adds_up([found[j] for j in mine], traces, whole, tolerance):
+                    for j in mine:
+                        out[j] = _as_part(found[j], axis)
+    return out
+
+
+def _key(rank: int, s: Seen) -> tuple[int, int, int, bool]:
+    return rank, s.call.number, s.call.part, s.call.recomputed
+
+
+def _as_part(s: Seen, axis: str) -> Seen:
+    if s.forward == "wrong":
+        return replace(s, forward="part", axis=axis)
+    return replace(s, backward="part", axis=axis)
+
+
+def _adds_up(
+    mine: Sequence[Seen], traces: Traces, whole: Mapping[tuple[str, int], _Whole], tolerance: float
+) -> bool:
+    wanted = whole.get((mine[0].call.module, mine[0].call.part))
+    if wanted is None or len({s.shape for s in mine}) != 1:
+        return False
+    held = [(traces.ranks[s.rank], traces.ranks[s.rank].calls.index(s.call)) for s in mine]
+    if any(s.forward == "wrong" for s in mine):
+        total = torch.stack([vectors(t.outputs[i]) for t, i in held]).sum(0)
+        found = match(total, wanted.outputs, tolerance)
+        return found is not None and bool(found.here.all()) and bool(found.found.any())
+    parts = [t.gradients[i] for t, i in held]
+    if any(p is None for p in parts) or any(s.where is None for s in mine):
+        return False
+    first = mine[0].where
+    assert first is not None
+    same = all(s.where is not None and torch.equal(s.where.found, first.found) for s in mine)
+    known = [vectors(p) for p in parts if p is not None]
+    return same and add_up(known, wanted.gradients, first, tolerance)

@@ -1,0 +1,129 @@
+"""With which factor every row enters the loss: the gradient at the last module that has one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen, constant
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Share:
+    """One call on one rank: its rows, and the factor of all vectors; None where they differ.
+
+    places: number of a vector, or its position where the output has three dimensions -> its factor.
+    """
+
+    rank: int
+    number: int
+    rows: tuple[int, ...]
+    factor: float | None
+    by_row: dict[int, float | None]
+    places: dict[int, float]
+
+
+def shares_at_the_loss(look: Look) -> tuple[str, list[Share]] | None:
+    """The last module whose gradients are right up to a factor on every rank that has it."""
+    for module in reversed(look.modules):
+        told = [s for s in look.seen[module] if s.backward == "right" and s.factors is not None
+                and not bool(s.factors.isnan().all())]  # fmt: skip
+        if told and look.backward(module) == "right":
+            return module, [_share(s) for s in told]
+    return None
+
+
+def shares_of_term(look: Look, term: str) -> tuple[str, list[Share]] | None:
+    """The same of one term of several: where its gradient is met first, against the forward."""
+    at = look.terms.index(term)
+    for module in reversed(look.modules):
+        if look.backward(module) != "right":
+            continue
+        told = [replace(s, factors=s.terms[:, at]) for s in look.seen[module]
+                if s.terms is not None and not bool(s.terms[:, at].isnan().all())]  # fmt: skip
+        if told:
+            return module, [_share(s) for s in told]
+    return None
+
+
+def _share(seen: Seen) -> Share:
+    factors, rows = seen.factors, seen.rows
+    assert factors is not None
+    by_row: dict[int, float | None] = {}
+    if rows is not None and not bool((rows == -1).any()):
+        for row in sorted(set(rows.tolist()) - {-1}):
+            by_row[row] = constant(factors[rows == row])
+    return Share(
+        rank=seen.rank,
+        number=seen.call.number,
+        rows=tuple(by_row),
+        factor=constant(factors),
+        by_row=by_row,
+        places=_places(seen, factors),
+    )
+
+
+def _places(seen: Seen, factors: Tensor) -> dict[int, float]:
+    picked = seen.where.picked.tolist() if seen.where is not None else []
+    each = seen.shape[-2] if len(seen.shape) > 2 else 0
+    out: dict[int, float] = {}
+    for place, factor in zip(picked, factors.tolist(), strict=True):
+        if not math.isnan(factor):
+            known = out.setdefault(place % each if each else place, factor)
+            if abs(known - factor) > SAME_FACTOR * max(abs(known), abs(factor)):
+                return {
+                    p: f for p, f in zip(picked, factors.tolist(), strict=True) if not math.isnan(f)
+                }
+    return out
+
+
+def same(values: Sequence[float]) -> bool:
+    """Whether these are one number."""
+    first = values[0]
+    return all(abs(v - first) <= SAME_FACTOR * max(abs(first), abs(v)) for v in values)
+
+
+def own_counts(shares: Sequence[Share], counts: Tensor, *, level: str) -> float | None:
+    """The number c where each part's factor is c / its own count. level: what a part is, a `call`
+    or all calls of a `rank`. counts: (rows,) float64."""
+    told = [s for s in shares if s.factor is not None and s.rows]
+    if not told or len(told) < len([s for s in shares if s.factor is not None]):
+        return None
+    total: dict[object, float] = {}
+    for s in told:
+        key = s.rank if level == "rank" else (s.rank, s.number)
+        total[key] = total.get(key, 0.0) + float(counts[list(s.rows)].sum())
+    products = [
+        float(s.factor or 0.0) * total[s.rank if level == "rank" else (s.rank, s.number)]
+        for s in told
+    ]
+    return products[0] if same(products) else None
+
+
+def geometric(shares: Sequence[Share]) -> float | None:
+    """The ratio where on every rank each call's factor is that multiple of the one before."""
+    ratios = []
+    for rank in {s.rank for s in shares}:
+        mine = sorted((s for s in shares if s.rank == rank), key=lambda s: s.number)
+        values = [s.factor for s in mine]
+        if len(values) < 3 or any(not v for v in values):
+            return None
+        ratios += [b / a for a, b in pairwise(values) if a and b]
+    return ratios[0] if ratios and same(ratios) and abs(ratios[0] - 1) > SAME_FACTOR else None
+
+
+def row_weights(shares: Sequence[Share], num_rows: int) -> Tensor | None:
+    """(rows,) with which factor each row enters, of all ranks and calls; None if not known."""
+    weights = torch.zeros(num_rows, dtype=torch.float64)
+    for s in shares:
+        if not s.by_row:
+            return None
+        for row, factor in s.by_row.items():
+            if factor is None:
+                return None
+            weights[row] += factor
+    return weights

@@ -1,0 +1,74 @@
+"""Which rows of the full batch each rank read, from the data that entered its modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from sumgrad.diagnose.modules.look import Look
+from sumgrad.record.trace import Trace, Traces
+from torch import Tensor
+
+
+def rows_read(traces: Traces) -> dict[int, Counter[int]] | None:
+    """Rank -> row -> how often it entered the first module that they enter in one process.
+
+    None where the data of some rank cannot be told.
+    """
+    batch = traces.single.batch or {}
+    for whole in batch.values():
+        if whole.dim() < 2 or len({_key(row) for row in whole}) < len(whole):
+            continue  # rows that are alike
+        for module in dict.fromkeys(traces.single.entered):
+            if set(_rows_of(traces.single, module, whole)) != set(range(len(whole))):
+                continue
+            found = {rank: _rows_of(trace, module, whole) for rank, trace in traces.ranks.items()}
+            told = {rank: own for rank, own in found.items() if own}
+            silent = [r for r in found if r not in told and module in traces.ranks[r].entered]
+            if told and not silent:
+                return told
+    return None
+
+
+def rows_through(look: Look) -> dict[str, dict[int, Counter[int]]]:
+    """Module -> rank -> row -> how often its output was of it, of what a gradient reached."""
+    out: dict[str, dict[int, Counter[int]]] = {}
+    for module in look.modules:
+        calls = [s for s in look.seen[module] if s.call.part == 0 and not s.call.recomputed
+                 and s.call.operation_back is not None]  # fmt: skip
+        if not calls or any(s.rows is None or bool((s.rows == -1).any()) for s in calls):
+            continue
+        found = out.setdefault(module, {})
+        for s in calls:
+            assert s.rows is not None
+            found.setdefault(s.rank, Counter()).update(set(s.rows.tolist()))
+    return out
+
+
+def _rows_of(trace: Trace, module: str, whole: Tensor) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for name, data in zip(trace.entered, trace.data, strict=True):
+        if name == module:
+            found.update(_found(data, whole) or ())
+    return found
+
+
+def _found(data: Tensor, whole: Tensor) -> list[int] | None:
+    """The rows of `whole` that these are, whole or the same stretch of each."""
+    if data.dim() != whole.dim() or data.shape[2:] != whole.shape[2:] or not len(data):
+        return None
+    width = data.shape[1]
+    if width > whole.shape[1] or data.dtype.is_floating_point != whole.dtype.is_floating_point:
+        return None
+    for start in range(whole.shape[1] - width + 1):
+        known = {_key(row): i for i, row in enumerate(whole[:, start : start + width])}
+        if len(known) < len(whole):
+            continue  # stretches that are alike
+        rows = [known.get(_key(row)) for row in data.to(whole.dtype)]
+        if all(row is not None for row in rows):
+            return [row for row in rows if row is not None]
+    return None
+
+
+def _key(row: Tensor) -> bytes:
+    return row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,98 @@
+"""What is run once more after a check of a user's own step, to say more about its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from sumgrad.base.errors import UserError
+from sumgrad.base.files import write_json
+from sumgrad.base.verdict import Verdict
+from sumgrad.launch.ask import CheckOptions
+from sumgrad.launch.judging import written
+from sumgrad.record.spec import read_spec
+from sumgrad.topology.pools import load_topology, topology_to_json
+
+Again = Callable[[CheckOptions], tuple[Verdict, Path]]
+
+
+def with_second_looks(
+    options: CheckOptions,
+    verdict: Verdict,
+    directory: Path,
+    *,
+    again: Again,
+    progress: Callable[[str], object],
+) -> Verdict:
+    """The verdict of an opaque run, and what other runs of it show, as warnings. again: a check."""
+    spec = read_spec(directory)
+    texts = []
+    if verdict.status == "fail" and spec.topology.world_size > 1:
+        texts.append(_on_one_rank(options, directory, again, progress))
+    raised = any(o["status"] == "raised" for o in verdict.data["outcomes"])
+    if spec.lift and (raised or (spec.facts and spec.facts.float64)):
+        texts.append(_without_lift(options, verdict, directory, again, progress))
+    found = [text for text in texts if text]
+    if not found:
+        return verdict
+    data = {**verdict.data, "warnings": [*verdict.data["warnings"], *found]}
+    return written(directory, replace(verdict, warnings=(*verdict.warnings, *found), data=data))
+
+
+def _on_one_rank(
+    options: CheckOptions, directory: Path, again: Again, progress: Callable[[str], object]
+) -> str | None:
+    """Whether the same step already fails where there is nothing to distribute.
+
+    Planted faults are left out of the run on one rank.
+    """
+    whole = topology_to_json(load_topology(options.topology))
+    pools = {
+        name: {"axes": dict.fromkeys(entry["axes"], 1), "role": entry["role"]}
+        for name, entry in whole["pools"].items()
+    }
+    if len(pools) > 1:
+        return None  # a pool more is a rank more
+    progress("the same on one rank")
+    place = directory / "one_rank"
+    place.mkdir()
+    path = place / "topology.yaml"
+    data = {k: v for k, v in whole.items() if v is not None}
+    write_json(path, {**data, "pools": pools})
+    alone = replace(options, topology=path, fault=None, tiers=("structure",), out=place / "run")
+    try:
+        one, _ = again(alone)
+    except UserError:
+        return None
+    if one.status == "pass":
+        return "on one rank the step agrees with loss_sum: the fault is in the distribution"
+    if one.status == "fail":
+        cause = one.diagnoses[0].cause if one.diagnoses else "see one_rank/run"
+        return f"step and loss_sum disagree even on one rank, with nothing distributed: {cause}"
+    return None
+
+
+def _without_lift(
+    options: CheckOptions,
+    verdict: Verdict,
+    directory: Path,
+    again: Again,
+    progress: Callable[[str], object],
+) -> str | None:
+    """Whether a step that raises where its casts are lifted runs as it is."""
+    progress("the same without lifting casts")
+    place = directory / "no_lift"
+    try:
+        plain, _ = again(replace(options, lift=False, out=place))
+    except UserError:
+        return None
+    skipped = read_spec(directory).skipped.keys() - read_spec(place).skipped.keys()
+    ended = {o["rank"] for o in plain.data["outcomes"] if o["status"] == "ok"}
+    raised = {o["rank"] for o in verdict.data["outcomes"] if o["status"] == "raised"}
+    if not skipped and not (raised and ended >= raised):
+        return None
+    return (
+        f"this raises only where its casts are lifted to float64; as it is written it runs, and "
+        f"the verdict is {plain.status.upper()}: see {place}, or use --no-lift"
+    )

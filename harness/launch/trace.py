@@ -1,0 +1,69 @@
+"""A failing step of a user's own once more, with eyes on its modules: ranks, and one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sumgrad.base.files import write_json
+from sumgrad.base.outcome import describe_operation
+from sumgrad.launch.guard import RankGuard, keep_freed_memory
+from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
+from sumgrad.launch.rank import local_group
+from sumgrad.record.endings import rank_file, read_ledger
+from sumgrad.record.spec import RunSpec, read_spec
+from sumgrad.record.trace import FOLDER, rank_trace, single_trace, write_trace
+from sumgrad.subjects.program.job import UserStep
+
+
+def trace_step(
+    directory: Path,
+    spec: RunSpec,
+    tier: str,
+    step: int,
+    *,
+    launcher: Launcher,
+    progress: Callable[[str], object],
+) -> bool:
+    """Record what goes through the modules of one step; whether all of it could be."""
+    folder = directory / FOLDER
+    (folder / "ranks").mkdir(parents=True)
+    asked: Mapping[str, Any] = {"tier": tier, "step": step}
+    num_ranks = spec.topology.world_size
+    progress("looking into the modules")
+    job = RankJob(
+        target="sumgrad.launch.trace:trace_rank",
+        arguments=asked,
+        num_ranks=num_ranks,
+        directory=folder,
+        pools=[spec.topology.pool_of(r).name for r in range(num_ranks)],
+        helpers=[Helper(target="sumgrad.launch.trace:trace_helper", arguments=asked)],
+        timeout_s=spec.timeout_s,
+        helper_patience=3,
+    )
+    whole = all(outcome.ok for outcome in launcher.run(job, progress=progress))
+    if whole:
+        write_json(folder / "asked.json", asked)
+    return whole
+
+
+def trace_rank(guard: RankGuard, *, tier: str, step: int) -> dict[str, Any]:
+    """One rank of it."""
+    keep_freed_memory()
+    folder, rank = guard.env.directory, guard.env.rank
+    spec = read_spec(folder.parent)
+    with local_group(guard) as ledger:
+        found = UserStep(spec).trace_rank(rank, ledger, tier, step)
+        issued = read_ledger(rank_file(folder, rank, ".ledger.jsonl"))
+        words = tuple(describe_operation(e) or str(e["op"]) for e in issued if "op" in e)
+        write_trace(rank_trace(folder, rank), replace(found, operations=words))
+    return {}
+
+
+def trace_helper(guard: RankGuard, *, tier: str, step: int) -> None:
+    """The single process of it."""
+    keep_freed_memory()
+    folder = guard.env.directory.parent
+    write_trace(single_trace(folder), UserStep(read_spec(folder.parent)).trace_single(tier, step))

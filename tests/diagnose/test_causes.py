@@ -1,0 +1,86 @@
+"""Causes of real bugs, from the failed run alone: one of each kind that looking at modules names.
+
+`scripts/right_causes.py` runs all of tests/bugs; docs/data/causes_*.json is what came out.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import right_causes
+from conftest import ROOT
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a_21", "backward"),
+        ("a_23", "other_parameters"),
+        ("a_26", "late_gradient"),
+        ("a_27", "too_few_ranks"),
+        ("a_33", "rows_read"),
+        ("a_39", "loss_weights"),
+        ("b_02", "forward"),
+        ("b_09", "recomputed"),
+        ("b_23", "counted_again"),
+        ("b_26", "block_factor"),
+        ("b_33", "backward"),
+        ("b_42", "loss_weights"),
+    ],
+)
+def test_a_bug_has_the_cause_that_it_is(name, kind, sumgrad_launcher):
+    (path,) = right_causes.BUGS.glob(f"{name}_*.py")
+    row = right_causes.run(path, "Buggy", sumgrad_launcher)
+    assert (row["status"], row["kind"]) == ("fail", kind), row["said"]
+    assert row["place"], row["said"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["a_24", "a_40", "b_33", "a_06"])
+def test_nothing_looks_wrong_in_a_right_twin(name, sumgrad_launcher):
+    (path,) = right_causes.BUGS.glob(f"{name}_*.py")
+    row = right_causes.looked_at(path, sumgrad_launcher)
+    assert (row["status"], row["wrong"]) == ("pass", []), row["said"]
+
+
+@pytest.mark.distributed
+def test_a_right_twin_that_is_cut_otherwise_in_each_tier(sumgrad_launcher):
+    """FSDP1 pads its flat parameters by bytes: a rank holds other elements in float32."""
+    (path,) = right_causes.BUGS.glob("a_32_*.py")
+    row = right_causes.run(path, "Clean", sumgrad_launcher)
+    assert (row["status"], row["kind"]) == ("pass", None), row["said"]
+
+
+def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
+    halves = right_causes.halves()
+    assert {half: len(paths) for half, paths in halves.items()} == {"learn": 42, "sealed": 42}
+    for paths in halves.values():
+        for path in paths:
+            module = right_causes.load(path)
+            assert set(module.EXPECT) == {"right", "place", "wrong"}, path
+            assert all(module.EXPECT.values()), path
+            assert issubclass(module.Buggy, module.Clean), path
+
+
+@pytest.mark.parametrize(
+    ("said", "marks"),
+    [
+        ("norm is not reduced", (True, True, [])),
+        ("NORM is not\nreduced", (True, True, [])),
+        ("norm is reduced twice", (False, True, ["twice"])),
+        ("", (False, False, [])),
+    ],
+)
+def test_marks_of_a_cause(said, marks):
+    expected = {"right": ["not.reduced"], "place": ["norm"], "wrong": ["twice"]}
+    assert tuple(right_causes.marked(said, expected).values()) == marks
+
+
+def test_the_tables_are_of_the_split_that_was_drawn():
+    for half, paths in right_causes.halves().items():
+        table = json.loads((ROOT / "docs" / "data" / f"causes_{half}.json").read_text())
+        assert table["drawn"] == right_causes.DRAWN
+        assert {row["name"] for row in table["rows"]} == {path.stem for path in paths}
+        assert table["right"] == sum(row["right"] for row in table["rows"])

@@ -1,0 +1,320 @@
+"""What went through modules beside the single process's: slices, factors, parts, first wrongs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from sumgrad.diagnose.modules.first_wrong import (
+    first_wrong_backward,
+    first_wrong_forward,
+    first_wrong_recomputed,
+)
+from sumgrad.diagnose.modules.look import look_at
+from sumgrad.diagnose.modules.loss_weights import (
+    own_counts,
+    row_weights,
+    shares_at_the_loss,
+    shares_of_term,
+)
+from sumgrad.diagnose.modules.rows_read import rows_read, rows_through
+from sumgrad.record.trace import Call, Trace, Traces, read_traces, single_trace, write_trace
+
+MODULES = ("first", "second", "third")
+ROWS, TOKENS, WIDTH = 4, 3, 6
+TP = [("tp", [(0, 1)])]
+
+
+def numbers(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+
+
+OUT = {name: numbers(i) for i, name in enumerate(MODULES)}
+GRAD = {name: numbers(10 + i) for i, name in enumerate(MODULES)}
+BATCH = {"x": torch.arange(ROWS * 5).reshape(ROWS, 5)}
+
+
+def trace(held: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], **more) -> Trace:
+    """Calls in this order; a module's second entry is its second call."""
+    calls, seen = [], dict[str, int]()
+    for name, _, gradient in held:
+        number = seen[name] = seen.get(name, -1) + 1
+        calls.append(
+            Call(
+                module=name,
+                number=number,
+                part=0,
+                operation=0,
+                operation_back=None if gradient is None else 0,
+                recomputed=more.get("recomputed", False),
+            )
+        )
+    return Trace(
+        calls=tuple(calls),
+        outputs=tuple(o for _, o, _ in held),
+        gradients=tuple(g for _, _, g in held),
+        sources={name: "Linear" for name in MODULES},
+        data=more.get("data", ()),
+        entered=("first",) * len(more.get("data", ())),
+        batch=more.get("batch"),
+    )
+
+
+def whole() -> Trace:
+    return trace([(n, OUT[n], GRAD[n]) for n in MODULES], batch=BATCH, data=(BATCH["x"],))
+
+
+def rank(rows=slice(None), tokens=slice(None), **changed) -> list:
+    """This rank's slice of everything; changed: NAME or grad_NAME -> what it is turned into."""
+    held = []
+    for name in MODULES:
+        out, grad = OUT[name][rows][:, tokens], GRAD[name][rows][:, tokens]
+        out = changed.get(name, lambda x: x)(out.clone())
+        turned = changed.get(f"grad_{name}", lambda x: x)(grad.clone())
+        held.append((name, out, turned))
+    return held
+
+
+def look(*ranks, groups=()):
+    traces = {i: r if isinstance(r, Trace) else trace(r) for i, r in enumerate(ranks)}
+    return look_at(
+        Traces(tier="structure", step=0, ranks=traces, single=whole()), "float64", groups
+    )
+
+
+def states(found):
+    return [(found.forward(m), found.backward(m)) for m in MODULES]
+
+
+RIGHT = [("right", "right")] * 3
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        rank(slice(0, 2)),
+        rank([3, 1]),
+        rank(slice(None), [2, 0]),
+        rank(first=lambda x: x.reshape(-1, WIDTH)[[5, 0, 7]],
+             grad_first=lambda g: g.reshape(-1, WIDTH)[[5, 0, 7]]),
+        rank(second=lambda x: x[..., 2:4], grad_second=lambda g: g[..., 2:4]),
+        rank(second=lambda x: x[..., 1:4], grad_second=lambda g: g[..., 1:4]),
+        rank(second=lambda x: x.transpose(0, 1), grad_second=lambda g: g.transpose(0, 1)),
+        rank(second=lambda x: torch.cat([x, torch.zeros(1, TOKENS, WIDTH)]),
+             grad_second=lambda g: torch.cat([g, torch.zeros(1, TOKENS, WIDTH)])),
+        rank(grad_first=lambda g: 3 * g, grad_second=lambda g: 3 * g, grad_third=lambda g: 3 * g),
+    ],
+)  # fmt: skip
+def test_any_slice_in_any_order_is_right(held):
+    found = look(held)
+    assert states(found) == RIGHT
+    assert first_wrong_forward(found) is None
+    assert first_wrong_backward(found, MODULES) is None
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_one_wrong_element_is_seen_where_it_is(name):
+    def off(x):
+        x[1, 2, 0] += 1e-6
+        return x
+
+    after = MODULES[MODULES.index(name) :]
+    found = first_wrong_forward(look(rank(), rank(**dict.fromkeys(after, off))))
+    assert (found.wrong, found.ranks) == (name, (1,))
+    assert found.right == (None if name == "first" else MODULES[MODULES.index(name) - 1])
+    assert found.seen[0].wrong.tolist() == [1 * TOKENS + 2]
+
+
+def test_what_is_right_again_later_is_no_fault():
+    found = look(rank(first=lambda x: x + 1, second=lambda x: 2 * x))
+    assert [s[0] for s in states(found)] == ["wrong", "wrong", "right"]
+    assert first_wrong_forward(found) is None
+
+
+def test_the_backward_goes_wrong_against_the_order_of_the_forward():
+    def mixed(g):
+        return g.roll(1, 0) + g
+
+    found = first_wrong_backward(look(rank(grad_first=mixed, grad_second=mixed)), ())
+    assert (found.right, found.wrong, found.ratio, found.lost) == ("third", "second", None, False)
+
+
+@pytest.mark.parametrize(("factor", "ratio", "lost"), [(2.0, 2.0, False), (0.0, None, True)])
+def test_a_factor_that_begins_at_a_module(factor, ratio, lost):
+    found = first_wrong_backward(look(rank(grad_first=lambda g: factor * g)), ())
+    assert (found.right, found.wrong, found.ratio, found.lost) == ("second", "first", ratio, lost)
+
+
+def test_a_gradient_that_never_comes_is_lost():
+    held = [(n, o, None if n == "first" else g) for n, o, g in rank()]
+    found = first_wrong_backward(look(held), ())
+    assert (found.wrong, found.lost) == ("first", True)
+
+
+def test_parts_that_add_up_over_an_axis_are_parts():
+    half = rank(grad_first=lambda g: g - numbers(20))
+    other = rank(grad_first=lambda g: numbers(20))
+    found = look(half, other, groups=TP)
+    assert found.backward("first") == "part"
+    assert first_wrong_backward(found, MODULES) is None
+    assert look(half, other).backward("first") == "wrong"
+    assert {s.axis for s in found.seen["first"]} == {"tp"}
+    found = look(
+        rank(second=lambda x: x - numbers(20)), rank(second=lambda x: numbers(20)), groups=TP
+    )
+    assert found.forward("second") == "part"
+
+
+def test_a_checkpoint_that_computes_something_else():
+    again = trace([("second", OUT["second"] + 1, None)], recomputed=True)
+    first = trace(rank())
+    both = Trace(
+        calls=first.calls + again.calls,
+        outputs=first.outputs + again.outputs,
+        gradients=first.gradients + again.gradients,
+        sources=first.sources,
+    )
+    found = look(both)
+    assert first_wrong_forward(found) is None
+    assert first_wrong_recomputed(found).wrong == "second"
+    assert first_wrong_recomputed(look(rank())) is None
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_trial_run_that_gets_no_gradient_is_no_fault(reached):
+    trial = trace([("first", OUT["first"] * 0 + 1, GRAD["first"] if reached else None)])
+    mine = trace(rank())
+    both = Trace(
+        calls=trial.calls + mine.calls,
+        outputs=trial.outputs + mine.outputs,
+        gradients=trial.gradients + mine.gradients,
+        sources=mine.sources,
+    )
+    assert look(both).forward("first") == ("wrong" if reached else "right")
+
+
+def test_what_all_rows_share_is_not_compared_with_the_gradient_of_them_all():
+    position = numbers(30)[0]
+    single = trace([("first", position, position), ("second", OUT["second"], GRAD["second"])],
+                   batch=BATCH)  # fmt: skip
+    mine = trace([("first", position, numbers(31)[0]),
+                  ("second", OUT["second"][:2], GRAD["second"][:2])])  # fmt: skip
+    traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+    found = look_at(traces, "float64", ())
+    assert found.backward("first") == "untold"
+    assert first_wrong_backward(found, MODULES) is None
+
+
+def test_weights_of_the_loss_by_rank_and_by_own_count():
+    counts = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    by = {name: (lambda f: lambda g: f * g) for name in MODULES}
+    mine = [
+        rank(slice(0, 2), **{f"grad_{n}": by[n](1 / 3) for n in MODULES}),
+        rank(slice(2, 4), **{f"grad_{n}": by[n](1 / 7) for n in MODULES}),
+    ]
+    module, shares = shares_at_the_loss(look(*mine))
+    assert module == "third"
+    assert [(s.rank, s.rows) for s in shares] == [(0, (0, 1)), (1, (2, 3))]
+    assert own_counts(shares, counts, level="rank") == pytest.approx(1.0)
+    assert own_counts(shares, torch.ones(4, dtype=torch.float64), level="rank") is None
+    assert row_weights(shares, 4).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 7, 1 / 7])
+
+
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        ([BATCH["x"][:2]], {0: 1, 1: 1}),
+        ([BATCH["x"][2:, :-1]], {2: 1, 3: 1}),
+        ([BATCH["x"][[3]], BATCH["x"][[3]]], {3: 2}),
+        ([torch.ones(2, 5, dtype=torch.int64), BATCH["x"][[1]]], {1: 1}),
+    ],
+)
+def test_rows_that_a_rank_read(data, rows):
+    mine = trace(rank(), data=tuple(data))
+    found = rows_read(Traces(tier="structure", step=0, ranks={0: mine}, single=whole()))
+    assert found == {0: rows}
+
+
+def test_rows_that_nobody_can_tell():
+    mine = trace(rank(), data=(BATCH["x"] + 1,))
+    assert rows_read(Traces(tier="structure", step=0, ranks={0: mine}, single=whole())) is None
+
+
+def test_rows_that_go_through_a_module_twice_or_never():
+    calls = [rank([0, 1]), rank([0, 1])]
+    mine = trace([entry for call in calls for entry in call])
+    found = rows_through(look(mine))
+    assert found["first"] == {0: {0: 2, 1: 2}}
+
+
+def test_a_call_that_is_computed_again_has_lost_nothing():
+    first = [(n, o, None) for n, o, _ in rank()]
+    assert look(trace(first + rank())).backward("first") == "right"
+    assert look(trace(first)).backward("first") == "wrong"
+
+
+@pytest.mark.parametrize("where", ["rank", "single"])
+def test_what_is_left_out_over_the_limit_accuses_nobody(where):
+    """A gradient that came and was not kept is not one that never came."""
+    held = [(n, o, None if n == "first" else g) for n, o, g in rank()]
+    mine, single = trace(held if where == "rank" else rank()), whole()
+    left = {"left_out": ("first",)}
+    if where == "rank":
+        mine = replace(mine, **left)
+    else:
+        single = replace(single, gradients=(None, *single.gradients[1:]), **left)
+    traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+    found = look_at(traces, "float64", ())
+    assert (found.forward("first"), found.backward("first")) == ("untold", "untold")
+    assert first_wrong_backward(found, MODULES) is None
+    assert first_wrong_forward(found) is None
+
+
+TERMS = {"main": numbers(40), "other": numbers(41)}
+
+
+def of_terms(main: float, other: float) -> torch.Tensor:
+    return main * TERMS["main"] + other * TERMS["other"]
+
+
+def with_terms(*ranks):
+    single = trace([("first", OUT["first"], of_terms(1, 1))], batch=BATCH)
+    by_term = {name: (gradient,) for name, gradient in TERMS.items()}
+    single = replace(single, by_term=by_term)
+    traces = {i: trace([("first", OUT["first"], g)]) for i, g in enumerate(ranks)}
+    return look_at(Traces(tier="structure", step=0, ranks=traces, single=single), "float64", ())
+
+
+def test_terms_with_factors_of_their_own():
+    found = with_terms(of_terms(1, 3), of_terms(2, 2))
+    assert found.backward("first") == "right"
+    assert found.terms_at["first", 0] == ("main", "other")
+    by_term = {t: [s.factor for s in shares_of_term(found, t)[1]] for t in TERMS}
+    assert by_term == {"main": pytest.approx([1, 2]), "other": pytest.approx([3, 2])}
+    assert with_terms(of_terms(1, 1) + numbers(42)).backward("first") == "wrong"
+
+
+def test_terms_that_a_rank_computes_in_calls_of_their_own():
+    single = trace([("first", OUT["first"], of_terms(1, 1))], batch=BATCH)
+    single = replace(single, by_term={name: (g,) for name, g in TERMS.items()})
+    mine = trace([("first", OUT["first"], g) for g in TERMS.values()])
+    traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+    (seen,) = look_at(traces, "float64", ()).seen["first"]
+    assert seen.backward == "right"
+    assert seen.factors.tolist() == pytest.approx([1.0] * ROWS * TOKENS)
+
+
+def test_a_trace_is_read_back(tmp_path):
+    mine = whole()
+    write_trace(single_trace(tmp_path), mine)
+    from sumgrad.record.trace import read_trace
+
+    back = read_trace(single_trace(tmp_path))
+    assert back.calls == mine.calls
+    assert all(torch.equal(a, b) for a, b in zip(back.outputs, mine.outputs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(back.gradients, mine.gradients, strict=True))
+    assert list(back.batch) == ["x"]
+    assert read_traces(tmp_path, [0]) is None
