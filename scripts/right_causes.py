@@ -1,0 +1,220 @@
+"""Are the causes right? Buggy Programs of other hands, each with what a right cause must say.
+
+    python scripts/right_causes.py --half learn --out docs/data/causes_learn.json
+    python scripts/right_causes.py --half sealed --out docs/data/causes_sealed.json
+    python scripts/right_causes.py --clean --seeds 5
+
+tests/bugs/*.py were written by others who had not seen the diagnosis, expectations before any run.
+A number drawn before the first run splits them: one half to learn from, the other run once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+from sumgrad.base.errors import UserError
+from sumgrad.base.verdict import Verdict
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
+from sumgrad.diagnose.modules.first_wrong import (
+    first_wrong_backward,
+    first_wrong_forward,
+    first_wrong_recomputed,
+)
+from sumgrad.diagnose.modules.look import look_at
+from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
+from sumgrad.diagnose.names import axis_groups
+from sumgrad.launch.ask import CheckOptions
+from sumgrad.launch.check import run_check
+from sumgrad.launch.local.launcher import Launcher
+from sumgrad.launch.trace import trace_step
+from sumgrad.record.directory import load_record
+from sumgrad.record.spec import read_spec
+
+ROOT = Path(__file__).resolve().parent.parent
+BUGS = ROOT / "tests" / "bugs"
+DRAWN = 890391125  # drawn once, before any of them was run
+TIMEOUT_S = 120.0
+
+
+def halves() -> dict[str, list[Path]]:
+    """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's."""
+    found: dict[str, list[Path]] = {"learn": [], "sealed": []}
+    for hand in ("a", "b"):
+        paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
+        found["learn"] += paths[: len(paths) // 2]
+        found["sealed"] += paths[len(paths) // 2 :]
+    return {half: sorted(paths) for half, paths in found.items()}
+
+
+def _place(path: Path) -> str:
+    return hashlib.sha256(f"{DRAWN}/{path.stem}".encode()).hexdigest()
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def said_by(verdict: Verdict) -> str:
+    """What a reader sees of the cause: the leading one, and the evidence under it."""
+    if not verdict.diagnoses:
+        return ""
+    first = verdict.diagnoses[0]
+    lines = [first.cause, *first.because, *first.however]
+    return "\n".join([*lines, f"ranks {first.ranks}", f"factor {first.factor} {first.symbol}"])
+
+
+def marked(said: str, expected: dict[str, list[str]]) -> dict[str, Any]:
+    """right: every pattern is there; place: one is; wrong: patterns of false statements."""
+
+    def there(pattern: str) -> bool:
+        return re.search(pattern, said, re.IGNORECASE | re.DOTALL) is not None
+
+    return {
+        "right": bool(said) and all(there(p) for p in expected["right"]),
+        "place": any(there(p) for p in expected["place"]),
+        "wrong": [p for p in expected["wrong"] if there(p)],
+    }
+
+
+@contextlib.contextmanager
+def asked(path: Path, cls: str, **more: Any) -> Iterator[CheckOptions]:
+    """How a class of a file is checked, in a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        topology = Path(folder) / "topology.yaml"
+        topology.write_text(yaml.safe_dump(load(path).TOPOLOGY, sort_keys=False))
+        yield CheckOptions(topology=topology, workload=f"{path}:{cls}", timeout_s=TIMEOUT_S,
+                           out=Path(folder) / "run", **more)  # fmt: skip
+
+
+def run(path: Path, cls: str, launcher: Launcher, *, seed: int = 0) -> dict[str, Any]:
+    """One Program: its verdict and, of a buggy one, the marks of its cause."""
+    module = load(path)
+    with asked(path, cls, seed=seed) as options:
+        began = time.monotonic()
+        try:
+            verdict, _ = run_check(options, launcher=launcher)
+        except UserError as error:
+            return {"name": path.stem, "class": cls, "status": "refused", "said": str(error)}
+        seconds = time.monotonic() - began
+    said = said_by(verdict)
+    row: dict[str, Any] = {"name": path.stem, "class": cls, "seed": seed,
+                           "status": verdict.status, "seconds": round(seconds, 1)}  # fmt: skip
+    row["kind"] = verdict.diagnoses[0].kind if verdict.diagnoses else None
+    row |= {"why": module.WHY, "said": said}
+    if verdict.status == "unknown":
+        row["said"] = said or "\n".join(r for t in verdict.tiers for r in t.reasons)
+    if cls == "Buggy":
+        row |= marked(said, module.EXPECT)
+    return row
+
+
+def looked_at(path: Path, launcher: Launcher) -> dict[str, Any]:
+    """A right twin with eyes on its modules all the same: nothing may look wrong in them."""
+    with asked(path, "Clean", tiers=("structure",)) as options:
+        verdict, directory = run_check(options, launcher=launcher)
+        spec = read_spec(directory)
+        trace_step(directory, spec, "structure", 0, launcher=launcher, progress=lambda _: None)
+        record = load_record(directory)
+        assert record.traces is not None, path
+        case = Case(record=record, tier="structure", step=0)
+        look = look_at(record.traces, "float64", axis_groups(case))
+        params = [name.rpartition(".")[0] for name in record.spec.params]
+        found = {
+            "forward": first_wrong_forward(look),
+            "recomputed": first_wrong_recomputed(look),
+            "backward": first_wrong_backward(look, params),
+        }
+        uneven = uneven_rows(case)
+        shares = shares_at_the_loss(look)
+    wrong = {kind: f"{one.wrong}: {one.seen[0].shape}" for kind, one in found.items() if one}
+    if uneven:
+        wrong["rows"] = uneven[0].cause
+    weights = [s.factor for s in shares[1]] if shares else []
+    if any(f is None for f in weights) or (weights and not same([f for f in weights if f])):
+        wrong["weights"] = str(weights)
+    told = sum(look.forward(m) == "right" for m in look.modules)
+    back = sum(look.backward(m) == "right" for m in look.modules)
+    return {"name": path.stem, "class": "Clean", "status": verdict.status, "kind": None,
+            "modules": len(look.modules), "forward": told, "backward": back,
+            "said": json.dumps(wrong), "wrong": list(wrong)}  # fmt: skip
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    paths = [p for half, found in halves().items() if args.half in (half, None) for p in found]
+    if args.only:
+        paths = [p for p in paths if any(name in p.stem for name in args.only)]
+    with Launcher() as launcher:
+        for path in paths:
+            if args.look:
+                yield looked_at(path, launcher)
+                continue
+            for seed in range(args.seeds if args.clean else 1):
+                yield run(path, "Clean" if args.clean else "Buggy", launcher, seed=seed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--half", choices=("learn", "sealed"))
+    parser.add_argument("--only", action="append", help="part of a name")
+    parser.add_argument("--clean", action="store_true", help="the right twins: no cause, no alarm")
+    parser.add_argument("--look", action="store_true", help="the right twins, module by module")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--show", action="store_true", help="print what is said in full")
+    args = parser.parse_args()
+    rows = []
+    for row in rows_of(args):
+        rows.append(row)
+        mark = "" if args.clean else "RIGHT" if row.get("right") else "-----"
+        false = f" FALSE {row['wrong']}" if row.get("wrong") else ""
+        place = " place" if row.get("place") else ""
+        print(f"{row['name']:42} {row['status']:8} {mark}{place}{false} [{row.get('kind')}]",
+              flush=True)  # fmt: skip
+        if args.show:
+            print("   WHY ", row.get("why"), "\n   SAID", row["said"].replace("\n", "\n        "))
+    head = _head(rows, clean=args.clean or args.look)
+    print(json.dumps(head))
+    if args.out:
+        args.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def _head(rows: list[dict[str, Any]], *, clean: bool) -> dict[str, Any]:
+    status = {s: sum(r["status"] == s for r in rows) for s in ("pass", "fail", "unknown")}
+    if clean:
+        causes = sum(r.get("kind") is not None for r in rows)
+        return {"drawn": DRAWN, "programs": len(rows), **status, "causes": causes}
+    failed = [r for r in rows if r["status"] == "fail"]
+    return {
+        "drawn": DRAWN,
+        "programs": len(rows),
+        **status,
+        "right": sum(bool(r.get("right")) for r in failed),
+        "right_and_place": sum(bool(r.get("right") and r.get("place")) for r in failed),
+        "with_false_statement": sum(bool(r.get("wrong")) for r in failed),
+        "open": sum(r.get("kind") == "open" for r in failed),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
