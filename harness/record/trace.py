@@ -18,6 +18,7 @@ from sumgrad.record.spec import DAMAGED
 from torch import Tensor
 
 FOLDER = "trace"
+LOSS = "the loss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ class Trace:
     modules and no module made; entered: which module. batch: the full one, of the single process.
     operations: all collectives, in words. left_out: modules with a tensor over the limit of what
     is kept: that it is not there says nothing.
-    by_term: gradients of each term of a loss of several, in the single process.
+    by_term: gradients of each term of a loss of several, in the single process. takes: there too, a
+    module, or LOSS -> the modules whose outputs its own is made from, with none in between.
     """
 
     calls: tuple[Call, ...]
@@ -58,6 +60,7 @@ class Trace:
     operations: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     by_term: Mapping[str, tuple[Tensor | None, ...]] = field(default_factory=dict)
+    takes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,6 +90,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "operations": list(trace.operations),
         "entered": list(trace.entered),
         "left_out": list(trace.left_out),
+        "takes": {name: list(others) for name, others in trace.takes.items()},
     }
     write_json(path.with_suffix(".json"), said)
 
@@ -107,6 +111,7 @@ def read_trace(path: Path) -> Trace:
         entered=tuple(said["entered"]),
         operations=tuple(said["operations"]),
         left_out=tuple(said["left_out"]),
+        takes={name: tuple(others) for name, others in said["takes"].items()},
         by_term={
             term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
             for term in said["terms"]

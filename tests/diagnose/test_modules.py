@@ -19,8 +19,9 @@ from sumgrad.diagnose.modules.loss_weights import (
     shares_at_the_loss,
     shares_of_term,
 )
+from sumgrad.diagnose.modules.paths import paths_of
 from sumgrad.diagnose.modules.rows_read import rows_read, rows_through
-from sumgrad.record.trace import Call, Trace, Traces, read_traces, single_trace, write_trace
+from sumgrad.record.trace import LOSS, Call, Trace, Traces, read_traces, single_trace, write_trace
 
 MODULES = ("first", "second", "third")
 ROWS, TOKENS, WIDTH = 4, 3, 6
@@ -124,7 +125,7 @@ def test_one_wrong_element_is_seen_where_it_is(name):
     after = MODULES[MODULES.index(name) :]
     found = first_wrong_forward(look(rank(), rank(**dict.fromkeys(after, off))))
     assert (found.wrong, found.ranks) == (name, (1,))
-    assert found.right == (None if name == "first" else MODULES[MODULES.index(name) - 1])
+    assert found.beside == (() if name == "first" else (MODULES[MODULES.index(name) - 1],))
     assert found.seen[0].wrong.tolist() == [1 * TOKENS + 2]
 
 
@@ -139,13 +140,64 @@ def test_the_backward_goes_wrong_against_the_order_of_the_forward():
         return g.roll(1, 0) + g
 
     found = first_wrong_backward(look(rank(grad_first=mixed, grad_second=mixed)), ())
-    assert (found.right, found.wrong, found.ratio, found.lost) == ("third", "second", None, False)
+    assert (found.beside, found.wrong) == (("third",), "second")
+    assert (found.ratio, found.lost) == (None, False)
 
 
 @pytest.mark.parametrize(("factor", "ratio", "lost"), [(2.0, 2.0, False), (0.0, None, True)])
 def test_a_factor_that_begins_at_a_module(factor, ratio, lost):
     found = first_wrong_backward(look(rank(grad_first=lambda g: factor * g)), ())
-    assert (found.right, found.wrong, found.ratio, found.lost) == ("second", "first", ratio, lost)
+    assert (found.beside, found.wrong, found.lost) == (("second",), "first", lost)
+    assert found.ratio == (None if ratio is None else pytest.approx(ratio))
+
+
+FORK = {"second": (), "third": ("first",), LOSS: ("second", "third")}  # two ways to the loss
+
+
+def forked(*ranks):
+    single = replace(whole(), takes=FORK)
+    traces = {i: trace(r) for i, r in enumerate(ranks)}
+    return look_at(Traces(tier="structure", step=0, ranks=traces, single=single), "float64", ())
+
+
+def test_what_is_right_on_another_way_clears_nobody():
+    """`second` is wrong, and nothing right is made from it, though `third` comes after it."""
+    found = first_wrong_forward(forked(rank(second=lambda x: x + 1)))
+    assert (found.wrong, found.beside) == ("second", ())
+    found = first_wrong_forward(forked(rank(third=lambda x: x + 1)))
+    assert (found.wrong, found.beside) == ("third", ("first",))
+    found = first_wrong_backward(forked(rank(grad_second=lambda g: g.roll(1, 0) + g)), ())
+    assert (found.wrong, found.beside, found.modules) == ("second", (LOSS,), ())
+    found = first_wrong_backward(forked(rank(grad_first=lambda g: g.roll(1, 0) + g)), ())
+    assert (found.wrong, found.beside) == ("first", ("third",))
+
+
+def test_a_factor_is_held_against_that_of_its_own_way():
+    assert first_wrong_backward(forked(rank(grad_second=lambda g: 2 * g)), ()) is None
+    found = first_wrong_backward(forked(rank(grad_first=lambda g: 2 * g)), ())
+    assert (found.wrong, found.beside) == ("first", ("third",))
+    assert found.ratio == pytest.approx(2)
+
+
+def test_the_nearest_that_could_be_compared_on_every_way():
+    """Through what could not be compared, and past the side of what is wrong itself."""
+    paths = paths_of(
+        ("a", "b", "c", "d"), {"b": ("a",), "c": ("a",), "d": ("b", "c"), LOSS: ("d", "a")}
+    )
+    assert paths.next_above("a", lambda m: m != "b") == ("c", LOSS, "d")
+    assert paths.next_above("a", lambda m: False) == (LOSS,)
+    assert paths.next_below("d", lambda m: m == "a") == ("a",)
+    assert paths.all_below("d") == {"a", "b", "c"}
+    assert paths.all_above("b") == {"d", LOSS}
+
+
+def test_without_a_graph_each_follows_the_one_before():
+    chain = paths_of(("a", "b", "c"), {})
+    assert [chain.below[m] for m in ("a", "b", "c", LOSS)] == [(), ("a",), ("b",), ("c",)]
+    frozen = paths_of(("a", "b", "c"), {"c": (), LOSS: ("c",)})
+    assert frozen.below["c"] == ("b",)
+    assert frozen.below["b"] == ("a",)
+    assert frozen.above["c"] == (LOSS,)
 
 
 def test_a_gradient_that_never_comes_is_lost():

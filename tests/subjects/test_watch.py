@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sumgrad.record.trace import LOSS
 from sumgrad.subjects.program import watch
 from sumgrad.subjects.program.watch import ModuleWatch
 from torch import nn
@@ -77,3 +78,31 @@ def test_a_checkpoint_is_computed_again(reentrant):
     assert calls[:4] == [("0", False), ("1", False), ("2", False), ("0", True)]
     # Without reentrance torch ends the second forward as soon as it has what it saved.
     assert calls[4:] == ([("1", True)] if reentrant else [])
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(3, 3) for _ in range(3))
+        self.pair = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+    def forward(self, x):
+        x = self.first(x)
+        return x + self.pair(self.left(x) * 2) + self.right(x).detach(), x
+
+
+def test_which_outputs_others_are_made_from():
+    of = Branches()
+    with ModuleWatch(of, with_paths=True) as watching:
+        y, x = of(torch.ones(5, 3))
+        loss = y.sum() + x.square().sum()
+        watching.at_loss(loss)
+        loss.backward()
+    takes = {name: set(others) for name, others in watching.trace().takes.items()}
+    assert takes["first"] == set()
+    assert takes["left"] == takes["right"] == {"first"}
+    assert takes["pair.0"] == {"left"}
+    assert takes["pair"] == takes["pair.1"] == {"pair.0"}
+    assert takes[""] == {"first", "pair", "pair.1"}
+    assert takes[LOSS] == {"", "first"}
+    assert not seen(model()).takes

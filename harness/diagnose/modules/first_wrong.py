@@ -1,4 +1,4 @@
-"""The first module, in the forward or down the backward, behind which nothing is right any more."""
+"""Where a step goes wrong: a module that is wrong where all that leads to it is right."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen, constant
+from sumgrad.record.trace import LOSS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FirstWrong:
-    """Between `right` and `wrong` something goes wrong. right: None where nothing was right before.
+    """At `wrong` something is wrong, at none of `beside` yet.
 
-    seen: what is wrong of it. ratio: the gradient is right there but for this factor. lost: no
-    gradient reaches it.
+    beside: in the forward what it is made from, in the backward what is made from it, or LOSS; the
+    nearest that could be compared on every way, in the order in which a step meets them. seen: what
+    is wrong of it. ratio: the gradient is right there but for this factor. lost: none reaches it.
     """
 
-    right: str | None
     wrong: str
     seen: tuple[Seen, ...]
+    beside: tuple[str, ...] = ()
     ratio: float | None = None
     lost: bool = False
 
@@ -26,76 +28,67 @@ class FirstWrong:
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({s.rank for s in self.seen}))
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What of `beside` is a module."""
+        return tuple(m for m in self.beside if m != LOSS)
+
 
 def first_wrong_forward(look: Look) -> FirstWrong | None:
-    """What is right again later was computed in another way, and is no fault."""
-    states = [(module, look.forward(module)) for module in look.modules]
-    last_right = max((i for i, (_, s) in enumerate(states) if s == "right"), default=-1)
-    for module, state in states[last_right + 1 :]:
-        if state == "wrong":
-            seen = [s for s in look.seen[module] if s.forward == "wrong" and not s.call.recomputed]
-            return FirstWrong(right=_vouching(look, module), wrong=module, seen=tuple(seen))
+    """What is right again in a module made from it was computed in another way, and is no fault."""
+    for module in look.modules:
+        above = look.paths.all_above(module) - {LOSS}
+        if look.forward(module) != "wrong" or any(look.forward(m) == "right" for m in above):
+            continue
+        seen = [s for s in look.seen[module] if s.forward == "wrong" and not s.call.recomputed]
+        below = look.paths.next_below(module, lambda m: _vouches(look, m))
+        right = sorted(below, key=look.modules.index)
+        return FirstWrong(wrong=module, seen=tuple(seen), beside=tuple(right))
     return None
 
 
-def _vouching(look: Look, wrong: str) -> str | None:
-    """The last module before that is right in its place: what all rows share, as embeddings of
+def _vouches(look: Look, module: str) -> bool:
+    """Whether its output is right, and in its place: what all rows share, as embeddings of
     positions, is found by its values wherever it belongs."""
-    before = look.modules[: look.modules.index(wrong)]
-    for module in reversed(before):
-        if look.forward(module) == "right" and not look.shared(module):
-            return module
-    return None
+    return look.forward(module) == "right" and not look.shared(module)
 
 
 def first_wrong_recomputed(look: Look) -> FirstWrong | None:
     """A checkpoint that computes something else the second time."""
-    right = None
     for module in look.modules:
-        again = [s for s in look.seen[module] if s.call.recomputed]
-        wrong = [s for s in again if s.forward == "wrong"]
+        wrong = [s for s in look.seen[module] if s.call.recomputed and s.forward == "wrong"]
         if wrong and look.forward(module) == "right":
-            return FirstWrong(right=right, wrong=module, seen=tuple(wrong))
-        right = module if again else right
+            return FirstWrong(wrong=module, seen=tuple(wrong))
     return None
 
 
 def first_wrong_backward(look: Look, failing: Sequence[str]) -> FirstWrong | None:
     """Against the order of the forward. failing: modules that own a wrong gradient."""
     order = list(reversed(look.modules))
-    known: dict[tuple[int, int], float] = {}
-    odd: dict[str, FirstWrong] = {}
-    last_right, right = -1, None
-    for i, module in enumerate(order):
-        found = _odd(look, module, known, right)
-        if found is not None:
-            odd[module] = found
-            continue
-        if look.backward(module) == "right":
-            last_right, right = i, module
-    # What is right again further down was put together in another way, unless its own parameters
-    # are wrong: then the way down passed by its side.
-    for i, module in enumerate(order):
-        if module in odd and (i > last_right or module in failing):
-            return odd[module]
+    odd = {module: found for module in order if (found := _odd(look, module)) is not None}
+    right = {module for module in order if module not in odd and look.backward(module) == "right"}
+    # What is right again in a module that it is made from was put together in another way, unless
+    # its own parameters are wrong: then the way down passed by its side.
+    for module, found in odd.items():
+        if module in failing or not right & look.paths.all_below(module):
+            return found
     return None
 
 
-def _odd(
-    look: Look, module: str, known: dict[tuple[int, int], float], right: str | None
-) -> FirstWrong | None:
-    """What is wrong of the gradients that reach a module. known: (rank, call) -> the factor so far,
-    which is set where none is known."""
+def _odd(look: Look, module: str) -> FirstWrong | None:
+    """What is wrong of the gradients that reach a module."""
+    above = look.paths.next_above(module, lambda m: look.backward(m) in ("right", "part"))
+    order = {m: i for i, m in enumerate((*look.modules, LOSS))}
+    beside = tuple(sorted(above, key=order.__getitem__, reverse=True))
     wrong = [s for s in look.seen[module] if s.backward == "wrong"]
     if wrong:
         lost = all(s.wrong is None for s in wrong)
-        return FirstWrong(right=right, wrong=module, seen=tuple(wrong), lost=lost)
+        return FirstWrong(wrong=module, seen=tuple(wrong), beside=beside, lost=lost)
     jumps: list[tuple[Seen, float]] = []
     for s in look.seen[module]:
-        factor = constant(s.factors)
-        if s.backward != "right" or factor is None:
+        factor, before = constant(s.factors), _factor_above(look, beside, s)
+        if s.backward != "right" or factor is None or before is None:
             continue
-        before = known.setdefault((s.rank, s.call.number), factor)
         if abs(factor - before) > SAME_FACTOR * max(abs(before), abs(factor)):
             jumps.append((s, factor / before if before else float("inf")))
     if not jumps:
@@ -104,6 +97,20 @@ def _odd(
     same = all(abs(ratio - first) <= SAME_FACTOR * abs(first) for _, ratio in jumps)
     seen = tuple(s for s, _ in jumps)
     lost = all(constant(s.factors) == 0 for s in seen)
-    return FirstWrong(
-        right=right, wrong=module, seen=seen, ratio=first if same and not lost else None, lost=lost
-    )
+    ratio = first if same and not lost else None
+    return FirstWrong(wrong=module, seen=seen, beside=beside, ratio=ratio, lost=lost)
+
+
+def _factor_above(look: Look, above: Sequence[str], s: Seen) -> float | None:
+    """The one factor that a call's gradient had in all that is made from its output.
+
+    Of the same rank, or of all where it has none of them, as the next stage of a pipeline.
+    """
+    found = [t for m in above if m != LOSS for t in look.seen[m] if t.call.number == s.call.number]
+    mine = [t for t in found if t.rank == s.rank] or found
+    factors = [constant(t.factors) for t in mine if t.backward == "right"]
+    first = factors[0] if factors else None
+    if first is None or len(factors) < len(mine):
+        return None
+    known = [f for f in factors if f is not None and abs(f - first) <= SAME_FACTOR * abs(first)]
+    return first if len(known) == len(factors) else None

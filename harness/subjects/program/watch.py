@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.record.trace import Call, Trace
+from sumgrad.record.trace import LOSS, Call, Trace
 from sumgrad.subjects.program.placement import WRAPPERS
+from sumgrad.subjects.program.taken_up import taken_up
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -24,7 +25,8 @@ class ModuleWatch:
     """Between `with` and its end, what goes through the modules of a model.
 
     names: id of a module -> its name in build()'s model, for those that a wrapper renamed.
-    operations: how many collectives this rank has issued so far.
+    operations: how many collectives this rank has issued so far. with_paths: also which outputs
+    others are made from.
     """
 
     def __init__(
@@ -32,6 +34,8 @@ class ModuleWatch:
         model: nn.Module,
         names: Mapping[int, str] | None = None,
         operations: Callable[[], int] = lambda: 0,
+        *,
+        with_paths: bool = False,
     ) -> None:
         self.operations = operations
         self._modules = dict(_seen_modules(model, names or {}))
@@ -44,6 +48,12 @@ class ModuleWatch:
         self._entered: list[str] = []
         self._bytes, self._left_out = 0, dict[str, None]()
         self._handles: list[Any] = []
+        self._with_paths = with_paths
+        self._made_by: list[tuple[str, Any]] = []
+
+    def at_loss(self, loss: Tensor) -> None:
+        """What the modules' outputs end in."""
+        self._made(LOSS, loss)
 
     def __enter__(self) -> ModuleWatch:
         for name, module in self._modules.items():
@@ -71,6 +81,7 @@ class ModuleWatch:
             entered=tuple(self._entered),
             batch=batch,
             left_out=tuple(self._left_out),
+            takes=taken_up(self._made_by),
         )
 
     def _hook(self, name: str) -> Callable[..., None]:
@@ -88,6 +99,8 @@ class ModuleWatch:
             if tensor.grad_fn is None and not tensor.requires_grad:
                 self._keep_data(name, tensor)
         parts = [t for t in _tensors(output) if t.is_floating_point() or t.is_complex()]
+        for tensor in parts:
+            self._made(name, tensor)
         for part, tensor in enumerate(parts[:MAX_PARTS]):
             held = self._kept(name, tensor)
             if held is None:
@@ -106,6 +119,10 @@ class ModuleWatch:
             self._outputs.append(held)
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(self._gradient_hook(name, at))
+
+    def _made(self, name: str, tensor: Tensor) -> None:
+        if self._with_paths and tensor.grad_fn is not None:
+            self._made_by.append((name, tensor.grad_fn))
 
     def _gradient_hook(self, name: str, at: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:

@@ -58,17 +58,17 @@ def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     found = first_wrong_backward(look, owners(case))
     if found is None:
         return
-    uneven = uneven_rows(case) if found.right is None else None
+    uneven = None if found.modules else uneven_rows(case)
     yield explained(case, uneven[0] if uneven else _backward(case, look, found))
 
 
 def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     told = [m for m in look.modules if look.forward(m) == "right"]
-    before = f"the forward is right up to {named(look, found.right)} and" if found.right else (
+    before = f"the forward is right up to {_listed(look, found.beside)} and" if found.beside else (
         "the forward is wrong from the start: it")  # fmt: skip
     because = [f"its output is no slice of the single process's: {_places(found.seen)}"]
-    first = look.modules.index(found.right) + 1 if found.right is not None else 0
-    shared = [m for m in look.modules[first : look.modules.index(found.wrong)] if look.shared(m)]
+    near = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
+    shared = [m for m in near if look.shared(m)]
     if shared:
         because.append(
             f"{some_of(shared)} is found by its values, which are those of all rows: whether this "
@@ -89,8 +89,10 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
 
 
 def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
-    at, above = named(look, found.wrong), found.right
+    at, above = named(look, found.wrong), _listed(look, found.modules)
     what = f"the gradient that reaches the output of {at}"
+    if above:
+        what += f", which goes into {'it' if len(found.modules) == 1 else 'them'},"
     shown = None
     symbols: list[str] = []
     if found.lost:
@@ -105,14 +107,16 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     told = sum(look.forward(module) == "right" for module in look.modules)
     head = f"the forward is right in all {told} modules that could be compared; "
     if above:
-        head += f"the backward is right down to {named(look, above)}; "
+        head += f"the backward is right down to {above}; "
     else:
         head += "the loss itself, outside of the modules, is another or has another gradient: "
     because = [] if found.lost or found.ratio else [f"wrong are {_places(found.seen)}"]
     because += _parts_of_output(look, found)
-    between = f"the backward of what runs between {at} and {named(look, above)}" if above else (
+    loss = len(found.modules) < len(found.beside)
+    between = f"the backward of {above}, and of what runs between {at} and there" if above else (
         f"what follows {at}: the loss, and its backward")  # fmt: skip
-    because.append(f"look at {between}")
+    because.append(f"look at {between}" + (", and at the loss, which uses it too" if loss and above
+                                            else ""))  # fmt: skip
     because += _between(case, found, back=True)
     because += in_the_gradients(case)
     return Diagnosis(
@@ -123,6 +127,11 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         symbol=symbols[0] if symbols else None,
         because=tuple(because),
     )
+
+
+def _listed(look: Look, modules: Sequence[str]) -> str:
+    """Modules by name, class and line, the nearest first."""
+    return some_of([named(look, m) for m in reversed(modules)])
 
 
 def _parts_of_output(look: Look, found: FirstWrong) -> list[str]:
@@ -140,8 +149,8 @@ def _terms_there(look: Look, found: FirstWrong) -> str:
     live = {t for part in parts for t in look.terms_at.get((found.wrong, part), ())}
     met = {
         term
-        for module in look.modules[look.modules.index(found.wrong) :]
-        for s in look.seen[module]
+        for module in (found.wrong, *look.paths.all_above(found.wrong))
+        for s in look.seen.get(module, ())
         if s.backward == "right" and (module, s.call.part) != (found.wrong, min(parts))
         for term in look.terms_at.get((module, s.call.part), ())
     }
@@ -179,14 +188,13 @@ def _between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
         return []
     s = found.seen[0]
     trace = traces.ranks[s.rank]
-    if found.right is None:
+    if not found.modules:
         return _since_the_forward(s, trace.operations) if back else []
-    mine = [x for x in look.seen[found.right] if x.rank == s.rank
-            and x.call.number == s.call.number] or [
-        x for x in look.seen[found.right] if x.rank == s.rank]  # fmt: skip
+    nearest = [x for m in found.modules for x in look.seen[m] if x.rank == s.rank]
+    mine = [x for x in nearest if x.call.number == s.call.number] or nearest
     if not mine:
         return []
-    a = mine[0].call.operation_back if back else mine[0].call.operation
+    a = mine[-1].call.operation_back if back else mine[-1].call.operation
     b = s.call.operation_back if back else s.call.operation
     if a is None or b is None or b <= a:
         return [] if a is None or b is None else [f"rank {s.rank} issues no collective in between"]

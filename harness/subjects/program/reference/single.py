@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ class Single:
         self._set_batch(0)
         self._runs, self.value = 0, 0.0
         self.leaves: dict[int, tuple[Tensor, int]] = {}
+        self.at_loss: Callable[[Tensor], object] = lambda _: None  # whoever wants to see it
 
     def set_step(self, step: int, *, jitter: int = 0, rows_of: int | None = None) -> str:
         """Set the weights and rows of a step, rounded; returns the weights' hash, rounded.
@@ -119,6 +120,7 @@ class Single:
                 given = cut(self.batch, rows, self.facts.rows_as)
                 loss, count = loss_of(term, name, self.model, given)
             self._see_leaves(loss)
+            self.at_loss(loss)
             self.value = float(loss.detach())
             if loss.requires_grad:
                 loss.backward(torch.full_like(loss, seed))

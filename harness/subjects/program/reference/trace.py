@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,9 @@ def trace_reference(
     found: dict[str, Trace] = {}
     for name in single.terms:
         count = single.value_and_count(name, rows)[1]
-        with ModuleWatch(single.model) as seen, default_dtype(single.dtype):
+        watching = ModuleWatch(single.model, with_paths=True)
+        with watching as seen, default_dtype(single.dtype):
+            single.at_loss = seen.at_loss
             single.gradient(name, rows, rows, seed=1 / count)
         found[name] = seen.trace(single.batch)
     return _together(found)
@@ -68,10 +70,19 @@ def _together(found: Mapping[str, Trace]) -> Trace:
         sources={
             name: source for trace in found.values() for name, source in trace.sources.items()
         },
+        takes=_united(trace.takes for trace in found.values()),
         by_term={
             term: tuple(own.get(i) for i in range(len(calls))) for term, own in places.items()
         },
     )
+
+
+def _united(takes: Iterable[Mapping[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
+    out: dict[str, dict[str, None]] = {}
+    for one in takes:
+        for name, others in one.items():
+            out.setdefault(name, {}).update(dict.fromkeys(others))
+    return {name: tuple(others) for name, others in out.items()}
 
 
 def _same_call(
