@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Status = Literal["pass", "unknown", "fail"]
+Standing = Literal["proved", "likely", "open"]
 _ORDER: tuple[Status, ...] = ("pass", "unknown", "fail")
 EXIT_CODES: dict[Status, int] = {"pass": 0, "fail": 1, "unknown": 3}
 EXIT_USAGE, EXIT_INTERNAL = 2, 4
@@ -39,7 +40,12 @@ class RecoveredCoefficient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """A cause in words, with its evidence. also: other readings of the same numbers."""
+    """A cause in words, with its evidence. also: other readings of the same numbers.
+
+    standing: `proved` where it predicts the measured gradients within their thresholds and the
+    record shows it, or where the record itself is the proof; `likely` where one of the two is
+    lacking; `open` where it says no more than where to look.
+    """
 
     cause: str
     kind: str
@@ -50,6 +56,7 @@ class Diagnosis:
     also: tuple[str, ...] = ()
     because: tuple[str, ...] = ()
     however: tuple[str, ...] = ()
+    standing: Standing = "likely"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
-from sumgrad.diagnose.case import case_of
+from sumgrad.diagnose.case import Case, case_of
 from sumgrad.diagnose.explainers import EXPLAINERS, LAST_RESORT
 from sumgrad.diagnose.explainers.by_modules.beside import beside
+from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
 from sumgrad.diagnose.explanation import choose
 from sumgrad.diagnose.outright import (
     incomparable,
@@ -22,18 +25,28 @@ from sumgrad.judge.finding import Compared
 from sumgrad.judge.knowledge import plan_of
 from sumgrad.record.directory import Record
 
-Found = tuple[tuple[Diagnosis, ...], tuple[RecoveredCoefficient, ...]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Causes and coefficients, empty for a run that passes. where: the first wrong modules of a
+    user's own step, as in verdict.json; None where no modules were recorded."""
+
+    causes: tuple[Diagnosis, ...]
+    coefficients: tuple[RecoveredCoefficient, ...] = ()
+    where: Mapping[str, Any] | None = None
 
 
 def diagnose(compared: Compared, *, clean: Record | None = None) -> Found:
-    """Causes and coefficients; empty for a run that passes.
-
-    clean: a stored run of the same that passed.
-    """
-    causes, coefficients = _diagnose(compared, clean)
+    """Why a run fails. clean: a stored run of the same that passed."""
+    case = case_of(compared, clean)
+    causes, coefficients = _diagnose(compared, case)
     if plan_of(compared.record) is None:
         causes = [_with_report(cause) for cause in causes]
-    return tuple(causes), tuple(coefficients)
+    return Found(
+        causes=tuple(causes),
+        coefficients=tuple(coefficients),
+        where=None if case is None else first_wrong_modules(case),
+    )
 
 
 def _with_report(cause: Diagnosis) -> Diagnosis:
@@ -43,7 +56,7 @@ def _with_report(cause: Diagnosis) -> Diagnosis:
 
 
 def _diagnose(
-    compared: Compared, clean: Record | None
+    compared: Compared, case: Case | None
 ) -> tuple[list[Diagnosis], list[RecoveredCoefficient]]:
     record = compared.record
     outright = [
@@ -51,7 +64,6 @@ def _diagnose(
         *wrong_counts(record),
         *incomparable(record, compared.diffs),
     ]
-    case = case_of(compared, clean)
     if case is None:
         if compared.failed_again:
             outright.append(run_to_run(compared.failed_again))
@@ -68,7 +80,7 @@ def _diagnose(
             f"no partials of tier {case.tier}, step {case.step} were stored, so no cause can be "
             f"named"
         )
-        return [*outright, Diagnosis(cause=cause, kind="unexplained")], []
+        return [*outright, Diagnosis(cause=cause, kind="unexplained", standing="open")], []
     if not case.has_plan and outright and all(cell.got is None for cell in case.failing_cells):
         return outright, []
     causes, coefficients = choose(case, EXPLAINERS)

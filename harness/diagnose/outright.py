@@ -35,6 +35,7 @@ def law_only(record: Record, mismatches: Sequence[Mismatch]) -> Diagnosis:
     return Diagnosis(
         cause=f"the step does not execute its plan: {first}",
         kind="ledger",
+        standing="proved",
         ranks=tuple(sorted({m.rank for m in mismatches})),
         because=tuple(str(m) for m in mismatches[:3]),
         however=("every gradient that was compared is right",),
@@ -62,6 +63,7 @@ def wrong_counts(record: Record) -> Iterator[Diagnosis]:
                         cause=f"{pool.name} divides {term} by {numbers}; the global count is "
                         f"{wanted}",
                         kind="count",
+                        standing="proved",
                         term=term,
                         ranks=tuple(wrong),
                         because=(f"the ranks' own records of tier {tier} name these counts",),
@@ -77,6 +79,7 @@ def other_weights(record: Record) -> Iterator[Diagnosis]:
                 cause=f"rank {spans(ranks)} starts from other weights than build() gives: the "
                 f"replicas are not one model",
                 kind="other_weights",
+                standing="proved",
                 ranks=tuple(ranks),
                 because=(
                     f"before step {step} of tier {tier} its values of {names[ranks[0]][0]} are "
@@ -106,7 +109,7 @@ def missing_wait(record: Record) -> Diagnosis | None:
             for text in info.get("races", ())[:1]:
                 return Diagnosis(
                     cause=f"nobody waits for {text}: the gradient is read before it is done",
-                    kind="missing_wait",
+                    kind="missing_wait", standing="proved",
                     ranks=(rank,),
                     because=("the step ended while this operation was neither waited for nor a "
                              "future of anybody",),
@@ -120,6 +123,7 @@ def run_to_run(again: Sequence[TensorDiff]) -> Diagnosis:
     return Diagnosis(
         cause="the same step on the same weights and batch gives another gradient each time",
         kind="run_to_run",
+        standing="proved",
         ranks=ranks,
         because=(
             "the last step was run twice in the same processes, and the two differ by more than "
@@ -142,6 +146,7 @@ def incomparable(record: Record, diffs: Sequence[TensorDiff]) -> Iterator[Diagno
             yield Diagnosis(
                 cause=f"{some_of(names)} on rank {spans(ranks)}: {mine[0].reason}",
                 kind=kind,
+                standing="proved",
                 ranks=ranks,
                 because=(
                     f"{len(mine)} tensors of {len(diffs)} could not be compared",

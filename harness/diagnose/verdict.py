@@ -16,16 +16,9 @@ from typing import Any
 import torch
 from sumgrad.base.files import finite
 from sumgrad.base.outcome import outcome_to_json, some_of
-from sumgrad.base.verdict import (
-    Diagnosis,
-    RecoveredCoefficient,
-    Status,
-    TierVerdict,
-    Verdict,
-    merge,
-)
+from sumgrad.base.verdict import Status, TierVerdict, Verdict, merge
 from sumgrad.diagnose.case import holders
-from sumgrad.diagnose.diagnose import diagnose
+from sumgrad.diagnose.diagnose import Found, diagnose
 from sumgrad.faults.plan import breaks_law, find_fault, is_visible, plant
 from sumgrad.judge.cells import compare, compare_again
 from sumgrad.judge.checks import CHECKS
@@ -60,20 +53,17 @@ def judge(record: Record, *, clean: Record | None = None) -> Verdict:
         mismatches=ledger_mismatches(record),
     )
     findings = [finding for check in CHECKS for finding in check(compared)]
-    causes, coefficients = diagnose(compared, clean=clean)
-    verdict = _merged(compared, findings, causes, coefficients)
+    why = diagnose(compared, clean=clean)
+    verdict = _merged(compared, findings, why)
     data = _to_json(record, verdict, diffs)
+    if why.where is not None:
+        data["where"] = why.where
     if record.spec.declaration is not None and record.spec.fault:
         data["fault_report"] = fault_report(record)
     return replace(verdict, data=finite(data))
 
 
-def _merged(
-    compared: Compared,
-    findings: Sequence[Finding],
-    causes: tuple[Diagnosis, ...],
-    coefficients: tuple[RecoveredCoefficient, ...],
-) -> Verdict:
+def _merged(compared: Compared, findings: Sequence[Finding], why: Found) -> Verdict:
     """PASS < UNKNOWN < FAIL: the worst of the tiers and of what the checks found."""
     spec = compared.record.spec
 
@@ -95,8 +85,8 @@ def _merged(
     return Verdict(
         status=merge(statuses),
         tiers=tiers,
-        diagnoses=causes,
-        coefficients=coefficients,
+        diagnoses=why.causes,
+        coefficients=why.coefficients,
         findings=wrong,
         warnings=texts("warning") if enforced else texts("law", "warning"),
         reasons=reasons,
@@ -142,7 +132,7 @@ def _like_float32(
         if d.max_abs > NARROW_ROUNDINGS * torch.finfo(torch.float32).eps * scale:
             return diffs
     compared = Compared(record=record, diffs=diffs, again=(), mismatches=())
-    causes, _ = diagnose(compared, clean=clean)
+    causes = diagnose(compared, clean=clean).causes
     if any(cause.kind != "open" for cause in causes):
         return diffs
     seen = f"the step makes {some_of(places)}" if places else "what it computes in was not seen"

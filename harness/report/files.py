@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader
 from sumgrad.base.outcome import spans
 from sumgrad.base.plain_text import printable_data
 from sumgrad.base.verdict import Verdict
-from sumgrad.report.terminal import axes_text, number
+from sumgrad.report.terminal import STANDINGS, axes_text, number
 
 _MARKS = re.compile(r"[\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is none
 _HEADS = re.compile(r"^(#|[-+](?=\s)|---|==)")
@@ -118,6 +118,7 @@ def _context(verdict: Verdict) -> dict[str, Any]:
         "number": number,
         "ranks_text": spans,
         "axes": axes_text,
+        "standings": STANDINGS,
         "code": code,
         "block": block,
     }

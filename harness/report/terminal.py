@@ -15,6 +15,11 @@ from sumgrad.base.verdict import Verdict
 STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
 MAX_TENSORS, MAX_COEFFICIENTS, MAX_RANKS_SHOWN = 12, 24, 8
 MAX_STACK_LINES = 12
+STANDINGS = {
+    "proved": "proved: it predicts the measured gradients, or the record itself shows it",
+    "likely": "likely: the evidence points there and does not prove that this is all",
+    "open": "open: where to look; no cause is proved",
+}
 
 
 def render(verdict: Verdict) -> RenderableType:
@@ -150,6 +155,8 @@ def _diagnosis(diagnosis: Mapping[str, Any]) -> RenderableType:
     lines: list[RenderableType] = [
         Text.assemble(("cause      ", "dim"), (diagnosis["cause"], "bold"))
     ]
+    if "standing" in diagnosis:  # verdicts of before have none
+        lines.append(Text.assemble(("standing   ", "dim"), STANDINGS[diagnosis["standing"]]))
     factor, symbol = diagnosis["factor"], diagnosis["symbol"]
     if factor is not None:
         shown = f"{factor} = {symbol}" if symbol and symbol != factor else factor

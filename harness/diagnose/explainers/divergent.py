@@ -66,6 +66,7 @@ def _late(parts: dict[int, Factors], names: Sequence[str]) -> Diagnosis | None:
         cause=f"part of {some_of(names)} was added after its reduction: some rows are on every "
         f"rank, others only on their own",
         kind="late_gradient",
+        standing="proved",
         ranks=tuple(parts),
         because=(
             f"rows {list_rows(sorted(shared))} are counted once on every rank",
@@ -121,6 +122,7 @@ def _missing_reduction(
         kind=kind,
         ranks=tuple(ranks),
         because=(*because, evidence) if evidence else tuple(because),
+        standing="proved",
         however=("half a buffer may also be one bucket of several",)
         if kind == "missing_wait"
         else (),

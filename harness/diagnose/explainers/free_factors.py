@@ -78,6 +78,7 @@ def _fit_holder(case: Case, holder: Holder) -> tuple[Diagnosis, list[RecoveredCo
         cause=f"open: {holder.unit} is wrong on rank {spans(holder.ranks)} and no cause of it is "
         f"proved",
         kind="open",
+        standing="open",
         ranks=holder.ranks,
         because=("no fit leaves a residual under the threshold and explains the deviation",),
         however=(f"{nearest} explains {share:.4%} of the deviation",),

@@ -45,6 +45,7 @@ def open_end(case: Case, left: Left) -> Iterator[Explanation]:
             cause=f"open: {some_of(_names(case))} is wrong and no cause of it is proved; the "
             f"largest error is in {worst.name} on rank {worst.rank}",
             kind="open",
+            standing="open",
             ranks=tuple(sorted({c.rank for c in failing})),
             because=(
                 "one factor on everything, on a parameter, on a term or on stretches of rows does "

@@ -174,7 +174,10 @@ def _explain(case: Case, best: Accepted, accepted: Sequence[Accepted]) -> Diagno
     if also:
         however.append("other readings fit as well; three_pool_primes.yaml separates them")
     return chosen.diagnosis(
-        also=tuple(dict.fromkeys(also))[:MAX_ALSO], because=tuple(because), however=tuple(however)
+        also=tuple(dict.fromkeys(also))[:MAX_ALSO],
+        because=tuple(because),
+        however=tuple(however),
+        standing="likely" if also or best.contradictions else "proved",
     )
 
 

@@ -39,6 +39,7 @@ def _means(case: Case, found: Factors, what: str) -> Diagnosis | None:
             cause=f"{what} is a sum of means: every part is divided by its own count, not by the "
             f"global one",
             kind="local_count",
+            standing="proved",
             symbol="N/n_part",
             because=("each part's factor times its count is the total count",),
         )
@@ -46,6 +47,7 @@ def _means(case: Case, found: Factors, what: str) -> Diagnosis | None:
         cause=f"{what} is a mean of {means} means: every part is divided by its own count, and "
         f"the parts are averaged",
         kind="mean_of_means",
+        standing="proved",
         symbol="N/(parts*n_part)",
         because=("each part's factor times its count is the same number, total count / parts",),
     )
@@ -63,6 +65,7 @@ def _lost_rows(case: Case, found: Factors, what: str) -> Diagnosis | None:
             cause=f"rank {spans(empty[0])} contributes zeros to {empty[1]}, so rows "
             f"{list_rows(lost)} never reach {what}",
             kind="lost_contribution",
+            standing="proved",
             ranks=tuple(empty[0]),
             factor="0",
             because=("the ledger shows its input as zeros while the others' are not",),

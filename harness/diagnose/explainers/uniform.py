@@ -134,6 +134,7 @@ def _by_a_reduction(
             return Diagnosis(
                 cause=f"{words} sums what is already whole: it is counted {size} times",
                 kind="double_reduction",
+                standing="proved",
                 ranks=joint.ranks,
                 factor=shown,
                 symbol=group_name(record.spec.topology, joint.ranks),
@@ -247,6 +248,7 @@ def _count_counted(case: Case, value: float, shown: str, fits: str) -> Diagnosis
             return Diagnosis(
                 cause=f"{words} sums what is already whole; every gradient is divided by it",
                 kind="double_reduction",
+                standing="proved",
                 ranks=joint.ranks,
                 factor=shown,
                 symbol=f"1/{axis}",
@@ -259,6 +261,7 @@ def _count_counted(case: Case, value: float, shown: str, fits: str) -> Diagnosis
                     cause=f"every gradient is divided by {total:g}, the sum that {words} gives; "
                     f"the count of the full batch is {count:g}",
                     kind="factor",
+                    standing="proved",
                     ranks=joint.ranks,
                     factor=shown,
                     because=(fits,),
@@ -274,6 +277,7 @@ def _avg(cause: str, shown: str, symbol: str, fits: str, joint: Joint) -> Diagno
     return Diagnosis(
         cause=cause,
         kind="avg",
+        standing="proved",
         ranks=joint.ranks,
         factor=shown,
         symbol=symbol,
@@ -350,6 +354,7 @@ def _stale(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:
         cause=f"{some_of(names)} still holds {which} of the step before: a buffer not zeroed, "
         f"not a weighting bug",
         kind="stale_buffer",
+        standing="proved",
         because=(
             "the reference of this step plus those rows' partials at the previous step's weights "
             "is the measured gradient",

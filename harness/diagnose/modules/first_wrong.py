@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen, constant
 from sumgrad.record.trace import LOSS
@@ -16,6 +16,7 @@ class FirstWrong:
     beside: in the forward what it is made from, in the backward what is made from it, or LOSS; the
     nearest that could be compared on every way, in the order in which a step meets them. seen: what
     is wrong of it. ratio: the gradient is right there but for this factor. lost: none reaches it.
+    alike: in the backward, other modules that are wrong beside the same.
     """
 
     wrong: str
@@ -23,6 +24,7 @@ class FirstWrong:
     beside: tuple[str, ...] = ()
     ratio: float | None = None
     lost: bool = False
+    alike: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -71,7 +73,9 @@ def first_wrong_backward(look: Look, failing: Sequence[str]) -> FirstWrong | Non
     # its own parameters are wrong: then the way down passed by its side.
     for module, found in odd.items():
         if module in failing or not right & look.paths.all_below(module):
-            return found
+            alike = [m for m in odd if m != module and odd[m].beside == found.beside
+                     and not look.paths.all_above(m) & odd.keys()]  # fmt: skip
+            return replace(found, alike=tuple(alike))
     return None
 
 

@@ -151,6 +151,7 @@ def _in_words(case: Case, parts: Sequence[Part], found: Sequence[Counted]) -> Di
     for kind, cause in readings:
         if cause:
             return Diagnosis(cause=cause, kind=kind, ranks=ranks, because=tuple(because),
+                             standing="likely" if others else "proved",
                              however=however)  # fmt: skip
     return None
 

@@ -61,6 +61,7 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
             Diagnosis(
                 cause=f"the ranks do not read every row once: {words}" if not module else cause,
                 kind="rows_read",
+                standing="proved" if proved else "likely",
                 ranks=tuple(sorted(by_rank)),
                 because=(*because, *in_the_gradients(case)),
             ),

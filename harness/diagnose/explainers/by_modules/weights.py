@@ -103,6 +103,7 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
         Diagnosis(
             cause=words,
             kind="loss_weights",
+            standing="proved" if proved else "likely",
             ranks=tuple(sorted({s.rank for s in shares})),
             because=(
                 f"so weighed is the gradient that reaches {named(look, module)}, the last module",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
@@ -21,6 +22,40 @@ from sumgrad.diagnose.modules.look import Look, Seen
 from sumgrad.diagnose.names import factor_symbols
 
 MAX_OPERATIONS = 4
+
+
+def first_wrong_modules(case: Case) -> dict[str, Any] | None:
+    """The `where` of verdict.json: in the forward, in a checkpoint's, and down the backward.
+
+    Each None, or the module, its ranks and source, and the modules beside it that are right still:
+    in the backward those that are made from it, or LOSS.
+    """
+    look = looked(case)
+    if look is None:
+        return None
+    found = {
+        "forward": first_wrong_forward(look),
+        "recomputed": first_wrong_recomputed(look),
+        "backward": first_wrong_backward(look, owners(case)),
+    }
+    return {
+        "tier": case.tier,
+        "step": case.step,
+        "modules": len(look.modules),
+        "forward_right": sum(look.forward(m) == "right" for m in look.modules),
+        "backward_right": sum(look.backward(m) == "right" for m in look.modules),
+        **{
+            way: None
+            if one is None
+            else {
+                "module": one.wrong,
+                "source": look.sources.get(one.wrong),
+                "ranks": list(one.ranks),
+                "beside": list(one.beside),
+            }
+            for way, one in found.items()
+        },
+    }
 
 
 def recomputed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
@@ -92,7 +127,7 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     at, above = named(look, found.wrong), _listed(look, found.modules)
     what = f"the gradient that reaches the output of {at}"
     if above:
-        what += f", which goes into {'it' if len(found.modules) == 1 else 'them'},"
+        what += ", which goes into it,"
     shown = None
     symbols: list[str] = []
     if found.lost:
@@ -112,6 +147,9 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         head += "the loss itself, outside of the modules, is another or has another gradient: "
     because = [] if found.lost or found.ratio else [f"wrong are {_places(found.seen)}"]
     because += _parts_of_output(look, found)
+    alike = [m for m in found.alike if not _is_in(found.wrong, m)]
+    if alike:
+        because.append(f"so is that of {_listed(look, alike)}, which goes into the same")
     loss = len(found.modules) < len(found.beside)
     between = f"the backward of {above}, and of what runs between {at} and there" if above else (
         f"what follows {at}: the loss, and its backward")  # fmt: skip
@@ -130,8 +168,13 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
 
 
 def _listed(look: Look, modules: Sequence[str]) -> str:
-    """Modules by name, class and line, the nearest first."""
-    return some_of([named(look, m) for m in reversed(modules)])
+    """Modules by name, class and line, the nearest first; of one inside another the inner."""
+    inner = [m for m in modules if not any(_is_in(other, m) for other in modules)]
+    return some_of([named(look, m) for m in reversed(inner)])
+
+
+def _is_in(module: str, outer: str) -> bool:
+    return module != outer and (not outer or module.startswith(f"{outer}."))
 
 
 def _parts_of_output(look: Look, found: FirstWrong) -> list[str]:
