@@ -51,12 +51,17 @@ TIMEOUT_S = 120.0
 
 
 def halves() -> dict[str, list[Path]]:
-    """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's."""
-    found: dict[str, list[Path]] = {"learn": [], "sealed": []}
+    """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
+
+    `second`: those of two hands more, written when both halves were known; sealed as a whole.
+    """
+    found: dict[str, list[Path]] = {"learn": [], "sealed": [], "second": []}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
         found["learn"] += paths[: len(paths) // 2]
         found["sealed"] += paths[len(paths) // 2 :]
+    for hand in ("c", "d"):
+        found["second"] += BUGS.glob(f"{hand}_*.py")
     return {half: sorted(paths) for half, paths in found.items()}
 
 
@@ -119,7 +124,9 @@ def run(path: Path, cls: str, launcher: Launcher, *, seed: int = 0) -> dict[str,
     said = said_by(verdict)
     row: dict[str, Any] = {"name": path.stem, "class": cls, "seed": seed,
                            "status": verdict.status, "seconds": round(seconds, 1)}  # fmt: skip
-    row["kind"] = verdict.diagnoses[0].kind if verdict.diagnoses else None
+    first = verdict.diagnoses[0] if verdict.diagnoses else None
+    row["kind"] = first.kind if first else None
+    row["standing"] = first.standing if first else None
     row |= {"why": module.WHY, "said": said}
     if verdict.status == "unknown":
         row["said"] = said or "\n".join(r for t in verdict.tiers for r in t.reasons)
@@ -174,7 +181,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--half", choices=("learn", "sealed"))
+    parser.add_argument("--half", choices=("learn", "sealed", "second"))
     parser.add_argument("--only", action="append", help="part of a name")
     parser.add_argument("--clean", action="store_true", help="the right twins: no cause, no alarm")
     parser.add_argument("--look", action="store_true", help="the right twins, module by module")

@@ -15,6 +15,7 @@ from sumgrad.diagnose.modules.first_wrong import (
 from sumgrad.diagnose.modules.look import look_at
 from sumgrad.diagnose.modules.loss_weights import (
     own_counts,
+    own_positions,
     row_weights,
     shares_at_the_loss,
     shares_of_term,
@@ -273,6 +274,30 @@ def test_weights_of_the_loss_by_rank_and_by_own_count():
     assert own_counts(shares, counts, level="rank") == pytest.approx(1.0)
     assert own_counts(shares, torch.ones(4, dtype=torch.float64), level="rank") is None
     assert row_weights(shares, 4).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 7, 1 / 7])
+
+
+def test_parts_of_a_row_divide_by_their_own_number_of_positions():
+    single = whole()
+    gradients = [g.clone() for g in single.gradients]
+    gradients[2][:, 2] = 0  # the last position of every row is no part of the loss
+    single = replace(single, gradients=tuple(gradients))
+    held = [(n, o, g) for n, o, g in zip(MODULES, single.outputs, gradients, strict=True)]
+
+    def of(factors):
+        cuts = (slice(0, 1), slice(1, 3), slice(0, 2))
+        ranks = {
+            i: trace([(n, o[:, cut], f * g[:, cut]) for n, o, g in held])
+            for i, (cut, f) in enumerate(zip(cuts, factors, strict=True))
+        }
+        traces = Traces(tier="structure", step=0, ranks=ranks, single=single)
+        return shares_at_the_loss(look_at(traces, "float64", ()))[1]
+
+    shares = of((1 / 4, 1 / 4, 1 / 8))
+    assert [s.live for s in shares] == [4, 4, 8]
+    assert own_positions(shares, level="rank")
+    assert not own_positions(of((1 / 4, 1 / 4, 1 / 4)), level="rank")
+    assert not own_positions([replace(s, live=None) for s in shares], level="rank")
+    assert not own_positions(shares[:2], level="rank")  # one number, and nothing to tell it by
 
 
 @pytest.mark.parametrize(

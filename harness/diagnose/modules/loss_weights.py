@@ -17,6 +17,7 @@ class Share:
     """One call on one rank: its rows, and the factor of all vectors; None where they differ.
 
     places: number of a vector, or its position where the output has three dimensions -> its factor.
+    live: how many of its vectors have a gradient; None where only some were compared.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class Share:
     factor: float | None
     by_row: dict[int, float | None]
     places: dict[int, float]
+    live: int | None = None
 
 
 def shares_at_the_loss(look: Look) -> tuple[str, list[Share]] | None:
@@ -64,7 +66,12 @@ def _share(seen: Seen) -> Share:
         factor=constant(factors),
         by_row=by_row,
         places=_places(seen, factors),
+        live=int((~factors.isnan()).sum()) if len(factors) == _num_vectors(seen) else None,
     )
+
+
+def _num_vectors(seen: Seen) -> int:
+    return math.prod(seen.shape[:-1])
 
 
 def _places(seen: Seen, factors: Tensor) -> dict[int, float]:
@@ -102,6 +109,24 @@ def own_counts(shares: Sequence[Share], counts: Tensor, *, level: str) -> float 
         for s in told
     ]
     return products[0] if same(products) else None
+
+
+def own_positions(shares: Sequence[Share], *, level: str) -> bool:
+    """Whether each part's factor times the number of its own vectors with a gradient is one number.
+
+    The parts of a row, as context parallel ranks hold them, have no other count.
+    """
+    told = [s for s in shares if s.factor is not None]
+    if any(s.live is None for s in told):
+        return False
+    live: dict[object, int] = {}
+    for s in told:
+        key = s.rank if level == "rank" else (s.rank, s.number)
+        live[key] = live.get(key, 0) + (s.live or 0)
+    products = [
+        (s.factor or 0.0) * live[s.rank if level == "rank" else (s.rank, s.number)] for s in told
+    ]
+    return len(set(live.values())) > 1 and same(products)
 
 
 def geometric(shares: Sequence[Share]) -> float | None:

@@ -22,6 +22,7 @@ from sumgrad.diagnose.modules.loss_weights import (
     Share,
     geometric,
     own_counts,
+    own_positions,
     row_weights,
     same,
     shares_at_the_loss,
@@ -177,6 +178,11 @@ def _by_part(case: Case, shares: Sequence[Share], several: bool, term: str | Non
                 text += f" (a mean of means: the parts are weighed by {fraction_of(share)}"
                 text += f" = {symbols[0]})" if symbols else ")"
             return text
+        if own_positions(shares, level=level):
+            return (
+                f"every {unit} divides by its own number of positions that enter the loss, not by "
+                f"that of all"
+            )
     ratio = geometric(shares)
     if ratio is not None:
         return f"each micro-batch weighs {fraction_of(ratio)} times what the one before it does"
