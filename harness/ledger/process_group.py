@@ -7,6 +7,7 @@ again when it is done, so that a rank which hangs or dies in C++ still tells whe
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -355,6 +356,35 @@ def register_backend(ledger: Ledger) -> None:
         return RecordingProcessGroup(inner, ranks, ledger)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+    _go_by_the_name_below()
+
+
+def _go_by_the_name_below() -> None:
+    """Let `get_backend` say gloo, and `new_group(backend="gloo")` give a group that records.
+
+    torch and its users choose by that name how a collective is carried out, and what gloo refuses.
+    """
+    c10d: Any = dist.distributed_c10d
+    if getattr(c10d.get_backend, "below", False):
+        return
+    own_name, own_group = c10d.get_backend, c10d.new_group
+
+    @functools.wraps(own_name)
+    def get_backend(group: Any = None) -> Any:
+        found = own_name(group)
+        return dist.Backend.GLOO if found == BACKEND else found
+
+    @functools.wraps(own_group)
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        below = backend in ("gloo", "cpu:gloo") and own_name() == BACKEND
+        return own_group(ranks, timeout, BACKEND if below else backend, *args, **kwargs)
+
+    get_backend.below = True  # type: ignore[attr-defined]
+    modules: tuple[Any, ...] = (dist, c10d)
+    for module in modules:
+        module.get_backend, module.new_group = get_backend, new_group
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

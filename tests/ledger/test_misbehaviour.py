@@ -162,6 +162,24 @@ def test_one_gathered_tensor_and_a_barrier_without_work(ranks):
 
 
 @pytest.mark.distributed(ranks=3)
+def test_what_gloo_refuses_is_refused(ranks):
+    """torch carries out some collectives by the backend's name, and gloo's way wants rank 0."""
+    from torch.distributed.nn import functional
+
+    assert dist.get_backend() is dist.Backend.GLOO
+    assert dist.get_backend(dist.group.WORLD) is dist.Backend.GLOO
+    pair = dist.new_group([1, 2])
+    held = torch.ones(2, requires_grad=True)
+    gathered = torch.stack(functional.all_gather(held))
+    gathered.sum().backward()
+    assert held.grad.tolist() == [3.0, 3.0]
+    if ranks.rank:
+        mine = torch.ones(2, requires_grad=True)
+        with pytest.raises(ValueError, match="not part of"):
+            torch.stack(functional.all_gather(mine, group=pair)).sum().backward()
+
+
+@pytest.mark.distributed(ranks=3)
 def test_recording_costs_little(ranks):
     """An all-reduce through the recording group against one straight on Gloo, side by side."""
     import time

@@ -18,7 +18,7 @@ from sumgrad.subjects.noise_floor import (
     raised,
 )
 from sumgrad.subjects.program.reference.single import Single
-from sumgrad.subjects.program.reference.terms import Exact, Sizes, Term, run_of
+from sumgrad.subjects.program.reference.terms import JITTERS, Exact, Sizes, Term, run_of
 from torch import Tensor
 
 
@@ -37,29 +37,35 @@ def measure(exact: Exact, working: Single, coarser: Noise | None) -> Noise:
     """The noise in the dtype of `working`, at the step's weights. coarser: that of fewer digits.
 
     float64's own two sums are its runs; what sums that are cut within a row do to it is taken from
-    the coarser dtype's, where there is one.
+    the coarser dtype's, where there is one, and no more runs are asked for.
     """
     dtype, single = working.dtype, exact.single
     run = exact.again if working is single else working_run(working, exact.terms, exact.cut.coarse)
     floor = measure_floor(exact.sums, [run])
+    few = len(exact.cut.drawn) <= JITTERS
     if dtype == torch.float64 and coarser is not None:
         less = finer(coarser.dtype, coarser.floor)
         floor = raised(floor, less, exact.scale, norm(exact.sums.total), dtype)
-    else:
-        floor = jittered(floor, working, exact)
+    if not few:
+        floor = louder(floor, jittered(working, exact))
+    elif dtype != torch.float64 or coarser is None:
+        found = louder(floor, jittered(working, exact))
+        floor = raised(floor, found, exact.scale, norm(exact.sums.total), dtype)
     by_name = at_least_typical(floor.by_name, exact.scale, zero_by_mathematics(exact.terms))
     return Noise(dtype=dtype, floor=floor, by_name=by_name, run=run)
 
 
-def jittered(floor: Floor, working: Single, exact: Exact) -> Floor:
-    """The noise of a dtype, with that of runs whose weights are off by one rounding."""
-    found = floor
+def jittered(working: Single, exact: Exact) -> Floor:
+    """The noise of runs whose weights are off by one rounding: no step can be held to less."""
+    found: Floor | None = None
     for seed, chunks in enumerate(exact.cut.drawn, 1):
         working.set_step(exact.step, jitter=seed)
         run = working_run(working, exact.terms, chunks, divide_first=bool(seed % 2))
-        found = louder(found, measure_floor(exact.sums, [run]))
+        one = measure_floor(exact.sums, [run])
+        found = one if found is None else louder(found, one)
     working.set_step(exact.step)
-    return raised(floor, found, exact.scale, norm(exact.sums.total), working.dtype)
+    assert found is not None, "a cut without a drawn order"
+    return found
 
 
 def finer(dtype: torch.dtype, floor: Floor) -> Floor:
