@@ -29,6 +29,8 @@ from sumgrad.record.directory import Record
 from sumgrad.record.reference import Reference
 from torch import Tensor
 
+MIN_EXPLAINED = 0.999  # of a deviation, by a cause that is one
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
@@ -143,6 +145,20 @@ def case_of(compared: Compared, clean: Record | None = None) -> Case | None:
         diffs=compared.diffs,
         again=compared.again,
     )
+
+
+def explains(parts: Sequence[tuple[Cell, Tensor]]) -> bool:
+    """Whether of all cells together a thousandth of the deviation's energy is left at most.
+
+    parts: cells, and what a cause leaves of each. Just above the threshold nearly everything fits;
+    what explains nothing is no cause.
+    """
+    left = energy = 0.0
+    for cell, residual in parts:
+        size = cell.wanted.size or cell.wanted.scale or 1.0
+        left += float((residual / size).square().sum())
+        energy += float(((cell.measured - cell.wanted.value) / size).square().sum())
+    return left <= (1 - MIN_EXPLAINED) * energy
 
 
 def fails(cell: Cell, error: Tensor, *, factor: float = 1.0) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from sumgrad.diagnose.case import Case, fails
+from sumgrad.diagnose.case import MIN_EXPLAINED, Case, fails
 from sumgrad.diagnose.fit import Fit, fit_deviation
 from sumgrad.diagnose.reductions import CLOSE
 from sumgrad.judge.cells import Cell
@@ -20,7 +20,7 @@ from sumgrad.record.reference import ALL, Reference
 from torch import Tensor
 
 Level = Literal["everything", "params", "terms", "rows", "cells", "previous"]
-MIN_EXPLAINED = 0.999
+LITTLE = (1 - MIN_EXPLAINED) ** 0.5
 MAX_UNITS = 64
 MIN_TELLING = 3  # elements below which a stretch of rows fits by chance
 
@@ -107,11 +107,13 @@ def _one_stretch(case: Case, cells: Sequence[Cell], wrong_only: bool) -> Factors
     )
     if len(got) < MIN_TELLING:
         return None
+    wanted = columns.sum(0)
     for a in range(len(units)):
         total = torch.zeros_like(got)
         for b in range(a, len(units)):
             total = total + columns[b]
-            if bool(((got - total).abs() <= bound).all()):
+            near = bool(((got - total).abs() <= bound).all())
+            if near and bool((got - total).norm() <= LITTLE * (got - wanted).norm()):
                 values = tuple(1.0 if a <= i <= b else 0.0 for i in range(len(units)))
                 return Factors(
                     level="rows", units=tuple(units), values=values, sigmas=(0.0,) * len(units)

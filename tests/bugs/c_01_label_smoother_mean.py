@@ -6,7 +6,6 @@ import contextlib
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 TOPOLOGY = {"pools": {"train": {"axes": {"dp": 3}}}}

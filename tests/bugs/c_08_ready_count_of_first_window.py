@@ -4,7 +4,6 @@ After FAULTS C12-09 (SkyRL PR 2146): how many backwards a window has is learned 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 TOPOLOGY = {"pools": {"train": {"axes": {"dp": 2}}}}
 ROWS, LENGTH, VOCAB, WIDTH, BUDGET = 8, 7, 12, 9, 12

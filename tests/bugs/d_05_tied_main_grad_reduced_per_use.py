@@ -108,7 +108,7 @@ class Clean:
     def distribute(self, model, ctx):
         self.fused = {"table": 2}
         for name, param in model.named_parameters():
-            if name == "table" or ".norm" not in name and not name.startswith("norm"):
+            if name == "table" or (".norm" not in name and not name.startswith("norm")):
                 param.main_grad = torch.zeros_like(param)
                 param.uses = self.fused.get(name, 1)
                 param.on_ready = lambda p: self.ready(p, ctx)

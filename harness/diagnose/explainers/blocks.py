@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
-from sumgrad.diagnose.case import Case, fails
+from sumgrad.diagnose.case import Case, explains, fails
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.fit import as_fraction
@@ -34,7 +34,9 @@ def blocks_of_elements(case: Case, left: Left) -> Iterator[Explanation]:
         return
     found = [_block(case, cell) for cell in case.failing_cells]
     blocks = [block for block in found if block is not None]
-    if not blocks or len(blocks) < len(found):
+    rest = [(c, c.measured - c.wanted.value - _of_block(c, b))
+            for c, b in zip(case.failing_cells, found, strict=True) if b is not None]  # fmt: skip
+    if not blocks or len(blocks) < len(found) or not explains(rest):
         return
     shown = list(dict.fromkeys(f"{b.name} {b.places}: {_times(b.factor)}" for b in blocks))
     ranks = tuple(sorted({b.rank for b in blocks}))
@@ -68,6 +70,12 @@ def _block(case: Case, cell: Cell) -> Block | None:
     index = torch.arange(len(wrong)) if cell.index is None else cell.index.reshape(-1)
     shape = tuple(case.reference.grads[cell.name].shape)
     return Block(name=cell.name, rank=cell.rank, factor=factor, places=_places(index[wrong], shape))
+
+
+def _of_block(cell: Cell, block: Block) -> Tensor:
+    """What a block's factor adds to the right gradient."""
+    wrong = (cell.measured - cell.wanted.value).abs() > cell.wanted.threshold
+    return torch.where(wrong, (block.factor - 1) * cell.wanted.value, 0.0)
 
 
 def _places(elements: Tensor, shape: tuple[int, ...]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from sumgrad.diagnose.case import Case, fails
+from sumgrad.diagnose.case import Case, explains, fails
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.modules.look import Look, look_at
 from sumgrad.diagnose.names import axis_groups
@@ -71,7 +71,8 @@ def predicts(case: Case, weights: Tensor) -> bool:
         return False
     scale = sum(float((c.measured * t).sum()) for c, t in pairs) / squares
     most = max(1.0, abs(scale) * float(weights.abs().max()))
-    return not any(fails(c, c.measured - scale * t, factor=2 * most) for c, t in pairs)
+    left = [(c, c.measured - scale * t) for c, t in pairs]
+    return explains(left) and not any(fails(c, error, factor=2 * most) for c, error in left)
 
 
 def parts_of_rows(case: Case, cell: Cell) -> Tensor:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
-from sumgrad.diagnose.case import Case, fails
+from sumgrad.diagnose.case import Case, explains, fails
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, parts_of_rows
 from sumgrad.diagnose.explainers.divergent import which_step
 from sumgrad.diagnose.explainers.factors import explained
@@ -123,11 +123,15 @@ def _fit(case: Case, cells: Sequence[Cell], parts: Sequence[Part]) -> tuple[floa
         return None
     residual, start = measured - wide @ solved, 0
     most = 2 * max(1.0, float(solved.abs().max()))
+    left: list[tuple[Cell, Tensor]] = []
     for cell in cells:
         size, n = cell.wanted.size or cell.wanted.scale or 1.0, cell.measured.numel()
-        if fails(cell, residual[start : start + n] * size, factor=most):
+        left.append((cell, (residual[start : start + n] * size).reshape(cell.measured.shape)))
+        if fails(cell, left[-1][1], factor=most):
             return None
         start += n
+    if not explains(left):
+        return None
     return tuple(float(v) for v in solved)
 
 
