@@ -148,15 +148,9 @@ RESEMBLES = {
     "unused_result": "M23",
     "missing_wait": "M41",
     "stale_buffer": "M37",
-    "lost_rows": "M34",
-    "lost_contribution": "M35",
-    "late_gradient": "M38",
     "low_precision": "M64",
-    "term_factor": "M27",
     "depth_factor": "M20",
-    "rank_scale": "M53",
     "other_weights": "M50",
-    "missing": "M43",
 }
 
 

@@ -28,6 +28,10 @@ from conftest import ROOT
         ("b_26", "block_factor", "likely"),
         ("b_33", "backward", "likely"),
         ("b_42", "loss_weights", "likely"),
+        ("c_15", "skipped_collective", "proved"),
+        ("c_17", "backward", "likely"),
+        ("c_21", "rank_scale", "proved"),
+        ("d_06", "late_gradient", "proved"),
     ],
 )
 def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):

@@ -236,6 +236,42 @@ def test_a_checkpoint_that_computes_something_else():
     assert first_wrong_recomputed(look(rank())) is None
 
 
+def test_what_a_checkpoint_computes_again_has_the_gradient():
+    """With reentrance the first call has no graph, and the second one gets the gradients."""
+    first = trace([(n, o, None) for n, o, _ in rank()])
+
+    def both(**changed):
+        again = trace(rank(**changed)[:2], recomputed=True)
+        last = trace(rank()[2:])
+        return Trace(
+            calls=first.calls[:2] + last.calls + again.calls,
+            outputs=first.outputs[:2] + last.outputs + again.outputs,
+            gradients=first.gradients[:2] + last.gradients + again.gradients,
+            sources=first.sources,
+        )
+
+    found = look(both())
+    assert [found.backward(m) for m in MODULES] == ["right"] * 3
+    found = first_wrong_backward(look(both(grad_first=lambda g: g.roll(1, 0) + g)), ())
+    assert (found.wrong, found.beside, found.lost) == ("first", ("second",), False)
+    twice = first_wrong_backward(look(both(grad_first=lambda g: 2 * g)), ())
+    assert (twice.wrong, twice.ratio) == ("first", pytest.approx(2))
+
+
+@pytest.mark.parametrize("lacking", [True, False])
+def test_the_output_of_a_stage_is_that_of_its_last_layer(lacking):
+    """The whole model's, on a rank that has not all of its layers; else it is wrong."""
+    held = [(n, OUT[n], GRAD[n]) for n in MODULES]
+    single = trace([*held, ("", OUT["third"] + 1, GRAD["third"])], batch=BATCH)
+    mine = trace([*held[: 2 if lacking else 3], ("", OUT["second"], GRAD["second"])])
+    traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+    found = look_at(traces, "float64", ())
+    assert found.forward("") == ("untold" if lacking else "wrong")
+    wrong = trace([*held[:2], ("", OUT["second"] + 2, GRAD["second"])])
+    found = look_at(replace(traces, ranks={0: wrong}), "float64", ())
+    assert found.forward("") == "wrong"
+
+
 @pytest.mark.parametrize("reached", [True, False])
 def test_a_trial_run_that_gets_no_gradient_is_no_fault(reached):
     trial = trace([("first", OUT["first"] * 0 + 1, GRAD["first"] if reached else None)])

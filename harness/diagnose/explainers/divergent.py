@@ -25,7 +25,7 @@ def divergent_cause(case: Case) -> Explained | None:
     by_rank = _by_rank(failing, case, mixed=False)
     scales = {f.values[0] for f in by_rank.values() if f.level == "everything"}
     if len(scales) > 1 and all(f.level == "everything" for f in by_rank.values()):
-        return rank_scale(by_rank, names), [((r,), f) for r, f in by_rank.items()]
+        return rank_scale(case, by_rank, names), [((r,), f) for r, f in by_rank.items()]
     for mixed in (False, True) if _mixed(failing) else (False,):
         by_rank = by_rank if not mixed else _by_rank(failing, case, mixed=True)
         zero_one = bool(by_rank) and all(_is_part(f) for f in by_rank.values())
@@ -61,16 +61,21 @@ def _late(parts: dict[int, Factors], names: Sequence[str]) -> Diagnosis | None:
     own = {rank: rows - shared for rank, rows in once.items()}
     if not shared or not any(own.values()):
         return None
-    shown = "; ".join(f"rank {r}: {list_rows(sorted(rows))}" for r, rows in list(own.items())[:3])
+    held: dict[str, list[int]] = {}
+    for rank, rows in own.items():
+        held.setdefault(list_rows(sorted(rows)), []).append(rank)
+    shown = "; ".join(f"rank {spans(ranks)}: {rows}" for rows, ranks in list(held.items())[:3])
+    alone = all(len(ranks) == 1 for ranks in held.values())
+    how = "was added after its reduction" if alone else "is reduced over fewer ranks than the rest"
     return Diagnosis(
-        cause=f"part of {some_of(names)} was added after its reduction: some rows are on every "
-        f"rank, others only on their own",
+        cause=f"part of {some_of(names)} {how}: some rows are on every rank, others only on "
+        f"{'their own' if alone else 'some'}",
         kind="late_gradient",
         standing="proved",
         ranks=tuple(parts),
         because=(
             f"rows {list_rows(sorted(shared))} are counted once on every rank",
-            f"rows counted on one rank alone: {shown}",
+            f"rows counted on {'one rank alone' if alone else 'some ranks only'}: {shown}",
         ),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from sumgrad.base.outcome import some_of
+from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.rows import factor_by_rows
@@ -34,7 +34,7 @@ def uniform_cause(case: Case) -> Explained | None:
         alone = _others_are_right(case, failing)
         diagnosis = _one_factor(case, found.values[0], found.sigmas[0], names, alone=alone)
         if diagnosis.kind == "factor" and alone:
-            diagnosis = rank_scale(dict.fromkeys(ranks, found), names)
+            diagnosis = rank_scale(case, dict.fromkeys(ranks, found), names)
     elif found.level == "params":
         sizes = sizes_of(case.record)
         if None in {power_of(v, sizes) for v in found.known}:
@@ -362,13 +362,31 @@ def _stale(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:
     )
 
 
-def rank_scale(by_rank: Mapping[int, Factors], names: Sequence[str]) -> Diagnosis:
-    """Ranks that scale what they hold by numbers of their own."""
+def rank_scale(case: Case, by_rank: Mapping[int, Factors], names: Sequence[str]) -> Diagnosis:
+    """Ranks that scale what they hold by numbers of their own, or some of them by one."""
+    fits = "one factor for each rank leaves a residual under the threshold"
+    values = [f.values[0] or 0.0 for f in by_rank.values()]
+    others = sorted({cell.rank for cell in case.cells} - set(by_rank))
+    one = max(values) - min(values) <= CLOSE * max(abs(v) for v in values)
+    if others and one:
+        who, right = spans(list(by_rank)), f"; rank {spans(others)} holds it right"
+        clip, what = case.reference.factor, some_of(names)
+        unclipped = _declared_clip(case) is not None and abs(values[0] * clip - 1) < CLOSE
+        return Diagnosis(
+            cause=f"rank {who} does not clip: {what} is there as it was before{right}"
+            if unclipped
+            else f"rank {who} multiplies {what} by {values[0]:.9g}{right}",
+            kind="rank_scale",
+            standing="proved" if unclipped else "likely",
+            ranks=tuple(by_rank),
+            factor=f"{values[0]:.9g}",
+            because=(fits,),
+        )
     shown = ", ".join(f"rank {r}: {f.values[0]:.6g}" for r, f in list(by_rank.items())[:4])
     return Diagnosis(
         cause=f"each rank scales its gradients by a number of its own ({shown}), as a norm or a "
         f"clip coefficient does that is not reduced over the ranks",
         kind="rank_scale",
         ranks=tuple(by_rank),
-        because=("one factor for each rank leaves a residual under the threshold",),
+        because=(fits,),
     )

@@ -108,10 +108,18 @@ def _odd(look: Look, module: str) -> FirstWrong | None:
 def _factor_above(look: Look, above: Sequence[str], s: Seen) -> float | None:
     """The one factor that a call's gradient had in all that is made from its output.
 
-    Of the same rank, or of all where it has none of them, as the next stage of a pipeline.
+    Of the same rank, or of all where it has none of them, as the next stage of a pipeline. What is
+    computed again is counted otherwise.
     """
-    found = [t for m in above if m != LOSS for t in look.seen[m] if t.call.number == s.call.number]
-    mine = [t for t in found if t.rank == s.rank] or found
+    found = [
+        t
+        for m in above
+        if m != LOSS
+        for t in look.seen[m]
+        if t.call.number == s.call.number or t.call.recomputed or s.call.recomputed
+    ]
+    told = [t for t in found if t.backward != "untold"]
+    mine = [t for t in told if t.rank == s.rank] or told
     factors = [constant(t.factors) for t in mine if t.backward == "right"]
     first = factors[0] if factors else None
     if first is None or len(factors) < len(mine):

@@ -111,6 +111,9 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
         ]
         found = _computed_again(_without_trials(found))
         seen[module] = _with_parts(found, traces, whole, groups, tolerance)
+    seen = {
+        m: [_unless_stage(s, seen, traces, modules) for s in found] for m, found in seen.items()
+    }
     return Look(
         modules=modules,
         seen=seen,
@@ -123,6 +126,30 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
             if held.by_term is not None
         },
     )
+
+
+def _unless_stage(
+    s: Seen, seen: Mapping[str, Sequence[Seen]], traces: Traces, modules: Sequence[str]
+) -> Seen:
+    """Of a stage of a pipeline nothing is told by the output of the model that it is cut from: it
+    is that of its last layer, and what follows is on another rank."""
+    if s.forward != "wrong":
+        return s
+    trace = traces.ranks[s.rank]
+    mine = trace.outputs[trace.calls.index(s.call)]
+    called = {call.module for call in trace.calls}
+    inside = [m for m in modules if m != s.call.module and _is_inside(m, s.call.module)]
+    for i, module in enumerate(inside):
+        lacking = set(inside[i + 1 :]) - called
+        for other in seen[module] if lacking else ():
+            theirs = trace.outputs[trace.calls.index(other.call)] if other.rank == s.rank else None
+            if other.forward == "right" and theirs is not None and torch.equal(mine, theirs):
+                return replace(s, forward="untold", backward="untold", wrong=None)
+    return s
+
+
+def _is_inside(module: str, outer: str) -> bool:
+    return not outer or module.startswith(f"{outer}.")
 
 
 def _terms_together(trace: Trace) -> Trace:
@@ -199,7 +226,7 @@ def _see(
     rows = None if wanted.rows is None else rows_of(where, wanted.rows, seen.shape[0])
     shared = wanted.rows is None and len(got) <= wanted.each and not wanted.flat
     seen = replace(seen, forward="right", where=where, rows=rows, shared=shared)
-    if call.recomputed:
+    if call.recomputed and gradient is None:
         return seen
     if gradient is None:
         return replace(seen, backward="wrong" if _is_needed(where, wanted) else "untold")

@@ -148,6 +148,7 @@ def _in_words(case: Case, parts: Sequence[Part], found: Sequence[Counted]) -> Di
     however = (f"{some_of(others)} is wrong too and not explained by it",) if others else ()
     readings = (
         _late(parts, found, names),
+        _by_group(parts, found, names),
         _own_only(case, parts, found, names),
         _by_number(parts, found, names),
         _some_ranks(parts, found, names),
@@ -197,6 +198,31 @@ def _late(
         f"{how} its reduction and stays on its own rank, micro-batch {spans(sorted(early))} is "
         f"reduced"
     )
+
+
+def _by_group(
+    parts: Sequence[Part], found: Sequence[Counted], names: Sequence[str]
+) -> tuple[str, str | None]:
+    """Every micro-batch is there once, from the ranks of a group that is not the same for all."""
+    groups: dict[int, set[tuple[int, ...]]] = {}
+    common = _common_weight(parts)
+    for counted in found:
+        there: dict[int, list[int]] = {}
+        for part, often in zip(parts, counted.often, strict=True):
+            if min(abs(often * common), abs(often * common - 1)) > CLOSE:
+                return "", None
+            there.setdefault(part.number, []).extend(part.ranks if abs(often) > CLOSE else ())
+        for number, ranks in there.items():
+            groups.setdefault(number, set()).add(tuple(sorted(ranks)))
+    numbers: dict[str, list[int]] = {}
+    for number, sets in groups.items():
+        shown = " and over ".join(f"rank {spans(list(ranks))}" for ranks in sorted(sets) if ranks)
+        numbers.setdefault(shown, []).append(number)
+    if len(numbers) < 2 or "" in numbers:
+        return "", None
+    told = [f"micro-batch {spans(sorted(n))} over {where}" for where, n in numbers.items()]
+    text = f"{some_of(list(names))} is not reduced over the same ranks each time"
+    return "late_gradient", f"{text}: {'; '.join(told)}"
 
 
 def _by_number(
