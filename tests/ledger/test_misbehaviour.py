@@ -168,6 +168,7 @@ def test_what_gloo_refuses_is_refused(ranks):
 
     assert dist.get_backend() is dist.Backend.GLOO
     assert dist.get_backend(dist.group.WORLD) is dist.Backend.GLOO
+    dist.monitored_barrier()  # which torch has for gloo alone
     pair = dist.new_group([1, 2])
     held = torch.ones(2, requires_grad=True)
     gathered = torch.stack(functional.all_gather(held))
