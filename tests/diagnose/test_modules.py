@@ -221,6 +221,55 @@ def test_parts_that_add_up_over_an_axis_are_parts():
     assert found.forward("second") == "part"
 
 
+def test_vectors_that_are_lost_here_and_there_on_the_other_rank_are_parts():
+    """As of a router whose scores are cut to each rank's own experts: right, or nothing."""
+
+    def only(rows):
+        def turned(g):
+            out = torch.zeros_like(g)
+            out[rows] = g[rows]
+            return out
+
+        return turned
+
+    here, there = rank(grad_first=only([0, 1])), rank(grad_first=only([2, 3]))
+    found = look(here, there, groups=TP)
+    assert found.backward("first") == "part"
+    assert found.backward("second") == "right"
+    assert look(here, here, groups=TP).backward("first") == "right"  # lost on both, no part
+
+
+def test_a_state_that_is_handed_on_accuses_nobody():
+    """A part of an output that no gradient reaches in one process, beside one that it does."""
+    state = numbers(50)
+    single = trace([("first", OUT["first"], GRAD["first"]), ("first", state, None)], batch=BATCH)
+    single = replace(single, calls=(single.calls[0], replace(single.calls[1], number=0, part=1)))
+    mine = trace([("first", OUT["first"][:2], GRAD["first"][:2]), ("first", state + 1, state)])
+    mine = replace(mine, calls=(mine.calls[0], replace(mine.calls[1], number=0, part=1)))
+    traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+    assert look_at(traces, "float64", ()).forward("first") == "right"
+    reached = replace(single, gradients=(single.gradients[0], state))
+    assert look_at(replace(traces, single=reached), "float64", ()).forward("first") == "wrong"
+
+
+def test_outputs_of_one_module_with_factors_of_their_own():
+    def shares(*factors):
+        held = [("first", OUT["first"], GRAD["first"]), ("first", OUT["second"], GRAD["second"])]
+        parts = [{"number": 0, "part": p} for p in range(2)]
+        single = trace(held, batch=BATCH)
+        calls = tuple(replace(c, **p) for c, p in zip(single.calls, parts, strict=True))
+        single = replace(single, calls=calls)
+        gradients = tuple(f * g for f, g in zip(factors, single.gradients, strict=True))
+        mine = replace(single, gradients=gradients, batch=None)
+        traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+        return shares_at_the_loss(look_at(traces, "float64", ()))[1]
+
+    assert [(s.part, s.factor) for s in shares(1, 3)] == [
+        (0, pytest.approx(1)), (1, pytest.approx(3)),
+    ]  # fmt: skip
+    assert [s.part for s in shares(2, 2)] == [0]
+
+
 def test_a_checkpoint_that_computes_something_else():
     again = trace([("second", OUT["second"] + 1, None)], recomputed=True)
     first = trace(rank())

@@ -106,3 +106,19 @@ def test_which_outputs_others_are_made_from():
     assert takes[""] == {"first", "pair", "pair.1"}
     assert takes[LOSS] == {"", "first"}
     assert not seen(model()).takes
+
+
+def test_a_gradient_that_passes_twice_is_one():
+    """A zero-bubble schedule goes through the graph for the inputs, and again for the weights."""
+    of, x = model(), torch.ones(5, 3, requires_grad=True)
+    with ModuleWatch(of) as watching:
+        loss = of(x).sum()
+        torch.autograd.grad(loss, x, retain_graph=True)
+        torch.autograd.grad(loss, list(of.parameters()), retain_graph=True)
+    once = seen(model()).gradients[-1]
+    assert torch.equal(watching.trace().gradients[-1], once)
+    with ModuleWatch(of) as watching:
+        y = of(x)
+        y.sum().backward(retain_graph=True)
+        (2 * y).sum().backward()
+    assert torch.equal(watching.trace().gradients[-1], 3 * once)  # two losses add up

@@ -81,7 +81,7 @@ def first_wrong_backward(look: Look, failing: Sequence[str]) -> FirstWrong | Non
 
 def _odd(look: Look, module: str) -> FirstWrong | None:
     """What is wrong of the gradients that reach a module."""
-    above = look.paths.next_above(module, lambda m: look.backward(m) in ("right", "part"))
+    above = look.paths.next_above(module, lambda m: look.backward(m) == "right")
     order = {m: i for i, m in enumerate((*look.modules, LOSS))}
     beside = tuple(sorted(above, key=order.__getitem__, reverse=True))
     wrong = [s for s in look.seen[module] if s.backward == "wrong"]

@@ -222,6 +222,8 @@ def _see(
     if where is None or wanted is None:
         return seen
     if not bool(where.here.all()):
+        if _is_beside_the_loss(call, whole):
+            return seen
         return replace(seen, forward="wrong", wrong=where.picked[~where.here])
     rows = None if wanted.rows is None else rows_of(where, wanted.rows, seen.shape[0])
     shared = wanted.rows is None and len(got) <= wanted.each and not wanted.flat
@@ -243,6 +245,14 @@ def _see(
         factors=found.factors if telling and not mixed else None,
         terms=found.terms if telling and found.terms.shape[1] else None,
     )
+
+
+def _is_beside_the_loss(call: Call, whole: Mapping[tuple[str, int], Whole]) -> bool:
+    """Whether no gradient reaches this part of an output and one does reach another, as of a state
+    that is handed on."""
+    live = {part: bool(held.gradients.any()) for (m, part), held in whole.items()
+            if m == call.module}  # fmt: skip
+    return any(live.values()) and not live.get(call.part, False)
 
 
 def _is_needed(where: Match, wanted: Whole) -> bool:
@@ -275,12 +285,22 @@ def _with_parts(
         for ranks in sets:
             for s in found:
                 mine = [place.get(_key(rank, s), -1) for rank in ranks]
-                if s.rank != ranks[0] or "wrong" not in (s.forward, s.backward) or -1 in mine:
+                if s.rank != ranks[0] or -1 in mine:
+                    continue
+                if not any(_may_be_part(found[j]) for j in mine):
                     continue
                 if _adds_up([found[j] for j in mine], traces, whole, tolerance):
                     for j in mine:
                         out[j] = _as_part(found[j], axis)
     return out
+
+
+def _may_be_part(s: Seen) -> bool:
+    """What is wrong by itself, or right in some of its vectors and nothing in others."""
+    if "wrong" in (s.forward, s.backward):
+        return True
+    told = None if s.factors is None else s.factors[~s.factors.isnan()]
+    return s.backward == "right" and told is not None and bool((told == 0).any() & told.any())
 
 
 def _key(rank: int, s: Seen) -> tuple[int, int, int, bool]:
@@ -310,5 +330,7 @@ def _adds_up(
     first = mine[0].where
     assert first is not None
     same = all(s.where is not None and torch.equal(s.where.found, first.found) for s in mine)
+    if not any(s.backward == "wrong" for s in mine) and len({str(s.factors) for s in mine}) < 2:
+        return False  # the same lack on all of them
     known = [vectors(p) for p in parts if p is not None]
     return same and add_up(known, wanted.gradients, first, tolerance)

@@ -11,13 +11,16 @@ import torch
 from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen, constant
 from torch import Tensor
 
+SAME_SHARE = 1e-5  # a part of it: counts that differ by one in a hundred thousand are no cause
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Share:
     """One call on one rank: its rows, and the factor of all vectors; None where they differ.
 
     places: number of a vector, or its position where the output has three dimensions -> its factor.
-    live: how many of its vectors have a gradient; None where only some were compared.
+    live: how many of its vectors have a gradient; None where only some were compared. part: which
+    tensor of the module's output.
     """
 
     rank: int
@@ -27,6 +30,7 @@ class Share:
     by_row: dict[int, float | None]
     places: dict[int, float]
     live: int | None = None
+    part: int = 0
 
 
 def shares_at_the_loss(look: Look) -> tuple[str, list[Share]] | None:
@@ -35,8 +39,19 @@ def shares_at_the_loss(look: Look) -> tuple[str, list[Share]] | None:
         told = [s for s in look.seen[module] if s.backward == "right" and s.factors is not None
                 and not bool(s.factors.isnan().all())]  # fmt: skip
         if told and look.backward(module) == "right":
-            return module, [_share(s) for s in told]
+            return module, _of_one_part([_share(s) for s in told])
     return None
+
+
+def _of_one_part(shares: list[Share]) -> list[Share]:
+    """Those of the first part of an output of several, where all of its parts have its factors."""
+    factors: dict[tuple[int, int], list[float | None]] = {}
+    for s in shares:
+        factors.setdefault((s.rank, s.number), []).append(s.factor)
+    told = [[f for f in own if f is not None] for own in factors.values()]
+    if any(len(f) < len(own) or not same(f) for f, own in zip(told, factors.values(), strict=True)):
+        return shares
+    return [s for s in shares if s.part == min(t.part for t in shares)]
 
 
 def shares_of_term(look: Look, term: str) -> tuple[str, list[Share]] | None:
@@ -66,6 +81,7 @@ def _share(seen: Seen) -> Share:
         factor=constant(factors),
         by_row=by_row,
         places=_places(seen, factors),
+        part=seen.call.part,
         live=int((~factors.isnan()).sum()) if len(factors) == _num_vectors(seen) else None,
     )
 
@@ -91,7 +107,7 @@ def _places(seen: Seen, factors: Tensor) -> dict[int, float]:
 def same(values: Sequence[float]) -> bool:
     """Whether these are one number."""
     first = values[0]
-    return all(abs(v - first) <= SAME_FACTOR * max(abs(first), abs(v)) for v in values)
+    return all(abs(v - first) <= SAME_SHARE * max(abs(first), abs(v)) for v in values)
 
 
 def own_counts(shares: Sequence[Share], counts: Tensor, *, level: str) -> float | None:

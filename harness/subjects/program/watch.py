@@ -44,6 +44,7 @@ class ModuleWatch:
         self._calls: list[dict[str, Any]] = []
         self._outputs: list[Tensor] = []
         self._gradients: dict[int, Tensor] = {}
+        self._last: dict[int, Tensor] = {}
         self._data: list[Tensor] = []
         self._entered: list[str] = []
         self._bytes, self._left_out = 0, dict[str, None]()
@@ -127,9 +128,11 @@ class ModuleWatch:
     def _gradient_hook(self, name: str, at: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             held = self._kept(name, gradient)
-            if held is not None:
-                self._gradients[at] = self._gradients[at] + held if at in self._gradients else held
-                self._calls[at]["operation_back"] = self.operations()
+            if held is None or (at in self._last and torch.equal(self._last[at], held)):
+                return  # passed through again, as by a backward for inputs and one for weights
+            self._last[at] = held
+            self._gradients[at] = self._gradients[at] + held if at in self._gradients else held
+            self._calls[at]["operation_back"] = self.operations()
 
         return hook
 

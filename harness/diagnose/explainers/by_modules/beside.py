@@ -17,7 +17,7 @@ from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause, and that the modules are right where they are: what is wrong comes after them."""
     look = looked(case)
-    kinds = ("forward", "backward", "recomputed", "rows_read", "loss_weights")
+    kinds = ("forward", "backward", "recomputed", "rows_read", "loss_weights", "term_factor")
     if look is None or diagnosis.kind in kinds or first_wrong_forward(look) is not None:
         return diagnosis
     told = [m for m in look.modules if look.forward(m) == "right"]

@@ -67,7 +67,9 @@ def _parts(case: Case) -> list[Part] | None:
     look, facts = looked(case), case.record.spec.facts
     shares = None if look is None else shares_at_the_loss(look)
     whole = all(b - a == 1 for a, b in case.reference.intervals)
-    if shares is None or facts is None or not case.reference.intervals or not whole:
+    if shares is None or len({s.part for s in shares[1]}) > 1:
+        return None
+    if facts is None or not case.reference.intervals or not whole:
         return None
     out: list[Part] = []
     for share in shares[1]:

@@ -15,7 +15,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     owners,
     predicts,
 )
-from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
+from sumgrad.diagnose.explainers.factors import explained, fitted, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
 from sumgrad.diagnose.modules.loss_weights import (
@@ -30,6 +30,8 @@ from sumgrad.diagnose.modules.loss_weights import (
 )
 from sumgrad.diagnose.names import factor_symbols
 from torch import Tensor
+
+LOST = 1e-9
 
 
 def tokens_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
@@ -65,8 +67,11 @@ def terms_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     if not odd or len(odd) == len(found) > 1:
         return
     term, (module, shares) = next(iter(odd.items()))
-    words = _weights_in_words(case, shares, term)
+    lost = all(abs(f) < LOST for s in shares for f in s.places.values())
+    words = "it never enters it" if lost else _weights_in_words(case, shares, term)
     if words is None:
+        if fitted(case) is not None:
+            return  # the gradients say which term is counted otherwise, these only that one is
         factor = next(s.factor for s in shares if s.factor is not None) / common
         symbols = factor_symbols(case, factor)
         words = f"it counts {fraction_of(factor)} times" + (f" = {symbols[0]}" if symbols else "")
@@ -79,7 +84,9 @@ def terms_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             term=term,
             ranks=tuple(sorted({s.rank for s in shares})),
             because=(
-                f"so weighed is its gradient where it reaches {named(look, module)}",
+                f"no gradient of it reaches {named(look, module)}"
+                if lost
+                else f"so weighed is its gradient where it reaches {named(look, module)}",
                 f"{some_of(right)} has one factor on all ranks",
                 *in_the_gradients(case),
             ),
@@ -122,6 +129,11 @@ def _weights_in_words(case: Case, shares: Sequence[Share], term: str | None = No
     factors = [s.factor for s in shares]
     known = [f for f in factors if f is not None]
     several = len({s.number for s in shares}) > 1
+    parts = {s.part: s.factor for s in shares if s.factor is not None}
+    alike = all(s.factor is not None and same([s.factor, parts[s.part]]) for s in shares)
+    if len(parts) > 1 and alike:
+        listed = ", ".join(f"{part + 1}: {fraction_of(f)}" for part, f in parts.items())
+        return f"the model's outputs enter the loss with factors of their own: {listed}"
     if len(known) == len(factors):
         if same(known):
             return None
@@ -205,7 +217,7 @@ def _odd_rank(factors: dict[int, float]) -> str | None:
     """All ranks but one have the same factor."""
     for rank, own in factors.items():
         others = [f for r, f in factors.items() if r != rank]
-        if len(others) > 1 and same(others) and others[0]:
+        if len(others) > 1 and same(others) and others[0] and not same([own, others[0]]):
             usual = fraction_of(others[0])
             text = f"the loss of rank {rank} has the factor {fraction_of(own)}, that of all other "
             return (

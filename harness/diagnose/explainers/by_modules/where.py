@@ -18,7 +18,8 @@ from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_forward,
     first_wrong_recomputed,
 )
-from sumgrad.diagnose.modules.look import Look, Seen
+from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen, constant
+from sumgrad.diagnose.modules.loss_weights import same
 from sumgrad.diagnose.names import factor_symbols
 
 MAX_OPERATIONS = 4
@@ -155,6 +156,8 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         f"what follows {at}: the loss, and its backward")  # fmt: skip
     because.append(f"look at {between}" + (", and at the loss, which uses it too" if loss and above
                                             else ""))  # fmt: skip
+    because += _weighed(look, found)
+    because += _parts_between(look, found)
     because += _between(case, found, back=True)
     because += in_the_gradients(case)
     return Diagnosis(
@@ -175,6 +178,36 @@ def _listed(look: Look, modules: Sequence[str]) -> str:
 
 def _is_in(module: str, outer: str) -> bool:
     return module != outer and (not outer or module.startswith(f"{outer}."))
+
+
+def _weighed(look: Look, found: FirstWrong) -> list[str]:
+    """Gradients that are right beside it but for factors, and where: one, or vectors' own."""
+    out = []
+    for module in found.modules:
+        factors = [constant(s.factors) for s in look.seen[module] if s.backward == "right"]
+        known = [f for f in factors if f is not None]
+        if len(known) < len(factors) or not same(known):
+            out.append(f"what reaches {module or 'the model'} is right but for factors of its "
+                       f"vectors or ranks")  # fmt: skip
+        elif abs(known[0] - 1) > SAME_FACTOR:
+            out.append(f"what reaches {module or 'the model'} has the factor "
+                       f"{fraction_of(known[0])} on all ranks")  # fmt: skip
+    mine = [s for s in look.seen[found.wrong] if s.rank not in found.ranks]
+    if any(s.backward == "right" and constant(s.factors) is None for s in mine):
+        ranks = sorted({s.rank for s in mine})
+        out.append(f"on rank {spans(ranks)} it is right but for factors of its vectors")
+    return out
+
+
+def _parts_between(look: Look, found: FirstWrong) -> list[str]:
+    """What is there in parts on the way, which may be meant or be the fault itself."""
+    above = look.paths.all_above(found.wrong)
+    near = [m for m in look.modules if m in above and look.backward(m) == "part"]
+    if not near:
+        return []
+    axis = next(s.axis for s in look.seen[near[0]] if s.backward == "part")
+    return [f"on the way the gradient that reaches {some_of(near)} is a part, whole only when "
+            f"summed over {axis}"]  # fmt: skip
 
 
 def _parts_of_output(look: Look, found: FirstWrong) -> list[str]:
@@ -234,13 +267,17 @@ def _between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
     if not found.modules:
         return _since_the_forward(s, trace.operations) if back else []
     nearest = [x for m in found.modules for x in look.seen[m] if x.rank == s.rank]
-    mine = [x for x in nearest if x.call.number == s.call.number] or nearest
+    mine = [x for x in nearest if x.call.number == s.call.number]
     if not mine:
         return []
-    a = mine[-1].call.operation_back if back else mine[-1].call.operation
+    times = [x.call.operation_back if back else x.call.operation for x in mine]
+    known = [time for time in times if time is not None]
     b = s.call.operation_back if back else s.call.operation
-    if a is None or b is None or b <= a:
-        return [] if a is None or b is None else [f"rank {s.rank} issues no collective in between"]
+    if len(known) < len(found.modules) or b is None or b < min(known):
+        return []
+    a = min(known)
+    if a == b:
+        return [f"rank {s.rank} issues no collective in between"]
     issued = trace.operations[a:b]
     more = f" and {len(issued) - MAX_OPERATIONS} more" if len(issued) > MAX_OPERATIONS else ""
     return [f"in between rank {s.rank} issues {'; '.join(issued[:MAX_OPERATIONS])}{more}"]
