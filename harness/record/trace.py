@@ -47,7 +47,8 @@ class Trace:
     operations: all collectives, in words. left_out: modules with a tensor over the limit of what
     is kept: that it is not there says nothing.
     by_term: gradients of each term of a loss of several, in the single process. takes: there too, a
-    module, or LOSS -> the modules whose outputs its own is made from, with none in between.
+    module, or LOSS -> the modules whose outputs its own is made from, with none in between. params:
+    there too, by name, the values of the step.
     """
 
     calls: tuple[Call, ...]
@@ -61,6 +62,7 @@ class Trace:
     left_out: tuple[str, ...] = ()
     by_term: Mapping[str, tuple[Tensor | None, ...]] = field(default_factory=dict)
     takes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    params: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,6 +84,7 @@ def write_trace(path: Path, trace: Trace) -> None:
     for term, gradients in trace.by_term.items():
         tensors |= {f"term/{term}/{i}": t for i, t in enumerate(gradients) if t is not None}
     tensors |= {f"batch/{name}": t.clone() for name, t in (trace.batch or {}).items()}
+    tensors |= {f"param/{name}": t for name, t in trace.params.items()}
     write_tensors(path.with_suffix(".safetensors"), tensors)
     said = {
         "calls": [asdict(call) for call in trace.calls],
@@ -108,6 +111,7 @@ def read_trace(path: Path) -> Trace:
         sources=said["sources"],
         data=tuple(held[f"data/{i}"] for i in range(num_data)),
         batch={k.removeprefix("batch/"): t for k, t in held.items() if k.startswith("batch/")},
+        params={k.removeprefix("param/"): t for k, t in held.items() if k.startswith("param/")},
         entered=tuple(said["entered"]),
         operations=tuple(said["operations"]),
         left_out=tuple(said["left_out"]),

@@ -28,6 +28,7 @@ from conftest import ROOT
         ("b_26", "block_factor", "likely"),
         ("b_33", "backward", "likely"),
         ("b_42", "loss_weights", "likely"),
+        ("c_06", "own_value", "proved"),
         ("c_15", "skipped_collective", "proved"),
         ("c_17", "backward", "likely"),
         ("c_21", "rank_scale", "proved"),

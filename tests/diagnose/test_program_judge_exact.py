@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
 from records_in_memory import SCALE, SHAPES, program_record, with_rank
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
+from sumgrad.record.trace import Trace, Traces
 
 KEY = ("structure", 0)
 ROUNDING = 2.0**-23 * SCALE  # one of float32, of the scale
@@ -327,3 +329,29 @@ def test_a_repeated_step_that_fails_as_the_first_did_is_not_another_gradient(rec
     (why,) = {d["reason"] for d in verdict.data["tensors"] if d["status"] == "unknown"}
     assert "the step makes bfloat16 at mine.py:9" in why
     assert why.endswith("; --dtype bfloat16 holds it to the noise of bfloat16")
+
+
+@pytest.mark.parametrize("times", [3.0, 0.01, -1.0])
+def test_a_gradient_with_the_parameter_itself_in_it(record, times):
+    """As of a buffer that held parameters, or a decay: they are known from the second run."""
+    generator = torch.Generator().manual_seed(3)
+    params = {n: torch.randn(s, generator=generator, dtype=torch.float64)
+              for n, s in SHAPES.items()}  # fmt: skip
+
+    def with_traces(wrong, values):
+        none = Trace(calls=(), outputs=(), gradients=(), sources={})
+        traces = Traces(tier="structure", step=0, ranks=dict.fromkeys(wrong.ranks, none),
+                        single=replace(none, params=values))  # fmt: skip
+        return judge(replace(wrong, traces=traces)).diagnoses[0]
+
+    wrong = record
+    for rank, held in record.ranks.items():
+        grads = {at: dict(own) for at, own in held.grads.items()}
+        grads[KEY] = {n: g + times * params[n] for n, g in grads[KEY].items()}
+        wrong = with_rank(wrong, rank, grads=grads)
+    found = with_traces(wrong, params)
+    assert (found.kind, found.standing, found.ranks) == ("own_value", "proved", (0, 1, 2))
+    assert float(Fraction(found.factor)) == pytest.approx(times)
+    others = {n: p + torch.ones_like(p) for n, p in params.items()}
+    assert with_traces(wrong, others).kind != "own_value"
+    assert with_traces(wrong, {}).kind != "own_value"

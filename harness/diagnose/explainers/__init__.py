@@ -15,6 +15,7 @@ from sumgrad.diagnose.explainers import (
     free_factors,
     last,
     ledger,
+    own_value,
     plan_edges,
 )
 from sumgrad.diagnose.explainers.by_modules import put_together, rows_used, weights, where
@@ -31,6 +32,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     weights.tokens_weighed_otherwise,
     where.backward_goes_wrong,
     put_together.put_together,
+    own_value.own_value_added,
     blocks.blocks_of_elements,
     factors.factors_with_a_cause,
     weights.rows_weighed_otherwise,

@@ -53,7 +53,7 @@ def _after_the_modules(diagnosis: Diagnosis, of_loss: float) -> str:
 
     Which of the two is wrong is not known: a step may scale its loss by what it divides by later.
     """
-    if diagnosis.factor is None or diagnosis.kind in ("double_reduction", "avg"):
+    if diagnosis.factor is None or diagnosis.kind != "factor":
         after = ": what is wrong comes after them, in how gradients are put together"
         return after if abs(of_loss - 1) < SAME_FACTOR else _up_to(of_loss)
     try:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from sumgrad.record.spec import Facts
 from sumgrad.record.trace import Call, Trace
-from sumgrad.subjects.program.protocol import coarsest, default_dtype
+from sumgrad.subjects.program.protocol import coarsest, default_dtype, trained
 from sumgrad.subjects.program.reference.single import Single
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watch import MAX_BYTES, ModuleWatch
 from torch import Tensor
 
 
@@ -36,7 +36,9 @@ def trace_reference(
             single.at_loss = seen.at_loss
             single.gradient(name, rows, rows, seed=1 / count)
         found[name] = seen.trace(single.batch)
-    return _together(found)
+    params = {n: p.detach().clone() for n, p in trained(single.model).items()}
+    size = sum(p.numel() * p.element_size() for p in params.values())
+    return replace(_together(found), params=params if size <= MAX_BYTES else {})
 
 
 def _together(found: Mapping[str, Trace]) -> Trace:
