@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader
 from sumgrad.base.outcome import spans
 from sumgrad.base.plain_text import printable_data
 from sumgrad.base.verdict import Verdict
+from sumgrad.report.coefficients import in_few_lines
 from sumgrad.report.terminal import STANDINGS, axes_text, number
 
 _MARKS = re.compile(r"[\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is none
@@ -118,6 +119,7 @@ def _context(verdict: Verdict) -> dict[str, Any]:
         "number": number,
         "ranks_text": spans,
         "axes": axes_text,
+        "coefficients": in_few_lines(data["coefficients"]),
         "standings": STANDINGS,
         "code": code,
         "block": block,

@@ -11,6 +11,7 @@ from rich.text import Text
 from sumgrad.base.outcome import first_to_fail, outcome_from_json, some_of, spans
 from sumgrad.base.plain_text import printable, printable_data
 from sumgrad.base.verdict import Verdict
+from sumgrad.report.coefficients import in_few_lines
 
 STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
 MAX_TENSORS, MAX_COEFFICIENTS, MAX_RANKS_SHOWN = 12, 24, 8
@@ -185,25 +186,21 @@ def _coefficients(coefficients: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(name)
     table.add_column("recovered", justify="right")
     table.add_column("fraction", justify="right")
-    odd = [c for c in coefficients if c["fraction"] != c["expected"]]
-    shown = [*odd, *(c for c in coefficients if c not in odd)][:MAX_COEFFICIENTS]
-    for c in shown:
-        style = "" if c["fraction"] == c["expected"] else "bold"
-        rows = f"{c['rows'][0]} to {c['rows'][1] - 1}" if c["rows"] else "all"
-        recovered = "cannot be told" if c["recovered"] is None else f"{c['recovered']:.9f}"
+    lines = in_few_lines(coefficients)
+    for c in lines[:MAX_COEFFICIENTS]:
         table.add_row(
             c["params"],
             spans(c["ranks"]),
             c["term"],
             c["producer"],
-            rows,
+            c["rows_text"],
             c["expected"],
-            recovered,
+            c["recovered_text"],
             c["fraction"] or "-",
-            style=style,
+            style="" if c["fraction"] == c["expected"] else "bold",
         )
-    if len(coefficients) > len(shown):
-        table.caption = f"and {len(coefficients) - len(shown)} more in verdict.json"
+    if len(lines) > MAX_COEFFICIENTS:
+        table.caption = f"and {len(lines) - MAX_COEFFICIENTS} more in verdict.json"
     return table
 
 
