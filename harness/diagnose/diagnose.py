@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,14 +39,25 @@ class Found:
 
 def diagnose(compared: Compared, *, clean: Record | None = None) -> Found:
     """Why a run fails. clean: a stored run of the same that passed."""
-    case = case_of(compared, clean)
-    causes, coefficients = _diagnose(compared, case)
-    if plan_of(compared.record) is None:
-        causes = [_with_report(cause) for cause in causes]
-    return Found(
-        causes=tuple(causes),
-        coefficients=tuple(coefficients),
-        where=None if case is None else first_wrong_modules(case),
+    try:
+        case = case_of(compared, clean)
+        causes, coefficients = _diagnose(compared, case)
+        if plan_of(compared.record) is None:
+            causes = [_with_report(cause) for cause in causes]
+        where = None if case is None else first_wrong_modules(case)
+    except Exception as error:  # an error of ours takes no verdict away
+        return Found(causes=(_broken(error),))
+    return Found(causes=tuple(causes), coefficients=tuple(coefficients), where=where)
+
+
+def _broken(error: Exception) -> Diagnosis:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return Diagnosis(
+        cause=f"open: the diagnosis itself failed, the verdict stands: {type(error).__name__}: "
+        f"{error}",
+        kind="broken",
+        standing="open",
+        because=(f"raised at {place.filename}:{place.lineno}; please report it",),
     )
 
 

@@ -355,3 +355,18 @@ def test_a_gradient_with_the_parameter_itself_in_it(record, times):
     others = {n: p + torch.ones_like(p) for n, p in params.items()}
     assert with_traces(wrong, others).kind != "own_value"
     assert with_traces(wrong, {}).kind != "own_value"
+
+
+def test_a_diagnosis_that_raises_takes_no_verdict_away(record, monkeypatch):
+    def broken(case, left):
+        raise IndexError("of ours")
+
+    monkeypatch.setattr("sumgrad.diagnose.diagnose.EXPLAINERS", (broken,))
+    assert judge(record).status == "pass"
+    grads = {at: {n: 2 * g for n, g in own.items()} for at, own in record.ranks[0].grads.items()}
+    verdict = judge(with_rank(record, 0, grads=grads))
+    assert verdict.status == "fail"
+    (found,) = verdict.diagnoses
+    assert (found.kind, found.standing) == ("broken", "open")
+    assert "IndexError: of ours" in found.cause
+    assert "test_program_judge_exact.py" in found.because[0]
