@@ -221,7 +221,7 @@ with Launcher() as launcher:
         os.killpg(parent.pid, number)
     else:
         parent.send_signal(number)
-    parent.wait(timeout=20)
+    parent.wait(timeout=120)
     wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
