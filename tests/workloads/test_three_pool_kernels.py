@@ -87,9 +87,9 @@ def test_a_fault_on_triton_is_named_as_on_torch(sumgrad_check):
     for kernels in ("torch", "triton"):
         verdict = sumgrad_check(
             "three_pool_published.yaml", fault="faith_on_all_ranks", kernels=kernels,
-            tiers=("structure",),
+            tiers=("structure",), timeout_s=300,
         )  # fmt: skip
-        assert verdict.status == "fail"
+        assert verdict.status == "fail", verdict.reasons
         causes.append([(d.kind, d.cause) for d in verdict.diagnoses])
     assert causes[0] == causes[1]
 
@@ -104,6 +104,7 @@ def test_a_wrong_kernel_cannot_hide_in_its_own_noise_floor(tmp_path, sumgrad_che
             workload=f"{source}:Mine",
             kernels=kernels,
             tiers=("structure",),
+            timeout_s=300,
         ).status
         for kernels in ("torch", "triton")
     }
