@@ -3,7 +3,8 @@
 Compiled on a GPU, interpreted on a CPU. Triton chooses its interpreter while it is imported, so
 TRITON_INTERPRET=1 must be in the environment before that; the `sumgrad` commands, the pytest plugin
 and their ranks see to it. The interpreter's 16-bit arithmetic cannot be trusted, so there the
-kernels run in float32 on the exactly widened inputs and the results are rounded by torch.
+kernels run in float32 on the exactly widened inputs and the results are rounded by torch. Its
+products of tiles are ours (interpreted.py), since numpy's round by the place on some CPUs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from sumgrad.kernels.interpreted import use_even_products
 from torch import Tensor
 
 try:
@@ -169,6 +171,7 @@ def launch(
     if any(size == 0 for size in grid):
         return
     if INTERPRETED:
+        use_even_products()
         kernel[grid](*args, **constants)
         return
     with torch.cuda.device(_device_of(args)):

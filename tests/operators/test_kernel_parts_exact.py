@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from sumgrad.kernels.interpreted import product, use_even_products
 from sumgrad.kernels.kv_cache import KeyValueCache
 from sumgrad.kernels.layout import Layout, LayoutError, Piece, UnalignedCut, resolve
 from sumgrad.kernels.linear import column_nodes
@@ -218,3 +220,23 @@ def test_errors_of_a_tree_say_where():
     part = nodes((32, 0), (32, 2), (32, 3))
     assert sum_nodes(part).tolist() == [3]
     assert sum_nodes(nodes(empties=((34, 0),))).tolist() == [0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_a_product_of_tiles_rounds_every_row_and_column_alike(dtype):
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(s).astype(dtype) for s in ((2, 16, 48), (2, 48, 32)))
+    found = product(a, b, dtype)
+    rows, columns = rng.permutation(16), rng.permutation(32)
+    assert np.array_equal(product(a[:, rows], b[..., columns], dtype), found[:, rows][..., columns])
+    wide = a.astype(np.float64) @ b.astype(np.float64)
+    assert np.abs(found - wide).max() < 48 * np.finfo(dtype).eps * np.abs(wide).max()
+    assert np.array_equal(product(a[0, :, :1], b[0, :1], dtype), a[0, :, :1] * b[0, :1])
+
+
+def test_the_interpreter_multiplies_tiles_so():
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    use_even_products()
+    use_even_products()
+    assert InterpreterBuilder.create_dot.__module__ == "sumgrad.kernels.interpreted"
