@@ -42,6 +42,40 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_common_flags(run)
 
+    diff = verbs.add_parser(
+        "diff",
+        help="an unchanged script: its gradients on many ranks against those on one",
+        usage="sumgrad diff --ranks N [flags] -- script.py [its arguments]\n"
+        "       sumgrad diff --a CMD --b CMD [flags]",
+        description="Runs a training script on N ranks and on one, gives both the same weights, "
+        "and compares every gradient that an optimizer finds. Write {24/ranks} where the "
+        "script takes its rows per rank, so that both train on the same rows.",
+    )
+    diff.add_argument(
+        "--ranks", type=_count, default=0, metavar="N", help="as torchrun starts them"
+    )
+    diff.add_argument(
+        "--against", type=_count, default=1, metavar="M", help="ranks of the other run (default: 1)"
+    )
+    diff.add_argument("--a", metavar="CMD", help="a command of your own instead, in one argument")
+    diff.add_argument("--b", metavar="CMD", help="the command that it is compared with")
+    diff.add_argument("--steps", type=_count, default=3, help="optimizer steps (default: 3)")
+    diff.add_argument("--out", type=Path, metavar="DIR", help="default: new, in .sumgrad/runs")
+    diff.add_argument(
+        "--timeout",
+        type=_positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="for each run of the script (default: 600)",
+    )
+    diff.add_argument(
+        "--no-lift",
+        action="store_true",
+        help="compare in the script's own dtype (default: in float64, where it runs so)",
+    )
+    add_common_flags(diff)
+    diff.add_argument("script", nargs="*", metavar="-- script.py args")
+
     plan = verbs.add_parser("plan", help="the rank map, who contributes what, and the proof")
     plan.add_argument("topology", type=Path, metavar="T.yaml")
     plan.add_argument("--workload", help="NAME, file.py:Class or package.module:Class")

@@ -10,6 +10,7 @@ import errno
 import importlib
 import io
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -127,6 +128,7 @@ def _write_json(args: argparse.Namespace, data: Any) -> None:
 
 def _dispatch(args: argparse.Namespace) -> int:
     code: int = {
+        "diff": _diff,
         "run": _run,
         "plan": _plan,
         "faults": _faults,
@@ -198,6 +200,26 @@ def _torchrun() -> int:
         )
     sys.stdout.flush()
     return code
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from sumgrad.launch.script.diff import DiffOptions, run_diff
+
+    options = DiffOptions(
+        script=tuple(args.script),
+        ranks=args.ranks,
+        against=args.against,
+        a=tuple(shlex.split(args.a or "")),
+        b=tuple(shlex.split(args.b or "")),
+        steps=args.steps,
+        lift=not args.no_lift,
+        timeout_s=args.timeout,
+        out=args.out,
+    )
+    with _Progress(args.quiet) as progress:
+        verdict, directory = run_diff(options, progress=progress)
+    _show(verdict, directory, args)
+    return verdict.exit_code
 
 
 def _plan(args: argparse.Namespace) -> int:

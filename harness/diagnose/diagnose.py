@@ -13,6 +13,7 @@ from sumgrad.diagnose.explainers import EXPLAINERS, LAST_RESORT
 from sumgrad.diagnose.explainers.by_modules.beside import beside
 from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
 from sumgrad.diagnose.explanation import choose
+from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.outright import (
     incomparable,
     law_only,
@@ -71,6 +72,9 @@ def _diagnose(
     compared: Compared, case: Case | None
 ) -> tuple[list[Diagnosis], list[RecoveredCoefficient]]:
     record = compared.record
+    of_script = list(other_than_the_single_run(record))
+    if of_script:
+        return of_script, []
     outright = [
         *other_weights(record),
         *wrong_counts(record),

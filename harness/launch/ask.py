@@ -176,15 +176,20 @@ def versions() -> dict[str, str]:
 
 
 def make_directory(options: CheckOptions, name: str) -> Path:
-    """The run directory: new or empty, writable. Raises UserError, changes nothing else."""
+    """The run directory. Raises UserError."""
+    return new_directory(options.out, name)
+
+
+def new_directory(out: Path | None, name: str) -> Path:
+    """A run directory: new or empty, writable. Raises UserError, changes nothing else."""
     stamp = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-"
     try:
-        if options.out is None:
+        if out is None:
             parent = Path(".sumgrad") / "runs"
             parent.mkdir(parents=True, exist_ok=True)
             directory = Path(tempfile.mkdtemp(prefix=stamp, dir=parent))
         else:
-            directory = options.out
+            directory = out
             directory.mkdir(parents=True, exist_ok=True)
             held = sorted(path.name for path in directory.iterdir())
             if held:
@@ -195,7 +200,7 @@ def make_directory(options: CheckOptions, name: str) -> Path:
                 )
         (directory / "ranks").mkdir()
     except OSError as error:
-        place = options.out or Path(".sumgrad")
+        place = out or Path(".sumgrad")
         raise UserError(f"--out {place}: cannot be written: {error.strerror}") from None
     return directory
 

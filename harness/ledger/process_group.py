@@ -33,8 +33,10 @@ _TRANSPORT = tuple(
     for name in (
         "ledger/process_group.py",
         "subjects/program/lift.py",
+        "subjects/script/doubled.py",
         "subjects/planned/exchange.py",
         "faults/misbehaviour.py",
+        "launch/script/watch.py",
         "convention.py",
     )
 )

@@ -22,6 +22,7 @@ from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import RunSpec
 
 GRADS_FILE = re.compile(r"grads_[0-9a-f]{16}\.safetensors")
+AFTER = "after"  # in place of a tier: a script's weights after an optimizer's step
 AGAIN = "again"  # of the tensors of a step that was repeated
 BUFFER = "buffer"
 INDEX = "index"

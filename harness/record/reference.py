@@ -36,7 +36,8 @@ class Reference:
     a reader should know. outside: what the loss trains beside the model's parameters. buffers:
     after one pass over all rows, of a single term only; changed_buffers: those that it changed.
     factor: what a step multiplies its reduced gradients by; it is in everything above, and norm is
-    the norm before it. batch: a hash of the step's rows, where the reference says it.
+    the norm before it. batch: a hash of the step's rows, where the reference says it. after,
+    after_floor: of a script, its weights after an optimizer's step, and how far off they may be.
     """
 
     step: int
@@ -63,6 +64,8 @@ class Reference:
     changed_buffers: tuple[str, ...] = ()
     factor: float = 1.0
     batch: str = ""
+    after: Grads = field(default_factory=dict)
+    after_floor: dict[str, float] = field(default_factory=dict)
 
 
 PLAIN = (
@@ -70,6 +73,7 @@ PLAIN = (
 )  # fmt: skip
 SAID = (
     "kinds", "reached", "problems", "warnings", "outside", "changed_buffers", "factor", "batch",
+    "after_floor",
 )  # fmt: skip
 SHARED = "grads_in"  # where another tier's file holds the gradients of this one
 
@@ -113,6 +117,7 @@ def write_reference(
                 if tensor is not reference.grads[name]  # a single term is the whole gradient
             }
         tensors |= {f"buffer/{name}": tensor for name, tensor in reference.buffers.items()}
+        tensors |= {f"after/{name}": tensor for name, tensor in reference.after.items()}
     write_tensors(directory / numbers, tensors)
     said = {name: getattr(reference, name) for name in (*PLAIN, *SAID)}
     write_json(directory / plain, {"step": reference.step, SHARED: held, **said})
@@ -184,6 +189,8 @@ def read_reference(
         changed_buffers=tuple(item["changed_buffers"]),
         factor=float(item.get("factor", 1.0)),
         batch=str(item.get("batch", "")),
+        after=held.get("after", {}),
+        after_floor={str(n): float(x) for n, x in item.get("after_floor", {}).items()},
     )
 
 

@@ -79,12 +79,27 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What a script's ranks are compared with: another run of it, as that one said of itself.
+
+    command: how that run was started. rows: of each step, by what was called, digests of the rows
+    that it was given. losses: of each step, what backward was called on. said: what a reader should
+    know of how the runs were made comparable.
+    """
+
+    command: str
+    rows: tuple[dict[str, list[list[str]]], ...]
+    losses: tuple[tuple[float, ...], ...]
+    said: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
     """What was asked. tiers: those that run, name -> dtype; skipped: tier -> why it does not.
 
     workload: as `--workload` takes it. lift: the structure tier lifts casts to fewer digits.
     What the subject knows of itself is one of two: declaration: a planned workload's; facts: a
-    Program's.
+    Program's, and with script what a script's other run shows.
     """
 
     topology: Topology
@@ -99,6 +114,7 @@ class RunSpec:
     versions: dict[str, str]
     declaration: Declaration | None = None
     facts: Facts | None = None
+    script: Script | None = None
     skipped: dict[str, str] = field(default_factory=dict)
     kernels: str = "torch"
     lift: bool = True
@@ -138,6 +154,7 @@ def write_spec(directory: Path, spec: RunSpec) -> None:
     data["topology"] = topology_to_json(spec.topology)
     data["declaration"] = declaration_to_json(spec.declaration) if spec.declaration else None
     data["facts"] = asdict(spec.facts) if spec.facts else None
+    data["script"] = asdict(spec.script) if spec.script else None
     kind = {} if spec.facts is None else {"kind": "program"}  # as earlier versions look for it
     write_json(directory / "run.json", {"schema": SCHEMA, **kind, **data})
 
@@ -163,6 +180,7 @@ def read_spec(directory: Path) -> RunSpec:
         known["topology"] = topology_from_json(data["topology"], path=path)
         known["declaration"] = declaration_from_json(declaration) if declaration else None
         known["facts"] = facts_from_json(facts) if facts else None
+        known["script"] = _script_from_json(data["script"]) if data.get("script") else None
         return RunSpec(**known)
     except UserError:
         raise
@@ -177,6 +195,15 @@ def facts_from_json(data: Mapping[str, Any]) -> Facts:
     more["buffers"] = tuple(data.get("buffers", ()))
     more["after"] = After(**data["after"]) if data.get("after") else None
     return Facts(**{**data, "params": params, **more})
+
+
+def _script_from_json(data: Mapping[str, Any]) -> Script:
+    return Script(
+        command=str(data["command"]),
+        rows=tuple(data["rows"]),
+        losses=tuple(tuple(float(x) for x in step) for step in data["losses"]),
+        said=tuple(data["said"]),
+    )
 
 
 def _check_spec(data: dict[str, Any], path: Path) -> None:

@@ -7,12 +7,15 @@ Nothing here explains, starts a process or needs the user's code; imports judge,
 
 from __future__ import annotations
 
-from sumgrad.judge.checks import beside, complete, ledgers, replicas, same_start
+from sumgrad.judge.checks import beside, complete, ledgers, replicas, same_start, script
 from sumgrad.judge.finding import Check
 
 # In the order in which a verdict lists what they find.
 CHECKS: tuple[Check, ...] = (
     complete.nothing_left_out,
+    script.the_same_rows,
+    script.the_same_start,
+    script.as_many_steps,
     same_start.sound_reference,
     beside.nothing_trained_elsewhere,
     complete.every_tier,
@@ -30,4 +33,6 @@ CHECKS: tuple[Check, ...] = (
     beside.whole_gradients,
     beside.the_same_buffers,
     beside.said_by_the_reference,
+    script.the_same_weights_after,
+    script.what_was_done_to_compare,
 )

@@ -99,6 +99,19 @@ def _module_name(model: nn.Module, shown: str, modules: Mapping[int, str]) -> st
     return None if owner is None else f"{owner}.{leaf}" if owner else leaf
 
 
+def where_is(
+    shown: str,
+    param: nn.Parameter,
+    full: Mapping[str, Tensor],
+    pieces: Mapping[int, tuple[int, int]],
+) -> tuple[str | None, Tensor | None, str | None]:
+    """(name, index, why not) of one parameter among full ones, by its name, placement or values.
+
+    pieces: as `flat_pieces` gives them.
+    """
+    return _place_one(shown, param, {}, full, None, pieces)
+
+
 def _place_one(
     shown: str,
     param: nn.Parameter,

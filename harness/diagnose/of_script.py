@@ -1,0 +1,72 @@
+"""Causes that a script's own record names: other rows, another start, a wrong optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sumgrad.base.outcome import spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.judge.checks.script import OtherRows, other_rows, unlike_starts, wrong_updates
+from sumgrad.record.directory import Record
+
+
+def other_than_the_single_run(record: Record) -> Iterator[Diagnosis]:
+    """What makes everything that comes after it unlike the single run; the first alone."""
+    if record.spec.script is None:
+        return
+    rows = [other for tier in record.spec.tiers for other in other_rows(record, tier)]
+    if rows:
+        first = min(rows, key=lambda other: other.step)
+        yield Diagnosis(
+            cause=_which_rows(first),
+            kind="other_rows",
+            standing="proved",
+            ranks=tuple(sorted(first.by_rank)),
+            because=(first.text,),
+        )
+        return
+    start = unlike_starts(record)
+    if start is not None:
+        yield Diagnosis(
+            cause=f"the replicas do not start equal: {start.text}",
+            kind="unlike_start",
+            standing="proved",
+            ranks=(start.rank,),
+            because=(
+                "the weights before the first forward, by digest; the comparison itself gives "
+                "every rank the single run's, so gradients are right or wrong apart from it",
+            ),
+        )
+        return
+    for wrong in wrong_updates(record):
+        yield Diagnosis(
+            cause=f"the optimizer's step itself: its gradients are right, and after it {wrong.text}",
+            kind="update",
+            standing="proved",
+            ranks=(wrong.rank,),
+            because=("weights after each step are held against the single run's, from equal "
+                     "weights before it",),
+        )  # fmt: skip
+        return
+
+
+def _which_rows(other: OtherRows) -> str:
+    head = f"the runs do not train on the same rows (step {other.step}): "
+    shares = {rank: set(numbers) for rank, numbers in other.by_rank.items() if numbers}
+    each = {len(numbers) for numbers in other.by_rank.values()}
+    if other.ranks == other.single * max(len(other.by_rank), 1) and other.foreign:
+        return (
+            f"{head}every rank reads as many rows as the single run does, so the batch of all "
+            f"ranks is {len(other.by_rank)} times as large; write {{N/ranks}} where the script "
+            f"takes its rows per rank"
+        )
+    if len(shares) > 1 and len({frozenset(s) for s in shares.values()}) == 1 and len(each) == 1:
+        rows = spans(sorted(next(iter(shares.values()))))
+        return (
+            f"{head}rank {spans(list(shares))} all read rows {rows}; nothing divides them by rank"
+        )
+    if other.foreign and not shares:
+        return f"{head}no rank reads a row of the single run"
+    if other.foreign:
+        return f"{head}rank {spans(list(other.foreign))} reads rows that the single run does not"
+    return f"{head}some are lost or read twice"

@@ -1,0 +1,257 @@
+"""A script's ranks beside its single run: the same rows, the same start, as many steps, the same
+weights after each. What is not asked of a Program, because it takes no optimizer's step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.tolerances import FLOOR_FACTOR
+from sumgrad.judge.finding import Compared, Finding
+from sumgrad.record.directory import Record
+from sumgrad.record.ranks import AFTER
+
+Row = tuple[str, str, str]  # digests of a row, as subjects/script/rows.py gives them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherRows:
+    """Rows that ranks read otherwise than the single run did in one step, of one model.
+
+    missed: of the single run's, by no rank. uneven: rows that were read more often than others,
+    as numbers in the single run's order. foreign: rank -> how many that the single run never read.
+    """
+
+    step: int
+    model: str
+    single: int
+    ranks: int
+    missed: tuple[int, ...]
+    uneven: tuple[int, ...]
+    foreign: dict[int, int]
+    by_rank: dict[int, tuple[int, ...]]
+
+    @property
+    def text(self) -> str:
+        said = []
+        if self.missed:
+            said.append(f"{_rows(self.missed)} by no rank")
+        if self.uneven:
+            said.append(f"{_rows(self.uneven)} more often than the others")
+        if self.foreign:
+            number = sum(self.foreign.values())
+            said.append(f"{number} that the single run does not read at this step, on rank "
+                        f"{spans(list(self.foreign))}")  # fmt: skip
+        return (
+            f"the runs did not train on the same rows at step {self.step}: {self.model} was given "
+            f"{self.single} rows in the single run and {self.ranks} on all ranks; "
+            + "; ".join(said)
+        )
+
+
+def the_same_rows(compared: Compared) -> Iterator[Finding]:
+    """Rows that were lost, repeated, or others than the single run's."""
+    for tier in compared.record.spec.tiers:
+        for other in other_rows(compared.record, tier)[:1]:
+            yield Finding(level="fail", text=other.text, tier=tier)
+
+
+def other_rows(record: Record, tier: str) -> list[OtherRows]:
+    """Every step and model whose rows are not the single run's, as far as that can be told.
+
+    Where no rank has any row of the single run (a sequence that is cut, another stage's input)
+    nothing can be told.
+    """
+    script = record.spec.script
+    out = []
+    for step, models in enumerate(script.rows if script else ()):
+        for model, single in models.items():
+            read = {
+                rank: [_row(row) for row in info.get("rows", {}).get(model, ())]
+                for rank, held in record.ranks.items()
+                if (info := held.info.get((tier, step))) is not None
+            }
+            found = _other(step, model, [_row(r) for r in single], read)
+            if found is not None:
+                out.append(found)
+    return out
+
+
+def _other(
+    step: int, model: str, single: Sequence[Row], read: Mapping[int, Sequence[Row]]
+) -> OtherRows | None:
+    finder = _Finder(single)
+    by_rank = {rank: [finder.find(row) for row in rows] for rank, rows in read.items()}
+    times = Counter(i for found in by_rank.values() for i in found if i is not None)
+    if not times:
+        return None
+    wanted = Counter(finder.find(row) for row in single)
+    rate = {i: times[i] / n for i, n in wanted.items() if i is not None}
+    foreign = {rank: n for rank, found in by_rank.items() if (n := found.count(None))}
+    usual = Counter(v for v in rate.values() if v).most_common(1)[0][0]
+    missed = [i for i, v in rate.items() if v == 0]
+    uneven = [i for i, v in rate.items() if v > usual]
+    fewer = [i for i, v in rate.items() if 0 < v < usual]
+    if not missed and not uneven and not fewer and not foreign:
+        return None
+    return OtherRows(
+        step=step,
+        model=model,
+        single=len(single),
+        ranks=sum(len(rows) for rows in read.values()),
+        missed=tuple(sorted(missed)),
+        uneven=tuple(
+            sorted(uneven or ([i for i, v in rate.items() if v == usual] if fewer else []))
+        ),
+        foreign=foreign,
+        by_rank={r: tuple(i for i in found if i is not None) for r, found in by_rank.items()},
+    )
+
+
+class _Finder:
+    """Finds rows among those of the single run, whatever they were padded to."""
+
+    def __init__(self, single: Sequence[Row]) -> None:
+        self._by: tuple[dict[str, int], ...] = ({}, {}, {})
+        for i, row in enumerate(single):
+            for table, key in zip(self._by, row, strict=True):
+                table.setdefault(key, i)
+
+    def find(self, row: Row) -> int | None:
+        once, whole, cut = self._by
+        for table, key in ((once, row[0]), (cut, row[1]), (whole, row[2])):
+            if key in table:
+                return table[key]
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unlike:
+    """Something that a rank has otherwise than it must."""
+
+    rank: int
+    text: str
+
+
+def the_same_start(compared: Compared) -> Iterator[Finding]:
+    """Ranks that held other weights than each other before the first forward.
+
+    The comparison gives all of them the single run's, so the gradients do not show it.
+    """
+    record = compared.record
+    start = unlike_starts(record)
+    if start is not None:
+        yield Finding(level="fail", text=f"{start.text}: nothing made the replicas equal")
+        return
+    other = {name for rank in record.ranks for name in _first(record, rank).get("other_start", ())}
+    if other:
+        yield Finding(
+            level="warning",
+            text=f"the ranks start from other weights than the single run in {len(other)} "
+            f"parameters (another seed, or another order of draws); they were given the same",
+        )
+
+
+def unlike_starts(record: Record) -> Unlike | None:
+    """The first rank that held other values than another of the same elements."""
+    first: dict[tuple[str, str], tuple[int, str]] = {}
+    names: dict[tuple[int, int], list[str]] = {}
+    for rank in record.ranks:
+        for name, told in _first(record, rank).get("started_with", {}).items():
+            part, _, value = told.partition(":")
+            known = first.setdefault((name, part), (rank, value))
+            if known[1] != value:
+                names.setdefault((rank, known[0]), []).append(name)
+    for (rank, other), own in names.items():
+        text = f"rank {rank} starts from other weights than rank {other}, in {some_of(own)}"
+        return Unlike(rank=rank, text=text)
+    return None
+
+
+def _first(record: Record, rank: int) -> dict[str, Any]:
+    """What a rank said of its first step."""
+    info = record.ranks[rank].info
+    return next((told for (_, step), told in info.items() if step == 0), {})
+
+
+def as_many_steps(compared: Compared) -> Iterator[Finding]:
+    """Ranks whose optimizer stepped less often than was to be compared."""
+    record = compared.record
+    if record.spec.script is None:
+        return
+    few: dict[int, list[int]] = {}
+    for rank, held in record.ranks.items():
+        if len(held.info) < record.spec.steps:
+            few.setdefault(len(held.info), []).append(rank)
+    for count, ranks in few.items():
+        yield Finding(
+            level="unknown",
+            text=f"rank {spans(ranks)} ended after {count} of {record.spec.steps} optimizer steps "
+            f"that the single run takes",
+        )
+
+
+def the_same_weights_after(compared: Compared) -> Iterator[Finding]:
+    """Weights that an optimizer leaves wrong though the gradients that it had were right."""
+    record = compared.record
+    if any(d.status == "fail" for d in compared.diffs):
+        return  # a wrong gradient moves the weights, and a clip those of the others
+    for wrong in wrong_updates(record):
+        yield Finding(level="fail", text=f"after the optimizer, {wrong.text}")
+        return
+
+
+def wrong_updates(record: Record) -> Iterator[Unlike]:
+    """Weights after a step that are not the single run's, from equal weights before it."""
+    if record.spec.script is None:
+        return
+    for tier, references in record.references.items():
+        eps = torch.finfo(getattr(torch, record.spec.tiers[tier])).eps
+        for reference in references:
+            off = {}
+            for rank, held in record.ranks.items():
+                for name, got in held.grads.get((AFTER, reference.step), {}).items():
+                    if name not in reference.after or not got.numel():
+                        continue
+                    whole, index = reference.after[name], held.index_of(tier, name)
+                    value = whole if index is None else whole.reshape(-1)[index]
+                    size = 2 * eps * float(whole.abs().max())
+                    bound = FLOOR_FACTOR * max(reference.after_floor[name], size)
+                    far = _distance(got, value)
+                    if not far <= bound:
+                        off.setdefault(rank, []).append((name, far, bound))
+            for rank, names in off.items():
+                name, far, bound = names[0]
+                yield Unlike(
+                    rank=rank,
+                    text=f"{some_of([n for n, *_ in names])} on rank {rank} is off by {far:.1e} at "
+                    f"step {reference.step} (noise allows {bound:.1e})",
+                )
+
+
+def _distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference; NaN where they cannot be compared."""
+    if got.shape != wanted.shape:
+        return float("nan")
+    return float((got.double() - wanted).abs().max())
+
+
+def what_was_done_to_compare(compared: Compared) -> Iterator[Finding]:
+    """How the runs were made comparable, where a reader should know."""
+    script = compared.record.spec.script
+    for text in script.said if script else ():
+        yield Finding(level="warning", text=text)
+
+
+def _row(row: Sequence[str]) -> Row:
+    once, whole, cut = row
+    return once, whole, cut
+
+
+def _rows(numbers: Sequence[int]) -> str:
+    word = "row" if len(numbers) == 1 else "rows"
+    return f"{word} {spans(numbers)}" if len(numbers) < 200 else f"{len(numbers)} rows"

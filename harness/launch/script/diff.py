@@ -1,0 +1,336 @@
+"""A script's gradients on many ranks against those of its single run: from flags to a verdict.
+
+    verdict, directory = run_diff(options)
+
+The single run comes first, then runs of it whose weights are off by one rounding, then the ranks;
+each starts from the same files, and all are given the single run's weights before every step. In
+float64 where the script runs so, else in its own dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sumgrad.base.commands import command_line, sumgrad_command
+from sumgrad.base.errors import UserError
+from sumgrad.base.outcome import first_to_fail
+from sumgrad.base.verdict import Verdict
+from sumgrad.diagnose.verdict import judge
+from sumgrad.judge.cells import near_misses
+from sumgrad.launch.ask import new_directory, versions
+from sumgrad.launch.judging import written
+from sumgrad.launch.script.sides import POOL, Command, Ended, interpreter, run_side
+from sumgrad.launch.script.user_files import put_back
+from sumgrad.record.directory import load_record, write_outcomes
+from sumgrad.record.manifest import write_manifest
+from sumgrad.record.reference import write_parts, write_reference
+from sumgrad.record.spec import DAMAGED, Facts, RunSpec, Script, write_spec
+from sumgrad.subjects.script.asked import Asked
+from sumgrad.subjects.script.reference import LOSS, Single, parts_of, read_single, reference_of
+from sumgrad.topology.pools import Pool, Topology
+
+SAME = "script"  # in place of the hashes by which a Program's ranks are known to have one model
+NOISE_RUNS, MORE_NOISE_RUNS = 2, 6
+DEFAULT_STEPS, DEFAULT_TIMEOUT_S = 3, 600.0
+FLOAT64, OWN = ("structure", True), ("precision", False)  # tier, and whether it is lifted
+Progress = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffOptions:
+    """The flags. script: with its arguments, `{ranks}` and `{24/ranks}` filled in for each side.
+
+    a, b: whole commands instead, b's run is what a's is compared with. lift: float64 is tried.
+    """
+
+    script: tuple[str, ...] = ()
+    ranks: int = 0
+    against: int = 1
+    a: tuple[str, ...] = ()
+    b: tuple[str, ...] = ()
+    steps: int = DEFAULT_STEPS
+    lift: bool = True
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    out: Path | None = None
+
+    def command(self, side: str) -> Command:
+        """What the `many` or the `single` side runs."""
+        own = self.a if side == "many" else self.b
+        if own:
+            return Command(words=own, ranks=0)
+        count = self.ranks if side == "many" else self.against
+        words = tuple(fill_in(word, count) for word in self.script)
+        begin = () if words[0] == interpreter() else (interpreter(),)
+        return Command(words=(*begin, *words), ranks=count)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Diff:
+    """What is known so far."""
+
+    options: DiffOptions
+    directory: Path
+    progress: Progress
+    tier: str = FLOAT64[0]
+    lift: bool = True
+    said: list[str] = field(default_factory=list)
+
+    def side(self, name: str, *, jitter: int = 0, many: bool = False) -> Ended:
+        """One run, and the user's files as they were before it."""
+        options, single = self.options, self.directory / "single"
+        folder = self.directory if many else self.directory / name
+        asked = Asked(
+            directory=str(folder.resolve()),
+            steps=options.steps,
+            tier=self.tier,
+            lift=self.lift,
+            start=str(single.resolve()) if many or jitter else None,
+            jitter=jitter,
+            seconds=options.timeout_s,
+        )
+        folder.mkdir(exist_ok=True)
+        command = options.command("many" if many else "single")
+        try:
+            return run_side(command, asked, progress=lambda at: self.progress(f"{name}: {at}"))
+        finally:
+            changed, made = put_back(folder)
+            if changed and many:
+                self.said.append(f"the script changed {_some(changed)}: put back as it was")
+            if made and many:
+                self.said.append(f"the script made {_some(made)}: kept in {folder / 'files'}")
+
+    def single(self) -> Single | str:
+        """The single run as it was stored, or why there is none."""
+        ended = self.side("single")
+        try:
+            run = read_single(self.directory / "single", self.tier)
+        except (*DAMAGED, FileNotFoundError):
+            return _how_it_ended(ended)
+        if not run.steps:
+            return _how_it_ended(ended) if not ended.ok else (
+                "the single run ended without an optimizer's step: nothing to compare (an "
+                "optimizer that is no torch.optim.Optimizer is not seen)"
+            )  # fmt: skip
+        return run
+
+
+def run_diff(options: DiffOptions, *, progress: Progress = lambda _: None) -> tuple[Verdict, Path]:
+    """Run both sides and judge. Raises UserError where nothing can be started."""
+    _check(options)
+    name = re.sub(r"[^\w-]", "_", Path(_script_of(options)).stem) or "script"
+    diff = _Diff(options=options, directory=new_directory(options.out, name), progress=progress)
+    single = _first_that_runs(diff)
+    if isinstance(single, str):
+        write_spec(diff.directory, _spec(diff, None, problems=(single,)))
+        return _judged(diff.directory, progress), diff.directory
+    noise = [_noise(diff, seed) for seed in range(1, NOISE_RUNS + 1)]
+    many = diff.side("ranks", many=True)
+    if diff.lift and any(o.status == "raised" for o in many.outcomes):
+        own = _again_as_it_is(diff, _how_it_ended(many))
+        if own is not None:
+            single, noise, many = own
+    spec = _spec(diff, single, world_size=max(len(many.outcomes), 1))
+    write_spec(diff.directory, spec)
+    write_outcomes(diff.directory, many.outcomes)
+    known = [run for run in noise if isinstance(run, Single)]
+    if not known:
+        spec = _spec(diff, single, problems=(f"no noise was measured: {noise[0]}",))
+        write_spec(diff.directory, spec)
+        return _judged(diff.directory, progress), diff.directory
+    _write_references(diff, single, known)
+    write_manifest(diff.directory)
+    progress("judging")
+    record = load_record(diff.directory)
+    if near_misses(record) and judge(record).status == "fail":
+        more = [_noise(diff, seed) for seed in range(NOISE_RUNS + 1, MORE_NOISE_RUNS + 1)]
+        _write_references(diff, single, [*known, *(r for r in more if isinstance(r, Single))])
+    return _judged(diff.directory, progress), diff.directory
+
+
+def _first_that_runs(diff: _Diff) -> Single | str:
+    """The single run in float64, else as the script is; or why neither came to a step."""
+    if diff.options.lift:
+        single = diff.single()
+        if isinstance(single, Single):
+            return single
+        _as_it_is(diff, single)
+    else:
+        diff.tier, diff.lift = OWN
+    return diff.single()
+
+
+def _as_it_is(diff: _Diff, why: str) -> None:
+    """Go on in the script's own dtype, in new folders."""
+    diff.tier, diff.lift = OWN
+    diff.said.append(f"compared in the script's own dtype; in float64 it did not run: {why}")
+    for name in ("single", "ranks", "files", *(f"noise {i}" for i in range(1, NOISE_RUNS + 1))):
+        old = diff.directory / name
+        if old.exists():
+            old.rename(diff.directory / f"{name} in float64")
+
+
+def _again_as_it_is(diff: _Diff, why: str) -> tuple[Single, list[Single | str], Ended] | None:
+    """All of it in the script's own dtype: the ranks raise in float64. None where they raise in
+    that too, and everything is as it was."""
+    _as_it_is(diff, why)
+    single = diff.single()
+    if isinstance(single, str):
+        return None
+    noise = [_noise(diff, seed) for seed in range(1, NOISE_RUNS + 1)]
+    return single, noise, diff.side("ranks", many=True)
+
+
+def _noise(diff: _Diff, seed: int) -> Single | str:
+    ended = diff.side(f"noise {seed}", jitter=seed)
+    try:
+        return read_single(diff.directory / f"noise {seed}", diff.tier)
+    except (*DAMAGED, FileNotFoundError):
+        return _how_it_ended(ended)
+
+
+def _write_references(diff: _Diff, single: Single, noise: Sequence[Single]) -> None:
+    for step in range(len(single.steps)):
+        reached = [run for run in noise if len(run.steps) > step]
+        reference = reference_of(single, reached or noise, step)
+        write_reference(diff.directory, diff.tier, reference)
+        write_parts(diff.directory, diff.tier, step, parts_of(reference))
+
+
+def _spec(
+    diff: _Diff, single: Single | None, *, world_size: int = 1, problems: tuple[str, ...] = ()
+) -> RunSpec:
+    options = diff.options
+    dtype = "float64" if diff.lift else single.dtype if single else "float32"
+    facts = Facts(
+        params=single.params if single else {},
+        num_rows=1,
+        terms=(LOSS,),
+        rows_as="indices",
+        float64=None,
+        problems=problems,
+        weights=SAME,
+        batch=SAME,
+    )
+    said = list(diff.said)
+    if single is not None and single.steps[-1].get("dropout"):
+        said.append("dropout was switched off in every run, so that runs can be compared")
+    return RunSpec(
+        topology=_topology(_script_of(options), world_size),
+        workload=_script_of(options),
+        seed=0,
+        steps=len(single.steps) if single else options.steps,
+        tiers={} if problems else {diff.tier: dtype},
+        fault=None,
+        law="report",
+        timeout_s=options.timeout_s,
+        reproduce=command_line([*sumgrad_command(), "diff", *_flags(options)]),
+        versions=versions(),
+        facts=facts,
+        script=Script(
+            command=command_line(options.command("single").words),
+            rows=tuple(step["rows"] for step in single.steps) if single else (),
+            losses=tuple(tuple(step["losses"]) for step in single.steps) if single else (),
+            said=tuple(said),
+        ),
+        lift=diff.lift,
+    )
+
+
+def _topology(script: str, world_size: int) -> Topology:
+    pool = Pool(name=POOL, role="home", axes=(("ranks", world_size),), ranks=range(world_size))
+    return Topology(
+        name=Path(script).stem,
+        why="",
+        workload=script,
+        kernels="torch",
+        plan_only=False,
+        pools=(pool,),
+        options={},
+    )
+
+
+def _judged(directory: Path, progress: Progress) -> Verdict:
+    write_manifest(directory)
+    progress("judging")
+    return written(directory, judge(load_record(directory)))
+
+
+def _check(options: DiffOptions) -> None:
+    if bool(options.a) != bool(options.b):
+        raise UserError("sumgrad diff: --a and --b belong together: a is compared with b")
+    if options.a:
+        if options.script or options.ranks:
+            raise UserError("sumgrad diff: either --a and --b, or --ranks N -- script.py args")
+        return
+    if not options.script:
+        raise UserError("sumgrad diff: no script; use sumgrad diff --ranks 4 -- train.py args")
+    if options.ranks < 1:
+        raise UserError("sumgrad diff: --ranks N is missing: how many ranks the script is run on")
+    script = next((w for w in options.script if w.endswith(".py")), None)
+    if script is not None and not Path(script).is_file():
+        raise UserError(f"{script}: no such file")
+
+
+def _script_of(options: DiffOptions) -> str:
+    words = options.a or options.script
+    return next((word for word in words if word.endswith(".py")), words[0])
+
+
+def fill_in(word: str, ranks: int) -> str:
+    """`{ranks}` and `{24/ranks}` in an argument. Raises UserError where it does not divide."""
+
+    def value(match: re.Match[str]) -> str:
+        total = match.group(1)
+        if total is None:
+            return str(ranks)
+        if int(total) % ranks:
+            raise UserError(f"sumgrad diff: {match.group(0)}: {total} is no multiple of {ranks}")
+        return str(int(total) // ranks)
+
+    return re.sub(r"\{(?:(\d+)/)?ranks\}", value, word)
+
+
+def _how_it_ended(ended: Ended) -> str:
+    bad = [o for o in ended.outcomes if not o.ok]
+    if not bad:
+        tail = ended.output.read_text(errors="replace")[-2000:] if ended.output.exists() else ""
+        return "no process of it called a model" + (f"; it printed: {_last(tail)}" if tail else "")
+    worst = first_to_fail(bad)
+    text = f"{worst.status}: {worst.detail or ''}"
+    if worst.stack and (place := _place_in(worst.stack)):
+        text += f", at {place}"
+    elif worst.output:
+        text += f"; it printed last: {_last(worst.output)}"
+    return text
+
+
+def _place_in(stack: str) -> str | None:
+    """The last line of a traceback that is not torch's or ours."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', stack)
+    own = [(f, n) for f, n in lines if "/site-packages/" not in f and "/sumgrad/" not in f]
+    return f"{own[-1][0]}:{own[-1][1]}" if own else None
+
+
+def _last(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def _some(paths: Sequence[str]) -> str:
+    shown = ", ".join(Path(p).name for p in paths[:3])
+    return shown + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+def _flags(options: DiffOptions) -> list[Any]:
+    flags: list[Any] = ["--steps", options.steps]
+    if not options.lift:
+        flags += ["--no-lift"]
+    if options.timeout_s != DEFAULT_TIMEOUT_S:
+        flags += ["--timeout", f"{options.timeout_s:g}"]
+    if options.a:
+        return [*flags, "--a", command_line(options.a), "--b", command_line(options.b)]
+    return [*flags, "--ranks", options.ranks, "--against", options.against, "--", *options.script]

@@ -1,0 +1,206 @@
+"""One run of a script: its processes started, waited for, and ended for good.
+
+A side is either so many ranks of one command, started here with the environment that torchrun
+gives, or a command of the user's own, which starts its ranks itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sumgrad.base.files import PACKAGE
+from sumgrad.base.outcome import RankOutcome
+from sumgrad.launch.local.processes import end_tagged, kill_group
+from sumgrad.launch.local.rank_log import RankLog
+from sumgrad.launch.script import boot
+from sumgrad.record.endings import outcome_from_record, rank_file
+from sumgrad.subjects.script.asked import VARIABLE, Asked, write_asked
+
+TAG = "SUMGRAD_SCRIPT"  # whose processes they are, in their environment
+OTHERS_S = 5.0  # that ranks are given when one of them ended badly
+LATE_S = 5.0  # that a rank's own watchdog may take at the deadline
+POLL_S = 0.05
+POOL = "ranks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What a side runs. ranks: how many of it are started here; 0 where it starts its own."""
+
+    words: tuple[str, ...]
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a side ended: every rank of it, and how long it took. output: where it printed."""
+
+    outcomes: tuple[RankOutcome, ...]
+    seconds: float
+    output: Path
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.outcomes) and all(o.ok for o in self.outcomes)
+
+
+def run_side(
+    command: Command, asked: Asked, *, progress: Callable[[str], object] = lambda _: None
+) -> Ended:
+    """Run it to its end, or to the deadline. Nobody is left when this returns or raises."""
+    directory, started = Path(asked.directory), time.monotonic()
+    (directory / "ranks").mkdir(parents=True, exist_ok=True)
+    mark = uuid.uuid4().hex
+    base = _environment(directory, write_asked(asked), mark)
+    processes: list[subprocess.Popen[bytes]] = []
+    logs: list[RankLog] = []
+    stop = threading.Event()
+    reader = threading.Thread(target=_drain, args=(logs, stop), daemon=True)
+    try:
+        for rank, more in enumerate(_ranks(command)):
+            log = RankLog(rank_file(directory, rank, ".log"))
+            logs.append(log)
+            processes.append(
+                subprocess.Popen(
+                    command.words,
+                    env={**base, **more},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log.writer,
+                    stderr=log.writer,
+                    start_new_session=True,
+                )
+            )
+            os.close(log.writer)
+        reader.start()
+        _wait(processes, asked.seconds, directory, progress)
+    finally:
+        for process in processes:
+            kill_group(process.pid, signal.SIGKILL)
+        end_tagged(TAG, mark)
+        codes = [process.wait() for process in processes]
+        stop.set()
+        if reader.is_alive():
+            reader.join()
+        for log in logs:
+            log.close()
+    return Ended(
+        outcomes=tuple(_outcomes(command, directory, codes)),
+        seconds=time.monotonic() - started,
+        output=rank_file(directory, 0, ".log"),
+    )
+
+
+def _environment(directory: Path, asked: Path, mark: str) -> dict[str, str]:
+    """The user's, with our bootstrap where Python looks first."""
+    folder = directory / "boot"
+    folder.mkdir(exist_ok=True)
+    shutil.copy(boot.__file__, folder / "sitecustomize.py")
+    package = directory / "package"  # for an environment that has no sumgrad
+    package.mkdir(exist_ok=True)
+    if not (package / "sumgrad").exists():
+        (package / "sumgrad").symlink_to(PACKAGE)
+    before = os.environ.get("PYTHONPATH")
+    path = str(folder.resolve()) + (os.pathsep + before if before else "")
+    own = {
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        VARIABLE: str(asked.resolve()),
+        boot.FALLBACK: str(package.resolve()),
+        TAG: mark,
+    }
+    return {**os.environ, **own}
+
+
+def _ranks(command: Command) -> Iterator[dict[str, str]]:
+    """What each process has in its environment, as under torchrun."""
+    if not command.ranks:
+        yield {}
+        return
+    port = _free_port()
+    for rank in range(command.ranks):
+        yield {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "ROLE_RANK": str(rank),
+            "WORLD_SIZE": str(command.ranks),
+            "LOCAL_WORLD_SIZE": str(command.ranks),
+            "ROLE_WORLD_SIZE": str(command.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]],
+    seconds: float,
+    directory: Path,
+    progress: Callable[[str], object],
+) -> None:
+    """Until all have ended, one has ended badly and the others had their time, or the deadline."""
+    deadline = time.monotonic() + seconds + LATE_S
+    asked_to_end = False
+    while True:
+        codes = [process.poll() for process in processes]
+        if all(code is not None for code in codes):
+            return
+        now = time.monotonic()
+        if any(code for code in codes) and not asked_to_end:
+            deadline, asked_to_end = min(deadline, now + 2 * OTHERS_S), True
+            soft = now + OTHERS_S
+        if asked_to_end and now > soft:
+            for process in processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGUSR1)
+            soft = deadline + 1
+        if now > deadline:
+            return
+        progress(_how_far(directory))
+        time.sleep(POLL_S)
+
+
+def _how_far(directory: Path) -> str:
+    claimed = sum(1 for _ in (directory / "ranks").glob("rank_*.claim"))
+    return f"{claimed} ranks at work" if claimed else "starting"
+
+
+def _drain(logs: Sequence[RankLog], stop: threading.Event) -> None:
+    while not stop.wait(POLL_S):
+        for log in list(logs):
+            if log.open:
+                log.drain()
+
+
+def _outcomes(command: Command, directory: Path, codes: Sequence[int]) -> Iterator[RankOutcome]:
+    if command.ranks:
+        for rank, code in enumerate(codes):
+            yield outcome_from_record(directory, rank, POOL, exit_code=code)
+        return
+    claimed = sorted((directory / "ranks").glob("rank_*.claim"))
+    for path in claimed:
+        rank = int(path.stem.removeprefix("rank_"))
+        yield outcome_from_record(directory, rank, POOL)
+
+
+def interpreter() -> str:
+    """The Python that runs this, as a script's command begins."""
+    return sys.executable

@@ -1,0 +1,138 @@
+"""What a script writes beside its run: files that were there before are kept and put back.
+
+Python says of every file that is opened, renamed or removed (an audit hook); torch.save and
+safetensors write below it and are asked in front. A file that exists is set aside before its first
+change; one that is made is noted. When the run has ended, what was set aside goes back, and what
+was made moves into the run's own folder, so that the next run finds what this one found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = "files"
+JOURNAL = "journal.jsonl"
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_NOT_THE_USERS = ("/dev/", "/proc/", "/sys/")
+
+
+class FileKeeper:
+    """In a process of a script: sets files aside before they change. directory: of the side."""
+
+    def __init__(self, directory: Path, work: Path, since: float) -> None:
+        """work: where the script works; since: when the run began, in seconds since the epoch."""
+        self._since = since
+        self.folder = directory / FOLDER
+        self.folder.mkdir(exist_ok=True)
+        self._own, self._work = os.path.realpath(directory.parent), os.path.realpath(work)
+        self._done: set[str] = set()
+        self._busy = False
+
+    def install(self) -> None:
+        """Listen, from here on and for good."""
+        sys.addaudithook(self._heard)
+
+    def touch(self, name: Any) -> None:
+        """A file is about to be written, replaced or removed."""
+        if not isinstance(name, str | bytes | os.PathLike) or self._busy:
+            return
+        path = os.path.realpath(os.fsdecode(name))
+        if path in self._done or self._is_none_of_the_users(path):
+            return
+        self._busy = True
+        try:
+            self._set_aside(path)
+        finally:
+            self._busy = False
+        self._done.add(path)
+
+    def _is_none_of_the_users(self, path: str) -> bool:
+        return (
+            path.startswith(_NOT_THE_USERS)
+            or path.startswith((self._own + os.sep, sys.prefix + os.sep))
+            or "__pycache__" in path
+            or (not path.startswith(self._work + os.sep) and self._is_new(path))
+        )
+
+    def _is_new(self, path: str) -> bool:
+        """Whether the run made it: elsewhere than where it works, caches and temporary files."""
+        try:
+            return os.stat(path).st_ctime >= self._since
+        except OSError:
+            return True
+
+    def _set_aside(self, path: str) -> None:
+        key = hashlib.sha256(path.encode()).hexdigest()[:16]
+        with (self.folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (self.folder / f"{key}.known").exists():
+                return
+            entry = {"path": path, "was": None}
+            with contextlib.suppress(OSError):
+                if stat.S_ISREG(os.stat(path).st_mode):
+                    shutil.copy2(path, self.folder / key)
+                    entry["was"] = key
+            with (self.folder / JOURNAL).open("a") as journal:
+                journal.write(json.dumps(entry) + "\n")
+            (self.folder / f"{key}.known").touch()
+
+    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+        if (
+            event == "open" and len(args) == 3 and isinstance(args[2], int) and args[2] & _WRITES
+        ) or event in ("os.remove", "os.truncate", "sqlite3.connect"):
+            self.touch(args[0])
+        elif event == "os.rename":
+            self.touch(args[0])
+            self.touch(args[1])
+
+    def in_front(self, function: Callable[..., Any], place: int, key: str) -> Callable[..., Any]:
+        """A function that writes a file below Python, which is its argument `place` or `key`."""
+
+        def write(*args: Any, **kwargs: Any) -> Any:
+            self.touch(kwargs.get(key, args[place] if len(args) > place else None))
+            return function(*args, **kwargs)
+
+        write.__wrapped__ = function  # type: ignore[attr-defined]
+        return write
+
+
+def put_back(directory: Path) -> tuple[list[str], list[str]]:
+    """After a run: the user's files as they were. Returns those that it had changed, and made."""
+    folder = directory / FOLDER
+    changed, made = [], []
+    try:
+        entries = [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
+    except OSError:
+        return [], []
+    for entry in entries:
+        path = Path(entry["path"])
+        if entry["was"] is None:
+            if path.is_file() and not path.is_symlink():
+                kept = folder / "made" / path.name
+                while kept.exists():
+                    kept = kept.with_name(f"{kept.name}_")
+                kept.parent.mkdir(exist_ok=True)
+                shutil.move(path, kept)
+                made.append(str(path))
+            continue
+        before = folder / entry["was"]
+        if not path.is_file() or not _same(path, before):
+            changed.append(str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(shutil.copy2(before, path.with_name(f".{path.name}.sumgrad")), path)
+        before.unlink()
+    return changed, made
+
+
+def _same(a: Path, b: Path) -> bool:
+    return a.stat().st_size == b.stat().st_size and a.read_bytes() == b.read_bytes()

@@ -1,0 +1,448 @@
+"""In a process of a script: what every optimizer step finds, written down; the script knows nothing.
+
+Global hooks of torch say when a model is called and when an optimizer steps. A process becomes a
+rank with its first call of a model under a gradient; what never does is not observed. After the
+last step that was asked for the process ends, whatever the script had in mind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sumgrad.base.outcome import SETUP
+from sumgrad.base.tensors import bits, own_arithmetic, to_local
+from sumgrad.launch.guard import RankEnv, RankGuard, flush
+from sumgrad.launch.script.user_files import FileKeeper
+from sumgrad.ledger.evidence import GradientWatch
+from sumgrad.ledger.process_group import BACKEND, Ledger, register_backend
+from sumgrad.record.endings import rank_file
+from sumgrad.record.ranks import AFTER, INDEX, RankFiles
+from sumgrad.record.reference import Grads, read_tensors
+from sumgrad.subjects.script.asked import FILE, START, Asked, read_asked
+from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
+from sumgrad.subjects.script.models import Held, Models, label_of, start_digest
+from sumgrad.subjects.script.rows import rows_of
+from sumgrad.subjects.script.start import take_over, take_over_buffers
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+OTHERS_S = 20.0  # that a rank which is done waits for the others
+MAX_TROUBLES = 20
+
+
+def start(path: str) -> None:
+    """Begin, once torch is imported. path: of what is asked."""
+    try:
+        Watch(read_asked(Path(path))).install()
+    except Exception:  # the script must not end of it; that nothing was seen is said by who asked
+        traceback.print_exc()
+
+
+class Watch:
+    """One process of an observed script."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.directory = asked, Path(asked.directory)
+        self.models, self.ledger = Models(), Ledger(None)
+        self.guard: RankGuard | None = None
+        self.files: RankFiles | None = None
+        self.evidence: GradientWatch | None = None
+        since = (self.directory / FILE).stat().st_mtime
+        self.keeper = FileKeeper(self.directory, Path.cwd(), since)
+        self.lift: Any = None
+        self.dropout = NoDropout()
+        self.calls, self.roots, self.depth = 0, 0, 0
+        self.inside: nn.Module | None = None
+        self.ended = self.refused = False
+        self.troubles: list[str] = []
+        self.infos: list[dict[str, Any]] = []
+        self.rows: dict[str, list[Any]] = {}
+        self.losses: list[float] = []
+        self.started_with: dict[str, str] = {}
+        self.other_start: list[str] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.stepping: dict[str, Held] = {}
+        self._hooked: set[int] = set()
+        self._label: contextlib.AbstractContextManager[None] | None = None
+        self._since = time.monotonic()
+
+    def install(self) -> None:
+        """Hooks, and what belongs to every process, rank or not."""
+        self.keeper.install()
+        torch.save = self.keeper.in_front(torch.save, 1, "f")
+        if self.asked.lift:
+            self.lift = in_float64()
+        self.dropout.__enter__()
+        register_backend(self.ledger)
+        self._record_groups()
+        self._see_losses()
+        register_module_forward_pre_hook(self._entering)
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+        atexit.register(self._left)
+        _in_front_of(sys, "excepthook", self._died)
+
+    # --- who this is ---------------------------------------------------------------------------
+
+    def _claim(self) -> bool:
+        """Whether this process is a rank: the first that says so of its number."""
+        if self.guard is not None:
+            return True
+        if self.refused or threading.current_thread() is not threading.main_thread():
+            return False
+        rank, world_size = _place()
+        try:
+            claim = rank_file(self.directory, rank, ".claim")
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            self.refused = True
+            return False
+        left = max(self.asked.seconds - (time.monotonic() - self._since), 1.0)
+        env = RankEnv(
+            rank=rank,
+            world_size=world_size,
+            directory=self.directory,
+            rendezvous=self.directory / "rendezvous",
+            timeout_s=left,
+        )
+        self.guard = RankGuard(env)
+        self.guard.start()
+        self.guard.ledger = self.ledger
+        self.ledger.redirect(env.file(".ledger.jsonl"))
+        self.files = RankFiles(self.directory, rank)
+        self._name(f"{SETUP}/script")
+        return True
+
+    def _record_groups(self) -> None:
+        """Have process groups over gloo record what goes through them."""
+        own = dist.init_process_group
+
+        @functools.wraps(own)
+        def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+            gloo = ("gloo", "cpu:gloo", "cpu:gloo,cuda:nccl")
+            plain = backend in gloo or (backend is None and not torch.cuda.is_available())
+            own(BACKEND if plain else backend, *args, **kwargs)
+            self._guarded(self._claim)
+
+        modules: tuple[Any, ...] = (dist, dist.distributed_c10d)
+        for module in modules:
+            module.init_process_group = init_process_group
+
+    def _see_losses(self) -> None:
+        own = torch.autograd.backward
+
+        @functools.wraps(own)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.guard is not None and isinstance(tensors, Tensor) and tensors.numel() == 1:
+                with own_arithmetic():
+                    self.losses.append(float(to_local(tensors.detach())))
+            return own(tensors, *args, **kwargs)
+
+        torch.autograd.backward = backward
+
+    # --- models --------------------------------------------------------------------------------
+
+    def _entering(self, module: nn.Module, args: Any) -> Any:
+        """A module is called. Only what is called by the script itself is looked at."""
+        if self.inside is not None or self.ended:
+            return None
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        if torch._C._current_graph_task_id() != -1:
+            return None  # computed again in a backward, by a checkpoint
+        if not self._claim():
+            return None
+        return self._guarded(lambda: self._look(module, args))
+
+    def _look(self, module: nn.Module, args: Any) -> Any:
+        self.inside = module
+        if id(module) not in self._hooked:
+            self._hooked.add(id(module))
+            module.register_forward_hook(self._leaving, always_call=True)
+        kwargs = _kwargs_of_the_call()
+        with own_arithmetic():
+            rows = rows_of((args, kwargs))
+            if rows:
+                self.rows.setdefault(label_of(module), []).extend(rows)
+            new = self.models.meet(module, self._whole())
+            if new:
+                self._begin_with(new)
+        if self.lift is not None:
+            with own_arithmetic():
+                return double_inputs(args, kwargs)
+        return None
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self.inside:
+            self.inside = None
+
+    def _whole(self) -> Grads | None:
+        """The weights that the single run started with; None in that run itself."""
+        return None if self.asked.start is None else self._stored(START)
+
+    def _stored(self, what: str) -> Grads:
+        """What the single run kept under a name, all its models' and buffers'."""
+        assert self.asked.start is not None
+        out: Grads = {}
+        for path in sorted(Path(self.asked.start).glob(f"weights_{what}*.safetensors")):
+            out |= dict(read_tensors(path))
+        return out
+
+    def _begin_with(self, new: list[Held]) -> None:
+        """Parameters met for the first time: what they are, and made equal."""
+        for h in new:
+            self.shapes[h.name] = h.shape
+            self.started_with[h.name] = f"{start_digest(h)}:{bits([h.local()])}"
+        if self.asked.start is None:
+            self._keep_weights(f"{START}_{self.roots}", {h.name: h.local() for h in new})
+            buffers = {f"buffer:{n}": to_local(b) for n, b in self.models.buffers.items()}
+            self._keep_weights(f"{START}_{self.roots}_buffers", buffers)
+        else:
+            whole = self._stored(START)
+            self.other_start += take_over(new, whole, jitter=self.asked.jitter)
+            held = {n.removeprefix("buffer:"): t for n, t in whole.items() if n[:7] == "buffer:"}
+            take_over_buffers(self.models.buffers, held)
+        if not self.roots:
+            self._enter_step()
+        self.roots += 1
+        trained = {n: h.param for n, h in self.models.held.items() if h.param.requires_grad}
+        if self.evidence is not None:
+            self.evidence.close()
+        self.evidence = GradientWatch(trained)  # type: ignore[arg-type]
+        self.ledger.observe = self.evidence.observe
+
+    def _keep_weights(self, name: str, tensors: Grads) -> None:
+        """Of the single run's only process that holds them."""
+        from sumgrad.record.reference import write_tensors
+
+        path = self.directory / f"weights_{name}.safetensors"
+        if not path.exists() and tensors:
+            write_tensors(path, {n: t.detach().clone() for n, t in tensors.items()})
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer is about to step: the gradients that it finds."""
+        self.depth += 1
+        if self.depth == 1 and not self.ended and self._claim():
+            self._guarded(lambda: self._write_gradients(optimizer))
+
+    def _write_gradients(self, optimizer: Optimizer) -> None:
+        assert self.files is not None and self.guard is not None
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = {n: h for n, h in self.models.held.items() if id(h.param) in mine}
+        self.stepping = held
+        known = {id(h.param) for h in held.values()}
+        lost = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
+        if lost:
+            self._trouble(
+                f"{type(optimizer).__name__} steps {len(lost)} parameters of no model that was "
+                f"called, the first of shape {tuple(lost[0].shape)}"
+            )
+        info: dict[str, Any] = {"partial": []}
+        with own_arithmetic():
+            grads = {n: g for n, h in held.items() if (g := self._gradient(h, info)) is not None}
+            self.files.keep(f"{self.asked.tier}/{self.calls}", grads)
+            self.ledger.settle()
+            self.infos.append({**info, **self._said()})
+
+    def _gradient(self, held: Held, info: dict[str, Any]) -> Tensor | None:
+        grad = held.param.grad
+        if grad is None:
+            return None
+        if any(getattr(p, "is_partial", bool)() for p in getattr(grad, "placements", ())):
+            info["partial"].append(held.name)
+            with self.ledger.label(f"{SETUP}/partial"):
+                grad = grad.redistribute(placements=held.param.placements)  # type: ignore[attr-defined]
+        grad = grad.to_dense() if grad.is_sparse else grad
+        local = to_local(grad).detach()
+        wanted = held.local().shape
+        return local.reshape(wanted) if local.numel() == wanted.numel() else local
+
+    def _said(self) -> dict[str, Any]:
+        """What the judge asks of every step, and what only a script's says."""
+        assert self.evidence is not None
+        said = {
+            "tier": self.asked.tier,
+            "step": self.calls,
+            "races": [],
+            "unwaited": list(self.ledger.open_works),
+            "other_weights": [],
+            "changed_weights": [],
+            "feeds": self.evidence.feeds(),
+            "backwards": max(self.evidence.backwards.values(), default=0),
+            "rows": self.rows,
+            "losses": self.losses,
+            "lifted": dict(casts(self.lift)),
+            "dropout": self.dropout.count,
+            "elsewhere": {},
+            **({} if self.infos else self._first()),
+        }
+        self.rows, self.losses = {}, []
+        return said
+
+    def _first(self) -> dict[str, Any]:
+        """What the first step says besides: whose weights it began with, before they were equal."""
+        return {"started_with": self.started_with, "other_start": self.other_start}
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer has stepped: the weights that it made, and those of the single run."""
+        self.depth -= 1
+        if self.depth == 0 and not self.ended and self.guard is not None:
+            self._guarded(self._write_weights)
+            self.calls += 1
+            self._enter_step()
+            if self.evidence is not None:
+                self.evidence.begin_step()
+            if self.calls >= self.asked.steps:
+                self._finish_early()
+
+    def _write_weights(self) -> None:
+        assert self.files is not None
+        with own_arithmetic():
+            held = list(self.stepping.values())
+            self.files.keep(f"{AFTER}/{self.calls}", {h.name: h.local() for h in held})
+            if self.asked.start is None:
+                self._keep_weights(f"{AFTER}_{self.calls}", {h.name: h.local() for h in held})
+            else:
+                seed = self.asked.jitter and self.asked.jitter + 1000 * (self.calls + 1)
+                take_over(held, self._stored(f"{AFTER}_{self.calls}"), jitter=seed)
+
+    def _name(self, text: str) -> None:
+        """What operations belong to, from here on."""
+        if self._label is not None:
+            self._label.__exit__(None, None, None)
+        self._label = self.ledger.label(text)
+        self._label.__enter__()
+
+    def _enter_step(self) -> None:
+        self._name(f"{self.asked.tier}/{self.calls}/step")
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def _finish_early(self) -> None:
+        """Enough was seen. Ranks that have not come so far may still need this one's word."""
+        assert self.guard is not None
+        self._write_record()
+        deadline = time.monotonic() + OTHERS_S
+        folder, world_size = self.directory / "ranks", _place()[1]
+        while time.monotonic() < deadline and _ended(folder) < world_size:
+            time.sleep(0.02)
+        flush()
+        os._exit(0)
+
+    def _left(self) -> None:
+        """The script came to its own end."""
+        if self.guard is not None and not self.ended:
+            self._write_record()
+
+    def _died(self, kind: Any, error: BaseException, trace: Any) -> None:
+        """The script raised: at the top of a process, or of a rank that it started."""
+        if self.guard is None and _is_a_rank():
+            self._guarded(self._claim)
+        if self.guard is not None and not self.ended and not isinstance(error, SystemExit):
+            self.ended = True
+            self.guard.raised(error.with_traceback(trace))
+
+    def _write_record(self) -> None:
+        assert self.guard is not None and self.files is not None
+        self.ended = True
+        self.ledger.settle()
+        places = {
+            f"{INDEX}/{n}": h.index for n, h in self.models.held.items() if h.index is not None
+        }
+        self.files.others |= places
+        trained = {n: h for n, h in self.models.held.items() if h.param.requires_grad}
+        try:
+            files = self.files.finish()
+        except OSError as error:
+            self.guard.raised(error)
+            return
+        self.guard.finish(
+            "ok",
+            result={
+                "grads": files,
+                "steps": self.infos,
+                "unknown": [*self.models.unknown, *self.troubles],
+                "params": {n: {"sharded": h.index is not None} for n, h in trained.items()},
+                "shapes": {n: list(s) for n, s in self.shapes.items() if n in trained},
+                "operations": self.ledger.num_operations,
+                "built": SAME,
+                "batch": SAME,
+                "world_size": _place()[1],
+            },
+        )
+
+    def _trouble(self, text: str) -> None:
+        if text not in self.troubles and len(self.troubles) < MAX_TROUBLES:
+            self.troubles.append(text)
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """Do something of ours inside the script: what goes wrong is written down, not raised."""
+        try:
+            return work()
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(last.filename).name}:{last.lineno}"
+            self._trouble(f"sumgrad's watch: {type(error).__name__}: {error} ({place})")
+            return None
+
+
+SAME = "script"  # in place of the hashes by which a Program's ranks are known to have one model
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank and how many there are: by its group, else by its environment."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _is_a_rank() -> bool:
+    return "RANK" in os.environ and multiprocessing.parent_process() is None
+
+
+def _ended(folder: Path) -> int:
+    return sum(1 for path in folder.glob("rank_*.json") if ".ledger" not in path.name)
+
+
+def _kwargs_of_the_call() -> dict[str, Any]:
+    """The keyword arguments of the module call whose global hook runs: torch hands on none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _MODULE_FILE:
+            kwargs = frame.f_locals.get("kwargs")
+            return kwargs if isinstance(kwargs, dict) else {}
+        frame = frame.f_back
+    return {}
+
+
+_MODULE_FILE = nn.Module.__call__.__code__.co_filename
+
+
+def _in_front_of(owner: Any, name: str, first: Callable[..., Any]) -> None:
+    own = getattr(owner, name)
+
+    def both(*args: Any) -> Any:
+        first(*args)
+        return own(*args)
+
+    setattr(owner, name, both)

@@ -1,0 +1,42 @@
+"""What is asked of every process of an observed script: one JSON file, named by the environment."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sumgrad.base.files import read_json, write_json
+
+VARIABLE = "SUMGRAD_WATCH"  # the file's path, in the environment of the script
+FILE = "asked.json"
+START = "start"  # weights as they were before the first call of a model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """directory: of this side, where ranks write. steps: calls of an optimizer that are observed.
+
+    lift: everything is float64. start: the directory of the single run whose weights are taken;
+    None for that run itself. jitter: a seed; those weights are then moved by one rounding each, up
+    or down; 0 for none. seconds: until the script must have come so far.
+    """
+
+    directory: str
+    steps: int
+    tier: str
+    lift: bool
+    start: str | None
+    jitter: int
+    seconds: float
+
+
+def write_asked(asked: Asked) -> Path:
+    """Write it where its processes find it; returns the file."""
+    path = Path(asked.directory) / FILE
+    write_json(path, asdict(asked))
+    return path
+
+
+def read_asked(path: Path) -> Asked:
+    """Read it back. OSError, ValueError or TypeError where it is damaged."""
+    return Asked(**read_json(path))

@@ -1,0 +1,82 @@
+"""A whole script in float64, and without dropout: what makes two runs of it comparable.
+
+A script builds its model itself, so float64 is there from the first line: the default dtype, and a
+Lift around everything. Dropout draws other numbers on many ranks than on one: it is switched off in
+every run, and counted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from sumgrad.subjects.program.lift import Lift
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
+}  # fmt: skip
+_AT = 4  # where scaled_dot_product_attention takes dropout_p
+_DROPPED: Any = F.scaled_dot_product_attention
+
+
+class NoDropout(TorchFunctionMode):
+    """Every dropout gives its input. count: how often one would have dropped something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+            if rate and on:
+                self.count += 1
+                return args[0] if args else kwargs["input"]
+        elif func is _DROPPED and (kwargs.get("dropout_p") or (len(args) > _AT and args[_AT])):
+            self.count += 1
+            args = (*args[:_AT], 0.0, *args[_AT + 1 :]) if len(args) > _AT else args
+            kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
+        return func(*args, **kwargs)
+
+
+def in_float64() -> Lift:
+    """From here on this process computes in float64, whatever default or cast is asked for."""
+    own = torch.set_default_dtype
+    own(torch.float64)
+
+    @functools.wraps(own)
+    def set_default_dtype(dtype: Any) -> None:
+        """Ignored: the script is run in float64."""
+
+    torch.set_default_dtype = set_default_dtype
+    lift = Lift()
+    lift.__enter__()
+    return lift
+
+
+def double_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Data that a script read in fewer digits, in float64: arguments anew, kwargs in place."""
+
+    def wider(leaf: Any) -> Any:
+        narrow = isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.requires_grad
+        return leaf.double() if narrow and leaf.dtype != torch.float64 else leaf
+
+    for key, value in kwargs.items():
+        kwargs[key] = pytree.tree_map(wider, value)
+    return tuple(pytree.tree_map(wider, value) for value in args)
+
+
+def casts(lift: Lift | None) -> Mapping[str, int]:
+    """Lines whose casts were lifted, and how often."""
+    return {} if lift is None else dict(lift.lifted)

@@ -1,0 +1,158 @@
+"""The models that a script calls: their names in every run, and which elements a rank holds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from sumgrad.base.tensors import to_local
+from sumgrad.subjects.program.placement import flat_pieces, where_is
+from sumgrad.subjects.program.unseen import bare_name
+from torch import Tensor, nn
+
+WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A parameter on this process. name: the same in every run. index: its elements in the flat
+    whole, of the local shape (int64), or None where it holds all of it. shape: of the whole."""
+
+    name: str
+    param: Tensor
+    index: Tensor | None
+    shape: tuple[int, ...]
+
+    def local(self) -> Tensor:
+        """The elements held here, without a copy."""
+        return to_local(self.param)
+
+    def slice(self, full: Tensor) -> Tensor:
+        """The same elements of a whole tensor."""
+        return full if self.index is None else full.reshape(-1)[self.index]
+
+
+class Models:
+    """Every model with parameters that was called so far, in the order of the first calls.
+
+    The first one's parameters have its own names; those of another begin with its class where they
+    would be taken for the first's.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[str, Held] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.unknown: list[str] = []
+        self._seen: set[int] = set()
+        self._kept: list[object] = []  # alive, so that no id is used again
+
+    def meet(self, module: nn.Module, whole: Mapping[str, Tensor] | None) -> list[Held]:
+        """The parameters that are new with a module that is called, of all that it is part of.
+
+        whole: the weights that another run started with, where there is one.
+        """
+        if id(module) in self._seen:
+            return []
+        root = outermost(module)
+        self._seen |= {id(m) for m in root.modules()}
+        self._kept.append(root)
+        known = {id(h.param) for h in self.held.values()}
+        shown = {n: p for n, p in root.named_parameters() if id(p) not in known}
+        prefix = self._prefix(root, [bare_name(n) for n in shown])
+        pieces = flat_pieces(root)
+        new = []
+        for name, param in shown.items():
+            full = {n.removeprefix(prefix): t for n, t in (whole or {}).items()
+                    if n.startswith(prefix)}  # fmt: skip
+            found = self._place(prefix, name, param, full if whole is not None else None, pieces)
+            if found is not None:
+                self.held[found.name] = found
+                new.append(found)
+        for name, buffer in root.named_buffers():
+            self.buffers.setdefault(prefix + bare_name(name), buffer)
+        return new
+
+    def _place(
+        self,
+        prefix: str,
+        shown: str,
+        param: nn.Parameter,
+        whole: Mapping[str, Tensor] | None,
+        pieces: Mapping[int, tuple[int, int]],
+    ) -> Held | None:
+        bare = bare_name(shown)
+        if whole is None:
+            if to_local(param).numel() != param.numel() or id(param) in pieces:
+                self.unknown.append(f"{bare}: held in parts by the run that is compared with")
+                return None
+            return Held(name=prefix + bare, param=param, index=None, shape=tuple(param.shape))
+        name, index, problem = where_is(shown, param, whole, pieces)
+        if name is None or problem is not None:
+            if param.requires_grad:
+                self.unknown.append(f"{bare} {tuple(param.shape)}: {_in_words(problem)}")
+            return None
+        if prefix + name in self.held:
+            self.unknown.append(f"{bare}: another parameter of this rank is {prefix + name} too")
+            return None
+        shape = tuple(whole[name].shape)
+        return Held(name=prefix + name, param=param, index=index, shape=shape)
+
+    def _prefix(self, root: nn.Module, names: list[str]) -> str:
+        if not any(name in self.held for name in names):
+            return ""
+        prefix = f"{label_of(root)}."
+        again = 1
+        while any(prefix + name in self.held for name in names):
+            again += 1
+            prefix = f"{label_of(root)}#{again}."
+        return prefix
+
+
+def outermost(module: nn.Module) -> nn.Module:
+    """The module that a module is part of and that is part of no other; itself if there is none."""
+    owners = {
+        id(child): owner
+        for owner in gc.get_objects()
+        if issubclass(type(owner), nn.Module)
+        for child in owner.__dict__.get("_modules", {}).values()
+        if child is not None
+    }
+    passed = {id(module)}
+    while (owner := owners.get(id(module))) is not None and id(owner) not in passed:
+        module = owner
+        passed.add(id(module))
+    return module
+
+
+def label_of(module: nn.Module) -> str:
+    """The class of a module, without what wraps it."""
+    passed = 0
+    while passed < len(WRAPPED) * 2:
+        inner = next(
+            (module._modules[n] for n in WRAPPED if module._modules.get(n) is not None), None
+        )
+        if inner is None or len(module._modules) != 1:
+            break
+        module, passed = inner, passed + 1
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if name != "FSDP" else name
+
+
+def _in_words(problem: str | None) -> str:
+    return (problem or "").replace("build()'s parameters", "the other run's parameters").replace(
+        "build() has", "the other run has").replace("build()'s", "the other run's")  # fmt: skip
+
+
+def start_digest(held: Held) -> str:
+    """Whose part of what it is, so that ranks with the same part are known."""
+    from sumgrad.base.tensors import bits
+
+    return "" if held.index is None else bits([held.index])
+
+
+@torch.no_grad()
+def own_values(held: Mapping[str, Held]) -> dict[str, Tensor]:
+    """A copy of what is held here."""
+    return {name: h.local().detach().clone() for name, h in held.items()}

@@ -1,0 +1,107 @@
+"""The single run, and runs with other roundings, as the reference of every optimizer step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sumgrad.base.tolerances import ZERO_FACTOR
+from sumgrad.record.endings import read_end_record
+from sumgrad.record.ranks import AFTER
+from sumgrad.record.reference import ALL, Grads, Parts, Reference, read_tensors
+from sumgrad.subjects.noise_floor import error, norm
+from sumgrad.subjects.program.reference.noise import at_least_typical
+from sumgrad.subjects.program.reference.terms import COUPLED_SHARE
+
+LOSS = "loss"  # the one term of a script: nothing tells its parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Single:
+    """A run of a script that holds every parameter whole, as it was stored.
+
+    params: name -> shape. dtype: of most gradients. grads, after: of each step what the optimizer found, and left. steps:
+    what it said of each.
+    """
+
+    params: dict[str, tuple[int, ...]]
+    dtype: str
+    grads: tuple[Grads, ...]
+    after: tuple[Grads, ...]
+    steps: tuple[dict[str, Any], ...]
+    unknown: tuple[str, ...]
+
+
+def read_single(directory: Path, tier: str, *, rank: int = 0) -> Single:
+    """Read it. Raises FileNotFoundError or one of spec.DAMAGED."""
+    result = (read_end_record(directory, rank) or {}).get("result")
+    if result is None:
+        raise FileNotFoundError(directory)
+    files = result["grads"]
+
+    def stored(key: str) -> Grads:
+        return dict(read_tensors(directory / "ranks" / files[key]))
+
+    count = range(len([key for key in files if key.startswith(f"{AFTER}/")]))
+    grads = tuple(stored(f"{tier}/{i}") for i in count)
+    dtypes = Counter(str(g.dtype).removeprefix("torch.") for own in grads for g in own.values())
+    return Single(
+        params={name: tuple(shape) for name, shape in result["shapes"].items()},
+        dtype=dtypes.most_common(1)[0][0] if dtypes else "float32",
+        grads=grads,
+        after=tuple(stored(f"{AFTER}/{i}") for i in count),
+        steps=tuple(result["steps"][: len(count)]),
+        unknown=tuple(result["unknown"]),
+    )
+
+
+def reference_of(single: Single, noise: Sequence[Single], step: int) -> Reference:
+    """What every gradient of a step must be, and how far runs are apart that differ in roundings.
+
+    noise: runs whose weights are off by one rounding, as far as they came.
+    """
+    zeros = {n: torch.zeros(s, dtype=torch.float64) for n, s in single.params.items()}
+
+    def whole(grads: Mapping[str, torch.Tensor]) -> Grads:
+        return {n: grads[n].double() if n in grads else zero for n, zero in zeros.items()}
+
+    grads = whole(single.grads[step])
+    others = [whole(run.grads[step]) for run in noise]
+    largest = max(float(g.abs().max()) for g in grads.values() if g.numel())
+    scale = {
+        n: float(g.abs().max()) + COUPLED_SHARE * largest if g.count_nonzero() else 0.0
+        for n, g in grads.items()
+    }
+    floor = {n: max(error(run[n], g) for run in others) for n, g in grads.items()}
+    nothing = {n for n, g in grads.items() if not bool((g.abs() > ZERO_FACTOR * floor[n]).any())}
+    after = {n: t.double() for n, t in single.after[step].items()}
+    return Reference(
+        step=step,
+        grads=grads,
+        by_term={LOSS: grads},
+        resolution={LOSS: floor},
+        scale=scale,
+        floor=at_least_typical(floor, scale, nothing) if any(scale.values()) else floor,
+        floor_by_term={LOSS: floor},
+        same_dtype={},
+        norm=norm(grads),
+        norm_floor=max(abs(norm(run) - norm(grads)) for run in others),
+        counts={LOSS: 1},
+        weights="",
+        kinds={LOSS: "coupled"},
+        reached=tuple(n for n, size in scale.items() if size > 0),
+        after=after,
+        after_floor={
+            n: max(error(run.after[step][n], value) for run in noise) for n, value in after.items()
+        },
+    )
+
+
+def parts_of(reference: Reference) -> Parts:
+    """The gradient as one part: a script's rows are not told apart."""
+    whole = {name: grad[None] for name, grad in reference.grads.items()}
+    return Parts(partials={(LOSS, ALL): whole}, intervals=((0, 1),), row_counts={LOSS: (1.0,)})

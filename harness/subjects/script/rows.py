@@ -1,0 +1,52 @@
+"""Which rows a model was given: a digest of each, the same however a batch was cut or padded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+MAX_ROWS = 4096  # of one call; further ones are not looked at
+# Digests of a row: with what repeats at its end once, as it is, and without what repeats there.
+Row = tuple[str, str, str]
+
+
+def rows_of(inputs: Any) -> list[Row]:
+    """The rows of a call's arguments: of every tensor with as many of them as the first has.
+
+    Tensors that a gradient goes into are another stage's or model's output, and no rows.
+    """
+    tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and _is_data(t)]
+    if not tensors:
+        return []
+    count = tensors[0].shape[0]
+    tables = [_plain(t) for t in tensors if t.shape[0] == count]
+    return [_digests([table[i] for table in tables]) for i in range(min(count, MAX_ROWS))]
+
+
+def _is_data(tensor: Tensor) -> bool:
+    return tensor.dim() > 0 and not tensor.requires_grad and not hasattr(tensor, "placements")
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(tensor.shape[0], -1).cpu()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(tensor.shape[0], -1)
+    # Floats in four bytes: rows are the same whatever they were cast to on their way.
+    return flat.float() if flat.is_floating_point() else flat.to(torch.int64)
+
+
+def _digests(parts: Sequence[Tensor]) -> Row:
+    once, whole, cut = (hashlib.blake2b(digest_size=8) for _ in range(3))
+    for part in parts:
+        values = part.numpy()
+        end = len(values)
+        while end > 1 and values[end - 1] == values[-1]:
+            end -= 1
+        for total, stop in ((once, end + 1), (whole, len(values)), (cut, end)):
+            total.update(values[:stop].tobytes() + b"|")
+    return once.hexdigest(), whole.hexdigest(), cut.hexdigest()

@@ -1,0 +1,48 @@
+"""Weights made equal: those of the single run, on every rank, before the first forward and after
+every step; for a noise run each of them one rounding off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from sumgrad.base.tensors import own_arithmetic, same_bits, to_local
+from sumgrad.subjects.script.models import Held
+from torch import Tensor
+
+
+def take_over(held: Iterable[Held], whole: Mapping[str, Tensor], *, jitter: int = 0) -> list[str]:
+    """Copy whole weights into the parts of them that are held here; returns which had others.
+
+    jitter: a seed; every weight is then moved by one rounding of its dtype, up or down.
+    """
+    other = []
+    with torch.no_grad(), own_arithmetic():
+        for h in held:
+            if h.name not in whole:
+                continue
+            local, wanted = h.local(), h.slice(whole[h.name])
+            if local.shape != wanted.shape:
+                continue
+            wanted = wanted.to(local.dtype)
+            if not same_bits(local, wanted):
+                other.append(h.name)
+            local.copy_(_moved(wanted, jitter) if jitter else wanted)
+    return other
+
+
+def take_over_buffers(buffers: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+    """The same of buffers of the same shape."""
+    with torch.no_grad(), own_arithmetic():
+        for name, buffer in buffers.items():
+            local, wanted = to_local(buffer), whole.get(name)
+            if wanted is not None and wanted.shape == local.shape:
+                local.copy_(wanted.to(local.dtype))
+
+
+def _moved(value: Tensor, seed: int) -> Tensor:
+    if not value.is_floating_point():
+        return value
+    generator = torch.Generator().manual_seed(seed)
+    sign = 2 * torch.randint(0, 2, value.shape, generator=generator) - 1
+    return value * (1 + torch.finfo(value.dtype).eps * sign.to(value.dtype))
