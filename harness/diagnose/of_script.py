@@ -40,7 +40,7 @@ def other_than_the_single_run(record: Record) -> Iterator[Diagnosis]:
         return
     for wrong in wrong_updates(record):
         yield Diagnosis(
-            cause=f"the optimizer's step itself: its gradients are right, and after it {wrong.text}",
+            cause=f"the optimizer's own step: its gradients are right; after it {wrong.text}",
             kind="update",
             standing="proved",
             ranks=(wrong.rank,),

@@ -60,6 +60,8 @@ def ranks_agree(compared: Compared) -> Iterator[Finding]:
     if not record.spec.opaque:
         return
     ended = {o.rank for o in record.outcomes if o.status in ("raised", "killed", "missing")}
+    if record.spec.script is not None:  # it is ended when enough was seen of it
+        ended |= {o.rank for o in record.outcomes if o.ok}
     found = sorted(disagreement_of(record.started), key=lambda d: (not d.mismatch, d.number))
     for d in found:
         if not d.mismatch and (set(d.absent) & ended or not d.events):

@@ -96,7 +96,9 @@ def _other(
     missed = [i for i, v in rate.items() if v == 0]
     uneven = [i for i, v in rate.items() if v > usual]
     fewer = [i for i, v in rate.items() if 0 < v < usual]
-    if not missed and not uneven and not fewer and not foreign:
+    if fewer and not uneven:
+        uneven = [i for i, v in rate.items() if v == usual]
+    if not missed and not uneven and not foreign:
         return None
     return OtherRows(
         step=step,
@@ -104,9 +106,7 @@ def _other(
         single=len(single),
         ranks=sum(len(rows) for rows in read.values()),
         missed=tuple(sorted(missed)),
-        uneven=tuple(
-            sorted(uneven or ([i for i, v in rate.items() if v == usual] if fewer else []))
-        ),
+        uneven=tuple(sorted(uneven)),
         foreign=foreign,
         by_rank={r: tuple(i for i in found if i is not None) for r, found in by_rank.items()},
     )

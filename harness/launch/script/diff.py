@@ -37,6 +37,10 @@ SAME = "script"  # in place of the hashes by which a Program's ranks are known t
 NOISE_RUNS, MORE_NOISE_RUNS = 2, 6
 DEFAULT_STEPS, DEFAULT_TIMEOUT_S = 3, 600.0
 FLOAT64, OWN = ("structure", True), ("precision", False)  # tier, and whether it is lifted
+NO_STEP = (
+    "the single run ended without an optimizer's step: nothing to compare (an optimizer that is no "
+    "torch.optim.Optimizer is not seen)"
+)
 Progress = Callable[[str], object]
 
 
@@ -111,10 +115,7 @@ class _Diff:
         except (*DAMAGED, FileNotFoundError):
             return _how_it_ended(ended)
         if not run.steps:
-            return _how_it_ended(ended) if not ended.ok else (
-                "the single run ended without an optimizer's step: nothing to compare (an "
-                "optimizer that is no torch.optim.Optimizer is not seen)"
-            )  # fmt: skip
+            return NO_STEP if ended.ok else _how_it_ended(ended)
         return run
 
 
@@ -155,11 +156,14 @@ def _first_that_runs(diff: _Diff) -> Single | str:
     """The single run in float64, else as the script is; or why neither came to a step."""
     if diff.options.lift:
         single = diff.single()
-        if isinstance(single, Single):
+        if isinstance(single, Single) or single == NO_STEP:
             return single
         _as_it_is(diff, single)
-    else:
-        diff.tier, diff.lift = OWN
+        own = diff.single()
+        if isinstance(own, str):
+            diff.said.pop()  # float64 has nothing to do with it
+        return own
+    diff.tier, diff.lift = OWN
     return diff.single()
 
 
@@ -181,7 +185,10 @@ def _again_as_it_is(diff: _Diff, why: str) -> tuple[Single, list[Single | str], 
     if isinstance(single, str):
         return None
     noise = [_noise(diff, seed) for seed in range(1, NOISE_RUNS + 1)]
-    return single, noise, diff.side("ranks", many=True)
+    many = diff.side("ranks", many=True)
+    if not many.ok:
+        diff.said.pop()  # float64 has nothing to do with it
+    return single, noise, many
 
 
 def _noise(diff: _Diff, seed: int) -> Single | str:

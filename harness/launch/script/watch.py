@@ -1,4 +1,4 @@
-"""In a process of a script: what every optimizer step finds, written down; the script knows nothing.
+"""In a process of a script that knows nothing: what every optimizer step finds, written down.
 
 Global hooks of torch say when a model is called and when an optimizer steps. A process becomes a
 rank with its first call of a model under a gradient; what never does is not observed. After the
@@ -24,16 +24,17 @@ import torch
 import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
 from sumgrad.base.tensors import bits, own_arithmetic, to_local
-from sumgrad.launch.guard import RankEnv, RankGuard, flush
+from sumgrad.launch.guard import RankEnv, RankGuard, flush, lost_another
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import BACKEND, Ledger, register_backend
-from sumgrad.record.endings import rank_file
+from sumgrad.record.endings import rank_file, read_end_record
 from sumgrad.record.ranks import AFTER, INDEX, RankFiles
 from sumgrad.record.reference import Grads, read_tensors
 from sumgrad.subjects.script.asked import FILE, START, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
 from sumgrad.subjects.script.models import Held, Models, label_of, start_digest
+from sumgrad.subjects.script.roundings import OtherRoundings
 from sumgrad.subjects.script.rows import rows_of
 from sumgrad.subjects.script.start import take_over, take_over_buffers
 from torch import Tensor, nn
@@ -91,6 +92,8 @@ class Watch:
         if self.asked.lift:
             self.lift = in_float64()
         self.dropout.__enter__()
+        if self.asked.jitter:
+            OtherRoundings(self.asked.jitter).__enter__()
         register_backend(self.ledger)
         self._record_groups()
         self._see_losses()
@@ -223,7 +226,11 @@ class Watch:
         if not self.roots:
             self._enter_step()
         self.roots += 1
-        trained = {n: h.param for n, h in self.models.held.items() if h.param.requires_grad}
+        trained = {
+            n: h.param  # FSDP1 gives its flat parameters another size before their first use
+            for n, h in self.models.held.items()
+            if h.param.requires_grad and h.window is None
+        }
         if self.evidence is not None:
             self.evidence.close()
         self.evidence = GradientWatch(trained)  # type: ignore[arg-type]
@@ -246,7 +253,7 @@ class Watch:
             self._guarded(lambda: self._write_gradients(optimizer))
 
     def _write_gradients(self, optimizer: Optimizer) -> None:
-        assert self.files is not None and self.guard is not None
+        assert self.files is not None
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         held = {n: h for n, h in self.models.held.items() if id(h.param) in mine}
         self.stepping = held
@@ -273,7 +280,7 @@ class Watch:
             with self.ledger.label(f"{SETUP}/partial"):
                 grad = grad.redistribute(placements=held.param.placements)  # type: ignore[attr-defined]
         grad = grad.to_dense() if grad.is_sparse else grad
-        local = to_local(grad).detach()
+        local = held.part_of(grad).detach()
         wanted = held.local().shape
         return local.reshape(wanted) if local.numel() == wanted.numel() else local
 
@@ -359,11 +366,15 @@ class Watch:
         if self.guard is None and _is_a_rank():
             self._guarded(self._claim)
         if self.guard is not None and not self.ended and not isinstance(error, SystemExit):
+            if lost_another(error) and _ended_well(self.directory / "ranks"):
+                self._write_record()  # the others had seen enough, and left
+                return
             self.ended = True
             self.guard.raised(error.with_traceback(trace))
 
     def _write_record(self) -> None:
-        assert self.guard is not None and self.files is not None
+        assert self.guard is not None
+        assert self.files is not None
         self.ended = True
         self.ledger.settle()
         places = {
@@ -421,7 +432,14 @@ def _is_a_rank() -> bool:
 
 
 def _ended(folder: Path) -> int:
-    return sum(1 for path in folder.glob("rank_*.json") if ".ledger" not in path.name)
+    return sum(1 for _ in folder.glob("rank_*.json"))
+
+
+def _ended_well(folder: Path) -> bool:
+    """Whether a rank has ended, and every one that has did so well."""
+    ranks = [int(path.stem.removeprefix("rank_")) for path in folder.glob("rank_*.json")]
+    records = [read_end_record(folder.parent, rank) or {} for rank in ranks]
+    return bool(records) and all(record.get("status") == "ok" for record in records)
 
 
 def _kwargs_of_the_call() -> dict[str, Any]:

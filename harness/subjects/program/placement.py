@@ -86,7 +86,9 @@ def flat_pieces(model: nn.Module) -> dict[int, tuple[int, int]]:
     for module in model.modules():
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
         infos, params = getattr(flat, "_shard_param_infos", None), getattr(flat, "_params", None)
-        for param, info in zip(params or (), infos or (), strict=True):
+        if params is None or infos is None:  # one flat parameter in their place
+            continue
+        for param, info in zip(params, infos, strict=True):
             start = info.intra_param_start_idx if info.in_shard else 0
             out[id(param)] = (start, info.numel_in_shard if info.in_shard else 0)
     return {key: piece for key, piece in out.items() if None not in piece}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from sumgrad.base.tensors import to_local
@@ -18,16 +18,26 @@ WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_m
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """A parameter on this process. name: the same in every run. index: its elements in the flat
-    whole, of the local shape (int64), or None where it holds all of it. shape: of the whole."""
+    whole, of the local shape (int64), or None where it holds all of it. shape: of the whole.
+    window: first and last element in a flat parameter of several, or None."""
 
     name: str
     param: Tensor
     index: Tensor | None
     shape: tuple[int, ...]
+    window: tuple[int, int] | None = None
 
     def local(self) -> Tensor:
         """The elements held here, without a copy."""
-        return to_local(self.param)
+        return self.part_of(self.param)
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """This parameter's part of its tensor, or of a gradient like it."""
+        local = to_local(tensor)
+        if self.window is None:
+            return local
+        part = local.reshape(-1)[slice(*self.window)]
+        return part.reshape(self.shape) if self.index is None else part
 
     def slice(self, full: Tensor) -> Tensor:
         """The same elements of a whole tensor."""
@@ -59,11 +69,15 @@ class Models:
         self._seen |= {id(m) for m in root.modules()}
         self._kept.append(root)
         known = {id(h.param) for h in self.held.values()}
+        flat = [h for h in _flat_parts(root) if id(h.param) not in known]
         shown = {n: p for n, p in root.named_parameters() if id(p) not in known}
-        prefix = self._prefix(root, [bare_name(n) for n in shown])
+        prefix = self._prefix(root, [*(h.name for h in flat), *(bare_name(n) for n in shown)])
         pieces = flat_pieces(root)
-        new = []
+        new = [replace(h, name=prefix + h.name) for h in flat if h.local().numel()]
+        self.held |= {h.name: h for h in new}
         for name, param in shown.items():
+            if any(param is h.param for h in flat):
+                continue
             full = {n.removeprefix(prefix): t for n, t in (whole or {}).items()
                     if n.startswith(prefix)}  # fmt: skip
             found = self._place(prefix, name, param, full if whole is not None else None, pieces)
@@ -84,7 +98,8 @@ class Models:
     ) -> Held | None:
         bare = bare_name(shown)
         if whole is None:
-            if to_local(param).numel() != param.numel() or id(param) in pieces:
+            start, size = pieces.get(id(param), (0, param.numel()))
+            if to_local(param).numel() != param.numel() or (start, size) != (0, param.numel()):
                 self.unknown.append(f"{bare}: held in parts by the run that is compared with")
                 return None
             return Held(name=prefix + bare, param=param, index=None, shape=tuple(param.shape))
@@ -108,6 +123,32 @@ class Models:
             again += 1
             prefix = f"{label_of(root)}#{again}."
         return prefix
+
+
+def _flat_parts(root: nn.Module) -> list[Held]:
+    """What FSDP1 holds of each parameter in flat ones, where it does not show them one by one."""
+    found = []
+    for shown, module in root.named_modules():
+        handle = getattr(module, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        infos = getattr(flat, "_shard_param_infos", None)
+        if flat is None or infos is None or getattr(flat, "_params", None) is not None:
+            continue
+        before = bare_name(f"{shown}.")
+        for name, shape, info in zip(flat._fqns, flat._shapes, infos, strict=True):
+            size = info.numel_in_shard if info.in_shard else 0
+            at, start = (info.offset_in_shard, info.intra_param_start_idx) if size else (0, 0)
+            whole = size == torch.Size(shape).numel()
+            found.append(
+                Held(
+                    name=f"{before}{name}".lstrip("."),
+                    param=flat,
+                    index=None if whole else torch.arange(start, start + size),
+                    shape=tuple(shape),
+                    window=(at, at + size),
+                )
+            )
+    return found
 
 
 def outermost(module: nn.Module) -> nn.Module:

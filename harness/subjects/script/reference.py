@@ -24,8 +24,8 @@ LOSS = "loss"  # the one term of a script: nothing tells its parts
 class Single:
     """A run of a script that holds every parameter whole, as it was stored.
 
-    params: name -> shape. dtype: of most gradients. grads, after: of each step what the optimizer found, and left. steps:
-    what it said of each.
+    params: name -> shape. dtype: of most gradients. grads, after: of each step what the optimizer
+    found, and left. steps: what it said of each.
     """
 
     params: dict[str, tuple[int, ...]]
