@@ -53,15 +53,16 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second`: those of two hands more, written when both halves were known; sealed as a whole.
+    `second`, `third`: each of two hands more, written when what came before was known; sealed as a
+    whole.
     """
-    found: dict[str, list[Path]] = {"learn": [], "sealed": [], "second": []}
+    found: dict[str, list[Path]] = {"learn": [], "sealed": [], "second": [], "third": []}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
         found["learn"] += paths[: len(paths) // 2]
         found["sealed"] += paths[len(paths) // 2 :]
-    for hand in ("c", "d"):
-        found["second"] += BUGS.glob(f"{hand}_*.py")
+    for hand, half in (("c", "second"), ("d", "second"), ("e", "third"), ("f", "third")):
+        found[half] += BUGS.glob(f"{hand}_*.py")
     return {half: sorted(paths) for half, paths in found.items()}
 
 
@@ -181,7 +182,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--half", choices=("learn", "sealed", "second"))
+    parser.add_argument("--half", choices=("learn", "sealed", "second", "third"))
     parser.add_argument("--only", action="append", help="part of a name")
     parser.add_argument("--clean", action="store_true", help="the right twins: no cause, no alarm")
     parser.add_argument("--look", action="store_true", help="the right twins, module by module")

@@ -65,6 +65,11 @@ def _which_rows(other: OtherRows) -> str:
         return (
             f"{head}rank {spans(list(shares))} all read rows {rows}; nothing divides them by rank"
         )
+    if other.ranks == other.single and sum(other.foreign.values()) > other.single / 2:
+        return (
+            f"{head}as many, but others: they are shuffled in another order; give the sampler a "
+            f"seed of its own"
+        )
     if other.foreign and not shares:
         return f"{head}no rank reads a row of the single run"
     if other.foreign:

@@ -246,11 +246,29 @@ class Watch:
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to step: the gradients that it finds."""
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer is about to step: the gradients that it finds, or its closure makes."""
         self.depth += 1
-        if self.depth == 1 and not self.ended and self._claim():
+        if self.depth > 1 or self.ended or not self._claim():
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
             self._guarded(lambda: self._write_gradients(optimizer))
+            return None
+        written = False
+
+        @functools.wraps(closure)
+        def seen() -> Any:
+            nonlocal written
+            value = closure()
+            if not written:
+                written = True
+                self._guarded(lambda: self._write_gradients(optimizer))
+            return value
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": seen}
+        return (args[0], seen, *args[2:]), kwargs
 
     def _write_gradients(self, optimizer: Optimizer) -> None:
         assert self.files is not None

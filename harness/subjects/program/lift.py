@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from sumgrad.base.files import PACKAGE
 from sumgrad.ledger.process_group import tensors_in
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -32,6 +33,7 @@ DIGITS = {
 DRAWS = torch.float32  # what a model draws its random numbers in, unless it says another
 MAX_PLACES = 50  # lines that are listed; the rest is counted under the last
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OURS = tuple(str(PACKAGE / name) + os.sep for name in ("subjects", "launch", "ledger"))
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 _BITS = {torch.Tensor.view, torch.ops.aten.view.dtype}
 _aten = torch.ops.aten
@@ -93,11 +95,11 @@ class Lift:
         )
 
     def note(self, counts: Counter[str], dtype: torch.dtype) -> None:
-        """Count the line of Python that runs, outside of torch and of this file."""
+        """Count the line of Python that runs, outside of torch and of what observes it."""
         frame = sys._getframe(1)
         while frame.f_back is not None:
             name = frame.f_code.co_filename
-            if not name.startswith(_TORCH) and name != __file__ and "contextlib" not in name:
+            if not name.startswith((_TORCH, *_OURS)) and "contextlib" not in name:
                 break
             frame = frame.f_back
         line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
