@@ -123,7 +123,7 @@ class Buggy(Clean):
 EXPECT = dict(
     right=[
         r"stem|blocks\.0|before (the )?(last|second) block|upstream|blocks\.1.{0,40}input|input .{0,40}blocks",
-        r"twice|two times|2 times|double|[x×]\s?2|2\s?[x×]|factor|too (large|big|much|often)|again|once too|more than once|"
+        r"twice|two times|2 times|double|[x\u00d7]\s?2|2\s?[x\u00d7]|factor|too (large|big|much|often)|again|once too|more than once|"
         r"\btp\b|over-?count|skip|residual|backward of|adjoint|replicat|already (complete|summed|reduced)",
     ],
     place=[r"stem", r"blocks\.[01]", r"\btp\b", r"skip|residual"],

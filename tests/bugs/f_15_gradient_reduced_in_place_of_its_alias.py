@@ -107,7 +107,7 @@ class Buggy(Clean):
 EXPECT = dict(
     right=[
         r"latents|layers\.0|tokens|layers\.\d|skip|residual|upstream",
-        r"twice|three times|[23] times|[x×]\s?3|3\s?[x×]|too (large|big|much|often)|again|over-?count|more than once|in.?place|alias|overwrit|already (reduced|summed|complete)|"
+        r"twice|three times|[23] times|[x\u00d7]\s?3|3\s?[x\u00d7]|too (large|big|much|often)|again|over-?count|more than once|in.?place|alias|overwrit|already (reduced|summed|complete)|"
         r"adjoint|backward of (the|a) (sum|collective|total|all.?reduce)|double|factor|doubly",
     ],
     place=[

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from sumgrad.topology.pools import Pool, Topology
 
 SAME = "script"  # in place of the hashes by which a Program's ranks are known to have one model
 NOISE_RUNS, MORE_NOISE_RUNS = 2, 6
+AT_ONCE = 2  # of these, each on one core
 DEFAULT_STEPS, DEFAULT_TIMEOUT_S = 3, 600.0
 FLOAT64, OWN = ("structure", True), ("precision", False)  # tier, and whether it is lifted
 NO_STEP = (
@@ -82,6 +84,7 @@ class _Diff:
     tier: str = FLOAT64[0]
     lift: bool = True
     said: list[str] = field(default_factory=list)
+    touches_files: bool = False
 
     def side(self, name: str, *, jitter: int = 0, many: bool = False) -> Ended:
         """One run, and the user's files as they were before it."""
@@ -102,6 +105,7 @@ class _Diff:
             return run_side(command, asked, progress=lambda at: self.progress(f"{name}: {at}"))
         finally:
             changed, made = put_back(folder)
+            self.touches_files = self.touches_files or bool(changed or made)
             if changed and many:
                 self.said.append(f"the script changed {_some(changed)}: put back as it was")
             if made and many:
@@ -128,7 +132,7 @@ def run_diff(options: DiffOptions, *, progress: Progress = lambda _: None) -> tu
     if isinstance(single, str):
         write_spec(diff.directory, _spec(diff, None, problems=(single,)))
         return _judged(diff.directory, progress), diff.directory
-    noise = [_noise(diff, seed) for seed in range(1, NOISE_RUNS + 1)]
+    noise = _noises(diff, 1, NOISE_RUNS)
     many = diff.side("ranks", many=True)
     if diff.lift and any(o.status == "raised" for o in many.outcomes):
         own = _again_as_it_is(diff, _how_it_ended(many))
@@ -147,7 +151,7 @@ def run_diff(options: DiffOptions, *, progress: Progress = lambda _: None) -> tu
     progress("judging")
     record = load_record(diff.directory)
     if near_misses(record) and judge(record).status == "fail":
-        more = [_noise(diff, seed) for seed in range(NOISE_RUNS + 1, MORE_NOISE_RUNS + 1)]
+        more = _noises(diff, NOISE_RUNS + 1, MORE_NOISE_RUNS)
         _write_references(diff, single, [*known, *(r for r in more if isinstance(r, Single))])
     return _judged(diff.directory, progress), diff.directory
 
@@ -184,11 +188,20 @@ def _again_as_it_is(diff: _Diff, why: str) -> tuple[Single, list[Single | str], 
     single = diff.single()
     if isinstance(single, str):
         return None
-    noise = [_noise(diff, seed) for seed in range(1, NOISE_RUNS + 1)]
+    noise = _noises(diff, 1, NOISE_RUNS)
     many = diff.side("ranks", many=True)
     if not many.ok:
         diff.said.pop()  # float64 has nothing to do with it
     return single, noise, many
+
+
+def _noises(diff: _Diff, first: int, last: int) -> list[Single | str]:
+    """Runs with other roundings; side by side where the script left no files that they share."""
+    seeds = range(first, last + 1)
+    if diff.touches_files:
+        return [_noise(diff, seed) for seed in seeds]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda seed: _noise(diff, seed), seeds))
 
 
 def _noise(diff: _Diff, seed: int) -> Single | str:

@@ -25,7 +25,7 @@ from sumgrad.base.outcome import RankOutcome
 from sumgrad.launch.local.processes import end_tagged, kill_group
 from sumgrad.launch.local.rank_log import RankLog
 from sumgrad.launch.script import boot
-from sumgrad.record.endings import outcome_from_record, rank_file
+from sumgrad.record.endings import outcome_from_record, rank_file, read_end_record
 from sumgrad.subjects.script.asked import VARIABLE, Asked, write_asked
 
 TAG = "SUMGRAD_SCRIPT"  # whose processes they are, in their environment
@@ -195,9 +195,10 @@ def _outcomes(command: Command, directory: Path, codes: Sequence[int]) -> Iterat
         for rank, code in enumerate(codes):
             yield outcome_from_record(directory, rank, POOL, exit_code=code)
         return
-    claimed = sorted((directory / "ranks").glob("rank_*.claim"))
-    for path in claimed:
-        rank = int(path.stem.removeprefix("rank_"))
+    claimed = [int(p.stem.removeprefix("rank_")) for p in (directory / "ranks").glob("*.claim")]
+    ends = [read_end_record(directory, rank) or {} for rank in claimed]
+    sizes = [(end.get("result") or {}).get("world_size", 0) for end in ends]
+    for rank in range(max([*sizes, *(rank + 1 for rank in claimed)], default=0)):
         yield outcome_from_record(directory, rank, POOL)
 
 
