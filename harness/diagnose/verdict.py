@@ -37,6 +37,7 @@ from sumgrad.plan.edges import Plan
 from sumgrad.plan.predict import PartialSums, Prediction
 from sumgrad.record.directory import Record
 
+SHARED = 0.05  # of a common error: by how much that of one tensor may be another
 NARROW_ROUNDINGS = 16  # of the scale: what casts to fewer digits may leave
 
 
@@ -157,13 +158,29 @@ def _like_fewer_digits(record: Record, diffs: list[TensorDiff]) -> list[TensorDi
         return diffs
     out = []
     for d in diffs:
-        why = _fewer_digits(record, d) if d.status == "fail" and d.comparable else None
+        shared = _shared_factor([o for o in diffs if (o.tier, o.step) == (d.tier, d.step)])
+        why = _fewer_digits(record, d, shared) if d.status == "fail" and d.comparable else None
         out.append(d if why is None else replace(d, status="unknown", reason=why))
     return out
 
 
-def _fewer_digits(record: Record, diff: TensorDiff) -> str | None:
-    """What of its step was seen in fewer digits, if that may explain a difference."""
+def _shared_factor(diffs: Sequence[TensorDiff]) -> float | None:
+    """The one factor that all failing tensors of a step have, if it is more of their errors than
+    anything else: roundings of single elements have none."""
+    wrong = [d for d in diffs if d.status == "fail" and d.comparable and d.ratio is not None]
+    off = [d.ratio - 1 for d in wrong if d.ratio is not None]
+    if not off or not all(off) or max(off) - min(off) > SHARED * abs(sum(off) / len(off)):
+        return None
+    if any(d.l2_rel > (1 + SHARED) * abs(own) for d, own in zip(wrong, off, strict=True)):
+        return None
+    return 1 + sum(off) / len(off)
+
+
+def _fewer_digits(record: Record, diff: TensorDiff, shared: float | None) -> str | None:
+    """What of its step was seen in fewer digits, if that may explain a difference.
+
+    shared: the factor that all gradients of its step have.
+    """
     at = (diff.tier, record.spec.steps - 1)  # the step that is looked at
     seen = dict.fromkeys(
         place for held in record.ranks.values() for place in held.info.get(at, {}).get("narrow", ())
@@ -176,6 +193,12 @@ def _fewer_digits(record: Record, diff: TensorDiff) -> str | None:
     scale = record.references[diff.tier][diff.step].scale[diff.name]
     if diff.max_abs > NARROW_ROUNDINGS * eps * scale:
         return None
+    if shared is not None:
+        return (
+            f"every gradient is multiplied by {shared:.6g}, and the step makes "
+            f"{some_of(list(seen))}: a count or a coefficient held in it has this error; lifted to "
+            f"float64 it is right"
+        )
     return (
         f"the step makes {some_of(list(seen))}, fewer digits than {record.spec.tiers[diff.tier]}, "
         f"and its error is no larger than their roundings; lifted to float64 it is right; "

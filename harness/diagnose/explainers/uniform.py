@@ -40,6 +40,8 @@ def uniform_cause(case: Case) -> Explained | None:
         if None in {power_of(v, sizes) for v in found.known}:
             return None
         diagnosis = _factor_by_param(case, found)
+    elif not found.known:
+        return None
     elif found.level in ("terms", "cells") and all(u.rows is None for u in found.units):
         diagnosis = _factor_by_term(case, found, names)
     elif found.level == "previous":

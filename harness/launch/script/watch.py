@@ -47,6 +47,8 @@ from torch.optim.optimizer import (
 
 OTHERS_S = 20.0  # that a rank which is done waits for the others
 MAX_TROUBLES = 20
+BEFORE = "before"  # weights that the script itself changed between two steps
+ROUNDINGS = 64  # of the largest weight, by which such a change may differ on ranks
 
 
 def start(path: str) -> None:
@@ -81,6 +83,8 @@ class Watch:
         self.other_start: list[str] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.stepping: dict[str, Held] = {}
+        self.as_set: dict[str, str] = {}
+        self.whole: Grads = {}
         self._hooked: set[int] = set()
         self._label: contextlib.AbstractContextManager[None] | None = None
         self._since = time.monotonic()
@@ -219,12 +223,13 @@ class Watch:
             buffers = {f"buffer:{n}": to_local(b) for n, b in self.models.buffers.items()}
             self._keep_weights(f"{START}_{self.roots}_buffers", buffers)
         else:
-            whole = self._stored(START)
+            self.whole |= (whole := self._stored(START))
             self.other_start += take_over(new, whole, jitter=self.asked.jitter)
             held = {n.removeprefix("buffer:"): t for n, t in whole.items() if n[:7] == "buffer:"}
             take_over_buffers(self.models.buffers, held)
         if not self.roots:
             self._enter_step()
+        self.as_set |= {h.name: bits([h.local()]) for h in new}
         self.roots += 1
         trained = {
             n: h.param  # FSDP1 gives its flat parameters another size before their first use
@@ -287,7 +292,26 @@ class Watch:
             grads = {n: g for n, h in held.items() if (g := self._gradient(h, info)) is not None}
             self.files.keep(f"{self.asked.tier}/{self.calls}", grads)
             self.ledger.settle()
-            self.infos.append({**info, **self._said()})
+            self.infos.append({**info, **self._said(), "other_weights": self._moved(held)})
+
+    def _moved(self, held: dict[str, Held]) -> list[str]:
+        """Weights that the script changed since they were set, otherwise than the single run did.
+
+        That run keeps those which it changed; a noise run has others anyhow.
+        """
+        moved = {n: h for n, h in held.items() if bits([h.local()]) != self.as_set.get(n)}
+        if self.asked.start is None:
+            self._keep_weights(f"{BEFORE}_{self.calls}", {n: h.local() for n, h in moved.items()})
+            return []
+        if self.asked.jitter:
+            return []
+        theirs = self._stored(f"{BEFORE}_{self.calls}.")
+        known = {**self.whole, **theirs}
+        return [
+            n
+            for n, h in held.items()
+            if (n in moved or n in theirs) and not _nearly(h.local(), h.slice(known[n]))
+        ]
 
     def _gradient(self, held: Held, info: dict[str, Any]) -> Tensor | None:
         grad = held.param.grad
@@ -310,7 +334,6 @@ class Watch:
             "step": self.calls,
             "races": [],
             "unwaited": list(self.ledger.open_works),
-            "other_weights": [],
             "changed_weights": [],
             "feeds": self.evidence.feeds(),
             "backwards": max(self.evidence.backwards.values(), default=0),
@@ -349,7 +372,9 @@ class Watch:
                 self._keep_weights(f"{AFTER}_{self.calls}", {h.name: h.local() for h in held})
             else:
                 seed = self.asked.jitter and self.asked.jitter + 1000 * (self.calls + 1)
-                take_over(held, self._stored(f"{AFTER}_{self.calls}"), jitter=seed)
+                self.whole |= (whole := self._stored(f"{AFTER}_{self.calls}."))
+                take_over(held, whole, jitter=seed)
+            self.as_set |= {h.name: bits([h.local()]) for h in held}
 
     def _name(self, text: str) -> None:
         """What operations belong to, from here on."""
@@ -433,6 +458,16 @@ class Watch:
             place = f"{Path(last.filename).name}:{last.lineno}"
             self._trouble(f"sumgrad's watch: {type(error).__name__}: {error} ({place})")
             return None
+
+
+def _nearly(own: Tensor, wanted: Tensor) -> bool:
+    """Whether two weights differ by no more than a few roundings."""
+    if own.shape != wanted.shape:
+        return False
+    if not own.numel():
+        return True
+    most = ROUNDINGS * torch.finfo(own.dtype).eps * float(wanted.abs().max())
+    return float((own - wanted.to(own.dtype)).abs().max()) <= most
 
 
 SAME = "script"  # in place of the hashes by which a Program's ranks are known to have one model

@@ -1,0 +1,137 @@
+"""`sumgrad diff` on scripts that know nothing of it: real processes, real collectives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).with_name("scripts")
+pytestmark = pytest.mark.distributed
+
+
+def diff(cwd, *words, timeout=60):
+    """(exit code, verdict.json) of a diff in a folder."""
+    command = [sys.executable, "-m", "sumgrad", "diff", "--json", "v.json", "--steps", "2"]
+    command += ["--timeout", str(timeout), *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert done.returncode in (0, 1, 3), done.stdout + done.stderr
+    return done.returncode, json.loads((cwd / "v.json").read_text())
+
+
+def on_ranks(cwd, ranks, *words, **more):
+    return diff(cwd, "--ranks", ranks, "--", SCRIPTS / words[0], *words[1:], **more)
+
+
+def test_a_right_script_passes_and_leaves_the_users_files_alone(tmp_path):
+    (tmp_path / "losses.csv").write_text("last week's\n")
+    (tmp_path / "best.pt").write_bytes(b"precious")
+    code, verdict = on_ranks(tmp_path, 3, "train.py", "--batch", "{12/ranks}")
+    assert code == 0, verdict
+    tier = verdict["tiers"]["structure"]
+    assert tier["dtype"] == "float64"
+    assert tier["worst_rel"] < 1e-14
+    assert {t["rank"] for t in verdict["tensors"]} == {0, 1, 2}
+    assert {t["step"] for t in verdict["tensors"]} == {0, 1}
+    assert all(t["smallest_scale_error_caught"] < 1e-9 for t in verdict["tensors"])
+    assert "train.py" in verdict["lifted"][0]["place"]  # its .float()
+    assert any("dropout was switched off" in text for text in verdict["warnings"])
+    assert (tmp_path / "losses.csv").read_text() == "last week's\n"
+    assert (tmp_path / "best.pt").read_bytes() == b"precious"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".sumgrad", "best.pt", "losses.csv", "v.json",
+    ]  # fmt: skip
+
+
+def test_fsdp2_passes_and_its_own_dtype_too(tmp_path):
+    words = ("train.py", "--batch", "{12/ranks}", "--wrap", "fsdp2")
+    code, verdict = diff(tmp_path, "--no-lift", "--ranks", 2, "--", SCRIPTS / words[0], *words[1:])
+    assert code == 0, verdict
+    assert verdict["tiers"]["precision"]["dtype"] == "float32"
+    assert on_ranks(tmp_path, 2, *words)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("bug", "kind", "words"),
+    [
+        ("mean", "1/ranks", "already multiplied by 0.5"),
+        ("sampler", None, "rank 0-1 all read rows 0-5"),
+        ("start", None, "rank 1 starts from other weights than rank 0"),
+        ("decay", None, "the optimizer's own step"),
+    ],
+)
+def test_a_bug_is_found_where_it_begins(tmp_path, bug, kind, words):
+    wrap = "none" if bug == "start" else "ddp"
+    code, verdict = on_ranks(
+        tmp_path, 2, "train.py", "--batch", "{12/ranks}", "--bug", bug, "--wrap", wrap
+    )
+    assert code == 1
+    cause = verdict["diagnoses"][0]
+    assert words in cause["cause"], cause
+    assert cause["standing"] == "proved"
+    assert cause["symbol"] == kind
+    failed = {t["step"] for t in verdict["tensors"] if t["status"] == "fail"}
+    assert failed == {"mean": {1}, "sampler": {0, 1}}.get(bug, set())
+
+
+def test_a_batch_that_grows_with_the_ranks_is_said_first(tmp_path):
+    code, verdict = on_ranks(tmp_path, 2, "train.py", "--batch", "6")
+    assert code == 1
+    assert "{N/ranks}" in verdict["diagnoses"][0]["cause"]
+
+
+@pytest.mark.parametrize("bug", [False, True])
+def test_a_command_that_starts_its_own_ranks(tmp_path, bug):
+    def side(ranks):
+        words = [sys.executable, str(SCRIPTS / "two_losses.py"), str(ranks), str(tmp_path / "meet")]
+        return " ".join([*words, *(["bug"] if bug else [])])
+
+    code, verdict = diff(tmp_path, "--a", side(3), "--b", side(1))
+    assert code == (1 if bug else 0), verdict
+    assert {t["rank"] for t in verdict["tensors"]} == {0, 1, 2}
+    wrong = {(t["name"], t["step"]) for t in verdict["tensors"] if t["status"] == "fail"}
+    names = {"0.weight", "0.bias", "2.weight", "2.bias"}  # the first model that is called
+    assert wrong == ({(name, 1) for name in names} if bug else set())
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
+        ("no step", 3, "ended without an optimizer's step"),
+        ("raise", 3, "ValueError: out of data, at "),
+        ("one rank", 3, "ended after 0 of 2 optimizer steps"),
+    ],
+)
+def test_a_script_that_ends_otherwise_has_a_plain_verdict(tmp_path, kind, code, words):
+    got, verdict = on_ranks(tmp_path, 2, "bad.py", kind)
+    assert got == code
+    assert any(words in text for text in verdict["not_compared"]), verdict["not_compared"]
+
+
+def test_a_script_that_hangs_is_ended_and_says_where(tmp_path):
+    code, verdict = on_ranks(tmp_path, 2, "bad.py", "hang", timeout=12)
+    assert code in (1, 3)
+    stacks = [o["stack"] or "" for o in verdict["outcomes"]]
+    assert any("time.sleep(1000)" in stack for stack in stacks)
+    left = subprocess.run(["pgrep", "-f", "bad.py hang"], capture_output=True, text=True)
+    assert left.stdout == ""
+
+
+def test_what_cannot_be_started_is_refused(tmp_path):
+    for words, text in [
+        (["--ranks", "2"], "no script"),
+        (["--", "train.py"], "--ranks N is missing"),
+        (["--ranks", "2", "--", "absent.py"], "absent.py: no such file"),
+        (["--a", "python a.py"], "--a and --b belong together"),
+        (["--ranks", "5", "--", str(SCRIPTS / "train.py"), "{12/ranks}"], "no multiple of 5"),
+    ]:
+        done = subprocess.run(
+            [sys.executable, "-m", "sumgrad", "diff", *words],
+            cwd=tmp_path, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        assert text in done.stderr
+    assert not list(tmp_path.iterdir())
