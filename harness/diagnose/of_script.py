@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
-from sumgrad.judge.checks.script import OtherRows, other_rows, unlike_starts, wrong_updates
+from sumgrad.judge.checks.script import (
+    OtherRows,
+    changed_between,
+    other_rows,
+    unlike_starts,
+    wrong_updates,
+)
 from sumgrad.record.directory import Record
 
 
@@ -37,6 +43,18 @@ def other_than_the_single_run(record: Record) -> Iterator[Diagnosis]:
                 "every rank the single run's, so gradients are right or wrong apart from it",
             ),
         )
+        return
+    moved = changed_between(record)
+    if moved is not None:
+        yield Diagnosis(
+            cause=f"the script changes weights between two steps, on rank {moved.rank} otherwise "
+            f"than in the single run: {moved.text}",
+            kind="other_weights",
+            standing="proved",
+            ranks=(moved.rank,),
+            because=("weights are set to the single run's after every optimizer's step, and were "
+                     "others before the next",),
+        )  # fmt: skip
         return
     for wrong in wrong_updates(record):
         yield Diagnosis(

@@ -112,6 +112,16 @@ def identical(joint: Joint) -> bool:
     return whole and len(digests) == 1 and None not in digests and bool(joint.first.get("nonzero"))
 
 
+def counts_again(joint: Joint) -> bool:
+    """Whether a sum of the same bits from every member counts what is whole once for each.
+
+    Not where each put in its part by number, whole / size; of one single number that is not known.
+    """
+    factors = [c for by_rank in joint.gradients().values() for c in by_rank.values()]
+    shared = bool(factors) and all(abs(c * len(joint.ranks) - 1) <= UNITY for c in factors)
+    return identical(joint) and int(joint.first.get("numel", 0)) > 1 and not shared
+
+
 def prescaled(joint: Joint, sizes: Mapping[str, int]) -> tuple[float, str] | None:
     """One factor 1/size with which every gradient enters on every rank."""
     found = [c for by_rank in joint.gradients().values() for c in by_rank.values()]

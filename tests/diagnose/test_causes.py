@@ -61,7 +61,9 @@ def test_a_right_twin_that_is_cut_otherwise_in_each_tier(sumgrad_launcher):
 
 def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
     halves = right_causes.halves()
-    assert {half: len(paths) for half, paths in halves.items()} == dict.fromkeys(halves, 42)
+    assert {half: len(paths) for half, paths in halves.items()} == {
+        "learn": 42, "sealed": 42, "second": 42, "third": 40,
+    }  # fmt: skip
     for paths in halves.values():
         for path in paths:
             module = right_causes.load(path)

@@ -11,7 +11,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.reductions import carried_by, reductions_of, wrong_parameters
-from sumgrad.judge.joint import Joint, describe, identical, joint_operations
+from sumgrad.judge.joint import Joint, counts_again, describe, joint_operations
 
 NARROW = ("bfloat16", "float16")
 
@@ -62,7 +62,7 @@ def cause_in_ledger(case: Case) -> Diagnosis | None:
             )
         if joint.first.get("reduce") == "AVG":
             return _ledger_cause("avg", f"{words} averages where others sum", "", joint)
-        if identical(joint):
+        if counts_again(joint):
             return _ledger_cause(
                 "double_reduction",
                 f"{words} sums the same bits from all its ranks: what is already whole",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
@@ -14,6 +14,7 @@ from sumgrad.judge.cells import Cell
 from torch import Tensor
 
 SAME = 1e-6
+FEWEST = 4  # elements that one multiple has to fit
 
 
 def own_value_added(case: Case, left: Left) -> Iterator[Explanation]:
@@ -23,6 +24,8 @@ def own_value_added(case: Case, left: Left) -> Iterator[Explanation]:
     cells = [cell for cell in case.failing_cells if cell.measured.numel()]
     if case.has_plan or not cells or any(cell.name not in held for cell in cells):
         return
+    if sum(cell.measured.numel() for cell in _once(cells)) < FEWEST:
+        return  # a multiple of one number is any number
     values = [(cell, _as_held(cell, held[cell.name])) for cell in cells]
     squares = sum(float(own.square().sum()) for _, own in values)
     if not squares:
@@ -54,6 +57,11 @@ def own_value_added(case: Case, left: Left) -> Iterator[Explanation]:
             ),
         ),
     )
+
+
+def _once(cells: Sequence[Cell]) -> list[Cell]:
+    """One cell of each parameter: what replicas hold is the same evidence."""
+    return list({cell.name: cell for cell in cells}.values())
 
 
 def _times_larger(cell: Cell, added: Tensor) -> float:

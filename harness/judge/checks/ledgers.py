@@ -11,9 +11,9 @@ from sumgrad.judge.finding import Compared, Finding
 from sumgrad.judge.joint import (
     Joint,
     carries,
+    counts_again,
     describe,
     fed,
-    identical,
     joint_operations,
     prescaled,
     sizes_of,
@@ -137,7 +137,7 @@ def _law(
             f"the gradients of {some_of(list(joint.gradients()))} are multiplied by {factor:.6g} = "
             f"1/{size_name} before {what}: an average"
         )
-    if identical(joint):
+    if counts_again(joint):
         yield (
             f"{what} sums inputs that are the same bits on all {size} ranks: what is already "
             f"whole is counted {size} times"

@@ -172,6 +172,22 @@ def unlike_starts(record: Record) -> Unlike | None:
     return None
 
 
+def changed_between(record: Record) -> Unlike | None:
+    """The first rank whose weights the script changed between steps, unlike the single run."""
+    if record.spec.script is None:
+        return None
+    found = [
+        (step, rank, names)
+        for rank, held in record.ranks.items()
+        for (_, step), told in held.info.items()
+        if (names := told.get("other_weights"))
+    ]
+    if not found:
+        return None
+    step, rank, names = min(found)
+    return Unlike(rank=rank, text=f"{some_of(names)} before step {step}")
+
+
 def _first(record: Record, rank: int) -> dict[str, Any]:
     """What a rank said of its first step."""
     info = record.ranks[rank].info

@@ -290,6 +290,8 @@ def _check(options: DiffOptions) -> None:
         raise UserError("sumgrad diff: no script; use sumgrad diff --ranks 4 -- train.py args")
     if options.ranks < 1:
         raise UserError("sumgrad diff: --ranks N is missing: how many ranks the script is run on")
+    for count in (options.ranks, options.against):
+        _ = [fill_in(word, count) for word in options.script]
     script = next((w for w in options.script if w.endswith(".py")), None)
     if script is not None and not Path(script).is_file():
         raise UserError(f"{script}: no such file")

@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from sumgrad.base.files import PACKAGE
 from sumgrad.ledger.process_group import tensors_in
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -33,7 +32,8 @@ DIGITS = {
 DRAWS = torch.float32  # what a model draws its random numbers in, unless it says another
 MAX_PLACES = 50  # lines that are listed; the rest is counted under the last
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_OURS = tuple(str(PACKAGE / name) + os.sep for name in ("subjects", "launch", "ledger"))
+_PACKAGE = Path(os.path.abspath(__file__)).parents[2]  # as the names of its files begin
+_OURS = tuple(str(_PACKAGE / name) + os.sep for name in ("subjects", "launch", "ledger"))
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 _BITS = {torch.Tensor.view, torch.ops.aten.view.dtype}
 _aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""A training script as people have them; `--bug NAME` makes one mistake. Nothing of sumgrad in it."""
+"""A training script as people have them, nothing of sumgrad in it; `--bug NAME` makes a mistake."""
 
 import argparse
 
@@ -50,7 +50,7 @@ if rank == 0:
     with open("losses.csv", "w") as log:
         log.write("step,loss\n")
     torch.save(model.state_dict(), "best.pt")
-for epoch in range(3):
+for _epoch in range(3):
     for step, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         loss = loss_of(model(x), y)

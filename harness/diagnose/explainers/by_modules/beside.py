@@ -28,7 +28,7 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     factors = [s.factor for s in found[1]] if found else []
     known = [f for f in factors if f is not None]
     text = f"forward and backward are right in all {len(told)} modules that could be compared"
-    inside = sorted({m for m in owners(case) if not _told_of(look, m)})
+    inside = sorted({m or "the model" for m in owners(case) if not _told_of(look, m)})
     if not known or len(known) < len(factors) or not same(known):
         return diagnosis
     text += _after_the_modules(diagnosis, known[0])

@@ -1,0 +1,261 @@
+"""What observes a script, piece by piece, in this process."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from sumgrad.base.errors import UserError
+from sumgrad.launch.script.diff import fill_in
+from sumgrad.launch.script.user_files import FileKeeper, put_back
+from sumgrad.subjects.script.doubled import NoDropout, double_inputs
+from sumgrad.subjects.script.models import Models, label_of, outermost
+from sumgrad.subjects.script.reference import LOUD, Single, reference_of
+from sumgrad.subjects.script.roundings import OtherRoundings
+from sumgrad.subjects.script.rows import rows_of
+from sumgrad.subjects.script.start import take_over
+from torch import nn
+from torch.nn import functional as F
+
+
+def padded(rows, length, value=0):
+    out = torch.full((len(rows), length), value)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.tensor(row)
+    return out
+
+
+def test_a_row_is_the_same_however_it_is_padded_or_cast():
+    texts = [[5, 3], [5, 9, 2], [4]]
+    short, long = rows_of(padded(texts, 3)), rows_of({"ids": padded(texts, 7)})
+    assert [a[0] for a in short[:1]] == [b[0] for b in long[:1]]
+    assert short[1][1] == long[1][2]  # whole there, padded here
+    numbers = torch.randn(4, 5)
+    assert rows_of(numbers) == rows_of(numbers.double())
+
+
+def test_rows_that_differ_in_their_last_element_are_others():
+    first, second = rows_of(torch.tensor([[5, 3], [5, 9]]))
+    assert first[0] != second[0]
+    assert first[1] != second[2]
+
+
+def test_only_what_has_as_many_rows_and_no_gradient_is_read():
+    ids, shared = torch.arange(6).reshape(3, 2), torch.arange(2)[None]
+    made = torch.randn(3, 4, requires_grad=True) * 2
+    assert rows_of((ids, shared, made)) == rows_of(ids)
+    assert rows_of(made) == []
+    assert rows_of(torch.tensor(3)) == []
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: F.dropout(x, 0.5), lambda x: F.dropout2d(x[None], p=0.5)[0],
+    nn.Dropout(0.3), lambda x: torch.dropout(x, 0.5, True),
+    lambda x: F.alpha_dropout(x, 0.5, training=True),
+])  # fmt: skip
+def test_dropout_gives_its_input_and_is_counted(call):
+    x = torch.randn(3, 4, 5)
+    with NoDropout() as mode:
+        assert torch.equal(call(x), x)
+    assert mode.count == 1
+
+
+def test_attention_drops_nothing_and_what_is_off_is_not_counted():
+    q = torch.randn(2, 3, 4)
+    plain = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    with NoDropout() as mode:
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q, None, 0.9, True), plain)
+        assert mode.count == 1
+        assert torch.equal(
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.9, is_causal=True), plain
+        )
+        F.dropout(q, 0.5, training=False)
+        nn.Dropout(0.0)(q)
+    assert mode.count == 2
+
+
+def test_data_is_doubled_and_what_has_a_gradient_is_not():
+    made = torch.randn(2, requires_grad=True)
+    kwargs = {"x": [torch.ones(2)], "n": 3}
+    ids, data, kept = double_inputs((torch.arange(2), torch.ones(2), made), kwargs)
+    assert (ids.dtype, data.dtype, kept.dtype) == (torch.int64, torch.float64, torch.float32)
+    assert kwargs["x"][0].dtype == torch.float64
+
+
+def test_other_roundings_are_as_large_as_another_order_makes_them():
+    """Where terms cancel the error is that of the terms, not of the result."""
+    torch.manual_seed(0)
+    x, w = torch.randn(7, 400, dtype=torch.float64), torch.randn(400, 3, dtype=torch.float64)
+    w[-1] -= (x @ w)[0] / x[0, -1]  # the first row's products add up to nothing
+    exact, size = x @ w, x.abs() @ w.abs()
+    eps = torch.finfo(torch.float64).eps
+    with OtherRoundings(1):
+        first, total, norm = x @ w, x.sum(), F.layer_norm(x, (400,))
+    with OtherRoundings(2):
+        second = x @ w
+    assert not torch.equal(first, second)
+    off = (first - exact).abs() / (eps * size)
+    assert 0.05 < float(off[0].max()) <= 1.1
+    assert float(off.max()) <= 1.1
+    assert 0 < abs(float(total - x.sum())) <= 1.1 * eps * float(x.abs().sum())
+    assert torch.equal(norm, F.layer_norm(x, (400,)))
+
+
+def test_a_layer_norms_weight_has_other_roundings_too():
+    weight = torch.ones(6, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(50, 6, dtype=torch.float64)
+    found = []
+    for seed in (1, 2):
+        with OtherRoundings(seed):
+            found += torch.autograd.grad(F.layer_norm(x, (6,), weight).sum(), weight)
+    assert not torch.equal(*found)
+    assert float((found[0] - found[1]).abs().max()) < 1e-12
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 3))
+
+
+def test_a_model_is_met_whole_by_whichever_part_is_called_first():
+    model = Part()
+    assert outermost(model.inner[0]) is model
+    models = Models()
+    assert [h.name for h in models.meet(model.inner[0], None)] == [
+        "inner.0.weight", "inner.0.bias",
+    ]  # fmt: skip
+    assert models.meet(model, None) == []
+    wrapped = nn.Module()
+    wrapped.add_module("module", model)
+    assert label_of(wrapped) == "Part"
+    assert models.meet(wrapped, None) == []
+
+
+def test_a_second_models_names_begin_with_its_class():
+    first, second, third = Part(), Part(), nn.Linear(2, 2)
+    models = Models()
+    for module in (first, second, third):
+        models.meet(module, None)
+    assert list(models.held) == [
+        "inner.0.weight", "inner.0.bias", "Part.inner.0.weight", "Part.inner.0.bias",
+        "weight", "bias",
+    ]  # fmt: skip
+
+
+def test_a_hand_cut_part_is_placed_by_value_and_given_the_other_weights():
+    whole = {"weight": torch.randn(6, 4), "bias": torch.randn(6)}
+    cut = nn.Linear(4, 2)
+    with torch.no_grad():
+        cut.weight.copy_(whole["weight"][2:4])
+        cut.bias.copy_(whole["bias"][2:4])
+    models = Models()
+    held = models.meet(cut, whole)
+    assert [h.name for h in held] == ["weight", "bias"]
+    assert models.unknown == []
+    other = {name: value + 1 for name, value in whole.items()}
+    assert take_over(held, other) == ["weight", "bias"]
+    assert torch.equal(cut.weight, other["weight"][2:4])
+    assert take_over(held, other) == []
+    assert take_over(held, other, jitter=3) == []
+    off = ((cut.weight.detach() - other["weight"][2:4]) / other["weight"][2:4]).abs()
+    assert 0 < float(off.max()) < 3 * torch.finfo(torch.float32).eps
+
+
+def test_what_has_no_place_is_said():
+    models = Models()
+    models.meet(nn.Linear(5, 5), {"weight": torch.randn(4, 4), "bias": torch.randn(4)})
+    assert len(models.unknown) == 2
+    assert models.unknown[0].startswith("weight (5, 5): has shape (5, 5), and its values occur")
+
+
+def run_of(*values, dtype="float64"):
+    grads = {"a": torch.tensor(values, dtype=torch.float64), "b": torch.zeros(2)}
+    return Single(
+        params={"a": (len(values),), "b": (2,)}, dtype=dtype, grads=(grads,),
+        after=({"a": grads["a"] * 2},), steps=({},), unknown=(),
+    )  # fmt: skip
+
+
+def test_the_reference_has_the_noise_of_all_runs():
+    reference = reference_of(
+        run_of(1.0, -4.0), [run_of(1.0, -4.0 + 2e-12), run_of(1 + 1e-12, -4)], 0
+    )
+    assert reference.grads["a"].tolist() == [1.0, -4.0]
+    assert reference.floor["a"] == pytest.approx(2e-12, rel=1e-3)
+    assert reference.scale["a"] == pytest.approx(4.04)
+    assert reference.scale["b"] == 0.0
+    assert reference.after_floor["a"] == pytest.approx(4e-12, rel=1e-3)
+    assert reference.problems == ()
+    assert reference.reached == ("a",)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_script_that_is_moved_by_one_rounding_has_no_reference(dtype):
+    limit = LOUD[dtype] * 4.04
+    for factor, problems in ((0.9, 0), (1.1, 1)):
+        noise = run_of(1.0, -4.0 + factor * limit, dtype=dtype)
+        assert len(reference_of(run_of(1.0, -4.0, dtype=dtype), [noise], 0).problems) == problems
+
+
+def test_arguments_are_filled_in_for_each_side():
+    assert [fill_in("--n={24/ranks}x{ranks}", n) for n in (1, 4)] == ["--n=24x1", "--n=6x4"]
+    with pytest.raises(UserError, match="24 is no multiple of 5"):
+        fill_in("{24/ranks}", 5)
+
+
+WRITES = """
+    import os, sys, torch
+    from pathlib import Path
+    from sumgrad.launch.script.user_files import FileKeeper
+    keeper = FileKeeper(Path(sys.argv[1]), Path.cwd(), float(sys.argv[2]))
+    keeper.install()
+    torch.save = keeper.in_front(torch.save, 1, "f")
+    open("log", "a").write("more")
+    open("fresh", "w").write("new")
+    torch.save({}, "best.pt")
+    os.replace("old", "moved")
+    os.remove("gone")
+    open("read").read()
+    os.makedirs("sub", exist_ok=True)
+    Path("sub/deep").write_text("x")
+"""
+
+
+def test_the_users_files_are_as_they_were(tmp_path):
+    work, run = tmp_path / "work", tmp_path / "runs" / "side"
+    work.mkdir()
+    run.mkdir(parents=True)
+    names = ("log", "best.pt", "old", "gone", "read")
+    before = {name: str(random.random()) for name in names}
+    for name, text in before.items():
+        (work / name).write_text(text)
+    code = textwrap.dedent(WRITES)
+    subprocess.run([sys.executable, "-c", code, str(run), "0"], cwd=work, check=True)
+    changed, made = put_back(run)
+    assert {name: (work / name).read_text() for name in before} == before
+    assert sorted(p.name for p in work.iterdir()) == sorted([*before, "sub"])
+    assert sorted(p.rpartition("/")[2] for p in changed) == ["best.pt", "gone", "log", "old"]
+    assert sorted(p.rpartition("/")[2] for p in made) == ["deep", "fresh", "moved"]
+    assert (run / "files" / "made" / "fresh").read_text() == "new"
+    assert put_back(tmp_path) == ([], [])
+
+
+def test_what_the_run_itself_made_elsewhere_is_left_alone(tmp_path):
+    (tmp_path / "side").mkdir()
+    other = tmp_path / "cache"
+    other.write_text("made by the run")
+    keeper = FileKeeper(tmp_path / "side", tmp_path / "work", other.stat().st_ctime - 1)
+    keeper._own = "/nowhere"
+    keeper.touch(other)
+    later = FileKeeper(tmp_path / "side", tmp_path / "work", other.stat().st_ctime + 1)
+    later._own = "/nowhere"
+    assert put_back(tmp_path / "side") == ([], [])
+    later.touch(other)
+    other.write_text("written over")
+    assert put_back(tmp_path / "side") == ([str(other)], [])
+    assert other.read_text() == "made by the run"
