@@ -229,9 +229,25 @@ def _to_json(record: Record, verdict: Verdict, diffs: Sequence[TensorDiff]) -> d
         "warnings": list(verdict.warnings),
         "not_compared": list(verdict.reasons),
         "outcomes": [outcome_to_json(o) for o in record.outcomes],
+        **({"losses": _losses(record)} if spec.script else {}),
         "reproduce": spec.reproduce,
         "versions": spec.versions,
     }
+
+
+def _losses(record: Record) -> dict[str, list[float | None]]:
+    """What backward was called on in each step, on average, in the single run and over all ranks:
+    the curves that people compare."""
+
+    def mean(values: Sequence[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    assert record.spec.script is not None
+    ranks = []
+    for step in range(record.spec.steps):
+        told = [i for h in record.ranks.values() for (_, s), i in h.info.items() if s == step]
+        ranks.append(mean([float(x) for info in told for x in info.get("losses", ())]))
+    return {"single": [mean(own) for own in record.spec.script.losses], "ranks": ranks}
 
 
 def _lifted(record: Record) -> list[dict[str, Any]]:

@@ -144,7 +144,8 @@ def read_rank(
     info = {(s["tier"], int(s["step"])): _numbers(s) if planned else s for s in steps}
     if not planned:
         _ = [said[name] for said in steps for name in SAID]  # what is left out is no evidence
-        grads = {at: grads.get(at, {}) for at in info}
+        after = {at: own for at, own in grads.items() if at[0] == AFTER}
+        grads = after | {at: grads.get(at, {}) for at in info}
     begun = begun_operations(ledger)
     return RankRecord(
         rank=rank,

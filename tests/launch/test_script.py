@@ -62,6 +62,7 @@ def test_fsdp2_passes_and_its_own_dtype_too(tmp_path):
         ("mean", "1/ranks", "already multiplied by 0.5"),
         ("sampler", None, "rank 0-1 all read rows 0-5"),
         ("start", None, "rank 1 starts from other weights than rank 0"),
+        ("rate", None, "the optimizer's own step: its gradients are right; after it"),
         ("decay", None, "changes weights between two steps, on rank 1"),
     ],
 )
@@ -76,7 +77,9 @@ def test_a_bug_is_found_where_it_begins(tmp_path, bug, kind, words):
     assert cause["standing"] == "proved"
     assert cause["symbol"] == kind
     failed = {t["step"] for t in verdict["tensors"] if t["status"] == "fail"}
-    assert failed == {"mean": {1}, "decay": {1}, "sampler": {0, 1}, "start": set()}[bug]
+    assert (
+        failed == {"mean": {1}, "decay": {1}, "rate": set(), "sampler": {0, 1}, "start": set()}[bug]
+    )
 
 
 def test_a_batch_that_grows_with_the_ranks_is_said_first(tmp_path):

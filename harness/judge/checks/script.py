@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from sumgrad.base.outcome import some_of, spans
-from sumgrad.base.tolerances import FLOOR_FACTOR
+from sumgrad.base.tolerances import FLOOR_FACTOR, ZERO_FACTOR
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.record.directory import Record
 from sumgrad.record.ranks import AFTER
+from sumgrad.record.reference import Reference
 
 Row = tuple[str, str, str]  # digests of a row, as subjects/script/rows.py gives them
 
@@ -228,16 +229,18 @@ def wrong_updates(record: Record) -> Iterator[Unlike]:
     for tier, references in record.references.items():
         eps = torch.finfo(getattr(torch, record.spec.tiers[tier])).eps
         for reference in references:
-            off = {}
+            off: dict[int, list[tuple[str, float, float]]] = {}
             for rank, held in record.ranks.items():
                 for name, got in held.grads.get((AFTER, reference.step), {}).items():
                     if name not in reference.after or not got.numel():
                         continue
                     whole, index = reference.after[name], held.index_of(tier, name)
+                    told = _told_by_the_gradient(reference, name)
                     value = whole if index is None else whole.reshape(-1)[index]
+                    told = told if index is None else told.reshape(-1)[index]
                     size = 2 * eps * float(whole.abs().max())
                     bound = FLOOR_FACTOR * max(reference.after_floor[name], size)
-                    far = _distance(got, value)
+                    far = _distance(got, value, told)
                     if not far <= bound:
                         off.setdefault(rank, []).append((name, far, bound))
             for rank, names in off.items():
@@ -249,11 +252,18 @@ def wrong_updates(record: Record) -> Iterator[Unlike]:
                 )
 
 
-def _distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference; NaN where they cannot be compared."""
+def _told_by_the_gradient(reference: Reference, name: str) -> torch.Tensor:
+    """Elements whose gradient is more than noise: an optimizer that divides by its size makes a
+    whole step of noise, in either direction."""
+    return reference.grads[name].abs() > ZERO_FACTOR * reference.floor[name]
+
+
+def _distance(got: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor) -> float:
+    """The largest difference where it is told; NaN where they cannot be compared."""
     if got.shape != wanted.shape:
         return float("nan")
-    return float((got.double() - wanted).abs().max())
+    off = (got.double() - wanted).abs()[told]
+    return float(off.max()) if off.numel() else 0.0
 
 
 def what_was_done_to_compare(compared: Compared) -> Iterator[Finding]:

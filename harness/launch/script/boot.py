@@ -3,26 +3,31 @@
 Nothing but the standard library until then, and nothing at all where nobody asks.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import sys
+from importlib.abc import MetaPathFinder
+from typing import Any
 
 VARIABLE, FALLBACK = "SUMGRAD_WATCH", "SUMGRAD_PACKAGE"
 
 
-class _Waiting:
+class _Waiting(MetaPathFinder):
     """Stands in the way of `import torch` once, and starts the watch when torch is there."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.loader is None:
             return spec
-        load = spec.loader.exec_module
+        loader: Any = spec.loader
+        load = loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: Any) -> None:
             load(module)
             if importlib.util.find_spec("sumgrad") is None:  # another environment than ours
                 sys.path.append(os.environ[FALLBACK])
@@ -30,17 +35,17 @@ class _Waiting:
 
             start(os.environ[VARIABLE])
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 
-def _load_the_next():
+def _load_the_next() -> None:
     """The `sitecustomize` that this one hides, if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
     for folder in sys.path:
         path = os.path.join(folder, "sitecustomize.py")
         if os.path.abspath(folder or ".") != here and os.path.isfile(path):
-            spec = importlib.util.spec_from_file_location("sitecustomize", path)
+            spec: Any = importlib.util.spec_from_file_location("sitecustomize", path)
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
             return
 

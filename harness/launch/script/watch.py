@@ -203,13 +203,13 @@ class Watch:
 
     def _whole(self) -> Grads | None:
         """The weights that the single run started with; None in that run itself."""
-        return None if self.asked.start is None else self._stored(START)
+        return None if self.asked.start is None else self._stored(f"{START}_*")
 
     def _stored(self, what: str) -> Grads:
-        """What the single run kept under a name, all its models' and buffers'."""
+        """What the single run kept under a name, `*` for any; nothing where it kept nothing."""
         assert self.asked.start is not None
         out: Grads = {}
-        for path in sorted(Path(self.asked.start).glob(f"weights_{what}*.safetensors")):
+        for path in sorted(Path(self.asked.start).glob(f"weights_{what}.safetensors")):
             out |= dict(read_tensors(path))
         return out
 
@@ -223,7 +223,7 @@ class Watch:
             buffers = {f"buffer:{n}": to_local(b) for n, b in self.models.buffers.items()}
             self._keep_weights(f"{START}_{self.roots}_buffers", buffers)
         else:
-            self.whole |= (whole := self._stored(START))
+            self.whole |= (whole := self._stored(f"{START}_*"))
             self.other_start += take_over(new, whole, jitter=self.asked.jitter)
             held = {n.removeprefix("buffer:"): t for n, t in whole.items() if n[:7] == "buffer:"}
             take_over_buffers(self.models.buffers, held)
@@ -305,7 +305,7 @@ class Watch:
             return []
         if self.asked.jitter:
             return []
-        theirs = self._stored(f"{BEFORE}_{self.calls}.")
+        theirs = self._stored(f"{BEFORE}_{self.calls}")
         known = {**self.whole, **theirs}
         return [
             n
@@ -372,7 +372,7 @@ class Watch:
                 self._keep_weights(f"{AFTER}_{self.calls}", {h.name: h.local() for h in held})
             else:
                 seed = self.asked.jitter and self.asked.jitter + 1000 * (self.calls + 1)
-                self.whole |= (whole := self._stored(f"{AFTER}_{self.calls}."))
+                self.whole |= (whole := self._stored(f"{AFTER}_{self.calls}"))
                 take_over(held, whole, jitter=seed)
             self.as_set |= {h.name: bits([h.local()]) for h in held}
 

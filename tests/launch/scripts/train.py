@@ -42,7 +42,8 @@ elif args.wrap == "fsdp2":
     for module in (model, model.last):
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(float(world))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+rate = 1e-2 * world if args.bug == "rate" else 1e-2
+optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
 sampler = None if args.bug == "sampler" else DistributedSampler(data, seed=5)
 loader = DataLoader(data, batch_size=args.batch, sampler=sampler)
 loss_of = nn.CrossEntropyLoss()
