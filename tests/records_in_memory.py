@@ -312,12 +312,16 @@ def with_rank(record: Any, rank: int, **change: Any) -> Any:
     return replace(record, ranks={**record.ranks, rank: replace(record.ranks[rank], **change)})
 
 
-def found(check: Check, record: Record, *, again: Any = ()) -> list[Finding]:
-    """What a check finds in a record."""
-    compared = Compared(
+def compared(record: Record, *, again: Any = ()) -> Compared:
+    """A record, compared."""
+    return Compared(
         record=record, diffs=compare(record), again=again, mismatches=ledger_mismatches(record)
     )
-    return list(check(compared))
+
+
+def found(check: Check, record: Record, *, again: Any = ()) -> list[Finding]:
+    """What a check finds in a record."""
+    return list(check(compared(record, again=again)))
 
 
 def texts(check: Check, record: Record) -> list[str]:

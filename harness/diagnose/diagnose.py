@@ -72,7 +72,7 @@ def _diagnose(
     compared: Compared, case: Case | None
 ) -> tuple[list[Diagnosis], list[RecoveredCoefficient]]:
     record = compared.record
-    of_script = list(other_than_the_single_run(record))
+    of_script = list(other_than_the_single_run(compared))
     if of_script:
         return of_script, []
     outright = [

@@ -13,11 +13,12 @@ from sumgrad.judge.checks.script import (
     unlike_starts,
     wrong_updates,
 )
-from sumgrad.record.directory import Record
+from sumgrad.judge.finding import Compared
 
 
-def other_than_the_single_run(record: Record) -> Iterator[Diagnosis]:
+def other_than_the_single_run(compared: Compared) -> Iterator[Diagnosis]:
     """What makes everything that comes after it unlike the single run; the first alone."""
+    record = compared.record
     if record.spec.script is None:
         return
     rows = [other for tier in record.spec.tiers for other in other_rows(record, tier)]
@@ -56,6 +57,8 @@ def other_than_the_single_run(record: Record) -> Iterator[Diagnosis]:
                      "others before the next",),
         )  # fmt: skip
         return
+    if any(d.status == "fail" for d in compared.diffs):
+        return  # a wrong gradient makes wrong weights
     for wrong in wrong_updates(record):
         yield Diagnosis(
             cause=f"the optimizer's own step: its gradients are right; after it {wrong.text}",

@@ -33,6 +33,8 @@ from conftest import ROOT
         ("c_17", "backward", "likely"),
         ("c_21", "rank_scale", "proved"),
         ("d_06", "late_gradient", "proved"),
+        ("e_18", "factor", "likely"),
+        ("e_19", "open", "open"),
     ],
 )
 def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
@@ -41,6 +43,16 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
     assert (row["status"], row["kind"]) == ("fail", kind), row["said"]
     assert row["standing"] == standing, row["said"]
     assert row["place"], row["said"]
+
+
+@pytest.mark.distributed
+def test_a_count_in_few_digits_is_unknown_and_is_said_to_be_one(sumgrad_launcher):
+    """The same error in every gradient is no rounding of single elements."""
+    (path,) = right_causes.BUGS.glob("e_17_*.py")
+    row = right_causes.run(path, "Buggy", sumgrad_launcher)
+    assert row["status"] == "unknown"
+    assert "every gradient is multiplied by 0.996154" in row["said"]
+    assert "bfloat16 at e_17_token_count_in_bfloat16.py:63" in row["said"]
 
 
 @pytest.mark.distributed

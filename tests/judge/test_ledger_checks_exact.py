@@ -11,6 +11,7 @@ from sumgrad.judge.checks.ledgers import ranks_agree, sums_only
 from sumgrad.judge.joint import (
     Joint,
     carries,
+    counts_again,
     fed,
     identical,
     joint_operations,
@@ -229,3 +230,13 @@ def test_calls_that_are_not_recorded_are_named_with_rank_and_place():
     assert len(found) == 1
     assert found[0].startswith("rank 1-2 calls new_window at train.py:31")
     assert list(unrecorded(record_of([event(0)], [event(0)], [event(0)]))) == []
+
+
+def test_equal_bits_count_again_only_where_each_put_in_the_whole():
+    assert counts_again(joint(inputs="aaa"))
+    assert not counts_again(joint())
+    third = 1 / 3
+    assert not counts_again(joint(inputs="aaa", grads=(third, third, third)))
+    assert counts_again(joint(inputs="aaa", grads=(0.5, 0.5, 0.5)))
+    assert counts_again(joint(inputs="aaa", grads=(third, third, 1.0)))
+    assert not counts_again(joint(inputs="aaa", numel=1))

@@ -1,0 +1,176 @@
+"""What is judged of a script besides its gradients, on records made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from records_in_memory import FLOOR, SHAPES, compared, program_record, texts
+from sumgrad.diagnose.of_script import other_than_the_single_run
+from sumgrad.judge.checks.script import (
+    as_many_steps,
+    changed_between,
+    other_rows,
+    the_same_rows,
+    the_same_start,
+    the_same_weights_after,
+    unlike_starts,
+)
+from sumgrad.record.ranks import AFTER
+from sumgrad.record.spec import Script
+
+AT = ("structure", 0)
+
+
+def row(name, *, cut=""):
+    return [f"once {name}", f"whole {name}", f"cut {cut or name}"]
+
+
+def record_of(single, *read, steps=1, **told):
+    """Rank i read `read[i]` of the first step. told: what every rank says of it besides."""
+    one = program_record(tiers={"structure": "float64"}, steps=steps, ranks=len(read) or 3)
+    script = Script(command="c", rows=({"Net": single},) * steps, losses=((1.0,),) * steps)
+    ranks = {}
+    for rank, held in one.ranks.items():
+        info = {k: {**v, **told} for k, v in held.info.items()}
+        if read:
+            info[AT] |= {"rows": {"Net": read[rank]}}
+        ranks[rank] = replace(held, info=info)
+    return replace(one, spec=replace(one.spec, script=script), ranks=ranks)
+
+
+FOUR = [row(i) for i in range(4)]
+
+
+@pytest.mark.parametrize("read", [
+    (FOUR[:2], FOUR[2:]),  # divided
+    (FOUR[::2], FOUR[1::2]),
+    (FOUR, FOUR),  # replicated, as for tensor parallelism
+    (FOUR, []),  # the first stage of a pipeline alone
+    ([row("x"), row("y")], [row("z")]),  # a sequence that is cut: nothing can be told
+])  # fmt: skip
+def test_rows_that_are_the_single_runs(read):
+    assert texts(the_same_rows, record_of(FOUR, *read)) == []
+
+
+@pytest.mark.parametrize(("read", "missed", "uneven", "foreign", "cause"), [
+    ((FOUR[:2], FOUR[:2]), (2, 3), (), {}, "rank 0-1 all read rows 0-1"),
+    ((FOUR[:2], FOUR[1:3]), (3,), (1,), {}, "some are lost or read twice"),
+    ((FOUR[:2], [FOUR[2], FOUR[2]]), (3,), (2,), {}, "some are lost or read twice"),
+    ((FOUR[:2], [FOUR[2], row("x")]), (3,), (), {1: 1}, "rank 1 reads rows that the single run"),
+    ((FOUR, [row(f"x{i}") for i in range(4)]), (), (), {1: 4}, "{N/ranks}"),
+    (([FOUR[0], row("x")], [row("y"), row("z")]), (1, 2, 3), (), {0: 1, 1: 2}, "another order"),
+    ((FOUR, FOUR[:3]), (), (0, 1, 2), {}, "some are lost or read twice"),
+])  # fmt: skip
+def test_rows_that_are_not(read, missed, uneven, foreign, cause):
+    record = record_of(FOUR, *read)
+    (other,) = other_rows(record, "structure")
+    assert (other.missed, other.uneven, other.foreign) == (missed, uneven, foreign)
+    (text,) = texts(the_same_rows, record)
+    assert text == other.text
+    (found_here,) = other_than_the_single_run(compared(record))
+    assert cause in found_here.cause
+    assert found_here.standing == "proved"
+
+
+def test_a_row_is_found_whatever_it_was_padded_to():
+    single = [["a1", "a", "-"], ["b1", "b+pad", "b"]]
+    padded = [["a1", "a+pad", "a"]]
+    whole = [["b", "b", "-"]]
+    assert texts(the_same_rows, record_of(single, padded, whole)) == []
+
+
+def test_equal_rows_are_counted_as_often_as_they_are_there():
+    twice = [row("a"), row("a"), row("b")]
+    assert texts(the_same_rows, record_of(twice, twice[:1], twice[1:])) == []
+    (text,) = texts(the_same_rows, record_of(twice, twice[:1], twice[2:]))
+    assert "row 2 more often" in text
+
+
+def test_replicas_that_start_unlike_each_other():
+    same = {"started_with": {"w": ":1", "b": ":2"}}
+    assert texts(the_same_start, record_of(FOUR, **same)) == []
+    record = record_of(FOUR, **same)
+    record.ranks[2].info[AT]["started_with"] = {"w": ":1", "b": ":3"}
+    start = unlike_starts(record)
+    assert (start.rank, start.text) == (2, "rank 2 starts from other weights than rank 0, in b")
+    assert [f.level for f in the_same_start(compared(record))] == ["fail"]
+    record.ranks[2].info[AT]["started_with"] = {"w": ":1", "b": "other part:3"}
+    assert unlike_starts(record) is None
+
+
+def test_another_start_than_the_single_runs_is_only_said():
+    record = record_of(FOUR, other_start=["w"])
+    (finding,) = the_same_start(compared(record))
+    assert finding.level == "warning"
+    assert "1 parameters" in finding.text
+
+
+def test_ranks_that_end_before_the_others():
+    record = record_of(FOUR, steps=2)
+    assert texts(as_many_steps, record) == []
+    del record.ranks[1].info["structure", 1]
+    (finding,) = as_many_steps(compared(record))
+    assert finding.level == "unknown"
+    assert finding.text.startswith("rank 1 ended after 1 of 2 optimizer steps")
+
+
+def test_weights_that_a_script_changes_on_one_rank_only():
+    record = record_of(FOUR, steps=2)
+    assert changed_between(record) is None
+    record.ranks[2].info["structure", 1]["other_weights"] = ["w", "b"]
+    moved = changed_between(record)
+    assert (moved.rank, moved.text) == (2, "w, b before step 1")
+
+
+def updated(off, *, floor=FLOOR, gradient=None):
+    """A record whose rank 1 leaves one weight `off` from the single run's 2."""
+    record = record_of(FOUR)
+    after = {n: torch.full(s, 2.0, dtype=torch.float64) for n, s in SHAPES.items()}
+    (reference,) = record.references["structure"]
+    grads = reference.grads if gradient is None else {**reference.grads, "b": gradient}
+    reference = replace(
+        reference, grads=grads, after=after, after_floor=dict.fromkeys(SHAPES, floor)
+    )
+    for rank, held in record.ranks.items():
+        own = {n: t.clone() for n, t in after.items()}
+        own["b"][1] += off if rank == 1 else 0
+        held.grads[AFTER, 0] = own
+        held.grads[AT] = {n: g.clone() for n, g in grads.items()}
+    return replace(record, references={"structure": [reference]})
+
+
+@pytest.mark.parametrize(("factor", "found"), [(3.9, 0), (4.1, 1), (-4.1, 1)])
+def test_an_update_is_held_to_four_times_its_noise(factor, found):
+    assert len(texts(the_same_weights_after, updated(factor * FLOOR))) == found
+
+
+def test_an_update_is_never_held_to_less_than_its_roundings():
+    rounding = 2 * torch.finfo(torch.float64).eps * 2.0
+    assert texts(the_same_weights_after, updated(3.9 * rounding, floor=0.0)) == []
+    assert len(texts(the_same_weights_after, updated(4.5 * rounding, floor=0.0))) == 1
+
+
+def test_an_update_by_a_gradient_that_is_noise_is_not_compared():
+    """Adam divides by its size: of noise it makes a whole step in either direction."""
+    noise = torch.tensor([1.0, 900 * FLOOR, 1.0]).double()
+    assert texts(the_same_weights_after, updated(1e-2, gradient=noise)) == []
+    told = torch.tensor([1.0, 1100 * FLOOR, 1.0]).double()
+    assert len(texts(the_same_weights_after, updated(1e-2, gradient=told))) == 1
+
+
+def test_a_programs_run_is_asked_none_of_it():
+    record = program_record()
+    for check in (the_same_rows, the_same_start, as_many_steps, the_same_weights_after):
+        assert texts(check, record) == []
+    assert list(other_than_the_single_run(compared(record))) == []
+
+
+def test_a_wrong_gradient_is_not_called_a_wrong_update():
+    record = updated(1e-2)
+    (cause,) = other_than_the_single_run(compared(record))
+    assert cause.kind == "update"
+    record.ranks[1].grads[AT]["w"] += 1
+    assert list(other_than_the_single_run(compared(record))) == []
+    assert texts(the_same_weights_after, record) == []
