@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sumgrad import __version__
 from sumgrad.base.errors import UserError
@@ -42,39 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_common_flags(run)
 
-    diff = verbs.add_parser(
-        "diff",
-        help="an unchanged script: its gradients on many ranks against those on one",
-        usage="sumgrad diff --ranks N [flags] -- script.py [its arguments]\n"
-        "       sumgrad diff --a CMD --b CMD [flags]",
-        description="Runs a training script on N ranks and on one, gives both the same weights, "
-        "and compares every gradient that an optimizer finds. Write {24/ranks} where the "
-        "script takes its rows per rank, so that both train on the same rows.",
-    )
-    diff.add_argument(
-        "--ranks", type=_count, default=0, metavar="N", help="as torchrun starts them"
-    )
-    diff.add_argument(
-        "--against", type=_count, default=1, metavar="M", help="ranks of the other run (default: 1)"
-    )
-    diff.add_argument("--a", metavar="CMD", help="a command of your own instead, in one argument")
-    diff.add_argument("--b", metavar="CMD", help="the command that it is compared with")
-    diff.add_argument("--steps", type=_count, default=3, help="optimizer steps (default: 3)")
-    diff.add_argument("--out", type=Path, metavar="DIR", help="default: new, in .sumgrad/runs")
-    diff.add_argument(
-        "--timeout",
-        type=_positive,
-        default=600.0,
-        metavar="SECONDS",
-        help="for each run of the script (default: 600)",
-    )
-    diff.add_argument(
-        "--no-lift",
-        action="store_true",
-        help="compare in the script's own dtype (default: in float64, where it runs so)",
-    )
-    add_common_flags(diff)
-    diff.add_argument("script", nargs="*", metavar="-- script.py args")
+    _add_diff(verbs)
 
     plan = verbs.add_parser("plan", help="the rank map, who contributes what, and the proof")
     plan.add_argument("topology", type=Path, metavar="T.yaml")
@@ -131,6 +99,47 @@ def make_parser() -> argparse.ArgumentParser:
     listing = verbs.add_parser("list", help="workloads, topologies, faults, operators")
     add_common_flags(listing)
     return parser
+
+
+def _add_diff(verbs: Any) -> None:
+    """`sumgrad diff`."""
+    diff = verbs.add_parser(
+        "diff",
+        help="an unchanged script: its gradients on many ranks against those on one",
+        usage="sumgrad diff --ranks N [flags] -- script.py [its arguments]\n"
+        "       sumgrad diff --a CMD --b CMD [flags]",
+        description="Runs a training script on N ranks and on one, gives both the same weights, "
+        "and compares every gradient that an optimizer finds. Write {24/ranks} where the "
+        "script takes its rows per rank, so that both train on the same rows.",
+    )
+    diff.add_argument(
+        "--ranks", type=_count, default=0, metavar="N", help="as torchrun starts them"
+    )
+    diff.add_argument(
+        "--against",
+        default="1",
+        metavar="M|NAME",
+        help="ranks of the other run (default: 1), or the name of one that was kept",
+    )
+    diff.add_argument("--save", metavar="NAME", help="keep the other run, for --against NAME")
+    diff.add_argument("--a", metavar="CMD", help="a command of your own instead, in one argument")
+    diff.add_argument("--b", metavar="CMD", help="the command that it is compared with")
+    diff.add_argument("--steps", type=_count, default=3, help="optimizer steps (default: 3)")
+    diff.add_argument("--out", type=Path, metavar="DIR", help="default: new, in .sumgrad/runs")
+    diff.add_argument(
+        "--timeout",
+        type=_positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="for each run of the script (default: 600)",
+    )
+    diff.add_argument(
+        "--no-lift",
+        action="store_true",
+        help="compare in the script's own dtype (default: in float64, where it runs so)",
+    )
+    add_common_flags(diff)
+    diff.add_argument("script", nargs="*", metavar="-- script.py args")
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:

@@ -208,7 +208,9 @@ def _diff(args: argparse.Namespace) -> int:
     options = DiffOptions(
         script=tuple(args.script),
         ranks=args.ranks,
-        against=args.against,
+        against=int(args.against) if args.against.isdigit() else 1,
+        baseline=None if args.against.isdigit() else args.against,
+        save=args.save,
         a=tuple(shlex.split(args.a or "")),
         b=tuple(shlex.split(args.b or "")),
         steps=args.steps,

@@ -82,6 +82,17 @@ def test_a_bug_is_found_where_it_begins(tmp_path, bug, kind, words):
     )
 
 
+def test_a_run_that_was_kept_is_compared_with_later(tmp_path):
+    words = ("--", SCRIPTS / "train.py", "--batch", "{12/ranks}")
+    assert diff(tmp_path, "--save", "week-46", "--ranks", 2, *words)[0] == 0
+    code, verdict = diff(tmp_path, "--against", "week-46", "--ranks", 3, *words)
+    assert code == 0, verdict
+    assert any("stored run 'week-46'" in text for text in verdict["warnings"])
+    code, verdict = diff(tmp_path, "--against", "week-46", "--ranks", 2, *words, "--bug", "mean")
+    assert code == 1
+    assert verdict["diagnoses"][0]["symbol"] == "1/ranks"
+
+
 def test_a_batch_that_grows_with_the_ranks_is_said_first(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "train.py", "--batch", "6")
     assert code == 1
@@ -131,6 +142,9 @@ def test_what_cannot_be_started_is_refused(tmp_path):
         (["--", "train.py"], "--ranks N is missing"),
         (["--ranks", "2", "--", "absent.py"], "absent.py: no such file"),
         (["--a", "python a.py"], "--a and --b belong together"),
+        (["--ranks", "2", "--against", "0", "--", "train.py"], "needs a rank"),
+        (["--ranks", "2", "--save", "../x", "--", "train.py"], "--save ../x: expected a letter"),
+        (["--ranks", "2", "--against", "old", "--", str(SCRIPTS / "bad.py")], "no stored run"),
         (["--ranks", "5", "--", str(SCRIPTS / "train.py"), "{12/ranks}"], "no multiple of 5"),
     ]:
         done = subprocess.run(

@@ -116,6 +116,10 @@ def test_a_layer_norms_weight_has_other_roundings_too():
     assert float((found[0] - found[1]).abs().max()) < 1e-12
 
 
+def none():
+    return None
+
+
 class Part(nn.Module):
     def __init__(self):
         super().__init__()
@@ -126,21 +130,21 @@ def test_a_model_is_met_whole_by_whichever_part_is_called_first():
     model = Part()
     assert outermost(model.inner[0]) is model
     models = Models()
-    assert [h.name for h in models.meet(model.inner[0], None)] == [
+    assert [h.name for h in models.meet(model.inner[0], none)] == [
         "inner.0.weight", "inner.0.bias",
     ]  # fmt: skip
-    assert models.meet(model, None) == []
+    assert models.meet(model, none) == []
     wrapped = nn.Module()
     wrapped.add_module("module", model)
     assert label_of(wrapped) == "Part"
-    assert models.meet(wrapped, None) == []
+    assert models.meet(wrapped, none) == []
 
 
 def test_a_second_models_names_begin_with_its_class():
     first, second, third = Part(), Part(), nn.Linear(2, 2)
     models = Models()
     for module in (first, second, third):
-        models.meet(module, None)
+        models.meet(module, none)
     assert list(models.held) == [
         "inner.0.weight", "inner.0.bias", "Part.inner.0.weight", "Part.inner.0.bias",
         "weight", "bias",
@@ -154,7 +158,7 @@ def test_a_hand_cut_part_is_placed_by_value_and_given_the_other_weights():
         cut.weight.copy_(whole["weight"][2:4])
         cut.bias.copy_(whole["bias"][2:4])
     models = Models()
-    held = models.meet(cut, whole)
+    held = models.meet(cut, lambda: whole)
     assert [h.name for h in held] == ["weight", "bias"]
     assert models.unknown == []
     other = {name: value + 1 for name, value in whole.items()}
@@ -168,7 +172,7 @@ def test_a_hand_cut_part_is_placed_by_value_and_given_the_other_weights():
 
 def test_what_has_no_place_is_said():
     models = Models()
-    models.meet(nn.Linear(5, 5), {"weight": torch.randn(4, 4), "bias": torch.randn(4)})
+    models.meet(nn.Linear(5, 5), lambda: {"weight": torch.randn(4, 4), "bias": torch.randn(4)})
     assert len(models.unknown) == 2
     assert models.unknown[0].startswith("weight (5, 5): has shape (5, 5), and its values occur")
 

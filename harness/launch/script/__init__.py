@@ -1,6 +1,7 @@
 """`sumgrad diff`: a script unchanged, on many ranks and on one, and its gradients compared.
 
-boot.py is what Python loads first in every process of the script; watch.py observes one;
-user_files.py puts the user's files back; sides.py starts and ends them; diff.py leads to a verdict.
+boot.py is what Python loads first in every process of the script; seat.py is which rank that is,
+watch.py observes it; user_files.py puts files back; sides.py starts and ends them; diff.py leads to
+a verdict.
 In: command lines; out: a run directory like any other. Imports subjects, judge, record, local.
 """

@@ -24,17 +24,17 @@ from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
 from sumgrad.launch.ask import new_directory, versions
 from sumgrad.launch.judging import written
+from sumgrad.launch.script.baseline import Baseline, check_name, find_baseline, keep_baseline
 from sumgrad.launch.script.sides import POOL, Command, Ended, interpreter, run_side
 from sumgrad.launch.script.user_files import put_back
 from sumgrad.record.directory import load_record, write_outcomes
 from sumgrad.record.manifest import write_manifest
 from sumgrad.record.reference import write_parts, write_reference
 from sumgrad.record.spec import DAMAGED, Facts, RunSpec, Script, write_spec
-from sumgrad.subjects.script.asked import Asked
+from sumgrad.subjects.script.asked import SAME, Asked
 from sumgrad.subjects.script.reference import LOSS, Single, parts_of, read_single, reference_of
 from sumgrad.topology.pools import Pool, Topology
 
-SAME = "script"  # in place of the hashes by which a Program's ranks are known to have one model
 NOISE_RUNS, MORE_NOISE_RUNS = 2, 6
 AT_ONCE = 2  # of these, each on one core
 DEFAULT_STEPS, DEFAULT_TIMEOUT_S = 3, 600.0
@@ -51,6 +51,7 @@ class DiffOptions:
     """The flags. script: with its arguments, `{ranks}` and `{24/ranks}` filled in for each side.
 
     a, b: whole commands instead, b's run is what a's is compared with. lift: float64 is tried.
+    save: the name under which the single run is kept; baseline: of one that was, to compare with.
     """
 
     script: tuple[str, ...] = ()
@@ -62,6 +63,8 @@ class DiffOptions:
     lift: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
     out: Path | None = None
+    save: str | None = None
+    baseline: str | None = None
 
     def command(self, side: str) -> Command:
         """What the `many` or the `single` side runs."""
@@ -85,10 +88,11 @@ class _Diff:
     lift: bool = True
     said: list[str] = field(default_factory=list)
     touches_files: bool = False
+    reference: Path | None = None  # a stored single run in place of one of now
 
     def side(self, name: str, *, jitter: int = 0, many: bool = False) -> Ended:
         """One run, and the user's files as they were before it."""
-        options, single = self.options, self.directory / "single"
+        options, single = self.options, self.reference or self.directory / "single"
         folder = self.directory if many else self.directory / name
         asked = Asked(
             directory=str(folder.resolve()),
@@ -123,52 +127,96 @@ class _Diff:
         return run
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """What the ranks are compared with: the single run, and those with other roundings."""
+
+    single: Single
+    noise: list[Single]
+
+
 def run_diff(options: DiffOptions, *, progress: Progress = lambda _: None) -> tuple[Verdict, Path]:
     """Run both sides and judge. Raises UserError where nothing can be started."""
     _check(options)
+    known = find_baseline(options.baseline) if options.baseline else None
     name = re.sub(r"[^\w-]", "_", Path(_script_of(options)).stem) or "script"
     diff = _Diff(options=options, directory=new_directory(options.out, name), progress=progress)
-    single = _first_that_runs(diff)
-    if isinstance(single, str):
-        write_spec(diff.directory, _spec(diff, None, problems=(single,)))
-        return _judged(diff.directory, progress), diff.directory
-    noise = _noises(diff, 1, NOISE_RUNS)
+    runs = _stored_runs(diff, known) if known is not None else _single_runs(diff)
+    if isinstance(runs, str):
+        return _nothing_to_compare(diff, runs)
     many = diff.side("ranks", many=True)
-    if diff.lift and any(o.status == "raised" for o in many.outcomes):
-        own = _again_as_it_is(diff, _how_it_ended(many))
-        if own is not None:
-            single, noise, many = own
-    spec = _spec(diff, single, world_size=max(len(many.outcomes), 1))
-    write_spec(diff.directory, spec)
+    if known is None and diff.lift and any(o.status == "raised" for o in many.outcomes):
+        _as_it_is(diff, _how_it_ended(many))
+        runs = _single_runs(diff)
+        if isinstance(runs, str):
+            return _nothing_to_compare(diff, runs)
+        many = diff.side("ranks", many=True)
+        if not many.ok:
+            diff.said.pop()  # float64 has nothing to do with it
+    write_spec(diff.directory, _spec(diff, runs.single, world_size=max(len(many.outcomes), 1)))
     write_outcomes(diff.directory, many.outcomes)
-    known = [run for run in noise if isinstance(run, Single)]
-    if not known:
-        spec = _spec(diff, single, problems=(f"no noise was measured: {noise[0]}",))
-        write_spec(diff.directory, spec)
-        return _judged(diff.directory, progress), diff.directory
-    _write_references(diff, single, known)
+    _write_references(diff, runs.single, runs.noise)
     write_manifest(diff.directory)
     progress("judging")
     record = load_record(diff.directory)
-    if near_misses(record) and judge(record).status == "fail":
-        more = _noises(diff, NOISE_RUNS + 1, MORE_NOISE_RUNS)
-        _write_references(diff, single, [*known, *(r for r in more if isinstance(r, Single))])
+    if known is None and near_misses(record) and judge(record).status == "fail":
+        more = [run for run in _noises(diff, NOISE_RUNS + 1, MORE_NOISE_RUNS)
+                if isinstance(run, Single)]  # fmt: skip
+        _write_references(diff, runs.single, [*runs.noise, *more])
     return _judged(diff.directory, progress), diff.directory
+
+
+def _single_runs(diff: _Diff) -> _Runs | str:
+    """The single run and its noise, run now; or why there are none. Kept, where that is asked."""
+    single = _first_that_runs(diff)
+    if isinstance(single, str):
+        return single
+    found = _noises(diff, 1, NOISE_RUNS)
+    noise = [run for run in found if isinstance(run, Single)]
+    if not noise:
+        return f"no noise was measured: {found[0]}"
+    if diff.options.save:
+        keep_baseline(
+            diff.options.save,
+            diff.directory,
+            Baseline(tier=diff.tier, lift=diff.lift, command=_single_command(diff.options)),
+        )
+        diff.said.append(f"its single run is kept as {diff.options.save!r}")
+    return _Runs(single=single, noise=noise)
+
+
+def _stored_runs(diff: _Diff, known: tuple[Path, Baseline]) -> _Runs | str:
+    """Those of a baseline."""
+    folder, baseline = known
+    diff.reference, diff.tier, diff.lift = folder / "single", baseline.tier, baseline.lift
+    diff.said.append(f"compared with the stored run {folder.name!r} of {baseline.made}")
+    try:
+        return _Runs(
+            single=read_single(folder / "single", baseline.tier),
+            noise=[read_single(path, baseline.tier) for path in sorted(folder.glob("noise *"))],
+        )
+    except (*DAMAGED, FileNotFoundError) as error:
+        return f"the stored run {folder} is damaged: {type(error).__name__}: {error}"
+
+
+def _nothing_to_compare(diff: _Diff, why: str) -> tuple[Verdict, Path]:
+    write_spec(diff.directory, _spec(diff, None, problems=(why,)))
+    return _judged(diff.directory, diff.progress), diff.directory
 
 
 def _first_that_runs(diff: _Diff) -> Single | str:
     """The single run in float64, else as the script is; or why neither came to a step."""
-    if diff.options.lift:
-        single = diff.single()
-        if isinstance(single, Single) or single == NO_STEP:
-            return single
-        _as_it_is(diff, single)
-        own = diff.single()
-        if isinstance(own, str):
-            diff.said.pop()  # float64 has nothing to do with it
-        return own
-    diff.tier, diff.lift = OWN
-    return diff.single()
+    if not (diff.options.lift and diff.lift):
+        diff.tier, diff.lift = OWN
+        return diff.single()
+    single = diff.single()
+    if isinstance(single, Single) or single == NO_STEP:
+        return single
+    _as_it_is(diff, single)
+    own = diff.single()
+    if isinstance(own, str):
+        diff.said.pop()  # float64 has nothing to do with it
+    return own
 
 
 def _as_it_is(diff: _Diff, why: str) -> None:
@@ -179,20 +227,6 @@ def _as_it_is(diff: _Diff, why: str) -> None:
         old = diff.directory / name
         if old.exists():
             old.rename(diff.directory / f"{name} in float64")
-
-
-def _again_as_it_is(diff: _Diff, why: str) -> tuple[Single, list[Single | str], Ended] | None:
-    """All of it in the script's own dtype: the ranks raise in float64. None where they raise in
-    that too, and everything is as it was."""
-    _as_it_is(diff, why)
-    single = diff.single()
-    if isinstance(single, str):
-        return None
-    noise = _noises(diff, 1, NOISE_RUNS)
-    many = diff.side("ranks", many=True)
-    if not many.ok:
-        diff.said.pop()  # float64 has nothing to do with it
-    return single, noise, many
 
 
 def _noises(diff: _Diff, first: int, last: int) -> list[Single | str]:
@@ -251,7 +285,7 @@ def _spec(
         versions=versions(),
         facts=facts,
         script=Script(
-            command=command_line(options.command("single").words),
+            command=_single_command(options),
             rows=tuple(step["rows"] for step in single.steps) if single else (),
             losses=tuple(tuple(step["losses"]) for step in single.steps) if single else (),
             said=tuple(said),
@@ -282,6 +316,10 @@ def _judged(directory: Path, progress: Progress) -> Verdict:
 def _check(options: DiffOptions) -> None:
     if bool(options.a) != bool(options.b):
         raise UserError("sumgrad diff: --a and --b belong together: a is compared with b")
+    if options.save and options.baseline:
+        raise UserError("sumgrad diff: --save keeps a run of now, --against NAME takes another")
+    if options.save:
+        check_name(options.save)
     if options.a:
         if options.script or options.ranks:
             raise UserError("sumgrad diff: either --a and --b, or --ranks N -- script.py args")
@@ -290,11 +328,19 @@ def _check(options: DiffOptions) -> None:
         raise UserError("sumgrad diff: no script; use sumgrad diff --ranks 4 -- train.py args")
     if options.ranks < 1:
         raise UserError("sumgrad diff: --ranks N is missing: how many ranks the script is run on")
+    if options.against < 1:
+        raise UserError("sumgrad diff: --against 0: the other run needs a rank")
     for count in (options.ranks, options.against):
         _ = [fill_in(word, count) for word in options.script]
     script = next((w for w in options.script if w.endswith(".py")), None)
     if script is not None and not Path(script).is_file():
         raise UserError(f"{script}: no such file")
+
+
+def _single_command(options: DiffOptions) -> str:
+    if options.baseline:
+        return options.baseline
+    return command_line(options.command("single").words)
 
 
 def _script_of(options: DiffOptions) -> str:
@@ -355,4 +401,6 @@ def _flags(options: DiffOptions) -> list[Any]:
         flags += ["--timeout", f"{options.timeout_s:g}"]
     if options.a:
         return [*flags, "--a", command_line(options.a), "--b", command_line(options.b)]
-    return [*flags, "--ranks", options.ranks, "--against", options.against, "--", *options.script]
+    against = options.baseline or options.against
+    flags += ["--save", options.save] if options.save else []
+    return [*flags, "--ranks", options.ranks, "--against", against, "--", *options.script]

@@ -69,7 +69,7 @@ def run_side(
     stop = threading.Event()
     reader = threading.Thread(target=_drain, args=(logs, stop), daemon=True)
     try:
-        for rank, more in enumerate(_ranks(command)):
+        for rank, more in enumerate(_environments(command)):
             log = RankLog(rank_file(directory, rank, ".log"))
             logs.append(log)
             processes.append(
@@ -124,21 +124,26 @@ def _environment(directory: Path, asked: Path, mark: str) -> dict[str, str]:
     return {**os.environ, **own}
 
 
-def _ranks(command: Command) -> Iterator[dict[str, str]]:
-    """What each process has in its environment, as under torchrun."""
-    if not command.ranks:
+def _environments(command: Command) -> Iterator[dict[str, str]]:
+    """What each process of a side has in its environment besides."""
+    if command.ranks:
+        yield from rank_environments(command.ranks)
+    else:
         yield {}
-        return
+
+
+def rank_environments(ranks: int) -> Iterator[dict[str, str]]:
+    """What torchrun gives each of so many ranks on one machine."""
     port = _free_port()
-    for rank in range(command.ranks):
+    for rank in range(ranks):
         yield {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "GROUP_RANK": "0",
             "ROLE_RANK": str(rank),
-            "WORLD_SIZE": str(command.ranks),
-            "LOCAL_WORLD_SIZE": str(command.ranks),
-            "ROLE_WORLD_SIZE": str(command.ranks),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "ROLE_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }

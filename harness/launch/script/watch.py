@@ -8,32 +8,31 @@ last step that was asked for the process ends, whatever the script had in mind.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import multiprocessing
+import multiprocessing.util
 import os
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
 from sumgrad.base.tensors import bits, own_arithmetic, to_local
-from sumgrad.launch.guard import RankEnv, RankGuard, flush, lost_another
+from sumgrad.launch.guard import flush, lost_another
+from sumgrad.launch.script.seat import Seat, is_a_rank
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.ledger.evidence import GradientWatch
-from sumgrad.ledger.process_group import BACKEND, Ledger, register_backend
-from sumgrad.record.endings import rank_file, read_end_record
-from sumgrad.record.ranks import AFTER, INDEX, RankFiles
-from sumgrad.record.reference import Grads, read_tensors
-from sumgrad.subjects.script.asked import FILE, START, Asked, read_asked
+from sumgrad.ledger.process_group import BACKEND, register_backend
+from sumgrad.record.ranks import AFTER
+from sumgrad.record.reference import Grads, read_tensors, write_tensors
+from sumgrad.subjects.script.asked import FILE, SAME, START, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
-from sumgrad.subjects.script.models import Held, Models, label_of, start_digest
+from sumgrad.subjects.script.models import Held, Models, label_of
 from sumgrad.subjects.script.roundings import OtherRoundings
 from sumgrad.subjects.script.rows import rows_of
 from sumgrad.subjects.script.start import take_over, take_over_buffers
@@ -45,7 +44,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-OTHERS_S = 20.0  # that a rank which is done waits for the others
 MAX_TROUBLES = 20
 BEFORE = "before"  # weights that the script itself changed between two steps
 ROUNDINGS = 64  # of the largest weight, by which such a change may differ on ranks
@@ -64,9 +62,7 @@ class Watch:
 
     def __init__(self, asked: Asked) -> None:
         self.asked, self.directory = asked, Path(asked.directory)
-        self.models, self.ledger = Models(), Ledger(None)
-        self.guard: RankGuard | None = None
-        self.files: RankFiles | None = None
+        self.models, self.seat = Models(), Seat(asked)
         self.evidence: GradientWatch | None = None
         since = (self.directory / FILE).stat().st_mtime
         self.keeper = FileKeeper(self.directory, Path.cwd(), since)
@@ -74,7 +70,7 @@ class Watch:
         self.dropout = NoDropout()
         self.calls, self.roots, self.depth = 0, 0, 0
         self.inside: nn.Module | None = None
-        self.ended = self.refused = False
+        self.ended = False
         self.troubles: list[str] = []
         self.infos: list[dict[str, Any]] = []
         self.rows: dict[str, list[Any]] = {}
@@ -86,57 +82,29 @@ class Watch:
         self.as_set: dict[str, str] = {}
         self.whole: Grads = {}
         self._hooked: set[int] = set()
-        self._label: contextlib.AbstractContextManager[None] | None = None
-        self._since = time.monotonic()
 
     def install(self) -> None:
         """Hooks, and what belongs to every process, rank or not."""
         self.keeper.install()
         torch.save = self.keeper.in_front(torch.save, 1, "f")
+        below = safetensors.torch
+        below.serialize_file = self.keeper.in_front(below.serialize_file, 1, "filename")
         if self.asked.lift:
             self.lift = in_float64()
         self.dropout.__enter__()
         if self.asked.jitter:
             OtherRoundings(self.asked.jitter).__enter__()
-        register_backend(self.ledger)
+        register_backend(self.seat.ledger)
         self._record_groups()
         self._see_losses()
         register_module_forward_pre_hook(self._entering)
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
         atexit.register(self._left)
+        multiprocessing.util.Finalize(None, self._left, exitpriority=0)  # of a process it starts
         _in_front_of(sys, "excepthook", self._died)
 
-    # --- who this is ---------------------------------------------------------------------------
-
-    def _claim(self) -> bool:
-        """Whether this process is a rank: the first that says so of its number."""
-        if self.guard is not None:
-            return True
-        if self.refused or threading.current_thread() is not threading.main_thread():
-            return False
-        rank, world_size = _place()
-        try:
-            claim = rank_file(self.directory, rank, ".claim")
-            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            self.refused = True
-            return False
-        left = max(self.asked.seconds - (time.monotonic() - self._since), 1.0)
-        env = RankEnv(
-            rank=rank,
-            world_size=world_size,
-            directory=self.directory,
-            rendezvous=self.directory / "rendezvous",
-            timeout_s=left,
-        )
-        self.guard = RankGuard(env)
-        self.guard.start()
-        self.guard.ledger = self.ledger
-        self.ledger.redirect(env.file(".ledger.jsonl"))
-        self.files = RankFiles(self.directory, rank)
-        self._name(f"{SETUP}/script")
-        return True
+    # --- what is put in front ------------------------------------------------------------------
 
     def _record_groups(self) -> None:
         """Have process groups over gloo record what goes through them."""
@@ -147,7 +115,7 @@ class Watch:
             gloo = ("gloo", "cpu:gloo", "cpu:gloo,cuda:nccl")
             plain = backend in gloo or (backend is None and not torch.cuda.is_available())
             own(BACKEND if plain else backend, *args, **kwargs)
-            self._guarded(self._claim)
+            self._guarded(self.seat.take)
 
         modules: tuple[Any, ...] = (dist, dist.distributed_c10d)
         for module in modules:
@@ -158,7 +126,7 @@ class Watch:
 
         @functools.wraps(own)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.guard is not None and isinstance(tensors, Tensor) and tensors.numel() == 1:
+            if self.seat.taken and isinstance(tensors, Tensor) and tensors.numel() == 1:
                 with own_arithmetic():
                     self.losses.append(float(to_local(tensors.detach())))
             return own(tensors, *args, **kwargs)
@@ -175,7 +143,7 @@ class Watch:
             return None
         if torch._C._current_graph_task_id() != -1:
             return None  # computed again in a backward, by a checkpoint
-        if not self._claim():
+        if not self.seat.take():
             return None
         return self._guarded(lambda: self._look(module, args))
 
@@ -189,7 +157,7 @@ class Watch:
             rows = rows_of((args, kwargs))
             if rows:
                 self.rows.setdefault(label_of(module), []).extend(rows)
-            new = self.models.meet(module, self._whole())
+            new = self.models.meet(module, self._whole)
             if new:
                 self._begin_with(new)
         if self.lift is not None:
@@ -217,7 +185,7 @@ class Watch:
         """Parameters met for the first time: what they are, and made equal."""
         for h in new:
             self.shapes[h.name] = h.shape
-            self.started_with[h.name] = f"{start_digest(h)}:{bits([h.local()])}"
+            self.started_with[h.name] = f"{h.part}:{bits([h.local()])}"
         if self.asked.start is None:
             self._keep_weights(f"{START}_{self.roots}", {h.name: h.local() for h in new})
             buffers = {f"buffer:{n}": to_local(b) for n, b in self.models.buffers.items()}
@@ -239,12 +207,10 @@ class Watch:
         if self.evidence is not None:
             self.evidence.close()
         self.evidence = GradientWatch(trained)  # type: ignore[arg-type]
-        self.ledger.observe = self.evidence.observe
+        self.seat.ledger.observe = self.evidence.observe
 
     def _keep_weights(self, name: str, tensors: Grads) -> None:
         """Of the single run's only process that holds them."""
-        from sumgrad.record.reference import write_tensors
-
         path = self.directory / f"weights_{name}.safetensors"
         if not path.exists() and tensors:
             write_tensors(path, {n: t.detach().clone() for n, t in tensors.items()})
@@ -254,7 +220,7 @@ class Watch:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer is about to step: the gradients that it finds, or its closure makes."""
         self.depth += 1
-        if self.depth > 1 or self.ended or not self._claim():
+        if self.depth > 1 or self.ended or not self.seat.take():
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -276,7 +242,6 @@ class Watch:
         return (args[0], seen, *args[2:]), kwargs
 
     def _write_gradients(self, optimizer: Optimizer) -> None:
-        assert self.files is not None
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         held = {n: h for n, h in self.models.held.items() if id(h.param) in mine}
         self.stepping = held
@@ -290,8 +255,8 @@ class Watch:
         info: dict[str, Any] = {"partial": []}
         with own_arithmetic():
             grads = {n: g for n, h in held.items() if (g := self._gradient(h, info)) is not None}
-            self.files.keep(f"{self.asked.tier}/{self.calls}", grads)
-            self.ledger.settle()
+            self.seat.files.keep(f"{self.asked.tier}/{self.calls}", grads)
+            self.seat.ledger.settle()
             self.infos.append({**info, **self._said(), "other_weights": self._moved(held)})
 
     def _moved(self, held: dict[str, Held]) -> list[str]:
@@ -319,7 +284,7 @@ class Watch:
             return None
         if any(getattr(p, "is_partial", bool)() for p in getattr(grad, "placements", ())):
             info["partial"].append(held.name)
-            with self.ledger.label(f"{SETUP}/partial"):
+            with self.seat.ledger.label(f"{SETUP}/partial"):
                 grad = grad.redistribute(placements=held.param.placements)  # type: ignore[attr-defined]
         grad = grad.to_dense() if grad.is_sparse else grad
         local = held.part_of(grad).detach()
@@ -333,7 +298,7 @@ class Watch:
             "tier": self.asked.tier,
             "step": self.calls,
             "races": [],
-            "unwaited": list(self.ledger.open_works),
+            "unwaited": list(self.seat.ledger.open_works),
             "changed_weights": [],
             "feeds": self.evidence.feeds(),
             "backwards": max(self.evidence.backwards.values(), default=0),
@@ -354,7 +319,7 @@ class Watch:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped: the weights that it made, and those of the single run."""
         self.depth -= 1
-        if self.depth == 0 and not self.ended and self.guard is not None:
+        if self.depth == 0 and not self.ended and self.seat.taken:
             self._guarded(self._write_weights)
             self.calls += 1
             self._enter_step()
@@ -364,10 +329,9 @@ class Watch:
                 self._finish_early()
 
     def _write_weights(self) -> None:
-        assert self.files is not None
         with own_arithmetic():
             held = list(self.stepping.values())
-            self.files.keep(f"{AFTER}/{self.calls}", {h.name: h.local() for h in held})
+            self.seat.files.keep(f"{AFTER}/{self.calls}", {h.name: h.local() for h in held})
             if self.asked.start is None:
                 self._keep_weights(f"{AFTER}_{self.calls}", {h.name: h.local() for h in held})
             else:
@@ -376,72 +340,48 @@ class Watch:
                 take_over(held, whole, jitter=seed)
             self.as_set |= {h.name: bits([h.local()]) for h in held}
 
-    def _name(self, text: str) -> None:
-        """What operations belong to, from here on."""
-        if self._label is not None:
-            self._label.__exit__(None, None, None)
-        self._label = self.ledger.label(text)
-        self._label.__enter__()
-
     def _enter_step(self) -> None:
-        self._name(f"{self.asked.tier}/{self.calls}/step")
+        self.seat.name(f"{self.asked.tier}/{self.calls}/step")
 
     # --- the end -------------------------------------------------------------------------------
 
     def _finish_early(self) -> None:
         """Enough was seen. Ranks that have not come so far may still need this one's word."""
-        assert self.guard is not None
         self._write_record()
-        deadline = time.monotonic() + OTHERS_S
-        folder, world_size = self.directory / "ranks", _place()[1]
-        while time.monotonic() < deadline and _ended(folder) < world_size:
-            time.sleep(0.02)
+        self.seat.wait_for_the_others()
         flush()
         os._exit(0)
 
     def _left(self) -> None:
         """The script came to its own end."""
-        if self.guard is not None and not self.ended:
+        if self.seat.taken and not self.ended:
             self._write_record()
 
     def _died(self, kind: Any, error: BaseException, trace: Any) -> None:
         """The script raised: at the top of a process, or of a rank that it started."""
-        if self.guard is None and _is_a_rank():
-            self._guarded(self._claim)
-        if self.guard is not None and not self.ended and not isinstance(error, SystemExit):
-            if lost_another(error) and _ended_well(self.directory / "ranks"):
-                self._write_record()  # the others had seen enough, and left
-                return
-            self.ended = True
-            self.guard.raised(error.with_traceback(trace))
+        if not self.seat.taken and is_a_rank():
+            self._guarded(self.seat.take)
+        if not self.seat.taken or self.ended or isinstance(error, SystemExit):
+            return
+        if lost_another(error) and self.seat.others_ended_well():
+            self._write_record()  # they had seen enough, and left
+            return
+        self.ended = True
+        self.seat.raised(error.with_traceback(trace))
 
     def _write_record(self) -> None:
-        assert self.guard is not None
-        assert self.files is not None
         self.ended = True
-        self.ledger.settle()
-        places = {
-            f"{INDEX}/{n}": h.index for n, h in self.models.held.items() if h.index is not None
-        }
-        self.files.others |= places
         trained = {n: h for n, h in self.models.held.items() if h.param.requires_grad}
-        try:
-            files = self.files.finish()
-        except OSError as error:
-            self.guard.raised(error)
-            return
-        self.guard.finish(
-            "ok",
-            result={
-                "grads": files,
+        places = {n: h.index for n, h in self.models.held.items() if h.index is not None}
+        self.seat.finish(
+            places,
+            {
                 "steps": self.infos,
                 "unknown": [*self.models.unknown, *self.troubles],
                 "params": {n: {"sharded": h.index is not None} for n, h in trained.items()},
                 "shapes": {n: list(s) for n, s in self.shapes.items() if n in trained},
-                "operations": self.ledger.num_operations,
                 "built": SAME,
                 "batch": SAME,
-                "world_size": _place()[1],
             },
         )
 
@@ -467,32 +407,7 @@ def _nearly(own: Tensor, wanted: Tensor) -> bool:
     if not own.numel():
         return True
     most = ROUNDINGS * torch.finfo(own.dtype).eps * float(wanted.abs().max())
-    return float((own - wanted.to(own.dtype)).abs().max()) <= most
-
-
-SAME = "script"  # in place of the hashes by which a Program's ranks are known to have one model
-
-
-def _place() -> tuple[int, int]:
-    """This process's rank and how many there are: by its group, else by its environment."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _is_a_rank() -> bool:
-    return "RANK" in os.environ and multiprocessing.parent_process() is None
-
-
-def _ended(folder: Path) -> int:
-    return sum(1 for _ in folder.glob("rank_*.json"))
-
-
-def _ended_well(folder: Path) -> bool:
-    """Whether a rank has ended, and every one that has did so well."""
-    ranks = [int(path.stem.removeprefix("rank_")) for path in folder.glob("rank_*.json")]
-    records = [read_end_record(folder.parent, rank) or {} for rank in ranks]
-    return bool(records) and all(record.get("status") == "ok" for record in records)
+    return float((own - wanted.to(own)).abs().max()) <= most
 
 
 def _kwargs_of_the_call() -> dict[str, Any]:

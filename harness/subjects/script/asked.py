@@ -9,6 +9,7 @@ from sumgrad.base.files import read_json, write_json
 
 VARIABLE = "SUMGRAD_WATCH"  # the file's path, in the environment of the script
 FILE = "asked.json"
+SAME = "script"  # in place of hashes by which a Program's ranks are known to have one model
 START = "start"  # weights as they were before the first call of a model
 
 

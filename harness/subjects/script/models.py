@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from sumgrad.base.tensors import to_local
+from sumgrad.base.tensors import bits, to_local
 from sumgrad.subjects.program.placement import flat_pieces, where_is
 from sumgrad.subjects.program.unseen import bare_name
 from torch import Tensor, nn
@@ -26,6 +26,11 @@ class Held:
     index: Tensor | None
     shape: tuple[int, ...]
     window: tuple[int, int] | None = None
+
+    @property
+    def part(self) -> str:
+        """A digest of which part of the whole it is; ranks with the same one hold replicas."""
+        return "" if self.index is None else bits([self.index])
 
     def local(self) -> Tensor:
         """The elements held here, without a copy."""
@@ -58,14 +63,16 @@ class Models:
         self._seen: set[int] = set()
         self._kept: list[object] = []  # alive, so that no id is used again
 
-    def meet(self, module: nn.Module, whole: Mapping[str, Tensor] | None) -> list[Held]:
+    def meet(
+        self, module: nn.Module, whole_of: Callable[[], Mapping[str, Tensor] | None]
+    ) -> list[Held]:
         """The parameters that are new with a module that is called, of all that it is part of.
 
-        whole: the weights that another run started with, where there is one.
+        whole_of: gives the weights that another run started with, where there is one.
         """
-        if id(module) in self._seen:
+        if id(module) in self._seen or next(module.parameters(), None) is None:
             return []
-        root = outermost(module)
+        root, whole = outermost(module), whole_of()
         self._seen |= {id(m) for m in root.modules()}
         self._kept.append(root)
         known = {id(h.param) for h in self.held.values()}
@@ -184,16 +191,3 @@ def label_of(module: nn.Module) -> str:
 def _in_words(problem: str | None) -> str:
     return (problem or "").replace("build()'s parameters", "the other run's parameters").replace(
         "build() has", "the other run has").replace("build()'s", "the other run's")  # fmt: skip
-
-
-def start_digest(held: Held) -> str:
-    """Whose part of what it is, so that ranks with the same part are known."""
-    from sumgrad.base.tensors import bits
-
-    return "" if held.index is None else bits([held.index])
-
-
-@torch.no_grad()
-def own_values(held: Mapping[str, Held]) -> dict[str, Tensor]:
-    """A copy of what is held here."""
-    return {name: h.local().detach().clone() for name, h in held.items()}

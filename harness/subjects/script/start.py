@@ -24,7 +24,7 @@ def take_over(held: Iterable[Held], whole: Mapping[str, Tensor], *, jitter: int 
             local, wanted = h.local(), h.slice(whole[h.name])
             if local.shape != wanted.shape:
                 continue
-            wanted = wanted.to(local.dtype)
+            wanted = wanted.to(local.dtype).to(local.device)
             if not same_bits(local, wanted):
                 other.append(h.name)
             local.copy_(_moved(wanted, jitter) if jitter else wanted)
@@ -45,4 +45,4 @@ def _moved(value: Tensor, seed: int) -> Tensor:
         return value
     generator = torch.Generator().manual_seed(seed)
     sign = 2 * torch.randint(0, 2, value.shape, generator=generator) - 1
-    return value * (1 + torch.finfo(value.dtype).eps * sign.to(value.dtype))
+    return value * (1 + torch.finfo(value.dtype).eps * sign.to(value))

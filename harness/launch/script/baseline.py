@@ -1,0 +1,63 @@
+"""A single run kept under a name, so that tonight's ranks are compared with last week's."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from sumgrad.base.errors import UserError
+from sumgrad.base.files import read_json, write_json
+from sumgrad.record.spec import DAMAGED
+
+FOLDER = Path(".sumgrad") / "baselines"
+FILE = "baseline.json"
+_LEFT_BEHIND = ("boot", "package", "files", "*.log", "*.stack", "*.claim")
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d %H:%M")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What a kept run was: its tier, whether it was lifted, how it was started, and when."""
+
+    tier: str
+    lift: bool
+    command: str
+    made: str = field(default_factory=_today)
+
+
+def check_name(name: str) -> None:
+    """UserError if it is no name, or one that is taken."""
+    if not re.fullmatch(r"[A-Za-z][\w.-]{0,60}", name):
+        raise UserError(f"--save {name}: expected a letter, then letters, digits, `.`, `_`, `-`")
+    if (FOLDER / name).exists():
+        raise UserError(f"--save {name}: {FOLDER / name} is there already; remove it first")
+
+
+def keep_baseline(name: str, run: Path, what: Baseline) -> None:
+    """Keep the single run and its noise runs of a run directory."""
+    folder = FOLDER / name
+    for source in [run / "single", *sorted(run.glob("noise [0-9]*"))]:
+        shutil.copytree(
+            source, folder / source.name, ignore=shutil.ignore_patterns(*_LEFT_BEHIND),
+            symlinks=True, dirs_exist_ok=True,
+        )  # fmt: skip
+    write_json(folder / FILE, asdict(what))
+
+
+def find_baseline(name: str) -> tuple[Path, Baseline]:
+    """Where it is kept, and what it was. UserError if there is none."""
+    folder = FOLDER / name
+    try:
+        return folder, Baseline(**read_json(folder / FILE))
+    except FileNotFoundError:
+        known = sorted(path.name for path in FOLDER.glob("*")) if FOLDER.exists() else []
+        there = f"there are {', '.join(known)}" if known else "none is kept here"
+        raise UserError(f"--against {name}: no number and no stored run; {there}") from None
+    except DAMAGED as error:
+        raise UserError(f"{folder / FILE}: damaged: {error}") from None
