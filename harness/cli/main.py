@@ -219,7 +219,7 @@ def _diff(args: argparse.Namespace) -> int:
         out=args.out,
     )
     with _Progress(args.quiet) as progress:
-        verdict, directory = run_diff(options, progress=progress)
+        verdict, directory = run_diff(options, progress=progress, on_signal=closed_on_signal)
     _show(verdict, directory, args)
     return verdict.exit_code
 

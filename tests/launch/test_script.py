@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,25 @@ def test_a_script_that_hangs_is_ended_and_says_where(tmp_path):
     stacks = [o["stack"] or "" for o in verdict["outcomes"]]
     assert any("time.sleep(1000)" in stack for stack in stacks)
     left = subprocess.run(["pgrep", "-f", "bad.py hang"], capture_output=True, check=False)
+    assert left.stdout == b""
+
+
+def test_a_diff_that_is_interrupted_leaves_nobody_and_no_changed_file(tmp_path):
+    (tmp_path / "losses.csv").write_text("last week's\n")
+    words = ["--ranks", "2", "--", str(SCRIPTS / "train.py"), "--bug", "slow"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "sumgrad", "diff", *words], cwd=tmp_path, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while (tmp_path / "losses.csv").read_text() == "last week's\n":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.terminate()
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGTERM
+    assert b"interrupted by SIGTERM; every rank was ended" in said
+    assert (tmp_path / "losses.csv").read_text() == "last week's\n"
+    left = subprocess.run(["pgrep", "-f", "train.py --bug slow"], capture_output=True, check=False)
     assert left.stdout == b""
 
 

@@ -11,7 +11,8 @@ import sys
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-VARIABLE, FALLBACK = "SUMGRAD_WATCH", "SUMGRAD_PACKAGE"
+VARIABLE, FALLBACK, LAUNCHER = "SUMGRAD_WATCH", "SUMGRAD_PACKAGE", "SUMGRAD_LAUNCHER_PID"
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
 
 
 class _Waiting(MetaPathFinder):
@@ -39,6 +40,14 @@ class _Waiting(MetaPathFinder):
         return spec
 
 
+def _die_with_the_launcher() -> None:
+    """Of a process that it started itself: nobody else would end it if the launcher is killed."""
+    if sys.platform == "linux" and os.environ.get(LAUNCHER) == str(os.getppid()):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+
+
 def _load_the_next() -> None:
     """The `sitecustomize` that this one hides, if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -51,5 +60,6 @@ def _load_the_next() -> None:
 
 
 if os.environ.get(VARIABLE):
+    _die_with_the_launcher()
     sys.meta_path.insert(0, _Waiting())
 _load_the_next()

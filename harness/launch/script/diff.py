@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,15 @@ from sumgrad.judge.cells import near_misses
 from sumgrad.launch.ask import new_directory, versions
 from sumgrad.launch.judging import written
 from sumgrad.launch.script.baseline import Baseline, check_name, find_baseline, keep_baseline
-from sumgrad.launch.script.sides import POOL, Command, Ended, interpreter, run_side
+from sumgrad.launch.script.sides import (
+    POOL,
+    Command,
+    Ended,
+    end_all,
+    interpreter,
+    new_mark,
+    run_side,
+)
 from sumgrad.launch.script.user_files import put_back
 from sumgrad.record.directory import load_record, write_outcomes
 from sumgrad.record.manifest import write_manifest
@@ -89,6 +98,14 @@ class _Diff:
     said: list[str] = field(default_factory=list)
     touches_files: bool = False
     reference: Path | None = None  # a stored single run in place of one of now
+    mark: str = field(default_factory=new_mark)
+    folders: list[Path] = field(default_factory=list)
+
+    def end(self) -> None:
+        """End what runs, and put the user's files back."""
+        end_all(self.mark)
+        for folder in self.folders:
+            put_back(folder)
 
     def side(self, name: str, *, jitter: int = 0, many: bool = False) -> Ended:
         """One run, and the user's files as they were before it."""
@@ -104,9 +121,12 @@ class _Diff:
             seconds=options.timeout_s,
         )
         folder.mkdir(exist_ok=True)
+        self.folders.append(folder)
         command = options.command("many" if many else "single")
         try:
-            return run_side(command, asked, progress=lambda at: self.progress(f"{name}: {at}"))
+            return run_side(
+                command, asked, mark=self.mark, progress=lambda at: self.progress(f"{name}: {at}")
+            )
         finally:
             changed, made = put_back(folder)
             self.touches_files = self.touches_files or bool(changed or made)
@@ -135,12 +155,26 @@ class _Runs:
     noise: list[Single]
 
 
-def run_diff(options: DiffOptions, *, progress: Progress = lambda _: None) -> tuple[Verdict, Path]:
-    """Run both sides and judge. Raises UserError where nothing can be started."""
+def run_diff(
+    options: DiffOptions,
+    *,
+    progress: Progress = lambda _: None,
+    on_signal: Callable[[Callable[[], None]], AbstractContextManager[None]] = nullcontext,
+) -> tuple[Verdict, Path]:
+    """Run both sides and judge. Raises UserError where nothing can be started.
+
+    on_signal: a block in which a signal that ends the process calls what it is given first.
+    """
     _check(options)
     known = find_baseline(options.baseline) if options.baseline else None
     name = re.sub(r"[^\w-]", "_", Path(_script_of(options)).stem) or "script"
     diff = _Diff(options=options, directory=new_directory(options.out, name), progress=progress)
+    with on_signal(diff.end):
+        return _run_and_judge(diff, known)
+
+
+def _run_and_judge(diff: _Diff, known: tuple[Path, Baseline] | None) -> tuple[Verdict, Path]:
+    progress = diff.progress
     runs = _stored_runs(diff, known) if known is not None else _single_runs(diff)
     if isinstance(runs, str):
         return _nothing_to_compare(diff, runs)

@@ -28,7 +28,7 @@ from sumgrad.launch.script import boot
 from sumgrad.record.endings import outcome_from_record, rank_file, read_end_record
 from sumgrad.subjects.script.asked import VARIABLE, Asked, write_asked
 
-TAG = "SUMGRAD_SCRIPT"  # whose processes they are, in their environment
+TAG, MARK = "SUMGRAD_SIDE", "SUMGRAD_SIDES"  # whose processes they are, in their environment
 OTHERS_S = 5.0  # that ranks are given when one of them ended badly
 LATE_S = 5.0  # that a rank's own watchdog may take at the deadline
 POLL_S = 0.05
@@ -56,14 +56,32 @@ class Ended:
         return bool(self.outcomes) and all(o.ok for o in self.outcomes)
 
 
+def new_mark() -> str:
+    """What every process of some sides has in its environment, wherever it comes from."""
+    return uuid.uuid4().hex
+
+
+def end_all(mark: str) -> None:
+    """End every process of the sides that have this mark."""
+    end_tagged(MARK, mark)
+
+
 def run_side(
-    command: Command, asked: Asked, *, progress: Callable[[str], object] = lambda _: None
+    command: Command,
+    asked: Asked,
+    *,
+    mark: str | None = None,
+    progress: Callable[[str], object] = lambda _: None,
 ) -> Ended:
-    """Run it to its end, or to the deadline. Nobody is left when this returns or raises."""
+    """Run it to its end, or to the deadline. Nobody is left when this returns or raises.
+
+    mark: of all sides that `end_all` is to end together.
+    """
     directory, started = Path(asked.directory), time.monotonic()
     (directory / "ranks").mkdir(parents=True, exist_ok=True)
-    mark = uuid.uuid4().hex
-    base = _environment(directory, write_asked(asked), mark)
+    own = new_mark()
+    base = _environment(directory, write_asked(asked))
+    base |= {TAG: own, MARK: mark or own}
     processes: list[subprocess.Popen[bytes]] = []
     logs: list[RankLog] = []
     stop = threading.Event()
@@ -88,7 +106,7 @@ def run_side(
     finally:
         for process in processes:
             kill_group(process.pid, signal.SIGKILL)
-        end_tagged(TAG, mark)
+        end_tagged(TAG, own)
         codes = [process.wait() for process in processes]
         stop.set()
         if reader.is_alive():
@@ -102,7 +120,7 @@ def run_side(
     )
 
 
-def _environment(directory: Path, asked: Path, mark: str) -> dict[str, str]:
+def _environment(directory: Path, asked: Path) -> dict[str, str]:
     """The user's, with our bootstrap where Python looks first."""
     folder = directory / "boot"
     folder.mkdir(exist_ok=True)
@@ -119,7 +137,7 @@ def _environment(directory: Path, asked: Path, mark: str) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         VARIABLE: str(asked.resolve()),
         boot.FALLBACK: str(package.resolve()),
-        TAG: mark,
+        boot.LAUNCHER: str(os.getpid()),
     }
     return {**os.environ, **own}
 

@@ -114,6 +114,7 @@ def put_back(directory: Path) -> tuple[list[str], list[str]]:
         entries = [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
     except OSError:
         return [], []
+    (folder / JOURNAL).rename(folder / f"done {JOURNAL}")  # once, whoever asks
     for entry in entries:
         path = Path(entry["path"])
         if entry["was"] is None:

@@ -1,6 +1,7 @@
 """A training script as people have them, nothing of sumgrad in it; `--bug NAME` makes a mistake."""
 
 import argparse
+import time
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,8 @@ if rank == 0:
     with open("losses.csv", "w") as log:
         log.write("step,loss\n")
     torch.save(model.state_dict(), "best.pt")
+if args.bug == "slow":
+    time.sleep(60)
 for _epoch in range(3):
     for step, (x, y) in enumerate(loader):
         optimizer.zero_grad()

@@ -54,7 +54,10 @@ def _after_the_modules(diagnosis: Diagnosis, of_loss: float) -> str:
     Which of the two is wrong is not known: a step may scale its loss by what it divides by later.
     """
     if diagnosis.factor is None or diagnosis.kind != "factor":
-        after = ": what is wrong comes after them, in how gradients are put together"
+        after = (
+            ": what is wrong is which gradients reach the parameters (a penalty, a second "
+            "backward), or how they are put together after it (hooks, buffers, reductions)"
+        )
         return after if abs(of_loss - 1) < SAME_FACTOR else _up_to(of_loss)
     try:
         measured = float(Fraction(diagnosis.factor))
