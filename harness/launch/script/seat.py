@@ -20,7 +20,7 @@ from sumgrad.record.ranks import INDEX, RankFiles
 from sumgrad.subjects.script.asked import Asked
 from torch import Tensor
 
-OTHERS_S = 20.0  # that a rank which is done waits for the others
+OTHERS_S = 10.0  # that a rank which is done waits for the others
 
 
 class Seat:
