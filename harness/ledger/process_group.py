@@ -21,15 +21,15 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from sumgrad.base.files import PACKAGE
 from sumgrad.base.outcome import SETUP
 from sumgrad.base.tensors import own_arithmetic
 from sumgrad.ledger.delegation import DELEGATED, carry_out, unrecorded_operations
 from torch._C._dynamo import eval_frame as _eval_frame
 
 BACKEND = "sumgrad"
+_PACKAGE = Path(os.path.abspath(__file__)).parents[1]  # as the names of its files begin
 _TRANSPORT = tuple(
-    str(PACKAGE / name)
+    str(_PACKAGE / name)
     for name in (
         "ledger/process_group.py",
         "subjects/program/lift.py",
