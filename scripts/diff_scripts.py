@@ -142,7 +142,7 @@ def run(page: Page, seed: int, bug: str) -> dict[str, Any]:
     losses = verdict["losses"]
     alike = [
         a is not None and b is not None and abs(a - b) <= SAME * abs(a)
-        for a, b in zip(losses["single"], losses["ranks"], strict=True)
+        for a, b in zip(losses["single"], losses["ranks"], strict=False)
     ]
     return {
         "script": page.name,
