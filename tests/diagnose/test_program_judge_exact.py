@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from records_in_memory import SCALE, SHAPES, program_record, with_rank
+from records_in_memory import FLOOR, SCALE, SHAPES, program_record, with_rank
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
 from sumgrad.record.trace import Trace, Traces
@@ -355,6 +355,76 @@ def test_a_gradient_with_the_parameter_itself_in_it(record, times):
     others = {n: p + torch.ones_like(p) for n, p in params.items()}
     assert with_traces(wrong, others).kind != "own_value"
     assert with_traces(wrong, {}).kind != "own_value"
+
+
+def kinds_of(record, params, change):
+    """The causes of a run whose every gradient has `change(name)` added, the parameters known."""
+    none = Trace(calls=(), outputs=(), gradients=(), sources={})
+    wrong = record
+    for rank, held in record.ranks.items():
+        grads = {at: dict(own) for at, own in held.grads.items()}
+        grads[KEY] = {n: g + change(n) for n, g in grads[KEY].items()}
+        wrong = with_rank(wrong, rank, grads=grads)
+    traces = Traces(
+        tier="structure", step=0, ranks=dict.fromkeys(wrong.ranks, none),
+        single=replace(none, params=params),
+    )  # fmt: skip
+    return [d.kind for d in judge(replace(wrong, traces=traces)).diagnoses]
+
+
+def test_a_multiple_of_the_parameter_must_leave_nothing_over_the_threshold(record):
+    params = {n: torch.ones(s, dtype=torch.float64) for n, s in SHAPES.items()}
+
+    def change(factor):
+        def of(name):
+            more = 3.0 * params[name]
+            more[0] += factor * 4 * FLOOR if name == "w" else 0.0
+            return more
+
+        return of
+
+    assert kinds_of(record, params, change(0.0)) == ["own_value"]
+    assert "own_value" not in kinds_of(record, params, change(100.0))
+
+
+def test_a_multiple_of_the_parameter_must_explain_what_is_wrong(record):
+    """An error just over the threshold is brought under it by a little of anything."""
+    params = {n: torch.ones(s, dtype=torch.float64) for n, s in SHAPES.items()}
+    signs = torch.tensor([[1.0, -1.0, 1.0]] * 4, dtype=torch.float64)
+
+    def change(name):
+        return 1.2 * 4 * FLOOR * (signs if name == "w" else signs[0])
+
+    assert "own_value" not in kinds_of(record, params, change)
+
+
+def test_the_same_factor_on_every_gradient_is_said_to_be_a_count_in_few_digits():
+    """Roundings of single elements have no common factor; a count that was rounded has."""
+
+    def reasons(change):
+        one = coarse(0.0)
+        for r in range(3):
+            grads = {k: dict(g) for k, g in one.ranks[r].grads.items()}
+            grads["precision", 0] = {n: change(n, g) for n, g in grads["precision", 0].items()}
+            one = with_rank(one, r, grads=grads)
+        verdict = judge(one)
+        assert verdict.status == "unknown"
+        return " ".join(x for t in verdict.tiers for x in t.reasons)
+
+    def beside(g):
+        """Something at right angles to a gradient, of 0.4 % of its size."""
+        other = torch.arange(1.0, g.numel() + 1).view(g.shape)
+        other = other - g * ((other * g).sum() / (g * g).sum())
+        return other * (0.004 * g.norm() / other.norm())
+
+    assert "every gradient is multiplied by 1.004" in reasons(lambda n, g: 1.004 * g)
+    for change in (
+        lambda n, g: 1.004 * g + beside(g),
+        lambda n, g: (1.004 if n == "w" else 1.002) * g,
+    ):
+        text = reasons(change)
+        assert "every gradient" not in text
+        assert "no larger than their roundings" in text
 
 
 def test_a_diagnosis_that_raises_takes_no_verdict_away(record, monkeypatch):
