@@ -92,8 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     report = verbs.add_parser("report", help="render a stored run")
     report.add_argument("directory", type=Path, metavar="DIR")
-    for kind in FORMATS:
-        report.add_argument(f"--{kind}", type=Path, metavar="FILE")
+    add_report_flags(report)
     add_common_flags(report)
 
     listing = verbs.add_parser("list", help="workloads, topologies, faults, operators")
@@ -138,6 +137,7 @@ def _add_diff(verbs: Any) -> None:
         action="store_true",
         help="compare in the script's own dtype (default: in float64, where it runs so)",
     )
+    add_report_flags(diff)
     add_common_flags(diff)
     diff.add_argument("script", nargs="*", metavar="-- script.py args")
 
@@ -178,6 +178,12 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         help="leave casts to fewer digits in the structure tier as they are (default: a Program's "
         "are lifted to float64, and listed)",
     )
+
+
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
+    """A file for each format of a report."""
+    for kind in FORMATS:
+        parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"a report in {kind}")
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:

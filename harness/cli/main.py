@@ -220,6 +220,7 @@ def _diff(args: argparse.Namespace) -> int:
     )
     with _Progress(args.quiet) as progress:
         verdict, directory = run_diff(options, progress=progress, on_signal=closed_on_signal)
+    _write_reports(verdict, args)
     _show(verdict, directory, args)
     return verdict.exit_code
 
@@ -324,12 +325,17 @@ def _report(args: argparse.Namespace) -> int:
 
     with _Progress(args.quiet) as progress:
         verdict = judge_directory(args.directory, progress=progress)
+    _write_reports(verdict, args)
+    _show(verdict, args.directory, args)
+    return verdict.exit_code
+
+
+def _write_reports(verdict: Verdict, args: argparse.Namespace) -> None:
+    """Every format that was asked for."""
     for name, renderer in REPORTS.items():
         path, (module, _, function) = getattr(args, name), renderer.partition(":")
         if path is not None:
             _write(path, getattr(importlib.import_module(module), function)(verdict))
-    _show(verdict, args.directory, args)
-    return verdict.exit_code
 
 
 def _list(args: argparse.Namespace) -> int:

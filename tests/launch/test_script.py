@@ -74,8 +74,11 @@ def against_kept(place, *words):
 
 
 def test_a_run_that_was_kept_is_compared_with_later(kept):
-    code, verdict = against_kept(kept, "--batch", "{12/ranks}")
+    words = ("--against", "week-46", "--ranks", 2, "--html", "r.html", "--junit", "r.xml")
+    code, verdict = diff(kept, *words, "--", SCRIPTS / "train.py", "--batch", "{12/ranks}")
     assert code == 0, verdict
+    assert "PASS" in (kept / "r.html").read_text()
+    assert 'failures="0"' in (kept / "r.xml").read_text()
     assert any("stored run 'week-46'" in text for text in verdict["warnings"])
 
 

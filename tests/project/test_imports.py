@@ -18,7 +18,7 @@ MAY_TOUCH_DISTRIBUTED = {
     "subjects.planned.job", "subjects.program.context", "subjects.program.rank",
     "subjects.program.placement", "ledger.process_group", "ledger.delegation",
     "faults.misbehaviour", "launch.rank", "launch.torchrun", "launch.matrix.warm_rank",
-    "launch.script.seat", "launch.script.watch",
+    "launch.script.seat", "launch.script.watch", "subjects.script.roundings",
     "invariance.tree_exchange", "invariance.ranks",
 }  # fmt: skip
 

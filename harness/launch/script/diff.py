@@ -159,7 +159,7 @@ def run_diff(
     options: DiffOptions,
     *,
     progress: Progress = lambda _: None,
-    on_signal: Callable[[Callable[[], None]], AbstractContextManager[None]] = nullcontext,
+    on_signal: Callable[[Callable[[], None]], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[Verdict, Path]:
     """Run both sides and judge. Raises UserError where nothing can be started.
 

@@ -87,7 +87,7 @@ class Watch:
         """Hooks, and what belongs to every process, rank or not."""
         self.keeper.install()
         torch.save = self.keeper.in_front(torch.save, 1, "f")
-        below = safetensors.torch
+        below: Any = safetensors.torch
         below.serialize_file = self.keeper.in_front(below.serialize_file, 1, "filename")
         if self.asked.lift:
             self.lift = in_float64()
