@@ -16,6 +16,7 @@ from sumgrad.report.coefficients import in_few_lines
 STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
 MAX_TENSORS, MAX_COEFFICIENTS, MAX_RANKS_SHOWN = 12, 24, 8
 MAX_STACK_LINES = 12
+MAX_LOSSES = 8  # steps whose losses are shown
 STANDINGS = {
     "proved": "proved: it predicts the measured gradients, or the record itself shows it",
     "likely": "likely: the evidence points there and does not prove that this is all",
@@ -30,6 +31,8 @@ def render(verdict: Verdict) -> RenderableType:
     parts.append(_tiers(data))
     if data.get("lifted"):
         parts += [Text(""), _lifted(data["lifted"])]
+    if data.get("losses"):
+        parts += [Text(""), _losses(data["losses"])]
     for diagnosis in data["diagnoses"]:
         parts += [Text(""), _diagnosis(diagnosis)]
     if data["coefficients"]:
@@ -101,6 +104,18 @@ def _lifted(lifted: list[dict[str, Any]]) -> Text:
     casts = f"{times} cast{'s' if times > 1 else ''} of a step to fewer digits"
     return Text.assemble(
         ("lifted", "dim"), f"  {casts} computed in float64: {some_of(lines)}; --no-lift leaves them"
+    )
+
+
+def _losses(losses: Mapping[str, Sequence[float | None]]) -> Text:
+    """The curves that people compare by eye."""
+
+    def curve(values: Sequence[float | None]) -> str:
+        return " ".join("-" if x is None else f"{x:.4g}" for x in values[:MAX_LOSSES])
+
+    single, ranks = curve(losses["single"]), curve(losses["ranks"])
+    return Text.assemble(
+        ("losses", "dim"), f"     {single} in the single run, {ranks} on the ranks"
     )
 
 
