@@ -29,7 +29,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, HEADS, DEPTH, VOCABULARY, LENGTH, ROWS = 256, 8, 8, 16000, 64, 8
+import os
+WIDTH, HEADS, DEPTH, VOCABULARY = 256, 8, 8, 16000
+ROWS, LENGTH = int(os.environ["ROWS"]), int(os.environ["LENGTH"])
 
 
 class Block(nn.Module):
@@ -87,8 +89,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=32, help="of all ranks, in a step")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a row")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    os.environ |= {"ROWS": str(args.rows), "LENGTH": str(args.length)}
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         script = place / "train.py"
@@ -103,6 +108,7 @@ def main() -> int:
     data = {
         "parameters": size,
         "ranks": args.ranks,
+        "tokens": args.rows * args.length,
         "cores": os.cpu_count(),
         "plain_step_s": statistics.median(plain),
         "watched_step_s": statistics.median(seen),
