@@ -11,6 +11,7 @@ from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.judge.checks.script import (
     as_many_steps,
     changed_between,
+    one_job,
     other_rows,
     the_same_rows,
     the_same_start,
@@ -114,6 +115,15 @@ def test_ranks_that_end_before_the_others():
     (finding,) = as_many_steps(compared(record))
     assert finding.level == "unknown"
     assert finding.text.startswith("rank 1 ended after 1 of 2 optimizer steps")
+
+
+def test_processes_that_are_no_job():
+    assert texts(one_job, record_of(FOUR)) == []
+    record = record_of(FOUR, alone=True)
+    (finding,) = one_job(compared(record))
+    assert finding.level == "unknown"
+    record.ranks[1].info[AT]["alone"] = False
+    assert texts(one_job, record) == []
 
 
 def test_weights_that_a_script_changes_on_one_rank_only():

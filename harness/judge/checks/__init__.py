@@ -15,6 +15,7 @@ CHECKS: tuple[Check, ...] = (
     complete.nothing_left_out,
     script.the_same_rows,
     script.the_same_start,
+    script.one_job,
     script.as_many_steps,
     same_start.sound_reference,
     beside.nothing_trained_elsewhere,

@@ -195,6 +195,20 @@ def _first(record: Record, rank: int) -> dict[str, Any]:
     return next((told for (_, step), told in info.items() if step == 0), {})
 
 
+def one_job(compared: Compared) -> Iterator[Finding]:
+    """Processes that are called ranks and never made a process group: each trains by itself."""
+    record = compared.record
+    if record.spec.script is None or record.spec.topology.world_size < 2:
+        return
+    told = [info for held in record.ranks.values() for info in held.info.values()]
+    if told and all(info.get("alone") for info in told):
+        yield Finding(
+            level="unknown",
+            text=f"the {record.spec.topology.world_size} processes made no process group: each of "
+            f"them trains by itself, and nothing distributed was compared",
+        )
+
+
 def as_many_steps(compared: Compared) -> Iterator[Finding]:
     """Ranks whose optimizer stepped less often than was to be compared."""
     record = compared.record

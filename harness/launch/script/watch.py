@@ -306,6 +306,7 @@ class Watch:
             "losses": self.losses,
             "lifted": dict(casts(self.lift)),
             "dropout": self.dropout.count,
+            "alone": not dist.is_initialized(),
             "elsewhere": {},
             **({} if self.infos else self._first()),
         }
