@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from sumgrad.cli.main import main
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -115,7 +116,13 @@ def test_rows_that_are_not_divided_are_said_first(tmp_path):
 
 def test_a_command_that_starts_its_own_ranks(tmp_path):
     def side(ranks):
-        words = [sys.executable, SCRIPTS / "two_losses.py", ranks, tmp_path / "meet", "bug"]
+        words = [
+            sys.executable,
+            ROOT / "examples" / "scripts" / "gan.py",
+            ranks,
+            tmp_path / "meet",
+            "bug",
+        ]
         return " ".join(map(str, words))
 
     code, verdict = diff(tmp_path, "--a", side(3), "--b", side(1))

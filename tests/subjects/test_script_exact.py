@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -263,3 +264,17 @@ def test_what_the_run_itself_made_elsewhere_is_left_alone(tmp_path):
     other.write_text("written over")
     assert put_back(tmp_path / "side") == ([str(other)], [])
     assert other.read_text() == "made by the run"
+
+
+def test_what_the_single_run_did_not_see_is_a_problem_of_the_reference():
+    single = replace(run_of(1.0, -4.0), unknown=("w: held in parts",))
+    problems = reference_of(single, [run_of(1.0, -4.0)], 0).problems
+    assert problems == ("the single run: w: held in parts",)
+
+
+def test_a_gradient_that_only_other_roundings_have_is_no_error_of_ours():
+    """As of a unit that is off by a hair: nothing is divided by its size of zero."""
+    other = run_of(1.0, -4.0)
+    other.grads[0]["b"] = torch.ones(2)
+    reference = reference_of(run_of(1.0, -4.0), [other], 0)
+    assert (reference.scale["b"], reference.floor["b"], reference.problems) == (0.0, 1.0, ())

@@ -144,6 +144,8 @@ class _Diff:
             return _how_it_ended(ended)
         if not run.steps:
             return NO_STEP if ended.ok else _how_it_ended(ended)
+        if not run.params:
+            return "; ".join(["no parameter of the single run was seen", *run.unknown])
         return run
 
 
@@ -194,8 +196,7 @@ def _run_and_judge(diff: _Diff, known: tuple[Path, Baseline] | None) -> tuple[Ve
     progress("judging")
     record = load_record(diff.directory)
     if known is None and near_misses(record) and judge(record).status == "fail":
-        more = [run for run in _noises(diff, NOISE_RUNS + 1, MORE_NOISE_RUNS)
-                if isinstance(run, Single)]  # fmt: skip
+        more = _as_long(runs.single, _noises(diff, NOISE_RUNS + 1, MORE_NOISE_RUNS))
         _write_references(diff, runs.single, [*runs.noise, *more])
     return _judged(diff.directory, progress), diff.directory
 
@@ -206,9 +207,10 @@ def _single_runs(diff: _Diff) -> _Runs | str:
     if isinstance(single, str):
         return single
     found = _noises(diff, 1, NOISE_RUNS)
-    noise = [run for run in found if isinstance(run, Single)]
+    noise = _as_long(single, found)
     if not noise:
-        return f"no noise was measured: {found[0]}"
+        why = found[0] if isinstance(found[0], str) else "runs of it ended before it did"
+        return f"no noise was measured: {why}"
     if diff.options.save:
         keep_baseline(
             diff.options.save,
@@ -272,6 +274,12 @@ def _noises(diff: _Diff, first: int, last: int) -> list[Single | str]:
         return list(pool.map(lambda seed: _noise(diff, seed), seeds))
 
 
+def _as_long(single: Single, found: Sequence[Single | str]) -> list[Single]:
+    """Those that came as far as the single run."""
+    count = len(single.steps)
+    return [run for run in found if isinstance(run, Single) and len(run.steps) >= count]
+
+
 def _noise(diff: _Diff, seed: int) -> Single | str:
     ended = diff.side(f"noise {seed}", jitter=seed)
     try:
@@ -282,8 +290,7 @@ def _noise(diff: _Diff, seed: int) -> Single | str:
 
 def _write_references(diff: _Diff, single: Single, noise: Sequence[Single]) -> None:
     for step in range(len(single.steps)):
-        reached = [run for run in noise if len(run.steps) > step]
-        reference = reference_of(single, reached or noise, step)
+        reference = reference_of(single, noise, step)
         write_reference(diff.directory, diff.tier, reference)
         write_parts(diff.directory, diff.tier, step, parts_of(reference))
 
@@ -354,6 +361,8 @@ def _check(options: DiffOptions) -> None:
         raise UserError("sumgrad diff: --save keeps a run of now, --against NAME takes another")
     if options.save:
         check_name(options.save)
+    if options.a and options.baseline:
+        raise UserError("sumgrad diff: a is compared with --b, so --against NAME has no place")
     if options.a:
         if options.script or options.ranks:
             raise UserError("sumgrad diff: either --a and --b, or --ranks N -- script.py args")

@@ -65,7 +65,7 @@ def read_single(directory: Path, tier: str, *, rank: int = 0) -> Single:
 def reference_of(single: Single, noise: Sequence[Single], step: int) -> Reference:
     """What every gradient of a step must be, and how far runs are apart that differ in roundings.
 
-    noise: runs whose weights are off by one rounding, as far as they came.
+    noise: runs whose weights are off by one rounding, each at least as long.
     """
     zeros = {n: torch.zeros(s, dtype=torch.float64) for n, s in single.params.items()}
 
@@ -74,7 +74,7 @@ def reference_of(single: Single, noise: Sequence[Single], step: int) -> Referenc
 
     grads = whole(single.grads[step])
     others = [whole(run.grads[step]) for run in noise]
-    largest = max(float(g.abs().max()) for g in grads.values() if g.numel())
+    largest = max((float(g.abs().max()) for g in grads.values() if g.numel()), default=0.0)
     scale = {
         n: float(g.abs().max()) + COUPLED_SHARE * largest if g.count_nonzero() else 0.0
         for n, g in grads.items()
@@ -82,8 +82,10 @@ def reference_of(single: Single, noise: Sequence[Single], step: int) -> Referenc
     floor = {n: max(error(run[n], g) for run in others) for n, g in grads.items()}
     nothing = {n for n, g in grads.items() if not bool((g.abs() > ZERO_FACTOR * floor[n]).any())}
     after = {n: t.double() for n, t in single.after[step].items()}
-    loud = [n for n, size in scale.items() if floor[n] > LOUD.get(single.dtype, 0.3) * size]
-    problems = [
+    most = LOUD.get(single.dtype, 0.3)
+    loud = [n for n, size in scale.items() if size and floor[n] > most * size]
+    problems = [f"the single run: {text}" for text in single.unknown]
+    problems += [
         f"runs of the script on one process, whose weights are off by one rounding, differ by "
         f"{floor[n] / scale[n]:.1e} of the gradient of {n}: it draws unseeded, decides by its "
         f"last digits (a router, an argmax), or computes in fewer digits somewhere"
