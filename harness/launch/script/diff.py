@@ -227,10 +227,9 @@ def _stored_runs(diff: _Diff, known: tuple[Path, Baseline]) -> _Runs | str:
     diff.reference, diff.tier, diff.lift = folder / "single", baseline.tier, baseline.lift
     diff.said.append(f"compared with the stored run {folder.name!r} of {baseline.made}")
     try:
-        return _Runs(
-            single=read_single(folder / "single", baseline.tier),
-            noise=[read_single(path, baseline.tier) for path in sorted(folder.glob("noise *"))],
-        )
+        single = read_single(folder / "single", baseline.tier)
+        found = [read_single(path, baseline.tier) for path in sorted(folder.glob("noise *"))]
+        return _Runs(single=single, noise=_as_long(single, found))
     except (*DAMAGED, FileNotFoundError) as error:
         return f"the stored run {folder} is damaged: {type(error).__name__}: {error}"
 
