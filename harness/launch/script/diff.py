@@ -229,7 +229,10 @@ def _stored_runs(diff: _Diff, known: tuple[Path, Baseline]) -> _Runs | str:
     try:
         single = read_single(folder / "single", baseline.tier)
         found = [read_single(path, baseline.tier) for path in sorted(folder.glob("noise *"))]
-        return _Runs(single=single, noise=_as_long(single, found))
+        noise = _as_long(single, found)
+        if not noise:
+            return f"the stored run {folder} has no noise runs as long as it"
+        return _Runs(single=single, noise=noise)
     except (*DAMAGED, FileNotFoundError) as error:
         return f"the stored run {folder} is damaged: {type(error).__name__}: {error}"
 
