@@ -123,6 +123,19 @@ def _add_diff(verbs: Any) -> None:
     diff.add_argument("--save", metavar="NAME", help="keep the other run, for --against NAME")
     diff.add_argument("--a", metavar="CMD", help="a command of your own instead, in one argument")
     diff.add_argument("--b", metavar="CMD", help="the command that it is compared with")
+    diff.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME: ...",
+        help="the script started otherwise too, a row of a matrix: KEY=VALUE of its environment, "
+        "@PYTHON of another one, more arguments; may be given again",
+    )
+    diff.add_argument(
+        "--bitwise",
+        action="store_true",
+        help="beside --variant: other bits than the single run's are a FAIL",
+    )
     diff.add_argument("--steps", type=_count, default=3, help="optimizer steps (default: 3)")
     diff.add_argument("--out", type=Path, metavar="DIR", help="default: new, in .sumgrad/runs")
     diff.add_argument(

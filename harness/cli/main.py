@@ -25,13 +25,14 @@ from sumgrad.base.errors import LaunchError, UserError
 from sumgrad.base.files import json_text, write_bytes
 from sumgrad.base.interpreter import decide_interpreter, has_gpu
 from sumgrad.base.plain_text import shown
-from sumgrad.base.verdict import EXIT_INTERNAL, EXIT_USAGE, Verdict
+from sumgrad.base.verdict import EXIT_CODES, EXIT_INTERNAL, EXIT_USAGE, Verdict
 from sumgrad.cli.arguments import Parser, add_common_flags, add_run_flags, make_parser
 from sumgrad.cli.interrupts import closed_on_signal
 from sumgrad.report import FORMATS as REPORTS
 
 if TYPE_CHECKING:
     from sumgrad.launch.local.launcher import Launcher
+    from sumgrad.launch.script.options import DiffOptions
 
 WIDTH_ELSEWHERE = 200
 MAX_ERROR, MAX_ERROR_LINES = 600, 12
@@ -203,7 +204,8 @@ def _torchrun() -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from sumgrad.launch.script.diff import DiffOptions, run_diff
+    from sumgrad.launch.script.diff import run_diff
+    from sumgrad.launch.script.options import DiffOptions
 
     options = DiffOptions(
         script=tuple(args.script),
@@ -218,11 +220,40 @@ def _diff(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
         out=args.out,
     )
+    if args.variant:
+        return _variants(options, args)
+    if args.bitwise:
+        raise UserError("sumgrad diff: --bitwise is for --variant")
     with _Progress(args.quiet) as progress:
         verdict, directory = run_diff(options, progress=progress, on_signal=closed_on_signal)
     _write_reports(verdict, args)
     _show(verdict, directory, args)
     return verdict.exit_code
+
+
+def _variants(options: DiffOptions, args: argparse.Namespace) -> int:
+    from sumgrad.launch.script.options import read_variant
+    from sumgrad.launch.script.variants import run_matrix
+    from sumgrad.report.variants import render_variants, variants_to_markdown
+
+    if args.html or args.junit:
+        raise UserError("sumgrad diff --variant: a matrix is written by --markdown and --json")
+    variants = [read_variant(text) for text in args.variant]
+    with _Progress(args.quiet) as progress:
+        matrix = run_matrix(
+            options, variants, bitwise=args.bitwise, progress=progress, on_signal=closed_on_signal
+        )
+    data = matrix.to_json()
+    if args.markdown:
+        _write(args.markdown, variants_to_markdown(data))
+    _write_json(args, data)
+    if not args.quiet:
+        _console(args).print(render_variants(data))
+    print(
+        f"sumgrad: {matrix.status.upper()} {matrix.script} in {len(variants) + 1} ways",
+        file=_report_stream(args),
+    )
+    return EXIT_CODES[matrix.status]
 
 
 def _plan(args: argparse.Namespace) -> int:

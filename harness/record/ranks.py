@@ -23,6 +23,8 @@ from sumgrad.record.spec import RunSpec
 
 GRADS_FILE = re.compile(r"grads_[0-9a-f]{16}\.safetensors")
 AFTER = "after"  # in place of a tier: a script's weights after an optimizer's step
+OWN = "own"  # in place of a tier: samples of what a rank's own backwards gave, (passes, samples)
+SAMPLES = 1024  # of a parameter
 AGAIN = "again"  # of the tensors of a step that was repeated
 BUFFER = "buffer"
 INDEX = "index"
@@ -98,6 +100,14 @@ class RankFiles:
         return self.files
 
 
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """SAMPLES elements of a tensor, evenly apart; all of them where there are fewer."""
+    flat = tensor.reshape(-1)
+    count = min(flat.numel(), SAMPLES)
+    at = torch.arange(count, device=flat.device) * flat.numel() // max(count, 1)
+    return flat[at]
+
+
 def grads_file(content: str) -> str:
     """The name of a file of gradients, in `ranks/`."""
     return f"grads_{content}.safetensors"
@@ -144,7 +154,7 @@ def read_rank(
     info = {(s["tier"], int(s["step"])): _numbers(s) if planned else s for s in steps}
     if not planned:
         _ = [said[name] for said in steps for name in SAID]  # what is left out is no evidence
-        after = {at: own for at, own in grads.items() if at[0] == AFTER}
+        after = {at: own for at, own in grads.items() if at[0] in (AFTER, OWN)}
         grads = after | {at: grads.get(at, {}) for at in info}
     begun = begun_operations(ledger)
     return RankRecord(

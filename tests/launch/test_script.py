@@ -14,6 +14,8 @@ from conftest import ROOT
 from sumgrad.cli.main import main
 
 SCRIPTS = Path(__file__).with_name("scripts")
+BAD = str(SCRIPTS / "bad.py")
+TWICE = ["--variant", "x: A=1", "--variant", "x: A=2"]
 pytestmark = pytest.mark.distributed
 
 
@@ -114,6 +116,53 @@ def test_rows_that_are_not_divided_are_said_first(tmp_path):
     assert "rank 0-1 all read rows 0-5" in verdict["diagnoses"][0]["cause"]
 
 
+def test_ranks_that_are_never_synchronised_are_told_by_their_own_gradients(kept):
+    code, verdict = against_kept(kept, "--batch", "{12/ranks}", "--wrap", "none")
+    assert code == 1
+    cause = verdict["diagnoses"][0]
+    assert (cause["kind"], cause["standing"]) == ("not_reduced", "proved")
+    assert "every gradient: no gradient of another rank is in it" in cause["cause"]
+
+
+def test_variants_are_rows_of_a_matrix(tmp_path):
+    words = ["--variant", "bare: --wrap none", "--variant", "other seed: PYTHONHASHSEED=7"]
+    words += ["--markdown", "m.md", "--ranks", "2", "--", SCRIPTS / "train.py"]
+    code, matrix = diff(tmp_path, *words, "--batch", "{12/ranks}")
+    assert code == 1
+    cells = {(c["variant"], c["ranks"]): c for c in matrix["cells"]}
+    assert {at: c["status"] for at, c in cells.items()} == {
+        ("as given", 2): "pass",
+        ("bare", 1): "pass",
+        ("bare", 2): "fail",
+        ("other seed", 1): "pass",
+        ("other seed", 2): "pass",
+    }
+    assert "each keep what their own backward gave" in cells["bare", 2]["text"]
+    assert cells["bare", 1]["differing_tensors"] == 0 < cells["as given", 2]["differing_tensors"]
+    assert cells["bare", 1]["tensors"] == 12  # 6 parameters, 2 steps
+    table = (tmp_path / "m.md").read_text()
+    assert "| bare | PASS" in table
+    assert "bare, 2 ranks: every gradient" in table.replace("\\", "")
+
+
+def test_a_script_may_ask_to_be_watched_itself(tmp_path):
+    """`python -I` looks at no sitecustomize of ours."""
+    script = tmp_path / "own.py"
+    line = "import sumgrad\nsumgrad.watch()\nsumgrad.watch()\n"
+    script.write_text(line + "import torch\nnet = torch.nn.Linear(3, 2)\n"
+                      "o = torch.optim.SGD(net.parameters(), 0.1)\n"
+                      "for _ in range(2):\n    net(torch.ones(4, 3)).square().mean().backward()\n"
+                      "    o.step()\n    o.zero_grad()\n")  # fmt: skip
+    command = f"{sys.executable} -I {script}"
+    code, verdict = diff(tmp_path, "--a", command, "--b", command)
+    assert code == 0, verdict
+    assert len(verdict["tensors"]) == 4
+    script.write_text(script.read_text().removeprefix(line))
+    code, verdict = diff(tmp_path, "--a", command, "--b", command)
+    assert code == 3
+    assert "no process of it called a model" in str(verdict)
+
+
 def test_a_command_that_starts_its_own_ranks(tmp_path):
     def side(ranks):
         words = [
@@ -184,8 +233,13 @@ def test_a_diff_that_is_interrupted_leaves_nobody_and_no_changed_file(tmp_path):
         (["--a", "python a.py"], "--a and --b belong together"),
         (["--ranks", "2", "--against", "0", "--", "train.py"], "needs a rank"),
         (["--ranks", "2", "--save", "../x", "--", "train.py"], "--save ../x: expected a letter"),
-        (["--ranks", "2", "--against", "old", "--", str(SCRIPTS / "bad.py")], "no stored run"),
+        (["--ranks", "2", "--against", "old", "--", BAD], "no stored run"),
         (["--ranks", "5", "--", str(SCRIPTS / "train.py"), "{12/ranks}"], "no multiple of 5"),
+        (["--variant", "x", "--ranks", "2", "--", BAD], "expected `NAME: "),
+        (["--variant", "x: @nopython", "--ranks", "2", "--", "t.py"], "nopython is no program"),
+        ([*TWICE, "--ranks", "2", "--", BAD], "two are named 'x'"),
+        (["--variant", "x: A=1", "--html", "h", "--ranks", "2", "--", "t.py"], "--markdown"),
+        (["--bitwise", "--ranks", "2", "--", BAD], "--bitwise is for"),
     ],
 )
 def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch, capsys, words, text):

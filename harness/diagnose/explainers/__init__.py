@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from sumgrad.diagnose.explainers import (
     blocks,
+    by_rank,
     clean_run,
     factors,
     free_factors,
@@ -38,6 +39,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     weights.rows_weighed_otherwise,
     clean_run.changed_operation,
     ledger.shown_by_the_ledger,
+    by_rank.put_together_by_rank,
     factors.telling_factors,
     rows_used.rows_read_unevenly,
     clean_run.changed_values,

@@ -18,23 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from sumgrad.base.commands import command_line, sumgrad_command
-from sumgrad.base.errors import UserError
 from sumgrad.base.outcome import first_to_fail
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
 from sumgrad.launch.ask import new_directory, versions
 from sumgrad.launch.judging import written
-from sumgrad.launch.script.baseline import Baseline, check_name, find_baseline, keep_baseline
-from sumgrad.launch.script.sides import (
-    POOL,
-    Command,
-    Ended,
-    end_all,
-    interpreter,
-    new_mark,
-    run_side,
+from sumgrad.launch.script.baseline import Baseline, find_baseline, keep_baseline
+from sumgrad.launch.script.options import (
+    DiffOptions,
+    check_options,
+    flags_of,
+    script_of,
+    single_command,
 )
+from sumgrad.launch.script.sides import POOL, Ended, end_all, new_mark, run_side
 from sumgrad.launch.script.user_files import put_back
 from sumgrad.record.directory import load_record, write_outcomes
 from sumgrad.record.manifest import write_manifest
@@ -46,44 +44,13 @@ from sumgrad.topology.pools import Pool, Topology
 
 NOISE_RUNS, MORE_NOISE_RUNS = 2, 6
 AT_ONCE = 2  # of these, each on one core
-DEFAULT_STEPS, DEFAULT_TIMEOUT_S = 3, 600.0
 FLOAT64, OWN = ("structure", True), ("precision", False)  # tier, and whether it is lifted
 NO_STEP = (
     "the single run ended without an optimizer's step: nothing to compare (an optimizer that is no "
     "torch.optim.Optimizer is not seen)"
 )
 Progress = Callable[[str], object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffOptions:
-    """The flags. script: with its arguments, `{ranks}` and `{24/ranks}` filled in for each side.
-
-    a, b: whole commands instead, b's run is what a's is compared with. lift: float64 is tried.
-    save: the name under which the single run is kept; baseline: of one that was, to compare with.
-    """
-
-    script: tuple[str, ...] = ()
-    ranks: int = 0
-    against: int = 1
-    a: tuple[str, ...] = ()
-    b: tuple[str, ...] = ()
-    steps: int = DEFAULT_STEPS
-    lift: bool = True
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    out: Path | None = None
-    save: str | None = None
-    baseline: str | None = None
-
-    def command(self, side: str) -> Command:
-        """What the `many` or the `single` side runs."""
-        own = self.a if side == "many" else self.b
-        if own:
-            return Command(words=own, ranks=0)
-        count = self.ranks if side == "many" else self.against
-        words = tuple(fill_in(word, count) for word in self.script)
-        begin = () if words[0] == interpreter() else (interpreter(),)
-        return Command(words=(*begin, *words), ranks=count)
+OnSignal = Callable[[Callable[[], None]], AbstractContextManager[Any]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,15 +128,18 @@ def run_diff(
     options: DiffOptions,
     *,
     progress: Progress = lambda _: None,
-    on_signal: Callable[[Callable[[], None]], AbstractContextManager[Any]] = nullcontext,
+    on_signal: OnSignal = nullcontext,
+    known: tuple[Path, Baseline] | None = None,
 ) -> tuple[Verdict, Path]:
     """Run both sides and judge. Raises UserError where nothing can be started.
 
     on_signal: a block in which a signal that ends the process calls what it is given first.
+    known: where the single run and its noise lie already, and what they are.
     """
-    _check(options)
-    known = find_baseline(options.baseline) if options.baseline else None
-    name = re.sub(r"[^\w-]", "_", Path(_script_of(options)).stem) or "script"
+    check_options(options)
+    if options.baseline:
+        known = find_baseline(options.baseline)
+    name = re.sub(r"[^\w-]", "_", Path(script_of(options)).stem) or "script"
     diff = _Diff(options=options, directory=new_directory(options.out, name), progress=progress)
     with on_signal(diff.end):
         return _run_and_judge(diff, known)
@@ -215,7 +185,7 @@ def _single_runs(diff: _Diff) -> _Runs | str:
         keep_baseline(
             diff.options.save,
             diff.directory,
-            Baseline(tier=diff.tier, lift=diff.lift, command=_single_command(diff.options)),
+            Baseline(tier=diff.tier, lift=diff.lift, command=single_command(diff.options)),
         )
         diff.said.append(f"its single run is kept as {diff.options.save!r}")
     return _Runs(single=single, noise=noise)
@@ -225,7 +195,8 @@ def _stored_runs(diff: _Diff, known: tuple[Path, Baseline]) -> _Runs | str:
     """Those of a baseline."""
     folder, baseline = known
     diff.reference, diff.tier, diff.lift = folder / "single", baseline.tier, baseline.lift
-    diff.said.append(f"compared with the stored run {folder.name!r} of {baseline.made}")
+    if diff.options.baseline:
+        diff.said.append(f"compared with the stored run {folder.name!r} of {baseline.made}")
     try:
         single = read_single(folder / "single", baseline.tier)
         found = [read_single(path, baseline.tier) for path in sorted(folder.glob("noise *"))]
@@ -316,19 +287,19 @@ def _spec(
     if single is not None and single.steps[-1].get("dropout"):
         said.append("dropout was switched off in every run, so that runs can be compared")
     return RunSpec(
-        topology=_topology(_script_of(options), world_size),
-        workload=_script_of(options),
+        topology=_topology(script_of(options), world_size),
+        workload=script_of(options),
         seed=0,
         steps=len(single.steps) if single else options.steps,
         tiers={} if problems else {diff.tier: dtype},
         fault=None,
         law="report",
         timeout_s=options.timeout_s,
-        reproduce=command_line([*sumgrad_command(), "diff", *_flags(options)]),
+        reproduce=command_line([*sumgrad_command(), "diff", *flags_of(options)]),
         versions=versions(),
         facts=facts,
         script=Script(
-            command=_single_command(options),
+            command=single_command(options),
             rows=tuple(step["rows"] for step in single.steps) if single else (),
             losses=tuple(tuple(step["losses"]) for step in single.steps) if single else (),
             said=tuple(said),
@@ -354,57 +325,6 @@ def _judged(directory: Path, progress: Progress) -> Verdict:
     write_manifest(directory)
     progress("judging")
     return written(directory, judge(load_record(directory)))
-
-
-def _check(options: DiffOptions) -> None:
-    if bool(options.a) != bool(options.b):
-        raise UserError("sumgrad diff: --a and --b belong together: a is compared with b")
-    if options.save and options.baseline:
-        raise UserError("sumgrad diff: --save keeps a run of now, --against NAME takes another")
-    if options.save:
-        check_name(options.save)
-    if options.a and options.baseline:
-        raise UserError("sumgrad diff: a is compared with --b, so --against NAME has no place")
-    if options.a:
-        if options.script or options.ranks:
-            raise UserError("sumgrad diff: either --a and --b, or --ranks N -- script.py args")
-        return
-    if not options.script:
-        raise UserError("sumgrad diff: no script; use sumgrad diff --ranks 4 -- train.py args")
-    if options.ranks < 1:
-        raise UserError("sumgrad diff: --ranks N is missing: how many ranks the script is run on")
-    if options.against < 1:
-        raise UserError("sumgrad diff: --against 0: the other run needs a rank")
-    for count in (options.ranks, options.against):
-        _ = [fill_in(word, count) for word in options.script]
-    script = next((w for w in options.script if w.endswith(".py")), None)
-    if script is not None and not Path(script).is_file():
-        raise UserError(f"{script}: no such file")
-
-
-def _single_command(options: DiffOptions) -> str:
-    if options.baseline:
-        return options.baseline
-    return command_line(options.command("single").words)
-
-
-def _script_of(options: DiffOptions) -> str:
-    words = options.a or options.script
-    return next((word for word in words if word.endswith(".py")), words[0])
-
-
-def fill_in(word: str, ranks: int) -> str:
-    """`{ranks}` and `{24/ranks}` in an argument. Raises UserError where it does not divide."""
-
-    def value(match: re.Match[str]) -> str:
-        total = match.group(1)
-        if total is None:
-            return str(ranks)
-        if int(total) % ranks:
-            raise UserError(f"sumgrad diff: {match.group(0)}: {total} is no multiple of {ranks}")
-        return str(int(total) // ranks)
-
-    return re.sub(r"\{(?:(\d+)/)?ranks\}", value, word)
 
 
 def _how_it_ended(ended: Ended) -> str:
@@ -436,16 +356,3 @@ def _last(output: str) -> str:
 def _some(paths: Sequence[str]) -> str:
     shown = ", ".join(Path(p).name for p in paths[:3])
     return shown + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-
-
-def _flags(options: DiffOptions) -> list[Any]:
-    flags: list[Any] = ["--steps", options.steps]
-    if not options.lift:
-        flags += ["--no-lift"]
-    if options.timeout_s != DEFAULT_TIMEOUT_S:
-        flags += ["--timeout", f"{options.timeout_s:g}"]
-    if options.a:
-        return [*flags, "--a", command_line(options.a), "--b", command_line(options.b)]
-    against = options.baseline or options.against
-    flags += ["--save", options.save] if options.save else []
-    return [*flags, "--ranks", options.ranks, "--against", against, "--", *options.script]

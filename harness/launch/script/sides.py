@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sumgrad.base.files import PACKAGE
@@ -37,10 +37,14 @@ POOL = "ranks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What a side runs. ranks: how many of it are started here; 0 where it starts its own."""
+    """What a side runs. ranks: how many of it are started here; 0 where it starts its own.
+
+    environment: what its processes have in theirs besides.
+    """
 
     words: tuple[str, ...]
     ranks: int
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +97,7 @@ def run_side(
             processes.append(
                 subprocess.Popen(
                     command.words,
-                    env={**base, **more},
+                    env={**base, **command.environment, **more},
                     stdin=subprocess.DEVNULL,
                     stdout=log.writer,
                     stderr=log.writer,

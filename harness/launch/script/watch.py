@@ -14,7 +14,7 @@ import multiprocessing.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,18 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
-from sumgrad.base.tensors import bits, own_arithmetic, to_local
+from sumgrad.base.tensors import bits, own_arithmetic, same_bits, to_local
 from sumgrad.launch.guard import flush, lost_another
 from sumgrad.launch.script.seat import Seat, is_a_rank
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import BACKEND, register_backend
-from sumgrad.record.ranks import AFTER
+from sumgrad.record.ranks import AFTER, OWN
 from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.subjects.script.asked import FILE, SAME, START, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
 from sumgrad.subjects.script.models import Held, Models, label_of
+from sumgrad.subjects.script.own import OwnGradients
 from sumgrad.subjects.script.roundings import OtherRoundings
 from sumgrad.subjects.script.rows import rows_of
 from sumgrad.subjects.script.start import take_over, take_over_buffers
@@ -49,10 +50,16 @@ BEFORE = "before"  # weights that the script itself changed between two steps
 ROUNDINGS = 64  # of the largest weight, by which such a change may differ on ranks
 
 
+_begun: list[Watch] = []
+
+
 def start(path: str) -> None:
-    """Begin, once torch is imported. path: of what is asked."""
+    """Begin, once torch is imported; once in a process. path: of what is asked."""
+    if _begun:
+        return
     try:
-        Watch(read_asked(Path(path))).install()
+        _begun.append(Watch(read_asked(Path(path))))
+        _begun[0].install()
     except Exception:  # the script must not end of it; that nothing was seen is said by who asked
         traceback.print_exc()
 
@@ -64,6 +71,7 @@ class Watch:
         self.asked, self.directory = asked, Path(asked.directory)
         self.models, self.seat = Models(), Seat(asked)
         self.evidence: GradientWatch | None = None
+        self.own: OwnGradients | None = None
         since = (self.directory / FILE).stat().st_mtime
         self.keeper = FileKeeper(self.directory, Path.cwd(), since)
         self.lift: Any = None
@@ -79,7 +87,7 @@ class Watch:
         self.other_start: list[str] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.stepping: dict[str, Held] = {}
-        self.as_set: dict[str, str] = {}
+        self.as_set: Grads = {}
         self.whole: Grads = {}
         self._hooked: set[int] = set()
 
@@ -197,7 +205,7 @@ class Watch:
             take_over_buffers(self.models.buffers, held)
         if not self.roots:
             self._enter_step()
-        self.as_set |= {h.name: bits([h.local()]) for h in new}
+        self._remember(new)
         self.roots += 1
         trained = {
             n: h.param  # FSDP1 gives its flat parameters another size before their first use
@@ -208,6 +216,10 @@ class Watch:
             self.evidence.close()
         self.evidence = GradientWatch(trained)  # type: ignore[arg-type]
         self.seat.ledger.observe = self.evidence.observe
+        if self.own is not None:
+            self.own.close()
+        if self.asked.start is not None and not self.asked.jitter:
+            self.own = OwnGradients(trained)
 
     def _keep_weights(self, name: str, tensors: Grads) -> None:
         """Of the single run's only process that holds them."""
@@ -256,6 +268,8 @@ class Watch:
         with own_arithmetic():
             grads = {n: g for n, h in held.items() if (g := self._gradient(h, info)) is not None}
             self.seat.files.keep(f"{self.asked.tier}/{self.calls}", grads)
+            if self.own is not None:
+                self.seat.files.keep(f"{OWN}/{self.calls}", self.own.taken(held))
             self.seat.ledger.settle()
             self.infos.append({**info, **self._said(), "other_weights": self._moved(held)})
 
@@ -264,11 +278,15 @@ class Watch:
 
         That run keeps those which it changed; a noise run has others anyhow.
         """
-        moved = {n: h for n, h in held.items() if bits([h.local()]) != self.as_set.get(n)}
+        if self.asked.jitter:
+            return []
+        moved = {
+            n: h
+            for n, h in held.items()
+            if n not in self.as_set or not same_bits(h.local(), self.as_set[n])
+        }
         if self.asked.start is None:
             self._keep_weights(f"{BEFORE}_{self.calls}", {n: h.local() for n, h in moved.items()})
-            return []
-        if self.asked.jitter:
             return []
         theirs = self._stored(f"{BEFORE}_{self.calls}")
         known = {**self.whole, **theirs}
@@ -277,6 +295,16 @@ class Watch:
             for n, h in held.items()
             if (n in moved or n in theirs) and not _nearly(h.local(), h.slice(known[n]))
         ]
+
+    def _remember(self, held: Iterable[Held]) -> None:
+        """The weights as they were set, to see which the script changes before its next step."""
+        if self.asked.jitter:
+            return
+        for h in held:
+            local = h.local().detach()
+            wanted = h.slice(self.whole[h.name]) if h.name in self.whole else None
+            as_set = wanted is not None and same_bits(local, wanted)
+            self.as_set[h.name] = wanted if as_set and wanted is not None else local.clone()
 
     def _gradient(self, held: Held, info: dict[str, Any]) -> Tensor | None:
         grad = held.param.grad
@@ -339,7 +367,7 @@ class Watch:
                 seed = self.asked.jitter and self.asked.jitter + 1000 * (self.calls + 1)
                 self.whole |= (whole := self._stored(f"{AFTER}_{self.calls}"))
                 take_over(held, whole, jitter=seed)
-            self.as_set |= {h.name: bits([h.local()]) for h in held}
+            self._remember(held)
 
     def _enter_step(self) -> None:
         self.seat.name(f"{self.asked.tier}/{self.calls}/step")

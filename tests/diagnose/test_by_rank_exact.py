@@ -1,0 +1,131 @@
+"""How ranks' own gradients were put together, recovered from records made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from records_in_memory import compared, program_record
+from sumgrad.diagnose.diagnose import diagnose
+from sumgrad.record.ranks import OWN, SAMPLES, sampled
+from sumgrad.record.spec import Script
+
+AT = ("structure", 0)
+RANKS, PASSES = 3, 2
+SIZES = {"w": (40, 50), "b": (60,)}
+RIGHT = torch.tensor([[0.25, 0.25], [0.125, 0.125], [0.125, 0.125]]).double()
+EVEN = torch.full((RANKS, PASSES), 1 / 6).double()
+
+
+def record_of(tables, wanted=RIGHT, *, own_wrong=0.0, keep=True, index=None):
+    """Rank i ends with `tables[i]` of the ranks' own gradients, in w and in b. own_wrong: of
+    something else in what rank 1's own backward gives."""
+    one = program_record(tiers={"structure": "float64"}, ranks=RANKS)
+    drawn = torch.Generator().manual_seed(5)
+    own = {n: torch.randn(RANKS, PASSES, *s, generator=drawn).double() for n, s in SIZES.items()}
+    extra = {n: torch.randn(s, generator=drawn).double() for n, s in SIZES.items()}
+    (reference,) = one.references["structure"]
+
+    def mixed(table, name):
+        return torch.einsum("rp,rp...->...", table, own[name])
+
+    grads = {n: mixed(wanted, n) for n in SIZES}
+    reference = replace(
+        reference, grads=grads, scale=dict.fromkeys(SIZES, 4.0), same_dtype={}, partials={},
+        by_term={"loss": grads}, resolution={"loss": dict.fromkeys(SIZES, 1e-20)},
+        kinds={"loss": "coupled"}, counts={"loss": 1},
+    )  # fmt: skip
+    ranks = {}
+    for rank, held in one.ranks.items():
+        got = {n: mixed(tables[rank], n) + own_wrong * extra[n] for n in SIZES}
+        mine = {n: torch.stack([sampled(p) for p in own[n][rank]]) for n in SIZES}
+        if rank == 1 and own_wrong:
+            mine = {n: g + own_wrong * sampled(extra[n]) / tables[0][1, 0] / 2
+                    for n, g in mine.items()}  # fmt: skip
+        more = {(OWN, 0): mine} if keep else {}
+        ranks[rank] = replace(held, grads={AT: got, **more})
+    script = Script(command="c", rows=({},), losses=((1.0,),))
+    facts = replace(one.spec.facts, params=SIZES, terms=("loss",), num_rows=1)
+    spec = replace(one.spec, script=script, facts=facts)
+    return replace(one, spec=spec, ranks=ranks, references={"structure": [reference]})
+
+
+def cause_of(*tables, **more):
+    return diagnose(compared(record_of(tables, **more))).causes[0]
+
+
+def only(rank, times=1.0):
+    table = torch.zeros(RANKS, PASSES).double()
+    table[rank] = times
+    return table
+
+
+def without(rank):
+    table = RIGHT.clone()
+    table[rank] = 0
+    return table
+
+
+def last_only(rank):
+    """Backwards before the last stay on their rank; the last is averaged."""
+    table = torch.zeros(RANKS, PASSES).double()
+    table[:, -1], table[rank, 0] = RIGHT[:, -1], 0.5
+    return table
+
+
+@pytest.mark.parametrize(("tables", "kind", "words"), [
+    ([EVEN] * 3, "mean_of_means",
+     "weighed alike (1/6), where the single run weighs them by 1/4 of rank 0, 1/8 of rank 1-2"),
+    ([only(r) for r in range(3)], "not_reduced",
+     "rank 0-2 each keep what their own backward gave, where"),
+    ([only(r, 0.5) for r in range(3)], "not_reduced", "own backward gave (times 1/2), where"),
+    ([without(2)] * 3, "not_reduced", "gradients of rank 2 are not in it, on rank 0-2"),
+    ([last_only(r) for r in range(3)], "not_reduced", "only the last of 2 backwards is reduced"),
+    ([RIGHT + only(0, 0.25)] * 3, "weights_of_ranks",
+     "weighed by 1/2 of rank 0, 1/8 of rank 1-2, where the single run weighs them by 1/4 of"),
+])  # fmt: skip
+def test_the_weights_are_recovered_and_named(tables, kind, words):
+    cause = cause_of(*tables)
+    assert (cause.kind, cause.standing) == (kind, "proved"), cause
+    assert words in cause.cause
+
+
+def test_one_factor_on_everything_is_left_to_those_who_say_it_shorter():
+    cause = cause_of(*[3 * RIGHT] * 3)
+    assert cause.kind not in ("weights_of_ranks", "mean_of_means", "not_reduced")
+    assert "multiplied by 3" in cause.cause
+
+
+def test_a_wrong_gradient_of_one_rank_is_said_to_be_so_before_its_reduction():
+    cause = cause_of(*[RIGHT] * 3, own_wrong=1e-3)
+    assert cause.kind == "open"
+    assert any("is wrong before it is reduced" in text for text in cause.because), cause
+
+
+def test_nothing_is_said_where_own_gradients_were_not_kept():
+    cause = cause_of(*[EVEN] * 3, keep=False)
+    assert cause.kind == "open"
+    assert len(cause.because) == 1
+
+
+def test_equal_own_gradients_prove_no_weights():
+    """Ranks with the same rows: which of them was counted cannot be told."""
+    record = record_of([EVEN] * 3)
+    for held in record.ranks.values():
+        held.grads[OWN, 0] = record.ranks[0].grads[OWN, 0]
+    assert diagnose(compared(record)).causes[0].kind == "open"
+
+
+def test_a_table_that_misses_by_more_than_the_threshold_is_none():
+    record = record_of([EVEN] * 3)
+    for held in record.ranks.values():
+        held.grads[AT]["w"].view(-1)[0] += 1e-12  # the first element is always in the sample
+    assert diagnose(compared(record)).causes[0].kind != "mean_of_means"
+
+
+def test_a_sample_is_evenly_apart_and_everything_of_a_small_tensor():
+    assert sampled(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
+    taken = sampled(torch.arange(4 * SAMPLES).reshape(2, -1))
+    assert taken.tolist() == list(range(0, 4 * SAMPLES, 4))
+    assert sampled(torch.zeros(0)).numel() == 0
