@@ -66,6 +66,9 @@ PAGES = (
     Page(name="fsdp2", bugs={"not divided": 0, "clip by the norm of a shard": 0}),
     Page(name="fsdp1", bugs={"rows of another step": 1}),
     Page(name="tensor_parallel", bugs={"norm reduced again": 0}),
+    Page(
+        name="titan", ranks=4, bugs={"tokens of one rank": 0, "clip by the norm of a shard": 0}
+    ),
     Page(name="gan", starts_its_own=True, bugs={"bug": 1}),
     Page(
         name="accelerate_loop", needs="accelerate", words=("--batch", "{12/ranks}"),

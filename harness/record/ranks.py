@@ -24,6 +24,7 @@ from sumgrad.record.spec import RunSpec
 GRADS_FILE = re.compile(r"grads_[0-9a-f]{16}\.safetensors")
 AFTER = "after"  # in place of a tier: a script's weights after an optimizer's step
 OWN = "own"  # in place of a tier: samples of what a rank's own backwards gave, (passes, samples)
+OWN_AT = "own_at"  # the elements that these are of, in the flat whole parameter, (samples,)
 SAMPLES = 1024  # of a parameter
 AGAIN = "again"  # of the tensors of a step that was repeated
 BUFFER = "buffer"
@@ -100,12 +101,10 @@ class RankFiles:
         return self.files
 
 
-def sampled(tensor: torch.Tensor) -> torch.Tensor:
+def sample_of(numel: int) -> torch.Tensor:
     """SAMPLES elements of a tensor, evenly apart; all of them where there are fewer."""
-    flat = tensor.reshape(-1)
-    count = min(flat.numel(), SAMPLES)
-    at = torch.arange(count, device=flat.device) * flat.numel() // max(count, 1)
-    return flat[at]
+    count = min(numel, SAMPLES)
+    return torch.arange(count) * numel // max(count, 1)
 
 
 def grads_file(content: str) -> str:
@@ -154,7 +153,7 @@ def read_rank(
     info = {(s["tier"], int(s["step"])): _numbers(s) if planned else s for s in steps}
     if not planned:
         _ = [said[name] for said in steps for name in SAID]  # what is left out is no evidence
-        after = {at: own for at, own in grads.items() if at[0] in (AFTER, OWN)}
+        after = {at: own for at, own in grads.items() if at[0] in (AFTER, OWN, OWN_AT)}
         grads = after | {at: grads.get(at, {}) for at in info}
     begun = begun_operations(ledger)
     return RankRecord(

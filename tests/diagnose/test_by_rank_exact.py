@@ -8,7 +8,7 @@ import pytest
 import torch
 from records_in_memory import compared, program_record
 from sumgrad.diagnose.diagnose import diagnose
-from sumgrad.record.ranks import OWN, SAMPLES, sampled
+from sumgrad.record.ranks import OWN, OWN_AT, SAMPLES, sample_of
 from sumgrad.record.spec import Script
 
 AT = ("structure", 0)
@@ -18,7 +18,11 @@ RIGHT = torch.tensor([[0.25, 0.25], [0.125, 0.125], [0.125, 0.125]]).double()
 EVEN = torch.full((RANKS, PASSES), 1 / 6).double()
 
 
-def record_of(tables, wanted=RIGHT, *, own_wrong=0.0, keep=True, index=None):
+def sampled(tensor):
+    return tensor.reshape(-1)[sample_of(tensor.numel())]
+
+
+def record_of(tables, wanted=RIGHT, *, own_wrong=0.0, keep=True):
     """Rank i ends with `tables[i]` of the ranks' own gradients, in w and in b. own_wrong: of
     something else in what rank 1's own backward gives."""
     one = program_record(tiers={"structure": "float64"}, ranks=RANKS)
@@ -43,7 +47,8 @@ def record_of(tables, wanted=RIGHT, *, own_wrong=0.0, keep=True, index=None):
         if rank == 1 and own_wrong:
             mine = {n: g + own_wrong * sampled(extra[n]) / tables[0][1, 0] / 2
                     for n, g in mine.items()}  # fmt: skip
-        more = {(OWN, 0): mine} if keep else {}
+        at = {n: sample_of(g.numel()) for n, g in grads.items()}
+        more = {(OWN, 0): mine, (OWN_AT, 0): at} if keep else {}
         ranks[rank] = replace(held, grads={AT: got, **more})
     script = Script(command="c", rows=({},), losses=((1.0,),))
     facts = replace(one.spec.facts, params=SIZES, terms=("loss",), num_rows=1)
@@ -91,6 +96,19 @@ def test_the_weights_are_recovered_and_named(tables, kind, words):
     assert words in cause.cause
 
 
+def test_a_shard_is_put_together_from_the_whole_that_each_rank_made():
+    """As FSDP does: a rank keeps a part, and every rank's own backward gave all of it."""
+    record = record_of([EVEN] * 3)
+    for rank, held in record.ranks.items():
+        for name in SIZES:
+            whole = held.grads[AT][name].reshape(-1)
+            held.index[name] = torch.arange(len(whole)).tensor_split(RANKS)[rank].flip(0)
+            held.grads[AT][name] = whole[held.index[name]]
+    cause = diagnose(compared(record)).causes[0]
+    assert cause.kind == "mean_of_means"
+    assert "by 1/4 of rank 0, 1/8 of rank 1-2" in cause.cause
+
+
 def test_one_factor_on_everything_is_left_to_those_who_say_it_shorter():
     cause = cause_of(*[3 * RIGHT] * 3)
     assert cause.kind not in ("weights_of_ranks", "mean_of_means", "not_reduced")
@@ -121,11 +139,36 @@ def test_a_table_that_misses_by_more_than_the_threshold_is_none():
     record = record_of([EVEN] * 3)
     for held in record.ranks.values():
         held.grads[AT]["w"].view(-1)[0] += 1e-12  # the first element is always in the sample
-    assert diagnose(compared(record)).causes[0].kind != "mean_of_means"
+    cause = diagnose(compared(record)).causes[0]
+    assert (cause.kind, cause.standing) == ("mean_of_means", "likely")
+    assert cause.cause.startswith("b: ")
+    assert cause.however == ("w is wrong too, and is not told",)
+    for held in record.ranks.values():
+        held.grads[AT]["b"].view(-1)[0] += 1e-12
+    assert diagnose(compared(record)).causes[0].kind == "open"
+
+
+def test_ranks_that_give_the_same_are_one_source():
+    """As tensor parallelism's do for a bias: which of the two was taken cannot be told."""
+    record = record_of([EVEN] * 3)
+    for name in SIZES:
+        own = [record.ranks[r].grads[OWN, 0][name] for r in range(3)]
+        own[2].copy_(own[1])
+        (reference,) = record.references["structure"]
+        reference.grads[name].view(-1)[sample_of(reference.grads[name].numel())] = 0.25 * own[
+            0
+        ].sum(0) + 0.5 * own[1].sum(0)
+        for held in record.ranks.values():
+            held.grads[AT][name].view(-1)[sample_of(held.grads[AT][name].numel())] = 0.5 * own[
+                0
+            ].sum(0) + 0.5 * own[1].sum(0)
+    cause = diagnose(compared(record)).causes[0]
+    assert "weighed alike (1/2), where the single run weighs them by 1/4 of rank 0, 1/2 of" in (
+        cause.cause
+    )
 
 
 def test_a_sample_is_evenly_apart_and_everything_of_a_small_tensor():
-    assert sampled(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
-    taken = sampled(torch.arange(4 * SAMPLES).reshape(2, -1))
-    assert taken.tolist() == list(range(0, 4 * SAMPLES, 4))
-    assert sampled(torch.zeros(0)).numel() == 0
+    assert sample_of(5).tolist() == [0, 1, 2, 3, 4]
+    assert sample_of(4 * SAMPLES).tolist() == list(range(0, 4 * SAMPLES, 4))
+    assert sample_of(0).numel() == 0

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from sumgrad.base.outcome import some_of, spans
-from sumgrad.base.tensors import bits
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.fit import as_fraction, fit_deviation
 from sumgrad.judge.cells import Cell
-from sumgrad.record.ranks import OWN, sampled
+from sumgrad.record.ranks import OWN, OWN_AT
 from torch import Tensor
 
 ALIKE = 1e-6  # of the largest weight: weights that are the same
@@ -29,60 +28,55 @@ ROUNDINGS, EPS = 64, torch.finfo(torch.float64).eps  # of the largest term, that
 SHOWN = 4  # ranks whose weights are written out
 
 
+Source = tuple[int, ...]  # ranks whose own backwards gave the same
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
     """Some parameters of one rank, as combinations of what the ranks' own backwards gave.
 
-    sources: the ranks that hold the same elements. got, wanted: (sources, passes). wanted is None
-    where no weights of their own gradients give the single run's.
+    got, wanted: (sources, passes). wanted is None where no weights of the ranks' own gradients give
+    the single run's.
     """
 
     rank: int
     names: tuple[str, ...]
-    sources: tuple[int, ...]
+    sources: tuple[Source, ...]
     got: Tensor
     wanted: Tensor | None
 
-    def is_like(self, other: Mixed) -> bool:
-        """Whether another parameter was put together by the same weights."""
-        return (
-            self.sources == other.sources
-            and self.got.shape == other.got.shape
-            and _near(self.got, other.got)
-            and (self.wanted is None) == (other.wanted is None)
-            and (self.wanted is None or other.wanted is None or _near(self.wanted, other.wanted))
-        )
+    @property
+    def mine(self) -> Tensor:
+        """Which source is its own."""
+        return torch.tensor([self.rank in source for source in self.sources])
 
 
 def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
     """What the ranks' own gradients were weighed by, beside what they had to be weighed by."""
     found = mixed(case)
-    known = [m for m in found if m.wanted is not None]
-    if not found or len(known) < len(found):
-        return
-    if {(m.rank, n) for m in known for n in m.names} != {
-        (c.rank, c.name) for c in case.failing_cells
-    }:
-        return
-    said = _in_words(known)
-    if said is None:
+    said = _in_words(found) if all(m.wanted is not None for m in found) else None
+    told = {(m.rank, n) for m in found for n in m.names}
+    wrong = {(c.rank, c.name) for c in case.failing_cells}
+    if said is None or 2 * len(told) < len(wrong):
         return
     kind, cause = said
-    names = list(dict.fromkeys(n for m in known for n in m.names))
+    names = list(dict.fromkeys(n for m in found for n in m.names))
+    others = list(dict.fromkeys(n for r, n in wrong if (r, n) not in told))
     every = set(names) == set(case.record.spec.params)
     yield explained(
         case,
         Diagnosis(
             cause=f"{'every gradient' if every else some_of(names)}: {cause}",
             kind=kind,
-            standing="proved",
-            ranks=tuple(sorted({m.rank for m in known})),
+            standing="likely" if others else "proved",
+            ranks=tuple(sorted({m.rank for m in found})),
             because=(
                 "what every rank's own backward gave was kept before its reduction; with these "
                 "weights it gives the measured gradient, and with those the single run's, both "
                 "under the threshold",
-                *_tables(known),
+                *_tables(found),
             ),
+            however=(f"{some_of(others)} is wrong too, and is not told",) if others else (),
         ),
     )
 
@@ -113,100 +107,119 @@ def mixed(case: Case) -> list[Mixed]:
 
 def _mixed(case: Case) -> Iterator[Mixed]:
     at = (OWN, case.step)
-    own = {r: held.grads[at] for r, held in case.record.ranks.items() if at in held.grads}
-    if case.has_plan or len(own) < len(case.record.ranks) or not case.exact:
+    kept = all(at in held.grads for held in case.record.ranks.values())
+    if case.has_plan or not kept or not case.exact:
         return
-    by_rank: dict[int, list[Cell]] = defaultdict(list)
+    alike: dict[tuple[int, tuple[Source, ...], int], list[_Columns]] = defaultdict(list)
     for cell in case.failing_cells:
-        by_rank[cell.rank].append(cell)
-    for cells in by_rank.values():
-        columns = [_columns(case, own, cell) for cell in cells]
-        alike: dict[tuple[tuple[int, ...], int], list[_Columns]] = defaultdict(list)
-        for column in columns:
-            if column is not None:
-                alike[column.sources, column.passes].append(column)
-        for together in alike.values():
-            one = _fitted(together)
-            if one is not None:
-                yield one
+        columns = _columns(case, cell)
+        if columns is not None:
+            alike[cell.rank, columns.sources, columns.passes].append(columns)
+    for (rank, sources, passes), found in alike.items():
+        groups: list[list[_Columns]] = []
+        for columns in sorted(found, key=lambda c: -c.own.shape[1]):
+            for group in groups:
+                if _weights_of([*group, columns]) is not None:
+                    group.append(columns)
+                    break
+            else:
+                groups.append([columns])
+        for group in groups:
+            tables = _weights_of(group)
+            numbers = sum(columns.own.shape[1] for columns in group)
+            if tables is None or not tables.only or numbers < NEEDED * len(sources) * passes:
                 continue
-            single = [m for column in together if (m := _fitted([column])) is not None]
-            while single:
-                like = [m for m in single if m.is_like(single[0])]
-                single = [m for m in single if not m.is_like(like[0])]
-                yield replace(like[0], names=tuple(n for m in like for n in m.names))
+            yield Mixed(
+                rank=rank,
+                names=tuple(columns.cell.name for columns in group),
+                sources=sources,
+                got=tables.got.reshape(len(sources), passes),
+                wanted=None if tables.wanted is None else tables.wanted.reshape(-1, passes),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Columns:
-    """A wrong parameter: samples of what each source gave, (sources * passes, samples)."""
+    """A wrong parameter: what each source gave of some of its elements, (sources * passes, n), and
+    those elements of what the rank has and of what it must have, (n,)."""
 
     cell: Cell
-    sources: tuple[int, ...]
+    sources: tuple[Source, ...]
     passes: int
     own: Tensor
+    measured: Tensor
+    wanted: Tensor
 
     @property
     def size(self) -> float:
         return self.cell.wanted.size or self.cell.wanted.scale or 1.0
 
 
-def _columns(case: Case, own: dict[int, dict[str, Tensor]], cell: Cell) -> _Columns | None:
-    """None where not every rank that holds the same elements kept what its own backwards gave."""
-    part = None if cell.index is None else bits([cell.index])
-    sources = []
+def _columns(case: Case, cell: Cell) -> _Columns | None:
+    """None where ranks kept other elements of it, or only one of them gave something else."""
+    numel = cell.measured.numel()
+    index = torch.arange(numel) if cell.index is None else cell.index.reshape(-1)
+    kept: dict[Source, Tensor] = {}
+    common: Tensor | None = None
     for rank, held in case.record.ranks.items():
-        index = held.index_of(case.tier, cell.name)
-        if cell.name in held.params and (None if index is None else bits([index])) == part:
-            sources.append(rank)
-    given = [own[rank].get(cell.name) for rank in sources]
-    wanted = sampled(cell.measured).numel()
-    kept = [g.double() for g in given if g is not None and g.dim() == 2 and g.shape[1] == wanted]
-    if len(kept) < len(sources) or len(sources) < 2 or len({len(g) for g in kept}) != 1:
+        own = held.grads[OWN, case.step].get(cell.name)
+        at = held.grads.get((OWN_AT, case.step), {}).get(cell.name)
+        if own is None or at is None or own.dim() != 2 or own.shape[1:] != at.shape:
+            continue
+        here = torch.isin(at, index)
+        if not bool(here.any()):
+            continue  # another part of it
+        if common is not None and not torch.equal(at[here], common):
+            return None
+        common, given = at[here], own[:, here].double()
+        twin = next((s for s, g in kept.items() if g.shape == given.shape and _near(g, given)), ())
+        kept[(*twin, rank)] = kept.pop(twin, given)
+    if common is None or len(kept) < 2 or len({len(g) for g in kept.values()}) != 1:
         return None
-    columns = torch.cat(kept)
+    columns = torch.cat([kept[source] for source in sorted(kept)])
     if not bool(torch.isfinite(columns).all()):
         return None
-    return _Columns(cell=cell, sources=tuple(sources), passes=len(kept[0]), own=columns)
-
-
-def _fitted(together: Sequence[_Columns]) -> Mixed | None:
-    """One table of weights for some parameters of a rank; None where none gives what it has."""
-    matrix = torch.cat([c.own / c.size for c in together], dim=1)
-    if matrix.shape[1] < NEEDED * matrix.shape[0]:
-        return None
-    first = together[0]
-    got = _weights_of(together, matrix, [sampled(c.cell.measured) for c in together])
-    if got is None:
-        return None
-    wanted = _weights_of(together, matrix, [sampled(c.cell.wanted.value) for c in together])
-    shape = (len(first.sources), first.passes)
-    return Mixed(
-        rank=first.cell.rank,
-        names=tuple(c.cell.name for c in together),
-        sources=first.sources,
-        got=got.reshape(shape),
-        wanted=None if wanted is None else wanted.reshape(shape),
+    order = index.argsort()
+    place = order[torch.searchsorted(index[order], common)]
+    return _Columns(
+        cell=cell,
+        sources=tuple(sorted(kept)),
+        passes=len(columns) // len(kept),
+        own=columns,
+        measured=cell.measured.reshape(-1)[place],
+        wanted=cell.wanted.value.reshape(-1)[place],
     )
 
 
-def _weights_of(
-    together: Sequence[_Columns], matrix: Tensor, values: Sequence[Tensor]
-) -> Tensor | None:
-    """The weights that give these values under every threshold; None where they do not, or are
-    not the only ones."""
-    target = torch.cat([v / c.size for v, c in zip(values, together, strict=True)])
-    fit = fit_deviation(list(matrix), target)
-    if any(value is None for value in fit.values):
-        return None
-    known = [value - 1 for value in fit.values if value is not None]
-    weights = torch.tensor(known, dtype=torch.float64)
-    for column, value in zip(together, values, strict=True):
-        left = value - weights @ column.own
-        roundings = ROUNDINGS * EPS * float((weights.abs() @ column.own.abs()).max())
-        if not float(left.abs().max()) <= column.cell.wanted.threshold + roundings:
-            return None
-    return weights.where(weights.abs() > ALIKE * weights.abs().max(), 0.0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """One table for some parameters, (sources * passes,). only: no other gives the same."""
+
+    got: Tensor
+    wanted: Tensor | None
+    only: bool
+
+
+def _weights_of(together: Sequence[_Columns]) -> _Weights | None:
+    """The weights that give what the rank has; None where none do."""
+    matrix = torch.cat([c.own / c.size for c in together], dim=1)
+    found = []
+    for values in ([c.measured for c in together], [c.wanted for c in together]):
+        target = torch.cat([v / c.size for v, c in zip(values, together, strict=True)])
+        fit = fit_deviation(list(matrix), target)
+        only = all(value is not None for value in fit.values)
+        weights = torch.tensor([(v or 1.0) - 1 for v in fit.values], dtype=torch.float64)
+        weights = weights.where(weights.abs() > ALIKE * weights.abs().max(), 0.0)
+        left = fit.residual if not only else target - weights @ matrix
+        start, fits = 0, True
+        for c in together:
+            here = left[start : start + c.own.shape[1]].abs() * c.size
+            start += c.own.shape[1]
+            roundings = ROUNDINGS * EPS * float((weights.abs() @ c.own.abs()).max())
+            fits &= float(here.max()) <= c.cell.wanted.threshold + roundings
+        found.append((weights if fits else None, only))
+    (got, only), (wanted, _) = found
+    return None if got is None else _Weights(got=got, wanted=wanted, only=only)
 
 
 def _in_words(found: Sequence[Mixed]) -> tuple[str, str] | None:
@@ -262,7 +275,7 @@ def _is_zero(weights: Tensor, mix: Mixed) -> bool:
 
 def _alone(mix: Mixed) -> bool:
     """Only its own backwards are in it, though others belong in it."""
-    mine = torch.tensor([r == mix.rank for r in mix.sources])
+    mine = mix.mine
     assert mix.wanted is not None
     return (
         bool(mine.any())
@@ -277,14 +290,15 @@ def _left_out(mix: Mixed) -> list[int]:
     assert mix.wanted is not None
     return [
         rank
-        for rank, got, wanted in zip(mix.sources, mix.got, mix.wanted, strict=True)
+        for source, got, wanted in zip(mix.sources, mix.got, mix.wanted, strict=True)
         if _is_zero(got, mix) and not _is_zero(wanted, mix)
+        for rank in source
     ]
 
 
 def _early_passes_alone(mix: Mixed) -> bool:
     """Of others, only the last backward is in it."""
-    mine = torch.tensor([r == mix.rank for r in mix.sources])
+    mine = mix.mine
     others = mix.got[~mine]
     return (
         mix.got.shape[1] > 1
@@ -311,7 +325,7 @@ def _ranks(found: Sequence[Mixed]) -> str:
 
 def _times(found: Sequence[Mixed]) -> str:
     """By which factor a rank that keeps its own keeps it; empty for once."""
-    values = torch.cat([m.got[m.sources.index(m.rank)] for m in found])
+    values = torch.cat([m.got[m.mine].reshape(-1) for m in found])
     if not _near(values, values[0].expand_as(values)):
         return ""
     once = abs(float(values[0]) - 1) <= ALIKE
@@ -333,13 +347,13 @@ def _weights(mix: Mixed, *, wanted: bool = False) -> str:
     table = mix.wanted if wanted else mix.got
     assert table is not None
     groups: list[tuple[Tensor, list[int]]] = []
-    for rank, row in zip(mix.sources, table, strict=True):
+    for source, row in zip(mix.sources, table, strict=True):
         for other, ranks in groups:
             if float((row - other).abs().max()) <= ALIKE * float(table.abs().max()):
-                ranks.append(rank)
+                ranks.extend(source)
                 break
         else:
-            groups.append((row, [rank]))
+            groups.append((row, list(source)))
     return ", ".join(f"{_row(row)} of rank {spans(ranks)}" for row, ranks in groups)
 
 

@@ -28,16 +28,18 @@ from sumgrad.launch.script.seat import Seat, is_a_rank
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import BACKEND, register_backend
-from sumgrad.record.ranks import AFTER, OWN
+from sumgrad.record.ranks import AFTER, OWN, OWN_AT
 from sumgrad.record.reference import Grads, read_tensors, write_tensors
+from sumgrad.subjects.program.placement import index_by_placement
 from sumgrad.subjects.script.asked import FILE, SAME, START, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
-from sumgrad.subjects.script.models import Held, Models, label_of
-from sumgrad.subjects.script.own import OwnGradients
+from sumgrad.subjects.script.models import Held, Models, label_of, outermost
+from sumgrad.subjects.script.own import OwnGradients, gathered
 from sumgrad.subjects.script.roundings import OtherRoundings
 from sumgrad.subjects.script.rows import rows_of
 from sumgrad.subjects.script.start import take_over, take_over_buffers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     Optimizer,
@@ -71,7 +73,8 @@ class Watch:
         self.asked, self.directory = asked, Path(asked.directory)
         self.models, self.seat = Models(), Seat(asked)
         self.evidence: GradientWatch | None = None
-        self.own: OwnGradients | None = None
+        compared = asked.start is not None and not asked.jitter
+        self.own = OwnGradients() if compared else None
         since = (self.directory / FILE).stat().st_mtime
         self.keeper = FileKeeper(self.directory, Path.cwd(), since)
         self.lift: Any = None
@@ -174,8 +177,21 @@ class Watch:
         return None
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is self.inside:
-            self.inside = None
+        if module is not self.inside:
+            return
+        self.inside = None
+        if self.own is not None and self.infos == [] and not self.ended:
+            self._guarded(lambda: self._look_at_gathered(outermost(module)))
+
+    def _look_at_gathered(self, root: nn.Module) -> None:
+        """Parameters of which a rank keeps a shard, and autograd sees the whole."""
+        assert self.own is not None
+        held = {id(h.param): h for h in self.models.held.values()}
+        for shard, leaf in gathered(root):
+            h = held.get(id(shard))
+            if h is not None and tuple(leaf.shape) == h.shape:
+                index = index_by_placement(leaf) if isinstance(leaf, DTensor) else None
+                self.own.look_at(h.name, leaf, index)
 
     def _whole(self) -> Grads | None:
         """The weights that the single run started with; None in that run itself."""
@@ -217,9 +233,8 @@ class Watch:
         self.evidence = GradientWatch(trained)  # type: ignore[arg-type]
         self.seat.ledger.observe = self.evidence.observe
         if self.own is not None:
-            self.own.close()
-        if self.asked.start is not None and not self.asked.jitter:
-            self.own = OwnGradients(trained)
+            for h in (h for h in new if h.window is None):
+                self.own.look_at(h.name, h.param, h.index)
 
     def _keep_weights(self, name: str, tensors: Grads) -> None:
         """Of the single run's only process that holds them."""
@@ -269,7 +284,9 @@ class Watch:
             grads = {n: g for n, h in held.items() if (g := self._gradient(h, info)) is not None}
             self.seat.files.keep(f"{self.asked.tier}/{self.calls}", grads)
             if self.own is not None:
-                self.seat.files.keep(f"{OWN}/{self.calls}", self.own.taken(held))
+                own, at = self.own.taken(held)
+                self.seat.files.keep(f"{OWN}/{self.calls}", own)
+                self.seat.files.keep(f"{OWN_AT}/{self.calls}", at)
             self.seat.ledger.settle()
             self.infos.append({**info, **self._said(), "other_weights": self._moved(held)})
 

@@ -114,6 +114,14 @@ def where_is(
     return _place_one(shown, param, {}, full, None, pieces)
 
 
+def index_by_placement(param: DTensor) -> Tensor:
+    """The elements of the whole that a DTensor holds, as its placements say; its values are not
+    read. RuntimeError, ValueError or NotImplementedError where they cannot be followed."""
+    everything = torch.arange(param.numel()).view(param.shape)
+    placed = distribute_tensor(everything, param.device_mesh, param.placements, src_data_rank=None)
+    return placed.to_local()
+
+
 def _place_one(
     shown: str,
     param: nn.Parameter,
@@ -190,11 +198,8 @@ def _index(param: Tensor, full: Tensor) -> tuple[Tensor | None, str | None]:
     if isinstance(param, DTensor):
         if tuple(param.shape) != tuple(full.shape):
             return None, f"a DTensor of shape {tuple(param.shape)}; build() has {tuple(full.shape)}"
-        everything = torch.arange(full.numel()).view(full.shape)
         try:
-            index = distribute_tensor(
-                everything, param.device_mesh, param.placements, src_data_rank=None
-            ).to_local()
+            index = index_by_placement(param)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             return None, f"placements {param.placements} cannot be read: {error}"
         local = param.to_local()

@@ -6,50 +6,86 @@ run's gradient; which, tells how they were put together. A sample of each parame
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.record.ranks import sampled
+from sumgrad.record.ranks import sample_of
 from sumgrad.record.reference import Grads
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 MAX_PASSES = 16  # backwards of a step; further ones are added to the last
 
 
 class OwnGradients:
-    """Observes one rank. params: name -> parameter, held as autograd accumulates it.
+    """Observes one rank."""
 
-    A parameter whose gradient is put in place by somebody else (FSDP's shards) has none.
-    """
-
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
+    def __init__(self) -> None:
         self._passes: dict[str, list[Tensor]] = {}
-        # On the node that accumulates, which comes before any hook that reduces what is there.
-        self._nodes = {n: get_gradient_edge(p).node for n, p in params.items() if p.requires_grad}
-        self._hooks = [
-            node.register_prehook(lambda grads, name=name: self._saw(name, grads[0]))
-            for name, node in self._nodes.items()
-        ]
+        self._held: dict[
+            str, int
+        ] = {}  # how many elements of each are here; a gradient may be whole
+        self._sample: dict[str, Tensor] = {}
+        self._at: Grads = {}
+        self._nodes: dict[str, Any] = {}  # a node lives as long as somebody holds it
+        self._hooks: dict[str, Any] = {}
 
-    def taken(self, names: Iterable[str]) -> Grads:
+    def look_at(self, name: str, leaf: Tensor, index: Tensor | None) -> None:
+        """A parameter as autograd accumulates it; the last that was named is looked at.
+
+        index: its elements in the flat whole one, None for all of them.
+        """
+        if not leaf.requires_grad:
+            return
+        if name in self._hooks:
+            self._hooks.pop(name).remove()
+        self._held[name] = leaf.numel() if index is None else index.numel()
+        self._sample[name] = sample_of(self._held[name])
+        self._at[name] = (
+            self._sample[name] if index is None else (index.reshape(-1)[self._sample[name]])
+        )
+        # Before any hook that reduces what is there. On the node that accumulates, if that can be
+        # had: a hook on the tensor also fires inside autograd.grad. Not of a freed storage.
+        if getattr(leaf, "_local_tensor", leaf).untyped_storage().size():
+            self._nodes[name] = get_gradient_edge(leaf).node
+            self._hooks[name] = self._nodes[name].register_prehook(
+                lambda grads: self._saw(name, grads[0])
+            )
+        else:
+            self._hooks[name] = leaf.register_hook(lambda grad: self._saw(name, grad))
+
+    def taken(self, names: Iterable[str]) -> tuple[Grads, Grads]:
         """Of these parameters (passes, samples), one line for each backward since they were taken
-        before."""
+        before; and which elements these are."""
         passes = {name: self._passes.pop(name) for name in names if name in self._passes}
-        return {name: torch.stack(own) for name, own in passes.items()}
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        return {n: torch.stack(own) for n, own in passes.items()}, {n: self._at[n] for n in passes}
 
     def _saw(self, name: str, grad: Tensor | None) -> None:
         if grad is None:
             return
         local = to_local(grad).detach()
-        own = sampled(local.to_dense() if local.is_sparse else local).clone()
+        flat = (local.to_dense() if local.is_sparse else local).reshape(-1)
+        at = self._sample[name] if flat.numel() == self._held[name] else self._at[name]
+        if not at.numel() or int(at.max()) >= flat.numel():
+            return
+        own = flat[at.to(flat.device)]
         passes = self._passes.setdefault(name, [])
         if len(passes) == MAX_PASSES:
             passes[-1] += own
         else:
             passes.append(own)
+
+
+def gathered(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of fully_shard's parameters, each shard and what autograd accumulates in its place.
+
+    Known from the first forward on.
+    """
+    for module in root.modules():
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        for group in getattr(state, "_fsdp_param_groups", None) or ():
+            for param in group.fsdp_params:
+                if hasattr(param, "_unsharded_param"):
+                    yield param.sharded_param, param._unsharded_param
