@@ -184,7 +184,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="findings of the law warn (default for a Program), or fail (default for a workload)",
     )
-    parser.add_argument("--kernels", choices=("auto", "triton", "torch"), default=None)
+    parser.add_argument("--kernels", choices=("auto", "triton", "torch", "fixed"), default=None)
     parser.add_argument(
         "--no-lift",
         action="store_true",

@@ -22,6 +22,7 @@ from sumgrad.diagnose.diagnose import Found, diagnose
 from sumgrad.faults.plan import breaks_law, find_fault, is_visible, plant
 from sumgrad.judge.cells import compare, compare_again
 from sumgrad.judge.checks import CHECKS
+from sumgrad.judge.checks.bitwise import compared_bits
 from sumgrad.judge.checks.ledgers import ledger_mismatches
 from sumgrad.judge.comparison import TensorDiff
 from sumgrad.judge.finding import Compared, Finding, Level
@@ -35,6 +36,7 @@ from sumgrad.judge.verdict_json import (
 )
 from sumgrad.plan.edges import Plan
 from sumgrad.plan.predict import PartialSums, Prediction
+from sumgrad.record.bits import BITS
 from sumgrad.record.directory import Record
 
 SHARED = 0.05  # of a common error: by how much that of one tensor may be another
@@ -73,6 +75,8 @@ def _merged(compared: Compared, findings: Sequence[Finding], why: Found) -> Verd
                      and not f.aside)  # fmt: skip
 
     tiers = tuple(_tier(compared, tier, findings) for tier in spec.tiers)
+    if spec.bitwise:
+        tiers += (_bitwise_tier(compared.record, findings),)
     tiers += tuple(
         TierVerdict(name=tier, dtype="float64", status="unknown", reasons=(why,))
         for tier, why in spec.skipped.items()
@@ -106,6 +110,18 @@ def _tier(compared: Compared, tier: str, findings: Sequence[Finding]) -> TierVer
         statuses=statuses,
         diffs=mine,
         reasons=dict.fromkeys(reasons),
+    )
+
+
+def _bitwise_tier(record: Record, findings: Sequence[Finding]) -> TierVerdict:
+    mine = [f for f in findings if f.tier == BITS]
+    statuses: list[Status] = ["pass"] if compared_bits(record).tensors else ["unknown"]
+    statuses += ["fail" if f.level == "fail" else "unknown" for f in mine]
+    return TierVerdict(
+        name=BITS,
+        dtype=record.spec.bitwise,
+        status=merge(statuses),
+        reasons=tuple(f.text for f in mine),
     )
 
 
@@ -220,7 +236,9 @@ def _to_json(record: Record, verdict: Verdict, diffs: Sequence[TensorDiff]) -> d
         **rows,
         "lifted": _lifted(record),
         "tiers": {
-            t.name: {k: v for k, v in asdict(t).items() if k != "name"} for t in verdict.tiers
+            t.name: {k: v for k, v in asdict(t).items() if k != "name"}
+            | (compared_bits(record).to_json() if t.name == BITS else {})
+            for t in verdict.tiers
         },
         "tensors": [tensor_json(d) for d in diffs],
         "coefficients": [asdict(c) for c in verdict.coefficients],

@@ -19,6 +19,7 @@ from sumgrad.base.outcome import some_of
 from sumgrad.faults.plan import find_fault, plant
 from sumgrad.faults.step import find_program_fault
 from sumgrad.plan.edges import build_plan
+from sumgrad.record.bits import BITS
 from sumgrad.record.spec import Facts, RunSpec
 from sumgrad.subjects.loading import chosen_workload, find_class
 from sumgrad.subjects.planned.workload import Workload, first_params, has_kernels, load_workload
@@ -66,8 +67,6 @@ def make_spec(options: CheckOptions, *, prefix: Sequence[str], look: Look = look
     """
     topology = startable(options)
     name, where = chosen_workload(topology, options.workload)
-    if "bitwise" in options.tiers:
-        raise UserError("--tiers: bitwise needs canonical trees in the step, a later release")
     if is_program(find_class(name, where)):
         known = _of_program(options, topology, name, look)
     else:
@@ -86,6 +85,11 @@ def make_spec(options: CheckOptions, *, prefix: Sequence[str], look: Look = look
 
 
 def _of_program(options: CheckOptions, topology: Topology, name: str, look: Look) -> dict[str, Any]:
+    if BITS in options.tiers:
+        raise UserError(
+            "--tiers: bitwise is for workloads with a plan: nothing tells by which trees a Program "
+            "sums; use structure,precision"
+        )
     if (options.kernels or "auto") == "triton":
         raise UserError("--kernels: a Program runs its own operators; triton is for workloads")
     if options.fault:
@@ -118,12 +122,28 @@ def _of_workload(options: CheckOptions, topology: Topology, name: str) -> dict[s
         "kernels": chosen_kernels(options, topology, workload),
         "steps": options.steps or (fault.min_steps if fault else 1),
         "tiers": _tiers(options),
+        "bitwise": _bitwise(options, topology),
         "law": options.law or "enforce",
     }
 
 
 def _tiers(options: CheckOptions) -> dict[str, str]:
-    return {t: "float64" if t == "structure" else options.dtype for t in options.tiers}
+    tiers = [tier for tier in options.tiers if tier != BITS]
+    return {t: "float64" if t == "structure" else options.dtype for t in tiers}
+
+
+def _bitwise(options: CheckOptions, topology: Topology) -> str:
+    """The dtype of the bitwise tier; "" where it is not asked for. UserError where it cannot be."""
+    if BITS not in options.tiers:
+        return ""
+    if options.dtype not in ("float32", "float64"):
+        raise UserError(f"--tiers bitwise: sums are float32 or float64, not {options.dtype}")
+    if options.kernels == "triton" or (options.kernels is None and topology.kernels == "triton"):
+        raise UserError(
+            "--tiers bitwise: runs on torch's operators, one row a call (--kernels fixed); on "
+            "Triton's kernels it is not built yet"
+        )
+    return options.dtype
 
 
 def startable(options: CheckOptions) -> Topology:
@@ -149,6 +169,8 @@ def chosen_kernels(options: CheckOptions, topology: Topology, workload: Workload
     """
     flag = options.kernels if options.kernels != "auto" else None
     kernels = flag or topology.kernels
+    if kernels == "fixed" and options.tiers != (BITS,):
+        raise UserError("--kernels fixed is the bitwise tier's; use --tiers bitwise with it")
     if kernels != "triton":
         return "torch"
     source = "--kernels" if flag else topology.where(("kernels",))

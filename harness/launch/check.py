@@ -29,6 +29,7 @@ from sumgrad.launch.probe import look_beside
 from sumgrad.launch.rank import reference_progress
 from sumgrad.launch.second_looks import with_second_looks
 from sumgrad.launch.trace import trace_step
+from sumgrad.record.bits import bits_files
 from sumgrad.record.directory import PROBLEMS, Record, load_record, write_outcomes, write_problems
 from sumgrad.record.manifest import write_manifest
 from sumgrad.record.reference import files_of, write_parts, write_reference
@@ -128,12 +129,13 @@ def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
     theirs = read_spec(stored)
     if topology_to_json(theirs.topology) != topology_to_json(spec.topology):
         raise UserError(f"{stored}: its reference is for another topology")
-    for name in ("facts", "declaration", "workload", "seed", "steps", "tiers", "lift"):
+    for name in ("facts", "declaration", "workload", "seed", "steps", "tiers", "lift", "bitwise"):
         if getattr(theirs, name) != getattr(spec, name):
             raise UserError(f"{stored}: its reference is for another {name}")
     for name in [
         PROBLEMS,
         *(name for tier in spec.tiers for s in range(spec.steps) for name in files_of(tier, s)),
+        *(name for s in range(spec.steps) if spec.bitwise for name in bits_files(s)),
     ]:
         if (stored / name).exists():
             shutil.copy(stored / name, directory / name)

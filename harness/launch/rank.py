@@ -13,6 +13,7 @@ import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
 from sumgrad.launch.guard import HELPERS, RankGuard, keep_freed_memory
 from sumgrad.ledger.process_group import BACKEND, Ledger, register_backend
+from sumgrad.record.bits import BITS, write_bits
 from sumgrad.record.ranks import RankFiles
 from sumgrad.record.reference import write_reference
 from sumgrad.record.spec import RunSpec, read_spec
@@ -98,6 +99,11 @@ def store_reference(
     progress: Callable[[str], object] = lambda _: None,
 ) -> None:
     """Compute and write one piece of the reference."""
+    if piece == f"tier {BITS}":
+        progress("the bits of one process")
+        for step, tensors, problems in subject_of(spec).bits():
+            write_bits(directory, step, tensors, problems)
+        return
     shared: dict[int, str] = {}
     for tier, reference in list(subject_of(spec).references(piece, progress=progress)):
         write_reference(directory, tier, reference, shared=shared)

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sumgrad.plan.edges import Count, Handoff, Norm, Plan, Reduction, Statistic, Transfer, messages
+from sumgrad.plan.tree import Tree, by_rows, nodes_brought, share, trees_of
 
 HEADER_NUMEL = 5
+# What an exchange of nodes is called, whichever of torch's methods carried it out.
+_TREE_OPS = {
+    "alltoall_base": "all_to_all", "all_to_all_single": "all_to_all",
+    "_allgather_base": "all_gather", "all_gather_single": "all_gather",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +79,11 @@ def cotangent_transfers(plan: Plan, pool: str) -> list[Transfer]:
     return [t for t in plan.select(Transfer) if t.kind == "cotangent" and pool in (t.src, t.dst)]
 
 
-def schedule(plan: Plan, rank: int, dtype: str) -> list[Operation]:
-    """Every operation of one step of one rank, in order, in the working dtype."""
+def schedule(plan: Plan, rank: int, dtype: str, *, by_trees: bool = False) -> list[Operation]:
+    """Every operation of one step of one rank, in order, in the working dtype.
+
+    by_trees: sums of values are exchanges of nodes, two collectives each (plan/tree.py).
+    """
     pool = plan.topology.pool_of(rank)
     members = tuple(sorted(pool.ranks))  # torch sorts the members of a group
     world = tuple(range(plan.topology.world_size))
@@ -86,13 +95,20 @@ def schedule(plan: Plan, rank: int, dtype: str) -> list[Operation]:
             Operation(edge=edge, op="allreduce", reduce=op, group=group, dtype=kind, numel=numel)
         )
 
+    def total(edge: str, numel: int, kind: str, trees: Sequence[Tree], op: str = "SUM") -> None:
+        if by_trees:
+            out.extend(_by_trees(edge, numel, kind, members, trees))
+        else:
+            reduce(edge, numel, kind, op=op)
+
     for count in plan.select(Count, pool=pool.name):
         reduce(count.name, len(count.terms), "int64")
     out += _exchange(plan, rank, value_transfers(plan, pool.name), dtype)
     for statistic in plan.select(Statistic, pool=pool.name):
         numel = plan.declaration.term(statistic.term).statistic_numel
         if statistic.mode != "local":
-            reduce(statistic.name, numel, wide)
+            tree = by_rows(plan, pool.name, statistic.term, edge=statistic.name)
+            total(statistic.name, numel, wide, [tree])
         if statistic.mode == "differentiable":
             reduce(statistic.name, numel, wide)
     out += _exchange(plan, rank, cotangent_transfers(plan, pool.name), dtype)
@@ -101,12 +117,33 @@ def schedule(plan: Plan, rank: int, dtype: str) -> list[Operation]:
     for reduction in plan.select(Reduction, pool=pool.name):
         if reduction.op != "none":
             numel = plan.declaration.numel_of(reduction.unit)
-            reduce(reduction.name, numel, dtype, op=reduction.op.upper())
+            trees = trees_of(plan, pool.name, reduction.unit) if by_trees else ()
+            total(reduction.name, numel, dtype, trees, reduction.op.upper())
     out += _handoffs(plan, rank, [h for h in handoffs if h.src_rank == rank], dtype)
+    units = len({param.unit for param in plan.declaration.params})
     for norm in plan.select(Norm):
-        reduce(norm.name, 1, "float64", group=world)  # before clipping
-        reduce(norm.name, 1, "float64", group=world)  # after it
+        for _ in ("before clipping", "after it"):
+            if by_trees:
+                out.append(_gather(norm.name, len(world) * units, "float64", world))
+            else:
+                reduce(norm.name, 1, "float64", group=world)
     return out
+
+
+def _by_trees(
+    edge: str, numel: int, dtype: str, group: tuple[int, ...], trees: Sequence[Tree]
+) -> Iterator[Operation]:
+    """Every member's nodes, cut into shares, to all; then the roots' shares to all."""
+    width = share(numel, len(group))
+    brought = sum(nodes_brought(tuple(trees))) * width
+    yield Operation(
+        edge=edge, op="all_to_all", reduce=None, group=group, dtype=dtype, numel=brought
+    )
+    yield _gather(edge, len(group) * len(trees) * width, dtype, group)
+
+
+def _gather(edge: str, numel: int, dtype: str, group: tuple[int, ...]) -> Operation:
+    return Operation(edge=edge, op="all_gather", reduce=None, group=group, dtype=dtype, numel=numel)
 
 
 def _exchange(
@@ -165,7 +202,7 @@ def operation_of(event: dict[str, Any]) -> Operation:
         group = range(int(first), int(last) + 1)
     return Operation(
         edge=event["label"].split("/", 2)[-1],
-        op=event["op"],
+        op=_TREE_OPS.get(event["op"], event["op"]),
         reduce=event.get("reduce"),
         group=tuple(sorted(group)),
         dtype=str(event["dtype"]),
@@ -195,13 +232,15 @@ def compare_ledger(
     events: Sequence[dict[str, Any]],
     *,
     alone_too: bool = False,
+    by_trees: bool = False,
 ) -> list[Mismatch]:
     """Planned against seen, edge by edge in both directions; order within the step counts too.
 
     A collective of a group of one does nothing, whatever its op; it is compared only with
     `alone_too`.
     """
-    planned = [o for o in schedule(plan, rank, dtype) if alone_too or len(o.group) > 1]
+    planned = schedule(plan, rank, dtype, by_trees=by_trees)
+    planned = [o for o in planned if alone_too or len(o.group) > 1]
     paired = [(operation_of(event), event) for event in events]
     paired = [(o, e) for o, e in paired if alone_too or len(o.group) > 1]
     seen, events = [o for o, _ in paired], [e for _, e in paired]

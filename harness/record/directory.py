@@ -23,6 +23,7 @@ from typing import Any
 
 from sumgrad.base.files import read_json, write_json
 from sumgrad.base.outcome import RankOutcome, outcome_from_json, outcome_to_json
+from sumgrad.record.bits import BITS, SingleBits, bits_files, read_bits
 from sumgrad.record.endings import outcome_from_record, rank_file, read_ledger
 from sumgrad.record.manifest import NO_CHANGES, Changes
 from sumgrad.record.ranks import At, Event, RankRecord, read_rank
@@ -57,6 +58,7 @@ class Record:
     started: dict[int, list[Event]] = field(default_factory=dict)
     damage: tuple[str, ...] = ()
     traces: Traces | None = None
+    bits: tuple[SingleBits, ...] = ()
     _known: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
@@ -71,11 +73,13 @@ class Record:
 
     def complete_ranks(self) -> dict[int, RankRecord]:
         """Ranks that wrote gradients, and what they say of it, of every tier and step."""
-        wanted: set[At] = {(tier, s) for tier in self.spec.tiers for s in range(self.spec.steps)}
+        steps = range(self.spec.steps)
+        wanted: set[At] = {(tier, s) for tier in self.spec.tiers for s in steps}
+        bits: set[At] = {(BITS, s) for s in steps if self.spec.bitwise}
         return {
             rank: held
             for rank, held in self.ranks.items()
-            if wanted <= set(held.grads) and wanted <= set(held.info)
+            if wanted | bits <= set(held.grads) and wanted <= set(held.info)
         }
 
 
@@ -101,6 +105,7 @@ def load_record(directory: Path, *, changes: Changes = NO_CHANGES) -> Record:
         references=references,
         started=started,
         damage=tuple(damage),
+        bits=_read_bits(directory, spec, damage, changes),
         traces=None if _traces_changed(changes) else read_traces(directory, sorted(ranks)),
     )
 
@@ -162,6 +167,21 @@ def _read_tier(
         damage.append(f"tier {tier}: damaged partials: {type(error).__name__}: {error}")
         return found
     return [r if p is None else with_parts(r, p) for r, p in zip(found, parts, strict=True)]
+
+
+def _read_bits(
+    directory: Path, spec: RunSpec, damage: list[str], changes: Changes
+) -> tuple[SingleBits, ...]:
+    """What one process has in the bitwise tier; nothing, and why, where it cannot be read."""
+    steps = range(spec.steps) if spec.bitwise else ()
+    try:
+        _refuse(changes, *(file for step in steps for file in bits_files(step)))
+        return tuple(read_bits(directory, step) for step in steps)
+    except FileNotFoundError:
+        damage.append(f"tier {BITS}: no reference was stored")
+    except DAMAGED as error:
+        damage.append(f"tier {BITS}: damaged reference: {type(error).__name__}: {error}")
+    return ()
 
 
 def _refuse(changes: Changes, *names: str) -> None:

@@ -98,6 +98,7 @@ class RunSpec:
     """What was asked. tiers: those that run, name -> dtype; skipped: tier -> why it does not.
 
     workload: as `--workload` takes it. lift: the structure tier lifts casts to fewer digits.
+    bitwise: the dtype of the bitwise tier, "" where it does not run.
     What the subject knows of itself is one of two: declaration: a planned workload's; facts: a
     Program's, and with script what a script's other run shows.
     """
@@ -118,6 +119,7 @@ class RunSpec:
     skipped: dict[str, str] = field(default_factory=dict)
     kernels: str = "torch"
     lift: bool = True
+    bitwise: str = ""
 
     @property
     def name(self) -> str:

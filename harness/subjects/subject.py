@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from sumgrad.ledger.process_group import Ledger
 from sumgrad.record.ranks import RankFiles
-from sumgrad.record.reference import Parts, Reference
+from sumgrad.record.reference import Grads, Parts, Reference
 from sumgrad.record.spec import RunSpec
 
 Progress = Callable[[str], object]
@@ -31,6 +31,9 @@ class Subject(Protocol):
 
     def references(self, piece: str, *, progress: Progress) -> Iterator[tuple[str, Reference]]:
         """The references of a piece with their tiers, in this process."""
+
+    def bits(self) -> Iterator[tuple[int, Grads, Sequence[str]]]:
+        """What one process has in the bitwise tier: step, tensors by name, problems."""
 
     def surer_references(self, step: int, *, progress: Progress) -> dict[str, Reference]:
         """Every tier's reference of a step, its noise floor from more runs; none where it has them.

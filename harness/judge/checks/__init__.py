@@ -7,7 +7,7 @@ Nothing here explains, starts a process or needs the user's code; imports judge,
 
 from __future__ import annotations
 
-from sumgrad.judge.checks import beside, complete, ledgers, replicas, same_start, script
+from sumgrad.judge.checks import beside, bitwise, complete, ledgers, replicas, same_start, script
 from sumgrad.judge.finding import Check
 
 # In the order in which a verdict lists what they find.
@@ -36,4 +36,5 @@ CHECKS: tuple[Check, ...] = (
     beside.said_by_the_reference,
     script.the_same_weights_after,
     script.what_was_done_to_compare,
+    bitwise.the_same_bits,
 )

@@ -64,7 +64,7 @@ def nothing_hidden_by_a_clip(compared: Compared) -> Iterator[Finding]:
 def _reasons(record: Record) -> Iterator[str]:
     spec, place = record.spec, record.spec.topology.place
     complete = record.complete_ranks()
-    if not spec.tiers and not spec.skipped:
+    if not spec.tiers and not spec.skipped and not spec.bitwise:
         yield "no tier was asked for, so nothing was compared"
     yield from (f"the {tier} tier was not run: {why}" for tier, why in spec.skipped.items())
     for o in record.outcomes:

@@ -21,6 +21,7 @@ from sumgrad.judge.joint import (
 from sumgrad.judge.knowledge import plan_of
 from sumgrad.ledger.operations import REDUCTIONS, Disagreement, disagreement_of, signature
 from sumgrad.plan.schedule import Mismatch, compare_ledger, outside_steps
+from sumgrad.record.bits import BITS
 from sumgrad.record.directory import Record
 
 
@@ -36,6 +37,8 @@ def as_planned(compared: Compared) -> Iterator[Finding]:
 def ledger_mismatches(record: Record) -> list[Mismatch]:
     """Every difference between what ranks that finished issued and what the plan says."""
     plan, planned = plan_of(record), list(steps_of(record))
+    if record.spec.bitwise:
+        planned += [(BITS, step) for step in range(record.spec.steps)]
     if plan is None or not planned:
         return []
     out: list[Mismatch] = []
@@ -43,8 +46,11 @@ def ledger_mismatches(record: Record) -> list[Mismatch]:
         if not held.ledger_whole:
             continue  # not compared: UNKNOWN, see complete.py
         for tier, step in planned:
-            dtype, label = record.spec.tiers[tier], f"{tier}, step {step}"
-            out += compare_ledger(plan, rank, dtype, label, held.events.get((tier, step), []))
+            by_trees, events = tier == BITS, held.events.get((tier, step), [])
+            dtype = record.spec.bitwise if by_trees else record.spec.tiers[tier]
+            out += compare_ledger(
+                plan, rank, dtype, f"{tier}, step {step}", events, by_trees=by_trees
+            )
         foreign = [e for key, events in held.events.items() if key not in planned for e in events]
         out += [outside_steps(rank, event) for event in [*held.stray, *foreign]]
     return out

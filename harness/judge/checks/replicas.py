@@ -10,6 +10,7 @@ from sumgrad.base.tensors import bits, same_bits
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.judge.joint import fed, joint_operations
 from sumgrad.judge.knowledge import plan_of
+from sumgrad.record.bits import BITS
 from sumgrad.record.directory import Record
 from sumgrad.record.ranks import RankRecord
 
@@ -22,6 +23,8 @@ def replicas_of_a_pool(compared: Compared) -> Iterator[Finding]:
         for first in held[:1]:
             for other in held[1:]:
                 for (tier, step), grads in first.grads.items():
+                    if tier == BITS:
+                        continue  # rows of its own beside what is reduced
                     theirs = other.grads.get((tier, step), {})
                     names = [
                         n for n, g in grads.items() if n in theirs and not same_bits(g, theirs[n])

@@ -12,10 +12,13 @@ import torch.distributed as dist
 from sumgrad.base.tensors import hash_weights
 from sumgrad.faults.plan import find_fault, plant
 from sumgrad.ledger.process_group import Ledger
-from sumgrad.plan.edges import Plan, build_plan
+from sumgrad.plan.edges import Norm, Plan, build_plan
+from sumgrad.record.bits import BITS
 from sumgrad.record.ranks import RankFiles
-from sumgrad.record.reference import Parts, Reference
+from sumgrad.record.reference import Grads, Parts, Reference
 from sumgrad.record.spec import RunSpec
+from sumgrad.subjects.planned.bitwise.reference import single_bits
+from sumgrad.subjects.planned.bitwise.step import run_bitwise_step
 from sumgrad.subjects.planned.context import Memory, RankContext
 from sumgrad.subjects.planned.reference import Job, compute_partials, compute_reference
 from sumgrad.subjects.planned.step import run_step
@@ -66,10 +69,49 @@ class PlannedStep:
                         "digests": [asdict(digest) for digest in result.digests],
                     }
                 )
+        if spec.bitwise:
+            self._run_bitwise(plan, rank, group, ledger, files)
         return {"steps": steps, "operations": ledger.num_operations}
 
+    def _run_bitwise(
+        self, plan: Plan, rank: int, group: dist.ProcessGroup, ledger: Ledger, files: RankFiles
+    ) -> None:
+        """Every step once more, one row a call and by canonical trees."""
+        dtype = getattr(torch, self.spec.bitwise)
+        ctx = RankContext(
+            plan=plan,
+            rank=rank,
+            formulas=self.workload.formulas(dtype, "cpu"),
+            group=group,
+            ledger=ledger,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            tier=BITS,
+        )
+        memory = Memory()
+        for step in range(self.spec.steps):
+            params = _params(self.workload, step, dtype)
+            held = run_bitwise_step(ctx, params, step=step, memory=memory)
+            files.keep(f"{BITS}/{step}", held)
+
     def pieces(self) -> list[str]:
-        return [f"tier {tier}" for tier in self.spec.tiers]
+        return [
+            f"tier {tier}" for tier in (*self.spec.tiers, *([BITS] if self.spec.bitwise else []))
+        ]
+
+    def bits(self) -> Iterator[tuple[int, Grads, Sequence[str]]]:
+        """What one process has in the bitwise tier: step, tensors by name, problems."""
+        plan = build_plan(self.spec.topology, self.workload.declaration)
+        (edge,) = plan.select(Norm)
+        dtype = getattr(torch, self.spec.bitwise)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            found = single_bits(self.workload, dtype, steps=self.spec.steps, max_norm=edge.max_norm)
+        finally:
+            torch.set_num_threads(threads)
+        for one in found:
+            yield one.step, one.tensors, one.problems
 
     def references(self, piece: str, *, progress: Progress) -> Iterator[tuple[str, Reference]]:
         tier = piece.removeprefix("tier ")

@@ -31,10 +31,12 @@ def run_step(
     ctx: RankContext, params: Mapping[str, Tensor], *, step: int, memory: Memory
 ) -> StepResult:
     """Run one step. params: all weights in the working dtype; those of this pool get gradients."""
-    return _Step(ctx, params, step, memory).run()
+    return Step(ctx, params, step, memory).run()
 
 
-class _Step:
+class Step:
+    """One step of one rank, piece by piece."""
+
     def __init__(
         self, ctx: RankContext, params: Mapping[str, Tensor], step: int, memory: Memory
     ) -> None:

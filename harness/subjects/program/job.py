@@ -10,7 +10,7 @@ import torch
 from sumgrad.base.errors import Broken, UserError
 from sumgrad.ledger.process_group import Ledger
 from sumgrad.record.ranks import RankFiles
-from sumgrad.record.reference import Parts, Reference
+from sumgrad.record.reference import Grads, Parts, Reference
 from sumgrad.record.spec import Facts, RunSpec
 from sumgrad.record.trace import Trace
 from sumgrad.subjects.program.probe import broken_facts, probe
@@ -40,6 +40,9 @@ class UserStep:
         """Every tier of one step. Raises Broken where loss_sum does."""
         step = int(piece.removeprefix("step "))
         yield from self._references(step, JITTERS, progress).items()
+
+    def bits(self) -> Iterator[tuple[int, Grads, Sequence[str]]]:
+        return iter(())  # no plan says by which trees it sums
 
     def surer_references(self, step: int, *, progress: Progress) -> dict[str, Reference]:
         """The same, of more runs. Raises Broken where loss_sum does."""
