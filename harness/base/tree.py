@@ -21,7 +21,7 @@ def node_keys(a: int, b: int, num: int) -> tuple[Key, ...]:
     stop = 1 << (num - 1).bit_length() if b == num else b
     out: list[Key] = []
     at = a
-    while at < stop and a < b:
+    while at < min(stop, num) and a < b:
         height = (at & -at).bit_length() - 1 if at else stop.bit_length()
         while at + (1 << height) > stop:
             height -= 1

@@ -122,7 +122,7 @@ def _of_workload(options: CheckOptions, topology: Topology, name: str) -> dict[s
         "kernels": chosen_kernels(options, topology, workload),
         "steps": options.steps or (fault.min_steps if fault else 1),
         "tiers": _tiers(options),
-        "bitwise": _bitwise(options, topology),
+        "bitwise": _bitwise(options),
         "law": options.law or "enforce",
     }
 
@@ -132,13 +132,13 @@ def _tiers(options: CheckOptions) -> dict[str, str]:
     return {t: "float64" if t == "structure" else options.dtype for t in tiers}
 
 
-def _bitwise(options: CheckOptions, topology: Topology) -> str:
+def _bitwise(options: CheckOptions) -> str:
     """The dtype of the bitwise tier; "" where it is not asked for. UserError where it cannot be."""
     if BITS not in options.tiers:
         return ""
     if options.dtype not in ("float32", "float64"):
         raise UserError(f"--tiers bitwise: sums are float32 or float64, not {options.dtype}")
-    if options.kernels == "triton" or (options.kernels is None and topology.kernels == "triton"):
+    if options.kernels == "triton":
         raise UserError(
             "--tiers bitwise: runs on torch's operators, one row a call (--kernels fixed); on "
             "Triton's kernels it is not built yet"
