@@ -13,6 +13,7 @@ from sumgrad.diagnose.explainers import EXPLAINERS, LAST_RESORT
 from sumgrad.diagnose.explainers.by_modules.beside import beside
 from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
 from sumgrad.diagnose.explanation import choose
+from sumgrad.diagnose.of_bits import first_other_bits
 from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.outright import (
     incomparable,
@@ -83,9 +84,9 @@ def _diagnose(
     if case is None:
         if compared.failed_again:
             outright.append(run_to_run(compared.failed_again))
-        if compared.mismatches and not outright:
+        if compared.mismatches and not outright and record.spec.tiers:
             outright.append(law_only(record, compared.mismatches))
-        return outright, []
+        return [*outright, *first_other_bits(record)], []
     if outright and outright[0].kind == "other_weights":
         return outright, []
     race = missing_wait(record)

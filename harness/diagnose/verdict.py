@@ -121,7 +121,7 @@ def _bitwise_tier(record: Record, findings: Sequence[Finding]) -> TierVerdict:
         name=BITS,
         dtype=record.spec.bitwise,
         status=merge(statuses),
-        reasons=tuple(f.text for f in mine),
+        reasons=tuple(f.text for f in mine if f.level == "unknown"),
     )
 
 

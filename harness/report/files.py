@@ -16,7 +16,7 @@ from sumgrad.base.outcome import spans
 from sumgrad.base.plain_text import printable_data
 from sumgrad.base.verdict import Verdict
 from sumgrad.report.coefficients import in_few_lines
-from sumgrad.report.terminal import STANDINGS, axes_text, number
+from sumgrad.report.terminal import STANDINGS, axes_text, bits_sentence, number
 
 _MARKS = re.compile(r"[\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is none
 _HEADS = re.compile(r"^(#|[-+](?=\s)|---|==)")
@@ -119,6 +119,7 @@ def _context(verdict: Verdict) -> dict[str, Any]:
         "number": number,
         "ranks_text": spans,
         "axes": axes_text,
+        "bits": bits_sentence,
         "coefficients": in_few_lines(data["coefficients"]),
         "standings": STANDINGS,
         "code": code,

@@ -29,6 +29,9 @@ def render(verdict: Verdict) -> RenderableType:
     data = printable_data(verdict.data)
     parts: list[RenderableType] = [_headline(data), Text("")]
     parts.append(_tiers(data))
+    if "bitwise" in data["tiers"]:
+        said = bits_sentence(data["tiers"]["bitwise"])
+        parts += [Text(""), Text.assemble(("bits       ", "dim"), said)]
     if data.get("lifted"):
         parts += [Text(""), _lifted(data["lifted"])]
     if data.get("losses"):
@@ -45,6 +48,21 @@ def render(verdict: Verdict) -> RenderableType:
     if data.get("fault_report"):
         parts += [Text(""), _fault(data)]
     return Group(*parts)
+
+
+def bits_sentence(tier: Mapping[str, Any]) -> str:
+    """What a bitwise tier compared, and what differs first."""
+    whole = f"{tier['elements']:,} elements of {tier['tensors']:,} tensors"
+    first = tier["first"]
+    if first is None:
+        return f"0 of {whole} differ from one process" if tier["tensors"] else "nothing compared"
+    far = "not all finite" if first["max_ulp"] is None else f"up to {first['max_ulp']:,} ULP"
+    at = f", the first at {first['index']}" if first["index"] else ""
+    return (
+        f"{tier['differing']:,} of {whole} differ from one process; the first in a step's order is "
+        f"{first['name']} on rank {first['rank']} in step {first['step']}: {first['differing']:,} "
+        f"of {first['elements']:,} elements, {far}{at}"
+    )
 
 
 def last_line(verdict: Verdict, directory: Any) -> str:
