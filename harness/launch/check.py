@@ -129,7 +129,17 @@ def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
     theirs = read_spec(stored)
     if topology_to_json(theirs.topology) != topology_to_json(spec.topology):
         raise UserError(f"{stored}: its reference is for another topology")
-    for name in ("facts", "declaration", "workload", "seed", "steps", "tiers", "lift", "bitwise"):
+    for name in (
+        "facts",
+        "declaration",
+        "workload",
+        "seed",
+        "steps",
+        "tiers",
+        "lift",
+        "bitwise",
+        "bitwise_kernels",
+    ):
         if getattr(theirs, name) != getattr(spec, name):
             raise UserError(f"{stored}: its reference is for another {name}")
     for name in [

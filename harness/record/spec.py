@@ -98,7 +98,7 @@ class RunSpec:
     """What was asked. tiers: those that run, name -> dtype; skipped: tier -> why it does not.
 
     workload: as `--workload` takes it. lift: the structure tier lifts casts to fewer digits.
-    bitwise: the dtype of the bitwise tier, "" where it does not run.
+    bitwise: the dtype of the bitwise tier, "" where it does not run; its kernels are of their own.
     What the subject knows of itself is one of two: declaration: a planned workload's; facts: a
     Program's, and with script what a script's other run shows.
     """
@@ -120,6 +120,7 @@ class RunSpec:
     kernels: str = "torch"
     lift: bool = True
     bitwise: str = ""
+    bitwise_kernels: str = "fixed"
 
     @property
     def name(self) -> str:

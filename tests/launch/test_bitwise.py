@@ -149,7 +149,6 @@ def test_what_an_exchange_sends_is_what_the_plan_knows(bitwise):
 
 @pytest.mark.parametrize(("flags", "words"), [
     ({"dtype": "bfloat16"}, "sums are float32 or float64"),
-    ({"kernels": "triton"}, "not built yet"),
     ({"kernels": "fixed", "tiers": ("structure",)}, "--kernels fixed is the bitwise tier's"),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_refused(tmp_path, flags, words):

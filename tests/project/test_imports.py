@@ -15,8 +15,9 @@ HARNESS = ROOT / "harness"
 MODULES = house.modules()
 MAY_TOUCH_DISTRIBUTED = {
     "convention", "subjects.planned.context", "subjects.planned.exchange", "subjects.planned.step",
-    "subjects.planned.job", "subjects.program.context", "subjects.program.rank",
-    "subjects.program.placement", "ledger.process_group", "ledger.delegation",
+    "subjects.planned.job", "subjects.planned.bitwise.step",
+    "subjects.program.context", "subjects.program.rank", "subjects.program.placement",
+    "ledger.process_group", "ledger.delegation",
     "faults.misbehaviour", "launch.rank", "launch.torchrun", "launch.matrix.warm_rank",
     "launch.script.seat", "launch.script.watch", "subjects.script.roundings",
     "invariance.tree_exchange", "invariance.ranks",

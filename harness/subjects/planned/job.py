@@ -22,7 +22,13 @@ from sumgrad.subjects.planned.bitwise.step import run_bitwise_step
 from sumgrad.subjects.planned.context import Memory, RankContext
 from sumgrad.subjects.planned.reference import Job, compute_partials, compute_reference
 from sumgrad.subjects.planned.step import run_step
-from sumgrad.subjects.planned.workload import Workload, check_params, load_workload, rank_formulas
+from sumgrad.subjects.planned.workload import (
+    Formulas,
+    Workload,
+    check_params,
+    load_workload,
+    rank_formulas,
+)
 from sumgrad.subjects.subject import Progress
 
 
@@ -81,7 +87,7 @@ class PlannedStep:
         ctx = RankContext(
             plan=plan,
             rank=rank,
-            formulas=self.workload.formulas(dtype, "cpu"),
+            formulas=self._bitwise_formulas(),
             group=group,
             ledger=ledger,
             dtype=dtype,
@@ -94,6 +100,11 @@ class PlannedStep:
             held = run_bitwise_step(ctx, params, step=step, memory=memory)
             files.keep(f"{BITS}/{step}", held)
 
+    def _bitwise_formulas(self) -> Formulas:
+        kernels = "torch" if self.spec.bitwise_kernels == "fixed" else self.spec.bitwise_kernels
+        dtype = getattr(torch, self.spec.bitwise)
+        return rank_formulas(self.workload, dtype, "cpu", kernels=kernels)
+
     def pieces(self) -> list[str]:
         return [
             f"tier {tier}" for tier in (*self.spec.tiers, *([BITS] if self.spec.bitwise else []))
@@ -103,11 +114,16 @@ class PlannedStep:
         """What one process has in the bitwise tier: step, tensors by name, problems."""
         plan = build_plan(self.spec.topology, self.workload.declaration)
         (edge,) = plan.select(Norm)
-        dtype = getattr(torch, self.spec.bitwise)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            found = single_bits(self.workload, dtype, steps=self.spec.steps, max_norm=edge.max_norm)
+            found = single_bits(
+                self.workload,
+                self._bitwise_formulas(),
+                getattr(torch, self.spec.bitwise),
+                steps=self.spec.steps,
+                max_norm=edge.max_norm,
+            )
         finally:
             torch.set_num_threads(threads)
         for one in found:

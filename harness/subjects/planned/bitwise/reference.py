@@ -37,11 +37,10 @@ class BitsOfStep:
 
 
 def single_bits(
-    workload: Workload, dtype: torch.dtype, *, steps: int, max_norm: float
+    workload: Workload, formulas: Formulas, dtype: torch.dtype, *, steps: int, max_norm: float
 ) -> list[BitsOfStep]:
-    """Every step's bits. max_norm: what gradients are clipped to."""
+    """Every step's bits. formulas: those that ranks have. max_norm: gradients are clipped to it."""
     num_rows = workload.declaration.num_rows
-    formulas = workload.formulas(dtype, "cpu")
     states: tuple[State, State] = ({}, {})
     out = []
     for step in range(steps):
