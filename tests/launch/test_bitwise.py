@@ -71,6 +71,20 @@ def test_every_cut_of_rows_and_units_has_the_bits_of_one_process(bitwise, shape,
         assert compare_ledger(plan, rank, dtype, "x", events[:-1], alone_too=True, by_trees=True)
 
 
+def test_one_process_in_float64_has_the_references_gradients(bitwise):
+    """The tier's own arithmetic is held against the reference's, which shares none of it."""
+    verdict, directory = bitwise("ragged", dtype="float64", tiers=("structure", "bitwise"))
+    assert verdict.exit_code == 0, verdict.data
+    record = load_record(directory)
+    for reference, single in zip(record.references["structure"], record.bits, strict=True):
+        for name, wanted in reference.grads.items():
+            far = (single.tensors[f"gradient/{name}"] - wanted).abs().max()
+            assert float(far) <= 1e-13 * reference.scale[name], name
+        norm = float(single.tensors["norm/all"])
+        assert norm == pytest.approx(reference.norm, rel=1e-13)
+        assert float(single.tensors["clip/all"]) == pytest.approx(min(1.0, 0.25 / norm), rel=1e-5)
+
+
 def test_other_topologies_give_the_same_gradients(bitwise):
     """What each run's own process says of itself is the same process's word; so is this."""
     held = [load_record(bitwise(shape)[1]).bits[1].tensors for shape in SHAPES]

@@ -122,12 +122,14 @@ def test_who_touches_torch_distributed():
     [
         "subjects.planned.reference", "subjects.planned.workload",
         "subjects.program.reference.compute", "subjects.program.probe", "subjects.noise_floor",
-        "topology.declaration",
+        "topology.declaration", "subjects.planned.bitwise.reference",
+        "subjects.planned.bitwise.rows", "base.tree",
     ],
 )  # fmt: skip
 def test_the_reference_shares_no_distributed_code(name):
     forbidden = ("plan", "ledger", "convention", "launch", "subjects.planned.step",
-                 "subjects.planned.exchange", "subjects.program.rank")  # fmt: skip
+                 "subjects.planned.exchange", "subjects.planned.bitwise.step",
+                 "subjects.program.rank")  # fmt: skip
     assert not [n for n in house.imported(MODULES[name]) if n.startswith(forbidden)]
     for other, path in MODULES.items():
         if other.startswith("workloads.three_pool"):
