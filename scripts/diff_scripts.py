@@ -67,6 +67,10 @@ PAGES = (
     Page(name="fsdp1", bugs={"rows of another step": 1}),
     Page(name="tensor_parallel", bugs={"norm reduced again": 0}),
     Page(
+        name="megatron_by_hand",
+        bugs={"gradient not reduced": 0, "gradient reduced again": 0, "bias on every rank": 0},
+    ),
+    Page(
         name="titan", ranks=4, bugs={"tokens of one rank": 0, "clip by the norm of a shard": 0}
     ),
     Page(name="gan", starts_its_own=True, bugs={"bug": 1}),

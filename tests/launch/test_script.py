@@ -124,6 +124,19 @@ def test_ranks_that_are_never_synchronised_are_told_by_their_own_gradients(kept)
     assert "every gradient: no gradient of another rank is in it" in cause["cause"]
 
 
+def test_the_first_wrong_module_is_named_where_nothing_else_is(tmp_path):
+    script = ROOT / "examples" / "scripts" / "megatron_by_hand.py"
+    words = ("--ranks", 2, "--", script, "--bug", "gradient not reduced")
+    code, verdict = diff(tmp_path, *words)
+    assert code == 1
+    cause = verdict["diagnoses"][0]
+    assert (cause["kind"], cause["ranks"]) == ("backward", [0, 1]), cause
+    assert "the backward is right down to mlps.1.up (Linear), head (Linear); " in cause["cause"]
+    assert "the output of mlps.0 (MLP at megatron_by_hand.py:" in cause["cause"]
+    assert "rank 0 issues no collective in between" in cause["because"]
+    assert verdict["where"]["backward"]["module"] == "mlps.0"
+
+
 def test_variants_are_rows_of_a_matrix(tmp_path):
     words = ["--variant", "bare: --wrap none", "--variant", "other seed: PYTHONHASHSEED=7"]
     words += ["--markdown", "m.md", "--ranks", "2", "--", SCRIPTS / "train.py"]

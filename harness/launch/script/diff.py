@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sumgrad.base.commands import command_line, sumgrad_command
+from sumgrad.base.files import write_json
 from sumgrad.base.outcome import first_to_fail
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
@@ -25,6 +26,7 @@ from sumgrad.judge.cells import near_misses
 from sumgrad.launch.ask import new_directory, versions
 from sumgrad.launch.judging import written
 from sumgrad.launch.script.baseline import Baseline, find_baseline, keep_baseline
+from sumgrad.launch.script.look import SINGLE
 from sumgrad.launch.script.options import (
     DiffOptions,
     check_options,
@@ -38,6 +40,7 @@ from sumgrad.record.directory import load_record, write_outcomes
 from sumgrad.record.manifest import write_manifest
 from sumgrad.record.reference import write_parts, write_reference
 from sumgrad.record.spec import DAMAGED, Facts, RunSpec, Script, write_spec
+from sumgrad.record.trace import FOLDER
 from sumgrad.subjects.script.asked import SAME, Asked
 from sumgrad.subjects.script.reference import LOSS, Single, parts_of, read_single, reference_of
 from sumgrad.topology.pools import Pool, Topology
@@ -101,6 +104,36 @@ class _Diff:
                 self.said.append(f"the script changed {_some(changed)}: put back as it was")
             if made and many:
                 self.said.append(f"the script made {_some(made)}: kept in {folder / 'files'}")
+
+    def look(self, step: int) -> None:
+        """A failing step once more, on both sides, with eyes on the modules."""
+        options, single = self.options, self.reference or self.directory / "single"
+        folder = self.directory / FOLDER
+        (folder / "ranks").mkdir(parents=True)
+        ok = True
+        for name, side, place in (("looking, single", "single", folder / SINGLE),
+                                  ("looking, ranks", "many", folder)):  # fmt: skip
+            own = self.directory / name
+            own.mkdir()
+            self.folders.append(own)
+            asked = Asked(
+                directory=str(own.resolve()),
+                steps=step + 1,
+                tier=self.tier,
+                lift=self.lift,
+                start=str(single.resolve()),
+                jitter=0,
+                seconds=options.timeout_s,
+                look=step,
+                trace=str(place.resolve()),
+            )
+            try:
+                self.progress(f"{name}: step {step}")
+                ok &= run_side(options.command(side), asked, mark=self.mark).ok
+            finally:
+                put_back(own)
+        if ok:
+            write_json(folder / "asked.json", {"tier": self.tier, "step": step})
 
     def single(self) -> Single | str:
         """The single run as it was stored, or why there is none."""
@@ -168,7 +201,18 @@ def _run_and_judge(diff: _Diff, known: tuple[Path, Baseline] | None) -> tuple[Ve
     if known is None and near_misses(record) and judge(record).status == "fail":
         more = _as_long(runs.single, _noises(diff, NOISE_RUNS + 1, MORE_NOISE_RUNS))
         _write_references(diff, runs.single, [*runs.noise, *more])
+    step = _step_to_look_at(judge(load_record(diff.directory)))
+    if step is not None:
+        diff.look(step)
     return _judged(diff.directory, progress), diff.directory
+
+
+def _step_to_look_at(verdict: Verdict) -> int | None:
+    """The first failing step, where its gradients are wrong and nothing says why."""
+    failed = [t["step"] for t in verdict.data["tensors"] if t["status"] == "fail"]
+    if verdict.status != "fail" or not failed or any(d.kind != "open" for d in verdict.diagnoses):
+        return None
+    return min(failed)
 
 
 def _single_runs(diff: _Diff) -> _Runs | str:

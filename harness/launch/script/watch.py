@@ -24,7 +24,8 @@ import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
 from sumgrad.base.tensors import bits, own_arithmetic, same_bits, to_local
 from sumgrad.launch.guard import flush, lost_another
-from sumgrad.launch.script.seat import Seat, is_a_rank
+from sumgrad.launch.script.look import Look
+from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import BACKEND, register_backend
@@ -75,6 +76,8 @@ class Watch:
         self.evidence: GradientWatch | None = None
         compared = asked.start is not None and not asked.jitter
         self.own = OwnGradients() if compared else None
+        looks = asked.look >= 0
+        self.look = Look(asked, lambda: self.seat.ledger.num_operations) if looks else None
         since = (self.directory / FILE).stat().st_mtime
         self.keeper = FileKeeper(self.directory, Path.cwd(), since)
         self.lift: Any = None
@@ -138,6 +141,8 @@ class Watch:
         @functools.wraps(own)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if self.seat.taken and isinstance(tensors, Tensor) and tensors.numel() == 1:
+                if self.look is not None:
+                    self.look.at_loss(tensors)
                 with own_arithmetic():
                     self.losses.append(float(to_local(tensors.detach())))
             return own(tensors, *args, **kwargs)
@@ -171,6 +176,8 @@ class Watch:
             new = self.models.meet(module, self._whole)
             if new:
                 self._begin_with(new)
+            if self.look is not None:
+                self.look.entering(module, self.calls)
         if self.lift is not None:
             with own_arithmetic():
                 return double_inputs(args, kwargs)
@@ -289,6 +296,8 @@ class Watch:
                 self.seat.files.keep(f"{OWN_AT}/{self.calls}", at)
             self.seat.ledger.settle()
             self.infos.append({**info, **self._said(), "other_weights": self._moved(held)})
+            if self.look is not None and self.calls == self.asked.look:
+                self.look.write(place()[0])
 
     def _moved(self, held: dict[str, Held]) -> list[str]:
         """Weights that the script changed since they were set, otherwise than the single run did.

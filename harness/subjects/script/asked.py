@@ -19,7 +19,8 @@ class Asked:
 
     lift: everything is float64. start: the directory of the single run whose weights are taken;
     None for that run itself. jitter: a seed; those weights are then moved by one rounding each, up
-    or down; 0 for none. seconds: until the script must have come so far.
+    or down; 0 for none. seconds: until the script must have come so far. look: the step whose
+    modules are looked into, and written as `trace` says; -1 for none.
     """
 
     directory: str
@@ -29,6 +30,8 @@ class Asked:
     start: str | None
     jitter: int
     seconds: float
+    look: int = -1
+    trace: str = ""
 
 
 def write_asked(asked: Asked) -> Path:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, owners
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, owners
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import SAME_FACTOR, Look
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
@@ -16,7 +16,7 @@ from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 
 def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause, and that the modules are right where they are: what is wrong comes after them."""
-    look = looked(case)
+    look = looked_by_rows(case)
     kinds = ("forward", "backward", "recomputed", "rows_read", "loss_weights", "term_factor")
     if look is None or diagnosis.kind in kinds or first_wrong_forward(look) is not None:
         return diagnosis

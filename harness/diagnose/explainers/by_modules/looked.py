@@ -22,6 +22,12 @@ def looked(case: Case) -> Look | None:
     return found
 
 
+def looked_by_rows(case: Case) -> Look | None:
+    """The same where rows and their factors are known: a script's ranks weigh theirs as they like,
+    by means of their own that are averaged, and nothing tells its rows apart."""
+    return None if case.record.spec.script is not None else looked(case)
+
+
 def _look(case: Case) -> Look | None:
     traces = case.record.traces
     if traces is None or (traces.tier, traces.step) != (case.tier, case.step):

@@ -15,7 +15,7 @@ import torch
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case, explains, fails
-from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, parts_of_rows
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, parts_of_rows
 from sumgrad.diagnose.explainers.divergent import which_step
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
@@ -64,7 +64,7 @@ def put_together(case: Case, left: Left) -> Iterator[Explanation]:
 
 def _parts(case: Case) -> list[Part] | None:
     """Every micro-batch of every rank; None where rows are not known one by one."""
-    look, facts = looked(case), case.record.spec.facts
+    look, facts = looked_by_rows(case), case.record.spec.facts
     shares = None if look is None else shares_at_the_loss(look)
     whole = all(b - a == 1 for a, b in case.reference.intervals)
     if shares is None or len({s.part for s in shares[1]}) > 1:

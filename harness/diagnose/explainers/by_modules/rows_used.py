@@ -9,7 +9,7 @@ import torch
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import looked, named, predicts
+from sumgrad.diagnose.explainers.by_modules.looked import looked_by_rows, named, predicts
 from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.rows_read import rows_read, rows_through
@@ -32,7 +32,7 @@ def rows_read_unevenly(case: Case, left: Left) -> Iterator[Explanation]:
 
 def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
     """The cause, and whether rows counted so often are the measured gradient."""
-    look, traces = looked(case), case.record.traces
+    look, traces = looked_by_rows(case), case.record.traces
     num_rows = case.record.spec.facts.num_rows if case.record.spec.facts else 0
     if look is None or traces is None:
         return None

@@ -10,7 +10,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
-    looked,
+    looked_by_rows,
     named,
     owners,
     predicts,
@@ -36,7 +36,7 @@ LOST = 1e-9
 
 def tokens_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     """Tokens of one row that enter the loss with factors of their own, or not at all."""
-    look = looked(case)
+    look = looked_by_rows(case)
     found = None if look is None else shares_at_the_loss(look)
     if look is None or found is None:
         return
@@ -48,7 +48,7 @@ def tokens_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
 
 def terms_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     """Terms of a loss of several that enter with factors that others do not have."""
-    look = looked(case)
+    look = looked_by_rows(case)
     if look is None or len(look.terms) < 2:
         return
     found = {t: held for t in look.terms if (held := shares_of_term(look, t)) is not None}
@@ -96,7 +96,7 @@ def terms_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
 
 def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     """Rows that enter the loss with factors of their own."""
-    look = looked(case)
+    look = looked_by_rows(case)
     found = None if look is None else shares_at_the_loss(look)
     if look is None or found is None or case.record.spec.facts is None:
         return
