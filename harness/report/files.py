@@ -6,18 +6,24 @@ that writes it: a template cannot forget to.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib.resources
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from jinja2 import Environment, PackageLoader
-from sumgrad.base.outcome import spans
+from markupsafe import Markup
+from sumgrad.base.outcome import first_to_fail, outcome_from_json, spans
 from sumgrad.base.plain_text import printable_data
 from sumgrad.base.verdict import Verdict
 from sumgrad.report.coefficients import in_few_lines
+from sumgrad.report.pictures import LEGEND, answer, heat_maps, pool_pictures, room_for
 from sumgrad.report.terminal import STANDINGS, axes_text, bits_sentence, number
 
+MAX_TENSORS = 4000  # rows of a page's table
 _MARKS = re.compile(r"[\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is none
 _HEADS = re.compile(r"^(#|[-+](?=\s)|---|==)")
 _NUMBERS = re.compile(r"^(\d{1,9})([.)])(?=\s|$)")
@@ -36,9 +42,22 @@ def to_markdown(verdict: Verdict) -> str:
 
 
 def to_html(verdict: Verdict) -> str:
-    """One self-contained page, without scripts."""
+    """One self-contained page. It runs one script, its own: the page's policy names its digest."""
     environment = _environment(autoescape=True)
-    return environment.get_template("report.html.jinja").render(_context(verdict))
+    script = _script()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    context = _context(verdict)
+    return environment.get_template("report.html.jinja").render(
+        **context,
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        answer=answer(context),
+        pools=(pools := pool_pictures(context)),
+        pool_left=room_for(f"{pool.name[:24]} {pool.axes}" for pool in pools),
+        maps=heat_maps(context),
+        legend=LEGEND,
+        all_tensors=_worst_first(context["tensors"])[:MAX_TENSORS],
+    )
 
 
 def to_junit(verdict: Verdict) -> str:
@@ -105,6 +124,30 @@ def _finalized(value: Any) -> str:
     return value if isinstance(value, Verbatim) else markdown(str(value))
 
 
+def _ended_badly(outcomes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Ranks that did not end well, the one that explains the others first; alike ones as one."""
+    bad = [o for o in outcomes if o["status"] != "ok"]
+    if not bad:
+        return []
+    first = first_to_fail([outcome_from_json(dict(o)) for o in bad]).rank
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for o in sorted(bad, key=lambda o: (o["rank"] != first, o["rank"])):
+        key = tuple(o.get(name) for name in ("pool", "status", "detail", "waiting_in", "stack"))
+        alike.setdefault(key, []).append(o)
+    return [{**held[0], "ranks_text": spans([o["rank"] for o in held])} for held in alike.values()]
+
+
+def _script() -> str:
+    """The page's own script; no `{{` of it is a template's."""
+    return importlib.resources.files("sumgrad.report").joinpath("templates/report.js").read_text()
+
+
+def _worst_first(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What failed first, then what is not known; as they come among themselves."""
+    order = {"fail": 0, "unknown": 1, "pass": 2}
+    return sorted(tensors, key=lambda t: order.get(t["status"], 0))
+
+
 def _environment(**flags: Any) -> Environment:
     loader = PackageLoader("sumgrad.report", "templates")
     return Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **flags)
@@ -115,7 +158,7 @@ def _context(verdict: Verdict) -> dict[str, Any]:
     return {
         **data,
         "failed": [t for t in data["tensors"] if t["status"] != "pass"],
-        "ended_badly": [o for o in data["outcomes"] if o["status"] != "ok"],
+        "ended_badly": _ended_badly(data["outcomes"]),
         "number": number,
         "ranks_text": spans,
         "axes": axes_text,
