@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="on a failure, find the smallest topology and batch that still fail",
     )
+    add_report_flags(run)
     add_common_flags(run)
 
     _add_diff(verbs)
@@ -88,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     judge = verbs.add_parser("judge", help="judge a stored run again")
     judge.add_argument("directory", type=Path, metavar="DIR")
     judge.add_argument("--law", choices=("report", "enforce"), help="default: as the run was")
+    add_report_flags(judge)
     add_common_flags(judge)
 
     report = verbs.add_parser("report", help="render a stored run")
@@ -197,6 +199,11 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
     """A file for each format of a report."""
     for kind in FORMATS:
         parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"a report in {kind}")
+    parser.add_argument(
+        "--github",
+        action="store_true",
+        help="annotations for a GitHub workflow, and markdown into its summary",
+    )
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:

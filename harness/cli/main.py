@@ -26,7 +26,13 @@ from sumgrad.base.files import json_text, write_bytes
 from sumgrad.base.interpreter import decide_interpreter, has_gpu
 from sumgrad.base.plain_text import shown
 from sumgrad.base.verdict import EXIT_CODES, EXIT_INTERNAL, EXIT_USAGE, Verdict
-from sumgrad.cli.arguments import Parser, add_common_flags, add_run_flags, make_parser
+from sumgrad.cli.arguments import (
+    Parser,
+    add_common_flags,
+    add_report_flags,
+    add_run_flags,
+    make_parser,
+)
 from sumgrad.cli.interrupts import closed_on_signal
 from sumgrad.report import FORMATS as REPORTS
 
@@ -167,6 +173,7 @@ def _run(args: argparse.Namespace) -> int:
             line = ""
     if line:
         print(f"shrunk     {line}\n", file=_report_stream(args))
+    _write_reports(verdict, args)
     _show(verdict, directory, args)
     return verdict.exit_code
 
@@ -175,6 +182,7 @@ def _torchrun() -> int:
     parser = Parser(prog="harness/run.py", description="The check under torchrun.")
     parser.add_argument("--topology", type=Path, required=True, metavar="T.yaml")
     add_run_flags(parser)
+    add_report_flags(parser)
     add_common_flags(parser)
     args = _checked(parser.parse_args())
     decide_interpreter(on_cpu=True)
@@ -196,7 +204,7 @@ def _torchrun() -> int:
     with _Progress(quiet) as progress:
         code = run_torchrun_rank(
             _options(args),
-            report=lambda verdict, directory: _show(verdict, directory, args),
+            report=lambda verdict, directory: _reported(verdict, directory, args),
             progress=progress,
         )
     sys.stdout.flush()
@@ -236,7 +244,7 @@ def _variants(options: DiffOptions, args: argparse.Namespace) -> int:
     from sumgrad.launch.script.variants import run_matrix
     from sumgrad.report.variants import render_variants, variants_to_markdown
 
-    if args.html or args.junit:
+    if args.html or args.junit or args.github:
         raise UserError("sumgrad diff --variant: a matrix is written by --markdown and --json")
     variants = [read_variant(text) for text in args.variant]
     with _Progress(args.quiet) as progress:
@@ -347,6 +355,7 @@ def _judge(args: argparse.Namespace) -> int:
 
     with _Progress(args.quiet) as progress:
         verdict = judge_directory(args.directory, law=args.law, progress=progress)
+    _write_reports(verdict, args)
     _show(verdict, args.directory, args)
     return verdict.exit_code
 
@@ -367,6 +376,28 @@ def _write_reports(verdict: Verdict, args: argparse.Namespace) -> None:
         path, (module, _, function) = getattr(args, name), renderer.partition(":")
         if path is not None:
             _write(path, getattr(importlib.import_module(module), function)(verdict))
+
+    if args.github:
+        _to_github(verdict, args)
+
+
+def _reported(verdict: Verdict, directory: Path, args: argparse.Namespace) -> None:
+    _write_reports(verdict, args)
+    _show(verdict, directory, args)
+
+
+def _to_github(verdict: Verdict, args: argparse.Namespace) -> None:
+    """Lines that a workflow reads, and its summary where it has one."""
+    from sumgrad.report.files import to_markdown
+    from sumgrad.report.github import workflow_lines
+
+    root = Path(os.environ.get("GITHUB_WORKSPACE") or ".")
+    for line in workflow_lines(verdict, root=root):
+        print(line, file=_report_stream(args))
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    if summary:
+        with Path(summary).open("a", encoding="utf-8") as file:
+            file.write(to_markdown(verdict) + "\n")
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -205,7 +206,9 @@ def new_directory(out: Path | None, name: str) -> Path:
         if out is None:
             parent = Path(".sumgrad") / "runs"
             parent.mkdir(parents=True, exist_ok=True)
+            _ignored_by_git(parent.parent)
             directory = Path(tempfile.mkdtemp(prefix=stamp, dir=parent))
+            _call_latest(directory)
         else:
             directory = out
             directory.mkdir(parents=True, exist_ok=True)
@@ -221,6 +224,22 @@ def new_directory(out: Path | None, name: str) -> Path:
         place = out or Path(".sumgrad")
         raise UserError(f"--out {place}: cannot be written: {error.strerror}") from None
     return directory
+
+
+def _ignored_by_git(folder: Path) -> None:
+    """Stored runs belong into no commit."""
+    path = folder / ".gitignore"
+    if not path.exists():
+        path.write_text("*\n")
+
+
+def _call_latest(directory: Path) -> None:
+    """`latest` beside it, a link; where links cannot be made, nothing."""
+    link = directory.with_name("latest")
+    new = link.with_name(f".latest.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        new.symlink_to(directory.name)
+        new.replace(link)
 
 
 def _flags(options: CheckOptions, steps: int) -> list[str]:

@@ -40,7 +40,7 @@ def test_help_and_version(capsys):
         (["run", "absent.yaml"], "absent.yaml: no such file"),
         (["run", "T", "--dtype", "int8"], "--dtype"),
         (["run", "T", "--tiers", "all"], "expected some of structure, precision, bitwise"),
-        (["run", "T", "--tiers", "bitwise"], "bitwise needs canonical trees in the step"),
+        (["run", "T", "--tiers", "bitwise", "--dtype", "float16"], "sums are float32 or float64"),
         (["run", "T", "--steps", "0"], "expected an integer from 1"),
         (["run", "T", "--timeout", "-1"], "expected seconds"),
         (["run", "T", "--fault", "bad_luck"], "got 'bad_luck', expected one of"),
