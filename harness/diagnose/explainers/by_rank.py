@@ -249,8 +249,8 @@ def _in_words(found: Sequence[Mixed]) -> tuple[str, str] | None:
         return (
             "mean_of_means",
             f"every rank's own gradient is weighed alike ({_share(found[0].got[0, 0])}), where the "
-            f"single run weighs them by {_weights(found[0], wanted=True)}: each rank divides by a "
-            f"number of its own (rows, tokens), and the ranks are averaged",
+            f"single run weighs them by {_weights(found[0], wanted=True)}: as when each rank "
+            f"divides by its own number of rows or tokens, and the ranks are averaged",
         )
     return (
         "weights_of_ranks",
