@@ -1,7 +1,7 @@
 """Exact bits on every shipped topology, and beside them how many other sums get right.
 
     python scripts/bitwise.py --seeds 3 --out docs/data/bitwise.json
-    python scripts/bitwise.py --only published square --kernels triton --seeds 1
+    python scripts/bitwise.py --only published small_square spread --kernels triton --steps 1
     python scripts/bitwise.py --clean 200            # runs with nothing planted
 
 Each run is the bitwise tier on real ranks; what is counted is what every rank held, by kind.
@@ -40,7 +40,8 @@ pools:
   block: {role: block, axes: {dp: 1}}
   ppgd: {axes: {dp: 1}}
 """
-SPREAD = """name: spread
+SMALL = {  # at the published size
+    "spread": """name: spread
 workload: three_pool
 options: {preset: published, rows: 7, lengths: [3, 2, 3, 1, 3, 3, 2]}
 pools:
@@ -48,7 +49,17 @@ pools:
   block0: {role: block, axes: {dp: 2}}
   block1: {role: block, axes: {dp: 5}}
   ppgd: {axes: {dp: 4}}
-"""
+""",
+    "small_square": """name: small_square
+workload: three_pool
+options: {preset: published}
+pools:
+  ci: {axes: {dp: 2}}
+  block0: {role: block, axes: {dp: 2}}
+  block1: {role: block, axes: {dp: 2}}
+  ppgd: {axes: {dp: 2}}
+""",
+}
 
 
 def main() -> int:
@@ -78,10 +89,10 @@ def main() -> int:
 
 
 def topology(name: str, place: Path) -> Path:
-    """A shipped one by its short name, or `spread`: three, two and five, four ranks."""
-    if name == "spread":
-        path = place / "spread.yaml"
-        path.write_text(SPREAD)
+    """A shipped one by its short name, or one of SMALL."""
+    if name in SMALL:
+        path = place / f"{name}.yaml"
+        path.write_text(SMALL[name])
         return path
     full = name if name.startswith("three_pool") else f"three_pool_{name}"
     return ROOT / "topologies" / f"{full}.yaml"
