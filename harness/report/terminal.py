@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -16,6 +16,7 @@ from sumgrad.report.coefficients import in_few_lines
 STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
 MAX_TENSORS, MAX_COEFFICIENTS, MAX_RANKS_SHOWN = 12, 24, 8
 MAX_STACK_LINES = 12
+LABEL, ROOMY = 11, 100  # characters before a text; of a terminal with room for long heads
 MAX_LOSSES = 8  # steps whose losses are shown
 STANDINGS = {
     "proved": "proved: it predicts the measured gradients, or the record itself shows it",
@@ -24,14 +25,16 @@ STANDINGS = {
 }
 
 
-def render(verdict: Verdict) -> RenderableType:
-    """The terminal report: status, tiers, what failed, because, who did not end, reproduce."""
+def render(verdict: Verdict, *, width: int = 200) -> RenderableType:
+    """The terminal report: status, tiers, what failed, because, who did not end, reproduce.
+
+    width: in characters; where it is small, tables have fewer columns, and no number is cut.
+    """
     data = printable_data(verdict.data)
     parts: list[RenderableType] = [_headline(data), Text("")]
-    parts.append(_tiers(data))
+    parts.append(_tiers(data, width))
     if "bitwise" in data["tiers"]:
-        said = bits_sentence(data["tiers"]["bitwise"])
-        parts += [Text(""), Text.assemble(("bits       ", "dim"), said)]
+        parts += [Text(""), _labelled("bits", bits_sentence(data["tiers"]["bitwise"]))]
     if data.get("lifted"):
         parts += [Text(""), _lifted(data["lifted"])]
     if data.get("losses"):
@@ -39,10 +42,10 @@ def render(verdict: Verdict) -> RenderableType:
     for diagnosis in data["diagnoses"]:
         parts += [Text(""), _diagnosis(diagnosis)]
     if data["coefficients"]:
-        parts += [Text(""), _coefficients(data["coefficients"])]
+        parts += [Text(""), _coefficients(data["coefficients"], width)]
     failed = [t for t in data["tensors"] if t["status"] != "pass"]
     if failed:
-        parts += [Text(""), _tensors(failed)]
+        parts += [Text(""), _tensors(failed, width)]
     parts += _lists(data)
     parts += _outcomes(data)
     if data.get("fault_report"):
@@ -73,7 +76,7 @@ def last_line(verdict: Verdict, directory: Any) -> str:
 
 def print_report(verdict: Verdict, console: Console) -> None:
     """Write the terminal report; colour only where the console is a terminal."""
-    console.print(render(verdict), markup=False, emoji=False)
+    console.print(render(verdict, width=console.width), markup=False, emoji=False)
     command = printable(verdict.data["reproduce"])
     line = Text.assemble("\n", ("reproduce  ", "dim"), command)
     console.print(line, soft_wrap=True)  # wrapped by us it could not be pasted
@@ -115,30 +118,28 @@ def fault_sentence(data: Mapping[str, Any]) -> str:
     return head + what + agreement
 
 
-def _lifted(lifted: list[dict[str, Any]]) -> Text:
+def _lifted(lifted: list[dict[str, Any]]) -> RenderableType:
     """What the structure tier computed in float64 though the step asked for less."""
     lines = [str(entry["place"]) for entry in lifted]
     times = sum(int(entry["times"]) for entry in lifted)
     casts = f"{times} cast{'s' if times > 1 else ''} of a step to fewer digits"
-    return Text.assemble(
-        ("lifted", "dim"), f"  {casts} computed in float64: {some_of(lines)}; --no-lift leaves them"
+    return _labelled(
+        "lifted", f"{casts} computed in float64: {some_of(lines)}; --no-lift leaves them"
     )
 
 
-def _losses(losses: Mapping[str, Sequence[float | None]]) -> Text:
+def _losses(losses: Mapping[str, Sequence[float | None]]) -> RenderableType:
     """The curves that people compare by eye."""
 
     def curve(values: Sequence[float | None]) -> str:
         return " ".join("-" if x is None else f"{x:.4g}" for x in values[:MAX_LOSSES])
 
     single, ranks = curve(losses["single"]), curve(losses["ranks"])
-    return Text.assemble(
-        ("losses", "dim"), f"     {single} in the single run, {ranks} on the ranks"
-    )
+    return _labelled("losses", f"{single} in the single run, {ranks} on the ranks")
 
 
-def _fault(data: Mapping[str, Any]) -> Text:
-    return Text.assemble(("planted", "dim"), "  ", fault_sentence(data))
+def _fault(data: Mapping[str, Any]) -> RenderableType:
+    return _labelled("planted", fault_sentence(data))
 
 
 def _headline(data: Mapping[str, Any]) -> Text:
@@ -157,103 +158,113 @@ def axes_text(axes: Mapping[str, int]) -> str:
     return "x".join(str(size) for size in axes.values())
 
 
-def _tiers(data: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name, justify in (
-        ("tier", "left"),
-        ("status", "left"),
-        ("worst relative error", "right"),
-        ("on", "left"),
-        ("worst of threshold", "right"),
-        ("smallest factor error caught", "right"),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+def _labelled(label: str, text: str, *, style: str = "", width: int = LABEL) -> RenderableType:
+    """A word, and beside it a text whose further lines begin where it begins."""
+    grid = Table.grid(padding=0)
+    grid.add_column(width=width, no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(label, style="dim"), Text(text, style=style))
+    return grid
+
+
+# Name; "left" folds, "word" and "right", for numbers, do not; the width from which it is there.
+Column = tuple[str, Literal["left", "word", "right"], int]
+
+
+def _table(columns: Sequence[Column], width: int, title: str | None = None) -> Table:
+    """A table of the columns that there is room for: words fold, numbers stay whole."""
+    table = Table(
+        title=title, title_justify="left", title_style="dim", box=None, pad_edge=False,
+        header_style="dim",
+    )  # fmt: skip
+    for name, side, least in columns:
+        if width >= least:
+            justify: Literal["left", "right"] = "right" if side == "right" else "left"
+            table.add_column(name, justify=justify, overflow="fold", no_wrap=side != "left")
+    return table
+
+
+def _row(columns: Sequence[Column], width: int, values: Sequence[Any]) -> list[Any]:
+    """The values of a row for which there is a column."""
+    return [v for v, (_, _, least) in zip(values, columns, strict=True) if width >= least]
+
+
+def _tiers(data: Mapping[str, Any], width: int) -> RenderableType:
+    columns: list[Column] = [
+        ("tier", "left", 0),
+        ("status", "word", 0),
+        ("worst relative error" if width >= ROOMY else "worst error", "right", 0),
+        ("on", "left", 72),
+        ("worst of threshold" if width >= ROOMY else "of threshold", "right", 0),
+        ("smallest factor error caught", "right", ROOMY),
+    ]
+    table = _table(columns, width)
+    seen: list[RenderableType] = []
     for name, tier in data["tiers"].items():
         power = [
             t["smallest_scale_error_caught"]
             for t in data["tensors"]
             if t["tier"] == name and isinstance(t["smallest_scale_error_caught"], float)
         ]
-        table.add_row(
+        caught = f"{max(power):.1e}" if power else "-"
+        values = (
             f"{name} ({tier['dtype']})",
             Text(tier["status"].upper(), style=STYLES[tier["status"]]),
             number(tier["worst_rel"]),
             tier["worst_tensor"] or "-",
             number(tier["worst_of_threshold"]),
-            f"{max(power):.1e}" if power else "-",
+            caught,
         )
-    return table
+        table.add_row(*_row(columns, width, values))
+        if width < ROOMY and power:
+            seen.append(_labelled("caught", f"a factor error of {caught} on any tensor of {name}"))
+    return Group(table, *([Text("")] if seen else []), *seen)
 
 
 def _diagnosis(diagnosis: Mapping[str, Any]) -> RenderableType:
-    lines: list[RenderableType] = [
-        Text.assemble(("cause      ", "dim"), (diagnosis["cause"], "bold"))
-    ]
+    lines = [_labelled("cause", diagnosis["cause"], style="bold")]
     if "standing" in diagnosis:  # verdicts of before have none
-        lines.append(Text.assemble(("standing   ", "dim"), STANDINGS[diagnosis["standing"]]))
+        lines.append(_labelled("standing", STANDINGS[diagnosis["standing"]]))
     factor, symbol = diagnosis["factor"], diagnosis["symbol"]
     if factor is not None:
         shown = f"{factor} = {symbol}" if symbol and symbol != factor else factor
-        lines.append(Text.assemble(("factor     ", "dim"), shown))
+        lines.append(_labelled("factor", shown))
     if diagnosis["ranks"]:
-        lines.append(Text.assemble(("ranks      ", "dim"), spans(diagnosis["ranks"])))
-    for head, key in (
-        ("because    ", "because"),
-        ("however    ", "however"),
-        ("or         ", "also"),
-    ):
-        lines += [Text.assemble((head, "dim"), text) for text in diagnosis[key]]
+        lines.append(_labelled("ranks", spans(diagnosis["ranks"])))
+    for head, key in (("because", "because"), ("however", "however"), ("or", "also")):
+        lines += [_labelled(head, text) for text in diagnosis[key]]
     return Group(*lines)
 
 
-def _coefficients(coefficients: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(
-        title="how often each term was counted",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        header_style="dim",
-        title_style="dim",
-    )
-    for name in ("parameters", "ranks", "term", "computed by", "rows", "expected"):
-        table.add_column(name)
-    table.add_column("recovered", justify="right")
-    table.add_column("fraction", justify="right")
+def _coefficients(coefficients: Sequence[Mapping[str, Any]], width: int) -> Table:
+    columns: list[Column] = [
+        ("parameters", "left", 0), ("ranks", "left", 0), ("term", "left", 0),
+        ("computed by", "left", 72), ("rows", "left", 0), ("expected", "left", 96),
+        ("recovered", "right", 0), ("fraction", "right", 0),
+    ]  # fmt: skip
+    table = _table(columns, width, "how often each term was counted")
     lines = in_few_lines(coefficients)
     for c in lines[:MAX_COEFFICIENTS]:
-        table.add_row(
-            c["params"],
-            spans(c["ranks"]),
-            c["term"],
-            c["producer"],
-            c["rows_text"],
-            c["expected"],
-            c["recovered_text"],
-            c["fraction"] or "-",
-            style="" if c["fraction"] == c["expected"] else "bold",
-        )
+        values = (c["params"], spans(c["ranks"]), c["term"], c["producer"], c["rows_text"],
+                  c["expected"], c["recovered_text"], c["fraction"] or "-")  # fmt: skip
+        style = "" if c["fraction"] == c["expected"] else "bold"
+        table.add_row(*_row(columns, width, values), style=style)
     if len(lines) > MAX_COEFFICIENTS:
         table.caption = f"and {len(lines) - MAX_COEFFICIENTS} more in verdict.json"
     return table
 
 
-def _tensors(failed: Sequence[Mapping[str, Any]]) -> Table:
+def _tensors(failed: Sequence[Mapping[str, Any]], width: int) -> Table:
     merged: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for t in failed:
         key = (t["tier"], t["step"], t["name"], t["status"], str(t["max_abs"]))
         merged.setdefault(key, []).append(t)
-    table = Table(
-        title="tensors that did not pass, largest error first",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        header_style="dim",
-        title_style="dim",
-    )
-    for name in ("tensor", "tier", "step", "ranks", "status"):
-        table.add_column(name)
-    for name in ("max abs", "max rel", "ratio", "threshold", "at"):
-        table.add_column(name, justify="right")
+    columns: list[Column] = [
+        ("tensor", "left", 0), ("tier", "left", 72), ("step", "right", 0), ("ranks", "left", 0),
+        ("status", "word", 0), ("max abs", "right", 112), ("max rel", "right", 0),
+        ("ratio", "right", 88), ("threshold", "right", 100), ("at", "right", 124),
+    ]  # fmt: skip
+    table = _table(columns, width, "tensors that did not pass, largest error first")
 
     def size(group: Sequence[Mapping[str, Any]]) -> float:
         value = group[0]["max_rel"]
@@ -262,7 +273,7 @@ def _tensors(failed: Sequence[Mapping[str, Any]]) -> Table:
     groups = sorted(merged.values(), key=size)
     for group in groups[:MAX_TENSORS]:
         t = group[0]
-        table.add_row(
+        values = (
             t["name"],
             t["tier"],
             str(t["step"]),
@@ -274,6 +285,7 @@ def _tensors(failed: Sequence[Mapping[str, Any]]) -> Table:
             number(t["threshold"]),
             str(t["index"]),
         )
+        table.add_row(*_row(columns, width, values))
     if len(groups) > MAX_TENSORS:
         table.caption = f"and {len(groups) - MAX_TENSORS} more in verdict.json"
     return table
@@ -294,7 +306,7 @@ def _lists(data: Mapping[str, Any]) -> list[RenderableType]:
     for title, items in lists.items():
         if items:
             parts += [Text(""), Text(title, style="dim")]
-            parts += [Text(f"  {item}") for item in items[:MAX_RANKS_SHOWN]]
+            parts += [_labelled("", item, width=2) for item in items[:MAX_RANKS_SHOWN]]
             if len(items) > MAX_RANKS_SHOWN:
                 parts.append(Text(f"  and {len(items) - MAX_RANKS_SHOWN} more in verdict.json"))
     return parts

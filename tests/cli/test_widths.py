@@ -1,0 +1,56 @@
+"""The terminal's report at any width: no number is cut, a text's lines stand below each other."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from records_in_memory import planned_record, program_record
+from rich.console import Console
+from sumgrad.diagnose.verdict import judge
+from sumgrad.report.terminal import number, print_report
+
+
+def failed(record):
+    """A verdict of a run with one wrong tensor of a long name on every rank."""
+    for held in record.ranks.values():
+        for grads in held.grads.values():
+            name = next(iter(grads))
+            grads[name] = grads[name] * 1.2345678
+    return judge(record)
+
+
+def lines_of(verdict, width):
+    out = io.StringIO()
+    print_report(verdict, Console(file=out, width=width))
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+@pytest.mark.parametrize("make", [planned_record, program_record])
+def test_no_number_is_cut(make, width):
+    verdict = failed(make())
+    lines = lines_of(verdict, width)
+    text = "\n".join(lines)
+    assert "…" not in text
+    assert all(len(line) <= width for line in lines if not line.startswith("reproduce"))
+    wrong = [t for t in verdict.data["tensors"] if t["status"] == "fail"]
+    worst = max(wrong, key=lambda t: t["max_rel"])
+    assert number(worst["max_rel"]) in text
+    for tier in verdict.data["tiers"].values():
+        assert number(tier["worst_rel"]) in text
+        assert number(tier["worst_of_threshold"]) in text
+
+
+def test_further_lines_of_a_text_begin_below_its_first():
+    verdict = failed(program_record())
+    lines = lines_of(verdict, 60)
+    at = next(i for i, line in enumerate(lines) if line.startswith("because    "))
+    long = next(i for i in range(at, len(lines)) if lines[i + 1].startswith(" " * 11))
+    assert lines[long + 1][11:].strip()
+
+
+def test_a_wide_terminal_has_every_column():
+    heads = "\n".join(lines_of(failed(program_record()), 200))
+    for word in ("smallest factor error caught", "max abs", "ratio", "threshold", " at"):
+        assert word in heads
