@@ -97,7 +97,11 @@ def make_parser() -> argparse.ArgumentParser:
     add_report_flags(report)
     add_common_flags(report)
 
-    listing = verbs.add_parser("list", help="workloads, topologies, faults, operators")
+    listing = verbs.add_parser("list", help="workloads, topologies, faults, operators; stored runs")
+    listing.add_argument("what", nargs="?", choices=("all", "runs"), default="all")
+    listing.add_argument(
+        "--keep", type=_count, metavar="N", help="of `list runs`: remove all but the latest N"
+    )
     add_common_flags(listing)
     return parser
 

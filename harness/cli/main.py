@@ -400,7 +400,23 @@ def _to_github(verdict: Verdict, args: argparse.Namespace) -> None:
             file.write(to_markdown(verdict) + "\n")
 
 
+def _list_runs(args: argparse.Namespace) -> int:
+    from sumgrad.cli.runs import prune, render_runs, stored_runs
+
+    runs = stored_runs()
+    gone = prune(runs, args.keep) if args.keep else []
+    runs = runs[: len(runs) - len(gone)]
+    _write_json(args, {"runs": runs, "removed": gone})
+    if not args.quiet:
+        _console(args).print(render_runs(runs, gone))
+    return 0
+
+
 def _list(args: argparse.Namespace) -> int:
+    if args.what == "runs":
+        return _list_runs(args)
+    if args.keep:
+        raise UserError("sumgrad list: --keep is for `sumgrad list runs`")
     from sumgrad.cli.catalogue import catalogue, render_catalogue
 
     found = catalogue()
