@@ -14,7 +14,7 @@ import multiprocessing.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,22 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
-from sumgrad.base.tensors import bits, own_arithmetic, same_bits, to_local
+from sumgrad.base.tensors import bits, own_arithmetic, to_local
 from sumgrad.launch.guard import flush, lost_another
 from sumgrad.launch.script.look import Look
 from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
+from sumgrad.launch.script.weights import Weights
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import BACKEND, register_backend
 from sumgrad.record.ranks import AFTER, OWN, OWN_AT
-from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.subjects.program.placement import index_by_placement
-from sumgrad.subjects.script.asked import FILE, SAME, START, Asked, read_asked
+from sumgrad.subjects.script.asked import FILE, SAME, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
 from sumgrad.subjects.script.models import Held, Models, label_of, outermost
 from sumgrad.subjects.script.own import OwnGradients, gathered
 from sumgrad.subjects.script.roundings import OtherRoundings
 from sumgrad.subjects.script.rows import rows_of
-from sumgrad.subjects.script.start import take_over, take_over_buffers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -49,8 +48,6 @@ from torch.optim.optimizer import (
 )
 
 MAX_TROUBLES = 20
-BEFORE = "before"  # weights that the script itself changed between two steps
-ROUNDINGS = 64  # of the largest weight, by which such a change may differ on ranks
 
 
 _begun: list[Watch] = []
@@ -93,8 +90,7 @@ class Watch:
         self.other_start: list[str] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.stepping: dict[str, Held] = {}
-        self.as_set: Grads = {}
-        self.whole: Grads = {}
+        self.weights = Weights(asked, self.directory)
         self._hooked: set[int] = set()
 
     def install(self) -> None:
@@ -173,7 +169,7 @@ class Watch:
             rows = rows_of((args, kwargs))
             if rows:
                 self.rows.setdefault(label_of(module), []).extend(rows)
-            new = self.models.meet(module, self._whole)
+            new = self.models.meet(module, self.weights.single)
             if new:
                 self._begin_with(new)
             if self.look is not None:
@@ -200,35 +196,14 @@ class Watch:
                 index = index_by_placement(leaf) if isinstance(leaf, DTensor) else None
                 self.own.look_at(h.name, leaf, index)
 
-    def _whole(self) -> Grads | None:
-        """The weights that the single run started with; None in that run itself."""
-        return None if self.asked.start is None else self._stored(f"{START}_*")
-
-    def _stored(self, what: str) -> Grads:
-        """What the single run kept under a name, `*` for any; nothing where it kept nothing."""
-        assert self.asked.start is not None
-        out: Grads = {}
-        for path in sorted(Path(self.asked.start).glob(f"weights_{what}.safetensors")):
-            out |= dict(read_tensors(path))
-        return out
-
     def _begin_with(self, new: list[Held]) -> None:
         """Parameters met for the first time: what they are, and made equal."""
         for h in new:
             self.shapes[h.name] = h.shape
             self.started_with[h.name] = f"{h.part}:{bits([h.local()])}"
-        if self.asked.start is None:
-            self._keep_weights(f"{START}_{self.roots}", {h.name: h.local() for h in new})
-            buffers = {f"buffer:{n}": to_local(b) for n, b in self.models.buffers.items()}
-            self._keep_weights(f"{START}_{self.roots}_buffers", buffers)
-        else:
-            self.whole |= (whole := self._stored(f"{START}_*"))
-            self.other_start += take_over(new, whole, jitter=self.asked.jitter)
-            held = {n.removeprefix("buffer:"): t for n, t in whole.items() if n[:7] == "buffer:"}
-            take_over_buffers(self.models.buffers, held)
+        self.other_start += self.weights.begin(new, self.models.buffers, self.roots)
         if not self.roots:
             self._enter_step()
-        self._remember(new)
         self.roots += 1
         trained = {
             n: h.param  # FSDP1 gives its flat parameters another size before their first use
@@ -242,12 +217,6 @@ class Watch:
         if self.own is not None:
             for h in (h for h in new if h.window is None):
                 self.own.look_at(h.name, h.param, h.index)
-
-    def _keep_weights(self, name: str, tensors: Grads) -> None:
-        """Of the single run's only process that holds them."""
-        path = self.directory / f"weights_{name}.safetensors"
-        if not path.exists() and tensors:
-            write_tensors(path, {n: t.detach().clone() for n, t in tensors.items()})
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -295,42 +264,11 @@ class Watch:
                 self.seat.files.keep(f"{OWN}/{self.calls}", own)
                 self.seat.files.keep(f"{OWN_AT}/{self.calls}", at)
             self.seat.ledger.settle()
-            self.infos.append({**info, **self._said(), "other_weights": self._moved(held)})
+            self.infos.append(
+                {**info, **self._said(), "other_weights": self.weights.moved(held, self.calls)}
+            )
             if self.look is not None and self.calls == self.asked.look:
                 self.look.write(place()[0])
-
-    def _moved(self, held: dict[str, Held]) -> list[str]:
-        """Weights that the script changed since they were set, otherwise than the single run did.
-
-        That run keeps those which it changed; a noise run has others anyhow.
-        """
-        if self.asked.jitter:
-            return []
-        moved = {
-            n: h
-            for n, h in held.items()
-            if n not in self.as_set or not same_bits(h.local(), self.as_set[n])
-        }
-        if self.asked.start is None:
-            self._keep_weights(f"{BEFORE}_{self.calls}", {n: h.local() for n, h in moved.items()})
-            return []
-        theirs = self._stored(f"{BEFORE}_{self.calls}")
-        known = {**self.whole, **theirs}
-        return [
-            n
-            for n, h in held.items()
-            if (n in moved or n in theirs) and not _nearly(h.local(), h.slice(known[n]))
-        ]
-
-    def _remember(self, held: Iterable[Held]) -> None:
-        """The weights as they were set, to see which the script changes before its next step."""
-        if self.asked.jitter:
-            return
-        for h in held:
-            local = h.local().detach()
-            wanted = h.slice(self.whole[h.name]) if h.name in self.whole else None
-            as_set = wanted is not None and same_bits(local, wanted)
-            self.as_set[h.name] = wanted if as_set and wanted is not None else local.clone()
 
     def _gradient(self, held: Held, info: dict[str, Any]) -> Tensor | None:
         grad = held.param.grad
@@ -387,13 +325,7 @@ class Watch:
         with own_arithmetic():
             held = list(self.stepping.values())
             self.seat.files.keep(f"{AFTER}/{self.calls}", {h.name: h.local() for h in held})
-            if self.asked.start is None:
-                self._keep_weights(f"{AFTER}_{self.calls}", {h.name: h.local() for h in held})
-            else:
-                seed = self.asked.jitter and self.asked.jitter + 1000 * (self.calls + 1)
-                self.whole |= (whole := self._stored(f"{AFTER}_{self.calls}"))
-                take_over(held, whole, jitter=seed)
-            self._remember(held)
+            self.weights.after(held, self.calls)
 
     def _enter_step(self) -> None:
         self.seat.name(f"{self.asked.tier}/{self.calls}/step")
@@ -453,16 +385,6 @@ class Watch:
             place = f"{Path(last.filename).name}:{last.lineno}"
             self._trouble(f"sumgrad's watch: {type(error).__name__}: {error} ({place})")
             return None
-
-
-def _nearly(own: Tensor, wanted: Tensor) -> bool:
-    """Whether two weights differ by no more than a few roundings."""
-    if own.shape != wanted.shape:
-        return False
-    if not own.numel():
-        return True
-    most = ROUNDINGS * torch.finfo(own.dtype).eps * float(wanted.abs().max())
-    return float((own - wanted.to(own)).abs().max()) <= most
 
 
 def _kwargs_of_the_call() -> dict[str, Any]:

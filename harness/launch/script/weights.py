@@ -1,0 +1,121 @@
+"""Weights of a script's runs made equal: kept by the single run, taken over by every other.
+
+They are set before the first forward and after every step. What the script makes of them in
+between, otherwise than the single run does, is found by comparing them with what was set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from sumgrad.base.tensors import same_bits, to_local
+from sumgrad.record.ranks import AFTER
+from sumgrad.record.reference import Grads, read_tensors, write_tensors
+from sumgrad.subjects.script.asked import START, Asked
+from sumgrad.subjects.script.models import Held
+from sumgrad.subjects.script.start import take_over, take_over_buffers
+from torch import Tensor
+
+BEFORE = "before"  # weights that the script itself changed between two steps
+BUFFER = "buffer:"
+ROUNDINGS = 64  # of the largest weight, by which such a change may differ on ranks
+
+
+class Weights:
+    """Of one process. directory: where the single run keeps its own."""
+
+    def __init__(self, asked: Asked, directory: Path) -> None:
+        self._asked, self._directory = asked, directory
+        self._whole: Grads = {}
+        self._as_set: Grads = {}
+
+    def single(self) -> Grads | None:
+        """What the single run started with; None in that run itself."""
+        return None if self._asked.start is None else self._stored(f"{START}_*")
+
+    def begin(self, new: list[Held], buffers: Mapping[str, Tensor], root: int) -> list[str]:
+        """Parameters met for the first time, made equal; returns which had other values.
+
+        root: how many models were met before.
+        """
+        other: list[str] = []
+        if self._asked.start is None:
+            self._keep(f"{START}_{root}", {h.name: h.local() for h in new})
+            named = {f"{BUFFER}{n}": to_local(b) for n, b in buffers.items()}
+            self._keep(f"{START}_{root}_buffers", named)
+        else:
+            self._whole |= (whole := self._stored(f"{START}_*"))
+            other = take_over(new, whole, jitter=self._asked.jitter)
+            named = {n.removeprefix(BUFFER): t for n, t in whole.items() if n.startswith(BUFFER)}
+            take_over_buffers(buffers, named)
+        self._remember(new)
+        return other
+
+    def moved(self, held: Mapping[str, Held], call: int) -> list[str]:
+        """Weights that the script changed since they were set, otherwise than the single run did.
+
+        That run keeps those which it changed; a noise run has others anyhow.
+        """
+        if self._asked.jitter:
+            return []
+        moved = {
+            n: h
+            for n, h in held.items()
+            if n not in self._as_set or not same_bits(h.local(), self._as_set[n])
+        }
+        if self._asked.start is None:
+            self._keep(f"{BEFORE}_{call}", {n: h.local() for n, h in moved.items()})
+            return []
+        theirs = self._stored(f"{BEFORE}_{call}")
+        known = {**self._whole, **theirs}
+        return [
+            n
+            for n, h in held.items()
+            if (n in moved or n in theirs) and not _nearly(h.local(), h.slice(known[n]))
+        ]
+
+    def after(self, held: list[Held], call: int) -> None:
+        """An optimizer has stepped: kept by the single run, set to its own by every other."""
+        if self._asked.start is None:
+            self._keep(f"{AFTER}_{call}", {h.name: h.local() for h in held})
+        else:
+            seed = self._asked.jitter and self._asked.jitter + 1000 * (call + 1)
+            self._whole |= (whole := self._stored(f"{AFTER}_{call}"))
+            take_over(held, whole, jitter=seed)
+        self._remember(held)
+
+    def _remember(self, held: Iterable[Held]) -> None:
+        """The weights as they were set; the single run's own tensors where they are those."""
+        if self._asked.jitter:
+            return
+        for h in held:
+            local = h.local().detach()
+            wanted = h.slice(self._whole[h.name]) if h.name in self._whole else None
+            as_set = wanted is not None and same_bits(local, wanted)
+            self._as_set[h.name] = wanted if as_set and wanted is not None else local.clone()
+
+    def _keep(self, name: str, tensors: Grads) -> None:
+        """Of the single run's only process that holds them."""
+        path = self._directory / f"weights_{name}.safetensors"
+        if not path.exists() and tensors:
+            write_tensors(path, {n: t.detach().clone() for n, t in tensors.items()})
+
+    def _stored(self, what: str) -> Grads:
+        """What the single run kept under a name, `*` for any; nothing where it kept nothing."""
+        assert self._asked.start is not None
+        out: Grads = {}
+        for path in sorted(Path(self._asked.start).glob(f"weights_{what}.safetensors")):
+            out |= dict(read_tensors(path))
+        return out
+
+
+def _nearly(own: Tensor, wanted: Tensor) -> bool:
+    """Whether two weights differ by no more than a few roundings."""
+    if own.shape != wanted.shape:
+        return False
+    if not own.numel():
+        return True
+    most = ROUNDINGS * torch.finfo(own.dtype).eps * float(wanted.abs().max())
+    return float((own - wanted.to(own)).abs().max()) <= most
