@@ -21,13 +21,14 @@ def other_than_the_single_run(compared: Compared) -> Iterator[Diagnosis]:
     record = compared.record
     if record.spec.script is None:
         return
+    failed = any(d.status == "fail" for d in compared.diffs)
     rows = [other for tier in record.spec.tiers for other in other_rows(record, tier)]
-    if rows:
+    if rows and failed:
         first = min(rows, key=lambda other: other.step)
         yield Diagnosis(
             cause=_which_rows(first),
             kind="other_rows",
-            standing="proved",
+            standing="likely",
             ranks=tuple(sorted(first.by_rank)),
             because=(first.text,),
         )
@@ -57,7 +58,7 @@ def other_than_the_single_run(compared: Compared) -> Iterator[Diagnosis]:
                      "others before the next",),
         )  # fmt: skip
         return
-    if any(d.status == "fail" for d in compared.diffs):
+    if failed:
         return  # a wrong gradient makes wrong weights
     for wrong in wrong_updates(record):
         yield Diagnosis(
@@ -88,8 +89,8 @@ def _which_rows(other: OtherRows) -> str:
         )
     if other.ranks == other.single and sum(other.foreign.values()) > other.single / 2:
         return (
-            f"{head}as many, but others: they are shuffled in another order; give the sampler a "
-            f"seed of its own"
+            f"{head}as many, but others: as when they are shuffled in another order (give the "
+            f"sampler a seed of its own), or drawn or changed at random"
         )
     if other.foreign and not shares:
         return f"{head}no rank reads a row of the single run"

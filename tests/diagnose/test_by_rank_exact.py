@@ -80,11 +80,11 @@ def last_only(rank):
 
 
 @pytest.mark.parametrize(("tables", "kind", "words"), [
-    ([EVEN] * 3, "mean_of_means",
+    ([EVEN] * 3, "weights_of_ranks",
      "weighed alike (1/6), where the single run weighs them by 1/4 of rank 0, 1/8 of rank 1-2"),
     ([only(r) for r in range(3)], "not_reduced",
-     "rank 0-2 each keep what their own backward gave, where"),
-    ([only(r, 0.5) for r in range(3)], "not_reduced", "own backward gave (times 1/2), where"),
+     "rank 0-2 each keep what their own backward gave; the"),
+    ([only(r, 0.5) for r in range(3)], "not_reduced", "own backward gave (times 1/2); the"),
     ([without(2)] * 3, "not_reduced", "gradients of rank 2 are not in it, on rank 0-2"),
     ([last_only(r) for r in range(3)], "not_reduced", "only the last of 2 backwards is reduced"),
     ([RIGHT + only(0, 0.25)] * 3, "weights_of_ranks",
@@ -105,13 +105,13 @@ def test_a_shard_is_put_together_from_the_whole_that_each_rank_made():
             held.index[name] = torch.arange(len(whole)).tensor_split(RANKS)[rank].flip(0)
             held.grads[AT][name] = whole[held.index[name]]
     cause = diagnose(compared(record)).causes[0]
-    assert cause.kind == "mean_of_means"
+    assert cause.kind == "weights_of_ranks"
     assert "by 1/4 of rank 0, 1/8 of rank 1-2" in cause.cause
 
 
 def test_one_factor_on_everything_is_left_to_those_who_say_it_shorter():
     cause = cause_of(*[3 * RIGHT] * 3)
-    assert cause.kind not in ("weights_of_ranks", "mean_of_means", "not_reduced")
+    assert cause.kind not in ("weights_of_ranks", "not_reduced")
     assert "multiplied by 3" in cause.cause
 
 
@@ -140,7 +140,7 @@ def test_a_table_that_misses_by_more_than_the_threshold_is_none():
     for held in record.ranks.values():
         held.grads[AT]["w"].view(-1)[0] += 1e-12  # the first element is always in the sample
     cause = diagnose(compared(record)).causes[0]
-    assert (cause.kind, cause.standing) == ("mean_of_means", "likely")
+    assert (cause.kind, cause.standing) == ("weights_of_ranks", "likely")
     assert cause.cause.startswith("b: ")
     assert cause.however == ("w is wrong too, and is not told",)
     for held in record.ranks.values():

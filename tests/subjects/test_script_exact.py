@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sumgrad.base.errors import UserError
-from sumgrad.launch.script.diff import fill_in
+from sumgrad.launch.script.options import fill_in
 from sumgrad.launch.script.user_files import FileKeeper, put_back
 from sumgrad.subjects.script.doubled import NoDropout, double_inputs
 from sumgrad.subjects.script.models import Models, label_of, outermost

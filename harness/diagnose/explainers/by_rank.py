@@ -230,7 +230,7 @@ def _in_words(found: Sequence[Mixed]) -> tuple[str, str] | None:
         return (
             "not_reduced",
             f"no gradient of another rank is in it: rank {_ranks(found)} each keep what their own "
-            f"backward gave{_times(found)}, where the single run's is a sum over the ranks",
+            f"backward gave{_times(found)}; the single run's has other ranks' in it",
         )
     left_out = [_left_out(m) for m in found]
     if all(left_out):
@@ -247,10 +247,10 @@ def _in_words(found: Sequence[Mixed]) -> tuple[str, str] | None:
         )
     if all(_even(m) for m in found):
         return (
-            "mean_of_means",
+            "weights_of_ranks",
             f"every rank's own gradient is weighed alike ({_share(found[0].got[0, 0])}), where the "
             f"single run weighs them by {_weights(found[0], wanted=True)}: as when each rank "
-            f"divides by its own number of rows or tokens, and the ranks are averaged",
+            f"divides by its own number of rows or tokens, or scales its loss by its own factor",
         )
     return (
         "weights_of_ranks",

@@ -55,10 +55,19 @@ class OtherRows:
 
 
 def the_same_rows(compared: Compared) -> Iterator[Finding]:
-    """Rows that were lost, repeated, or others than the single run's."""
+    """Rows that were lost, repeated, or others than the single run's.
+
+    A forward that trains nothing (a trial, a validation) is no step's: where every gradient is
+    right, it is only said.
+    """
+    wrong = {d.tier for d in compared.diffs if d.status == "fail"}
     for tier in compared.record.spec.tiers:
         for other in other_rows(compared.record, tier)[:1]:
-            yield Finding(level="fail", text=other.text, tier=tier)
+            if tier in wrong:
+                yield Finding(level="fail", text=other.text, tier=tier)
+            else:
+                text = f"{other.text}; every gradient that was compared is right all the same"
+                yield Finding(level="warning", text=text)
 
 
 def other_rows(record: Record, tier: str) -> list[OtherRows]:
@@ -248,10 +257,17 @@ def wrong_updates(record: Record) -> Iterator[Unlike]:
                 for name, got in held.grads.get((AFTER, reference.step), {}).items():
                     if name not in reference.after or not got.numel():
                         continue
+                    if name not in reference.grads:
+                        continue
                     whole, index = reference.after[name], held.index_of(tier, name)
                     told = _told_by_the_gradient(reference, name)
+                    nothing = reference.grads[name] == 0
                     value = whole if index is None else whole.reshape(-1)[index]
                     told = told if index is None else told.reshape(-1)[index]
+                    nothing = nothing if index is None else nothing.reshape(-1)[index]
+                    own = held.grads.get((tier, reference.step), {}).get(name)
+                    if own is None or own.shape == nothing.shape:
+                        told = told | (nothing if own is None else nothing & (own == 0))
                     size = 2 * eps * float(whole.abs().max())
                     bound = FLOOR_FACTOR * max(reference.after_floor[name], size)
                     far = _distance(got, value, told)
@@ -268,7 +284,8 @@ def wrong_updates(record: Record) -> Iterator[Unlike]:
 
 def _told_by_the_gradient(reference: Reference, name: str) -> torch.Tensor:
     """Elements whose gradient is more than noise: an optimizer that divides by its size makes a
-    whole step of noise, in either direction."""
+    whole step of noise, in either direction. (Where there is none at all, a step is made of what
+    was before, and of decay: that is told too.)"""
     return reference.grads[name].abs() > ZERO_FACTOR * reference.floor[name]
 
 

@@ -67,6 +67,7 @@ class _Diff:
     lift: bool = True
     said: list[str] = field(default_factory=list)
     touches_files: bool = False
+    calls: int = 0  # of an optimizer, that the single run observed
     reference: Path | None = None  # a stored single run in place of one of now
     mark: str = field(default_factory=new_mark)
     folders: list[Path] = field(default_factory=list)
@@ -89,6 +90,7 @@ class _Diff:
             start=str(single.resolve()) if many or jitter else None,
             jitter=jitter,
             seconds=options.timeout_s,
+            calls=self.calls if many or jitter else 0,
         )
         folder.mkdir(exist_ok=True)
         self.folders.append(folder)
@@ -124,6 +126,7 @@ class _Diff:
                 start=str(single.resolve()),
                 jitter=0,
                 seconds=options.timeout_s,
+                calls=step + 1,
                 look=step,
                 trace=str(place.resolve()),
             )
@@ -146,6 +149,7 @@ class _Diff:
             return NO_STEP if ended.ok else _how_it_ended(ended)
         if not run.params:
             return "; ".join(["no parameter of the single run was seen", *run.unknown])
+        self.calls = len(run.steps)
         return run
 
 
@@ -243,6 +247,12 @@ def _stored_runs(diff: _Diff, known: tuple[Path, Baseline]) -> _Runs | str:
         diff.said.append(f"compared with the stored run {folder.name!r} of {baseline.made}")
     try:
         single = read_single(folder / "single", baseline.tier)
+        diff.calls = len(single.steps)
+        if len(single.steps) < diff.options.steps:
+            return (
+                f"the stored run {folder} has {len(single.steps)} of the {diff.options.steps} "
+                f"steps that are asked for: save it again, or ask for fewer"
+            )
         found = [read_single(path, baseline.tier) for path in sorted(folder.glob("noise *"))]
         noise = _as_long(single, found)
         if not noise:

@@ -95,9 +95,14 @@ class DiffOptions:
         count = self.ranks if side == "many" else self.against
         words = tuple(fill_in(word, count) for word in self.script)
         other = self.variant if side == "many" else AS_GIVEN
-        begin = () if words[0] == interpreter() else (other.python or interpreter(),)
+        if words[0] == interpreter():
+            words = words[1:]
         return Command(
-            words=(*begin, *words, *(fill_in(word, count) for word in other.words)),
+            words=(
+                other.python or interpreter(),
+                *words,
+                *(fill_in(word, count) for word in other.words),
+            ),
             ranks=count,
             environment=dict(other.environment),
         )

@@ -89,11 +89,24 @@ class FileKeeper:
     def _heard(self, event: str, args: tuple[Any, ...]) -> None:
         if (
             event == "open" and len(args) == 3 and isinstance(args[2], int) and args[2] & _WRITES
-        ) or event in ("os.remove", "os.truncate", "sqlite3.connect"):
+        ) or event in ("os.truncate", "sqlite3.connect"):
             self.touch(args[0])
+        elif event == "os.remove":
+            self.touch(_at(*args[:2]))
         elif event == "os.rename":
-            self.touch(args[0])
-            self.touch(args[1])
+            self._touch_all(_at(args[0], args[2] if len(args) > 2 else -1))
+            self._touch_all(_at(args[1], args[3] if len(args) > 3 else -1))
+        elif event == "shutil.rmtree":
+            self._touch_all(_at(*args[:2]))
+
+    def _touch_all(self, name: Any) -> None:
+        """A file, or every file below a folder, which moves or goes as a whole."""
+        if isinstance(name, str | bytes | os.PathLike) and os.path.isdir(name):
+            for folder, _, files in os.walk(os.fsdecode(name)):
+                for file in files:
+                    self.touch(os.path.join(folder, file))
+        else:
+            self.touch(name)
 
     def in_front(self, function: Callable[..., Any], place: int, key: str) -> Callable[..., Any]:
         """A function that writes a file below Python, which is its argument `place` or `key`."""
@@ -104,6 +117,16 @@ class FileKeeper:
 
         write.__wrapped__ = function  # type: ignore[attr-defined]
         return write
+
+
+def _at(name: Any, folder: Any = -1) -> Any:
+    """A name as a path from here: it may be one in an open folder."""
+    if not isinstance(folder, int) or folder < 0 or not isinstance(name, str | bytes):
+        return name
+    try:
+        return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(name))
+    except OSError:
+        return name
 
 
 def put_back(directory: Path) -> tuple[list[str], list[str]]:
@@ -118,7 +141,7 @@ def put_back(directory: Path) -> tuple[list[str], list[str]]:
     for entry in entries:
         path = Path(entry["path"])
         if entry["was"] is None:
-            if path.is_file() and not path.is_symlink():
+            if path.exists() and not path.is_symlink():  # a folder, if one was moved there
                 kept = folder / "made" / path.name
                 while kept.exists():
                     kept = kept.with_name(f"{kept.name}_")

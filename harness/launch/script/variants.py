@@ -124,7 +124,7 @@ def _check(options: DiffOptions, variants: Sequence[Variant]) -> None:
     if options.a or options.baseline or options.save or options.against != 1:
         raise UserError("--variant: every cell is compared with one process of the same script; "
                         "--a, --b, --save and --against have no place beside it")  # fmt: skip
-    names = [AS_GIVEN.name, *(v.name for v in variants)]
+    names = [_folder(v) for v in (AS_GIVEN, *variants)]
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise UserError(f"--variant: two are named {twice!r}")
@@ -149,7 +149,10 @@ def _cells(
         kept = (folder, Baseline(tier=tier, lift=spec.lift, command=single_command(options)))
         for variant, ranks in _asked(options, variants):
             own = replace(
-                options, variant=variant, ranks=ranks, out=place / f"{variant.name}, {ranks} ranks"
+                options,
+                variant=variant,
+                ranks=ranks,
+                out=place / f"{_folder(variant)}, {ranks} ranks",
             )
 
             def say(text: str, name: str = f"{variant.name}, {ranks} ranks") -> None:
@@ -165,6 +168,11 @@ def _cells(
         said=spec.script.said if spec.script else (),
         cells=tuple(done),
     )
+
+
+def _folder(variant: Variant) -> str:
+    """Its name as that of a folder."""
+    return re.sub(r"[^\w .-]", "_", variant.name).strip(". ") or "variant"
 
 
 def _asked(options: DiffOptions, variants: Sequence[Variant]) -> Iterator[tuple[Variant, int]]:

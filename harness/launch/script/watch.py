@@ -14,6 +14,8 @@ import multiprocessing.util
 import os
 import sys
 import traceback
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from sumgrad.base.outcome import SETUP
+from sumgrad.base.outcome import SETUP, some_of
 from sumgrad.base.tensors import bits, own_arithmetic, to_local
 from sumgrad.launch.guard import flush, lost_another
 from sumgrad.launch.script.look import Look
@@ -48,6 +50,7 @@ from torch.optim.optimizer import (
 )
 
 MAX_TROUBLES = 20
+MOST_STEPS = 40  # for each step that is asked for, until every optimizer was there
 
 
 _begun: list[Watch] = []
@@ -90,6 +93,8 @@ class Watch:
         self.other_start: list[str] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.stepping: dict[str, Held] = {}
+        self.stepped: Counter[int] = Counter()  # by id of a parameter
+        self.optimizers: list[weakref.ref[Optimizer]] = []
         self.weights = Weights(asked, self.directory)
         self._hooked: set[int] = set()
 
@@ -107,6 +112,7 @@ class Watch:
         register_backend(self.seat.ledger)
         self._record_groups()
         self._see_losses()
+        self._see_optimizers()
         register_module_forward_pre_hook(self._entering)
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
@@ -144,6 +150,17 @@ class Watch:
             return own(tensors, *args, **kwargs)
 
         torch.autograd.backward = backward
+
+    def _see_optimizers(self) -> None:
+        """Every optimizer that is made: a window of steps is whole when each of them is in it."""
+        own = Optimizer.__init__
+
+        @functools.wraps(own)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            own(optimizer, *args, **kwargs)
+            self.optimizers.append(weakref.ref(optimizer))
+
+        Optimizer.__init__ = init  # type: ignore[assignment,method-assign]
 
     # --- models --------------------------------------------------------------------------------
 
@@ -315,11 +332,42 @@ class Watch:
         if self.depth == 0 and not self.ended and self.seat.taken:
             self._guarded(self._write_weights)
             self.calls += 1
+            self.stepped.update(id(p) for g in optimizer.param_groups for p in g["params"])
             self._enter_step()
             if self.evidence is not None:
                 self.evidence.begin_step()
-            if self.calls >= self.asked.steps:
+            self._guarded(self._look_at_thawed)
+            if self._enough():
                 self._finish_early()
+
+    def _look_at_thawed(self) -> None:
+        """Parameters that were frozen when they were met."""
+        for h in self.models.held.values() if self.own is not None else ():
+            if h.window is None and self.own is not None and not self.own.knows(h.name):
+                self.own.look_at(h.name, h.param, h.index)
+
+    def _enough(self) -> bool:
+        """Whether what was asked for was seen: as many steps as the single run took; of that run,
+        so many of every parameter that an optimizer has."""
+        if self.asked.calls:
+            return self.calls >= self.asked.calls
+        if self.calls < self.asked.steps:
+            return False
+        owned = self._owned()
+        most = self.asked.steps * max(MOST_STEPS, len(self.optimizers))
+        return self.calls >= most or all(self.stepped[p] >= self.asked.steps for p in owned)
+
+    def _owned(self) -> dict[int, str]:
+        """Parameters that optimizers have, of models not called yet too: id -> name."""
+        names = {id(h.param): n for n, h in self.models.held.items()}
+        living = [o for ref in self.optimizers if (o := ref()) is not None]
+        return {
+            id(p): names.get(id(p), f"a parameter of shape {tuple(p.shape)}")
+            for o in living
+            for group in o.param_groups
+            for p in group["params"]
+            if p.requires_grad or id(p) in names
+        }
 
     def _write_weights(self) -> None:
         with own_arithmetic():
@@ -358,7 +406,17 @@ class Watch:
 
     def _write_record(self) -> None:
         self.ended = True
-        trained = {n: h for n, h in self.models.held.items() if h.param.requires_grad}
+        trained = {
+            n: h
+            for n, h in self.models.held.items()
+            if h.param.requires_grad or self.stepped[id(h.param)]
+        }
+        never = [name for p, name in self._owned().items() if not self.stepped[p]]
+        if never and self.asked.start is not None and not self.asked.jitter:
+            self._trouble(
+                f"{some_of(never)} was stepped by no optimizer in the {self.calls} steps that were "
+                f"looked at, so it was not compared: use a larger --steps"
+            )
         places = {n: h.index for n, h in self.models.held.items() if h.index is not None}
         self.seat.finish(
             places,

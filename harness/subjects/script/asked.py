@@ -15,7 +15,8 @@ START = "start"  # weights as they were before the first call of a model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """directory: of this side, where ranks write. steps: calls of an optimizer that are observed.
+    """directory: of this side, where ranks write. steps: of every parameter that an optimizer has;
+    calls: of any optimizer, as many as the single run observed, 0 for that run itself.
 
     lift: everything is float64. start: the directory of the single run whose weights are taken;
     None for that run itself. jitter: a seed; those weights are then moved by one rounding each, up
@@ -30,6 +31,7 @@ class Asked:
     start: str | None
     jitter: int
     seconds: float
+    calls: int = 0
     look: int = -1
     trace: str = ""
 

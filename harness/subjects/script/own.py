@@ -56,6 +56,10 @@ class OwnGradients:
         else:
             self._hooks[name] = leaf.register_hook(lambda grad: self._saw(name, grad))
 
+    def knows(self, name: str) -> bool:
+        """Whether a parameter is looked at."""
+        return name in self._hooks
+
     def taken(self, names: Iterable[str]) -> tuple[Grads, Grads]:
         """Of these parameters (passes, samples), one line for each backward since they were taken
         before; and which elements these are."""
