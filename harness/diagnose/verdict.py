@@ -24,6 +24,7 @@ from sumgrad.judge.cells import compare, compare_again
 from sumgrad.judge.checks import CHECKS
 from sumgrad.judge.checks.bitwise import compared_bits
 from sumgrad.judge.checks.ledgers import ledger_mismatches
+from sumgrad.judge.checks.script import update_error
 from sumgrad.judge.comparison import TensorDiff
 from sumgrad.judge.finding import Compared, Finding, Level
 from sumgrad.judge.knowledge import known_plan
@@ -40,6 +41,7 @@ from sumgrad.record.bits import BITS
 from sumgrad.record.directory import Record
 
 SHARED = 0.05  # of a common error: by how much that of one tensor may be another
+FEW, TURNED = 4, 1e-3  # elements of a direction; how far from it is another one
 NARROW_ROUNDINGS = 16  # of the scale: what casts to fewer digits may leave
 
 
@@ -49,6 +51,7 @@ def judge(record: Record, *, clean: Record | None = None) -> Verdict:
     clean: a run of the same that passed; it helps to explain, never to decide.
     """
     diffs = _like_fewer_digits(record, _like_float32(record, compare(record), clean))
+    diffs = _reduced_in_the_step(record, diffs)
     compared = Compared(
         record=record,
         diffs=diffs,
@@ -161,6 +164,47 @@ def _like_float32(
     return [replace(d, status="unknown", reason=why) if id(d) in unsure else d for d in diffs]
 
 
+def _reduced_in_the_step(record: Record, diffs: list[TensorDiff]) -> list[TensorDiff]:
+    """A script's failing gradients where the weights after the step are right: UNKNOWN.
+
+    Gradients are read before an optimizer's step, and some optimizers reduce inside it. Only where
+    every failing gradient is no multiple of the right one (Adam hides a factor), and the step moves
+    the weight at all.
+    """
+    failed = [d for d in diffs if d.status == "fail"]
+    if record.spec.script is None or not failed or any(not d.comparable for d in failed):
+        return diffs
+    if not any(d.step for d in failed) or any(not _is_right_after(record, d) for d in failed):
+        return diffs
+    why = (
+        "it is not the single run's before the optimizer's step, and its weight is after it: the "
+        "step reduces it itself, which is not looked into"
+    )
+    unsure = {id(d) for d in failed}
+    return [replace(d, status="unknown", reason=why) if id(d) in unsure else d for d in diffs]
+
+
+def _is_right_after(record: Record, d: TensorDiff) -> bool:
+    """Whether a gradient that is no multiple of the right one moves its weight as the right one."""
+    references = record.references[d.tier]
+    reference, held = references[d.step], record.ranks[d.rank]
+    found = update_error(record, d.tier, reference, d.rank, d.name)
+    got = held.grads[d.tier, d.step].get(d.name)
+    if found is None or got is None or not found[0] <= found[1]:
+        return False
+    if d.step:
+        moved = reference.after[d.name] - references[d.step - 1].after[d.name]
+        if not float(moved.abs().max()) > found[1]:
+            return False
+    index, whole = held.index_of(d.tier, d.name), reference.grads[d.name]
+    wanted = (whole if index is None else whole.reshape(-1)[index]).reshape(-1)
+    mine, square = got.double().reshape(-1), float(wanted.square().sum())
+    if wanted.numel() < FEW or not square:
+        return True  # of a few numbers a multiple is nothing that tells
+    rest = mine - float(mine @ wanted) / square * wanted
+    return float(rest.norm()) > TURNED * float(mine.norm())
+
+
 def _like_fewer_digits(record: Record, diffs: list[TensorDiff]) -> list[TensorDiff]:
     """Failing tensors of the precision tier that a cast of the step's own explains: UNKNOWN.
 
@@ -237,7 +281,7 @@ def _to_json(record: Record, verdict: Verdict, diffs: Sequence[TensorDiff]) -> d
         "lifted": _lifted(record),
         "tiers": {
             t.name: {k: v for k, v in asdict(t).items() if k != "name"}
-            | (compared_bits(record).to_json() if t.name == BITS else {})
+            | (compared_bits(record).to_json() if t.name == BITS and spec.bitwise else {})
             for t in verdict.tiers
         },
         "tensors": [tensor_json(d) for d in diffs],

@@ -33,7 +33,7 @@ def render(verdict: Verdict, *, width: int = 200) -> RenderableType:
     data = printable_data(verdict.data)
     parts: list[RenderableType] = [_headline(data), Text("")]
     parts.append(_tiers(data, width))
-    if "bitwise" in data["tiers"]:
+    if "elements" in data["tiers"].get("bitwise", {}):
         parts += [Text(""), _labelled("bits", bits_sentence(data["tiers"]["bitwise"]))]
     if data.get("lifted"):
         parts += [Text(""), _lifted(data["lifted"])]

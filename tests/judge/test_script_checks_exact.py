@@ -68,11 +68,17 @@ def test_rows_that_are_not(read, missed, uneven, foreign, cause):
     record = record_of(FOUR, *read)
     (other,) = other_rows(record, "structure")
     assert (other.missed, other.uneven, other.foreign) == (missed, uneven, foreign)
-    (text,) = texts(the_same_rows, record)
-    assert text == other.text
+    (said,) = the_same_rows(compared(record))
+    assert (said.level, said.text) == (
+        "warning", f"{other.text}; every gradient that was compared is right all the same",
+    )  # fmt: skip
+    assert list(other_than_the_single_run(compared(record))) == []
+    record.ranks[1].grads[AT]["w"] = record.ranks[1].grads[AT]["w"] + 1
+    (said,) = the_same_rows(compared(record))
+    assert (said.level, said.text) == ("fail", other.text)
     (found_here,) = other_than_the_single_run(compared(record))
     assert cause in found_here.cause
-    assert found_here.standing == "proved"
+    assert found_here.standing == "likely"
 
 
 def test_a_row_is_found_whatever_it_was_padded_to():
@@ -168,6 +174,22 @@ def test_an_update_by_a_gradient_that_is_noise_is_not_compared():
     assert texts(the_same_weights_after, updated(1e-2, gradient=noise)) == []
     told = torch.tensor([1.0, 1100 * FLOOR, 1.0]).double()
     assert len(texts(the_same_weights_after, updated(1e-2, gradient=told))) == 1
+
+
+def test_a_weight_without_any_gradient_is_compared():
+    """Decay and momentum move it; where no rank and no single run has a gradient, that is told."""
+    nothing = torch.tensor([1.0, 0.0, 1.0]).double()
+    assert len(texts(the_same_weights_after, updated(1e-2, gradient=nothing))) == 1
+    record = updated(1e-2, gradient=nothing)
+    record.ranks[1].grads[AT]["b"] = torch.tensor([1.0, 1e-30, 1.0]).double()  # noise of a rank
+    assert texts(the_same_weights_after, record) == []
+
+
+def test_a_weight_of_no_known_gradient_ends_nothing():
+    record = updated(0.0)
+    record.references["structure"][0].after["frozen"] = torch.zeros(2)
+    record.ranks[1].grads[AFTER, 0]["frozen"] = torch.ones(2)
+    assert texts(the_same_weights_after, record) == []
 
 
 def test_a_programs_run_is_asked_none_of_it():

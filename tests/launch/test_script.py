@@ -124,6 +124,14 @@ def test_ranks_that_are_never_synchronised_are_told_by_their_own_gradients(kept)
     assert "every gradient: no gradient of another rank is in it" in cause["cause"]
 
 
+def test_an_optimizer_that_steps_late_is_in_the_window(tmp_path):
+    code, verdict = on_ranks(tmp_path, 2, "owners.py", "bug")
+    assert code == 1, verdict
+    wrong = {t["name"] for t in verdict["tensors"] if t["status"] == "fail"}
+    assert wrong == {"Linear.weight", "Linear.bias"}  # of the second model
+    assert verdict["steps"] == 6
+
+
 def test_the_first_wrong_module_is_named_where_nothing_else_is(tmp_path):
     script = ROOT / "examples" / "scripts" / "megatron_by_hand.py"
     words = ("--ranks", 2, "--", script, "--bug", "gradient not reduced")
@@ -153,7 +161,7 @@ def test_variants_are_rows_of_a_matrix(tmp_path):
     }
     assert "each keep what their own backward gave" in cells["bare", 2]["text"]
     assert cells["bare", 1]["differing_tensors"] == 0 < cells["as given", 2]["differing_tensors"]
-    assert cells["bare", 1]["tensors"] == 12  # 6 parameters, 2 steps
+    assert cells["bare", 1]["tensors"] == 24  # gradients and weights of 6 parameters, 2 steps
     table = (tmp_path / "m.md").read_text()
     assert "| bare | PASS" in table
     assert "bare, 2 ranks: every gradient" in table.replace("\\", "")
@@ -193,7 +201,7 @@ def test_a_command_that_starts_its_own_ranks(tmp_path):
     assert {t["rank"] for t in verdict["tensors"]} == {0, 1, 2}
     wrong = {(t["name"], t["step"]) for t in verdict["tensors"] if t["status"] == "fail"}
     names = {"0.weight", "0.bias", "2.weight", "2.bias"}  # the first model that is called
-    assert wrong == {(name, 1) for name in names}
+    assert wrong == {(name, step) for name in names for step in (1, 3)}  # each optimizer twice
 
 
 @pytest.mark.parametrize(

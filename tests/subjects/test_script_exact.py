@@ -250,6 +250,31 @@ def test_the_users_files_are_as_they_were(tmp_path):
     assert put_back(tmp_path) == ([], [])
 
 
+def test_a_folder_that_goes_as_a_whole_comes_back(tmp_path):
+    work, run = tmp_path / "work", tmp_path / "runs" / "side"
+    code = textwrap.dedent("""
+        import os, shutil, sys, time
+        from pathlib import Path
+        from sumgrad.launch.script.user_files import FileKeeper
+        FileKeeper(Path(sys.argv[1]), Path("."), time.time()).install()
+        shutil.rmtree("out")
+        os.makedirs("out")
+        open("out/new.txt", "w").write("new")
+        os.rename("old", "older")
+    """)
+    for folder in (run, work / "out" / "deep", work / "old"):
+        folder.mkdir(parents=True)
+    for name in ("out/notes.txt", "out/deep/x.txt", "old/y.txt"):
+        (work / name).write_text("precious")
+    subprocess.run([sys.executable, "-c", code, str(run)], cwd=work, check=True)
+    assert not (work / "out" / "notes.txt").exists()
+    put_back(run)
+    for name in ("out/notes.txt", "out/deep/x.txt", "old/y.txt"):
+        assert (work / name).read_text() == "precious"
+    assert not (work / "out" / "new.txt").exists()
+    assert not (work / "older").exists()
+
+
 def test_what_the_run_itself_made_elsewhere_is_left_alone(tmp_path):
     (tmp_path / "side").mkdir()
     other = tmp_path / "cache"

@@ -250,29 +250,13 @@ def wrong_updates(record: Record) -> Iterator[Unlike]:
     if record.spec.script is None:
         return
     for tier, references in record.references.items():
-        eps = torch.finfo(getattr(torch, record.spec.tiers[tier])).eps
         for reference in references:
             off: dict[int, list[tuple[str, float, float]]] = {}
             for rank, held in record.ranks.items():
-                for name, got in held.grads.get((AFTER, reference.step), {}).items():
-                    if name not in reference.after or not got.numel():
-                        continue
-                    if name not in reference.grads:
-                        continue
-                    whole, index = reference.after[name], held.index_of(tier, name)
-                    told = _told_by_the_gradient(reference, name)
-                    nothing = reference.grads[name] == 0
-                    value = whole if index is None else whole.reshape(-1)[index]
-                    told = told if index is None else told.reshape(-1)[index]
-                    nothing = nothing if index is None else nothing.reshape(-1)[index]
-                    own = held.grads.get((tier, reference.step), {}).get(name)
-                    if own is None or own.shape == nothing.shape:
-                        told = told | (nothing if own is None else nothing & (own == 0))
-                    size = 2 * eps * float(whole.abs().max())
-                    bound = FLOOR_FACTOR * max(reference.after_floor[name], size)
-                    far = _distance(got, value, told)
-                    if not far <= bound:
-                        off.setdefault(rank, []).append((name, far, bound))
+                for name in held.grads.get((AFTER, reference.step), {}):
+                    found = update_error(record, tier, reference, rank, name)
+                    if found is not None and not found[0] <= found[1]:
+                        off.setdefault(rank, []).append((name, *found))
             for rank, names in off.items():
                 name, far, bound = names[0]
                 yield Unlike(
@@ -280,6 +264,32 @@ def wrong_updates(record: Record) -> Iterator[Unlike]:
                     text=f"{some_of([n for n, *_ in names])} on rank {rank} is off by {far:.1e} at "
                     f"step {reference.step} (noise allows {bound:.1e})",
                 )
+
+
+def update_error(
+    record: Record, tier: str, reference: Reference, rank: int, name: str
+) -> tuple[float, float] | None:
+    """How far a weight after a step is from the single run's, and how far it may be; None where
+    there is nothing to compare."""
+    held = record.ranks[rank]
+    got = held.grads.get((AFTER, reference.step), {}).get(name)
+    if got is None or not got.numel():
+        return None
+    if name not in reference.after or name not in reference.grads:
+        return None
+    eps = torch.finfo(getattr(torch, record.spec.tiers[tier])).eps
+    whole, index = reference.after[name], held.index_of(tier, name)
+
+    def part(full: torch.Tensor) -> torch.Tensor:
+        return full if index is None else full.reshape(-1)[index]
+
+    told, nothing = part(_told_by_the_gradient(reference, name)), part(reference.grads[name] == 0)
+    own = held.grads.get((tier, reference.step), {}).get(name)
+    if own is None or own.shape == nothing.shape:
+        told = told | (nothing if own is None else nothing & (own == 0))
+    size = 2 * eps * float(whole.abs().max())
+    bound = FLOOR_FACTOR * max(reference.after_floor[name], size)
+    return _distance(got, part(whole), told), bound
 
 
 def _told_by_the_gradient(reference: Reference, name: str) -> torch.Tensor:
