@@ -166,7 +166,7 @@ def chosen_kernels(options: CheckOptions, topology: Topology, workload: Workload
     """
     flag = options.kernels if options.kernels != "auto" else None
     kernels = flag or topology.kernels
-    if kernels == "fixed" and options.tiers != (BITS,):
+    if kernels == "fixed" and BITS not in options.tiers:
         raise UserError("--kernels fixed is the bitwise tier's; use --tiers bitwise with it")
     if kernels != "triton":
         return "torch"
