@@ -51,8 +51,9 @@ def bitwise(sumgrad_launcher, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), [
+    *((shape, "float32") for shape in SHAPES), ("ragged", "float64"),
+])  # fmt: skip
 def test_every_cut_of_rows_and_units_has_the_bits_of_one_process(bitwise, shape, dtype):
     verdict, directory = bitwise(shape, dtype=dtype)
     assert verdict.exit_code == 0, verdict.data
@@ -98,10 +99,12 @@ def test_other_topologies_give_the_same_gradients(bitwise):
     ("ByEdge", "root"),
 ])  # fmt: skip
 def test_each_ingredient_is_needed(bitwise, planted, first):
-    found = [
-        bitwise(shape, f"{PLANTED}:{planted}", law="report")[0] for shape in ("ragged", "one row")
-    ]
-    failed = [v for v in found if v.exit_code == 1]
+    failed = []
+    for shape in ("ragged", "one row"):
+        verdict, _ = bitwise(shape, f"{PLANTED}:{planted}", law="report", steps=1)
+        if verdict.exit_code == 1:
+            failed.append(verdict)
+            break
     assert failed, planted
     names = {v.data["tiers"][BITS]["first"]["name"] for v in failed}
     assert {name.split("/")[0] for name in names} == {first}
