@@ -149,7 +149,7 @@ def _add_diff(verbs: Any) -> None:
         type=_positive,
         default=600.0,
         metavar="SECONDS",
-        help="for each run of the script (default: 600)",
+        help="for each run of the script, from when its last rank began (default: 600)",
     )
     diff.add_argument(
         "--no-lift",

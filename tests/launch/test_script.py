@@ -217,7 +217,7 @@ def test_a_script_that_ends_otherwise_has_a_plain_verdict(tmp_path, kind, code, 
 
 
 def test_a_script_that_hangs_is_ended_and_says_where(tmp_path):
-    code, verdict = on_ranks(tmp_path, 2, "bad.py", "hang", timeout=12)
+    code, verdict = on_ranks(tmp_path, 2, "bad.py", "hang", timeout=15)
     assert code in (1, 3)
     stacks = [o["stack"] or "" for o in verdict["outcomes"]]
     assert any("time.sleep(1000)" in stack for stack in stacks)

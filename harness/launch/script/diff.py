@@ -205,10 +205,12 @@ def _run_and_judge(diff: _Diff, known: tuple[Path, Baseline] | None) -> tuple[Ve
     if known is None and near_misses(record) and judge(record).status == "fail":
         more = _as_long(runs.single, _noises(diff, NOISE_RUNS + 1, MORE_NOISE_RUNS))
         _write_references(diff, runs.single, [*runs.noise, *more])
-    step = _step_to_look_at(judge(load_record(diff.directory)))
+    verdict = _judged(diff.directory, progress)
+    step = _step_to_look_at(verdict)
     if step is not None:
         diff.look(step)
-    return _judged(diff.directory, progress), diff.directory
+        verdict = _judged(diff.directory, progress)
+    return verdict, diff.directory
 
 
 def _step_to_look_at(verdict: Verdict) -> int | None:

@@ -29,7 +29,6 @@ class Seat:
 
     def __init__(self, asked: Asked) -> None:
         self.directory, self._seconds = Path(asked.directory), asked.seconds
-        self._since = time.monotonic()
         self.ledger = Ledger(None)
         self._refused = False
         self._guard: RankGuard | None = None
@@ -63,7 +62,7 @@ class Seat:
             world_size=world_size,
             directory=self.directory,
             rendezvous=self.directory / "rendezvous",
-            timeout_s=max(self._seconds - (time.monotonic() - self._since), 1.0),
+            timeout_s=self._seconds,
         )
         self._guard, self._files = RankGuard(env), RankFiles(self.directory, rank)
         self._guard.start()

@@ -183,14 +183,21 @@ def _wait(
     directory: Path,
     progress: Callable[[str], object],
 ) -> None:
-    """Until all have ended, one has ended badly and the others had their time, or the deadline."""
+    """Until all have ended, one has ended badly and the others had their time, or the deadline.
+
+    seconds: without a rank that takes its seat, and then from the last one's; importing torch on a
+    busy machine is no part of what hangs.
+    """
     deadline = time.monotonic() + seconds + LATE_S
-    asked_to_end = False
+    asked_to_end, seated = False, 0
     while True:
         codes = [process.poll() for process in processes]
         if all(code is not None for code in codes):
             return
-        now = time.monotonic()
+        now, before = time.monotonic(), seated
+        seated = sum(1 for _ in (directory / "ranks").glob("rank_*.claim"))
+        if seated > before and not asked_to_end:
+            deadline = now + seconds + LATE_S
         if any(code for code in codes) and not asked_to_end:
             deadline, asked_to_end = min(deadline, now + 2 * OTHERS_S), True
             soft = now + OTHERS_S
@@ -201,13 +208,8 @@ def _wait(
             soft = deadline + 1
         if now > deadline:
             return
-        progress(_how_far(directory))
+        progress(f"{seated} ranks at work" if seated else "starting")
         time.sleep(POLL_S)
-
-
-def _how_far(directory: Path) -> str:
-    claimed = sum(1 for _ in (directory / "ranks").glob("rank_*.claim"))
-    return f"{claimed} ranks at work" if claimed else "starting"
 
 
 def _drain(logs: Sequence[RankLog], stop: threading.Event) -> None:

@@ -39,6 +39,7 @@ class VariantCell:
     """One way to start the script, on so many ranks, against the single run as it is given.
 
     bits: None where nothing was compared. worst: error over threshold, of the worst tensor.
+    raised: whether a rank ended in an exception.
     """
 
     variant: Variant
@@ -47,6 +48,7 @@ class VariantCell:
     worst: float | None
     bits: Bits | None
     text: str
+    raised: bool
     directory: Path
 
 
@@ -110,11 +112,11 @@ def run_matrix(
     place = new_directory(options.out, re.sub(r"[^\w-]", "_", Path(script_of(options)).stem))
     found = _cells(replace(options, lift=options.lift and not bitwise), variants, place, bitwise,
                    progress, on_signal)  # fmt: skip
-    if found.dtype == "float64" and any("raised" in cell.text for cell in found.cells[1:]):
-        why = next(cell for cell in found.cells[1:] if "raised" in cell.text)
+    why = next((cell for cell in found.cells[1:] if cell.raised), None)
+    if found.dtype == "float64" and why is not None:
         own = _cells(replace(options, lift=False), variants, place / "own dtype", bitwise, progress,
                      on_signal)  # fmt: skip
-        if not any("raised" in cell.text for cell in own.cells):
+        if not any(cell.raised for cell in own.cells):
             text = f"compared in the script's own dtype; in float64, {why.variant.name} {why.text}"
             return replace(own, said=(*own.said, text))
     return found
@@ -195,6 +197,7 @@ def _cell(
         worst=max(worst, default=None),
         bits=bits,
         text=text,
+        raised=any(o.status == "raised" for o in record.outcomes),
         directory=record.directory,
     )
 

@@ -24,9 +24,7 @@ class OwnGradients:
 
     def __init__(self) -> None:
         self._passes: dict[str, list[Tensor]] = {}
-        self._held: dict[
-            str, int
-        ] = {}  # how many elements of each are here; a gradient may be whole
+        self._held: dict[str, int] = {}  # elements that are here; a gradient may have all
         self._sample: dict[str, Tensor] = {}
         self._at: Grads = {}
         self._nodes: dict[str, Any] = {}  # a node lives as long as somebody holds it
@@ -43,9 +41,8 @@ class OwnGradients:
             self._hooks.pop(name).remove()
         self._held[name] = leaf.numel() if index is None else index.numel()
         self._sample[name] = sample_of(self._held[name])
-        self._at[name] = (
-            self._sample[name] if index is None else (index.reshape(-1)[self._sample[name]])
-        )
+        sample = self._sample[name]
+        self._at[name] = sample if index is None else index.reshape(-1)[sample]
         # Before any hook that reduces what is there. On the node that accumulates, if that can be
         # had: a hook on the tensor also fires inside autograd.grad. Not of a freed storage.
         if getattr(leaf, "_local_tensor", leaf).untyped_storage().size():
