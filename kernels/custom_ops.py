@@ -10,10 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sumgrad.kernels import layer_norm, linear, rms_norm, swiglu
+from sumgrad.kernels.layer_norm import LEAF as LAYER_NORM_LEAF
+from sumgrad.kernels.layer_norm import backward as layer_norm_backward
+from sumgrad.kernels.layer_norm import forward as layer_norm_forward
 from sumgrad.kernels.layout import Layout
+from sumgrad.kernels.linear import column_nodes, default_tiles, product, weight_nodes
 from sumgrad.kernels.primitives import fold_leaves
+from sumgrad.kernels.rms_norm import LEAF as RMS_NORM_LEAF
+from sumgrad.kernels.rms_norm import backward as rms_norm_backward
+from sumgrad.kernels.rms_norm import forward as rms_norm_forward
 from sumgrad.kernels.runtime import accumulator_dtype
+from sumgrad.kernels.swiglu import backward as swiglu_backward
+from sumgrad.kernels.swiglu import forward as swiglu_forward
 from sumgrad.kernels.tree import sum_nodes
 from torch import Tensor
 from torch.library import custom_op
@@ -26,12 +34,12 @@ def _statistic(x: Tensor) -> Tensor:
 @custom_op("sumgrad::swiglu", mutates_args=())
 def swiglu_op(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
-    return swiglu.forward(gate, up)
+    return swiglu_forward(gate, up)
 
 
 @custom_op("sumgrad::swiglu_backward", mutates_args=())
 def swiglu_backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return swiglu.backward(dy, gate, up)
+    return swiglu_backward(dy, gate, up)
 
 
 @swiglu_op.register_fake
@@ -57,7 +65,7 @@ swiglu_op.register_autograd(
 @custom_op("sumgrad::rms_norm", mutates_args=())
 def rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x (R, D), weight (D,) -> y, and 1 / rms (R,)."""
-    return rms_norm.forward(x, weight, eps)
+    return rms_norm_forward(x, weight, eps)
 
 
 @custom_op("sumgrad::rms_norm_backward", mutates_args=())
@@ -65,8 +73,8 @@ def rms_norm_backward_op(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     layout = Layout.single(len(x))
-    dx, leaves = rms_norm.backward(dy, x, weight, rstd, layout, rms_norm.LEAF)
-    dweight = sum_nodes(fold_leaves(leaves, layout, rms_norm.LEAF, "rms_norm.weight", x.dtype))
+    dx, leaves = rms_norm_backward(dy, x, weight, rstd, layout, RMS_NORM_LEAF)
+    dweight = sum_nodes(fold_leaves(leaves, layout, RMS_NORM_LEAF, "rms_norm.weight", x.dtype))
     return dx, dweight.to(weight.dtype)
 
 
@@ -97,7 +105,7 @@ def layer_norm_op(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (R, D), weight and bias (D,) -> y, both parts of the mean, 1 / standard deviation."""
-    return layer_norm.forward(x, weight, bias, eps)
+    return layer_norm_forward(x, weight, bias, eps)
 
 
 @custom_op("sumgrad::layer_norm_backward", mutates_args=())
@@ -105,9 +113,9 @@ def layer_norm_backward_op(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, low: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = Layout.single(len(x))
-    dx, *leaves = layer_norm.backward(dy, x, weight, (mean, low, rstd), layout, layer_norm.LEAF)
+    dx, *leaves = layer_norm_backward(dy, x, weight, (mean, low, rstd), layout, LAYER_NORM_LEAF)
     sums = [
-        sum_nodes(fold_leaves(part, layout, layer_norm.LEAF, "layer_norm", x.dtype))
+        sum_nodes(fold_leaves(part, layout, LAYER_NORM_LEAF, "layer_norm", x.dtype))
         for part in leaves
     ]
     return dx, sums[0].to(weight.dtype), sums[1].to(weight.dtype)
@@ -138,15 +146,15 @@ layer_norm_op.register_autograd(_layer_norm_gradient, setup_context=_layer_norm_
 @custom_op("sumgrad::linear", mutates_args=())
 def linear_op(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x (R, K), weight (N, K), bias (N,) -> (R, N)."""
-    return linear.product(x, weight, bias, linear.default_tiles(x.dtype), transposed=True)
+    return product(x, weight, bias, default_tiles(x.dtype), transposed=True)
 
 
 @custom_op("sumgrad::linear_backward", mutates_args=())
 def linear_backward_op(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    tiles, layout = linear.default_tiles(x.dtype), Layout.single(len(x))
-    dx = linear.product(dy, weight, None, tiles, transposed=False)
-    dweight = sum_nodes(linear.weight_nodes(dy, x, layout, tiles))
-    dbias = sum_nodes(linear.column_nodes(dy, layout, "linear.bias"))
+    tiles, layout = default_tiles(x.dtype), Layout.single(len(x))
+    dx = product(dy, weight, None, tiles, transposed=False)
+    dweight = sum_nodes(weight_nodes(dy, x, layout, tiles))
+    dbias = sum_nodes(column_nodes(dy, layout, "linear.bias"))
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 

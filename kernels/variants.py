@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sumgrad.kernels import attention, linear, runtime
+from sumgrad.kernels import runtime
+from sumgrad.kernels.attention import default_tiles as attention_tiles
+from sumgrad.kernels.linear import Tiles
+from sumgrad.kernels.linear import default_tiles as product_tiles
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
@@ -44,8 +47,8 @@ def variants(kind: str, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
     for dtype in dtypes:
         make, given = _Maker(dtype), getattr(torch, dtype)
         found += _norm_variants(make)
-        found += _product_variants(make, linear.default_tiles(given, kind=kind))
-        found += _attention_variants(make, attention.default_tiles(given, kind))
+        found += _product_variants(make, product_tiles(given, kind=kind))
+        found += _attention_variants(make, attention_tiles(given, kind))
         found += _token_variants(make)
         found += _elementwise_variants(make)
     return found
@@ -110,7 +113,7 @@ def _norm_variants(make: _Maker) -> Iterable[Variant]:
     )  # fmt: skip
 
 
-def _product_variants(make: _Maker, tiles: linear.Tiles) -> Iterable[Variant]:
+def _product_variants(make: _Maker, tiles: Tiles) -> Iterable[Variant]:
     x, acc, index, leaf = make.x, make.acc, INDEX, LEAF
     launched: dict[str, Any] = {
         "num_warps": tiles.num_warps,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import textwrap
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,10 +32,46 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 PASS, 1 FAIL, 2 bad usage or input, 3 UNKNOWN, 4 internal error",
     )
     parser.add_argument("--version", action="version", version=f"sumgrad {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    with contextlib.suppress(ImportError):  # pip install sumgrad[completion]
+        import shtab
 
-    run = verbs.add_parser("run", help="check a topology, ranks started on this machine")
-    run.add_argument("topology", type=Path, metavar="T.yaml")
+        shtab.add_argument_to(parser, ["--print-completion"])
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for add in (
+        _add_diff, _add_run, _add_init, _add_plan, _add_faults, _add_ops, _add_judge, _add_report,
+        _add_list,
+    ):  # fmt: skip
+        add(verbs)
+    return parser
+
+
+def _verb(
+    verbs: Any, name: str, what: str, *examples: tuple[str, str], **more: Any
+) -> argparse.ArgumentParser:
+    """A verb with its help and its examples, each a command and what it is for."""
+    width = max(len(command) for command, _ in examples)
+    about = more.get("description", f"{what[:1].upper()}{what[1:]}.")
+    lines = [f"  {command:<{width}}   # {why}" for command, why in examples]
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=what,
+        epilog="\n".join(["examples:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **{**more, "description": textwrap.fill(about, 80)},
+    )
+    return parser
+
+
+def _add_run(verbs: Any) -> None:
+    run = _verb(
+        verbs,
+        "run",
+        "check a topology, ranks started on this machine",
+        ("sumgrad run dp.yaml --workload mine.py:MyStep", "your own step"),
+        ("sumgrad run three_pool_ragged", "a shipped one"),
+        ("sumgrad run fsdp2 --html report.html", "with a page to look at"),
+    )
+    run.add_argument("topology", type=Path, metavar="T.yaml", help="a file, or a shipped name")
     add_run_flags(run)
     run.add_argument(
         "--shrink",
@@ -43,16 +81,47 @@ def make_parser() -> argparse.ArgumentParser:
     add_report_flags(run)
     add_common_flags(run)
 
-    _add_diff(verbs)
 
-    plan = verbs.add_parser("plan", help="the rank map, who contributes what, and the proof")
-    plan.add_argument("topology", type=Path, metavar="T.yaml")
+def _add_init(verbs: Any) -> None:
+    init = _verb(
+        verbs,
+        "init",
+        "write a step, its topology and a test to start from",
+        ("sumgrad init", "into this folder"),
+        ("sumgrad init checks --name pretrain", "checks/pretrain.py and so on"),
+    )
+    init.add_argument("folder", type=Path, nargs="?", default=Path("."), metavar="DIR",
+                      help="where to (default: here)")  # fmt: skip
+    init.add_argument("--name", default="my_step", help="of the step's file (default: my_step)")
+    add_common_flags(init)
+
+
+def _add_plan(verbs: Any) -> None:
+    plan = _verb(
+        verbs,
+        "plan",
+        "the rank map, who contributes what, and the proof; starts no process",
+        ("sumgrad plan three_pool_planet", "90,112 ranks"),
+        ("sumgrad plan three_pool --fault avg_on_ci", "what a fault does to the proof"),
+    )
+    plan.add_argument("topology", type=Path, metavar="T.yaml", help="a file, or a shipped name")
     plan.add_argument("--workload", help="NAME, file.py:Class or package.module:Class")
     plan.add_argument("--fault", metavar="NAME", help="prove the plan with this fault planted")
     add_common_flags(plan)
 
-    faults = verbs.add_parser("faults", help="the kill matrix: topologies x planted faults")
-    faults.add_argument("topologies", type=Path, nargs="*", metavar="T.yaml")
+
+def _add_faults(verbs: Any) -> None:
+    faults = _verb(
+        verbs,
+        "faults",
+        "the kill matrix: topologies x planted faults",
+        ("sumgrad faults", "everything that is shipped"),
+        ("sumgrad faults dp.yaml --workload mine.py:MyStep --quick", "your own step"),
+        ("sumgrad faults dp.yaml --allow '*:allreduce@dp#3'", "what is only logged"),
+    )
+    faults.add_argument(
+        "topologies", type=Path, nargs="*", metavar="T.yaml", help="files, or shipped names"
+    )
     faults.add_argument("--fault", action="append", metavar="NAME", help="only this; repeatable")
     faults.add_argument(
         "--workload", help="your own: file.py:Class or package.module:Class (default: the YAML's)"
@@ -62,11 +131,29 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="of a Program's collectives of one kind over one axis only the first",
     )
-    faults.add_argument("--seed", type=int, default=0)
-    faults.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS")
+    faults.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="faults that may go unnoticed, by name with * and ?, as of a number that is only "
+        "logged; repeatable",
+    )
+    faults.add_argument("--seed", type=int, default=0, help="of weights, text and draws")
+    faults.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS",
+                        help="for each run (default: 120)")  # fmt: skip
+    add_report_flags(faults)
     add_common_flags(faults)
 
-    ops = verbs.add_parser("ops", help="the invariance matrix: operators x properties, on raw bits")
+
+def _add_ops(verbs: Any) -> None:
+    ops = _verb(
+        verbs,
+        "ops",
+        "the invariance matrix: operators x properties, on raw bits",
+        ("sumgrad ops", "ours, the planted ones and torch's"),
+        ("sumgrad ops --op mine.py:my_operator", "your own"),
+    )
     ops.add_argument(
         "--op",
         action="append",
@@ -75,42 +162,69 @@ def make_parser() -> argparse.ArgumentParser:
         help="only this one, or your own as file.py:NAME (made with sumgrad.invariance.plain); "
         "repeatable",
     )
-    ops.add_argument("--dtype", choices=DTYPES, default="float32")
-    ops.add_argument("--seed", type=int, default=0)
+    ops.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    ops.add_argument("--seed", type=int, default=0, help="of what the operators are given")
     ops.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default=None,
         help="default: cuda where there is a GPU, else cpu, where Triton's kernels are interpreted",
     )
-    ops.add_argument("--timeout", type=_positive, default=1800.0, metavar="SECONDS")
+    ops.add_argument("--timeout", type=_positive, default=1800.0, metavar="SECONDS",
+                     help="for all of it (default: 1800)")  # fmt: skip
+    add_report_flags(ops)
     add_common_flags(ops)
 
-    judge = verbs.add_parser("judge", help="judge a stored run again")
-    judge.add_argument("directory", type=Path, metavar="DIR")
+
+def _add_judge(verbs: Any) -> None:
+    judge = _verb(
+        verbs,
+        "judge",
+        "judge a stored run again",
+        ("sumgrad judge .sumgrad/runs/latest", "the last one"),
+    )
+    judge.add_argument("directory", type=Path, metavar="DIR", help="of a run")
     judge.add_argument("--law", choices=("report", "enforce"), help="default: as the run was")
     add_report_flags(judge)
     add_common_flags(judge)
 
-    report = verbs.add_parser("report", help="render a stored run")
-    report.add_argument("directory", type=Path, metavar="DIR")
+
+def _add_report(verbs: Any) -> None:
+    report = _verb(
+        verbs,
+        "report",
+        "render a stored run",
+        ("sumgrad report .sumgrad/runs/latest --html r.html", "the last one as a page"),
+    )
+    report.add_argument("directory", type=Path, metavar="DIR", help="of a run")
     add_report_flags(report)
     add_common_flags(report)
 
-    listing = verbs.add_parser("list", help="workloads, topologies, faults, operators; stored runs")
-    listing.add_argument("what", nargs="?", choices=("all", "runs"), default="all")
+
+def _add_list(verbs: Any) -> None:
+    listing = _verb(
+        verbs,
+        "list",
+        "workloads, topologies, faults, operators; stored runs",
+        ("sumgrad list", "what is shipped"),
+        ("sumgrad list runs --keep 20", "remove all but the latest 20"),
+    )
+    listing.add_argument("what", nargs="?", choices=("all", "runs"), default="all",
+                         help="default: all that is shipped")  # fmt: skip
     listing.add_argument(
         "--keep", type=_count, metavar="N", help="of `list runs`: remove all but the latest N"
     )
     add_common_flags(listing)
-    return parser
 
 
 def _add_diff(verbs: Any) -> None:
-    """`sumgrad diff`."""
-    diff = verbs.add_parser(
+    diff = _verb(
+        verbs,
         "diff",
-        help="an unchanged script: its gradients on many ranks against those on one",
+        "an unchanged script: its gradients on many ranks against those on one",
+        ("sumgrad diff --ranks 3 -- train.py --batch {24/ranks}", "3 ranks against 1"),
+        ("sumgrad diff --ranks 4 --save monday -- train.py", "keep the single run"),
+        ("sumgrad diff --ranks 4 --against monday -- train.py", "compare with it later"),
         usage="sumgrad diff --ranks N [flags] -- script.py [its arguments]\n"
         "       sumgrad diff --a CMD --b CMD [flags]",
         description="Runs a training script on N ranks and on one, gives both the same weights, "
@@ -188,9 +302,15 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--law",
         choices=("report", "enforce"),
         default=None,
-        help="findings of the law warn (default for a Program), or fail (default for a workload)",
+        help="what breaks the convention warns (default for a Program), or fails (for a workload)",
     )
-    parser.add_argument("--kernels", choices=("auto", "triton", "torch", "fixed"), default=None)
+    parser.add_argument(
+        "--kernels",
+        choices=("auto", "triton", "torch", "fixed"),
+        default=None,
+        help="of a workload that can choose: Triton's, torch's, or torch's on fixed shapes "
+        "(default: the YAML's, else auto)",
+    )
     parser.add_argument(
         "--no-lift",
         action="store_true",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
-GOOD = ("killed", "law", "invisible", "clean", "died")
+GOOD = ("killed", "law", "invisible", "clean", "died", "allowed")
 WORST_FIRST = ("missed", "alarm", "crashed", "hung", "mispredicted", "misnamed")
 
 
@@ -16,6 +17,7 @@ class Cell:
 
     result: clean, killed, law (the ledger alone shows it), invisible, died; or, and then the matrix
     fails: missed, alarm, crashed, hung, mispredicted; misnamed is listed, and does not fail.
+    allowed: missed, and the caller says that it need not be noticed.
     died: the ranks ended badly of what a collective did wrong; counted apart, as no kill of the
     comparison. named_alone: whether the cause is named right without a clean run beside it.
 
@@ -40,9 +42,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """All cells, in the order they ran."""
+    """All cells, in the order they ran. unused: what was allowed and matched nothing missed."""
 
     cells: tuple[Cell, ...]
+    unused: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -92,6 +95,23 @@ class Matrix:
             "share_named_alone": self.share_named_alone,
             "cells": [asdict(cell) for cell in self.cells],
         }
+
+
+def allowing(matrix: Matrix, patterns: Sequence[str]) -> Matrix:
+    """With what was missed set aside where it need not be noticed, as of a number that is logged.
+
+    patterns: of faults' names as they are listed, `*` and `?` as in a shell.
+    """
+    used = {
+        pattern: [c for c in matrix.cells if c.result == "missed" and c.fault is not None
+                  and fnmatchcase(c.fault, pattern)]
+        for pattern in patterns
+    }  # fmt: skip
+    allowed = {id(cell) for cells in used.values() for cell in cells}
+    return Matrix(
+        cells=tuple(replace(c, result="allowed") if id(c) in allowed else c for c in matrix.cells),
+        unused=tuple(pattern for pattern, cells in used.items() if not cells),
+    )
 
 
 def count(results: Iterable[str]) -> dict[str, int]:

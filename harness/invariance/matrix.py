@@ -16,9 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 from sumgrad.base.errors import UserError
 from sumgrad.base.outcome import RankOutcome, first_to_fail
 from sumgrad.base.verdict import EXIT_CODES, Status
@@ -27,13 +24,13 @@ from sumgrad.invariance.bits import Difference, Report, add_cells, error_limit
 from sumgrad.invariance.protocol import Operator
 from sumgrad.invariance.ranks import LOCAL, NUM_RANKS, Selection, load_operators
 from sumgrad.launch.local.launcher import Launcher, RankJob
+from sumgrad.report.grid import Grid, GridTable, Square
 
 SHIPPED = (
     "sumgrad.workloads.operators.ours:shipped",
     "sumgrad.workloads.operators.planted:planted",
     "sumgrad.workloads.operators.controls:controls",
 )
-MARK = {"same": ("same", "green"), "differs": ("DIFFERS", "bold red"), "none": ("-", "dim")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,31 +245,33 @@ def collect(
     return reports, failures
 
 
-def render_ops(matrix: OpsMatrix) -> RenderableType:
-    """What is wrong first, then the table: a row a tensor, a column a property."""
-    parts: list[RenderableType] = [Text(line, style="bold red") for line in matrix.wrong]
-    if parts:
-        parts.append(Text(""))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("operator", "tensor", *PROPERTIES):
-        table.add_column(column)
-    table.add_column("error", justify="right")
-    for report in matrix.reports:
-        for i, tensor in enumerate(_tensors(report)):
-            error = report.errors.get(tensor)
-            table.add_row(
-                Text(report.operator if i == 0 else ""),
-                Text(tensor),
-                *(_cell(report, tensor, prop) for prop in PROPERTIES),
-                "-" if error is None else f"{error:.1f}",
-            )
-    parts += [table, Text("")]
-    for report in matrix.reports:
-        if report.expect != "invariant" and report.red:
-            parts.append(Text(f"{report.expect}: {report.red[0]}", style="dim"))
-    note = "error: deviation from the float64 oracle, in roundings of the inputs; - is: no oracle"
-    parts.append(Text(note, style="dim"))
-    return Group(*parts)
+def ops_grid(matrix: OpsMatrix) -> Grid:
+    """A row a tensor, a column a property, and the error against the float64 oracle."""
+    rows = tuple(
+        ((report.operator, tensor), (*_squares(report, tensor), _error(report, tensor)))
+        for report in matrix.reports
+        for tensor in _tensors(report)
+    )
+    said = [
+        f"{report.expect}: {report.red[0]}"
+        for report in matrix.reports
+        if report.expect != "invariant" and report.red
+    ]
+    return Grid(
+        title=f"the same bits, {matrix.dtype} on {matrix.device}",
+        status=matrix.status,
+        summary=matrix.summary(),
+        first=tuple(matrix.wrong),
+        tables=(
+            GridTable(
+                title="", labels=("operator", "tensor"), columns=(*PROPERTIES, "error"), rows=rows
+            ),
+        ),
+        notes=(
+            *said,
+            "error: deviation from the float64 oracle, in roundings of the inputs; - is: no oracle",
+        ),
+    )
 
 
 def _tensors(report: Report) -> list[str]:
@@ -281,13 +280,22 @@ def _tensors(report: Report) -> list[str]:
     return sorted(names, key=lambda name: (name not in ("y", "loss"), names.index(name)))
 
 
-def _cell(report: Report, tensor: str, prop: str) -> Text:
-    difference = report.cells.get((tensor, prop))
-    if (tensor, prop) not in report.cells:
-        word, style = MARK["none"]
-    elif difference is None:
-        word, style = MARK["same"]
-    else:
-        word, style = MARK["differs"]
-        word = {"nan": "NaN", "error": "ERROR"}.get(difference.kind, word)
-    return Text(word, style=style)
+def _squares(report: Report, tensor: str) -> Iterator[Square]:
+    """Other bits fail where the operator must be invariant; elsewhere they are only marked."""
+    for prop in PROPERTIES:
+        difference = report.cells.get((tensor, prop))
+        if (tensor, prop) not in report.cells:
+            yield Square(text="-", status="none")
+        elif difference is None:
+            yield Square(text="same", status="pass")
+        else:
+            word = {"nan": "NaN", "error": "ERROR"}.get(difference.kind, "DIFFERS")
+            status = "fail" if report.expect == "invariant" else "unknown"
+            if report.expect == "planted":
+                status = "none"  # as it must be
+            yield Square(text=word, status=status, says=f"{report.operator}, {prop}: {difference}")
+
+
+def _error(report: Report, tensor: str) -> Square:
+    error = report.errors.get(tensor)
+    return Square(text="-" if error is None else f"{error:.1f}", status="none")

@@ -1,12 +1,18 @@
 """Report: a Verdict shown. Judges nothing and computes no figure that the verdict has not.
 
 In: a Verdict, a Plan. Out: text for the terminal (terminal.py, plan.py), markdown, HTML and JUnit
-(files.py with templates/). Prints nothing itself. Imports plan, base.
+(files.py with templates/), of a matrix the same (grid.py, grid_files.py). Prints nothing itself.
+Imports faults, plan, base.
 """
 
-# What `sumgrad report` can write: flag -> who renders it, a function from a Verdict to text.
+# What can be written of a verdict: flag -> who renders it, a function from a Verdict to text.
 FORMATS = {
     "html": "sumgrad.report.files:to_html",
     "markdown": "sumgrad.report.files:to_markdown",
     "junit": "sumgrad.report.files:to_junit",
+}
+OF_GRIDS = {
+    "html": "sumgrad.report.grid_files:grid_to_html",
+    "markdown": "sumgrad.report.grid_files:grid_to_markdown",
+    "junit": "sumgrad.report.grid_files:grid_to_junit",
 }

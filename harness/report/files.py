@@ -37,26 +37,29 @@ class Verbatim(str):
 
 def to_markdown(verdict: Verdict) -> str:
     """The terminal's content as markdown."""
-    environment = _environment(finalize=_finalized)
-    return environment.get_template("report.md.jinja").render(_context(verdict))
+    return (
+        environment(finalize=_finalized).get_template("report.md.jinja").render(_context(verdict))
+    )
 
 
 def to_html(verdict: Verdict) -> str:
     """One self-contained page. It runs one script, its own: the page's policy names its digest."""
-    environment = _environment(autoescape=True)
-    script = _script()
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script, digest = page_script()
     context = _context(verdict)
-    return environment.get_template("report.html.jinja").render(
-        **context,
-        script=Markup(script),
-        script_hash=f"sha256-{digest}",
-        answer=answer(context),
-        pools=(pools := pool_pictures(context)),
-        pool_left=room_for(f"{pool.name[:24]} {pool.axes}" for pool in pools),
-        maps=heat_maps(context),
-        legend=LEGEND,
-        all_tensors=_worst_first(context["tensors"])[:MAX_TENSORS],
+    return (
+        environment(autoescape=True)
+        .get_template("report.html.jinja")
+        .render(
+            **context,
+            script=script,
+            script_hash=digest,
+            answer=answer(context),
+            pools=(pools := pool_pictures(context)),
+            pool_left=room_for(f"{pool.name[:24]} {pool.axes}" for pool in pools),
+            maps=heat_maps(context),
+            legend=LEGEND,
+            all_tensors=_worst_first(context["tensors"])[:MAX_TENSORS],
+        )
     )
 
 
@@ -74,6 +77,11 @@ def to_junit(verdict: Verdict) -> str:
         _add(case, "failure", findings[0], "\n".join(findings))
     elif lost:
         _add(case, "error", f"not compared: {lost[0]}", "\n".join(lost))
+    return junit_text(suite)
+
+
+def junit_text(suite: Element) -> str:
+    """A suite with its cases counted."""
     for count, kind in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):
         suite.set(count, str(len(list(suite.iter(kind)))))
     indent(suite)
@@ -137,9 +145,11 @@ def _ended_badly(outcomes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**held[0], "ranks_text": spans([o["rank"] for o in held])} for held in alike.values()]
 
 
-def _script() -> str:
-    """The page's own script; no `{{` of it is a template's."""
-    return importlib.resources.files("sumgrad.report").joinpath("templates/report.js").read_text()
+def page_script() -> tuple[Markup, str]:
+    """The pages' own script, of which no `{{` is a template's; and what their policy calls it."""
+    text = importlib.resources.files("sumgrad.report").joinpath("templates/report.js").read_text()
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return Markup(text), f"sha256-{digest}"
 
 
 def _worst_first(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -148,7 +158,8 @@ def _worst_first(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return sorted(tensors, key=lambda t: order.get(t["status"], 0))
 
 
-def _environment(**flags: Any) -> Environment:
+def environment(**flags: Any) -> Environment:
+    """Where the templates are. flags: what escapes or finishes each value."""
     loader = PackageLoader("sumgrad.report", "templates")
     return Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **flags)
 

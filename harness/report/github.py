@@ -12,9 +12,11 @@ from typing import Any
 
 from sumgrad.base.plain_text import printable_data
 from sumgrad.base.verdict import Verdict
+from sumgrad.report.grid import Grid, plain
 
 LEVELS = {"fail": "error", "unknown": "warning", "pass": "notice"}
 MAX_TEXT = 1000
+MOST_LINES = 10  # of a matrix; GitHub shows no more of a step
 _PLACE = re.compile(r"(?:^|[\s(])((?:[\w.-]+/|/)*[\w.-]+\.py):(\d+)")
 
 
@@ -37,6 +39,14 @@ def workflow_lines(verdict: Verdict, *, root: Path) -> Iterator[str]:
     else:
         said = [*data["findings"], *data["not_compared"]]
         yield _line(level, title, said[0] if said else "see the report", None)
+
+
+def grid_lines(grid: Grid) -> Iterator[str]:
+    """One line for each thing that fails a matrix, or one for the whole."""
+    grid = plain(grid)
+    title = f"sumgrad {grid.status.upper()}: {grid.title}"
+    for text in grid.first[:MOST_LINES] or (grid.summary,):
+        yield _line(LEVELS[grid.status], title, text, None)
 
 
 def _place(cause: Mapping[str, Any], root: Path) -> tuple[str, int] | None:

@@ -1,69 +1,97 @@
-"""The kill matrix on the terminal: what fails first, then a table for each workload."""
+"""The kill matrix as a Grid: of planned workloads faults down and topologies across, of Programs
+collectives down and kinds of fault across."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 from sumgrad.faults.collective import KINDS
 from sumgrad.faults.matrix import Cell, Matrix
 from sumgrad.faults.plan import plan_faults
+from sumgrad.report.grid import EMPTY, Grid, GridTable, Square
+
+NOTE = {
+    "killed": "killed: the gradients are wrong, and the check said so",
+    "law": "law: no gradient is wrong, the ledger shows the fault",
+    "invisible": "invisible: this topology cannot show it, and that was said beforehand",
+    "died": "died: the fault ended the ranks; no kill of the comparison",
+    "missed": "missed: a gradient is wrong and the check passed",
+    "misnamed": "misnamed: killed, by another cause than the planted one",
+    "allowed": "allowed: missed, and on your list of what need not be noticed",
+}
+NOT_KILLED = ("invisible", "died", "allowed", "misnamed")
 
 
-def render_matrix(matrix: Matrix) -> RenderableType:
-    """What fails first, then a table for each workload: faults down, topologies across."""
-    parts: list[RenderableType] = []
-    for cell in matrix.bad():
-        line = f"{cell.result}: {cell.fault or 'clean'} on {cell.topology}: {cell.cause}"
-        parts.append(Text(line, style="bold red"))
+def matrix_grid(matrix: Matrix) -> Grid:
+    """What fails first, then the tables."""
+    tables: list[GridTable] = []
     for workload in dict.fromkeys(cell.workload for cell in matrix.cells):
         mine = [cell for cell in matrix.cells if cell.workload == workload]
         planned = any(cell.fault in plan_faults() for cell in mine)
-        parts += [_table(mine) if planned else _collectives(mine), Text("")]
-    return Group(*parts)
+        tables += [_by_fault(mine)] if planned else _by_collective(mine)
+    return Grid(
+        title="planted faults",
+        status="pass" if matrix.ok else "fail",
+        summary=matrix.summary(),
+        first=tuple(
+            f"{cell.result}: {cell.fault or 'clean'} on {cell.topology}: {cell.cause}"
+            for cell in matrix.bad()
+        ),
+        tables=tuple(tables),
+        notes=tuple(
+            [NOTE[result] for result in NOTE if result in matrix.counts]
+            + [f"--allow {pattern}: matches nothing that was missed" for pattern in matrix.unused]
+        ),
+    )
 
 
-def _table(cells: Sequence[Cell]) -> Table:
+def _square(cell: Cell | None) -> Square:
+    if cell is None:
+        return EMPTY
+    says = f"{cell.fault or 'clean'} on {cell.topology}: {cell.cause or 'no cause'}"
+    if cell.result in NOT_KILLED:
+        return Square(text=cell.result, status="none", says=says)
+    return Square(text=cell.result, status="pass" if cell.ok else "fail", says=says)
+
+
+def _by_fault(cells: Sequence[Cell]) -> GridTable:
     """One row for each fault, one column for each topology."""
     topologies = list(dict.fromkeys(cell.topology for cell in cells))
-    table = _new_table(cells[0].workload)
-    table.add_column("fault")
-    for name in topologies:
-        table.add_column(name.removeprefix("three_pool_"))
-    by_place = {(cell.fault, cell.topology): cell.result for cell in cells}
-    for fault in dict.fromkeys(cell.fault for cell in cells):
-        row = [by_place.get((fault, name), "-") for name in topologies]
-        table.add_row(fault or "(clean)", *row)
-    return table
+    found = {(cell.fault, cell.topology): cell for cell in cells}
+    return GridTable(
+        title=cells[0].workload,
+        labels=("fault",),
+        columns=tuple(name.removeprefix("three_pool_") for name in topologies),
+        rows=tuple(
+            ((fault or "(clean)",), tuple(_square(found.get((fault, name))) for name in topologies))
+            for fault in dict.fromkeys(cell.fault for cell in cells)
+        ),
+    )
 
 
-def _collectives(cells: Sequence[Cell]) -> Group:
-    """For each topology: one row for each collective, one column for each kind of fault."""
-    tables: list[RenderableType] = []
+def _by_collective(cells: Sequence[Cell]) -> Iterator[GridTable]:
+    """For each topology: one row for each collective, one column for each kind of fault; what is
+    planted in no collective has rows of its own."""
     for topology in dict.fromkeys(cell.topology for cell in cells):
-        mine = [cell for cell in cells if cell.topology == topology]
-        table = _new_table(f"{cells[0].workload} on {topology}")
-        kinds = [
-            kind for kind in KINDS if any(c.fault and c.fault.startswith(f"{kind}:") for c in mine)
+        mine = {cell.fault: cell for cell in cells if cell.topology == topology}
+        faults = [fault for fault in mine if fault and ":" in fault]
+        kinds = [kind for kind in KINDS if any(fault.startswith(f"{kind}:") for fault in faults)]
+        rows = [
+            ((target,), tuple(_square(mine.get(f"{kind}:{target}")) for kind in kinds))
+            for target in dict.fromkeys(fault.split(":")[1] for fault in faults)
         ]
-        table.add_column("")
-        for kind in kinds:
-            table.add_column(kind)
-        by_place = {cell.fault: cell.result for cell in mine}
-        targets = dict.fromkeys(c.fault.split(":")[1] for c in mine if c.fault and ":" in c.fault)
-        for target in targets:
-            table.add_row(target, *(by_place.get(f"{kind}:{target}", "") for kind in kinds))
-        for cell in mine:
-            if cell.fault is None or ":" not in cell.fault:
-                table.add_row(cell.fault or "(clean)", cell.result)
-        tables.append(table)
-    return Group(*tables)
-
-
-def _new_table(title: str) -> Table:
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
-        header_style="dim",
-    )  # fmt: skip
+        if rows:
+            yield GridTable(
+                title=f"{cells[0].workload} on {topology}", labels=("collective",),
+                columns=tuple(kinds), rows=tuple(rows),
+            )  # fmt: skip
+        yield GridTable(
+            title="" if rows else f"{cells[0].workload} on {topology}",
+            labels=("planted in the step",),
+            columns=("result",),
+            rows=tuple(
+                ((fault or "(clean)",), (_square(cell),))
+                for fault, cell in mine.items()
+                if fault not in faults
+            ),
+        )

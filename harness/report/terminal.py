@@ -195,8 +195,8 @@ def _tiers(data: Mapping[str, Any], width: int) -> RenderableType:
         ("status", "word", 0),
         ("worst relative error" if width >= ROOMY else "worst error", "right", 0),
         ("on", "left", 72),
-        ("worst of threshold" if width >= ROOMY else "of threshold", "right", 0),
-        ("smallest factor error caught", "right", ROOMY),
+        ("error / threshold" if width >= ROOMY else "/ threshold", "right", 0),
+        ("would see a factor off by", "right", ROOMY),
     ]
     table = _table(columns, width)
     seen: list[RenderableType] = []
@@ -295,7 +295,7 @@ def _lists(data: Mapping[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = []
     ended = tuple(f"rank {o['rank']} (" for o in data["outcomes"] if o["status"] != "ok")
     lists = {
-        "findings of the law and of replicas": data["findings"],
+        "what breaks the convention, or differs between replicas": data["findings"],
         "warnings": data["warnings"],
         # ranks that did not end well have a section of their own
         "not compared": [t for t in data["not_compared"] if not t.startswith(ended or ("\0",))],

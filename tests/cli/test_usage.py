@@ -18,6 +18,7 @@ from conftest import ROOT, shipped
 from rich.console import Console
 from sumgrad.base.commands import command_line, sumgrad_command, torchrun_prefix
 from sumgrad.base.errors import UserError
+from sumgrad.cli.arguments import make_parser
 from sumgrad.cli.main import main
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
@@ -44,6 +45,20 @@ def here(tmp_path, monkeypatch) -> Path:
     for name in set(sys.modules) - set(before):
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+# ---- help --------------------------------------------------------------------------------------
+
+
+def test_every_flag_has_a_help_and_every_verb_examples_that_parse():
+    parser = make_parser()
+    (verbs,) = [a for a in parser._actions if isinstance(a.choices, dict)]
+    for name, verb in verbs.choices.items():
+        assert all(action.help for action in verb._actions if action.option_strings), name
+        examples = re.findall(r"^  (sumgrad .*?)\s+# \S", verb.epilog, flags=re.M)
+        assert examples, name
+        for example in examples:
+            parser.parse_args(shlex.split(example)[1:])
 
 
 # ---- names of topologies -------------------------------------------------------------------------
@@ -345,7 +360,7 @@ def data(name: str) -> dict:
 
 
 def figures() -> dict[str, str]:
-    """What README says of its data, with the numbers that the data have."""
+    """What the pages say of their data, with the numbers that the data have."""
     launch, triton = data("benchmark_launch"), data("false_alarms_triton")
     clean, matrix = data("false_alarms"), data("kill_matrix")
     start, check = launch["start_up_10_ranks_s"], launch["whole_check_three_pool_s"]
@@ -388,8 +403,12 @@ def figures() -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_the_figures_of_the_readme_are_those_of_its_data():
-    text = " ".join(README.split())
+def test_the_figures_of_the_pages_are_those_of_their_data():
+    pages = [
+        README,
+        *((ROOT / "docs" / f"{name}.md").read_text() for name in ("measured", "faults")),
+    ]
+    text = " ".join(" ".join(pages).split())
 
     def plain(words: str) -> str:
         return re.sub(r"(\d)%", r"\1 %", re.sub(r"e-0(\d)", r"e-\1", words))
@@ -398,11 +417,22 @@ def test_the_figures_of_the_readme_are_those_of_its_data():
     assert not missing, [plain(figures()[name]) for name in missing]
 
 
+def test_the_picture_of_the_readme_is_drawn_from_its_data():
+    draw = import_file(ROOT / "scripts" / "picture.py")
+    verdict = json.loads(draw.DATA.read_text())
+    assert draw.PICTURE.read_text() == draw.drawn(verdict)
+    assert verdict["status"] == "fail"
+    cause = verdict["diagnoses"][0]["cause"]
+    assert "gradients enter the all-reduce over ranks" in cause
+    assert "docs/pictures/fail.svg" in README
+
+
 def test_every_command_of_the_readme_is_one(here):
     from sumgrad.cli.arguments import make_parser
 
-    lines = re.findall(r"^    (sumgrad \w.*?)(?:\s+#.*)?$", README, flags=re.M)
-    assert len(lines) >= 12
+    page = README + (ROOT / "docs" / "commands.md").read_text()
+    lines = re.findall(r"^    (sumgrad \w.*?)(?:\s+#.*)?$", page, flags=re.M)
+    assert len(lines) >= 16
     for line in lines:
         args = make_parser().parse_args(shlex.split(line)[1:])
         for path in [getattr(args, "topology", None)]:

@@ -52,5 +52,5 @@ def test_further_lines_of_a_text_begin_below_its_first():
 
 def test_a_wide_terminal_has_every_column():
     heads = "\n".join(lines_of(failed(program_record()), 200))
-    for word in ("smallest factor error caught", "max abs", "ratio", "threshold", " at"):
+    for word in ("would see a factor off by", "max abs", "ratio", "threshold", " at"):
         assert word in heads

@@ -273,3 +273,19 @@ def test_only_the_last_block_mode_takes_its_backward(monkeypatch):
     gradients(rms_norm, draw(5, 6), draw(6))
     with pytest.raises(AssertionError, match="not invariant"):
         gradients(lambda x, w: rms_norm(x, w, mode="last_block"), draw(5, 6), draw(6))
+
+
+def test_an_operator_of_the_package_is_its_function():
+    """Also where its module was imported, before or after, in whatever way."""
+    import sumgrad.kernels as package
+
+    names = package.OPERATORS
+    assert sorted(package.__all__) == sorted((*names, *package.OTHERS))
+    for name in names:
+        module = importlib.import_module(f"sumgrad.kernels.{name}")
+        assert getattr(package, name) is getattr(module, name)
+        assert getattr(package, name).__module__ == module.__name__
+    for name in package.OTHERS:
+        assert isinstance(getattr(package, name), type)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = package.nothing

@@ -1,8 +1,7 @@
 "use strict";
-// The table of a report: a click on a head sorts, what is typed filters. Nothing else runs here.
-const table = document.querySelector("table[data-sort]");
+// The tables of a report: a click on a head sorts, what is typed filters. Nothing else runs here.
 const filter = document.querySelector("input[data-filter]");
-if (table) {
+document.querySelectorAll("table[data-sort]").forEach((table) => {
   const rows = () => [...table.rows].slice(1);
   const value = (row, i) => row.cells[i].textContent.trim();
   [...table.rows[0].cells].forEach((head, i) => {
@@ -23,10 +22,11 @@ if (table) {
   filter.addEventListener("input", () => {
     const words = filter.value.toLowerCase().replace(/rank (\d+)/g, "").split(/\s+/).filter(Boolean);
     const rank = /rank (\d+)/.exec(filter.value.toLowerCase());
+    const ranked = table.rows[0].cells[1].textContent === "rank";
     rows().forEach((row) => {
       const text = row.textContent.toLowerCase();
       const there = words.every((word) => text.includes(word));
-      row.hidden = !(there && (!rank || value(row, 1) === rank[1]));
+      row.hidden = !(there && (!rank || !ranked || value(row, 1) === rank[1]));
     });
   });
-}
+});

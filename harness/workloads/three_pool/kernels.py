@@ -19,7 +19,7 @@ from torch import Tensor
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x weight^T in the weight's dtype. x: (..., K)."""
     rows = x.to(weight.dtype).reshape(-1, x.shape[-1])
-    out = triton_linear.linear(rows, weight, tiles=_tiles(rows, weight))
+    out = triton_linear(rows, weight, tiles=_tiles(rows, weight))
     return out.view(*x.shape[:-1], -1)
 
 
@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + 1e-6), times weight; wide. x: (..., D)."""
     x = wide(x)
     scale = x.new_ones(x.shape[-1]) if weight is None else weight.to(x.dtype)
-    return triton_rms_norm.rms_norm(x.reshape(-1, x.shape[-1]), scale, leaf=256).view(x.shape)
+    return triton_rms_norm(x.reshape(-1, x.shape[-1]), scale, leaf=256).view(x.shape)
 
 
 class _Attention:
@@ -59,7 +59,7 @@ class _Attention:
         q, k, v = (t.expand(shape).reshape(-1, heads, shape[-1] // heads) for t in (q, k, v))
         side = max(16, min(128, 1 << (length - 1).bit_length()))
         tiles = AttentionTiles(query=side, key=side) if q.device.type == "cpu" else None
-        return triton_attention.attention(q, k, v, layout=layout, tiles=tiles).reshape(shape)
+        return triton_attention(q, k, v, layout=layout, tiles=tiles).reshape(shape)
 
 
 def triton_operators() -> Operators:
