@@ -202,6 +202,14 @@ def test_a_command_that_starts_its_own_ranks(tmp_path):
     assert wrong == {(name, step) for name in names for step in (1, 3)}  # each optimizer twice
 
 
+def test_a_buffer_that_is_left_unlike_on_ranks_is_said(tmp_path):
+    code, verdict = on_ranks(tmp_path, 2, "router.py", "{12/ranks}", "local")
+    assert code == 0, verdict  # no gradient has taken anything from it yet
+    (said,) = [text for text in verdict["warnings"] if text.startswith("buffers: ")]
+    assert "after step 0, structure, bias is not the same on all ranks" in said
+    assert "chosen" not in said  # unlike after the optimizer, and equal when it is read again
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "words"),
     [
@@ -258,7 +266,6 @@ def test_a_diff_that_is_interrupted_leaves_nobody_and_no_changed_file(tmp_path):
         (["--variant", "x", "--ranks", "2", "--", BAD], "expected `NAME: "),
         (["--variant", "x: @nopython", "--ranks", "2", "--", "t.py"], "nopython is no program"),
         ([*TWICE, "--ranks", "2", "--", BAD], "two are named 'x'"),
-        (["--variant", "x: A=1", "--html", "h", "--ranks", "2", "--", "t.py"], "--markdown"),
         (["--bitwise", "--ranks", "2", "--", BAD], "--bitwise is for"),
     ],
 )

@@ -146,10 +146,16 @@ def _buffers(record: Record, *, wanted: bool) -> Iterator[str]:
             ]
             if off:
                 yield (
-                    f"buffers: after step {step}, {tier}, {some_of(off)} is not what loss_sum over "
-                    f"the full batch leaves in a single process"
+                    f"buffers: after step {step}, {tier}, {some_of(off)} is not what "
+                    f"{_left_by(record)}"
                 )
                 return
+
+
+def _left_by(record: Record) -> str:
+    if record.spec.script is not None:
+        return "the single run leaves"
+    return "loss_sum over the full batch leaves in a single process"
 
 
 def _buffers_unseen(record: Record) -> Iterator[str]:

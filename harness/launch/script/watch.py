@@ -26,13 +26,14 @@ import torch.distributed as dist
 from sumgrad.base.outcome import SETUP, some_of
 from sumgrad.base.tensors import bits, own_arithmetic, to_local
 from sumgrad.launch.guard import flush, lost_another
+from sumgrad.launch.script.buffers import Buffers
 from sumgrad.launch.script.look import Look
 from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.launch.script.weights import Weights
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import BACKEND, register_backend
-from sumgrad.record.ranks import AFTER, OWN, OWN_AT
+from sumgrad.record.ranks import AFTER, BUFFER, OWN, OWN_AT
 from sumgrad.subjects.program.placement import index_by_placement
 from sumgrad.subjects.script.asked import FILE, SAME, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
@@ -95,7 +96,7 @@ class Watch:
         self.stepping: dict[str, Held] = {}
         self.stepped: Counter[int] = Counter()  # by id of a parameter
         self.optimizers: list[weakref.ref[Optimizer]] = []
-        self.weights = Weights(asked, self.directory)
+        self.weights, self.buffers = Weights(asked, self.directory), Buffers(asked, self.directory)
         self._hooked: set[int] = set()
 
     def install(self) -> None:
@@ -186,6 +187,7 @@ class Watch:
             rows = rows_of((args, kwargs))
             if rows:
                 self.rows.setdefault(label_of(module), []).extend(rows)
+            self._write_buffers()
             new = self.models.meet(module, self.weights.single)
             if new:
                 self._begin_with(new)
@@ -219,6 +221,7 @@ class Watch:
             self.shapes[h.name] = h.shape
             self.started_with[h.name] = f"{h.part}:{bits([h.local()])}"
         self.other_start += self.weights.begin(new, self.models.buffers, self.roots)
+        self.buffers.begin(self.models.buffers)
         if not self.roots:
             self._enter_step()
         self.roots += 1
@@ -374,6 +377,16 @@ class Watch:
             held = list(self.stepping.values())
             self.seat.files.keep(f"{AFTER}/{self.calls}", {h.name: h.local() for h in held})
             self.weights.after(held, self.calls)
+
+    def _write_buffers(self) -> None:
+        """What the last step left in them, once, where the next forward begins."""
+        step = self.calls - 1
+        if step < 0 or "changed_buffers" in self.infos[step]:
+            return
+        left, changed = self.buffers.after(self.models.buffers, step)
+        self.infos[step]["changed_buffers"] = changed
+        at = f"{BUFFER}/{self.asked.tier}/{step}"
+        self.seat.files.others |= {f"{at}/{name}": value for name, value in left.items()}
 
     def _enter_step(self) -> None:
         self.seat.name(f"{self.asked.tier}/{self.calls}/step")

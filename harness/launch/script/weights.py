@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 from sumgrad.base.tensors import same_bits, to_local
+from sumgrad.launch.script.kept import Kept
 from sumgrad.record.ranks import AFTER
-from sumgrad.record.reference import Grads, read_tensors, write_tensors
-from sumgrad.subjects.script.asked import START, Asked
+from sumgrad.record.reference import Grads
+from sumgrad.subjects.script.asked import BUFFER, START, Asked
 from sumgrad.subjects.script.models import Held
 from sumgrad.subjects.script.start import take_over, take_over_buffers
 from torch import Tensor
 
 BEFORE = "before"  # weights that the script itself changed between two steps
-BUFFER = "buffer:"
 ROUNDINGS = 64  # of the largest weight, by which such a change may differ on ranks
 
 
@@ -27,13 +27,13 @@ class Weights:
     """Of one process. directory: where the single run keeps its own."""
 
     def __init__(self, asked: Asked, directory: Path) -> None:
-        self._asked, self._directory = asked, directory
+        self._asked, self._kept = asked, Kept(asked, directory)
         self._whole: Grads = {}
         self._as_set: Grads = {}
 
     def single(self) -> Grads | None:
         """What the single run started with; None in that run itself."""
-        return None if self._asked.start is None else self._stored(f"{START}_*")
+        return None if self._asked.start is None else self._kept.stored(f"{START}_*")
 
     def begin(self, new: list[Held], buffers: Mapping[str, Tensor], root: int) -> list[str]:
         """Parameters met for the first time, made equal; returns which had other values.
@@ -42,11 +42,11 @@ class Weights:
         """
         other: list[str] = []
         if self._asked.start is None:
-            self._keep(f"{START}_{root}", {h.name: h.local() for h in new})
+            self._kept.keep(f"{START}_{root}", {h.name: h.local() for h in new})
             named = {f"{BUFFER}{n}": to_local(b) for n, b in buffers.items()}
-            self._keep(f"{START}_{root}_buffers", named)
+            self._kept.keep(f"{START}_{root}_buffers", named)
         else:
-            self._whole |= (whole := self._stored(f"{START}_*"))
+            self._whole |= (whole := self._kept.stored(f"{START}_*"))
             other = take_over(new, whole, jitter=self._asked.jitter)
             named = {n.removeprefix(BUFFER): t for n, t in whole.items() if n.startswith(BUFFER)}
             take_over_buffers(buffers, named)
@@ -66,9 +66,9 @@ class Weights:
             if n not in self._as_set or not same_bits(h.local(), self._as_set[n])
         }
         if self._asked.start is None:
-            self._keep(f"{BEFORE}_{call}", {n: h.local() for n, h in moved.items()})
+            self._kept.keep(f"{BEFORE}_{call}", {n: h.local() for n, h in moved.items()})
             return []
-        theirs = self._stored(f"{BEFORE}_{call}")
+        theirs = self._kept.stored(f"{BEFORE}_{call}")
         known = {**self._whole, **theirs}
         return [
             n
@@ -79,10 +79,10 @@ class Weights:
     def after(self, held: list[Held], call: int) -> None:
         """An optimizer has stepped: kept by the single run, set to its own by every other."""
         if self._asked.start is None:
-            self._keep(f"{AFTER}_{call}", {h.name: h.local() for h in held})
+            self._kept.keep(f"{AFTER}_{call}", {h.name: h.local() for h in held})
         else:
             seed = self._asked.jitter and self._asked.jitter + 1000 * (call + 1)
-            self._whole |= (whole := self._stored(f"{AFTER}_{call}"))
+            self._whole |= (whole := self._kept.stored(f"{AFTER}_{call}"))
             take_over(held, whole, jitter=seed)
         self._remember(held)
 
@@ -95,20 +95,6 @@ class Weights:
             wanted = h.slice(self._whole[h.name]) if h.name in self._whole else None
             as_set = wanted is not None and same_bits(local, wanted)
             self._as_set[h.name] = wanted if as_set and wanted is not None else local.clone()
-
-    def _keep(self, name: str, tensors: Grads) -> None:
-        """Of the single run's only process that holds them."""
-        path = self._directory / f"weights_{name}.safetensors"
-        if not path.exists() and tensors:
-            write_tensors(path, {n: t.detach().clone() for n, t in tensors.items()})
-
-    def _stored(self, what: str) -> Grads:
-        """What the single run kept under a name, `*` for any; nothing where it kept nothing."""
-        assert self._asked.start is not None
-        out: Grads = {}
-        for path in sorted(Path(self._asked.start).glob(f"weights_{what}.safetensors")):
-            out |= dict(read_tensors(path))
-        return out
 
 
 def _nearly(own: Tensor, wanted: Tensor) -> bool:

@@ -58,10 +58,9 @@ class Models:
 
     def __init__(self) -> None:
         self.held: dict[str, Held] = {}
-        self.buffers: dict[str, Tensor] = {}
         self.unknown: list[str] = []
         self._seen: set[int] = set()
-        self._kept: list[object] = []  # alive, so that no id is used again
+        self._roots: list[tuple[str, nn.Module]] = []  # alive, so that no id is used again
 
     def meet(
         self, module: nn.Module, whole_of: Callable[[], Mapping[str, Tensor] | None]
@@ -74,7 +73,6 @@ class Models:
             return []
         root, whole = outermost(module), whole_of()
         self._seen |= {id(m) for m in root.modules()}
-        self._kept.append(root)
         known = {id(h.param) for h in self.held.values()}
         flat = [h for h in _flat_parts(root) if id(h.param) not in known]
         shown = {n: p for n, p in root.named_parameters() if id(p) not in known}
@@ -91,9 +89,17 @@ class Models:
             if found is not None:
                 self.held[found.name] = found
                 new.append(found)
-        for name, buffer in root.named_buffers():
-            self.buffers.setdefault(prefix + bare_name(name), buffer)
+        self._roots.append((prefix, root))
         return new
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Every buffer by its name in every run, as it is now: a module may replace one."""
+        found: dict[str, Tensor] = {}
+        for prefix, root in self._roots:
+            for name, buffer in root.named_buffers():
+                found.setdefault(prefix + bare_name(name), buffer)
+        return found
 
     def _place(
         self,

@@ -16,6 +16,7 @@ from sumgrad.record.reference import ALL, Grads, Parts, Reference, read_tensors
 from sumgrad.subjects.noise_floor import error, norm
 from sumgrad.subjects.program.reference.noise import at_least_typical
 from sumgrad.subjects.program.reference.terms import COUPLED_SHARE
+from sumgrad.subjects.script.asked import BUFFER, KEPT, START, buffers_of
 
 LOSS = "loss"  # the one term of a script: nothing tells its parts
 # Of the scale: what roundings of weights and sums may do to a gradient in each dtype. A step that
@@ -28,13 +29,15 @@ class Single:
     """A run of a script that holds every parameter whole, as it was stored.
 
     params: name -> shape. dtype: of most gradients. grads, after: of each step what the optimizer
-    found, and left. steps: what it said of each.
+    found, and left. buffers: of each what it left in all of them, and the names of those that it
+    changed. steps: what it said of each.
     """
 
     params: dict[str, tuple[int, ...]]
     dtype: str
     grads: tuple[Grads, ...]
     after: tuple[Grads, ...]
+    buffers: tuple[tuple[Grads, tuple[str, ...]], ...]
     steps: tuple[dict[str, Any], ...]
     unknown: tuple[str, ...]
 
@@ -57,9 +60,24 @@ def read_single(directory: Path, tier: str, *, rank: int = 0) -> Single:
         dtype=dtypes.most_common(1)[0][0] if dtypes else "float32",
         grads=grads,
         after=tuple(stored(f"{AFTER}/{i}") for i in count),
+        buffers=_buffers(directory, count),
         steps=tuple(result["steps"][: len(count)]),
         unknown=tuple(result["unknown"]),
     )
+
+
+def _buffers(directory: Path, count: range) -> tuple[tuple[Grads, tuple[str, ...]], ...]:
+    """From those before the first forward, what each step changed in them."""
+    now: Grads = {}
+    for path in directory.glob(KEPT.format(f"{START}_*_buffers")):
+        now |= {n.removeprefix(BUFFER): t for n, t in read_tensors(path)}
+    out = []
+    for call in count:
+        path = directory / KEPT.format(buffers_of(call))
+        changed = dict(read_tensors(path)) if path.exists() else {}
+        now = {**now, **changed}
+        out.append((now, tuple(changed)))
+    return tuple(out)
 
 
 def reference_of(single: Single, noise: Sequence[Single], step: int) -> Reference:
@@ -107,6 +125,8 @@ def reference_of(single: Single, noise: Sequence[Single], step: int) -> Referenc
         kinds={LOSS: "coupled"},
         reached=tuple(n for n, size in scale.items() if size > 0),
         problems=tuple(problems),
+        buffers={n: t for n, t in single.buffers[step][0].items() if not t.is_complex()},
+        changed_buffers=single.buffers[step][1],
         after=after,
         after_floor={
             n: max(error(run.after[step][n], value) for run in noise) for n, value in after.items()

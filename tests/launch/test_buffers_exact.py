@@ -1,0 +1,87 @@
+"""A script's buffers: which changed between two forwards, here or in the single run; and the
+reference that is made of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sumgrad.launch.script.buffers import MOST, Buffers
+from sumgrad.launch.script.kept import Kept
+from sumgrad.subjects.script.asked import BUFFER, START, Asked
+from sumgrad.subjects.script.models import Models
+from sumgrad.subjects.script.reference import _buffers
+from torch import nn
+
+
+def asked(directory, start=None):
+    return Asked(directory=str(directory), steps=3, tier="structure", lift=True, start=start,
+                 jitter=0, seconds=1.0)  # fmt: skip
+
+
+@pytest.fixture
+def single(tmp_path):
+    return Buffers(asked(tmp_path), tmp_path)
+
+
+def other(single_directory, tmp_path):
+    return Buffers(asked(tmp_path, str(single_directory)), tmp_path)
+
+
+def test_only_what_a_step_changed_is_left(single):
+    a, b = torch.zeros(3), torch.ones(2)
+    single.begin({"a": a, "b": b})
+    assert single.after({"a": a, "b": b}, 0) == ({}, [])
+    a[1] = 5.0
+    left, changed = single.after({"a": a, "b": b}, 1)
+    assert changed == ["a"]
+    assert left["a"].tolist() == [0.0, 5.0, 0.0]
+    a[1] = 7.0
+    assert left["a"].tolist() == [0.0, 5.0, 0.0]  # a copy
+    assert single.after({"a": a, "b": b}, 2)[1] == ["a"]
+
+
+def test_the_sign_of_zero_and_another_tensor_are_changes(single):
+    single.begin({"a": torch.zeros(2)})
+    assert single.after({"a": -torch.zeros(2)}, 0)[1] == ["a"]
+    assert single.after({"a": torch.zeros(3)}, 1)[1] == ["a"]
+    assert single.after({"a": torch.zeros(3), "new": torch.ones(1)}, 2)[1] == ["new"]
+
+
+def test_what_the_single_run_changed_is_left_too(single, tmp_path):
+    a = torch.zeros(2)
+    single.begin({"a": a})
+    single.after({"a": a + 1}, 0)
+    mine = other(tmp_path, tmp_path)
+    mine.begin({"a": a})
+    left, changed = mine.after({"a": a}, 0)
+    assert changed == []
+    assert left["a"].tolist() == [0.0, 0.0]
+
+
+def test_a_large_one_is_not_looked_at(single):
+    exact, large = torch.zeros(MOST), torch.zeros(MOST + 1)
+    single.begin({"exact": exact, "large": large})
+    left, changed = single.after({"exact": exact + 1, "large": large + 1}, 0)
+    assert changed == list(left) == ["exact"]
+
+
+def test_the_reference_has_every_buffer_as_each_step_leaves_it(single, tmp_path):
+    kept = Kept(asked(tmp_path), tmp_path)
+    kept.keep(f"{START}_0_buffers", {f"{BUFFER}a": torch.zeros(1), f"{BUFFER}b": torch.ones(1)})
+    kept.keep(f"{START}_0", {"weight": torch.ones(1)})
+    single.begin({"a": torch.zeros(1), "b": torch.ones(1)})
+    single.after({"a": torch.zeros(1), "b": torch.ones(1)}, 0)
+    single.after({"a": torch.full((1,), 3.0), "b": torch.ones(1)}, 1)
+    found = [({n: t.item() for n, t in now.items()}, names)
+             for now, names in _buffers(tmp_path, range(3))]  # fmt: skip
+    assert found == [({"a": 0.0, "b": 1.0}, ()), ({"a": 3.0, "b": 1.0}, ("a",)),
+                     ({"a": 3.0, "b": 1.0}, ())]  # fmt: skip
+
+
+def test_a_buffer_that_is_put_in_place_of_another_is_seen():
+    model = nn.BatchNorm1d(2)
+    models = Models()
+    models.meet(model, lambda: None)
+    model.running_mean = torch.full((2,), 4.0)
+    assert models.buffers["running_mean"].tolist() == [4.0, 4.0]
+    assert set(models.buffers) == {"running_mean", "running_var", "num_batches_tracked"}
