@@ -75,7 +75,7 @@ class TierVerdict:
     reasons: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Verdict:
     """The judgement of one run, with everything a report shows. `data` is verdict.json."""
 
@@ -87,6 +87,11 @@ class Verdict:
     warnings: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     data: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Short enough for a failed assert: the status and what explains it."""
+        texts = [*(d.cause for d in self.diagnoses), *self.findings, *self.reasons]
+        return f"<{self.status.upper()}{': ' + texts[0] if texts else ''}>"
 
     @property
     def exit_code(self) -> int:

@@ -21,7 +21,7 @@ from sumgrad.base.plain_text import printable_data
 from sumgrad.base.verdict import Verdict
 from sumgrad.report.coefficients import in_few_lines
 from sumgrad.report.pictures import LEGEND, answer, heat_maps, pool_pictures, room_for
-from sumgrad.report.terminal import STANDINGS, axes_text, bits_sentence, number
+from sumgrad.report.terminal import STANDINGS, axes_text, bits_sentence, by_ranks, number
 
 MAX_TENSORS = 4000  # rows of a page's table
 _MARKS = re.compile(r"[\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is none
@@ -168,7 +168,7 @@ def _context(verdict: Verdict) -> dict[str, Any]:
     data = printable_data(verdict.data)
     return {
         **data,
-        "failed": [t for t in data["tensors"] if t["status"] != "pass"],
+        "failed": by_ranks([t for t in data["tensors"] if t["status"] != "pass"]),
         "ended_badly": _ended_badly(data["outcomes"]),
         "number": number,
         "ranks_text": spans,

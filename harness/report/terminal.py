@@ -254,30 +254,34 @@ def _coefficients(coefficients: Sequence[Mapping[str, Any]], width: int) -> Tabl
     return table
 
 
-def _tensors(failed: Sequence[Mapping[str, Any]], width: int) -> Table:
+def by_ranks(failed: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[int]]]:
+    """Tensors that are alike on several ranks as one with its ranks, the largest error first."""
     merged: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for t in failed:
         key = (t["tier"], t["step"], t["name"], t["status"], str(t["max_abs"]))
         merged.setdefault(key, []).append(t)
+
+    def size(group: Sequence[Mapping[str, Any]]) -> float:
+        value = group[0]["max_rel"]
+        return -value if isinstance(value, int | float) else float("-inf")
+
+    return [(group[0], [t["rank"] for t in group]) for group in sorted(merged.values(), key=size)]
+
+
+def _tensors(failed: Sequence[Mapping[str, Any]], width: int) -> Table:
     columns: list[Column] = [
         ("tensor", "left", 0), ("tier", "left", 72), ("step", "right", 0), ("ranks", "left", 0),
         ("status", "word", 0), ("max abs", "right", 112), ("max rel", "right", 0),
         ("ratio", "right", 88), ("threshold", "right", 100), ("at", "right", 124),
     ]  # fmt: skip
     table = _table(columns, width, "tensors that did not pass, largest error first")
-
-    def size(group: Sequence[Mapping[str, Any]]) -> float:
-        value = group[0]["max_rel"]
-        return -value if isinstance(value, int | float) else float("-inf")
-
-    groups = sorted(merged.values(), key=size)
-    for group in groups[:MAX_TENSORS]:
-        t = group[0]
+    groups = by_ranks(failed)
+    for t, ranks in groups[:MAX_TENSORS]:
         values = (
             t["name"],
             t["tier"],
             str(t["step"]),
-            spans([g["rank"] for g in group]),
+            spans(ranks),
             t["status"].upper(),
             number(t["max_abs"]),
             number(t["max_rel"]),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from records_in_memory import planned_record, program_record
 from rich.console import Console
 from sumgrad.diagnose.verdict import judge
+from sumgrad.report.files import to_markdown
 from sumgrad.report.terminal import number, print_report
 
 
@@ -54,3 +56,19 @@ def test_a_wide_terminal_has_every_column():
     heads = "\n".join(lines_of(failed(program_record()), 200))
     for word in ("would see a factor off by", "max abs", "ratio", "threshold", " at"):
         assert word in heads
+
+
+@pytest.mark.parametrize("make", [planned_record, program_record])
+def test_markdown_is_short_where_nothing_is_unfolded(make):
+    text = to_markdown(failed(make()))
+    assert text.count("<details>") == text.count("</details>") > 0
+    shown = re.sub(r"<details>(<summary>.*?</summary>).*?</details>", r"\1", text, flags=re.S)
+    assert len(shown.splitlines()) <= 60
+    assert len(text.splitlines()) <= 100
+
+
+@pytest.mark.parametrize("make", [planned_record, program_record])
+def test_a_verdict_in_a_failed_assert_is_one_line(make):
+    assert repr(judge(make())) == "<PASS>"
+    verdict = failed(make())
+    assert repr(verdict) == f"<FAIL: {verdict.diagnoses[0].cause}>"

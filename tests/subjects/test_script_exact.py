@@ -182,7 +182,7 @@ def run_of(*values, dtype="float64"):
     grads = {"a": torch.tensor(values, dtype=torch.float64), "b": torch.zeros(2)}
     return Single(
         params={"a": (len(values),), "b": (2,)}, dtype=dtype, grads=(grads,),
-        after=({"a": grads["a"] * 2},), steps=({},), unknown=(),
+        after=({"a": grads["a"] * 2},), buffers=(({}, ()),), steps=({},), unknown=(),
     )  # fmt: skip
 
 

@@ -10,4 +10,4 @@ TOPOLOGY = Path(__file__).with_name("my_step.yaml")
 @pytest.mark.distributed
 def test_every_gradient_is_right(sumgrad_check):
     verdict = sumgrad_check(TOPOLOGY)
-    assert verdict.status == "pass", verdict.data["diagnoses"] or verdict.data["not_compared"]
+    assert verdict.status == "pass", verdict

@@ -248,9 +248,10 @@ def _in_words(found: Sequence[Mixed]) -> tuple[str, str] | None:
     if all(_even(m) for m in found):
         return (
             "weights_of_ranks",
-            f"every rank's own gradient is weighed alike ({_share(found[0].got[0, 0])}), where the "
-            f"single run weighs them by {_weights(found[0], wanted=True)}: as when each rank "
-            f"divides by its own number of rows or tokens, or scales its loss by its own factor",
+            f"every rank counts alike, as when each divides its loss by its own number of rows or "
+            f"tokens, or scales it by its own factor: every rank's own gradient is weighed alike "
+            f"({_share(found[0].got[0, 0])}), where the single run weighs them by "
+            f"{_weights(found[0], wanted=True)}",
         )
     return (
         "weights_of_ranks",

@@ -139,8 +139,11 @@ def _law(
     factors = prescaled(joint, sizes_of(record))
     if factors:
         factor, size_name = factors
+        facts = record.spec.facts
+        order = {name: i for i, name in enumerate(facts.params if facts else ())}
+        own = sorted(joint.gradients(), key=lambda name: order.get(name, len(order)))
         yield (
-            f"the gradients of {some_of(list(joint.gradients()))} are multiplied by {factor:.6g} = "
+            f"the gradients of {some_of(own)} are multiplied by {factor:.6g} = "
             f"1/{size_name} before {what}: an average"
         )
     if counts_again(joint):
