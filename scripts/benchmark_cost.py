@@ -147,7 +147,6 @@ def measure(options: dict[str, Any], ranks: int, place: Path) -> dict[str, Any]:
         "steps_of_plain": round(seconds / step_s, 1),
         "steps_beyond_20_s": round((seconds - 20) / step_s, 1),
         "memory_of_plain": round(gib / plain_gib, 2),
-        "last_line": out.strip().splitlines()[-1] if out.strip() else "",
     }
 
 

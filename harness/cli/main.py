@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from sumgrad.base.commands import command_line, sumgrad_command
 from sumgrad.base.errors import LaunchError, UserError
+from sumgrad.base.files import write_json as write_json_file
 from sumgrad.base.interpreter import decide_interpreter, has_gpu
 from sumgrad.base.verdict import EXIT_CODES, EXIT_INTERNAL, EXIT_USAGE
 from sumgrad.cli.arguments import (
@@ -43,6 +44,7 @@ from sumgrad.cli.output import (
 )
 
 if TYPE_CHECKING:
+    from sumgrad.base.verdict import Verdict
     from sumgrad.launch.local.launcher import Launcher
     from sumgrad.launch.script.options import DiffOptions
 
@@ -173,14 +175,23 @@ def _torchrun() -> int:
             f"faster,\n  {local}"
         )
     quiet = args.quiet or os.environ.get("RANK", "0") != "0"
+
+    def report(verdict: Verdict, directory: Path) -> None:
+        show_verdict(verdict, directory, args)
+        _tell_torchrun(verdict)
+
     with Progress(quiet) as progress:
-        code = run_torchrun_rank(
-            _options(args),
-            report=lambda verdict, directory: show_verdict(verdict, directory, args),
-            progress=progress,
-        )
+        code = run_torchrun_rank(_options(args), report=report, progress=progress)
     sys.stdout.flush()
     return code
+
+
+def _tell_torchrun(verdict: Verdict) -> None:
+    """What torchrun is to show as the failure of this rank, which is none: an exit code."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and verdict.exit_code:
+        message = f"no crash: the verdict of sumgrad, printed above: {printable(repr(verdict))}"
+        write_json_file(Path(file), {"message": message, "timestamp": int(time.time())})
 
 
 def _diff(args: argparse.Namespace) -> int:

@@ -159,6 +159,7 @@ def test_torchrun_with_a_fault(tmp_path):
                        "--out", str(tmp_path / "out"))  # fmt: skip
     assert process.returncode == 1
     assert "sumgrad: FAIL (exit 1)" in process.stdout
+    assert "no crash: the verdict of sumgrad, printed above: <FAIL: " in process.stderr
     verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
     assert verdict["diagnoses"][0]["kind"] == "lost_message"
 
