@@ -16,8 +16,8 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +42,8 @@ PROCESS, LEFT = ".process.json", ".left.json"  # who a rank is, and its last wor
 RECORD_SUFFIXES = (".safetensors", ".ledger.jsonl", ".stack", ".json")
 STOP_JUDGE_S = 20.0
 REFERENCE_PATIENCE = 10
+
+VERDICT = "sumgrad/verdict"  # of the store: the exit code
 
 Report = Callable[[Verdict, Path], None]
 Progress = Callable[[str], object]
@@ -81,6 +83,15 @@ def run_torchrun_rank(
     )
     member = _Member(env, spec, store, shared=shared, report=report, progress=progress)
     return member.run(dist.PrefixStore("sumgrad/group", store))  # type: ignore[attr-defined]
+
+
+def keeps_its_agent(environment: Mapping[str, str]) -> bool:
+    """Whether this rank stays until there is a verdict, for the agent of its host to end with it.
+
+    An agent whose ranks have all ended well waits minutes for the others' agents, and for one that
+    a FAIL has ended it waits in vain. Rank 0's own agent needs nobody to stay.
+    """
+    return environment.get("GROUP_RANK", "0") != "0" and environment.get("LOCAL_RANK") == "0"
 
 
 def check_world_size(options: CheckOptions, world_size: int) -> None:
@@ -212,6 +223,8 @@ class _Member:
         verdict = self._judge()
         self.report(verdict, self.env.directory)
         end_children()
+        with suppress(RuntimeError):  # the store's host is gone
+            self.store.set(VERDICT, str(verdict.exit_code))
         return verdict.exit_code
 
     def _leave(self, code: int) -> NoReturn:
@@ -223,7 +236,22 @@ class _Member:
             write_json(self.env.file(LEFT), {"exit_code": code})
         else:
             self.store.set(f"sumgrad/left/{self.env.rank}", str(code))
+        if keeps_its_agent(os.environ):
+            code = self._code_of_the_verdict() or code
         os._exit(code)
+
+    def _code_of_the_verdict(self) -> int:
+        """What the judging rank ends with, or 1 where that is not to be learnt any more."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to be written
+        deadline = time.monotonic() + (REFERENCE_PATIENCE + 1) * self.env.timeout_s
+        while time.monotonic() < deadline:
+            try:
+                if self.store.check([VERDICT]):
+                    return int(self.store.get(VERDICT))
+            except RuntimeError:
+                break
+            time.sleep(0.05)
+        return 1
 
     def _judge(self) -> Verdict:
         from sumgrad.launch.rank import store_reference

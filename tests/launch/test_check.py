@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import Run, finish, run_check
 from sumgrad.launch.judging import judge_directory
 from sumgrad.launch.matrix.run import Ran, cell_of, run_matrix
+from sumgrad.launch.torchrun import keeps_its_agent
 from sumgrad.plan.schedule import compare_ledger
 from sumgrad.record.directory import load_record
 
@@ -222,6 +224,41 @@ def test_torchrun_without_a_shared_directory(tmp_path):
     verdict = json.loads((out / "verdict.json").read_text())
     assert verdict["status"] == "pass"
     assert [o["status"] for o in verdict["outcomes"]] == ["ok"] * 4
+
+
+def test_the_agent_of_another_host_ends_with_the_verdict(tmp_path):
+    """It would wait for minutes, for the agent that a FAIL has ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", node,
+                "--master-addr", "127.0.0.1", "--master-port", str(port), "--nproc-per-node", "2",
+                str(ROOT / "harness" / "run.py"), "--topology", str(shipped("three_pool_ones")),
+                "--fault", "drop_message", "--tiers", "structure", "--out", str(tmp_path / "out"),
+            ],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )
+        for node in ("0", "1")
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [1, 1]
+    assert "sumgrad: FAIL (exit 1)" in said[0]
+    assert said[1] == ""
+
+
+@pytest.mark.parametrize(("group", "local", "stays"), [
+    ("0", "0", False), ("1", "0", True), ("1", "1", False), (None, "0", False), ("2", None, False),
+])  # fmt: skip
+def test_one_rank_of_each_other_host_stays(group, local, stays):
+    told = {"GROUP_RANK": group, "LOCAL_RANK": local}
+    assert keeps_its_agent({k: v for k, v in told.items() if v is not None}) == stays
 
 
 def test_the_records_of_other_ranks_are_kept(tmp_path, sumgrad_check):
