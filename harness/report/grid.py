@@ -42,7 +42,8 @@ class GridTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """title: what was asked; summary: one line. first: what fails it, worst first. notes: what a
+    """title: what was asked; summary: one line. first: what fails it, worst first, or of one
+    that passes what is to be looked at. notes: what a
     reader of the tables should know, or of cells that are as they should be."""
 
     title: str
@@ -84,7 +85,8 @@ def _plain(square: Square) -> Square:
 def render_grid(grid: Grid) -> RenderableType:
     """What fails first, then the tables, then the notes."""
     grid = plain(grid)
-    parts: list[RenderableType] = [Text(text, style="bold red") for text in grid.first]
+    style = "bold red" if grid.status == "fail" else "yellow"
+    parts: list[RenderableType] = [Text(text, style=style) for text in grid.first]
     if parts:
         parts.append(Text(""))
     for table in grid.tables:

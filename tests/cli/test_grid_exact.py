@@ -169,6 +169,8 @@ def test_markdown_is_a_table_and_folds_a_long_one():
 def test_html_escapes_and_has_one_script():
     page = grid_to_html(small(HOSTILE))
     assert page.count("<script>") == 1
+    assert "<h2>What fails</h2>" in page
+    assert "<h2>To look at</h2>" in grid_to_html(small(status="pass"))
     assert "<script>x" not in page
     assert "49" not in page.partition("<h1>")[2].partition("<script>")[0]
 
