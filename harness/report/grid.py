@@ -42,9 +42,8 @@ class GridTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """title: what was asked; summary: one line. first: what fails it, worst first, or of one
-    that passes what is to be looked at. notes: what a
-    reader of the tables should know, or of cells that are as they should be."""
+    """title: what was asked; summary: one line. first: what fails it, worst first, or of one that
+    passes what is to be looked at. notes: what a reader of the tables should know."""
 
     title: str
     status: Status
