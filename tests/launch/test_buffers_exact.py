@@ -7,6 +7,7 @@ import pytest
 import torch
 from sumgrad.launch.script.buffers import MOST, Buffers
 from sumgrad.launch.script.kept import Kept
+from sumgrad.launch.script.weights import Weights
 from sumgrad.subjects.script.asked import BUFFER, START, Asked
 from sumgrad.subjects.script.models import Models
 from sumgrad.subjects.script.reference import _buffers
@@ -85,3 +86,25 @@ def test_a_buffer_that_is_put_in_place_of_another_is_seen():
     model.running_mean = torch.full((2,), 4.0)
     assert models.buffers["running_mean"].tolist() == [4.0, 4.0]
     assert set(models.buffers) == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def test_each_buffer_is_set_once_to_what_it_was_when_its_model_was_met(tmp_path):
+    def run(start, directory):
+        weights = Weights(asked(directory, start), directory)
+        first, second = torch.zeros(2), torch.full((2,), float(start is None))
+        weights.begin([], {"first": first}, 0)
+        assert first.tolist() == [0.0, 0.0]
+        first += 5  # running statistics of its forward
+        weights.begin([], {"first": first, "second": second}, 1)
+        return first, second
+
+    single, ranks = tmp_path / "single", tmp_path / "ranks"
+    single.mkdir()
+    ranks.mkdir()
+    run(None, single)
+    first, second = run(str(single), ranks)
+    assert first.tolist() == [5.0, 5.0]
+    assert second.tolist() == [1.0, 1.0]
+    (now, changed) = _buffers(single, range(1))[0]
+    assert {n: t.tolist() for n, t in now.items()} == {"first": [0.0, 0.0], "second": [1.0, 1.0]}
+    assert changed == ()

@@ -30,6 +30,7 @@ class Weights:
         self._asked, self._kept = asked, Kept(asked, directory)
         self._whole: Grads = {}
         self._as_set: Grads = {}
+        self._buffers: set[str] = set()  # that were made equal, once
 
     def single(self) -> Grads | None:
         """What the single run started with; None in that run itself."""
@@ -41,6 +42,8 @@ class Weights:
         root: how many models were met before.
         """
         other: list[str] = []
+        buffers = {n: b for n, b in buffers.items() if n not in self._buffers}
+        self._buffers |= buffers.keys()
         if self._asked.start is None:
             self._kept.keep(f"{START}_{root}", {h.name: h.local() for h in new})
             named = {f"{BUFFER}{n}": to_local(b) for n, b in buffers.items()}
