@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,7 +191,8 @@ def _tell_torchrun(verdict: Verdict) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and verdict.exit_code:
         message = f"no crash: the verdict of sumgrad, printed above: {printable(repr(verdict))}"
-        write_json_file(Path(file), {"message": message, "timestamp": int(time.time())})
+        with suppress(OSError):  # the exit code says it
+            write_json_file(Path(file), {"message": message, "timestamp": int(time.time())})
 
 
 def _diff(args: argparse.Namespace) -> int:

@@ -381,10 +381,12 @@ class Watch:
     def _write_buffers(self) -> None:
         """What the last step left in them, once, where the next forward begins."""
         step = self.calls - 1
-        if step < 0 or "changed_buffers" in self.infos[step]:
-            return
+        if step < 0 or self.asked.jitter or "changed_buffers" in self.infos[step]:
+            return  # nobody reads a noise run's
         left, changed = self.buffers.after(self.models.buffers, step)
         self.infos[step]["changed_buffers"] = changed
+        if self.asked.start is None:
+            return  # of the single run they are kept already
         at = f"{BUFFER}/{self.asked.tier}/{step}"
         self.seat.files.others |= {f"{at}/{name}": value for name, value in left.items()}
 
