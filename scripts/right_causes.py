@@ -53,15 +53,18 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second`, `third`: each of two hands more, written when what came before was known; sealed as a
-    whole.
+    `second`, `third`, `fourth`: each of two hands more, written when what came before was known;
+    sealed as a whole.
     """
-    found: dict[str, list[Path]] = {"learn": [], "sealed": [], "second": [], "third": []}
+    found: dict[str, list[Path]] = {
+        half: [] for half in ("learn", "sealed", "second", "third", "fourth")
+    }
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
         found["learn"] += paths[: len(paths) // 2]
         found["sealed"] += paths[len(paths) // 2 :]
-    for hand, half in (("c", "second"), ("d", "second"), ("e", "third"), ("f", "third")):
+    later = {"second": "cd", "third": "ef", "fourth": "gh"}
+    for half, hand in ((half, hand) for half, hands in later.items() for hand in hands):
         found[half] += BUGS.glob(f"{hand}_*.py")
     return {half: sorted(paths) for half, paths in found.items()}
 
@@ -182,7 +185,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--half", choices=("learn", "sealed", "second", "third"))
+    parser.add_argument("--half", choices=tuple(halves()))
     parser.add_argument("--only", action="append", help="part of a name")
     parser.add_argument("--clean", action="store_true", help="the right twins: no cause, no alarm")
     parser.add_argument("--look", action="store_true", help="the right twins, module by module")

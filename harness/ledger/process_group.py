@@ -34,6 +34,7 @@ _TRANSPORT = tuple(
         "ledger/process_group.py",
         "subjects/program/lift.py",
         "subjects/script/doubled.py",
+        "subjects/own_gradients.py",
         "subjects/planned/exchange.py",
         "faults/misbehaviour.py",
         "launch/script/watch.py",

@@ -101,9 +101,9 @@ class RankFiles:
         return self.files
 
 
-def sample_of(numel: int) -> torch.Tensor:
-    """SAMPLES elements of a tensor, evenly apart; all of them where there are fewer."""
-    count = min(numel, SAMPLES)
+def sample_of(numel: int, most: int = SAMPLES) -> torch.Tensor:
+    """So many elements of a tensor, evenly apart; all of them where there are fewer."""
+    count = min(numel, most)
     return torch.arange(count) * numel // max(count, 1)
 
 

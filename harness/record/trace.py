@@ -48,7 +48,10 @@ class Trace:
     is kept: that it is not there says nothing.
     by_term: gradients of each term of a loss of several, in the single process. takes: there too, a
     module, or LOSS -> the modules whose outputs its own is made from, with none in between. params:
-    there too, by name, the values of the step.
+    there too, by name, the values of the step. own, own_at: of a rank, by parameter, what each of
+    its backwards gave, (passes, samples), and which elements of the flat whole one these are;
+    own_lines: and which line of a user's called each. losses: the values that its backwards start
+    from; in the single process that of the whole loss, where it is known.
     """
 
     calls: tuple[Call, ...]
@@ -63,6 +66,10 @@ class Trace:
     by_term: Mapping[str, tuple[Tensor | None, ...]] = field(default_factory=dict)
     takes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     params: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    own_at: Mapping[str, Tensor] = field(default_factory=dict)
+    own_lines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +91,8 @@ def write_trace(path: Path, trace: Trace) -> None:
     for term, gradients in trace.by_term.items():
         tensors |= {f"term/{term}/{i}": t for i, t in enumerate(gradients) if t is not None}
     tensors |= {f"batch/{name}": t.clone() for name, t in (trace.batch or {}).items()}
-    tensors |= {f"param/{name}": t for name, t in trace.params.items()}
+    for kind, named in (("param", trace.params), ("own", trace.own), ("own_at", trace.own_at)):
+        tensors |= {f"{kind}/{name}": t for name, t in named.items()}
     write_tensors(path.with_suffix(".safetensors"), tensors)
     said = {
         "calls": [asdict(call) for call in trace.calls],
@@ -94,6 +102,8 @@ def write_trace(path: Path, trace: Trace) -> None:
         "entered": list(trace.entered),
         "left_out": list(trace.left_out),
         "takes": {name: list(others) for name, others in trace.takes.items()},
+        "own_lines": {name: list(lines) for name, lines in trace.own_lines.items()},
+        "losses": list(trace.losses),
     }
     write_json(path.with_suffix(".json"), said)
 
@@ -104,18 +114,26 @@ def read_trace(path: Path) -> Trace:
     held = dict(read_tensors(path.with_suffix(".safetensors")))
     calls = tuple(Call(**call) for call in said["calls"])
     num_data = sum(key.startswith("data/") for key in held)
+
+    def named(kind: str) -> Grads:
+        return {key.removeprefix(kind): t for key, t in held.items() if key.startswith(kind)}
+
     return Trace(
         calls=calls,
         outputs=tuple(held[f"output/{i}"] for i in range(len(calls))),
         gradients=tuple(held.get(f"gradient/{i}") for i in range(len(calls))),
         sources=said["sources"],
         data=tuple(held[f"data/{i}"] for i in range(num_data)),
-        batch={k.removeprefix("batch/"): t for k, t in held.items() if k.startswith("batch/")},
-        params={k.removeprefix("param/"): t for k, t in held.items() if k.startswith("param/")},
+        batch=named("batch/"),
+        params=named("param/"),
+        own=named("own/"),
+        own_at=named("own_at/"),
         entered=tuple(said["entered"]),
         operations=tuple(said["operations"]),
         left_out=tuple(said["left_out"]),
         takes={name: tuple(others) for name, others in said["takes"].items()},
+        own_lines={name: tuple(lines) for name, lines in said.get("own_lines", {}).items()},
+        losses=tuple(float(x) for x in said.get("losses", ())),
         by_term={
             term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
             for term in said["terms"]

@@ -79,16 +79,27 @@ def last_only(rank):
     return table
 
 
+def first_only(rank):
+    """Of others the first backward, of its own both: the last came too late."""
+    table = RIGHT.clone()
+    table[:, -1] = 0
+    table[rank, -1] = RIGHT[rank, -1]
+    return table
+
+
 @pytest.mark.parametrize(("tables", "kind", "words"), [
     ([EVEN] * 3, "weights_of_ranks",
-     "weighed alike (1/6), where the single run weighs them by 1/4 of rank 0, 1/8 of rank 1-2"),
+     "weighed alike (1/6), where the right one weighs them by 1/4 of rank 0, 1/8 of rank 1-2"),
     ([only(r) for r in range(3)], "not_reduced",
      "rank 0-2 each keep what their own backward gave; the"),
     ([only(r, 0.5) for r in range(3)], "not_reduced", "own backward gave (times 1/2); the"),
     ([without(2)] * 3, "not_reduced", "gradients of rank 2 are not in it, on rank 0-2"),
     ([last_only(r) for r in range(3)], "not_reduced", "only the last of 2 backwards is reduced"),
+    ([first_only(r) for r in range(3)], "late_gradient", "is added after the reduction"),
+    ([without(2), without(2), only(2, 0.125)], "too_few_ranks",
+     "rank 0-1 holds what rank 0-1 gave; rank 2 holds what rank 2 gave"),
     ([RIGHT + only(0, 0.25)] * 3, "weights_of_ranks",
-     "weighed by 1/2 of rank 0, 1/8 of rank 1-2, where the single run weighs them by 1/4 of"),
+     "weighed by 1/2 of rank 0, 1/8 of rank 1-2, where the right one weighs them by 1/4 of"),
 ])  # fmt: skip
 def test_the_weights_are_recovered_and_named(tables, kind, words):
     cause = cause_of(*tables)
@@ -118,7 +129,7 @@ def test_one_factor_on_everything_is_left_to_those_who_say_it_shorter():
 def test_a_wrong_gradient_of_one_rank_is_said_to_be_so_before_its_reduction():
     cause = cause_of(*[RIGHT] * 3, own_wrong=1e-3)
     assert cause.kind == "open"
-    assert any("is wrong before it is reduced" in text for text in cause.because), cause
+    assert any("is wrong, before anything is reduced" in text for text in cause.because), cause
 
 
 def test_nothing_is_said_where_own_gradients_were_not_kept():
@@ -163,9 +174,65 @@ def test_ranks_that_give_the_same_are_one_source():
                 0
             ].sum(0) + 0.5 * own[1].sum(0)
     cause = diagnose(compared(record)).causes[0]
-    assert "weighed alike (1/2), where the single run weighs them by 1/4 of rank 0, 1/2 of" in (
+    assert "weighed alike (1/2), where the right one weighs them by 1/4 of rank 0, 1/2 of" in (
         cause.cause
     )
+
+
+def test_a_backward_that_is_no_part_of_the_right_gradient():
+    wanted = RIGHT.clone()
+    wanted[:, 1] = 0
+    cause = cause_of(*[RIGHT] * 3, wanted=wanted)
+    assert (cause.kind, cause.standing) == ("foreign_backward", "proved")
+    assert "backward 2 of the 2 that reach it on each rank is in it" in cause.cause
+    assert cause_of(*[RIGHT + only(0, 0.25)] * 3, wanted=wanted).kind == "weights_of_ranks"
+
+
+def changed(record, name, change):
+    """What every rank ends with of a parameter, changed."""
+    for held in record.ranks.values():
+        change(held.grads[AT][name])
+    return diagnose(compared(record)).causes[0]
+
+
+def right_record():
+    return record_of([RIGHT] * 3)
+
+
+def test_elements_of_another_gradient_are_found_by_their_values():
+    record = right_record()
+    (reference,) = record.references["structure"]
+    other = reference.grads["w"].reshape(-1)[300:360]
+    cause = changed(record, "b", lambda g: g.copy_(other))
+    assert (cause.kind, cause.ranks) == ("held_elsewhere", (0, 1, 2))
+    assert "b holds elements of the gradient of w" in cause.cause
+    assert "of 60 wrong elements of b on rank 0 60 are, within the threshold," in cause.because[0]
+
+
+def test_a_gradient_that_is_shifted_or_permuted_holds_its_own_elements():
+    cause = changed(right_record(), "b", lambda g: g[:-5].copy_(g[5:].clone()))
+    assert "b holds in each place what belongs +5 elements on" in cause.cause
+    cause = changed(right_record(), "w", lambda g: g.copy_(g.flip(0)))
+    assert "w holds its own elements in other places" in cause.cause
+    few = changed(right_record(), "b", lambda g: g[:5].copy_(g[5:10].clone()))
+    assert few.kind != "held_elsewhere"  # five numbers are too few
+    near = changed(right_record(), "w", lambda g: g.copy_(g.flip(0) + 1e-9))
+    assert near.kind != "held_elsewhere"
+
+
+def test_a_sum_that_was_overwritten_by_one_of_its_parts():
+    weights = torch.full((RANKS, PASSES), 0.5).double()
+    record = record_of([weights] * 3, weights)
+    own = [record.ranks[r].grads[OWN, 0]["b"].sum(0) * 0.5 for r in range(3)]
+    cause = changed(record, "b", lambda g: g[:20].copy_(own[2][:20]))
+    assert (cause.kind, cause.standing) == ("overwritten", "proved")
+    assert "in b on rank 0 20 elements that several" in cause.because[0]
+    assert "that of the highest of these ranks alone" in cause.because[0]
+    record = record_of([weights] * 3, weights)
+    cause = changed(record, "b", lambda g: g[:20].copy_(own[2][:20] + 1e-9))
+    assert cause.kind == "open"
+    assert any("what the ranks' own backwards gave b is right" in t for t in cause.because)
+    assert any("it was changed after the backward" in t for t in cause.because)
 
 
 def test_a_sample_is_evenly_apart_and_everything_of_a_small_tensor():

@@ -174,6 +174,15 @@ def test_frozen_parameters_are_left_out_and_said_where_build_trains_them():
     assert found.unknown == ("0.bias is frozen here, though build() trains it",)
 
 
+def test_a_frozen_copy_with_the_values_of_what_is_trained_is_no_parameter_of_build():
+    """A teacher's normalisation starts from ones, as the student's does."""
+    for name in ("teacher__0__weight", "x"):
+        model = model_of(frozen=(name,), **{n.replace(".", "__"): t for n, t in FULL.items()},
+                         **{name: FULL["0.weight"]})  # fmt: skip
+        found = place(model, {}, FULL)
+        assert ([p.name for p in found.placed], found.unknown) == (list(FULL), ())
+
+
 def test_what_a_program_declares_of_a_shard_counts():
     """A constant weight occurs everywhere: only the Program can say which part it is."""
     full = {"w": torch.ones(4, 2), "v": torch.zeros(3)}

@@ -18,6 +18,8 @@ from sumgrad.diagnose.explainers import (
     ledger,
     own_value,
     plan_edges,
+    replaced,
+    terms,
 )
 from sumgrad.diagnose.explainers.by_modules import put_together, rows_used, weights, where
 from sumgrad.diagnose.explanation import Explainer
@@ -34,13 +36,16 @@ EXPLAINERS: tuple[Explainer, ...] = (
     where.backward_goes_wrong,
     put_together.put_together,
     own_value.own_value_added,
+    replaced.held_elsewhere,
+    replaced.one_of_several,
     blocks.blocks_of_elements,
     factors.factors_with_a_cause,
     weights.rows_weighed_otherwise,
+    terms.terms_by_parameter,
     clean_run.changed_operation,
     ledger.shown_by_the_ledger,
-    by_rank.put_together_by_rank,
     factors.telling_factors,
+    by_rank.put_together_by_rank,
     rows_used.rows_read_unevenly,
     clean_run.changed_values,
     factors.any_factors,

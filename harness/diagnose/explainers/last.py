@@ -8,7 +8,7 @@ import torch
 from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_rank import before_the_reduction
+from sumgrad.diagnose.explainers.by_rank import on_which_side_of_the_reduction
 from sumgrad.diagnose.explainers.factors import explained, fitted
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.outright import run_to_run
@@ -42,7 +42,7 @@ def low_digits(case: Case, left: Left) -> Iterator[Explanation]:
 def open_end(case: Case, left: Left) -> Iterator[Explanation]:
     """Nothing is proved: where to look."""
     failing = case.failing_cells
-    place = before_the_reduction(case)
+    place = on_which_side_of_the_reduction(case)
     worst = max(failing, key=lambda c: float((c.measured - c.wanted.value).abs().max()) / _of(c))
     yield explained(
         case,

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from sumgrad.base.tensors import hash_weights
 from sumgrad.diagnose.modules.matching import (
-    MIN_TELLING,
+    Compared,
     Match,
     add_up,
     compare_gradient,
@@ -237,7 +237,7 @@ def _see(
         # What all rows share has the gradient of them all; a rank has that of its own.
         state: State = "untold" if seen.shared else "wrong"
         return replace(seen, backward=state, wrong=where.picked[~found.right])
-    telling = got.shape[1] >= MIN_TELLING or constant(found.factors) is not None
+    telling = wanted.directions > max(1, found.terms.shape[1]) or _one_factor(found)
     mixed = bool((found.factors.isnan() & ~found.terms.isnan().all(1)).any())
     return replace(
         seen,
@@ -245,6 +245,14 @@ def _see(
         factors=found.factors if telling and not mixed else None,
         terms=found.terms if telling and found.terms.shape[1] else None,
     )
+
+
+def _one_factor(found: Compared) -> bool:
+    """Of all vectors, or for each term: one number would have fitted few of them by chance."""
+    if constant(found.factors) is not None:
+        return True
+    told = [own[~own.isnan()] for own in found.terms.unbind(1)]
+    return bool(told) and all(len(own) and constant(own) is not None for own in told)
 
 
 def _is_beside_the_loss(call: Call, whole: Mapping[tuple[str, int], Whole]) -> bool:

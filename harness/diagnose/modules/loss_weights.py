@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
+from sumgrad.base.outcome import spans
 from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen, constant
 from torch import Tensor
 
@@ -20,7 +21,7 @@ class Share:
 
     places: number of a vector, or its position where the output has three dimensions -> its factor.
     live: how many of its vectors have a gradient; None where only some were compared. part: which
-    tensor of the module's output.
+    tensor of the module's output. odd: in words, which vectors do not have the usual factor.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Share:
     places: dict[int, float]
     live: int | None = None
     part: int = 0
+    odd: str = ""
 
 
 def shares_at_the_loss(look: Look) -> tuple[str, list[Share]] | None:
@@ -38,9 +40,25 @@ def shares_at_the_loss(look: Look) -> tuple[str, list[Share]] | None:
     for module in reversed(look.modules):
         told = [s for s in look.seen[module] if s.backward == "right" and s.factors is not None
                 and not bool(s.factors.isnan().all())]  # fmt: skip
-        if told and look.backward(module) == "right":
+        if told and look.backward(module) == "right" and not is_untold(look, module):
             return module, _of_one_part([_share(s) for s in told])
     return None
+
+
+def is_untold(look: Look, module: str) -> bool:
+    """Whether a gradient was compared there whose vectors have too few directions to tell."""
+    return any(
+        s.backward == "untold" and s.forward == "right" and s.call.operation_back is not None
+        and not s.call.recomputed and not s.shared
+        for s in look.seen[module]
+    )  # fmt: skip
+
+
+def behind_few_directions(look: Look, module: str) -> str | None:
+    """What follows a module and tells its gradients' size only, as a head of one number a token: a
+    factor below it may be any mistake of the loss."""
+    above = look.paths.all_above(module)
+    return next((m for m in reversed(look.modules) if m in above and is_untold(look, m)), None)
 
 
 def _of_one_part(shares: list[Share]) -> list[Share]:
@@ -82,8 +100,26 @@ def _share(seen: Seen) -> Share:
         by_row=by_row,
         places=_places(seen, factors),
         part=seen.call.part,
+        odd=_odd(seen, factors),
         live=int((~factors.isnan()).sum()) if len(factors) == _num_vectors(seen) else None,
     )
+
+
+def _odd(seen: Seen, factors: Tensor) -> str:
+    """By positions and rows where the output has three dimensions, else by number."""
+    told = ~factors.isnan()
+    usual = factors[told].median() if bool(told.any()) else factors.new_zeros(())
+    odd = told & ((factors - usual).abs() > SAME_FACTOR * usual.abs())
+    if not bool(odd.any()) or seen.where is None:
+        return ""
+    places = seen.where.picked[odd].tolist()
+    if len(seen.shape) < 3:
+        return f"vectors {spans(places)} of {_num_vectors(seen)}"
+    each = seen.shape[-2]
+    positions = sorted({p % each for p in places})
+    rows = sorted(set(seen.rows[odd].tolist()) - {-1}) if seen.rows is not None else []
+    where = f" in rows {spans(rows)}" if rows else ""
+    return f"positions {spans(positions)} of {each}{where}"
 
 
 def _num_vectors(seen: Seen) -> int:

@@ -16,7 +16,6 @@ from torch import Tensor
 MAX_PAIRS = 1 << 22  # vectors times vectors that are compared
 MAX_VECTORS = 512  # of a rank's tensor that are compared; of more, some are drawn
 KEY = 8  # elements that are compared first
-MIN_TELLING = 3  # elements below which a direction fits by chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,13 +10,16 @@ from sumgrad.diagnose.modules.matching import Match, vectors
 from sumgrad.record.trace import Trace
 from torch import Tensor
 
+MAX_VECTORS = 512  # of which the directions are counted
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Whole:
     """All vectors of one part of a module's output in the single process, and their gradients.
 
     by_term: (T, N, C) gradients of each term. rows: (N,) of the batch, where the output has them
-    first. each: vectors of one call. flat: rows and positions may be one dimension.
+    first. each: vectors of one call. flat: rows and positions may be one dimension. directions: of
+    all gradients: among as few as it has factors, each vector fits by chance.
     """
 
     outputs: Tensor
@@ -25,6 +28,7 @@ class Whole:
     rows: Tensor | None = None
     each: int = 0
     flat: bool = False
+    directions: int = 0
 
 
 def by_module(trace: Trace) -> dict[tuple[str, int], Whole]:
@@ -52,15 +56,24 @@ def by_module(trace: Trace) -> dict[tuple[str, int], Whole]:
             known = first == {num_rows} and len(outputs) % num_rows == 0
             each = len(pairs[0][0]) // num_rows if known else 0
             rows = torch.arange(num_rows).repeat_interleave(each).repeat(len(pairs))
+            gradients = torch.cat([g for _, g in pairs])
             out[key] = Whole(
                 outputs=outputs,
-                gradients=torch.cat([g for _, g in pairs]),
+                gradients=gradients,
                 by_term=torch.cat(terms[key], dim=1) if key in terms else None,
                 rows=rows if known and len(rows) == len(outputs) else None,
                 each=len(pairs[0][0]),
                 flat=_is_flat(len(pairs[0][0]), trace.batch or {}),
+                directions=_directions(gradients),
             )
     return out
+
+
+def _directions(gradients: Tensor) -> int:
+    """The rank of (N, C) vectors, each of length one."""
+    live = gradients[gradients.norm(dim=1) > 0][:MAX_VECTORS, :]
+    unit = live / live.norm(dim=1, keepdim=True)
+    return int(torch.linalg.matrix_rank(unit, rtol=1e-6)) if unit.numel() else 0
 
 
 def _is_flat(num: int, batch: Mapping[str, Tensor]) -> bool:

@@ -34,11 +34,11 @@ from sumgrad.launch.script.weights import Weights
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import BACKEND, register_backend
 from sumgrad.record.ranks import AFTER, BUFFER, OWN, OWN_AT
+from sumgrad.subjects.own_gradients import OwnGradients, gathered
 from sumgrad.subjects.program.placement import index_by_placement
 from sumgrad.subjects.script.asked import FILE, SAME, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
 from sumgrad.subjects.script.models import Held, Models, label_of, outermost
-from sumgrad.subjects.script.own import OwnGradients, gathered
 from sumgrad.subjects.script.roundings import OtherRoundings
 from sumgrad.subjects.script.rows import rows_of
 from torch import Tensor, nn

@@ -10,17 +10,16 @@ lifted, so that a mask is the same mask in every tier.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from sumgrad.ledger.process_group import tensors_in
+from sumgrad.subjects.users_line import users_line
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,9 +30,6 @@ DIGITS = {
 }  # fmt: skip
 DRAWS = torch.float32  # what a model draws its random numbers in, unless it says another
 MAX_PLACES = 50  # lines that are listed; the rest is counted under the last
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_PACKAGE = Path(os.path.abspath(__file__)).parents[2]  # as the names of its files begin
-_OURS = tuple(str(_PACKAGE / name) + os.sep for name in ("subjects", "launch", "ledger"))
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 _BITS = {torch.Tensor.view, torch.ops.aten.view.dtype}
 _aten = torch.ops.aten
@@ -96,14 +92,7 @@ class Lift:
 
     def note(self, counts: Counter[str], dtype: torch.dtype) -> None:
         """Count the line of Python that runs, outside of torch and of what observes it."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None:
-            name = frame.f_code.co_filename
-            if not name.startswith((_TORCH, *_OURS)) and "contextlib" not in name:
-                break
-            frame = frame.f_back
-        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        place = f"{str(dtype).removeprefix('torch.')} at {line}"
+        place = f"{str(dtype).removeprefix('torch.')} at {users_line()}"
         counts[place if place in counts or len(counts) < MAX_PLACES else "elsewhere"] += 1
 
 

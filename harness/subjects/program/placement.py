@@ -61,13 +61,14 @@ def place(
     """
     placed: list[Placed] = []
     unknown: list[str] = []
+    frozen: list[str] = []
     pieces = flat_pieces(model)
     for shown, param in model.named_parameters():
         held_in = _module_name(model, shown, modules or {})
         name, index, problem = _place_one(held_in or shown, param, known, full, declared, pieces)
         if not param.requires_grad:
             if name is not None and problem is None:
-                unknown.append(f"{name} is frozen here, though build() trains it")
+                frozen.append(name)
             continue
         taken = {p.name for p in placed if p.index is None or index is None}
         if problem is not None or name is None:
@@ -76,6 +77,9 @@ def place(
             unknown.append(f"{shown}: another parameter of this rank is {name} too")
         else:
             placed.append(Placed(name=name, param=param, index=index))
+    # A frozen copy, as of a teacher, has the values of what is trained beside it.
+    lost = [name for name in frozen if name not in {p.name for p in placed}]
+    unknown += [f"{name} is frozen here, though build() trains it" for name in lost]
     return Placement(placed=tuple(placed), unknown=tuple(unknown))
 
 

@@ -24,6 +24,7 @@ from sumgrad.ledger.process_group import Ledger
 from sumgrad.record.ranks import AGAIN, BUFFER, INDEX, INDEX_IN, RankFiles
 from sumgrad.record.spec import RunSpec
 from sumgrad.record.trace import Trace
+from sumgrad.subjects.own_gradients import Losses, OwnGradients, gathered
 from sumgrad.subjects.program.context import Context, make_context, make_meshes
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
 from sumgrad.subjects.program.placement import Placed, Placement, place
@@ -56,6 +57,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 Result = dict[str, Any]
 Tensors = dict[str, Tensor]
+OWN_SAMPLES = 1 << 16  # of each parameter, that are kept of what a failing step's backwards give
 
 
 class Rank:
@@ -90,9 +92,16 @@ class Rank:
                 run.step(before)
             names = {id(m): name for name, m in run.modules.items()}
             seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations)
-            with seen:
+            with seen, Losses() as losses, run.own_gradients() as own:
                 run.step(step)
-            return seen.trace()
+            gave, at = own.taken(p.name for p in run.placement.placed)
+            return replace(
+                seen.trace(),
+                own=gave,
+                own_at=at,
+                own_lines=own.lines(),
+                losses=tuple(losses.values),
+            )
         finally:
             run.close()
 
@@ -339,6 +348,28 @@ class _TierRun:
             for p in self.placement.placed:
                 p.local().mul_(1.01)
         return dict.fromkeys(p.name for p in self.placement.placed)
+
+    @contextlib.contextmanager
+    def own_gradients(self) -> Iterator[OwnGradients]:
+        """What this rank's own backwards give its parameters, before it is reduced."""
+        own = OwnGradients(OWN_SAMPLES)
+        names = {id(p.param): p.name for p in self.placement.placed}
+        for p in self.placement.placed:
+            own.look_at(p.name, p.param, p.index)
+
+        def look_at_whole_ones(module: nn.Module, args: Any, output: Any) -> None:
+            for shard, leaf in gathered(module):
+                if id(shard) in names and not isinstance(leaf, DTensor):
+                    own.look_at(names[id(shard)], leaf, None)
+
+        sharding = [m for m in self.model.modules() if hasattr(m, "_get_fsdp_state")]
+        hooks = [module.register_forward_hook(look_at_whole_ones) for module in sharding]
+        try:
+            yield own
+        finally:
+            for hook in hooks:
+                hook.remove()
+            own.close()
 
     @contextlib.contextmanager
     def _watching(self, label: str) -> Iterator[None]:

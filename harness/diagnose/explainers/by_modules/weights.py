@@ -18,8 +18,10 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 from sumgrad.diagnose.explainers.factors import explained, fitted, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
+from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import (
     Share,
+    behind_few_directions,
     geometric,
     own_counts,
     own_positions,
@@ -68,6 +70,10 @@ def terms_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
         return
     term, (module, shares) = next(iter(odd.items()))
     lost = all(abs(f) < LOST for s in shares for f in s.places.values())
+    narrow = None if lost else _single_numbers(look, module, shares, term)
+    if narrow is not None:
+        yield explained(case, narrow)
+        return
     words = "it never enters it" if lost else _weights_in_words(case, shares, term)
     if words is None:
         if fitted(case) is not None:
@@ -101,6 +107,10 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     if look is None or found is None or case.record.spec.facts is None:
         return
     module, shares = found
+    narrow = _single_numbers(look, module, shares)
+    if narrow is not None:
+        yield explained(case, narrow)
+        return
     words = _weights_in_words(case, shares)
     if words is None:
         return
@@ -121,6 +131,33 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
                 *in_the_gradients(case),
             ),
         ),
+    )
+
+
+def _single_numbers(
+    look: Look, module: str, shares: Sequence[Share], term: str | None = None
+) -> Diagnosis | None:
+    """Tokens with factors of their own, below a head of single numbers: these are no weights."""
+    head = behind_few_directions(look, module)
+    odd = {s.rank: s.odd for s in shares if s.factor is None and s.odd}
+    regular = all(s.factor is not None or None not in s.by_row.values() for s in shares)
+    if head is None or not odd or regular:
+        return None
+    right = sorted({s.rank for s in shares} - odd.keys())
+    shown = "; ".join(f"on rank {rank} at {places}" for rank, places in list(odd.items())[:4])
+    because = [
+        f"the forward is right; what {named(look, head)} gives is a number or two a token, so a "
+        f"wrong target, a weight and a second path into the loss all look like a factor there",
+        "at all other places its gradient is right, up to one factor",
+    ]
+    if right:
+        because.append(f"on rank {spans(right)} it is right everywhere")
+    return Diagnosis(
+        cause=f"{term or 'the loss'} has another gradient than in loss_sum at some tokens: {shown}",
+        kind="loss_at_tokens",
+        term=term,
+        ranks=tuple(sorted(odd)),
+        because=tuple(because),
     )
 
 

@@ -19,10 +19,11 @@ from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_recomputed,
 )
 from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen, constant
-from sumgrad.diagnose.modules.loss_weights import same
+from sumgrad.diagnose.modules.loss_weights import is_untold, same
 from sumgrad.diagnose.names import factor_symbols
 
 MAX_OPERATIONS = 4
+SAME_LOSS = 1e-9
 
 
 def first_wrong_modules(case: Case) -> dict[str, Any] | None:
@@ -100,11 +101,12 @@ def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
 
 def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     told = [m for m in look.modules if look.forward(m) == "right"]
-    before = f"the forward is right up to {_listed(look, found.beside)} and" if found.beside else (
-        "the forward is wrong from the start: it")  # fmt: skip
+    near = _listed(look, found.beside)
+    before = f"the forward is right up to {near} and" if near else "the forward"
+    start = "" if near else "; no module whose output could be compared leads to it"
     because = [f"its output is no slice of the single process's: {_places(found.seen)}"]
-    near = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
-    shared = [m for m in near if look.shared(m)]
+    below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
+    shared = [m for m in below if look.shared(m)]
     if shared:
         because.append(
             f"{some_of(shared)} is found by its values, which are those of all rows: whether this "
@@ -117,7 +119,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     because += reading(case)
     return Diagnosis(
         cause=f"{before} goes wrong in {named(look, found.wrong)} on rank {spans(found.ranks)}"
-        + ("" if told else "; no module's output is the single process's"),
+        + (start if told else "; no module's output is the single process's"),
         kind="forward",
         ranks=found.ranks,
         because=tuple(because),
@@ -156,6 +158,9 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         f"what follows {at}: the loss, and its backward")  # fmt: skip
     because.append(f"look at {between}" + (", and at the loss, which uses it too" if loss and above
                                             else ""))  # fmt: skip
+    if not above:
+        because += losses_beside(case)
+    because += _untold_between(look, found)
     because += _weighed(look, found)
     because += _parts_between(look, found)
     because += _between(case, found, back=True)
@@ -184,7 +189,10 @@ def _weighed(look: Look, found: FirstWrong) -> list[str]:
     """Gradients that are right beside it but for factors, and where: one, or vectors' own."""
     out = []
     for module in found.modules:
-        factors = [constant(s.factors) for s in look.seen[module] if s.backward == "right"]
+        factors = [constant(s.factors) for s in look.seen[module] if s.backward == "right"
+                   and s.factors is not None and not bool(s.factors.isnan().all())]  # fmt: skip
+        if not factors:
+            continue
         known = [f for f in factors if f is not None]
         if len(known) < len(factors) or not same(known):
             out.append(f"what reaches {module or 'the model'} is right but for factors of its "
@@ -197,6 +205,36 @@ def _weighed(look: Look, found: FirstWrong) -> list[str]:
         ranks = sorted({s.rank for s in mine})
         out.append(f"on rank {spans(ranks)} it is right but for factors of its vectors")
     return out
+
+
+def losses_beside(case: Case) -> list[str]:
+    """The ranks' losses beside that of the single process, where both are known."""
+    traces = case.record.traces
+    if traces is None or len(traces.single.losses) != 1:
+        return []
+    wanted = traces.single.losses[0]
+    got = sum(sum(trace.losses) for trace in traces.ranks.values())
+    ratio = got / wanted if wanted else 0.0
+    if not ratio:
+        return []
+    times = round(ratio) if ratio > 0.5 else 1 / round(1 / ratio) if ratio > 0 else 0.0
+    if times and abs(ratio / times - 1) < SAME_LOSS:
+        up_to = "" if times == 1 else f", {fraction_of(times)} times"
+        return [f"the losses that the ranks' backwards start from add up to that of the single "
+                f"process{up_to}: its value may be right, and its gradient is not"]  # fmt: skip
+    return [f"the losses that the ranks' backwards start from add up to {got:.9g}, {ratio:.6g} "
+            f"times that of the single process ({wanted:.9g})"]  # fmt: skip
+
+
+def _untold_between(look: Look, found: FirstWrong) -> list[str]:
+    """What lies on the way and could not be told, so it may be wrong there already."""
+    above = look.paths.all_above(found.wrong)
+    right = {m for module in found.modules for m in (module, *look.paths.all_above(module))}
+    near = [m for m in look.modules if m in above and m not in right and is_untold(look, m)]
+    if not near:
+        return []
+    return [f"on the way, whether the gradient that reaches {some_of(near)} is right could not be "
+            f"told: it has too few directions"]  # fmt: skip
 
 
 def _parts_between(look: Look, found: FirstWrong) -> list[str]:
@@ -245,7 +283,8 @@ def _places(seen: Sequence[Seen]) -> str:
     total = 1
     for n in s.shape[:-1]:
         total *= n
-    many = f" of {len(seen)} calls" if len({x.call.number for x in seen}) > 1 else ""
+    calls = sorted({x.call.number for x in seen if x.rank == s.rank})
+    many = f", in calls {spans(calls)}" if calls != [0] else ""
     if len(s.wrong) >= total:
         return f"all of it on rank {s.rank}{many}"
     shape = " x ".join(map(str, s.shape))

@@ -29,6 +29,7 @@ def trace_reference(
     single.set_step(step)
     rows = torch.arange(facts.num_rows)
     found: dict[str, Trace] = {}
+    total = 0.0
     for name in single.terms:
         count = single.value_and_count(name, rows)[1]
         watching = ModuleWatch(single.model, with_paths=True)
@@ -36,9 +37,15 @@ def trace_reference(
             single.at_loss = seen.at_loss
             single.gradient(name, rows, rows, seed=1 / count)
         found[name] = seen.trace(single.batch)
+        total += single.value / count
     params = {n: p.detach().clone() for n, p in trained(single.model).items()}
     size = sum(p.numel() * p.element_size() for p in params.values())
-    return replace(_together(found), params=params if size <= MAX_BYTES else {})
+    known = not any(isinstance(term, tuple) for term in single.terms.values())
+    return replace(
+        _together(found),
+        params=params if size <= MAX_BYTES else {},
+        losses=(total,) if known else (),
+    )
 
 
 def _together(found: Mapping[str, Trace]) -> Trace:

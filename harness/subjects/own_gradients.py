@@ -6,13 +6,15 @@ run's gradient; which, tells how they were put together. A sample of each parame
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.record.ranks import sample_of
+from sumgrad.record.ranks import SAMPLES, sample_of
 from sumgrad.record.reference import Grads
+from sumgrad.subjects.users_line import users_line
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -20,10 +22,12 @@ MAX_PASSES = 16  # backwards of a step; further ones are added to the last
 
 
 class OwnGradients:
-    """Observes one rank."""
+    """Observes one rank. samples: at most so many elements of each parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self._most = samples
         self._passes: dict[str, list[Tensor]] = {}
+        self._lines: dict[str, list[str]] = {}
         self._held: dict[str, int] = {}  # elements that are here; a gradient may have all
         self._sample: dict[str, Tensor] = {}
         self._at: Grads = {}
@@ -40,7 +44,7 @@ class OwnGradients:
         if name in self._hooks:
             self._hooks.pop(name).remove()
         self._held[name] = leaf.numel() if index is None else index.numel()
-        self._sample[name] = sample_of(self._held[name])
+        self._sample[name] = sample_of(self._held[name], self._most)
         sample = self._sample[name]
         self._at[name] = sample if index is None else index.reshape(-1)[sample]
         # Before any hook that reduces what is there. On the node that accumulates, if that can be
@@ -63,6 +67,15 @@ class OwnGradients:
         passes = {name: self._passes.pop(name) for name in names if name in self._passes}
         return {n: torch.stack(own) for n, own in passes.items()}, {n: self._at[n] for n in passes}
 
+    def lines(self) -> dict[str, tuple[str, ...]]:
+        """Of each parameter, the lines of a user's that called its backwards so far."""
+        return {name: tuple(lines) for name, lines in self._lines.items()}
+
+    def close(self) -> None:
+        """Look no longer."""
+        for hook in self._hooks.values():
+            hook.remove()
+
     def _saw(self, name: str, grad: Tensor | None) -> None:
         if grad is None:
             return
@@ -77,6 +90,31 @@ class OwnGradients:
             passes[-1] += own
         else:
             passes.append(own)
+            self._lines.setdefault(name, []).append(users_line())
+
+
+class Losses:
+    """Between `with` and its end: the values that backwards start from."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def __enter__(self) -> Losses:
+        own = self._own = torch.autograd.backward
+
+        @functools.wraps(own)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if grad_tensors is None:
+                found = [t for t in roots if isinstance(t, Tensor) and t.numel() == 1]
+                self.values += [float(to_local(t.detach())) for t in found]
+            return own(tensors, grad_tensors, *args, **kwargs)
+
+        torch.autograd.backward = backward
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.autograd.backward = self._own
 
 
 def gathered(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,192 @@
+"""A gradient in a wrong place: another parameter's, other elements of its own, or one rank's part
+where the parts of several belong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.factors import explained
+from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.own_gradients import columns_of, given_by_ranks, mixed, near
+from sumgrad.judge.cells import Cell
+from torch import Tensor
+
+FEWEST = 8  # wrong elements of a parameter that have to be found elsewhere
+ENOUGH = 0.9  # of them
+TELLING = 1e3  # thresholds that an element is large, to be looked for
+CHANCE = 1e-3  # that an element is found where it is not from
+MAX_POOL = 1 << 22
+SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """All elements of the right gradients, sorted. owner: the number of its name; at: its place in
+    the flat parameter."""
+
+    names: tuple[str, ...]
+    values: Tensor
+    owner: Tensor
+    at: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """Of a rank's wrong parameter, whose elements it holds: names, the most frequent first. shift:
+    by how many elements its own are off, if it is one number."""
+
+    cell: Cell
+    wrong: int
+    found: int
+    names: tuple[str, ...]
+    shift: int | None
+
+
+def held_elsewhere(case: Case, left: Left) -> Iterator[Explanation]:
+    """Wrong gradients whose elements are, one by one, right ones of other places."""
+    if case.has_plan or not case.exact or not case.failing_cells:
+        return
+    pool = _pool(case)
+    found = [] if pool is None else [_look_for(cell, pool) for cell in case.failing_cells]
+    told = [one for one in found if one is not None]
+    if not told or 2 * len(told) < len(found):
+        return
+    others = {c.name: None for c, o in zip(case.failing_cells, found, strict=True) if o is None}
+    words = list(dict.fromkeys(_in_words(one) for one in told))
+    more = f"; and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    first = max(told, key=lambda one: one.found)
+    yield explained(
+        case,
+        Diagnosis(
+            cause=f"gradients are in the wrong place: {'; '.join(words[:SHOWN])}{more}",
+            kind="held_elsewhere",
+            ranks=tuple(sorted({one.cell.rank for one in told})),
+            because=(
+                f"of {first.wrong} wrong elements of {first.cell.name} on rank {first.cell.rank} "
+                f"{first.found} are, within the threshold, right elements of "
+                f"{some_of(list(first.names))}",
+                "look at how gradients are put into buffers, and how they are cut or copied back",
+            ),
+            however=(f"{some_of(list(others))} is wrong too, and is not told",) if others else (),
+        ),
+    )
+
+
+def _pool(case: Case) -> Pool | None:
+    grads = {n: g.double().reshape(-1) for n, g in case.reference.grads.items()}
+    if not grads or sum(len(g) for g in grads.values()) > MAX_POOL:
+        return None
+    values = torch.cat(list(grads.values()))
+    owner = torch.cat([torch.full((len(g),), i) for i, g in enumerate(grads.values())])
+    at = torch.cat([torch.arange(len(g)) for g in grads.values()])
+    order = values.argsort()
+    return Pool(names=tuple(grads), values=values[order], owner=owner[order], at=at[order])
+
+
+def _look_for(cell: Cell, pool: Pool) -> Elsewhere | None:
+    got, wanted = cell.measured.reshape(-1), cell.wanted.value.reshape(-1)
+    bound = cell.wanted.threshold
+    wrong = ((got - wanted).abs() > bound) & (got.abs() > TELLING * bound)
+    num = int(wrong.sum())
+    wide = float(got.abs().max()) if num else 0.0
+    if num < FEWEST or len(pool.values) * bound > CHANCE * wide:
+        return None
+    looked = got[wrong]
+    place = torch.searchsorted(pool.values, looked).clamp(max=len(pool.values) - 1)
+    below = (place - 1).clamp(min=0)
+    nearer = (pool.values[below] - looked).abs() < (pool.values[place] - looked).abs()
+    place = torch.where(nearer, below, place)
+    there = (pool.values[place] - looked).abs() <= bound
+    if int(there.sum()) < ENOUGH * num or len(looked[there].unique()) < FEWEST:
+        return None
+    names = Counter(pool.names[i] for i in pool.owner[place[there]].tolist())
+    index = torch.arange(len(got)) if cell.index is None else cell.index.reshape(-1)
+    shifts = (pool.at[place] - index[wrong])[there]
+    one = bool((shifts == shifts[0]).all()) and set(names) == {cell.name}
+    return Elsewhere(
+        cell=cell,
+        wrong=num,
+        found=int(there.sum()),
+        names=tuple(name for name, _ in names.most_common()),
+        shift=int(shifts[0]) if one else None,
+    )
+
+
+def _in_words(one: Elsewhere) -> str:
+    if one.names == (one.cell.name,):
+        if one.shift is not None:
+            return f"{one.cell.name} holds in each place what belongs {one.shift:+d} elements on"
+        return f"{one.cell.name} holds its own elements in other places"
+    return f"{one.cell.name} holds elements of the gradient of {some_of(list(one.names))}"
+
+
+def one_of_several(case: Case, left: Left) -> Iterator[Explanation]:
+    """Elements that several ranks' gradients reach hold that of one rank alone."""
+    told = list(_overwritten_cells(case))
+    if not told or {(c.rank, c.name) for c, *_ in told} != {
+        (c.rank, c.name) for c in case.failing_cells
+    }:
+        return
+    cell, count, whose = told[0]
+    yield explained(
+        case,
+        Diagnosis(
+            cause=f"{some_of(list(dict.fromkeys(c.name for c, *_ in told)))} holds one rank's "
+            f"gradient where those of several ranks belong together: overwritten, not added",
+            kind="overwritten",
+            standing="proved",
+            ranks=tuple(sorted({c.rank for c, *_ in told})),
+            because=(
+                f"in {cell.name} on rank {cell.rank} {count} elements that several ranks' "
+                f"gradients reach hold that of {whose} alone; every other element is the sum",
+            ),
+        ),
+    )
+
+
+def _overwritten_cells(case: Case) -> Iterator[tuple[Cell, int, str]]:
+    given = given_by_ranks(case)
+    if case.has_plan or given is None:
+        return
+    cells = {(c.rank, c.name): c for c in case.failing_cells}
+    for mix in mixed(case):
+        if mix.got is not None or mix.wanted is None or len(mix.sources) < 2:
+            continue
+        weight = mix.wanted.reshape(-1)[0]
+        if not near(mix.wanted, weight.expand_as(mix.wanted)):
+            continue
+        for name in mix.names:
+            cell = cells[mix.rank, name]
+            columns = columns_of(cell, given)
+            if columns is None or columns.sources != mix.sources:
+                continue
+            parts = columns.own.reshape(*mix.wanted.shape, -1).sum(1) * weight
+            found = _overwritten(cell, columns.measured, parts)
+            if found is not None:
+                yield (cell, *found)
+
+
+def _overwritten(cell: Cell, measured: Tensor, parts: Tensor) -> tuple[int, str] | None:
+    """How many elements are one of the parts instead of their sum, and whose. parts: (ranks, n)."""
+    bound = 2 * cell.wanted.threshold
+    alone = ((parts - measured).abs() <= bound) & (parts.abs() > bound)
+    summed = (parts.sum(0) - measured).abs() <= bound
+    odd = alone.any(0) & ~summed
+    if not bool((odd | summed).all()) or int(odd.sum()) < FEWEST:
+        return None
+    live, taken = parts[:, odd].abs() > bound, alone[:, odd]
+    numbers = torch.arange(len(parts))[:, None]
+    highest = torch.where(live, numbers, -1).amax(0)
+    lowest = torch.where(live, numbers, len(parts)).amin(0)
+    if bool(taken.gather(0, highest[None]).all()):
+        return int(odd.sum()), "the highest of these ranks"
+    if bool(taken.gather(0, lowest[None]).all()):
+        return int(odd.sum()), "the lowest of these ranks"
+    ranks = [i for i in range(len(parts)) if bool(taken[i].any())]
+    return int(odd.sum()), f"one of them (number {spans(ranks)})"

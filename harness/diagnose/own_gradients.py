@@ -1,0 +1,220 @@
+"""What a rank ends with, as a sum of what the ranks' own backwards gave.
+
+Both the gradient that a rank ends with and the single process's are held against what each rank's
+own backwards gave: got = sum of b[rank, pass] own[rank, pass], wanted = sum of a[rank, pass] own.
+Where both hold, the difference of the two tables is the mistake; where one does, it is known on
+which side of the reduction the mistake lies.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.fit import fit_deviation
+from sumgrad.judge.cells import Cell
+from sumgrad.record.ranks import OWN, OWN_AT
+from torch import Tensor
+
+ALIKE = 1e-6  # of the largest weight: weights that are the same
+NEEDED = 4  # numbers for each weight that is fitted
+ROUNDINGS, EPS = 64, torch.finfo(torch.float64).eps  # of the largest term, that a fit leaves
+
+
+Source = tuple[int, ...]  # ranks whose own backwards gave the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """Some parameters of one rank, as combinations of what the ranks' own backwards gave.
+
+    got, wanted: (sources, passes). Of the two one may be None: no weights of the ranks' own
+    gradients give what the rank holds, or what it must. lines: of a user's, that called each pass.
+    """
+
+    rank: int
+    names: tuple[str, ...]
+    sources: tuple[Source, ...]
+    got: Tensor | None
+    wanted: Tensor | None
+    lines: tuple[str, ...] = ()
+
+    def weighed(self) -> Weighed | None:
+        """The same where both are known."""
+        if self.got is None or self.wanted is None:
+            return None
+        return Weighed(self.rank, self.names, self.sources, self.got, self.wanted, self.lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What a rank has and what it must have, (sources, passes) both: see Mixed."""
+
+    rank: int
+    names: tuple[str, ...]
+    sources: tuple[Source, ...]
+    got: Tensor
+    wanted: Tensor
+    lines: tuple[str, ...] = ()
+
+    @property
+    def mine(self) -> Tensor:
+        """Which source is its own."""
+        return torch.tensor([self.rank in source for source in self.sources])
+
+
+def mixed(case: Case) -> list[Mixed]:
+    """Of every failing rank, its wrong parameters by the weights that they were put together with;
+    nothing where own gradients were not kept or do not tell."""
+    if "by_rank" not in case.known:
+        case.known["by_rank"] = list(_mixed(case))
+    return list(case.known["by_rank"])
+
+
+def _mixed(case: Case) -> Iterator[Mixed]:
+    given = given_by_ranks(case)
+    if case.has_plan or given is None or not case.exact:
+        return
+    alike: dict[tuple[int, tuple[Source, ...], int], list[Columns]] = defaultdict(list)
+    for cell in case.failing_cells:
+        columns = columns_of(cell, given)
+        if columns is not None:
+            alike[cell.rank, columns.sources, columns.passes].append(columns)
+    for (rank, sources, passes), found in alike.items():
+        groups: list[list[Columns]] = []
+        for columns in sorted(found, key=lambda c: -c.own.shape[1]):
+            kind = _weights_of([columns]).kind
+            for group in groups:
+                if _weights_of(group).kind == kind == _weights_of([*group, columns]).kind:
+                    group.append(columns)
+                    break
+            else:
+                groups.append([columns])
+        for group in groups:
+            tables = _weights_of(group)
+            numbers = sum(columns.own.shape[1] for columns in group)
+            few = numbers < NEEDED * len(sources) * passes
+            if not any(tables.kind) or not tables.only or few:
+                continue
+            yield Mixed(
+                rank=rank,
+                names=tuple(columns.cell.name for columns in group),
+                sources=sources,
+                got=None if tables.got is None else tables.got.reshape(-1, passes),
+                wanted=None if tables.wanted is None else tables.wanted.reshape(-1, passes),
+                lines=_lines(case, rank, group[0].cell.name),
+            )
+
+
+def _lines(case: Case, rank: int, name: str) -> tuple[str, ...]:
+    traces = case.record.traces
+    return () if traces is None else traces.ranks[rank].own_lines.get(name, ())
+
+
+Given = Mapping[int, tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]
+
+
+def given_by_ranks(case: Case) -> Given | None:
+    """By rank and parameter, what its own backwards gave, (passes, samples), and the elements that
+    these are of; None where not every rank kept it."""
+    traces, own, at = case.record.traces, (OWN, case.step), (OWN_AT, case.step)
+    here = traces is not None and (traces.tier, traces.step) == (case.tier, case.step)
+    if here and traces is not None and any(trace.own for trace in traces.ranks.values()):
+        return {rank: (trace.own, trace.own_at) for rank, trace in traces.ranks.items()}
+    if any(own not in held.grads for held in case.record.ranks.values()):
+        return None
+    return {r: (held.grads[own], held.grads.get(at, {})) for r, held in case.record.ranks.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """A parameter of a rank: what each source gave of some of its elements, (sources * passes, n),
+    and those elements of what the rank has and of what it must have, (n,)."""
+
+    cell: Cell
+    sources: tuple[Source, ...]
+    passes: int
+    own: Tensor
+    measured: Tensor
+    wanted: Tensor
+
+    @property
+    def size(self) -> float:
+        return self.cell.wanted.size or self.cell.wanted.scale or 1.0
+
+
+def columns_of(cell: Cell, given: Given) -> Columns | None:
+    """None where ranks kept other elements of it."""
+    numel = cell.measured.numel()
+    index = torch.arange(numel) if cell.index is None else cell.index.reshape(-1)
+    kept: dict[Source, Tensor] = {}
+    common: Tensor | None = None
+    for rank, (gradients, places) in given.items():
+        own, at = gradients.get(cell.name), places.get(cell.name)
+        if own is None or at is None or own.dim() != 2 or own.shape[1:] != at.shape:
+            continue
+        here = torch.isin(at, index)
+        if not bool(here.any()):
+            continue  # another part of it
+        if common is not None and not torch.equal(at[here], common):
+            return None
+        common, mine = at[here], own[:, here].double()
+        twin = next((s for s, g in kept.items() if g.shape == mine.shape and near(g, mine)), ())
+        kept[(*twin, rank)] = kept.pop(twin, mine)
+    if common is None or len({len(g) for g in kept.values()}) != 1:
+        return None
+    columns = torch.cat([kept[source] for source in sorted(kept)])
+    if not bool(torch.isfinite(columns).all()):
+        return None
+    order = index.argsort()
+    place = order[torch.searchsorted(index[order], common)]
+    return Columns(
+        cell=cell,
+        sources=tuple(sorted(kept)),
+        passes=len(columns) // len(kept),
+        own=columns,
+        measured=cell.measured.reshape(-1)[place],
+        wanted=cell.wanted.value.reshape(-1)[place],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """One table for some parameters, (sources * passes,). only: no other gives the same."""
+
+    got: Tensor | None
+    wanted: Tensor | None
+    only: bool
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        return self.got is not None, self.wanted is not None
+
+
+def _weights_of(together: Sequence[Columns]) -> _Weights:
+    """The weights that give what the rank has, and what it must have."""
+    matrix = torch.cat([c.own / c.size for c in together], dim=1)
+    found = []
+    for values in ([c.measured for c in together], [c.wanted for c in together]):
+        target = torch.cat([v / c.size for v, c in zip(values, together, strict=True)])
+        fit = fit_deviation(list(matrix), target)
+        only = all(value is not None for value in fit.values)
+        weights = torch.tensor([(v or 1.0) - 1 for v in fit.values], dtype=torch.float64)
+        weights = weights.where(weights.abs() > ALIKE * weights.abs().max(), 0.0)
+        left = fit.residual if not only else target - weights @ matrix
+        start, fits = 0, True
+        for c in together:
+            here = left[start : start + c.own.shape[1]].abs() * c.size
+            start += c.own.shape[1]
+            roundings = ROUNDINGS * EPS * float((weights.abs() @ c.own.abs()).max())
+            fits &= float(here.max()) <= c.cell.wanted.threshold + roundings
+        found.append((weights if fits else None, only))
+    (got, only), (wanted, _) = found
+    return _Weights(got=got, wanted=wanted, only=only)
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= ALIKE * max(float(a.abs().max()), float(b.abs().max()))

@@ -1,0 +1,24 @@
+"""Which line of a user's own file runs, outside of torch and of what observes it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PACKAGE = Path(os.path.abspath(__file__)).parents[1]  # as the names of its files begin
+_OURS = tuple(str(_PACKAGE / name) + os.sep for name in ("subjects", "launch", "ledger"))
+
+
+def users_line() -> str:
+    """`file.py:12`, the nearest one below the caller; the outermost where all are ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, *_OURS)) and "contextlib" not in name:
+            break
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
