@@ -9,8 +9,6 @@ ledger and faulthandler's traceback.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import ctypes
 import faulthandler
 import importlib
 import os
@@ -214,21 +212,6 @@ def own_exit_functions() -> Iterator[None]:
         yield
     finally:
         atexit._run_exitfuncs()
-
-
-def keep_freed_memory() -> None:
-    """Have malloc use large blocks again that were freed, instead of pages that the kernel clears.
-
-    A fifth of a large model's time; the process holds more or less what it once needed at most.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # glibc's; others have another malloc
-        malloc = ctypes.CDLL(None)
-        malloc.mallopt(_M_MMAP_MAX, 0)
-        malloc.mallopt(_M_TRIM_THRESHOLD, TRIM_ABOVE)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-TRIM_ABOVE = 128 << 20
 
 
 def load_target(target: str) -> Any:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from sumgrad.base.memory import keep_freed_memory
 from sumgrad.base.outcome import SETUP
-from sumgrad.launch.guard import HELPERS, RankGuard, keep_freed_memory
+from sumgrad.launch.guard import HELPERS, RankGuard
 from sumgrad.ledger.process_group import BACKEND, Ledger, register_backend
 from sumgrad.record.bits import BITS, write_bits
 from sumgrad.record.ranks import RankFiles

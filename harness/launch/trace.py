@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sumgrad.base.files import write_json
+from sumgrad.base.memory import keep_freed_memory
 from sumgrad.base.outcome import describe_operation
-from sumgrad.launch.guard import RankGuard, keep_freed_memory
+from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.rank import local_group
 from sumgrad.record.endings import rank_file, read_ledger

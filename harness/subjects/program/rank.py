@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sumgrad.base.memory import give_back_memory
 from sumgrad.base.outcome import SETUP, describe_operation
 from sumgrad.base.tensors import bits, hash_weights, same_bits, to_local
 from sumgrad.faults.collective import CollectiveFault
@@ -81,6 +82,7 @@ class Rank:
             finally:
                 run.close()
             del run
+            give_back_memory()
         result["operations"] = self.ledger.num_operations
         return result
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sumgrad.base.memory import give_back_memory
 from sumgrad.record.reference import Reference
 from sumgrad.record.spec import Facts
 from sumgrad.subjects.noise_floor import Grads, differences, norm
@@ -63,6 +64,7 @@ def compute_program_reference(
     problems, warnings, narrow = _problems(exact)
     warnings += _other_sum(exact)
     shared = _without_noise(exact, hashed, num_steps)
+    give_back_memory()
     out: dict[str, Reference] = {}
     coarser: Noise | None = None
     for tier, dtype in sorted(tiers.items(), key=lambda item: -torch.finfo(item[1]).eps):

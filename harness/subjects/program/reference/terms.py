@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -57,13 +57,16 @@ def exact_term(exact: Single, name: str, cut: Cut) -> Term:
 
     The second sum divides by the count before the backward, not after it, as a step may do.
     """
+    coarse = summed(exact, name, cut.coarse, cut.rows)
+    fine, parted = None, 0.0 if coarse is None else sum(coarse.counts)
+    if coarse is not None and parted > 0:
+        fine = summed(exact, name, cut.fine, cut.rows, seed=1 / parted, with_scale=True)
+    # All rows at once need most memory: last, when the ranks are through with what they need most.
     value, count = exact.value_and_count(name, cut.rows)
     if not count > 0:
         raise Broken(f"{name}: the count of the full batch is {count:g}, expected more than 0")
-    coarse = summed(exact, name, cut.coarse, cut.rows)
-    fine = None
-    if coarse is not None:
-        fine = summed(exact, name, cut.fine, cut.rows, seed=1 / count, with_scale=True)
+    if fine is not None and parted != count:
+        fine = fine.times(parted / count)
     if coarse is None or fine is None:
         return _at_once(exact, name, cut, fine, count)
     grads = over(coarse.grads, count)
@@ -117,6 +120,15 @@ class _Sum:
     counts: list[float]
     sizes: Sizes
     last: Grads
+
+    def times(self, factor: float) -> _Sum:
+        """As if the loss had been multiplied by it before the backward."""
+        return replace(
+            self,
+            grads=over(self.grads, 1 / factor),
+            sizes={n: factor * size for n, size in self.sizes.items()},
+            last=over(self.last, 1 / factor),
+        )
 
 
 def summed(

@@ -1,0 +1,28 @@
+"""What malloc does with freed memory: kept where it is needed again, given back where it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+TRIM_ABOVE = 128 << 20
+
+
+def keep_freed_memory() -> None:
+    """Have malloc use large blocks again that were freed, instead of pages that the kernel clears.
+
+    A fifth of a large model's time; the process holds more or less what it once needed at most.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # glibc's; others have another malloc
+        malloc = ctypes.CDLL(None)
+        malloc.mallopt(_M_MMAP_MAX, 0)
+        malloc.mallopt(_M_TRIM_THRESHOLD, TRIM_ABOVE)
+
+
+def give_back_memory() -> None:
+    """Give back what is free now, after a phase that needed more than the next one will."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
