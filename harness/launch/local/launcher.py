@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from sumgrad.base.errors import LaunchError
 from sumgrad.base.interpreter import server_environment
+from sumgrad.base.memory import kills_for_want_of_memory
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.launch.guard import HELPERS
 from sumgrad.launch.local.conversation import Conversation
@@ -106,6 +107,7 @@ class Launcher:
         self._numbers = itertools.count(1)
         self._job = 0  # the number of the last request
         self._in_step = False  # whether the server is known to run nothing and to listen
+        self._out_of_memory = 0  # how often, before the running job
         self.threads: int | None = None
 
     def __enter__(self) -> Launcher:
@@ -199,6 +201,7 @@ class Launcher:
         if job.helpers:
             (job.directory / HELPERS / "ranks").mkdir(parents=True, exist_ok=True)
         self._in_step = False
+        self._out_of_memory = kills_for_want_of_memory()
         self._job = next(self._numbers)
         request = {
             "id": self._job,
@@ -236,7 +239,9 @@ class Launcher:
         except BaseException:
             self._abandon()
             raise
-        return [_outcome(job, rank, ends[rank]) for rank in range(_everyone(job))]
+        outcomes = [_outcome(job, rank, ends[rank]) for rank in range(_everyone(job))]
+        killed = kills_for_want_of_memory() - self._out_of_memory
+        return [_out_of_memory(outcome, killed) for outcome in outcomes]
 
     def close(self) -> None:
         """End the server, and with it any rank that still runs."""
@@ -349,6 +354,15 @@ def _outcome(job: RankJob, rank: int, end: dict[str, Any]) -> RankOutcome:
         detail = "did not end when it was asked to; killed by the launcher"
         return replace(outcome, detail=detail, by_launcher=True)
     return outcome
+
+
+def _out_of_memory(outcome: RankOutcome, killed: int) -> RankOutcome:
+    """killed: processes of this machine that the kernel ended for want of memory meanwhile."""
+    by_kernel = outcome.exit_code == -signal.SIGKILL and not outcome.by_launcher
+    if not by_kernel or killed <= 0:
+        return outcome
+    why = "this machine ran out of memory meanwhile: fewer ranks, rows or --steps need less"
+    return replace(outcome, detail=f"{outcome.detail}; {why}")
 
 
 def _lost(job: RankJob, rank: int, end: dict[str, Any] | None, why: str) -> RankOutcome:
