@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from sumgrad.launch.local import launcher as launcher_module
 from sumgrad.launch.local.launcher import Launcher, RankJob
 
 pytestmark = pytest.mark.distributed
@@ -137,6 +138,17 @@ def test_a_rank_that_ends_early(sumgrad_ranks, what, status, code, when):
         else:
             assert other.status in ("raised", "timed_out")
             assert "allreduce" in other.waiting_in
+
+
+@pytest.mark.parametrize(("what", "kills", "said"), [("kill", 1, True), ("kill", 0, False),
+                                                    ("abort", 1, False)])  # fmt: skip
+def test_a_rank_that_the_kernel_ended_for_want_of_memory(
+    sumgrad_ranks, monkeypatch, what, kills, said
+):
+    counted = iter([5, 5 + kills])
+    monkeypatch.setattr(launcher_module, "kills_for_want_of_memory", lambda: next(counted))
+    bad = sumgrad_ranks(act, 2, who=1, what=what, when="before", timeout_s=20)[1]
+    assert ("; this machine ran out of memory meanwhile" in bad.detail) == said
 
 
 @pytest.mark.parametrize("when", ["before", "between", "after"])
