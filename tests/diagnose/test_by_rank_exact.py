@@ -226,7 +226,7 @@ def test_a_sum_that_was_overwritten_by_one_of_its_parts():
     own = [record.ranks[r].grads[OWN, 0]["b"].sum(0) * 0.5 for r in range(3)]
     cause = changed(record, "b", lambda g: g[:20].copy_(own[2][:20]))
     assert (cause.kind, cause.standing) == ("overwritten", "proved")
-    assert "in b on rank 0 20 elements that several" in cause.because[0]
+    assert "b on rank 0: 20 elements that several" in cause.because[0]
     assert "that of the highest of these ranks alone" in cause.because[0]
     record = record_of([weights] * 3, weights)
     cause = changed(record, "b", lambda g: g[:20].copy_(own[2][:20] + 1e-9))

@@ -44,13 +44,25 @@ def test_a_term_with_another_factor_in_each_parameter_is_named():
     cause = cause_of([{"w": 1.5, "b": 2.0}, {"w": 1.25, "b": 3.0}])
     assert (cause.kind, cause.term, cause.standing) == ("term_by_parameter", "penalty", "proved")
     assert cause.cause == (
-        "penalty has another factor in each parameter and on each rank: 3/2 times in w on rank 0, "
+        "penalty counts otherwise in each parameter and on each rank: 3/2 times in w on rank 0, "
         "5/4 times in w on rank 1, 2 times in b on rank 0, 3 times in b on rank 1; fit is right"
     )
 
 
-@pytest.mark.parametrize("change", [{"tilt": 1e-9}, {"names": ("w",)}])
-def test_what_is_no_factor_of_a_term_or_one_for_all_is_not(change):
-    factors = [{"w": 1.5, "b": 2.0}] * 2
-    assert cause_of(factors, **change).kind != "term_by_parameter"
-    assert cause_of([{"w": 2.0, "b": 2.0}] * 2).kind != "term_by_parameter"
+@pytest.mark.parametrize(
+    ("factors", "names", "words", "once"),
+    [
+        ({"w": 1.5}, "wb", "penalty counts 3/2 times in w; fit is right", "counts once in b"),
+        ({"w": 0.0}, "wb", "penalty does not reach w; fit is right", "counts once in b"),
+        ({"w": 1.5}, "w", "penalty counts 3/2 times in w; fit is right", None),
+    ],
+)
+def test_one_factor_in_some_parameters_names_those_where_it_is_right(factors, names, words, once):
+    cause = cause_of([factors] * 2, names=tuple(names))
+    assert (cause.cause, cause.kind) == (words, "term_by_parameter")
+    assert (once is None) == (len(cause.because) == 1)
+    assert once is None or once in cause.because[1]
+
+
+def test_what_is_no_factor_of_a_term_is_not_named():
+    assert cause_of([{"w": 1.5, "b": 2.0}] * 2, tilt=1e-9).kind != "term_by_parameter"

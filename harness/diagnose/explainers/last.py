@@ -15,6 +15,7 @@ from sumgrad.diagnose.outright import run_to_run
 from sumgrad.judge.cells import Cell
 from sumgrad.judge.comparison import TensorDiff
 
+MOST_NUMBERS = 6  # that are written out
 FEWEST = 8  # different numbers that all have few digits
 
 
@@ -53,13 +54,27 @@ def open_end(case: Case, left: Left) -> Iterator[Explanation]:
             standing="open",
             ranks=tuple(sorted({c.rank for c in failing})),
             because=(
-                "one factor on everything, on a parameter, on a term or on stretches of rows does "
-                "not leave a residual under the threshold",
+                _numbers(failing)
+                or "one factor on everything, on a parameter, on a term or on stretches of rows "
+                "does not leave a residual under the threshold",
                 *([place] if place else []),
             ),
             however=_right(case),
         ),
     )
+
+
+def _numbers(failing: Sequence[Cell]) -> str | None:
+    """Single numbers, by what they are off: any one factor fits one of them."""
+    if any(cell.measured.numel() != 1 for cell in failing):
+        return None
+    shown = [
+        f"{cell.name} on rank {cell.rank} is {float(cell.measured) / float(cell.wanted.value):.9g} "
+        f"times what it should be"
+        for cell in failing[:MOST_NUMBERS]
+        if float(cell.wanted.value)
+    ]
+    return "each is a single number, of which any factor is possible: " + "; ".join(shown)
 
 
 def _names(case: Case) -> list[str]:

@@ -13,7 +13,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.own_gradients import columns_of, given_by_ranks, mixed, near
+from sumgrad.diagnose.own_gradients import Given, columns_of, given_by_ranks, mixed, near
 from sumgrad.judge.cells import Cell
 from torch import Tensor
 
@@ -22,6 +22,7 @@ ENOUGH = 0.9  # of them
 TELLING = 1e3  # thresholds that an element is large, to be looked for
 CHANCE = 1e-3  # that an element is found where it is not from
 MAX_POOL = 1 << 22
+NEEDED = 2  # elements for each gradient that may be in a sum
 SHOWN = 4
 
 
@@ -137,17 +138,82 @@ def one_of_several(case: Case, left: Left) -> Iterator[Explanation]:
     yield explained(
         case,
         Diagnosis(
-            cause=f"{some_of(list(dict.fromkeys(c.name for c, *_ in told)))} holds one rank's "
-            f"gradient where those of several ranks belong together: overwritten, not added",
+            cause=f"in places {some_of(list(dict.fromkeys(c.name for c, *_ in told)))} holds one "
+            f"rank's gradient where those of several ranks belong together: not added up there, or "
+            f"overwritten",
             kind="overwritten",
             standing="proved",
             ranks=tuple(sorted({c.rank for c, *_ in told})),
             because=(
-                f"in {cell.name} on rank {cell.rank} {count} elements that several ranks' "
-                f"gradients reach hold that of {whose} alone; every other element is the sum",
+                f"{cell.name} on rank {cell.rank}: {count} elements that several ranks' gradients "
+                f"reach hold that of {whose} alone; every other element is the sum",
             ),
         ),
     )
+
+
+def mixed_up(case: Case, left: Left) -> Iterator[Explanation]:
+    """Sums of ranks' own gradients, where some ranks' are those of another parameter."""
+    given = given_by_ranks(case)
+    if case.has_plan or given is None or not case.exact:
+        return
+    told = [(cell, found) for cell in case.failing_cells if (found := _sources(cell, given))]
+    names = list(dict.fromkeys(cell.name for cell, _ in told))
+    others = {c.name: None for c in case.failing_cells if c.name not in names}
+    small = min((cell.measured.numel() for cell, _ in told), default=0)
+    large = {c.name for c in case.failing_cells if c.measured.numel() >= small} - set(names)
+    if not told or large:
+        return
+    cell, found = told[0]
+    yield explained(
+        case,
+        Diagnosis(
+            cause=f"gradients of different parameters are added up: {cell.name} on rank "
+            f"{cell.rank} is the sum of {found}",
+            kind="other_parameters",
+            standing="likely" if others else "proved",
+            ranks=tuple(sorted({c.rank for c, _ in told})),
+            because=(
+                f"so it is for {some_of(names)}: with what each rank's own backwards gave, under "
+                f"the threshold",
+                "look at the order in which each rank puts gradients into buffers or calls its "
+                "reductions",
+            ),
+            however=(f"{some_of(list(others))} is wrong too, and too small to tell",)
+            if others
+            else (),
+        ),
+    )
+
+
+def _sources(cell: Cell, given: Given) -> str | None:
+    """Of which parameter's gradient each rank put in, if it is a plain sum with another's in it."""
+    if cell.index is not None:
+        return None
+    measured, size = cell.measured.reshape(-1), cell.measured.numel()
+    columns: dict[tuple[int, str], Tensor] = {}
+    for rank, (own, at) in given.items():
+        for name, passes in own.items():
+            whole = passes.dim() == 2 and torch.equal(at[name], torch.arange(size))
+            if whole and passes.shape[1] == size and bool(passes.any()):
+                columns[rank, name] = passes.sum(0).double()
+    if len(columns) < 2 or size < NEEDED * len(columns):
+        return None
+    matrix = torch.stack(list(columns.values()), dim=1)
+    solved = torch.linalg.lstsq(matrix, measured[:, None], driver="gelsd").solution[:, 0]
+    taken = [key for key, value in zip(columns, solved.tolist(), strict=True) if abs(value) > 1e-6]
+    one = all(abs(v - 1) < 1e-6 or abs(v) < 1e-6 for v in solved.tolist())
+    foreign = any(name != cell.name for _, name in taken)
+    error = float((matrix @ solved - measured).abs().max())
+    ranks = [rank for rank, _ in taken]
+    if not one or not foreign or len(set(ranks)) < len(ranks):
+        return None
+    if error > 2 * cell.wanted.threshold:
+        return None
+    by_name: dict[str, list[int]] = {}
+    for rank, name in taken:
+        by_name.setdefault(name, []).append(rank)
+    return " and ".join(f"{n}'s of rank {spans(held)}" for n, held in by_name.items())
 
 
 def _overwritten_cells(case: Case) -> Iterator[tuple[Cell, int, str]]:

@@ -74,7 +74,10 @@ def _lost_rows(case: Case, found: Factors, what: str) -> Diagnosis | None:
         cause=f"rows {list_rows(lost)} never reach {what}",
         kind="lost_rows",
         factor="0",
-        because=("their factor is 0 and that of all other rows is 1",),
+        because=(
+            "their factor is 0 and that of all other rows is 1; rows without a gradient are not "
+            "told",
+        ),
     )
 
 

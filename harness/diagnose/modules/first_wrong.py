@@ -72,7 +72,8 @@ def first_wrong_backward(look: Look, failing: Sequence[str]) -> FirstWrong | Non
     # What is right again in a module that it is made from was put together in another way, unless
     # its own parameters are wrong: then the way down passed by its side.
     for module, found in odd.items():
-        if module in failing or not right & look.paths.all_below(module):
+        one_part = found.lost and any(s.backward == "right" for s in look.seen[module])
+        if module in failing or one_part or not right & look.paths.all_below(module):
             alike = [m for m in odd if m != module and odd[m].beside == found.beside
                      and not look.paths.all_above(m) & odd.keys()]  # fmt: skip
             return replace(found, alike=tuple(alike))

@@ -206,6 +206,7 @@ def _without_trials(found: list[Seen]) -> list[Seen]:
         if s.forward == "right"
         or s.call.recomputed
         or s.call.operation_back is not None
+        or s.backward == "wrong"
         or s.rank not in right
     ]
 
@@ -224,7 +225,12 @@ def _see(
     if not bool(where.here.all()):
         if _is_beside_the_loss(call, whole):
             return seen
-        return replace(seen, forward="wrong", wrong=where.picked[~where.here])
+        lost = (
+            gradient is None and _got_elsewhere(trace, call) and bool(wanted.gradients.any(1).all())
+        )
+        wrong = None if lost else where.picked[~where.here]
+        back: State = "wrong" if lost else "untold"
+        return replace(seen, forward="wrong", backward=back, wrong=wrong)
     rows = None if wanted.rows is None else rows_of(where, wanted.rows, seen.shape[0])
     shared = wanted.rows is None and len(got) <= wanted.each and not wanted.flat
     seen = replace(seen, forward="right", where=where, rows=rows, shared=shared)
@@ -244,6 +250,16 @@ def _see(
         backward="right" if telling else "untold",
         factors=found.factors if telling and not mixed else None,
         terms=found.terms if telling and found.terms.shape[1] else None,
+    )
+
+
+def _got_elsewhere(trace: Trace, call: Call) -> bool:
+    """Whether another part of the same call's output got a gradient."""
+    return not call.recomputed and any(
+        (other.module, other.number) == (call.module, call.number)
+        and other.part != call.part
+        and gradient is not None
+        for other, gradient in zip(trace.calls, trace.gradients, strict=True)
     )
 
 
@@ -295,12 +311,34 @@ def _with_parts(
                 mine = [place.get(_key(rank, s), -1) for rank in ranks]
                 if s.rank != ranks[0] or -1 in mine:
                     continue
-                if not any(_may_be_part(found[j]) for j in mine):
-                    continue
-                if _adds_up([found[j] for j in mine], traces, whole, tolerance):
-                    for j in mine:
-                        out[j] = _as_part(found[j], axis)
+                for held in ([found[j] for j in mine], *_same_slices([found[j] for j in mine])):
+                    if not any(_may_be_part(x) for x in held):
+                        continue
+                    if _adds_up(held, traces, whole, tolerance):
+                        for x in held:
+                            out[place[_key(x.rank, x)]] = _as_part(x, axis)
+                        if len(held) == len(mine):
+                            break
     return out
+
+
+def _same_slices(found: Sequence[Seen]) -> list[list[Seen]]:
+    """Those of an axis that hold the same vectors, as ranks that share a head do; of several."""
+    alike: list[list[Seen]] = []
+    for s in found:
+        for others in alike:
+            known = others[0].where
+            if (
+                s.where is not None
+                and known is not None
+                and s.where.columns == known.columns
+                and (torch.equal(s.where.found, known.found))
+            ):
+                others.append(s)
+                break
+        else:
+            alike.append([s])
+    return [held for held in alike if 1 < len(held) < len(found)]
 
 
 def _may_be_part(s: Seen) -> bool:

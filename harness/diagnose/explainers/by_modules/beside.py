@@ -10,7 +10,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, owners
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
-from sumgrad.diagnose.modules.look import SAME_FACTOR, Look
+from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 
 
@@ -33,6 +33,8 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if not known or len(known) < len(factors) or not same(known):
         return diagnosis
     text += _after_the_modules(diagnosis, known[0])
+    if any(_terms_differ(s) for m in look.modules for s in look.seen[m]):
+        return diagnosis
     if inside:
         text += (
             f"; or in how {some_of(inside)} makes its own parameters' gradients, which no module's "
@@ -47,6 +49,13 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
             f"{axis}"
         )
     return replace(diagnosis, because=(*diagnosis.because, text, *more))
+
+
+def _terms_differ(seen: Seen) -> bool:
+    """Whether terms of the loss have factors of their own in what reaches it."""
+    rows = () if seen.terms is None or seen.backward != "right" else seen.terms
+    told = [row[~row.isnan()].tolist() for row in rows]
+    return any(len(factors) > 1 and not same(factors) for factors in told)
 
 
 def _after_the_modules(diagnosis: Diagnosis, of_loss: float) -> str:

@@ -34,6 +34,7 @@ from sumgrad.diagnose.names import factor_symbols
 from torch import Tensor
 
 LOST = 1e-9
+MOST_WEIGHTS = 4
 
 
 def tokens_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
@@ -125,7 +126,8 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             ranks=tuple(sorted({s.rank for s in shares})),
             because=(
                 f"so weighed is the gradient that reaches {named(look, module)}, the last module",
-                "the rows' gradients with these weights add up to what was measured"
+                "the rows' gradients with these weights add up to what was measured, up to one "
+                "factor on all of them"
                 if proved
                 else "whether these weights alone make the measured gradient is not known",
                 *in_the_gradients(case),
@@ -137,27 +139,47 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
 def _single_numbers(
     look: Look, module: str, shares: Sequence[Share], term: str | None = None
 ) -> Diagnosis | None:
-    """Tokens with factors of their own, below a head of single numbers: these are no weights."""
+    """Vectors with factors that are no weights: many, or below a head of single numbers."""
     head = behind_few_directions(look, module)
     odd = {s.rank: s.odd for s in shares if s.factor is None and s.odd}
     regular = all(s.factor is not None or None not in s.by_row.values() for s in shares)
-    if head is None or not odd or regular:
+    if not odd or regular or (head is None and not any(_many_factors(s) for s in shares)):
         return None
     right = sorted({s.rank for s in shares} - odd.keys())
     shown = "; ".join(f"on rank {rank} at {places}" for rank, places in list(odd.items())[:4])
-    because = [
-        f"the forward is right; what {named(look, head)} gives is a number or two a token, so a "
-        f"wrong target, a weight and a second path into the loss all look like a factor there",
-        "at all other places its gradient is right, up to one factor",
-    ]
+    if head is None:
+        cause = (
+            f"the gradient {f'of {term} ' if term else ''}that reaches {named(look, module)} has "
+        )
+        cause += f"right directions and wrong sizes in single vectors: {shown}"
+        because = [
+            "the forward is right; what follows this module, up to the loss, has another gradient "
+            "there, or gives a part of it only"
+        ]
+    else:
+        cause = (
+            f"{term or 'the loss'} has another gradient than in loss_sum at some tokens: {shown}"
+        )
+        because = [
+            f"the forward is right; what {named(look, head)} gives is a number or two a token, so "
+            f"a wrong target, a weight and a second path into the loss all look like a factor there"
+        ]
+    because.append("at all other places its gradient is right, up to one factor")
     if right:
         because.append(f"on rank {spans(right)} it is right everywhere")
     return Diagnosis(
-        cause=f"{term or 'the loss'} has another gradient than in loss_sum at some tokens: {shown}",
+        cause=cause,
         kind="loss_at_tokens",
         term=term,
         ranks=tuple(sorted(odd)),
         because=tuple(because),
+    )
+
+
+def _many_factors(share: Share) -> bool:
+    """Whether its vectors have more factors than people give weights."""
+    return share.factor is None and len({fraction_of(f) for f in share.places.values()}) > (
+        MOST_WEIGHTS
     )
 
 

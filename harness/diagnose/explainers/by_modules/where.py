@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -105,6 +106,9 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     before = f"the forward is right up to {near} and" if near else "the forward"
     start = "" if near else "; no module whose output could be compared leads to it"
     because = [f"its output is no slice of the single process's: {_places(found.seen)}"]
+    if not found.beside and _is_the_lesser_part(found.seen):
+        because.append("what goes into it there may be padding that is right to differ; then what "
+                       "follows from it is wrong")  # fmt: skip
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m)]
     if shared:
@@ -124,6 +128,11 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         ranks=found.ranks,
         because=tuple(because),
     )
+
+
+def _is_the_lesser_part(seen: Sequence[Seen]) -> bool:
+    """Of each call's vectors less than all are wrong."""
+    return all(s.wrong is not None and len(s.wrong) < math.prod(s.shape[:-1]) for s in seen)
 
 
 def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
@@ -148,7 +157,8 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         head += f"the backward is right down to {above}; "
     else:
         head += "the loss itself, outside of the modules, is another or has another gradient: "
-    because = [] if found.lost or found.ratio else [f"wrong are {_places(found.seen)}"]
+    least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
+    because = [] if found.lost or found.ratio else [f"wrong are {least}{_places(found.seen)}"]
     because += _parts_of_output(look, found)
     alike = [m for m in found.alike if not _is_in(found.wrong, m)]
     if alike:
