@@ -37,6 +37,8 @@ from conftest import ROOT
         ("e_18", "factor", "likely"),
         ("e_19", "open", "open"),
         ("f_16", "loss_at_tokens", "likely"),
+        ("g_07", "backward", "likely"),
+        ("h_03", "other_parameters", "likely"),
     ],
 )
 def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):

@@ -14,6 +14,7 @@ from sumgrad.diagnose.modules.first_wrong import (
 )
 from sumgrad.diagnose.modules.look import look_at
 from sumgrad.diagnose.modules.loss_weights import (
+    behind_few_directions,
     own_counts,
     own_positions,
     row_weights,
@@ -410,6 +411,66 @@ def test_rows_that_go_through_a_module_twice_or_never():
     mine = trace([entry for call in calls for entry in call])
     found = rows_through(look(mine))
     assert found["first"] == {0: {0: 2, 1: 2}}
+
+
+def test_outputs_of_the_single_process_that_no_rank_has_are_counted():
+    more = [("first", numbers(41), None)]
+    single = trace([*[(n, OUT[n], GRAD[n]) for n in MODULES], *more], batch=BATCH)
+    traces = Traces(tier="structure", step=0, ranks={0: trace(rank())}, single=single)
+    assert look_at(traces, "float64", ()).lacking == {"first": (12, 24)}
+    both = replace(traces, ranks={0: trace(rank()), 1: trace([*rank(), *more])})
+    assert look_at(both, "float64", ()).lacking == {}
+    assert look(rank(slice(0, 2)), rank(slice(2, 4))).lacking == {}
+    assert look(rank(slice(0, 2))).lacking == dict.fromkeys(MODULES, (6, 12))
+
+
+def test_directions_that_are_too_few_tell_nothing():
+    """Gradients along one line fit one factor each, whatever made them."""
+    line = numbers(51)[:1, :1]
+    sizes = torch.arange(1.0, 13.0).reshape(ROWS, TOKENS, 1).double()
+    single = replace(whole(), gradients=(GRAD["first"], GRAD["second"], sizes * line))
+    for change, state in ((sizes.flip(0) * line, "untold"), (3 * sizes * line, "right")):
+        mine = trace(rank(grad_third=lambda _, change=change: change))
+        traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+        found = look_at(traces, "float64", ())
+        assert found.backward("third") == state
+        at_loss = shares_at_the_loss(found)
+        assert at_loss[0] == ("second" if state == "untold" else "third")
+        assert behind_few_directions(found, "second") == ("third" if state == "untold" else None)
+
+
+def test_a_part_of_an_output_that_gets_no_gradient_is_lost():
+    def with_part(traced, gradient):
+        call = replace(traced.calls[2], part=1, operation_back=None if gradient is None else 0)
+        return replace(traced, calls=(*traced.calls, call), gradients=(*traced.gradients, gradient),
+                       outputs=(*traced.outputs, torch.tensor(2.5).double()))  # fmt: skip
+
+    single = with_part(whole(), torch.tensor(0.5).double())
+    for gradient, state in ((None, "wrong"), (torch.tensor(0.5).double(), "right")):
+        mine = with_part(trace(rank()), gradient)
+        if gradient is None:  # a part of the sum over all rows: its value is nowhere
+            mine = replace(mine, outputs=(*mine.outputs[:-1], torch.tensor(1.0).double()))
+        traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+        found = look_at(traces, "float64", ())
+        assert found.backward("third") == state
+    assert first_wrong_backward(look_at(replace(traces, ranks={0: with_part(trace(rank()), None)}),
+                                        "float64", ()), ()) is not None  # fmt: skip
+
+
+def test_ranks_of_an_axis_that_share_vectors_are_summed_by_themselves():
+    """Two copies of each head on four ranks: a gradient is whole within a pair."""
+    cuts = [slice(0, 3), slice(0, 3), slice(3, 6), slice(3, 6)]
+    part = numbers(61)
+
+    def held(i):
+        sign = 1 if i % 2 else -1
+        return rank(second=lambda x: x[..., cuts[i]],
+                    grad_second=lambda g: (g / 2 + sign * part)[..., cuts[i]])  # fmt: skip
+
+    found = look(*map(held, range(4)), groups=[("tp", [(0, 1, 2, 3)])])
+    assert found.backward("second") == "part"
+    alone = look(*map(held, range(4)), groups=[("tp", [(0, 2), (1, 3)])])
+    assert alone.backward("second") == "wrong"
 
 
 def test_a_call_that_is_computed_again_has_lost_nothing():

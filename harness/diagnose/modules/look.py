@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -57,7 +58,8 @@ class Seen:
 class Look:
     """Modules in the order in which their outputs are there in one process, and what was seen of
     them. paths: which are made from which. terms_at: module and number of its output -> the terms
-    with a gradient there."""
+    with a gradient there. lacking: modules whose outputs are right on every rank, and that give the
+    single process others besides -> how many vectors of how many."""
 
     modules: tuple[str, ...]
     seen: Mapping[str, Sequence[Seen]]
@@ -65,6 +67,7 @@ class Look:
     paths: Paths
     terms: tuple[str, ...] = ()
     terms_at: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+    lacking: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def forward(self, module: str) -> State:
         """Of all ranks and calls that are no recomputation."""
@@ -120,12 +123,30 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
         sources=traces.single.sources,
         paths=paths_of(modules, traces.single.takes),
         terms=terms,
+        lacking={m: n for m in modules if (n := _lacking(m, seen[m], whole)) is not None},
         terms_at={
             key: tuple(t for t, g in zip(terms, held.by_term, strict=True) if bool(g.any()))
             for key, held in whole.items()
             if held.by_term is not None
         },
     )
+
+
+def _lacking(
+    module: str, seen: Sequence[Seen], whole: Mapping[tuple[str, int], Whole]
+) -> tuple[int, int] | None:
+    """Of the vectors of its first output, how many no rank has; None where that cannot be told."""
+    wanted, mine = whole.get((module, 0)), [s for s in seen if s.call.part == 0]
+    if wanted is None or not mine or any(s.forward != "right" or s.where is None for s in mine):
+        return None
+    held = torch.zeros(len(wanted.outputs), dtype=torch.bool)
+    for s in mine:
+        assert s.where is not None
+        if len(s.where.picked) < math.prod(s.shape[:-1]) or s.where.found.shape[1] != len(held):
+            return None  # some of its vectors were drawn
+        held |= s.where.found.any(0)
+    lacks = int((~held).sum())
+    return (lacks, len(held)) if lacks else None
 
 
 def _unless_stage(

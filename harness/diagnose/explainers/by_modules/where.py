@@ -153,6 +153,14 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         cause = f"{what} is wrong on rank {spans(found.ranks)}"
     told = sum(look.forward(module) == "right" for module in look.modules)
     head = f"the forward is right in all {told} modules that could be compared; "
+    lacking = next(iter(look.lacking), None)
+    if lacking is not None:
+        few, every = look.lacking[lacking]
+        head = f"what the ranks' modules give is right, but {few} of the {every} vectors that "
+        head += (
+            f"{named(look, lacking)} gives the single process are on no rank: a pass is missing "
+        )
+        head += "or is another; "
     if above:
         head += f"the backward is right down to {above}; "
     else:
