@@ -334,7 +334,8 @@ def _between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
         return []
     a = min(known)
     if a == b:
-        return [f"rank {s.rank} issues no collective in between"]
+        return [f"rank {s.rank} issues no collective between these two (what else goes into it may "
+                f"come from before)"]  # fmt: skip
     issued = trace.operations[a:b]
     more = f" and {len(issued) - MAX_OPERATIONS} more" if len(issued) > MAX_OPERATIONS else ""
     return [f"in between rank {s.rank} issues {'; '.join(issued[:MAX_OPERATIONS])}{more}"]
