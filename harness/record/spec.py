@@ -83,14 +83,17 @@ class Script:
     """What a script's ranks are compared with: another run of it, as that one said of itself.
 
     command: how that run was started. rows: of each step, by what was called, digests of the rows
-    that it was given. losses: of each step, what backward was called on. said: what a reader should
-    know of how the runs were made comparable.
+    that it was given. losses: of each step, what backward was called on. rescaled: of each step, by
+    parameter, the factor between backward and optimizer, None where it is none, and whether a clip
+    of torch's made it; empty where there is none. said: what a reader should know of how the runs
+    were made comparable.
     """
 
     command: str
     rows: tuple[dict[str, list[list[str]]], ...]
     losses: tuple[tuple[float, ...], ...]
     said: tuple[str, ...] = ()
+    rescaled: tuple[dict[str, tuple[float | None, bool]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +209,10 @@ def _script_from_json(data: Mapping[str, Any]) -> Script:
         rows=tuple(data["rows"]),
         losses=tuple(tuple(float(x) for x in step) for step in data["losses"]),
         said=tuple(data["said"]),
+        rescaled=tuple(
+            {n: (None if f is None else float(f), bool(clip)) for n, (f, clip) in step.items()}
+            for step in data.get("rescaled", ())
+        ),
     )
 
 

@@ -7,7 +7,16 @@ Nothing here explains, starts a process or needs the user's code; imports judge,
 
 from __future__ import annotations
 
-from sumgrad.judge.checks import beside, bitwise, complete, ledgers, replicas, same_start, script
+from sumgrad.judge.checks import (
+    beside,
+    bitwise,
+    complete,
+    ledgers,
+    replicas,
+    rescaled,
+    same_start,
+    script,
+)
 from sumgrad.judge.finding import Check
 
 # In the order in which a verdict lists what they find.
@@ -34,6 +43,7 @@ CHECKS: tuple[Check, ...] = (
     beside.whole_gradients,
     beside.the_same_buffers,
     beside.said_by_the_reference,
+    rescaled.nothing_hidden_before_the_optimizer,
     script.the_same_weights_after,
     script.what_was_done_to_compare,
     bitwise.the_same_bits,

@@ -359,6 +359,7 @@ def _spec(
             rows=tuple(step["rows"] for step in single.steps) if single else (),
             losses=tuple(tuple(step["losses"]) for step in single.steps) if single else (),
             said=tuple(said),
+            rescaled=tuple(step.get("rescaled", {}) for step in single.steps) if single else (),
         ),
         lift=diff.lift,
     )

@@ -28,6 +28,7 @@ from sumgrad.base.tensors import bits, own_arithmetic, to_local
 from sumgrad.launch.guard import flush, lost_another
 from sumgrad.launch.script.buffers import Buffers
 from sumgrad.launch.script.look import Look
+from sumgrad.launch.script.rescaled import Rescaled
 from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.launch.script.weights import Weights
@@ -97,6 +98,8 @@ class Watch:
         self.stepped: Counter[int] = Counter()  # by id of a parameter
         self.optimizers: list[weakref.ref[Optimizer]] = []
         self.weights, self.buffers = Weights(asked, self.directory), Buffers(asked, self.directory)
+        self.rescaled = Rescaled(self.models.held.values)
+        self._inside_backward = 0
         self._hooked: set[int] = set()
 
     def install(self) -> None:
@@ -113,6 +116,7 @@ class Watch:
         register_backend(self.seat.ledger)
         self._record_groups()
         self._see_losses()
+        self.rescaled.install()
         self._see_optimizers()
         register_module_forward_pre_hook(self._entering)
         register_optimizer_step_pre_hook(self._before)
@@ -142,15 +146,25 @@ class Watch:
         own = torch.autograd.backward
 
         @functools.wraps(own)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self.seat.taken and isinstance(tensors, Tensor) and tensors.numel() == 1:
                 if self.look is not None:
                     self.look.at_loss(tensors)
                 with own_arithmetic():
                     self.losses.append(float(to_local(tensors.detach())))
-            return own(tensors, *args, **kwargs)
+            self._inside_backward += 1
+            try:
+                own(tensors, *args, **kwargs)
+            finally:
+                self._inside_backward -= 1
+            if self.seat.taken and not self._inside_backward and not self.ended:
+                self._guarded(self._after_backward)
 
         torch.autograd.backward = backward
+
+    def _after_backward(self) -> None:
+        with own_arithmetic():
+            self.rescaled.after_backward()
 
     def _see_optimizers(self) -> None:
         """Every optimizer that is made: a window of steps is whole when each of them is in it."""
@@ -283,6 +297,7 @@ class Watch:
                 own, at = self.own.taken(held)
                 self.seat.files.keep(f"{OWN}/{self.calls}", own)
                 self.seat.files.keep(f"{OWN_AT}/{self.calls}", at)
+            info["rescaled"] = self.rescaled.taken(held.values())
             self.seat.ledger.settle()
             self.infos.append(
                 {**info, **self._said(), "other_weights": self.weights.moved(held, self.calls)}

@@ -1,0 +1,102 @@
+"""What a script does to gradients between their backward and its optimizer: a clip, a division.
+
+A factor that all gradients share is gone behind a clip. So a sample of each is kept as the last
+backward left it, or better as one of torch's own clips found it, and the optimizer's held against
+it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from sumgrad.base.tensors import own_arithmetic
+from sumgrad.record.ranks import sample_of
+from sumgrad.subjects.script.models import Held
+from torch import Tensor
+
+CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
+NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest: still the same, times a factor
+COARSE = 3e-2
+
+
+class Rescaled:
+    """Observes one process. held: the parameters that it has by now."""
+
+    def __init__(self, held: Callable[[], Iterable[Held]]) -> None:
+        self._held = held
+        self._before: dict[str, Tensor] = {}
+        self._by_clip: set[str] = set()
+
+    def install(self) -> None:
+        """See torch's clips, under the names that scripts import them by."""
+        utils: Any = torch.nn.utils
+        for name in CLIPS:
+            clip = self._seen(getattr(utils, name))
+            for module in (utils, utils.clip_grad):
+                setattr(module, name, clip)
+
+    def after_backward(self) -> None:
+        """Every gradient as it is now, of a step that was not clipped yet."""
+        self._note(by_clip=False)
+
+    def taken(self, held: Iterable[Held]) -> dict[str, list[Any]]:
+        """By parameter [factor, whether a clip of torch's found it], where any is not 1.
+
+        The factor is None where its gradient is no multiple of what it was.
+        """
+        found: dict[str, list[Any]] = {}
+        for h in held:
+            before, now = self._before.pop(h.name, None), _sample(h)
+            if before is None or now is None or before.shape != now.shape:
+                continue
+            if not bool(before.any()) and not bool(now.any()):
+                continue  # any multiple of nothing
+            found[h.name] = [_factor(before, now), h.name in self._by_clip]
+            self._by_clip.discard(h.name)
+        changed = any(factor is None or factor != 1.0 for factor, _ in found.values())
+        return found if changed else {}
+
+    def _seen(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(clip)
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            with own_arithmetic():
+                self._note(by_clip=True)
+            return clip(*args, **kwargs)
+
+        return seen
+
+    def _note(self, *, by_clip: bool) -> None:
+        for h in self._held():
+            if h.name in self._by_clip and h.name in self._before:
+                continue  # as the first clip of this step found it
+            sample = _sample(h)
+            if sample is not None:
+                self._before[h.name] = sample
+                if by_clip:
+                    self._by_clip.add(h.name)
+
+
+def _sample(held: Held) -> Tensor | None:
+    grad = held.param.grad
+    if grad is None or any(
+        getattr(p, "is_partial", bool)() for p in getattr(grad, "placements", ())
+    ):
+        return None
+    local = held.part_of(grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
+    return local[sample_of(local.numel()).to(local.device)].clone()
+
+
+def _factor(before: Tensor, now: Tensor) -> float | None:
+    """Which multiple of `before` it is: 1.0 where it is the same, None where it is none."""
+    if torch.equal(before, now):
+        return 1.0
+    old, new = before.double(), now.double()
+    size = float(old.square().sum())
+    if not size or not bool(torch.isfinite(new).all()):
+        return None
+    factor = float((old * new).sum()) / size
+    near = NEAR.get(now.dtype, COARSE) * float(new.abs().max())
+    return factor if float((new - factor * old).abs().max()) <= near else None
