@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.fit import as_fraction
+from sumgrad.judge.checks.rescaled import hidden_factors
 from sumgrad.judge.checks.script import (
     OtherRows,
     changed_between,
@@ -14,6 +17,7 @@ from sumgrad.judge.checks.script import (
     wrong_updates,
 )
 from sumgrad.judge.finding import Compared
+from sumgrad.record.directory import Record
 
 
 def other_than_the_single_run(compared: Compared) -> Iterator[Diagnosis]:
@@ -58,6 +62,11 @@ def other_than_the_single_run(compared: Compared) -> Iterator[Diagnosis]:
                      "others before the next",),
         )  # fmt: skip
         return
+    for tier in record.spec.tiers:
+        for one in hidden_factors(compared, tier):
+            if one.by_clip and one.times is not None:
+                yield _before_the_clip(record, one.times, one.step)
+                return
     if failed:
         return  # a wrong gradient makes wrong weights
     for wrong in wrong_updates(record):
@@ -70,6 +79,27 @@ def other_than_the_single_run(compared: Compared) -> Iterator[Diagnosis]:
                      "weights before it",),
         )  # fmt: skip
         return
+
+
+def _before_the_clip(record: Record, times: float, step: int) -> Diagnosis:
+    fraction = as_fraction(times, 1e-5 * abs(times))
+    shown = str(fraction) if fraction is not None else f"{times:.9g}"
+    ranks = len(record.ranks)
+    by_ranks = fraction is not None and fraction in (Fraction(1, ranks), Fraction(ranks))
+    symbol = ("1/ranks" if times < 1 else "ranks") if by_ranks else None
+    return Diagnosis(
+        cause=f"every gradient is multiplied by {shown} before the script clips it"
+        f"{f', which equals {symbol}' if symbol else ''}: the clip hides it from the optimizer",
+        kind="factor",
+        standing="proved",
+        ranks=tuple(record.ranks),
+        factor=shown,
+        symbol=symbol,
+        because=(
+            f"step {step}: of what torch's clip was given the single run keeps one part and the "
+            f"ranks another, and both end with the same",
+        ),
+    )
 
 
 def _which_rows(other: OtherRows) -> str:

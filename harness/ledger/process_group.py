@@ -53,7 +53,7 @@ OWN_WAITING = (JOIN, "nn/parallel/distributed.py", "distributed/_functional_coll
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _step_aside(function: Function) -> Function:
+def step_aside(function: Function) -> Function:
     """Keep Dynamo out of a function and of what it calls: a compiled region breaks around it.
 
     What torch.compiler.disable does, without importing Dynamo, which takes seconds.
@@ -182,7 +182,7 @@ class RecordedWork(dist.Work):
         self._result = result
         ledger.open_works[number] = inner
 
-    @_step_aside
+    @step_aside
     def wait(self, timeout: timedelta | None = None) -> bool:
         ok = self._inner.wait(timeout) if timeout is not None else self._inner.wait()
         self._done()
@@ -194,28 +194,31 @@ class RecordedWork(dist.Work):
                 more = {} if self._result is None else {"output": self._result()}
             self._ledger.done(self._number, **more)
 
-    @_step_aside
+    @step_aside
     def is_completed(self) -> bool:
-        return bool(self._inner.is_completed())
+        completed = bool(self._inner.is_completed())
+        if completed:
+            self._done()  # who polls until then has waited
+        return completed
 
-    @_step_aside
+    @step_aside
     def is_success(self) -> bool:
         return bool(self._inner.is_success())
 
-    @_step_aside
+    @step_aside
     def exception(self) -> Any:
         return self._inner.exception()
 
-    @_step_aside
+    @step_aside
     def result(self) -> Any:
         return self._inner.result()
 
-    @_step_aside
+    @step_aside
     def synchronize(self) -> None:
         self._inner.synchronize()
         self._done()
 
-    @_step_aside
+    @step_aside
     def get_future(self) -> Any:
         self._ledger.asked.add(self._number)
         return self._inner.get_future()
@@ -324,7 +327,7 @@ def _method(name: str) -> Callable[..., Any]:
             return ledger.interpose(asked)
 
     call.__name__ = name
-    return _step_aside(call)
+    return step_aside(call)
 
 
 def _unrecorded(name: str) -> Callable[..., Any]:
@@ -340,7 +343,7 @@ def _unrecorded(name: str) -> Callable[..., Any]:
             self._ledger.done(number)
 
     call.__name__ = name
-    return _step_aside(call)
+    return step_aside(call)
 
 
 for _name in DELEGATED:

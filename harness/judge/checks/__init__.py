@@ -36,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     ledgers.ranks_agree,
     same_start.same_weights,
     ledgers.everybody_waits,
+    replicas.frozen_alike,
     replicas.the_same_again,
     ledgers.as_planned,
     ledgers.sums_only,

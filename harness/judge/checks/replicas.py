@@ -91,6 +91,34 @@ def _shared_results(record: Record, tier: str, step: int) -> set[tuple[str, int,
     return out
 
 
+def frozen_alike(compared: Compared) -> Iterator[Finding]:
+    """Parameters that nobody trains and a step changes: they were equal on these ranks before."""
+    changed: dict[str, None] = {}
+    for tier in compared.record.spec.tiers:
+        for step in range(compared.record.spec.steps):
+            after: dict[tuple[str, str], dict[str, int]] = {}
+            for rank, held in compared.record.ranks.items():
+                for name, (old, new) in held.info.get((tier, step), {}).get("frozen", {}).items():
+                    after.setdefault((name, old), {}).setdefault(new, rank)
+                    if old != new:
+                        changed[name] = None
+            for (name, _), ranks in after.items():
+                if len(ranks) > 1:
+                    first, other = sorted(ranks.values())[:2]
+                    yield Finding(
+                        level="fail",
+                        text=f"step {step} of {tier} changes {name}, which is not trained, on rank "
+                        f"{other} otherwise than on rank {first}: replicas drift apart",
+                    )
+                    return
+    if changed:
+        yield Finding(
+            level="warning",
+            text=f"step() changes {some_of(list(changed))}, which is not trained; it was put back "
+            f"before every step, as buffers are",
+        )
+
+
 def the_same_again(compared: Compared) -> Iterator[Finding]:
     """The repeated step failed where the first one passed, or has other bits."""
     new = compared.failed_again

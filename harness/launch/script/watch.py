@@ -23,7 +23,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from sumgrad.base.outcome import SETUP, some_of
+from sumgrad.base.outcome import SETUP, describe_operation, some_of
 from sumgrad.base.tensors import bits, own_arithmetic, to_local
 from sumgrad.launch.guard import flush, lost_another
 from sumgrad.launch.script.buffers import Buffers
@@ -33,7 +33,7 @@ from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.launch.script.weights import Weights
 from sumgrad.ledger.evidence import GradientWatch
-from sumgrad.ledger.process_group import BACKEND, register_backend
+from sumgrad.ledger.process_group import BACKEND, register_backend, step_aside
 from sumgrad.record.ranks import AFTER, BUFFER, OWN, OWN_AT
 from sumgrad.subjects.own_gradients import OwnGradients, gathered
 from sumgrad.subjects.program.placement import index_by_placement
@@ -179,6 +179,7 @@ class Watch:
 
     # --- models --------------------------------------------------------------------------------
 
+    @step_aside
     def _entering(self, module: nn.Module, args: Any) -> Any:
         """A module is called. Only what is called by the script itself is looked at."""
         if self.inside is not None or self.ended:
@@ -212,6 +213,7 @@ class Watch:
                 return double_inputs(args, kwargs)
         return None
 
+    @step_aside
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is not self.inside:
             return
@@ -298,12 +300,23 @@ class Watch:
                 self.seat.files.keep(f"{OWN}/{self.calls}", own)
                 self.seat.files.keep(f"{OWN_AT}/{self.calls}", at)
             info["rescaled"] = self.rescaled.taken(held.values())
+            info["races"] = self._races()
             self.seat.ledger.settle()
             self.infos.append(
-                {**info, **self._said(), "other_weights": self.weights.moved(held, self.calls)}
+                {**self._said(), **info, "other_weights": self.weights.moved(held, self.calls)}
             )
             if self.look is not None and self.calls == self.asked.look:
                 self.look.write(place()[0])
+
+    def _races(self) -> list[str]:
+        """Reductions of gradients that nobody has waited for when the optimizer steps, in words."""
+        ledger = self.seat.ledger
+        left = [ledger.open_ops[n] for n in ledger.nobody_waits_for() if n in ledger.open_ops]
+        return [
+            text
+            for event in left
+            if event.get("grads") and "by" not in event and (text := describe_operation(event))
+        ]
 
     def _gradient(self, held: Held, info: dict[str, Any]) -> Tensor | None:
         grad = held.param.grad
@@ -324,7 +337,6 @@ class Watch:
         said = {
             "tier": self.asked.tier,
             "step": self.calls,
-            "races": [],
             "unwaited": list(self.seat.ledger.open_works),
             "changed_weights": [],
             "feeds": self.evidence.feeds(),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -283,4 +283,31 @@ def _grouped_mm(
     return out
 
 
-_STAND_INS: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """What a GradScaler does to gradients; its kernel takes a float32 scale only."""
+    for grad in grads:
+        if not bool(torch.isfinite(grad).all()):
+            found_inf.fill_(1.0)
+        grad.mul_(inverse.to(grad.dtype))
+
+
+def _update_scale(
+    scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> Tensor:
+    """And to its scale: smaller after an overflow, larger after so many steps without one."""
+    if bool(found_inf):
+        scale.mul_(backoff)
+        tracker.zero_()
+        return scale
+    tracker.add_(1)
+    if int(tracker) == interval:
+        scale.mul_(growth)
+        tracker.zero_()
+    return scale
+
+
+_STAND_INS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    torch.ops.aten._amp_update_scale_.default: _update_scale,
+}

@@ -58,6 +58,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 Result = dict[str, Any]
 Tensors = dict[str, Tensor]
+MOST_FROZEN = 1 << 24  # elements of frozen parameters that are put back before every step
 OWN_SAMPLES = 1 << 16  # of each parameter, that are kept of what a failing step's backwards give
 
 
@@ -106,6 +107,14 @@ class Rank:
             )
         finally:
             run.close()
+
+
+def _frozen(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Parameters that are not trained, and their values; none of them where they are many."""
+    held = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    if sum(to_local(p).numel() for p in held.values()) > MOST_FROZEN:
+        return {}
+    return {name: (param, to_local(param).detach().clone()) for name, param in held.items()}
 
 
 class _TierRun:
@@ -164,6 +173,7 @@ class _TierRun:
             {id(module): name for name, module in self.modules.items()},
         )
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
+        self.frozen = _frozen(self.model)
         self.trained = trained_names(self.model)
         self.shapes = {p.name: p.local().shape for p in self.placement.placed}
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
@@ -228,6 +238,9 @@ class _TierRun:
             for name, buffer in self.model.named_buffers():
                 if name in self.buffers and buffer.shape == self.buffers[name].shape:
                     buffer.copy_(self.buffers[name])
+            for frozen, value in self.frozen.values():
+                if to_local(frozen).shape == value.shape:
+                    to_local(frozen).copy_(value)
         began = {p.name: bits([p.local()]) for p in self._kept_shape()}
         scramble(104, self.rank.rank, step, int(label is not None))
         self.watch.begin_step()
@@ -273,6 +286,10 @@ class _TierRun:
             "backwards": max(self.watch.backwards.values(), default=0),
             "unwaited": self._unwaited(),
             "partial": [],
+            "frozen": {
+                name: [bits([value]), bits([to_local(param).detach()])]
+                for name, (param, value) in self.frozen.items()
+            },
             "elsewhere": {}
             if hasattr(self.program, "gradient_of")
             else gradients_elsewhere(self.placement.placed),
