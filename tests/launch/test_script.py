@@ -104,6 +104,14 @@ def test_a_bug_is_found_where_it_begins(kept, bug, kind, failed, words):
     assert {t["step"] for t in verdict["tensors"] if t["status"] == "fail"} == failed
 
 
+def test_a_factor_that_a_clip_hides_is_found(tmp_path):
+    code, verdict = on_ranks(tmp_path, 2, "clipped.py", "{8/ranks}", "0.1")
+    assert code == 1
+    cause = verdict["diagnoses"][0]
+    assert "multiplied by 1/2 before the script clips it, which equals 1/ranks" in cause["cause"]
+    assert verdict["tiers"]["structure"]["dtype"] == "float64"  # with a GradScaler
+
+
 def test_a_batch_that_grows_with_the_ranks_is_said_first(kept):
     code, verdict = against_kept(kept, "--batch", "12")
     assert code == 1

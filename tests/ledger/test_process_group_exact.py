@@ -115,6 +115,17 @@ def test_an_operation_is_written_when_it_starts_and_when_it_was_waited_for(group
     assert (group.ranks, group.group_name, group.getBackendName()) == ([4, 7], "9", "sumgrad")
 
 
+def test_who_polls_until_it_is_done_has_waited(group, ledger, tmp_path):
+    with ledger.label("structure/0/step"):
+        work = group.allreduce([X], options())
+    assert not work.is_completed()
+    assert ledger.nobody_waits_for() == [0]
+    work._inner.wait()  # it ends by itself
+    assert work.is_completed()
+    assert lines(tmp_path)[1:] == [{"done": 0}]
+    assert ledger.nobody_waits_for() == []
+
+
 @pytest.mark.parametrize(
     ("call", "event"),
     [

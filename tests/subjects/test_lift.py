@@ -248,3 +248,26 @@ def test_what_raises_anyway_is_not_blamed_on_the_lift(check):
     verdict, _ = check("    def step(self, model, batch, ctx):\n        raise ValueError('always')")
     assert verdict.status != "pass"
     assert "this raises only where" not in text(verdict)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_gradient_scaler_computes_in_float64(overflow):
+    """Its kernels take float32 scales only."""
+    with Lift():
+        weight = torch.tensor([3.0, -5.0], dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=3.0, growth_interval=1)
+        scaler.scale((weight * weight).sum() / 7).backward()
+        if overflow:
+            weight.grad[0] = float("inf")
+        scaler.unscale_(optimizer)
+        gradient = weight.grad.clone()
+        scaler.step(optimizer)
+        scaler.update()
+    if overflow:
+        assert weight.tolist() == [3.0, -5.0]
+        assert scaler.get_scale() == 1.5
+    else:
+        wanted = 2 * torch.tensor([3.0, -5.0], dtype=torch.float64) / 7
+        assert (gradient - wanted).abs().max() < 1e-15
+        assert scaler.get_scale() == 6.0

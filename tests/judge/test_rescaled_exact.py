@@ -1,0 +1,90 @@
+"""What a script's clip hides, from records made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from records_in_memory import SHAPES, compared, found, program_record
+from sumgrad.diagnose.diagnose import diagnose
+from sumgrad.judge.checks.rescaled import nothing_hidden_before_the_optimizer
+from sumgrad.record.spec import Script
+
+NAMES = list(SHAPES)
+
+
+def all_of(factor, clip=True):
+    return dict.fromkeys(NAMES, (factor, clip))
+
+
+def record_of(single, *ranks):
+    """single, ranks: of each step, what was told of every parameter."""
+    one = program_record(tiers={"structure": "float64"}, steps=len(single), ranks=len(ranks))
+    script = Script(command="c", rows=({},) * len(single), losses=((1.0,),) * len(single),
+                    rescaled=tuple(single))  # fmt: skip
+    held = {
+        rank: replace(held, info={
+            (tier, step): {**info, "rescaled": {n: list(t) for n, t in ranks[rank][step].items()}}
+            for (tier, step), info in held.info.items()
+        })
+        for rank, held in one.ranks.items()
+    }  # fmt: skip
+    return replace(one, spec=replace(one.spec, script=script), ranks=held)
+
+
+def said(single, *ranks):
+    findings = found(nothing_hidden_before_the_optimizer, record_of(single, *ranks))
+    return [(finding.level, finding.text) for finding in findings]
+
+
+def test_the_same_factor_on_both_sides_hides_nothing():
+    steps = [all_of(0.25), all_of(0.5)]
+    assert said(steps, steps, steps) == []
+    off = [all_of(0.25 * (1 + 5e-10)), all_of(0.5)]
+    assert said(steps, steps, off) == []
+    assert said([{}, {}], [{}, {}]) == []
+
+
+def test_a_factor_that_the_clip_took_away_fails():
+    single, ranks = [all_of(0.25), all_of(0.5)], [all_of(0.5), all_of(1.0)]
+    ((level, text),) = said(single, ranks, ranks)
+    assert level == "fail"
+    assert text.startswith("before the script clips them, gradients are 0.5 times what they should")
+    assert "at step 0, on rank 0-1" in text
+    little = [all_of(0.25 * (1 + 1e-8)), all_of(0.5)]
+    assert said(single, single, little)[0][0] == "fail"
+    cause = diagnose(compared(record_of(single, ranks, ranks))).causes[0]
+    assert cause.cause == (
+        "every gradient is multiplied by 1/2 before the script clips it, which equals 1/ranks: the "
+        "clip hides it from the optimizer"
+    )
+    assert (cause.standing, cause.symbol) == ("proved", "1/ranks")
+
+
+def test_a_clip_that_acts_on_one_side_only():
+    """On the ranks the norm stays below the limit, because it is too small."""
+    ((level, text),) = said([all_of(0.25)], [{}])
+    assert level == "fail"
+    assert "are 0.25 times" in text
+
+
+@pytest.mark.parametrize(("factors", "level"), [((0.25, 0.5), "unknown"), ((0.25, 0.25), None)])
+def test_a_rescaling_of_the_scripts_own_may_be_meant(factors, level):
+    """A constant one hides nothing; one that differs each step may be a clip by hand."""
+    single = [all_of(f, clip=False) for f in factors]
+    ranks = [all_of(2 * f, clip=False) for f in factors]
+    found = said(single, ranks)
+    assert [one for one, _ in found] == ([level] if level else [])
+    assert level is None or "0.5 times those of the single run" in found[0][1]
+    lost = said(single, [all_of(None, clip=False)] * 2)
+    assert [one for one, _ in lost] == ([level] if level else [])
+    assert level is None or "could not be told" in lost[0][1]
+
+
+def test_what_tells_nothing_is_left_out():
+    """A shard without elements; a gradient that is no multiple of what it was, as with a decay."""
+    single = [all_of(0.25), all_of(0.5)]
+    ranks = [{NAMES[0]: told} for told in ((0.25, True), (0.5, True))]
+    assert said(single, ranks) == []
+    none = [all_of(None)] * 2
+    assert said(none, single) == []
