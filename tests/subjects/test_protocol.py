@@ -218,6 +218,12 @@ def test_a_clip_without_eps_hides_a_factor_and_that_is_said(check):
         assert "gone behind a clip" in text(verdict)
 
 
+def test_a_clip_that_never_acts_says_nothing_of_its_norm(check):
+    verdict, _ = check(CLIPS.format(limit=1e6, then=CLIP))
+    assert verdict.status == "pass"
+    assert any("no step clips" in warning for warning in verdict.warnings)
+
+
 def test_an_average_too_small_to_be_clipped_is_called_an_average(check):
     body = """
     after, max_norm = "clip", {limit}

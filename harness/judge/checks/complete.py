@@ -43,6 +43,14 @@ def nothing_hidden_by_a_clip(compared: Compared) -> Iterator[Finding]:
     after = None if facts is None else facts.after
     if after is None or after.kind != "clip" or not any(record.references.values()):
         return
+    told = [r for references in record.references.values() for r in references]
+    if all(r.factor == 1 for r in told):
+        yield Finding(
+            level="warning",
+            text=f"no step clips, its norm stays below max_norm ({after.value:g}): how the norm is "
+            f"taken over the ranks was not seen",
+        )
+        return
     for tier, references in record.references.items():
         dtype = record.spec.tiers[tier]
         for r in references:
