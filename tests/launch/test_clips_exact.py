@@ -38,6 +38,18 @@ def test_a_clip_of_torchs_is_seen_with_its_factor(seen):
     assert rescaled.taken(held) == {}
 
 
+def test_a_clip_of_some_parameters_says_nothing_of_others(seen):
+    """As a discriminator's does, between a generator's backwards."""
+    model, rescaled, held = seen
+    norm = float(nn.utils.clip_grad_norm_(iter([model.bias]), 1e-3))
+    model.weight.grad *= 5
+    rescaled.after_backward()  # another backward, for the weight
+    model.weight.grad *= 2
+    told = rescaled.taken(held)
+    assert told["weight"] == [pytest.approx(2.0), False]
+    assert told["bias"] == [pytest.approx(1e-3 / norm, rel=1e-4), True]
+
+
 def test_other_changes_are_seen_against_the_backward(seen):
     model, rescaled, held = seen
     model.weight.grad *= 3

@@ -40,7 +40,7 @@ class Rescaled:
 
     def after_backward(self) -> None:
         """Every gradient as it is now, of a step that was not clipped yet."""
-        self._note(by_clip=False)
+        self._note(by_clip=set())
 
     def taken(self, held: Iterable[Held]) -> dict[str, list[Any]]:
         """By parameter [factor, whether a clip of torch's found it], where any is not 1.
@@ -61,21 +61,24 @@ class Rescaled:
 
     def _seen(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(clip)
-        def seen(*args: Any, **kwargs: Any) -> Any:
+        def seen(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             with own_arithmetic():
-                self._note(by_clip=True)
-            return clip(*args, **kwargs)
+                self._note(by_clip={id(p) for p in given})
+            return clip(given, *args, **kwargs)
 
         return seen
 
-    def _note(self, *, by_clip: bool) -> None:
+    def _note(self, *, by_clip: set[int]) -> None:
+        """by_clip: ids of the parameters that a clip was given; of no other it says anything."""
         for h in self._held():
-            if h.name in self._by_clip and h.name in self._before:
+            given = id(h.param) in by_clip
+            if (by_clip and not given) or (h.name in self._by_clip and h.name in self._before):
                 continue  # as the first clip of this step found it
             sample = _sample(h)
             if sample is not None:
                 self._before[h.name] = sample
-                if by_clip:
+                if given:
                     self._by_clip.add(h.name)
 
 
