@@ -26,11 +26,12 @@ def other_than_the_single_run(compared: Compared) -> Iterator[Diagnosis]:
     if record.spec.script is None:
         return
     failed = any(d.status == "fail" for d in compared.diffs)
+    right = all(d.is_within for d in compared.diffs)
     rows = [other for tier in record.spec.tiers for other in other_rows(record, tier)]
     if rows and failed:
         first = min(rows, key=lambda other: other.step)
         yield Diagnosis(
-            cause=_which_rows(first),
+            cause=which_rows(first),
             kind="other_rows",
             standing="likely",
             ranks=tuple(sorted(first.by_rank)),
@@ -67,7 +68,7 @@ def other_than_the_single_run(compared: Compared) -> Iterator[Diagnosis]:
             if one.by_clip and one.times is not None:
                 yield _before_the_clip(record, one.times, one.step)
                 return
-    if failed:
+    if not right:
         return  # a wrong gradient makes wrong weights
     for wrong in wrong_updates(record):
         yield Diagnosis(
@@ -102,11 +103,12 @@ def _before_the_clip(record: Record, times: float, step: int) -> Diagnosis:
     )
 
 
-def _which_rows(other: OtherRows) -> str:
+def which_rows(other: OtherRows) -> str:
+    """In words, how the rows differ."""
     head = f"the runs do not train on the same rows (step {other.step}): "
     shares = {rank: set(numbers) for rank, numbers in other.by_rank.items() if numbers}
     each = {len(numbers) for numbers in other.by_rank.values()}
-    if other.ranks == other.single * max(len(other.by_rank), 1) and other.foreign:
+    if other.ranks == other.single * max(len(other.by_rank), 1) > other.single and other.foreign:
         return (
             f"{head}every rank reads as many rows as the single run does, so the batch of all "
             f"ranks is {len(other.by_rank)} times as large; write {{N/ranks}} where the script "

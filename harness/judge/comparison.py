@@ -58,6 +58,11 @@ class TensorDiff:
         return max(self.power.values(), default=float("inf"))
 
     @property
+    def is_within(self) -> bool:
+        """Whether it is right as far as it can be seen, even if that is not far enough."""
+        return self.comparable and self.of_threshold <= 1
+
+    @property
     def of_threshold(self) -> float:
         if not self.threshold:
             return float("inf") if self.max_abs else 0.0

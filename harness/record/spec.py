@@ -85,8 +85,8 @@ class Script:
     command: how that run was started. rows: of each step, by what was called, digests of the rows
     that it was given. losses: of each step, what backward was called on. rescaled: of each step, by
     parameter, the factor between backward and optimizer, None where it is none, and whether a clip
-    of torch's made it; empty where there is none. said: what a reader should know of how the runs
-    were made comparable.
+    of torch's made it; empty where there is none. draws: of each step, by line, digests of what it
+    drew at random. said: what a reader should know of how the runs were made comparable.
     """
 
     command: str
@@ -94,6 +94,7 @@ class Script:
     losses: tuple[tuple[float, ...], ...]
     said: tuple[str, ...] = ()
     rescaled: tuple[dict[str, tuple[float | None, bool]], ...] = ()
+    draws: tuple[dict[str, list[str]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +214,7 @@ def _script_from_json(data: Mapping[str, Any]) -> Script:
             {n: (None if f is None else float(f), bool(clip)) for n, (f, clip) in step.items()}
             for step in data.get("rescaled", ())
         ),
+        draws=tuple(data.get("draws", ())),
     )
 
 

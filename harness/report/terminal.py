@@ -44,9 +44,10 @@ def render(verdict: Verdict, *, width: int = 200) -> RenderableType:
     if data["coefficients"]:
         parts += [Text(""), _coefficients(data["coefficients"], width)]
     failed = [t for t in data["tensors"] if t["status"] != "pass"]
-    if failed:
-        parts += [Text(""), _tensors(failed, width)]
-    parts += _lists(data)
+    table = [Text(""), _tensors(failed, width)] if failed else []
+    lists = _lists(data)
+    # Where nothing is wrong and something is not known, the reasons are the answer.
+    parts += [*lists, *table] if data["status"] == "unknown" else [*table, *lists]
     parts += _outcomes(data)
     if data.get("fault_report"):
         parts += [Text(""), _fault(data)]
@@ -303,7 +304,7 @@ def _lists(data: Mapping[str, Any]) -> list[RenderableType]:
         "warnings": data["warnings"],
         # ranks that did not end well have a section of their own
         "not compared": [t for t in data["not_compared"] if not t.startswith(ended or ("\0",))],
-        "could not have been seen": sorted(
+        "not known" if data["status"] == "unknown" else "could not have been seen": sorted(
             {r for tier in data["tiers"].values() for r in tier["reasons"]}
         ),
     }

@@ -8,6 +8,7 @@ import pytest
 import torch
 from records_in_memory import FLOOR, SHAPES, compared, program_record, texts
 from sumgrad.diagnose.of_script import other_than_the_single_run
+from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.checks.script import (
     as_many_steps,
     changed_between,
@@ -24,8 +25,9 @@ from sumgrad.record.spec import Script
 AT = ("structure", 0)
 
 
-def row(name, *, cut=""):
-    return [f"once {name}", f"whole {name}", f"cut {cut or name}"]
+def row(name, *, cut="", size=None):
+    digests = [f"once {name}", f"whole {name}", f"cut {cut or name}"]
+    return digests if size is None else [*digests, size]
 
 
 def record_of(single, *read, steps=1, **told):
@@ -79,6 +81,44 @@ def test_rows_that_are_not(read, missed, uneven, foreign, cause):
     (found_here,) = other_than_the_single_run(compared(record))
     assert cause in found_here.cause
     assert found_here.standing == "likely"
+
+
+@pytest.mark.parametrize(("read", "status"), [
+    ((FOUR, [row(f"x{i}") for i in range(4)]), "unknown"),  # twice as many
+    (([FOUR[0], row("x")], [row("y"), row("z")]), "unknown"),  # as many, in another order
+    (([FOUR[0], row("x")], [row("x"), row("z")]), "fail"),  # one of them twice
+    ((FOUR[:2], [FOUR[2], row("x")]), "fail"),  # one of four
+    (([row("v", size="8"), row("x", size="8")], [row("y", size="8"), row("z", size="8")]),
+     "unknown"),
+    (([row("v", size="4"), row("x", size="4")], [row("y", size="4"), row("z", size="4")]),
+     "fail"),  # cut: the gradients decide
+])  # fmt: skip
+def test_another_batch_is_no_wrong_gradient(read, status):
+    record = record_of([row(i, size="8") for i in range(4)], *read)
+    record.ranks[1].grads[AT]["w"] = record.ranks[1].grads[AT]["w"] + 1
+    verdict = judge(record)
+    assert verdict.tiers[0].status == status
+    if status == "unknown":
+        assert "the runs do not train on the same rows" in verdict.tiers[0].reasons[0]
+
+
+@pytest.mark.parametrize(("drawn", "status"), [
+    (["a"], "fail"),  # the single run's
+    (["a", "x"], "unknown"),
+])  # fmt: skip
+def test_other_draws_are_no_wrong_gradient(drawn, status):
+    record = record_of(FOUR, FOUR[:2], FOUR[2:], draws={"train.py:9": ["a"]})
+    record.ranks[1].info[AT]["draws"] = {"train.py:9": drawn, "train.py:4": ["of the script"]}
+    draws = ({"train.py:9": ["a", "b"]},)
+    record = replace(record, spec=replace(record.spec, script=replace(
+        record.spec.script, draws=draws)))  # fmt: skip
+    assert judge(record).tiers[0].status == "pass"
+    record.ranks[1].grads[AT]["w"] = record.ranks[1].grads[AT]["w"] + 1
+    verdict = judge(record)
+    assert verdict.tiers[0].status == status
+    if status == "unknown":
+        (reason,) = verdict.tiers[0].reasons
+        assert "train.py:9 draws random numbers, at step 0 on rank 1 " in reason
 
 
 def test_a_row_is_found_whatever_it_was_padded_to():

@@ -114,8 +114,18 @@ def test_a_factor_that_a_clip_hides_is_found(tmp_path):
 
 def test_a_batch_that_grows_with_the_ranks_is_said_first(kept):
     code, verdict = against_kept(kept, "--batch", "12")
-    assert code == 1
-    assert "{N/ranks}" in verdict["diagnoses"][0]["cause"]
+    assert code == 3
+    (reason,) = verdict["tiers"]["structure"]["reasons"]
+    assert "{N/ranks}" in reason
+
+
+@pytest.mark.parametrize(("bug", "code"), [("noise", 3), ("same noise", 0)])
+def test_what_a_model_draws_by_rank_is_no_mistake(tmp_path, bug, code):
+    ended, verdict = on_ranks(tmp_path, 2, "train.py", "--batch", "{12/ranks}", "--bug", bug)
+    assert ended == code
+    reasons = verdict["tiers"]["structure"]["reasons"]
+    assert all("train.py:" in r and "draws random numbers" in r for r in reasons)
+    assert len(reasons) == (1 if code else 0)
 
 
 def test_rows_that_are_not_divided_are_said_first(tmp_path):

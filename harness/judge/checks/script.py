@@ -16,7 +16,8 @@ from sumgrad.record.directory import Record
 from sumgrad.record.ranks import AFTER
 from sumgrad.record.reference import Reference
 
-Row = tuple[str, str, str]  # digests of a row, as subjects/script/rows.py gives them
+# Digests of a row and its size ("" in older records), as subjects/script/rows.py gives them.
+Row = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,8 @@ class OtherRows:
     """Rows that ranks read otherwise than the single run did in one step, of one model.
 
     missed: of the single run's, by no rank. uneven: rows that were read more often than others,
-    as numbers in the single run's order. foreign: rank -> how many that the single run never read.
+    as numbers in the single run's order. foreign: rank -> how many that the single run never read;
+    again: how many of these were read before.
     """
 
     step: int
@@ -34,7 +36,18 @@ class OtherRows:
     missed: tuple[int, ...]
     uneven: tuple[int, ...]
     foreign: dict[int, int]
+    again: int
     by_rank: dict[int, tuple[int, ...]]
+
+    @property
+    def another_batch(self) -> bool:
+        """Whether ranks read a batch of their own, each row of it once: larger, or in another
+        order. Nothing is wrong with that, and nothing can be compared."""
+        number = sum(self.foreign.values())
+        none = sum(map(len, self.by_rank.values())) == 0
+        larger = self.ranks == self.single * len(self.by_rank) and (none or not self.missed)
+        shuffled = self.ranks == self.single and number > self.single / 2
+        return bool(number) and not self.uneven and not self.again and (larger or shuffled)
 
     @property
     def text(self) -> str:
@@ -58,14 +71,14 @@ def the_same_rows(compared: Compared) -> Iterator[Finding]:
     """Rows that were lost, repeated, or others than the single run's.
 
     A forward that trains nothing (a trial, a validation) is no step's: where every gradient is
-    right, it is only said.
+    right, it is only said. Where they are not known for it, their own reason says so.
     """
-    wrong = {d.tier for d in compared.diffs if d.status == "fail"}
     for tier in compared.record.spec.tiers:
+        statuses = {d.status for d in compared.diffs if d.tier == tier}
         for other in other_rows(compared.record, tier)[:1]:
-            if tier in wrong:
+            if "fail" in statuses:
                 yield Finding(level="fail", text=other.text, tier=tier)
-            else:
+            elif "unknown" not in statuses:
                 text = f"{other.text}; every gradient that was compared is right all the same"
                 yield Finding(level="warning", text=text)
 
@@ -97,12 +110,13 @@ def _other(
     finder = _Finder(single)
     by_rank = {rank: [finder.find(row) for row in rows] for rank, rows in read.items()}
     times = Counter(i for found in by_rank.values() for i in found if i is not None)
-    if not times:
+    if not times and not _of_one_size(single, read):
         return None
     wanted = Counter(finder.find(row) for row in single)
     rate = {i: times[i] / n for i, n in wanted.items() if i is not None}
     foreign = {rank: n for rank, found in by_rank.items() if (n := found.count(None))}
-    usual = Counter(v for v in rate.values() if v).most_common(1)[0][0]
+    strange = [tuple(row) for rows in read.values() for row in rows if finder.find(row) is None]
+    usual = max(Counter(v for v in rate.values() if v).most_common(1), default=(0.0, 0))[0]
     missed = [i for i, v in rate.items() if v == 0]
     uneven = [i for i, v in rate.items() if v > usual]
     fewer = [i for i, v in rate.items() if 0 < v < usual]
@@ -118,7 +132,18 @@ def _other(
         missed=tuple(sorted(missed)),
         uneven=tuple(sorted(uneven)),
         foreign=foreign,
+        again=len(strange) - len(set(strange)),
         by_rank={r: tuple(i for i in found if i is not None) for r, found in by_rank.items()},
+    )
+
+
+def _of_one_size(single: Sequence[Row], read: Mapping[int, Sequence[Row]]) -> bool:
+    """Whether rows that nobody shares may be others of the same kind: nothing is cut from them."""
+    sizes = {row[3] for row in single}
+    return (
+        "" not in sizes
+        and all(rows for rows in read.values())
+        and sizes >= {row[3] for rows in read.values() for row in rows}
     )
 
 
@@ -128,7 +153,7 @@ class _Finder:
     def __init__(self, single: Sequence[Row]) -> None:
         self._by: tuple[dict[str, int], ...] = ({}, {}, {})
         for i, row in enumerate(single):
-            for table, key in zip(self._by, row, strict=True):
+            for table, key in zip(self._by, row[:3], strict=True):
                 table.setdefault(key, i)
 
     def find(self, row: Row) -> int | None:
@@ -238,7 +263,7 @@ def as_many_steps(compared: Compared) -> Iterator[Finding]:
 def the_same_weights_after(compared: Compared) -> Iterator[Finding]:
     """Weights that an optimizer leaves wrong though the gradients that it had were right."""
     record = compared.record
-    if any(d.status == "fail" for d in compared.diffs):
+    if not all(d.is_within for d in compared.diffs):
         return  # a wrong gradient moves the weights, and a clip those of the others
     for wrong in wrong_updates(record):
         yield Finding(level="fail", text=f"after the optimizer, {wrong.text}")
@@ -316,8 +341,8 @@ def what_was_done_to_compare(compared: Compared) -> Iterator[Finding]:
 
 
 def _row(row: Sequence[str]) -> Row:
-    once, whole, cut = row
-    return once, whole, cut
+    once, whole, cut, *size = row
+    return once, whole, cut, size[0] if size else ""
 
 
 def _rows(numbers: Sequence[int]) -> str:

@@ -360,6 +360,7 @@ def _spec(
             losses=tuple(tuple(step["losses"]) for step in single.steps) if single else (),
             said=tuple(said),
             rescaled=tuple(step.get("rescaled", {}) for step in single.steps) if single else (),
+            draws=tuple(step.get("draws", {}) for step in single.steps) if single else (),
         ),
         lift=diff.lift,
     )

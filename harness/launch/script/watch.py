@@ -84,6 +84,7 @@ class Watch:
         self.keeper = FileKeeper(self.directory, Path.cwd(), since)
         self.lift: Any = None
         self.dropout = NoDropout()
+        self.draws = self.dropout.draws
         self.calls, self.roots, self.depth = 0, 0, 0
         self.inside: nn.Module | None = None
         self.ended = False
@@ -208,6 +209,7 @@ class Watch:
                 self._begin_with(new)
             if self.look is not None:
                 self.look.entering(module, self.calls)
+            self.draws.entering()
         if self.lift is not None:
             with own_arithmetic():
                 return double_inputs(args, kwargs)
@@ -218,6 +220,7 @@ class Watch:
         if module is not self.inside:
             return
         self.inside = None
+        self.draws.leaving(label_of(module))
         if self.own is not None and self.infos == [] and not self.ended:
             self._guarded(lambda: self._look_at_gathered(outermost(module)))
 
@@ -342,6 +345,7 @@ class Watch:
             "feeds": self.evidence.feeds(),
             "backwards": max(self.evidence.backwards.values(), default=0),
             "rows": self.rows,
+            "draws": self.draws.taken(),
             "losses": self.losses,
             "lifted": dict(casts(self.lift)),
             "dropout": self.dropout.count,
@@ -459,6 +463,10 @@ class Watch:
                 f"{some_of(never)} was stepped by no optimizer in the {self.calls} steps that were "
                 f"looked at, so it was not compared: use a larger --steps"
             )
+        if self.infos:
+            first, *later = (info["draws"] for info in self.infos)
+            for line, drawn in self.draws.before_the_first(later).items():
+                first[line] = [*first.get(line, ()), *drawn]
         places = {n: h.index for n, h in self.models.held.items() if h.index is not None}
         self.seat.finish(
             places,

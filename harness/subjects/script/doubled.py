@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from sumgrad.subjects.program.lift import Lift
+from sumgrad.subjects.script.draws import Draws
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -27,11 +28,15 @@ _DROPPED: Any = F.scaled_dot_product_attention
 
 
 class NoDropout(TorchFunctionMode):
-    """Every dropout gives its input. count: how often one would have dropped something."""
+    """Every dropout gives its input. count: how often one would have dropped something.
+
+    draws: what is drawn at random all the same.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.draws = Draws()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -47,7 +52,9 @@ class NoDropout(TorchFunctionMode):
             self.count += 1
             args = (*args[:_AT], 0.0, *args[_AT + 1 :]) if len(args) > _AT else args
             kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.draws.seen(func, result)
+        return result
 
 
 def in_float64() -> Lift:

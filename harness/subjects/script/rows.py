@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 MAX_ROWS = 4096  # of one call; further ones are not looked at
 # Digests of a row: with what repeats at its end once, as it is, and without what repeats there.
-Row = tuple[str, str, str]
+# Then how many elements it has in each tensor.
+Row = tuple[str, str, str, str]
 
 
 def rows_of(inputs: Any) -> list[Row]:
@@ -49,4 +50,5 @@ def _digests(parts: Sequence[Tensor]) -> Row:
             end -= 1
         for total, stop in ((once, end + 1), (whole, len(values)), (cut, end)):
             total.update(values[:stop].tobytes() + b"|")
-    return once.hexdigest(), whole.hexdigest(), cut.hexdigest()
+    size = " ".join(str(len(part)) for part in parts)
+    return once.hexdigest(), whole.hexdigest(), cut.hexdigest(), size

@@ -25,7 +25,12 @@ class Net(nn.Module):
         self.drop, self.last = nn.Dropout(0.2), nn.Linear(17, 4)
 
     def forward(self, x):
-        return self.last(self.drop(torch.tanh(self.norm(self.first(x)).float())))
+        h = torch.tanh(self.norm(self.first(x)).float())
+        if "noise" in args.bug:
+            seed = 0 if args.bug == "same noise" else rank
+            generator = torch.Generator().manual_seed(seed)
+            h = h + 0.1 * torch.randn(1, 17, generator=generator)
+        return self.last(self.drop(h))
 
 
 dist.init_process_group("gloo")

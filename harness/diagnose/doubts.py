@@ -1,0 +1,211 @@
+"""Failing gradients whose error has another explanation than a mistake: UNKNOWN, with the reason.
+
+A doubt is a function from a stored run and its comparison to that comparison; it may turn a FAIL
+into an UNKNOWN that says what would have to be otherwise, never anything into a PASS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from sumgrad.base.outcome import some_of
+from sumgrad.diagnose.diagnose import diagnose
+from sumgrad.diagnose.of_script import which_rows
+from sumgrad.judge.checks.drawn import other_draws
+from sumgrad.judge.checks.script import other_rows, update_error
+from sumgrad.judge.comparison import TensorDiff
+from sumgrad.judge.finding import Compared
+from sumgrad.record.directory import Record
+
+SHARED = 0.05  # of a common error: by how much that of one tensor may be another
+FEW, TURNED = 4, 1e-3  # elements of a direction; how far from it is another one
+NARROW_ROUNDINGS = 16  # of the scale: what casts to fewer digits may leave
+
+Doubt = Callable[[Record, list[TensorDiff], Record | None], list[TensorDiff]]
+
+
+def with_doubts(record: Record, diffs: list[TensorDiff], clean: Record | None) -> list[TensorDiff]:
+    """The comparison as all doubts leave it. clean: a run of the same that passed."""
+    for doubt in DOUBTS:
+        diffs = doubt(record, diffs, clean)
+    return diffs
+
+
+def _other_function(
+    record: Record, diffs: list[TensorDiff], clean: Record | None
+) -> list[TensorDiff]:
+    """A script's failing gradients of steps that drew other numbers, or read other rows, than the
+    single run's. A cause that is proved all the same stays a FAIL."""
+    why = {(tier, step): text for tier, step, text in reversed(list(_not_the_same(record)))}
+    failed = [d for d in diffs if d.status == "fail" and (d.tier, d.step) in why and d.comparable]
+    if not failed:
+        return diffs
+    compared = Compared(record=record, diffs=diffs, again=(), mismatches=())
+    if any(c.standing == "proved" for c in diagnose(compared, clean=clean).causes):
+        return diffs
+    return _unknown(diffs, {id(d): why[d.tier, d.step] for d in failed})
+
+
+def _not_the_same(record: Record) -> Iterator[tuple[str, int, str]]:
+    """Tier, step and why its gradients cannot be held against the single run's, as the first such
+    step has it."""
+    for tier in record.spec.tiers:
+        draws = list(other_draws(record, tier))
+        yield from ((tier, drawn.step, draws[0].text) for drawn in draws)
+        batches = [rows for rows in other_rows(record, tier) if rows.another_batch]
+        yield from ((tier, rows.step, which_rows(batches[0])) for rows in batches)
+
+
+def _like_float32(
+    record: Record, diffs: list[TensorDiff], clean: Record | None
+) -> list[TensorDiff]:
+    """Failing float64 tensors whose errors may be float32 roundings, and no cause: UNKNOWN.
+
+    A user's step or model that computes in float32 whatever it is given is not wrong, but what a
+    float64 run would have shown was not seen either. Never a PASS; and a FAIL where the step was
+    looked at and nothing of it computes in less than float64.
+    """
+    if not record.spec.opaque:
+        return diffs
+    looked = [info["narrow"] for h in record.ranks.values() for info in h.info.values()
+              if "narrow" in info]  # fmt: skip
+    places = list(dict.fromkeys(place for seen in looked for place in seen))
+    if looked and not places:
+        return diffs
+    failed = [d for d in diffs if d.status == "fail" and record.spec.tiers[d.tier] == "float64"]
+    if not failed or any(not d.comparable for d in failed):
+        return diffs
+    for d in failed:
+        scale = record.references[d.tier][d.step].scale[d.name]
+        if d.max_abs > NARROW_ROUNDINGS * torch.finfo(torch.float32).eps * scale:
+            return diffs
+    compared = Compared(record=record, diffs=diffs, again=(), mismatches=())
+    causes = diagnose(compared, clean=clean).causes
+    if any(cause.kind != "open" for cause in causes):
+        return diffs
+    seen = f"the step makes {some_of(places)}" if places else "what it computes in was not seen"
+    why = (
+        f"its error is no larger than float32 roundings, and {seen}: a wrong term of that size "
+        f"would look the same"
+    )
+    return _unknown(diffs, {id(d): why for d in failed})
+
+
+def _reduced_in_the_step(
+    record: Record, diffs: list[TensorDiff], clean: Record | None
+) -> list[TensorDiff]:
+    """A script's failing gradients where the weights after the step are right: UNKNOWN.
+
+    Gradients are read before an optimizer's step, and some optimizers reduce inside it. Only where
+    every failing gradient is no multiple of the right one (Adam hides a factor), and the step moves
+    the weight at all.
+    """
+    failed = [d for d in diffs if d.status == "fail"]
+    if record.spec.script is None or not failed or any(not d.comparable for d in failed):
+        return diffs
+    if not any(d.step for d in failed) or any(not _is_right_after(record, d) for d in failed):
+        return diffs
+    why = (
+        "it is not the single run's before the optimizer's step, and its weight is after it: the "
+        "step reduces it itself, which is not looked into"
+    )
+    return _unknown(diffs, {id(d): why for d in failed})
+
+
+def _is_right_after(record: Record, d: TensorDiff) -> bool:
+    """Whether a gradient that is no multiple of the right one moves its weight as the right one."""
+    references = record.references[d.tier]
+    reference, held = references[d.step], record.ranks[d.rank]
+    found = update_error(record, d.tier, reference, d.rank, d.name)
+    got = held.grads[d.tier, d.step].get(d.name)
+    if found is None or got is None or not found[0] <= found[1]:
+        return False
+    if d.step:
+        moved = reference.after[d.name] - references[d.step - 1].after[d.name]
+        if not float(moved.abs().max()) > found[1]:
+            return False
+    index, whole = held.index_of(d.tier, d.name), reference.grads[d.name]
+    wanted = (whole if index is None else whole.reshape(-1)[index]).reshape(-1)
+    mine, square = got.double().reshape(-1), float(wanted.square().sum())
+    if wanted.numel() < FEW or not square:
+        return True  # of a few numbers a multiple is nothing that tells
+    rest = mine - float(mine @ wanted) / square * wanted
+    return float(rest.norm()) > TURNED * float(mine.norm())
+
+
+def _like_fewer_digits(
+    record: Record, diffs: list[TensorDiff], clean: Record | None
+) -> list[TensorDiff]:
+    """Failing tensors of the precision tier that a cast of the step's own explains: UNKNOWN.
+
+    Only where the whole structure tier passed, with those casts lifted, and the step was seen to
+    compute or communicate in fewer digits than the tier has: a choice of the user's, whose cost the
+    tier cannot judge. Its error may be no larger than roundings of that dtype.
+    """
+    spec = record.spec
+    algebra = [d for d in diffs if spec.tiers[d.tier] == "float64"]
+    if not (spec.opaque and spec.lift and algebra) or any(d.status != "pass" for d in algebra):
+        return diffs
+    out = []
+    for d in diffs:
+        shared = _shared_factor([o for o in diffs if (o.tier, o.step) == (d.tier, d.step)])
+        why = _fewer_digits(record, d, shared) if d.status == "fail" and d.comparable else None
+        out.append(d if why is None else replace(d, status="unknown", reason=why))
+    return out
+
+
+def _shared_factor(diffs: Sequence[TensorDiff]) -> float | None:
+    """The one factor that all failing tensors of a step have, if it is more of their errors than
+    anything else: roundings of single elements have none."""
+    wrong = [d for d in diffs if d.status == "fail" and d.comparable and d.ratio is not None]
+    off = [d.ratio - 1 for d in wrong if d.ratio is not None]
+    if not off or not all(off) or max(off) - min(off) > SHARED * abs(sum(off) / len(off)):
+        return None
+    if any(d.l2_rel > (1 + SHARED) * abs(own) for d, own in zip(wrong, off, strict=True)):
+        return None
+    return 1 + sum(off) / len(off)
+
+
+def _fewer_digits(record: Record, diff: TensorDiff, shared: float | None) -> str | None:
+    """What of its step was seen in fewer digits, if that may explain a difference.
+
+    shared: the factor that all gradients of its step have.
+    """
+    at = (diff.tier, record.spec.steps - 1)  # the step that is looked at
+    seen = dict.fromkeys(
+        place for held in record.ranks.values() for place in held.info.get(at, {}).get("narrow", ())
+    )
+    dtypes = {place.split(" ")[0] for place in seen if " at " in place}
+    if not dtypes:
+        return None
+    coarsest = max(dtypes, key=lambda dtype: torch.finfo(getattr(torch, dtype)).eps)
+    eps = torch.finfo(getattr(torch, coarsest)).eps
+    scale = record.references[diff.tier][diff.step].scale[diff.name]
+    if diff.max_abs > NARROW_ROUNDINGS * eps * scale:
+        return None
+    if shared is not None:
+        return (
+            f"every gradient is multiplied by {shared:.6g}, and the step makes "
+            f"{some_of(list(seen))}: a count or a coefficient held in it has this error; lifted to "
+            f"float64 it is right"
+        )
+    return (
+        f"the step makes {some_of(list(seen))}, fewer digits than {record.spec.tiers[diff.tier]}, "
+        f"and its error is no larger than their roundings; lifted to float64 it is right; "
+        f"--dtype {coarsest} holds it to the noise of {coarsest}"
+    )
+
+
+def _unknown(diffs: list[TensorDiff], why: dict[int, str]) -> list[TensorDiff]:
+    """why: by id of a diff."""
+    return [replace(d, status="unknown", reason=why[id(d)]) if id(d) in why else d for d in diffs]
+
+
+DOUBTS: tuple[Doubt, ...] = (
+    _like_float32,
+    _like_fewer_digits,
+    _reduced_in_the_step,
+    _other_function,
+)

@@ -1,0 +1,99 @@
+"""What a script draws at random between two optimizer steps: whether another run drew the same.
+
+A noise that is drawn per rank makes another function of every rank, and its gradients are no
+mistake. A draw is known by its line and by digests of its rows, so that one for the whole batch is
+the same wherever a rank takes its own rows of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from sumgrad.subjects.users_line import users_line
+from torch import Tensor, nn
+
+MAX_ROWS = 1024  # of one draw; further ones are not looked at
+_DRAWS = {
+    torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli,
+    torch.poisson, torch.binomial, torch.multinomial, torch.randint, torch.randint_like,
+    Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli, Tensor.bernoulli_,
+    Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_, Tensor.random_, Tensor.multinomial,
+}  # fmt: skip
+_LOADERS = "torch/utils/data/"
+
+
+class Draws:
+    """Of one process. A sampler's shuffle is none: which rows are read is compared by itself."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[str, set[str]] = {}
+        self._before: dict[str, list[str]] | None = None  # the first call of a model
+        self._state: str | None = None
+
+    def seen(self, func: Callable[..., Any], result: Any) -> None:
+        """A function of torch was called outside of torch's own."""
+        if func not in _DRAWS or not isinstance(result, Tensor) or isinstance(result, nn.Parameter):
+            return
+        if type(result) is not Tensor or _in_a_loader():
+            return
+        self._drawn.setdefault(users_line(), set()).update(_digests(result.detach()))
+
+    def entering(self) -> None:
+        """A model is called."""
+        if self._before is None:
+            self._before = self.taken()
+        self._state = _state()
+
+    def leaving(self, label: str) -> None:
+        """It has ended: what it drew, whoever drew it, if it drew anything."""
+        now, before = _state(), self._state
+        if before is not None and now != before:
+            self._drawn.setdefault(f"the forward of {label}", set()).add(f"{before}>{now}")
+        self._state = None
+
+    def taken(self) -> dict[str, list[str]]:
+        """Where something was drawn since the last call: line -> digests."""
+        drawn, self._drawn = self._drawn, {}
+        return {place: sorted(digests) for place, digests in drawn.items()}
+
+    def before_the_first(self, later: Iterable[Iterable[str]]) -> dict[str, list[str]]:
+        """What the first step drew before its forward: of what came before it, the lines that
+        later steps draw on, too. (The others made the weights.)"""
+        again = {place for step in later for place in step}
+        return {p: drawn for p, drawn in (self._before or {}).items() if p in again}
+
+
+def _state() -> str:
+    """Digest of the states of the generators that a model may draw from."""
+    total = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
+    total.update(repr(random.getstate()).encode())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        total.update(numpy.random.get_state()[1].tobytes())
+        total.update(str(numpy.random.get_state()[2]).encode())
+    return total.hexdigest()
+
+
+def _digests(drawn: Tensor) -> set[str]:
+    if not drawn.numel():
+        return set()
+    rows = drawn.reshape(drawn.shape[0] if drawn.dim() else 1, -1)[:MAX_ROWS].cpu().contiguous()
+    plain = rows.view(torch.uint8)
+    return {hashlib.blake2b(r.numpy().tobytes(), digest_size=8).hexdigest() for r in plain}
+
+
+def _in_a_loader() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename.replace("\\", "/")
+        if _LOADERS in name:
+            return True
+        if "/torch/" not in name and "/sumgrad/" not in name:
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
