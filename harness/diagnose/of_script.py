@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from sumgrad.base.outcome import spans
+from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.judge.checks.rescaled import hidden_factors
@@ -63,6 +63,9 @@ def other_than_the_single_run(compared: Compared) -> Iterator[Diagnosis]:
                      "others before the next",),
         )  # fmt: skip
         return
+    if (carried := _carried_over(compared)) is not None:
+        yield carried
+        return
     for tier in record.spec.tiers:
         for one in hidden_factors(compared, tier):
             if one.by_clip and one.times is not None:
@@ -80,6 +83,43 @@ def other_than_the_single_run(compared: Compared) -> Iterator[Diagnosis]:
                      "weights before it",),
         )  # fmt: skip
         return
+
+
+def _carried_over(compared: Compared) -> Diagnosis | None:
+    """Gradients that still hold those of the step before: nothing made them zero in between."""
+    failed = [d for d in compared.diffs if d.status == "fail"]
+    first = min((d.step for d in failed), default=0)
+    wrong = [d for d in failed if d.step == first]
+    if first == 0 or any(not d.comparable for d in wrong):
+        return None
+    record, times = compared.record, set()
+    for d in wrong:
+        held = record.ranks[d.rank]
+        before = held.grads.get((d.tier, d.step - 1), {}).get(d.name)
+        got, whole = held.grads[d.tier, d.step][d.name], record.references[d.tier][d.step].grads
+        index = held.index_of(d.tier, d.name)
+        right = whole[d.name] if index is None else whole[d.name].reshape(-1)[index]
+        if before is None or before.shape != got.shape or not bool(before.any()):
+            return None
+        old, more = before.double(), got.double() - right.reshape(got.shape)
+        factor = round(float((old * more).sum()) / float(old.square().sum()))
+        rest = float((more - factor * old).abs().max())
+        if not factor or rest > (1 + abs(factor)) * d.threshold:
+            return None
+        times.add(factor)
+    if len(times) != 1:
+        return None
+    often = "" if times == {1} else f", {times.pop()} times"
+    names = list(dict.fromkeys(d.name for d in wrong))
+    return Diagnosis(
+        cause=f"{some_of(names)} at step {first} still holds the gradient of step {first - 1}"
+        f"{often}: nothing made it zero (zero_grad) before this step's backward",
+        kind="carried_over",
+        standing="proved",
+        ranks=tuple(sorted({d.rank for d in wrong})),
+        because=("less what the optimizer found one step before, every wrong gradient is the "
+                 "single run's",),
+    )  # fmt: skip
 
 
 def _before_the_clip(record: Record, times: float, step: int) -> Diagnosis:

@@ -121,6 +121,21 @@ def test_other_draws_are_no_wrong_gradient(drawn, status):
         assert "train.py:9 draws random numbers, at step 0 on rank 1 " in reason
 
 
+@pytest.mark.parametrize(("times", "rest", "said"), [
+    (1, 0.0, "step 1 still holds the gradient of step 0: nothing"),
+    (3, 0.0, "step 1 still holds the gradient of step 0, 3 times: nothing"),
+    (1, 1e-3, None),
+    (0, 1e-3, None),
+])  # fmt: skip
+def test_a_gradient_that_nothing_made_zero(times, rest, said):
+    record = record_of(FOUR, steps=2)
+    for held in record.ranks.values():
+        before, now = held.grads[AT], held.grads["structure", 1]
+        now["w"] = now["w"] + times * before["w"] + rest * before["w"] ** 2
+    causes = list(other_than_the_single_run(compared(record)))
+    assert [c.cause.removeprefix("w at ")[: len(said or "")] for c in causes] == [said] * bool(said)
+
+
 def test_a_row_is_found_whatever_it_was_padded_to():
     single = [["a1", "a", "-"], ["b1", "b+pad", "b"]]
     padded = [["a1", "a+pad", "a"]]
