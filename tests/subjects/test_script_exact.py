@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -228,6 +229,14 @@ WRITES = """
     open("read").read()
     os.makedirs("sub", exist_ok=True)
     Path("sub/deep").write_text("x")
+    os.makedirs("runs/today/empty")
+    os.rmdir("empty")
+    os.symlink("fresh", "latest")
+    os.symlink("fresh", "tmp.lnk")
+    os.replace("tmp.lnk", "best")
+    os.remove("kept")
+    os.symlink("log", "kept")
+    Path(sys.argv[3], "elsewhere").write_text("x")
 """
 
 
@@ -239,13 +248,22 @@ def test_the_users_files_are_as_they_were(tmp_path):
     before = {name: str(random.random()) for name in names}
     for name, text in before.items():
         (work / name).write_text(text)
+    (work / "empty").mkdir()
+    links = {"best": "log", "kept": "nowhere"}
+    for name, target in links.items():
+        (work / name).symlink_to(target)
+    other = tmp_path / "other"
+    other.mkdir()
     code = textwrap.dedent(WRITES)
-    subprocess.run([sys.executable, "-c", code, str(run), "0"], cwd=work, check=True)
+    command = [sys.executable, "-c", code, str(run), "0", str(other)]
+    subprocess.run(command, cwd=work, check=True, env={**os.environ, "TMPDIR": str(run)})
     changed, made = put_back(run)
+    assert {name: os.readlink(work / name) for name in links} == links
+    assert list(other.iterdir()) == []
     assert {name: (work / name).read_text() for name in before} == before
-    assert sorted(p.name for p in work.iterdir()) == sorted([*before, "sub"])
+    assert sorted(p.name for p in work.iterdir()) == sorted([*before, *links, "empty"])
     assert sorted(p.rpartition("/")[2] for p in changed) == ["best.pt", "gone", "log", "old"]
-    assert sorted(p.rpartition("/")[2] for p in made) == ["deep", "fresh", "moved"]
+    assert sorted(p.rpartition("/")[2] for p in made) == ["deep", "elsewhere", "fresh", "moved"]
     assert (run / "files" / "made" / "fresh").read_text() == "new"
     assert put_back(tmp_path) == ([], [])
 
