@@ -44,7 +44,7 @@ def render(verdict: Verdict, *, width: int = 200) -> RenderableType:
     if data["coefficients"]:
         parts += [Text(""), _coefficients(data["coefficients"], width)]
     failed = [t for t in data["tensors"] if t["status"] != "pass"]
-    table = [Text(""), _tensors(failed, width)] if failed else []
+    table: list[RenderableType] = [Text(""), _tensors(failed, width)] if failed else []
     lists = _lists(data)
     # Where nothing is wrong and something is not known, the reasons are the answer.
     parts += [*lists, *table] if data["status"] == "unknown" else [*table, *lists]

@@ -41,13 +41,14 @@ class OtherRows:
 
     @property
     def another_batch(self) -> bool:
-        """Whether ranks read a batch of their own, each row of it once: larger, or in another
-        order. Nothing is wrong with that, and nothing can be compared."""
+        """Whether ranks read a batch of their own, its rows once but for chance: larger, or in
+        another order. Nothing is wrong with that, and nothing can be compared."""
         number = sum(self.foreign.values())
-        none = sum(map(len, self.by_rank.values())) == 0
-        larger = self.ranks == self.single * len(self.by_rank) and (none or not self.missed)
+        known = sum(map(len, self.by_rank.values()))
+        repeated = 2 * self.again >= number or 2 * len(self.uneven) > known  # more than by chance
+        larger = self.ranks == self.single * len(self.by_rank) and not (known and self.missed)
         shuffled = self.ranks == self.single and number > self.single / 2
-        return bool(number) and not self.uneven and not self.again and (larger or shuffled)
+        return bool(number) and not repeated and (larger or shuffled)
 
     @property
     def text(self) -> str:

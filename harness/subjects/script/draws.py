@@ -24,11 +24,11 @@ _DRAWS = {
     Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli, Tensor.bernoulli_,
     Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_, Tensor.random_, Tensor.multinomial,
 }  # fmt: skip
-_LOADERS = "torch/utils/data/"
 
 
 class Draws:
-    """Of one process. A sampler's shuffle is none: which rows are read is compared by itself."""
+    """Of one process. Integers outside of a model are no draws: they choose rows, and which rows
+    are read is compared by itself."""
 
     def __init__(self) -> None:
         self._drawn: dict[str, set[str]] = {}
@@ -39,7 +39,8 @@ class Draws:
         """A function of torch was called outside of torch's own."""
         if func not in _DRAWS or not isinstance(result, Tensor) or isinstance(result, nn.Parameter):
             return
-        if type(result) is not Tensor or _in_a_loader():
+        inside = self._state is not None
+        if type(result) is not Tensor or not (inside or result.is_floating_point()):
             return
         self._drawn.setdefault(users_line(), set()).update(_digests(result.detach()))
 
@@ -85,15 +86,3 @@ def _digests(drawn: Tensor) -> set[str]:
     rows = drawn.reshape(drawn.shape[0] if drawn.dim() else 1, -1)[:MAX_ROWS].cpu().contiguous()
     plain = rows.view(torch.uint8)
     return {hashlib.blake2b(r.numpy().tobytes(), digest_size=8).hexdigest() for r in plain}
-
-
-def _in_a_loader() -> bool:
-    frame = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename.replace("\\", "/")
-        if _LOADERS in name:
-            return True
-        if "/torch/" not in name and "/sumgrad/" not in name:
-            return False
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
