@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from sumgrad.launch.script.options import fill_in
 from sumgrad.launch.script.user_files import FileKeeper, put_back
 from sumgrad.subjects.script.doubled import NoDropout, double_inputs
 from sumgrad.subjects.script.models import Models, label_of, outermost
-from sumgrad.subjects.script.reference import LOUD, Single, reference_of
+from sumgrad.subjects.script.reference import LOUD, Single, louder, noise_of, reference_of
 from sumgrad.subjects.script.roundings import OtherRoundings
 from sumgrad.subjects.script.rows import rows_of
 from sumgrad.subjects.script.start import take_over
@@ -187,10 +188,18 @@ def run_of(*values, dtype="float64"):
     )  # fmt: skip
 
 
+def first_step_of(single, *noise):
+    """Its reference, when the noise of each run came by itself."""
+    return reference_of(single, reduce(louder, [noise_of(single, [n], 0) for n in noise]), 0)
+
+
 def test_the_reference_has_the_noise_of_all_runs():
-    reference = reference_of(
-        run_of(1.0, -4.0), [run_of(1.0, -4.0 + 2e-12), run_of(1 + 1e-12, -4)], 0
+    single, others = run_of(1.0, -4.0), [run_of(1.0, -4.0 + 2e-12), run_of(1 + 1e-12, -4)]
+    reference = first_step_of(single, *others)
+    assert noise_of(single, others, 0) == reduce(
+        louder, [noise_of(single, [other], 0) for other in reversed(others)]
     )
+    assert reference.norm_floor == pytest.approx(2e-12 * 4 / 17**0.5, rel=1e-2, abs=0)
     assert reference.grads["a"].tolist() == [1.0, -4.0]
     assert reference.floor["a"] == pytest.approx(2e-12, rel=1e-3, abs=0)
     assert reference.scale["a"] == pytest.approx(4.04)
@@ -205,7 +214,7 @@ def test_a_script_that_is_moved_by_one_rounding_has_no_reference(dtype):
     limit = LOUD[dtype] * 4.04
     for factor, problems in ((0.9, 0), (1.1, 1)):
         noise = run_of(1.0, -4.0 + factor * limit, dtype=dtype)
-        assert len(reference_of(run_of(1.0, -4.0, dtype=dtype), [noise], 0).problems) == problems
+        assert len(first_step_of(run_of(1.0, -4.0, dtype=dtype), noise).problems) == problems
 
 
 def test_arguments_are_filled_in_for_each_side():
@@ -311,7 +320,7 @@ def test_what_the_run_itself_made_elsewhere_is_left_alone(tmp_path):
 
 def test_what_the_single_run_did_not_see_is_a_problem_of_the_reference():
     single = replace(run_of(1.0, -4.0), unknown=("w: held in parts",))
-    problems = reference_of(single, [run_of(1.0, -4.0)], 0).problems
+    problems = first_step_of(single, run_of(1.0, -4.0)).problems
     assert problems == ("the single run: w: held in parts",)
 
 
@@ -319,5 +328,5 @@ def test_a_gradient_that_only_other_roundings_have_is_no_error_of_ours():
     """As of a unit that is off by a hair: nothing is divided by its size of zero."""
     other = run_of(1.0, -4.0)
     other.grads[0]["b"] = torch.ones(2)
-    reference = reference_of(run_of(1.0, -4.0), [other], 0)
+    reference = first_step_of(run_of(1.0, -4.0), other)
     assert (reference.scale["b"], reference.floor["b"], reference.problems) == (0.0, 1.0, ())

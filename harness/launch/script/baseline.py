@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sumgrad.base.errors import UserError
 from sumgrad.base.files import read_json, write_json
 from sumgrad.record.spec import DAMAGED
+from sumgrad.subjects.script.reference import Noise
 
 FOLDER = Path(".sumgrad") / "baselines"
-FILE = "baseline.json"
+FILE, NOISE = "baseline.json", "noise.json"
 _LEFT_BEHIND = ("boot", "package", "files", "*.log", "*.stack", "*.claim")
 
 
@@ -40,14 +42,24 @@ def check_name(name: str) -> None:
 
 
 def keep_baseline(name: str, run: Path, what: Baseline) -> None:
-    """Keep the single run and its noise runs of a run directory."""
+    """Keep the single run of a run directory, and how loud its noise runs were."""
     folder = FOLDER / name
-    for source in [run / "single", *sorted(run.glob("noise [0-9]*"))]:
-        shutil.copytree(
-            source, folder / source.name, ignore=shutil.ignore_patterns(*_LEFT_BEHIND),
-            symlinks=True, dirs_exist_ok=True,
-        )  # fmt: skip
+    shutil.copytree(
+        run / "single", folder / "single", ignore=shutil.ignore_patterns(*_LEFT_BEHIND),
+        symlinks=True, dirs_exist_ok=True,
+    )  # fmt: skip
+    shutil.copy2(run / NOISE, folder / NOISE)
     write_json(folder / FILE, asdict(what))
+
+
+def keep_noise(folder: Path, noise: Sequence[Noise]) -> None:
+    """Of each step how loud noise runs were, beside the single run."""
+    write_json(folder / NOISE, [asdict(step) for step in noise])
+
+
+def kept_noise(folder: Path) -> list[Noise]:
+    """Of each step, as it was kept. Raises one of spec.DAMAGED, or FileNotFoundError."""
+    return [Noise(**step) for step in read_json(folder / NOISE)]
 
 
 def find_baseline(name: str) -> tuple[Path, Baseline]:

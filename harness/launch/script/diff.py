@@ -25,7 +25,13 @@ from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
 from sumgrad.launch.ask import new_directory, versions
 from sumgrad.launch.judging import written
-from sumgrad.launch.script.baseline import Baseline, find_baseline, keep_baseline
+from sumgrad.launch.script.baseline import (
+    Baseline,
+    find_baseline,
+    keep_baseline,
+    keep_noise,
+    kept_noise,
+)
 from sumgrad.launch.script.look import SINGLE
 from sumgrad.launch.script.options import (
     DiffOptions,
@@ -42,7 +48,16 @@ from sumgrad.record.reference import write_parts, write_reference
 from sumgrad.record.spec import DAMAGED, Facts, RunSpec, Script, write_spec
 from sumgrad.record.trace import FOLDER
 from sumgrad.subjects.script.asked import SAME, Asked
-from sumgrad.subjects.script.reference import LOSS, Single, parts_of, read_single, reference_of
+from sumgrad.subjects.script.reference import (
+    LOSS,
+    Noise,
+    Single,
+    louder,
+    noise_of,
+    parts_of,
+    read_single,
+    reference_of,
+)
 from sumgrad.topology.pools import Pool, Topology
 
 NOISE_RUNS, MORE_NOISE_RUNS = 2, 6
@@ -155,10 +170,11 @@ class _Diff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Runs:
-    """What the ranks are compared with: the single run, and those with other roundings."""
+    """What the ranks are compared with: the single run, and of each step how far others are from
+    it that differ in roundings."""
 
     single: Single
-    noise: list[Single]
+    noise: list[Noise]
 
 
 def run_diff(
@@ -203,8 +219,9 @@ def _run_and_judge(diff: _Diff, known: tuple[Path, Baseline] | None) -> tuple[Ve
     progress("judging")
     record = load_record(diff.directory)
     if known is None and near_misses(record) and judge(record).status == "fail":
-        more = _as_long(runs.single, _noises(diff, NOISE_RUNS + 1, MORE_NOISE_RUNS))
-        _write_references(diff, runs.single, [*runs.noise, *more])
+        more = _heard(runs.single, _noises(diff, NOISE_RUNS + 1, MORE_NOISE_RUNS))
+        loudest = [louder(*both) for both in zip(runs.noise, more, strict=True)] if more else None
+        _write_references(diff, runs.single, loudest or runs.noise)
     verdict = _judged(diff.directory, progress)
     step = _step_to_look_at(verdict)
     if step is not None:
@@ -227,10 +244,11 @@ def _single_runs(diff: _Diff) -> _Runs | str:
     if isinstance(single, str):
         return single
     found = _noises(diff, 1, NOISE_RUNS)
-    noise = _as_long(single, found)
+    noise = _heard(single, found)
     if not noise:
         why = found[0] if isinstance(found[0], str) else "runs of it ended before it did"
         return f"no noise was measured: {why}"
+    keep_noise(diff.directory, noise)
     if diff.options.save:
         keep_baseline(
             diff.options.save,
@@ -255,9 +273,8 @@ def _stored_runs(diff: _Diff, known: tuple[Path, Baseline]) -> _Runs | str:
                 f"the stored run {folder} has {len(single.steps)} of the {diff.options.steps} "
                 f"steps that are asked for: save it again, or ask for fewer"
             )
-        found = [read_single(path, baseline.tier) for path in sorted(folder.glob("noise *"))]
-        noise = _as_long(single, found)
-        if not noise:
+        noise = kept_noise(folder)
+        if len(noise) < len(single.steps):
             return f"the stored run {folder} has no noise runs as long as it"
         return _Runs(single=single, noise=noise)
     except (*DAMAGED, FileNotFoundError) as error:
@@ -303,10 +320,11 @@ def _noises(diff: _Diff, first: int, last: int) -> list[Single | str]:
         return list(pool.map(lambda seed: _noise(diff, seed), seeds))
 
 
-def _as_long(single: Single, found: Sequence[Single | str]) -> list[Single]:
-    """Those that came as far as the single run."""
+def _heard(single: Single, found: Sequence[Single | str]) -> list[Noise]:
+    """Of each step, what those runs say that came as far as the single run; empty if none did."""
     count = len(single.steps)
-    return [run for run in found if isinstance(run, Single) and len(run.steps) >= count]
+    runs = [run for run in found if isinstance(run, Single) and len(run.steps) >= count]
+    return [noise_of(single, runs, step) for step in range(count)] if runs else []
 
 
 def _noise(diff: _Diff, seed: int) -> Single | str:
@@ -317,9 +335,9 @@ def _noise(diff: _Diff, seed: int) -> Single | str:
         return _how_it_ended(ended)
 
 
-def _write_references(diff: _Diff, single: Single, noise: Sequence[Single]) -> None:
+def _write_references(diff: _Diff, single: Single, noise: Sequence[Noise]) -> None:
     for step in range(len(single.steps)):
-        reference = reference_of(single, noise, step)
+        reference = reference_of(single, noise[step], step)
         write_reference(diff.directory, diff.tier, reference)
         write_parts(diff.directory, diff.tier, step, parts_of(reference))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,24 +80,55 @@ def _buffers(directory: Path, count: range) -> tuple[tuple[Grads, tuple[str, ...
     return tuple(out)
 
 
-def reference_of(single: Single, noise: Sequence[Single], step: int) -> Reference:
-    """What every gradient of a step must be, and how far runs are apart that differ in roundings.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """How far runs are apart that differ in roundings, at one step, absolute: each gradient, each
+    weight after it, and the norm of all gradients."""
 
-    noise: runs whose weights are off by one rounding, each at least as long.
-    """
-    zeros = {n: torch.zeros(s, dtype=torch.float64) for n, s in single.params.items()}
+    grads: dict[str, float]
+    after: dict[str, float]
+    norm: float
 
-    def whole(grads: Mapping[str, torch.Tensor]) -> Grads:
-        return {n: grads[n].double() if n in grads else zero for n, zero in zeros.items()}
 
-    grads = whole(single.grads[step])
-    others = [whole(run.grads[step]) for run in noise]
+def noise_of(single: Single, runs: Sequence[Single], step: int) -> Noise:
+    """Of runs whose weights are off by one rounding, each at least as long."""
+    grads, after = _whole(single, step), single.after[step]
+    others = [_whole(run, step) for run in runs]
+    return Noise(
+        grads={n: max(error(run[n], g) for run in others) for n, g in grads.items()},
+        after={n: max(error(run.after[step][n], v.double()) for run in runs)
+               for n, v in after.items()},
+        norm=max(abs(norm(run) - norm(grads)) for run in others),
+    )  # fmt: skip
+
+
+def louder(a: Noise, b: Noise) -> Noise:
+    """Of the runs of both."""
+    return Noise(
+        grads={n: max(value, b.grads[n]) for n, value in a.grads.items()},
+        after={n: max(value, b.after[n]) for n, value in a.after.items()},
+        norm=max(a.norm, b.norm),
+    )
+
+
+def _whole(run: Single, step: int) -> Grads:
+    """Every gradient of a step in float64, zero where there is none."""
+    grads = run.grads[step]
+    return {
+        n: grads[n].double() if n in grads else torch.zeros(s, dtype=torch.float64)
+        for n, s in run.params.items()
+    }
+
+
+def reference_of(single: Single, noise: Noise, step: int) -> Reference:
+    """What every gradient of a step must be, and how far off one may be."""
+    grads = _whole(single, step)
     largest = max((float(g.abs().max()) for g in grads.values() if g.numel()), default=0.0)
     scale = {
         n: float(g.abs().max()) + COUPLED_SHARE * largest if g.count_nonzero() else 0.0
         for n, g in grads.items()
     }
-    floor = {n: max(error(run[n], g) for run in others) for n, g in grads.items()}
+    floor = noise.grads
     nothing = {n for n, g in grads.items() if not bool((g.abs() > ZERO_FACTOR * floor[n]).any())}
     after = {n: t.double() for n, t in single.after[step].items()}
     most = LOUD.get(single.dtype, 0.3)
@@ -119,7 +150,7 @@ def reference_of(single: Single, noise: Sequence[Single], step: int) -> Referenc
         floor_by_term={LOSS: floor},
         same_dtype={},
         norm=norm(grads),
-        norm_floor=max(abs(norm(run) - norm(grads)) for run in others),
+        norm_floor=noise.norm,
         counts={LOSS: 1},
         weights="",
         kinds={LOSS: "coupled"},
@@ -128,9 +159,7 @@ def reference_of(single: Single, noise: Sequence[Single], step: int) -> Referenc
         buffers={n: t for n, t in single.buffers[step][0].items() if not t.is_complex()},
         changed_buffers=single.buffers[step][1],
         after=after,
-        after_floor={
-            n: max(error(run.after[step][n], value) for run in noise) for n, value in after.items()
-        },
+        after_floor=noise.after,
     )
 
 
