@@ -27,6 +27,7 @@ from sumgrad.judge.checks.ledgers import ledger_mismatches
 from sumgrad.judge.comparison import TensorDiff
 from sumgrad.judge.finding import Compared, Finding, Level
 from sumgrad.judge.knowledge import known_plan
+from sumgrad.judge.timeline import timeline
 from sumgrad.judge.verdict_json import (
     SCHEMA,
     tensor_json,
@@ -58,6 +59,8 @@ def judge(record: Record, *, clean: Record | None = None) -> Verdict:
     data = _to_json(record, verdict, diffs)
     if why.where is not None:
         data["where"] = why.where
+    if verdict.status != "pass" and (line := timeline(record, compared.mismatches)) is not None:
+        data["timeline"] = line.to_json()
     if record.spec.declaration is not None and record.spec.fault:
         data["fault_report"] = fault_report(record)
     return replace(verdict, data=finite(data))

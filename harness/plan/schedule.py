@@ -42,7 +42,8 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """First difference between a rank's ledger and its Plan in one step."""
+    """First difference between a rank's ledger and its Plan in one step. number: of what was seen,
+    in the rank's ledger."""
 
     rank: int
     label: str
@@ -50,6 +51,7 @@ class Mismatch:
     planned: Operation | None
     seen: Operation | None
     site: str | None
+    number: int | None = None
 
     @property
     def text(self) -> str:
@@ -221,6 +223,7 @@ def outside_steps(rank: int, event: dict[str, Any]) -> Mismatch:
         planned=None,
         seen=operation_of(event),
         site=event.get("site"),
+        number=event.get("n"),
     )
 
 
@@ -263,6 +266,7 @@ def compare_ledger(
                         planned=want,
                         seen=got,
                         site=event.get("site"),
+                        number=event.get("n"),
                     )
                 )
     if not out:
@@ -275,6 +279,7 @@ def compare_ledger(
                 planned=planned[i],
                 seen=seen[i],
                 site=events[i].get("site"),
+                number=events[i].get("n"),
             )
         )
     return out

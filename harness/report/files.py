@@ -20,7 +20,14 @@ from sumgrad.base.outcome import first_to_fail, outcome_from_json, spans
 from sumgrad.base.plain_text import printable_data
 from sumgrad.base.verdict import Verdict
 from sumgrad.report.coefficients import in_few_lines
-from sumgrad.report.pictures import LEGEND, answer, heat_maps, pool_pictures, room_for
+from sumgrad.report.pictures import (
+    LEGEND,
+    answer,
+    heat_maps,
+    pool_pictures,
+    room_for,
+    timeline_picture,
+)
 from sumgrad.report.terminal import STANDINGS, axes_text, bits_sentence, by_ranks, number
 
 MAX_TENSORS = 4000  # rows of a page's table
@@ -57,6 +64,7 @@ def to_html(verdict: Verdict) -> str:
             pools=(pools := pool_pictures(context)),
             pool_left=room_for(f"{pool.name[:24]} {pool.axes}" for pool in pools),
             maps=heat_maps(context),
+            line=timeline_picture(context),
             legend=LEGEND,
             all_tensors=_worst_first(context["tensors"])[:MAX_TENSORS],
         )

@@ -20,6 +20,11 @@ MOST_ROWS, MOST_COLUMNS = 60, 48
 STEPS = (0.1, 0.5, 1.0, 10.0, 1e3, 1e6)
 LEGEND = ("under 0.1", "to 0.5", "to 1", "to 10", "to 1,000", "to a million", "more")
 UNKNOWN, NOTHING = "unknown", "nothing"
+STATES = {
+    "open": "begun, never done",
+    "unlike": "its peers issue something else here",
+    "unplanned": "the plan has something else here",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,50 @@ class PoolPicture:
     name: str
     axes: str
     ranks: tuple[tuple[int, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelinePicture:
+    """Operations of ranks side by side. rows: rank, and (column, letter, level, what it says) of
+    each; level: `step-` and its state. letters: what each stands for."""
+
+    columns: int
+    rows: tuple[tuple[str, tuple[tuple[int, str, str, str], ...]], ...]
+    letters: tuple[tuple[str, str], ...]
+    columns_left_out: int
+    ranks_left_out: int
+
+
+LETTERS = {
+    "allreduce": "R", "reduce_scatter": "S", "all_gather": "G", "all_to_all": "A", "barrier": "B",
+    "broadcast": "C", "reduce": "r", "gather": "g", "scatter": "s", "send": ">", "recv": "<",
+}  # fmt: skip
+
+
+def timeline_picture(data: Data) -> TimelinePicture | None:
+    """What each rank issued last, where the verdict has it."""
+    line = data.get("timeline")
+    if not line or not line["columns"]:
+        return None
+    rows = tuple(
+        (
+            f"rank {rank}",
+            tuple(
+                (column, LETTERS.get(family, "?"), f"step-{state}",
+                 line["texts"][text] + ("" if state == "done" else f" ({STATES[state]})"))
+                for column, family, state, text in row
+            ),
+        )
+        for rank, row in line["rows"].items()
+    )  # fmt: skip
+    seen = dict.fromkeys(cell[1] for row in line["rows"].values() for cell in row)
+    return TimelinePicture(
+        columns=line["columns"],
+        rows=rows,
+        letters=tuple((LETTERS.get(family, "?"), family.replace("_", "-")) for family in seen),
+        columns_left_out=line["columns_left_out"],
+        ranks_left_out=line["ranks_left_out"],
+    )
 
 
 def room_for(names: Iterable[str]) -> int:

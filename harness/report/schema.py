@@ -114,6 +114,17 @@ class OutcomePart(_Part):
     detail: str | None
 
 
+class TimelinePart(_Part):
+    """What each rank issued last: rank -> [column, family, state, number of its text], where a
+    verdict is no PASS. states: done, open, unlike its peers', unplanned."""
+
+    columns: int
+    columns_left_out: int
+    ranks_left_out: int
+    texts: list[str]
+    rows: dict[str, list[list[int | str]]]
+
+
 class VerdictFile(_Part):
     """All of it. findings: what fails besides tensors; warnings: what does not fail."""
 
@@ -134,6 +145,7 @@ class VerdictFile(_Part):
     outcomes: list[OutcomePart]
     reproduce: str
     versions: dict[str, str]
+    timeline: TimelinePart | None = None
 
 
 def read_verdict(path: Path) -> VerdictFile:
