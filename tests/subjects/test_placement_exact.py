@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from sumgrad.base.tensors import to_local
@@ -275,3 +277,24 @@ def test_a_parameter_of_the_model_itself_has_no_module_before_its_name():
     stage.second = built.second
     names = [p.name for p in place(built, {}, full, modules={id(built): ""}).placed]
     assert names == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        ((slice(0, 2),), None),
+        ((slice(0, 3),), "shard_of('w') says 12 elements, and it holds 8"),
+        ("rows", "shard_of('w') returned str 'rows', expected None or a tuple of slices"),
+        ((slice(0, 2),) * 3, "shard_of('w') returned tuple"),
+    ],
+)
+def test_what_a_program_declares_of_its_cut_is_an_index_of_what_it_holds(cut, words):
+    model = model_of(w=torch.zeros(2, 4))
+    full = {"w": torch.zeros(5, 4)}
+    if words is None or "holds" in words:
+        found = place(model, {}, full, lambda name: cut)
+        assert (found.unknown == ()) == (words is None)
+        assert all(words in text for text in found.unknown)
+        return
+    with pytest.raises(TypeError, match=re.escape(words)):
+        place(model, {}, full, lambda name: cut)

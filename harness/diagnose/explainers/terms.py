@@ -109,6 +109,8 @@ def _counted(cell: Cell) -> Counted | None:
     live = {t: v.reshape(-1).double() for t, v in cell.wanted.terms.items() if bool(v.any())}
     if len(live) < 2 or cell.measured.numel() < NEEDED * len(live):
         return None
+    if not bool(torch.isfinite(cell.measured).all()):
+        return None
     columns = torch.stack(list(live.values()), dim=1)
     lengths = columns.norm(dim=0)
     if int(torch.linalg.matrix_rank(columns / lengths, rtol=1e-9)) < len(live):

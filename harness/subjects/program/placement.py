@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
@@ -126,6 +127,23 @@ def index_by_placement(param: DTensor) -> Tensor:
     return placed.to_local()
 
 
+def _declared(name: str, cut: Any, full: Tensor, held: int) -> tuple[Tensor | None, str | None]:
+    """(index, why not) of what a Program's `shard_of` says. TypeError where that is no index."""
+    everything = torch.arange(full.numel()).view(full.shape)
+    try:
+        if not isinstance(cut, tuple | list | slice | Tensor):
+            raise TypeError("no index")
+        index = everything[tuple(cut) if isinstance(cut, list) else cut].contiguous()
+    except (IndexError, TypeError) as error:
+        raise TypeError(
+            f"shard_of({name!r}) returned {type(cut).__name__} {cut!r:.60}, expected None or a "
+            f"tuple of slices of its {tuple(full.shape)}: {error}"
+        ) from None
+    if index.numel() != held:
+        return None, f"shard_of({name!r}) says {index.numel()} elements, and it holds {held}"
+    return index, None
+
+
 def _place_one(
     shown: str,
     param: nn.Parameter,
@@ -144,8 +162,7 @@ def _place_one(
     for name in named:
         cut = declared(name) if declared else None
         if cut is not None:
-            everything = torch.arange(full[name].numel()).view(full[name].shape)
-            return name, everything[cut].contiguous(), None
+            return (name, *_declared(name, cut, full[name], to_local(param).numel()))
         index, problem = _index(param, full[name])
         if problem is None and _agrees(param, full[name], index):
             return name, index, None
