@@ -53,17 +53,15 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second`, `third`, `fourth`: each of two hands more, written when what came before was known;
-    sealed as a whole.
+    `second` to `fifth`: each of two hands more, written when what came before was known; sealed as
+    a whole.
     """
-    found: dict[str, list[Path]] = {
-        half: [] for half in ("learn", "sealed", "second", "third", "fourth")
-    }
+    later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij"}
+    found: dict[str, list[Path]] = {half: [] for half in ("learn", "sealed", *later)}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
         found["learn"] += paths[: len(paths) // 2]
         found["sealed"] += paths[len(paths) // 2 :]
-    later = {"second": "cd", "third": "ef", "fourth": "gh"}
     for half, hand in ((half, hand) for half, hands in later.items() for hand in hands):
         found[half] += BUGS.glob(f"{hand}_*.py")
     return {half: sorted(paths) for half, paths in found.items()}
