@@ -7,7 +7,7 @@ it against the gradients the step ends with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,12 +107,19 @@ class GradientWatch:
 
 
 def segments(flat: Tensor, grads: Mapping[str, Tensor]) -> list[tuple[str, float]]:
-    """The gradients that a flat buffer is made of, one after the other, each times one factor."""
+    """The gradients that a flat buffer is made of, one after the other, each times one factor.
+
+    None where they are less than half of it: a few numbers may be like a gradient by chance, or
+    because something else shares its direction. Between them there may be gradients of one number
+    and of zeros, which tell nothing.
+    """
     if not flat.is_floating_point():
         return []
     left = {n: g.reshape(-1) for n, g in grads.items() if g.numel() > 1 and bool(g.any())}
+    none = (g.numel() for g in grads.values() if g.numel() == 1 or not bool(g.any()))
+    zeros = sorted(none, reverse=True)
     found: list[tuple[str, float]] = []
-    position = 0
+    position = covered = 0
     while position < flat.numel():
         for name, grad in left.items():
             part = flat[position : position + grad.numel()]
@@ -120,11 +127,24 @@ def segments(flat: Tensor, grads: Mapping[str, Tensor]) -> list[tuple[str, float
             if factor is not None:
                 found.append((name, factor))
                 position += grad.numel()
+                covered += grad.numel()
                 del left[name]
                 break
         else:
-            return found
-    return found
+            size = _without_a_gradient(flat[position:], zeros)
+            if not size:
+                break
+            zeros.remove(size)
+            position += size
+    return found if 2 * covered >= int(flat.count_nonzero()) else []
+
+
+def _without_a_gradient(rest: Tensor, sizes: Sequence[int]) -> int:
+    """How much of a buffer's rest is one gradient of zeros, or of one number; 0 where none is."""
+    for size in sizes:
+        if size <= rest.numel() and (size == 1 or not bool(rest[:size].any())):
+            return size
+    return 0
 
 
 def _factor(part: Tensor, grad: Tensor) -> float | None:

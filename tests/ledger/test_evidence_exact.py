@@ -1,0 +1,33 @@
+"""Which gradients a flat buffer holds, by value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sumgrad.ledger.evidence import segments
+
+A, B = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([[0.0, 5.0], [7.0, 0.5]])
+GRADS = {"a": A, "one": torch.tensor([4.0]), "none": torch.zeros(6), "b": B}
+
+
+def flat(*parts):
+    return torch.cat([p.reshape(-1) for p in parts])
+
+
+@pytest.mark.parametrize(
+    ("buffer", "found"),
+    [
+        (flat(A, B), [("a", 1.0), ("b", 1.0)]),
+        (flat(2 * B, A / 2), [("b", 2.0), ("a", 0.5)]),
+        (flat(A, torch.tensor([9.0]), B), [("a", 1.0), ("b", 1.0)]),  # a gradient of one number
+        (flat(A, torch.zeros(6), B), [("a", 1.0), ("b", 1.0)]),  # and one of zeros
+        (flat(A, torch.tensor([9.0, 8.0]), B), []),  # no two of one number are there
+        (flat(A, torch.zeros(20)), [("a", 1.0)]),  # padding
+        (flat(A, torch.arange(1.0, 4.0)), [("a", 1.0)]),  # half of it
+        (flat(A, torch.arange(1.0, 5.0)), []),  # less: by chance
+        (flat(A).long(), []),
+        (torch.zeros(4), []),
+    ],
+)
+def test_the_gradients_that_a_buffer_is_made_of(buffer, found):
+    assert segments(buffer, GRADS) == found
