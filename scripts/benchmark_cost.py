@@ -24,6 +24,7 @@ from benchmark_launch import Sampler
 
 SHAPES = {  # of GPT-2: layers, heads, width; vocabulary 50,257, 1,024 positions
     "1m": (2, 2, 16),
+    "4m": (4, 4, 64),
     "14m": (10, 6, 192),
     "124m": (12, 12, 768),
 }

@@ -8,6 +8,7 @@ from dataclasses import replace
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, rows_of_micro_batches
 from sumgrad.diagnose.names import block_counts, factor_symbols, list_rows, mean_of_means
 from sumgrad.diagnose.reductions import CLOSE, empty_handed, scaled_by
 from sumgrad.diagnose.row_fit import Factors
@@ -18,6 +19,7 @@ def factor_by_rows(case: Case, found: Factors, names: Sequence[str]) -> Diagnosi
     what = some_of(names)
     diagnosis = (
         _means(case, found, what)
+        or _by_micro_batch(case, found, what)
         or _lost_rows(case, found, what)
         or _one_odd_factor(case, found, what)
         or Diagnosis(
@@ -51,6 +53,39 @@ def _means(case: Case, found: Factors, what: str) -> Diagnosis | None:
         symbol="N/(parts*n_part)",
         because=("each part's factor times its count is the same number, total count / parts",),
     )
+
+
+def _by_micro_batch(case: Case, found: Factors, what: str) -> Diagnosis | None:
+    """One factor for each micro-batch, the same on every rank."""
+    numbers = rows_of_micro_batches(case)
+    if numbers is None:
+        return None
+    often: dict[int, set[float]] = {number: set() for number in numbers}
+    for unit, value in zip(found.units, found.values, strict=True):
+        if value is None:
+            continue
+        mine = [n for n, rows in numbers.items() if rows & set(range(*(unit.rows or (0, 0))))]
+        if len(mine) != 1:
+            return None
+        often[mine[0]].add(round(value, 6))
+    if any(len(values) > 1 for values in often.values()):
+        return None
+    told = {number: values.pop() for number, values in often.items() if values}
+    if len(set(told.values())) < 2:
+        return None
+    lost = [number for number, value in told.items() if not value]
+    if lost and set(told.values()) == {0.0, 1.0}:
+        cause = f"micro-batch {spans(lost)} of every rank never reaches {what}"
+        return Diagnosis(cause=cause, kind="lost_rows", factor="0")
+    shown = ", ".join(f"{number}: {fraction_of(value)}" for number, value in told.items())
+    cause = f"micro-batches are counted {shown} in {what}, on every rank alike"
+    return Diagnosis(
+        cause=cause,
+        kind="micro_batches",
+        standing="proved",
+        because=("as when each is divided or scaled by what holds at its time, and not by one "
+                 "number for all of them",),
+    )  # fmt: skip
 
 
 def _lost_rows(case: Case, found: Factors, what: str) -> Diagnosis | None:
@@ -94,7 +129,7 @@ def _one_odd_factor(case: Case, found: Factors, what: str) -> Diagnosis | None:
     by = scaled_by(case, first)
     where = f", which is what rank {spans(by)} sends" if by else ""
     symbols = factor_symbols(case, first)
-    named = f" = {symbols[0]}" if symbols else ""
+    named = f", which equals {symbols[0]}," if symbols else ""
     return Diagnosis(
         cause=f"rows {list_rows(list(odd))} are counted {first:.9g}{named} times in {what}{where}",
         kind="rank_factor",

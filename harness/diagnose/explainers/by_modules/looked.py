@@ -8,6 +8,7 @@ import torch
 from sumgrad.diagnose.case import Case, explains, fails
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.modules.look import Look, look_at
+from sumgrad.diagnose.modules.loss_weights import shares_at_the_loss
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.diagnose.row_fit import Unit, column
 from sumgrad.judge.cells import Cell
@@ -36,6 +37,23 @@ def _look(case: Case) -> Look | None:
         return look_at(traces, case.record.spec.tiers[case.tier], axis_groups(case))
     except (RuntimeError, ValueError, IndexError):
         return None  # tensors of shapes that nobody thought of take no verdict away
+
+
+def rows_of_micro_batches(case: Case) -> dict[int, frozenset[int]] | None:
+    """Number of a rank's call -> the rows that ranks take in it; None unless each row is in one."""
+    look = looked_by_rows(case)
+    shares = None if look is None else shares_at_the_loss(look)
+    if shares is None:
+        return None
+    found: dict[int, set[int]] = {}
+    for share in shares[1]:
+        if not share.rows:
+            return None
+        found.setdefault(share.number, set()).update(share.rows)
+    rows = [row for own in found.values() for row in own]
+    if len(found) < 2 or len(set(rows)) < len(rows):
+        return None
+    return {number: frozenset(own) for number, own in sorted(found.items())}
 
 
 def owners(case: Case) -> list[str]:

@@ -1,0 +1,53 @@
+"""Factors on rows, in words: which micro-batches they are."""
+
+from __future__ import annotations
+
+import pytest
+from sumgrad.diagnose.explainers import rows
+from sumgrad.diagnose.explainers.rows import factor_by_rows
+from sumgrad.diagnose.row_fit import Factors, Unit
+
+NUMBERS = {0: frozenset({0, 4}), 1: frozenset({1, 5}), 2: frozenset({2, 3, 6, 7})}
+
+
+class NoCase:
+    """Nothing is known of it but what a test replaces."""
+
+
+@pytest.fixture
+def words(monkeypatch):
+    for name in ("_means", "_lost_rows", "_one_odd_factor"):
+        monkeypatch.setattr(rows, name, lambda *_: None)
+
+    def said(numbers, intervals, values):
+        monkeypatch.setattr(rows, "rows_of_micro_batches", lambda _: numbers)
+        units = tuple(Unit(term=None, rows=pair) for pair in intervals)
+        found = Factors(level="rows", units=units, values=values, sigmas=(None,) * len(values))
+        return factor_by_rows(NoCase(), found, ["w"])
+
+    return said
+
+
+EACH = [(i, i + 1) for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "intervals", "values", "kind", "cause"),
+    [
+        (NUMBERS, EACH, (0.5, 0.25, 1, 1, 0.5, 0.25, 1, 1), "micro_batches",
+         "micro-batches are counted 0: 1/2, 1: 1/4, 2: 1 in w, on every rank alike"),
+        (NUMBERS, EACH, (0.5, None, 1, 1, 0.5, 0.25, None, 1), "micro_batches",
+         "micro-batches are counted 0: 1/2, 1: 1/4, 2: 1 in w, on every rank alike"),
+        (NUMBERS, EACH, (1, 0, 1, 1, 1, 0, 1, 1), "lost_rows",
+         "micro-batch 1 of every rank never reaches w"),
+        (NUMBERS, EACH, (1, 0, 1, 1, 1, 0, 2, 1), "row_factors", "the rows are counted different"),
+        (NUMBERS, EACH, (1, 0.5, 1, 1, 1, 1, 1, 1), "row_factors", "the rows are counted differe"),
+        (NUMBERS, [(0, 2), (2, 8)], (1, 0.5), "row_factors", "the rows are counted differently"),
+        (NUMBERS, EACH, (3,) * 8, "row_factors", "the rows are counted differently"),
+        (None, EACH, (0.5, 0.25, 1, 1, 0.5, 0.25, 1, 1), "row_factors", "the rows are counted"),
+    ],
+)  # fmt: skip
+def test_factors_of_micro_batches(words, numbers, intervals, values, kind, cause):
+    found = words(numbers, intervals, values)
+    assert (found.kind, found.cause[: len(cause)]) == (kind, cause)
+    assert found.because[0].startswith("with one factor for each row interval")
