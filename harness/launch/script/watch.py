@@ -14,7 +14,6 @@ import multiprocessing.util
 import os
 import sys
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +26,21 @@ from sumgrad.base.outcome import SETUP, describe_operation, some_of
 from sumgrad.base.tensors import bits, own_arithmetic, to_local
 from sumgrad.launch.guard import flush, lost_another
 from sumgrad.launch.script.buffers import Buffers
+from sumgrad.launch.script.in_front import (
+    Optimizers,
+    in_front_of,
+    kwargs_of_the_call,
+    record_groups,
+    see_backward,
+    see_optimizers,
+)
 from sumgrad.launch.script.look import Look
 from sumgrad.launch.script.rescaled import Rescaled
 from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.launch.script.weights import Weights
 from sumgrad.ledger.evidence import GradientWatch
-from sumgrad.ledger.process_group import BACKEND, register_backend, step_aside
+from sumgrad.ledger.process_group import register_backend, step_aside
 from sumgrad.record.ranks import AFTER, BUFFER, OWN, OWN_AT
 from sumgrad.subjects.own_gradients import OwnGradients, gathered
 from sumgrad.subjects.program.placement import index_by_placement
@@ -97,10 +104,9 @@ class Watch:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.stepping: dict[str, Held] = {}
         self.stepped: Counter[int] = Counter()  # by id of a parameter
-        self.optimizers: list[weakref.ref[Optimizer]] = []
+        self.optimizers: Optimizers = []
         self.weights, self.buffers = Weights(asked, self.directory), Buffers(asked, self.directory)
         self.rescaled = Rescaled(self.models.held.values)
-        self._inside_backward = 0
         self._hooked: set[int] = set()
 
     def install(self) -> None:
@@ -115,68 +121,30 @@ class Watch:
         if self.asked.jitter:
             OtherRoundings(self.asked.jitter).__enter__()
         register_backend(self.seat.ledger)
-        self._record_groups()
-        self._see_losses()
+        record_groups(lambda: self._guarded(self.seat.take))
+        see_backward(self._before_backward, self._after_backward)
         self.rescaled.install()
-        self._see_optimizers()
+        self.optimizers = see_optimizers()
         register_module_forward_pre_hook(self._entering)
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
         atexit.register(self._left)
         multiprocessing.util.Finalize(None, self._left, exitpriority=0)  # of a process it starts
-        _in_front_of(sys, "excepthook", self._died)
+        in_front_of(sys, "excepthook", self._died)
 
-    # --- what is put in front ------------------------------------------------------------------
+    # --- losses --------------------------------------------------------------------------------
 
-    def _record_groups(self) -> None:
-        """Have process groups over gloo record what goes through them."""
-        own = dist.init_process_group
-
-        @functools.wraps(own)
-        def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-            gloo = ("gloo", "cpu:gloo", "cpu:gloo,cuda:nccl")
-            plain = backend in gloo or (backend is None and not torch.cuda.is_available())
-            own(BACKEND if plain else backend, *args, **kwargs)
-            self._guarded(self.seat.take)
-
-        modules: tuple[Any, ...] = (dist, dist.distributed_c10d)
-        for module in modules:
-            module.init_process_group = init_process_group
-
-    def _see_losses(self) -> None:
-        own = torch.autograd.backward
-
-        @functools.wraps(own)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self.seat.taken and isinstance(tensors, Tensor) and tensors.numel() == 1:
-                if self.look is not None:
-                    self.look.at_loss(tensors)
-                with own_arithmetic():
-                    self.losses.append(float(to_local(tensors.detach())))
-            self._inside_backward += 1
-            try:
-                own(tensors, *args, **kwargs)
-            finally:
-                self._inside_backward -= 1
-            if self.seat.taken and not self._inside_backward and not self.ended:
-                self._guarded(self._after_backward)
-
-        torch.autograd.backward = backward
+    def _before_backward(self, tensors: Any) -> None:
+        if self.seat.taken and isinstance(tensors, Tensor) and tensors.numel() == 1:
+            if self.look is not None:
+                self.look.at_loss(tensors)
+            with own_arithmetic():
+                self.losses.append(float(to_local(tensors.detach())))
 
     def _after_backward(self) -> None:
-        with own_arithmetic():
-            self.rescaled.after_backward()
-
-    def _see_optimizers(self) -> None:
-        """Every optimizer that is made: a window of steps is whole when each of them is in it."""
-        own = Optimizer.__init__
-
-        @functools.wraps(own)
-        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            own(optimizer, *args, **kwargs)
-            self.optimizers.append(weakref.ref(optimizer))
-
-        Optimizer.__init__ = init  # type: ignore[assignment,method-assign]
+        if self.seat.taken and not self.ended:
+            with own_arithmetic():
+                self._guarded(self.rescaled.after_backward)
 
     # --- models --------------------------------------------------------------------------------
 
@@ -198,7 +166,7 @@ class Watch:
         if id(module) not in self._hooked:
             self._hooked.add(id(module))
             module.register_forward_hook(self._leaving, always_call=True)
-        kwargs = _kwargs_of_the_call()
+        kwargs = kwargs_of_the_call()
         with own_arithmetic():
             rows = rows_of((args, kwargs))
             if rows:
@@ -493,27 +461,3 @@ class Watch:
             place = f"{Path(last.filename).name}:{last.lineno}"
             self._trouble(f"sumgrad's watch: {type(error).__name__}: {error} ({place})")
             return None
-
-
-def _kwargs_of_the_call() -> dict[str, Any]:
-    """The keyword arguments of the module call whose global hook runs: torch hands on none."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _MODULE_FILE:
-            kwargs = frame.f_locals.get("kwargs")
-            return kwargs if isinstance(kwargs, dict) else {}
-        frame = frame.f_back
-    return {}
-
-
-_MODULE_FILE = nn.Module.__call__.__code__.co_filename
-
-
-def _in_front_of(owner: Any, name: str, first: Callable[..., Any]) -> None:
-    own = getattr(owner, name)
-
-    def both(*args: Any) -> Any:
-        first(*args)
-        return own(*args)
-
-    setattr(owner, name, both)

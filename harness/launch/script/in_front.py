@@ -1,0 +1,91 @@
+"""What stands in front of torch's own in a process of a script: groups, backward, optimizers."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sumgrad.ledger.process_group import BACKEND
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+Optimizers = list[weakref.ref[Optimizer]]
+_MODULE_FILE = nn.Module.__call__.__code__.co_filename
+
+
+def record_groups(made: Callable[[], object]) -> None:
+    """Have process groups over gloo record what goes through them. made: told of the first."""
+    own = dist.init_process_group
+
+    @functools.wraps(own)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        gloo = ("gloo", "cpu:gloo", "cpu:gloo,cuda:nccl")
+        plain = backend in gloo or (backend is None and not torch.cuda.is_available())
+        own(BACKEND if plain else backend, *args, **kwargs)
+        made()
+
+    modules: tuple[Any, ...] = (dist, dist.distributed_c10d)
+    for module in modules:
+        module.init_process_group = init_process_group
+
+
+def see_backward(before: Callable[[Any], object], after: Callable[[], object]) -> None:
+    """Every backward that a script calls: what it is called on before it, and when it is done, but
+    not one inside another."""
+    own = torch.autograd.backward
+    inside = 0
+
+    @functools.wraps(own)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal inside
+        before(tensors)
+        inside += 1
+        try:
+            own(tensors, *args, **kwargs)
+        finally:
+            inside -= 1
+        if not inside:
+            after()
+
+    torch.autograd.backward = backward
+
+
+def see_optimizers() -> Optimizers:
+    """Every optimizer from here on: a window of steps is whole when each of them is in it."""
+    made: Optimizers = []
+    own = Optimizer.__init__
+
+    @functools.wraps(own)
+    def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        own(optimizer, *args, **kwargs)
+        made.append(weakref.ref(optimizer))
+
+    Optimizer.__init__ = init  # type: ignore[assignment,method-assign]
+    return made
+
+
+def in_front_of(owner: Any, name: str, first: Callable[..., Any]) -> None:
+    """Call `first` before every call of owner's function."""
+    own = getattr(owner, name)
+
+    def both(*args: Any) -> Any:
+        first(*args)
+        return own(*args)
+
+    setattr(owner, name, both)
+
+
+def kwargs_of_the_call() -> dict[str, Any]:
+    """The keyword arguments of the module call whose global hook runs: torch hands on none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _MODULE_FILE:
+            kwargs = frame.f_locals.get("kwargs")
+            return kwargs if isinstance(kwargs, dict) else {}
+        frame = frame.f_back
+    return {}
