@@ -20,7 +20,8 @@ MAY_TOUCH_DISTRIBUTED = {
     "subjects.program.context", "subjects.program.rank", "subjects.program.placement",
     "ledger.process_group", "ledger.delegation",
     "faults.misbehaviour", "launch.rank", "launch.torchrun", "launch.matrix.warm_rank",
-    "launch.script.in_front", "launch.script.seat", "launch.script.watch", "subjects.script.roundings",
+    "launch.script.in_front", "launch.script.seat", "launch.script.watch",
+    "subjects.script.roundings",
     "invariance.tree_exchange", "invariance.ranks",
 }  # fmt: skip
 
