@@ -32,7 +32,9 @@ from sumgrad.launch.agreement import agree, asked_of
 from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, torchrun_command
 from sumgrad.launch.check import Run, finish
 from sumgrad.launch.guard import RankEnv, RankGuard, flush, lost_another
+from sumgrad.launch.local.launcher import Launcher
 from sumgrad.launch.local.processes import adopt_orphans, end_children
+from sumgrad.launch.trace import trace_step
 from sumgrad.record.endings import outcome_from_record, rank_file, read_end_record
 from sumgrad.record.ranks import GRADS_FILE
 from sumgrad.record.spec import RunSpec, write_spec
@@ -269,8 +271,16 @@ class _Member:
             directory=self.env.directory,
             spec=self.spec,
             outcomes=[self._outcome(rank) for rank in range(self.env.world_size)],
+            look=self._look_again if self.spec.opaque and _on_one_host() else None,
         )
         return finish(run, problems=problems, progress=self.progress)
+
+    def _look_again(self, tier: str, step: int) -> bool:
+        """The failing step once more, with eyes on its modules, on ranks of this process's own."""
+        with Launcher() as launcher:
+            return trace_step(
+                self.env.directory, self.spec, tier, step, launcher=launcher, progress=self.progress
+            )
 
     def _outcome(self, rank: int) -> RankOutcome:
         gone = self._gone(rank)  # before looking for its last word
@@ -384,6 +394,11 @@ class _Member:
         except RuntimeError:
             return False
         return True
+
+
+def _on_one_host() -> bool:
+    """Whether torchrun started every rank here."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
 def _run_exit_functions() -> None:

@@ -136,10 +136,13 @@ def torchrun_record(tmp_path_factory):
     return process, out
 
 
-def torchrun(name: str, *flags: str, num_ranks: int = 4, **more) -> subprocess.CompletedProcess:
+def torchrun(
+    name: str | Path, *flags: str, num_ranks: int = 4, **more
+) -> subprocess.CompletedProcess:
+    path = shipped(name) if isinstance(name, str) else name
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(num_ranks), str(ROOT / "harness" / "run.py"), "--topology", str(shipped(name)), *flags,
+        str(num_ranks), str(ROOT / "harness" / "run.py"), "--topology", str(path), *flags,
     ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **more)
 
@@ -164,6 +167,27 @@ def test_torchrun_with_a_fault(tmp_path):
     assert "no crash: the verdict of sumgrad, printed above: <FAIL: " in process.stderr
     verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
     assert verdict["diagnoses"][0]["kind"] == "lost_message"
+
+
+FORWARD = """
+
+class Forward(MyStep):
+    def step(self, model, batch, ctx):
+        lost = lambda _, inputs, out: out * (0.5 if ctx.rank == 1 else 1.0)
+        hook = dict(model.named_modules())["module.0"].register_forward_hook(lost)
+        super().step(model, batch, ctx)
+        hook.remove()
+"""
+
+
+def test_torchrun_looks_into_a_failing_step(tmp_path):
+    source, topology = tmp_path / "mine.py", tmp_path / "dp.yaml"
+    source.write_text(MY_STEP + FORWARD)
+    topology.write_text(f"workload: {source}:Forward\npools: {{train: {{axes: {{dp: 2}}}}}}\n")
+    process = torchrun(topology, "--tiers", "structure", "--out", str(tmp_path / "o"), num_ranks=2)
+    assert process.returncode == 1, process.stdout + process.stderr
+    where = json.loads((tmp_path / "o" / "verdict.json").read_text())["where"]
+    assert where["forward"]["ranks"] == [1], where
 
 
 def test_torchrun_with_the_wrong_number_of_ranks(tmp_path):
