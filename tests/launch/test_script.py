@@ -128,6 +128,12 @@ def test_what_a_model_draws_by_rank_is_no_mistake(tmp_path, bug, code):
     assert len(reasons) == (1 if code else 0)
 
 
+def test_a_whole_graph_is_not_broken_by_the_watch(tmp_path):
+    words = ("train.py", "--batch", "{12/ranks}", "--wrap", "fullgraph")
+    code, verdict = on_ranks(tmp_path, 2, *words)
+    assert code == 0, verdict["not_compared"]
+
+
 def test_rows_that_are_not_divided_are_said_first(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "train.py", "--batch", "{12/ranks}", "--bug", "sampler")
     assert code == 1

@@ -94,6 +94,7 @@ class Watch:
         self.draws = self.dropout.draws
         self.calls, self.roots, self.depth = 0, 0, 0
         self.inside: nn.Module | None = None
+        self.is_inside = False  # the same, for Dynamo, which may not see one module twice
         self.ended = False
         self.troubles: list[str] = []
         self.infos: list[dict[str, Any]] = []
@@ -119,13 +120,14 @@ class Watch:
             self.lift = in_float64()
         self.dropout.__enter__()
         if self.asked.jitter:
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it compiles nothing under such a mode
             OtherRoundings(self.asked.jitter).__enter__()
         register_backend(self.seat.ledger)
         record_groups(lambda: self._guarded(self.seat.take))
         see_backward(self._before_backward, self._after_backward)
         self.rescaled.install()
         self.optimizers = see_optimizers()
-        register_module_forward_pre_hook(self._entering)
+        register_module_forward_pre_hook(self._called)
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
         atexit.register(self._left)
@@ -148,9 +150,15 @@ class Watch:
 
     # --- models --------------------------------------------------------------------------------
 
+    def _called(self, module: nn.Module, args: Any) -> Any:
+        """Any module is called. Dynamo traces this, too, and breaks no graph within a model."""
+        if self.is_inside:
+            return None
+        return self._entering(module, args)
+
     @step_aside
     def _entering(self, module: nn.Module, args: Any) -> Any:
-        """A module is called. Only what is called by the script itself is looked at."""
+        """A module is called by the script itself, or by one that is not looked at."""
         if self.inside is not None or self.ended:
             return None
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -162,7 +170,7 @@ class Watch:
         return self._guarded(lambda: self._look(module, args))
 
     def _look(self, module: nn.Module, args: Any) -> Any:
-        self.inside = module
+        self.inside, self.is_inside = module, True
         if id(module) not in self._hooked:
             self._hooked.add(id(module))
             module.register_forward_hook(self._leaving, always_call=True)
@@ -187,7 +195,7 @@ class Watch:
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is not self.inside:
             return
-        self.inside = None
+        self.inside, self.is_inside = None, False
         self.draws.leaving(label_of(module))
         if self.own is not None and self.infos == [] and not self.ended:
             self._guarded(lambda: self._look_at_gathered(outermost(module)))

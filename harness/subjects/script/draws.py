@@ -37,7 +37,9 @@ class Draws:
 
     def seen(self, func: Callable[..., Any], result: Any) -> None:
         """A function of torch was called outside of torch's own."""
-        if func not in _DRAWS or not isinstance(result, Tensor) or isinstance(result, nn.Parameter):
+        if func not in _DRAWS or torch.compiler.is_compiling():
+            return  # of a compiled forward the generator's state tells
+        if not isinstance(result, Tensor) or isinstance(result, nn.Parameter):
             return
         inside = self._state is not None
         if type(result) is not Tensor or not (inside or result.is_floating_point()):

@@ -39,7 +39,9 @@ torch.manual_seed(0)
 data = TensorDataset(torch.randn(48, 6), torch.randint(4, (48,)))
 torch.manual_seed(rank if args.bug == "start" else 3)
 model = Net()
-if args.wrap == "ddp" and args.bug != "start":
+if args.wrap == "fullgraph":
+    model = DistributedDataParallel(torch.compile(model, fullgraph=True, backend="eager"))
+elif args.wrap == "ddp" and args.bug != "start":
     model = DistributedDataParallel(model)
 elif args.wrap == "fsdp2":
     mesh = init_device_mesh("cpu", (world,))
