@@ -122,6 +122,8 @@ def _missing_reduction(
     if mixed:
         because.append("only some of its elements are wrong: " + _wrong_elements(case, names[0]))
     kind, cause, evidence = which_step(case, names, mixed)
+    if kind == "skipped_collective" and summed and not mixed:
+        cause = f"{{what}} is not reduced over {summed}: its ranks keep their own partials"
     return Diagnosis(
         cause=cause.format(what=what),
         kind=kind,
@@ -167,7 +169,9 @@ def which_step(case: Case, names: Sequence[str], mixed: bool) -> tuple[str, str,
             f"the ledger shows {describe(case.record, apart[0])}",
         )
     topology = case.record.spec.topology
-    lost = [j for j in carrying if not _feeds_any(j, feeds)]
+    made = [j for j in reductions if _makes(j, feeds, names)]
+    over = group_name(topology, made[0].ranks) if made else ""
+    lost = [j for j in carrying if not _makes(j, feeds, names)]
     if mixed and lost:
         return (
             "missing_wait",
@@ -185,10 +189,10 @@ def which_step(case: Case, names: Sequence[str], mixed: bool) -> tuple[str, str,
         )
     return (
         "skipped_collective",
-        "{what} is not reduced: every rank keeps its own partial",
-        f"it is reduced over {group_name(topology, carrying[0].ranks)} only"
-        if carrying
-        else "no reduction in the ledger carries it",
+        "{what} is not reduced over all its ranks: each keeps a part of the sum"
+        if over
+        else "{what} is not reduced: every rank keeps its own partial",
+        f"it is reduced over {over} only" if over else "no reduction in the ledger makes it",
     )
 
 
@@ -202,5 +206,9 @@ def _left_out(case: Case, names: Sequence[str], carrying: Sequence[Joint]) -> li
     return []
 
 
-def _feeds_any(joint: Joint, feeds: Mapping[tuple[int, int], Mapping[str, float]]) -> bool:
-    return any((rank, event["n"]) in feeds for rank, event in joint.events.items())
+def _makes(
+    joint: Joint, feeds: Mapping[tuple[int, int], Mapping[str, float]], names: Sequence[str]
+) -> bool:
+    """Whether the step ends with its result as the gradient of one of these."""
+    made = {name for rank, e in joint.events.items() for name in feeds.get((rank, e["n"]), ())}
+    return not made.isdisjoint(names)

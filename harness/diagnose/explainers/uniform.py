@@ -364,6 +364,10 @@ def _stale(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:
     )
 
 
+def _times(value: float) -> str:
+    return "no" if abs(value) < CLOSE else f"{value:.9g} times the"
+
+
 def rank_scale(case: Case, by_rank: Mapping[int, Factors], names: Sequence[str]) -> Diagnosis:
     """Ranks that scale what they hold by numbers of their own, or some of them by one."""
     fits = "one factor for each rank leaves a residual under the threshold"
@@ -377,7 +381,7 @@ def rank_scale(case: Case, by_rank: Mapping[int, Factors], names: Sequence[str])
         return Diagnosis(
             cause=f"rank {who} does not clip: {what} is there as it was before{right}"
             if unclipped
-            else f"rank {who} multiplies {what} by {values[0]:.9g}{right}",
+            else f"rank {who} has {_times(values[0])} gradient of {what}{right}",
             kind="rank_scale",
             standing="proved" if unclipped else "likely",
             ranks=tuple(by_rank),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from sumgrad.base.outcome import spans
@@ -19,9 +20,10 @@ SAME_SHARE = 1e-5  # a part of it: counts that differ by one in a hundred thousa
 class Share:
     """One call on one rank: its rows, and the factor of all vectors; None where they differ.
 
-    places: number of a vector, or its position where the output has three dimensions -> its factor.
-    live: how many of its vectors have a gradient; None where only some were compared. part: which
-    tensor of the module's output. odd: in words, which vectors do not have the usual factor.
+    places: number of a vector, or its position where the output has three dimensions (place says
+    which) -> its factor. live: how many of its vectors have a gradient; None where only some were
+    compared. part: which tensor of the module's output. odd: in words, which vectors do not have
+    the usual factor.
     """
 
     rank: int
@@ -33,6 +35,7 @@ class Share:
     live: int | None = None
     part: int = 0
     odd: str = ""
+    place: Literal["position", "vector"] = "vector"
 
 
 def shares_at_the_loss(look: Look) -> tuple[str, list[Share]] | None:
@@ -101,6 +104,7 @@ def _share(seen: Seen) -> Share:
         places=_places(seen, factors),
         part=seen.call.part,
         odd=_odd(seen, factors),
+        place="position" if len(seen.shape) > 2 else "vector",
         live=int((~factors.isnan()).sum()) if len(factors) == _num_vectors(seen) else None,
     )
 

@@ -251,7 +251,7 @@ def _by_number(
         text = "each call rescales what was there before"
         return "rescaled", f"micro-batches are counted {shown} in {some_of(list(names))}: {text}"
     if len({round(v, 5) for v in values}) > 1 and values == sorted(values, reverse=True):
-        text = "what was there before is counted again with a later one: reduced or scaled twice"
+        text = "what was there before is counted again with a later one"
         return (
             "counted_again",
             f"micro-batches are counted {shown} in {some_of(list(names))}: {text}",

@@ -221,7 +221,7 @@ def _tokens_in_words(shares: Sequence[Share]) -> str:
             continue
         usual = max(places, key=lambda value: len(places[value]))
         odd = [
-            f"position {spans(at)} " + ("never enters it" if value == "0" else f"{value} times")
+            f"{s.place} {spans(at)} " + ("never enters it" if value == "0" else f"{value} times")
             for value, at in places.items()
             if value != usual
         ]

@@ -130,6 +130,12 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     )
 
 
+def _with_factors(seen: Seen) -> bool:
+    """Whether the vectors that are right are so only up to factors that differ."""
+    told = seen.factors is not None and not bool(seen.factors.isnan().all())
+    return told and constant(seen.factors) is None
+
+
 def _is_the_lesser_part(seen: Sequence[Seen]) -> bool:
     """Of each call's vectors less than all are wrong."""
     return all(s.wrong is not None and len(s.wrong) < math.prod(s.shape[:-1]) for s in seen)
@@ -144,6 +150,7 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     symbols: list[str] = []
     if found.lost:
         cause = f"no gradient reaches the output of {at} on rank {spans(found.ranks)}"
+        cause += _in_some_calls(look, found)
     elif found.ratio is not None:
         shown = fraction_of(found.ratio)
         symbols = factor_symbols(case, found.ratio)
@@ -156,7 +163,9 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     lacking = next(iter(look.lacking), None)
     if lacking is not None:
         few, every = look.lacking[lacking]
-        head = f"what the ranks' modules give is right, but {few} of the {every} vectors that "
+        right = all(look.forward(m) != "wrong" for m in look.modules)
+        head = "what the ranks' modules give is right, but " if right else ""
+        head += f"{few} of the {every} vectors that "
         head += (
             f"{named(look, lacking)} gives the single process are on no rank: a pass is missing "
         )
@@ -167,6 +176,8 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         head += "the loss itself, outside of the modules, is another or has another gradient: "
     least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
     because = [] if found.lost or found.ratio else [f"wrong are {least}{_places(found.seen)}"]
+    if because and any(_with_factors(s) for s in found.seen):
+        because.append("the others there are right but for factors of their own")
     because += _parts_of_output(look, found)
     alike = [m for m in found.alike if not _is_in(found.wrong, m)]
     if alike:
@@ -191,6 +202,16 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         symbol=symbols[0] if symbols else None,
         because=tuple(because),
     )
+
+
+def _in_some_calls(look: Look, found: FirstWrong) -> str:
+    """Where a rank calls a module several times, and only some of the calls get no gradient."""
+    rank = found.seen[0].rank
+    every = {s.call.number for s in look.seen[found.wrong] if s.rank == rank}
+    without = {s.call.number for s in found.seen if s.rank == rank}
+    if len(every) < 2 or every == without:
+        return ""
+    return f" in call {spans(sorted(without))} of {len(every)}; in the others one does"
 
 
 def _listed(look: Look, modules: Sequence[str]) -> str:
@@ -298,13 +319,21 @@ def _places(seen: Sequence[Seen]) -> str:
     s = seen[0]
     if s.wrong is None or not s.shape:
         return "all of it"
-    total = 1
-    for n in s.shape[:-1]:
-        total *= n
+    total = math.prod(s.shape[:-1])
     calls = sorted({x.call.number for x in seen if x.rank == s.rank})
-    many = f", in calls {spans(calls)}" if calls != [0] else ""
+    alike = all(x.wrong is not None and set(x.wrong) == set(s.wrong)
+                for x in seen if x.rank == s.rank)  # fmt: skip
+    many = (
+        ""
+        if calls == [0]
+        else f", in calls {spans(calls)}"
+        if alike
+        else (
+            f", in call {s.call.number}, and others in call {spans(sorted({*calls} - {s.call.number}))}"
+        )
+    )
     if len(s.wrong) >= total:
-        return f"all of it on rank {s.rank}{many}"
+        return f"all vectors of it, in part at least, on rank {s.rank}{many}"
     shape = " x ".join(map(str, s.shape))
     if len(s.shape) >= 3:
         last = s.shape[-2]
@@ -343,8 +372,8 @@ def _between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
 
 def _since_the_forward(s: Seen, operations: Sequence[str]) -> list[str]:
     a, b = s.call.operation, s.call.operation_back
-    issued = list(dict.fromkeys(operations[a:b] if b is not None else operations[a:]))
-    if not issued:
+    issued = list(dict.fromkeys(operations[a:b]))
+    if b is None or not issued:
         return []
     shown = "; ".join(issued[:MAX_OPERATIONS])
     return [f"between that output and its gradient rank {s.rank} issues {shown}"]
