@@ -31,6 +31,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     last.unlike_each_time,
     where.forward_goes_wrong,
     rows_used.rows_not_read_once,
+    factors.one_term_by_rows,
     weights.terms_weighed_otherwise,
     weights.tokens_weighed_otherwise,
     where.backward_goes_wrong,

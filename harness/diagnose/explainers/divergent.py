@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sumgrad.base.outcome import some_of, spans
@@ -33,10 +34,11 @@ def divergent_cause(case: Case) -> Explained | None:
         if zero_one or summed is not None:
             ranks = sorted({cell.rank for cell in failing})
             parts = by_rank if zero_one else {}
-            late = _late(parts, names)
-            if late is not None:
-                return late, [((r,), f) for r, f in parts.items()]
-            diagnosis = _missing_reduction(case, names, ranks, mixed, summed, parts)
+            diagnosis = (
+                _lost_alone(case, parts)
+                or _late(parts, names)
+                or _missing_reduction(case, names, ranks, mixed, summed, parts)
+            )
             return diagnosis, [((r,), f) for r, f in parts.items()]
     return None
 
@@ -50,6 +52,30 @@ def _by_rank(failing: Sequence[Cell], case: Case, *, mixed: bool) -> dict[int, F
             return {}
         out[rank] = found
     return out
+
+
+def _lost_alone(case: Case, parts: Mapping[int, Factors]) -> Diagnosis | None:
+    """Rows that do not reach parameters that no other rank holds: nothing is to be reduced."""
+    failing = case.failing_cells
+    holders = Counter(name for _, name in {(c.rank, c.name) for c in case.cells})
+    if not parts or any(holders[c.name] > 1 for c in failing):
+        return None
+    lost = {rank: [u.rows for u in f.counted(0) if u.rows] for rank, f in parts.items()}
+    if not all(lost.values()):
+        return None
+    shown = [
+        f"rows {list_rows(rows)} never reach {some_of([c.name for c in failing if c.rank == rank])}"
+        f" on rank {rank}"
+        for rank, rows in list(lost.items())[:3]
+    ]
+    return Diagnosis(
+        cause="; ".join(shown),
+        kind="lost_rows",
+        standing="proved",
+        ranks=tuple(parts),
+        factor="0",
+        because=("all other rows are counted once", "no other rank holds these parameters"),
+    )
 
 
 def _late(parts: dict[int, Factors], names: Sequence[str]) -> Diagnosis | None:

@@ -38,6 +38,13 @@ def fitted(case: Case) -> Fitted | None:
     return found
 
 
+def one_term_by_rows(case: Case, left: Left) -> Iterator[Explanation]:
+    """One term that counts otherwise in some rows: told before anything that only says where."""
+    found = fitted(case)
+    if found is not None and found[0].kind == "term_by_rows":
+        yield explained(case, found[0])
+
+
 def factors_with_a_cause(case: Case, left: Left) -> Iterator[Explanation]:
     """Factors that say why."""
     found = fitted(case)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,16 +10,20 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, rows_of_micro_batches
+from sumgrad.diagnose.modules.rows_read import rows_read
 from sumgrad.diagnose.names import block_counts, factor_symbols, list_rows, mean_of_means
 from sumgrad.diagnose.reductions import CLOSE, empty_handed, scaled_by
-from sumgrad.diagnose.row_fit import Factors
+from sumgrad.diagnose.row_fit import Factors, Unit
+
+MOST_STRETCHES = 16  # of rows with one factor; more of them are no words
 
 
 def factor_by_rows(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:
     """The words for factors on rows; `because` begins with what they leave."""
     what = some_of(names)
     diagnosis = (
-        _means(case, found, what)
+        _one_term(case, found, what)
+        or _means(case, found, what)
         or _by_micro_batch(case, found, what)
         or _lost_rows(case, found, what)
         or _one_odd_factor(case, found, what)
@@ -53,6 +58,46 @@ def _means(case: Case, found: Factors, what: str) -> Diagnosis | None:
         symbol="N/(parts*n_part)",
         because=("each part's factor times its count is the same number, total count / parts",),
     )
+
+
+def _one_term(case: Case, found: Factors, what: str) -> Diagnosis | None:
+    """One term has a factor for each stretch of rows, and every other counts once everywhere."""
+    by_term: dict[str, list[tuple[Unit, float]]] = {}
+    for unit, value in zip(found.units, found.values, strict=True):
+        if unit.term is not None and value is not None:
+            by_term.setdefault(unit.term, []).append((unit, value))
+    odd = [t for t, known in by_term.items() if any(abs(v - 1) > CLOSE for _, v in known)]
+    if len(odd) != 1 or len(by_term) < 2 or any(u.rows is None for u, _ in by_term[odd[0]]):
+        return None
+    stretches: list[tuple[list[int], float]] = []
+    for unit, value in by_term[odd[0]]:
+        rows = range(*(unit.rows or (0, 0)))
+        if stretches and abs(stretches[-1][1] - value) < CLOSE:
+            stretches[-1][0].extend(rows)
+        else:
+            stretches.append((list(rows), value))
+    if not 1 < len(stretches) <= MOST_STRETCHES:
+        return None
+    shown = ", ".join(f"{fraction_of(value)} in rows {spans(rows)}" for rows, value in stretches)
+    others = [t for t in by_term if t != odd[0]]
+    because = [f"{some_of(others)} is counted once in all rows"]
+    read = {rank: set(rows) for rank, rows in (_rows_of_ranks(case) or {}).items()}
+    mine = [[rank for rank, own in read.items() if own == set(rows)] for rows, _ in stretches]
+    if all(mine):
+        whose = "; ".join(f"rows {spans(rows)} are those of rank {spans(ranks)}"
+                          for (rows, _), ranks in zip(stretches, mine, strict=True))  # fmt: skip
+        because.append(f"each rank weighs it by a number of its own: {whose}")
+    return Diagnosis(
+        cause=f"{odd[0]} is counted otherwise in {what}: {shown}",
+        kind="term_by_rows",
+        term=odd[0],
+        standing="proved",
+        because=tuple(because),
+    )
+
+
+def _rows_of_ranks(case: Case) -> dict[int, Counter[int]] | None:
+    return None if case.record.traces is None else rows_read(case.record.traces)
 
 
 def _by_micro_batch(case: Case, found: Factors, what: str) -> Diagnosis | None:

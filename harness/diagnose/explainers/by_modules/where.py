@@ -323,15 +323,10 @@ def _places(seen: Sequence[Seen]) -> str:
     calls = sorted({x.call.number for x in seen if x.rank == s.rank})
     alike = all(x.wrong is not None and set(x.wrong) == set(s.wrong)
                 for x in seen if x.rank == s.rank)  # fmt: skip
-    many = (
-        ""
-        if calls == [0]
-        else f", in calls {spans(calls)}"
-        if alike
-        else (
-            f", in call {s.call.number}, and others in call {spans(sorted({*calls} - {s.call.number}))}"
-        )
-    )
+    others = spans(sorted({*calls} - {s.call.number}))
+    many = f", in call {s.call.number}, and others in call {others}"
+    if alike:
+        many = "" if calls == [0] else f", in calls {spans(calls)}"
     if len(s.wrong) >= total:
         return f"all vectors of it, in part at least, on rank {s.rank}{many}"
     shape = " x ".join(map(str, s.shape))
