@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen, constant
+from sumgrad.diagnose.modules.look import Look, Seen, constant
+from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.record.trace import LOSS
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from sumgrad.base.tensors import hash_weights
 from sumgrad.diagnose.modules.matching import (
+    SAME_FACTOR,
     Compared,
     Match,
     add_up,
@@ -24,7 +25,6 @@ from torch import Tensor
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-4}
 COARSE = 3e-2
-SAME_FACTOR = 1e-6
 
 State = Literal["right", "wrong", "part", "untold"]
 

@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 from sumgrad.base.outcome import spans
-from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen, constant
+from sumgrad.diagnose.modules.look import Look, Seen, constant
+from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from torch import Tensor
 
 SAME_SHARE = 1e-5  # a part of it: counts that differ by one in a hundred thousand are no cause

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SAME_FACTOR = 1e-6
+
 MAX_PAIRS = 1 << 22  # vectors times vectors that are compared
 MAX_VECTORS = 512  # of a rank's tensor that are compared; of more, some are drawn
 KEY = 8  # elements that are compared first
@@ -128,7 +130,10 @@ def compare_gradient(
             factor, chosen = found
             right[i], factors[i] = True, factor
             if len(parts):
-                terms[i, parts[:, may_be][:, chosen].abs().amax(1) > bound] = factor
+                candidate = parts[:, may_be][:, chosen]
+                live = candidate.abs().amax(1) > bound
+                if abs(factor - 1) <= SAME_FACTOR or _are_apart(candidate[live]):
+                    terms[i, live] = factor
             continue
         for candidate in parts[:, may_be].unbind(1) if len(parts) > 1 else ():
             own = _factor_by_term(mine, candidate, bound)
@@ -152,6 +157,11 @@ def _one_factor(mine: Tensor, candidates: Tensor, bound: float) -> tuple[float, 
         return float("nan"), int(fits.nonzero()[0])
     nearest = torch.where(telling, (factor - 1).abs(), float("inf")).argmin()
     return float(factor[nearest]), int(nearest)
+
+
+def _are_apart(parts: Tensor) -> bool:
+    """Whether vectors of terms tell their factors apart: not where they have one direction."""
+    return len(parts) < 2 or int(torch.linalg.matrix_rank(parts, rtol=1e-9)) == len(parts)
 
 
 def _factor_by_term(mine: Tensor, parts: Tensor, bound: float) -> Tensor | None:

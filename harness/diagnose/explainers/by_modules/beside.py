@@ -10,8 +10,9 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, owners
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
-from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen
+from sumgrad.diagnose.modules.look import Look, Seen
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
+from sumgrad.diagnose.modules.matching import SAME_FACTOR
 
 
 def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:

@@ -19,8 +19,9 @@ from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_forward,
     first_wrong_recomputed,
 )
-from sumgrad.diagnose.modules.look import SAME_FACTOR, Look, Seen, constant
+from sumgrad.diagnose.modules.look import Look, Seen, constant
 from sumgrad.diagnose.modules.loss_weights import is_untold, same
+from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.names import factor_symbols
 
 MAX_OPERATIONS = 4
@@ -325,7 +326,7 @@ def _places(seen: Sequence[Seen]) -> str:
                 for x in seen if x.rank == s.rank)  # fmt: skip
     others = spans(sorted({*calls} - {s.call.number}))
     many = f", in call {s.call.number}, and others in call {others}"
-    if alike:
+    if alike or not others:
         many = "" if calls == [0] else f", in calls {spans(calls)}"
     if len(s.wrong) >= total:
         return f"all vectors of it, in part at least, on rank {s.rank}{many}"
