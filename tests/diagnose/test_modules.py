@@ -21,6 +21,7 @@ from sumgrad.diagnose.modules.loss_weights import (
     shares_at_the_loss,
     shares_of_term,
 )
+from sumgrad.diagnose.modules.matching import compare_gradient, match
 from sumgrad.diagnose.modules.paths import paths_of
 from sumgrad.diagnose.modules.rows_read import rows_read, rows_through
 from sumgrad.record.trace import LOSS, Call, Trace, Traces, read_traces, single_trace, write_trace
@@ -541,3 +542,24 @@ def test_a_trace_is_read_back(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(back.gradients, mine.gradients, strict=True))
     assert list(back.batch) == ["x"]
     assert read_traces(tmp_path, [0]) is None
+
+
+@pytest.mark.parametrize(
+    ("terms", "factor", "told"),
+    [
+        ([[1.0, 2.0, 0.0, 1.0], [0.0, 1.0, 3.0, 1.0]], 2.0, [2.0, 2.0]),
+        ([[1.0, 2.0, 0.0, 1.0], [2.0, 4.0, 0.0, 2.0]], 2.0, None),  # of one direction
+        ([[1.0, 2.0, 0.0, 1.0], [2.0, 4.0, 0.0, 2.0]], 1.0, [1.0, 1.0]),
+        ([[1.0, 2.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]], 2.0, [2.0, None]),
+    ],
+)
+def test_terms_of_one_direction_tell_no_factor_of_their_own(terms, factor, told):
+    by_term = torch.tensor(terms, dtype=torch.float64)[:, None]
+    wanted = by_term.sum(0)
+    where = match(wanted, wanted, 1e-8)
+    found = compare_gradient(factor * wanted, wanted, where, 1e-8, by_term)
+    assert found.right.tolist() == [True]
+    assert found.factors.tolist() == pytest.approx([factor])
+    nothing = float("nan")
+    expected = [nothing if x is None else x for x in told or (None, None)]
+    assert found.terms[0].tolist() == pytest.approx(expected, nan_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from sumgrad.diagnose.explainers import rows
 from sumgrad.diagnose.explainers.rows import factor_by_rows
@@ -51,3 +53,30 @@ def test_factors_of_micro_batches(words, numbers, intervals, values, kind, cause
     found = words(numbers, intervals, values)
     assert (found.kind, found.cause[: len(cause)]) == (kind, cause)
     assert found.because[0].startswith("with one factor for each row interval")
+
+
+TERMS = [Unit(term=t, rows=r) for t in ("main", "kl") for r in ((0, 2), (2, 3), (3, 6))]
+
+
+@pytest.mark.parametrize(
+    ("values", "read", "cause", "because"),
+    [
+        ((1, 1, 1, 0.5, 2, 3), {0: [0, 1], 1: [2], 2: [3, 4, 5]},
+         "kl is counted otherwise in w: 1/2 in rows 0-1, 2 in rows 2, 3 in rows 3-5", 3),
+        ((1, 1, 1, 0.5, 0.5, 3), {0: [0, 1], 1: [2], 2: [3, 4, 5]},
+         "kl is counted otherwise in w: 1/2 in rows 0-2, 3 in rows 3-5", 2),
+        ((1, 1, 1, 0.5, 0.5, 0.5), {}, None, 0),  # one factor on the term
+        ((1, 2, 1, 0.5, 2, 3), {}, None, 0),  # both are odd
+    ],
+)  # fmt: skip
+def test_one_term_that_each_rank_weighs_by_its_own(monkeypatch, values, read, cause, because):
+    monkeypatch.setattr(rows, "_rows_of_ranks", lambda _: {r: Counter(x) for r, x in read.items()})
+    found = Factors(level="cells", units=tuple(TERMS), values=values, sigmas=(None,) * 6)
+    said = rows._one_term(NoCase(), found, "w")
+    if cause is None:
+        assert said is None
+        return
+    assert (said.kind, said.term, said.standing) == ("term_by_rows", "kl", "proved")
+    assert said.cause == cause
+    assert said.because[0] == "main is counted once in all rows"
+    assert len(said.because) == because - 1
