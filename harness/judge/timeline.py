@@ -17,6 +17,7 @@ from sumgrad.plan.schedule import Mismatch
 from sumgrad.record.directory import Record
 
 MOST_COLUMNS, MOST_RANKS = 32, 24
+LAST = 4 * MOST_COLUMNS  # of a rank's operations; what came before them is not looked at
 # done; open: begun and not done; unlike: its members issue something else at this place;
 # unplanned: the plan has something else there.
 State = Literal["done", "open", "unlike", "unplanned"]
@@ -35,7 +36,8 @@ class Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """rows: rank -> its operations. left_out: columns before these, and ranks, not in it."""
+    """rows: rank -> its operations. left_out: columns before these, about so many, and ranks,
+    that are not in it."""
 
     rows: dict[int, tuple[Issued, ...]]
     columns: int
@@ -71,7 +73,10 @@ def timeline(record: Record, mismatches: Sequence[Mismatch] = ()) -> Timeline | 
         rank: {line["done"] for line in lines if "done" in line}
         for rank, lines in record.started.items()
     }
-    columns, unlike = _columns(started)
+    keys = {rank: list(_keys(events))[-LAST:] for rank, events in started.items()}
+    before = max(len(events) for events in started.values()) - LAST
+    started = {rank: events[-LAST:] for rank, events in started.items()}
+    columns, unlike = _columns(keys), set(_unlike(started, keys))
     last = 1 + max((max(own) for own in columns.values() if own), default=0)
     first = max(0, last - MOST_COLUMNS)
     bad = {o.rank for o in record.outcomes if not o.ok}
@@ -96,7 +101,7 @@ def timeline(record: Record, mismatches: Sequence[Mismatch] = ()) -> Timeline | 
     return Timeline(
         rows={rank: tuple(issued(rank)) for rank in shown},
         columns=last - first,
-        columns_left_out=first,
+        columns_left_out=first + max(0, before),
         ranks_left_out=len(started) - len(shown),
     )
 
@@ -104,15 +109,14 @@ def timeline(record: Record, mismatches: Sequence[Mismatch] = ()) -> Timeline | 
 Key = tuple[str, tuple[int, ...], int]  # of a collective: its group and its place in it
 
 
-def _columns(started: Mapping[int, Sequence[Event]]) -> tuple[dict[int, list[int]], set[Any]]:
-    """Each rank's columns, and (rank, number) of the operations that its peers do not issue so."""
-    keys = {rank: list(_keys(events)) for rank, events in started.items()}
+def _columns(keys: Mapping[int, Sequence[Key | None]]) -> dict[int, list[int]]:
+    """Each rank's columns."""
     waiting: dict[Key, set[int]] = {}
     for rank, own in keys.items():
         for key in own:
             if key is not None:
                 waiting.setdefault(key, set()).add(rank)
-    columns: dict[int, list[int]] = {rank: [] for rank in started}
+    columns: dict[int, list[int]] = {rank: [] for rank in keys}
 
     def head(rank: int) -> Key | None:
         return keys[rank][len(columns[rank])]
@@ -134,7 +138,7 @@ def _columns(started: Mapping[int, Sequence[Event]]) -> tuple[dict[int, list[int
             for rank in mine:
                 columns[rank].append(place)
         left = {rank for rank in left if len(columns[rank]) < len(keys[rank])}
-    return columns, set(_unlike(started, keys))
+    return columns
 
 
 def _keys(events: Sequence[Event]) -> Iterator[Key | None]:
@@ -152,6 +156,7 @@ def _keys(events: Sequence[Event]) -> Iterator[Key | None]:
 def _unlike(
     started: Mapping[int, Sequence[Event]], keys: Mapping[int, Sequence[Key | None]]
 ) -> Iterator[tuple[int, int]]:
+    """(rank, number) of the operations that its peers do not issue so."""
     found: dict[Key, dict[int, Event]] = {}
     for rank, events in started.items():
         for event, key in zip(events, keys[rank], strict=True):

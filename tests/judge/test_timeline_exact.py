@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from records_in_memory import program_record
-from sumgrad.judge.timeline import MOST_COLUMNS, timeline
+from sumgrad.judge.timeline import LAST, MOST_COLUMNS, timeline
 from sumgrad.plan.schedule import Mismatch
 from sumgrad.report.pictures import timeline_picture
 
@@ -76,6 +76,12 @@ def test_only_the_last_columns_are_kept():
     assert [i.column for i in line.rows[0]] == list(range(MOST_COLUMNS))
     assert [i.column for i in line.rows[1]] == list(range(MOST_COLUMNS - 1))
     assert line.rows[2] == ()
+
+
+def test_only_the_last_operations_are_looked_at():
+    line = line_of([op(n) for n in range(LAST + 5)], [op(n) for n in range(LAST + 4)])
+    assert line.columns_left_out - (LAST + 5 - MOST_COLUMNS) in (0, 1)
+    assert [i.column for i in line.rows[1]] == list(range(MOST_COLUMNS - 1))
 
 
 def test_ranks_without_any_ledger_have_no_timeline():

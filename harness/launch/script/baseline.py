@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sumgrad.base.errors import UserError
 from sumgrad.base.files import read_json, write_json
@@ -59,7 +60,14 @@ def keep_noise(folder: Path, noise: Sequence[Noise]) -> None:
 
 def kept_noise(folder: Path) -> list[Noise]:
     """Of each step, as it was kept. Raises one of spec.DAMAGED, or FileNotFoundError."""
-    return [Noise(**step) for step in read_json(folder / NOISE)]
+
+    def floats(values: dict[str, Any]) -> dict[str, float]:
+        return {name: float(value) for name, value in values.items()}  # one may be "nan"
+
+    return [
+        Noise(grads=floats(s["grads"]), after=floats(s["after"]), norm=float(s["norm"]))
+        for s in read_json(folder / NOISE)
+    ]
 
 
 def find_baseline(name: str) -> tuple[Path, Baseline]:
