@@ -148,10 +148,12 @@ def _single_numbers(
     right = sorted({s.rank for s in shares} - odd.keys())
     shown = "; ".join(f"on rank {rank} at {places}" for rank, places in list(odd.items())[:4])
     if head is None:
+        width = look.seen[module][0].shape[-1:]
         cause = (
-            f"the gradient {f'of {term} ' if term else ''}that reaches {named(look, module)} has "
+            f"the gradient {f'of {term} ' if term else ''}that reaches {named(look, module)} is "
+            f"wrong, by a factor of its own in each vector of {width[0] if width else 1} numbers: "
+            f"{shown}"
         )
-        cause += f"right directions and wrong sizes in single vectors: {shown}"
         because = [
             "the forward is right; what follows this module, up to the loss, has another gradient "
             "there, or gives a part of it only"
