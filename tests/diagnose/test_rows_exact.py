@@ -65,6 +65,8 @@ TERMS = [Unit(term=t, rows=r) for t in ("main", "kl") for r in ((0, 2), (2, 3), 
          "kl is counted otherwise in w: 1/2 in rows 0-1, 2 in rows 2, 3 in rows 3-5", 3),
         ((1, 1, 1, 0.5, 0.5, 3), {0: [0, 1], 1: [2], 2: [3, 4, 5]},
          "kl is counted otherwise in w: 1/2 in rows 0-2, 3 in rows 3-5", 2),
+        ((1, 1, 1, 3, 6, 2), {},  # by their own number of rows
+         "kl is counted otherwise in w: 3 in rows 0-1, 6 in rows 2, 2 in rows 3-5", 3),
         ((1, 1, 1, 0.5, 0.5, 0.5), {}, None, 0),  # one factor on the term
         ((1, 2, 1, 0.5, 2, 3), {}, None, 0),  # both are odd
     ],

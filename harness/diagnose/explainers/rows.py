@@ -81,6 +81,10 @@ def _one_term(case: Case, found: Factors, what: str) -> Diagnosis | None:
     shown = ", ".join(f"{fraction_of(value)} in rows {spans(rows)}" for rows, value in stretches)
     others = [t for t in by_term if t != odd[0]]
     because = [f"{some_of(others)} is counted once in all rows"]
+    sizes = [value * len(rows) for rows, value in stretches]
+    if max(sizes) - min(sizes) < CLOSE * abs(max(sizes)):
+        because.append("each factor times its number of rows is one number: every stretch is "
+                       "divided by its own rows, not by all")  # fmt: skip
     read = {rank: set(rows) for rank, rows in (_rows_of_ranks(case) or {}).items()}
     mine = [[rank for rank, own in read.items() if own == set(rows)] for rows, _ in stretches]
     if all(mine):
