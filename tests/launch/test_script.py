@@ -100,6 +100,7 @@ def test_a_bug_is_found_where_it_begins(kept, bug, kind, failed, words):
     assert code == 1
     cause = verdict["diagnoses"][0]
     assert words in cause["cause"], cause
+    assert bug != "mean" or "at train.py:" in cause["cause"], "the script's line, not ours"
     assert (cause["standing"], cause["symbol"]) == ("proved", kind)
     assert {t["step"] for t in verdict["tensors"] if t["status"] == "fail"} == failed
 
