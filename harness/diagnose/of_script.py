@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 from sumgrad.base.outcome import some_of, spans
@@ -22,67 +22,59 @@ from sumgrad.record.directory import Record
 
 def other_than_the_single_run(compared: Compared) -> Iterator[Diagnosis]:
     """What makes everything that comes after it unlike the single run; the first alone."""
+    if compared.record.spec.script is None:
+        return
+    for cause in IN_ORDER:
+        found = cause(compared)
+        if found is not None:
+            yield found
+            return
+
+
+def _other_rows(compared: Compared) -> Diagnosis | None:
     record = compared.record
-    if record.spec.script is None:
-        return
-    failed = any(d.status == "fail" for d in compared.diffs)
-    right = all(d.is_within for d in compared.diffs)
     rows = [other for tier in record.spec.tiers for other in other_rows(record, tier)]
-    if rows and failed:
-        first = min(rows, key=lambda other: other.step)
-        yield Diagnosis(
-            cause=which_rows(first),
-            kind="other_rows",
-            standing="likely",
-            ranks=tuple(sorted(first.by_rank)),
-            because=(first.text,),
-        )
-        return
-    start = unlike_starts(record)
-    if start is not None:
-        yield Diagnosis(
-            cause=f"the replicas do not start equal: {start.text}",
-            kind="unlike_start",
-            standing="proved",
-            ranks=(start.rank,),
-            because=(
-                "the weights before the first forward, by digest; the comparison itself gives "
-                "every rank the single run's, so gradients are right or wrong apart from it",
-            ),
-        )
-        return
-    moved = changed_between(record)
-    if moved is not None:
-        yield Diagnosis(
-            cause=f"the script changes weights between two steps, on rank {moved.rank} otherwise "
-            f"than in the single run: {moved.text}",
-            kind="other_weights",
-            standing="proved",
-            ranks=(moved.rank,),
-            because=("weights are set to the single run's after every optimizer's step, and were "
-                     "others before the next",),
-        )  # fmt: skip
-        return
-    if (carried := _carried_over(compared)) is not None:
-        yield carried
-        return
-    for tier in record.spec.tiers:
-        for one in hidden_factors(compared, tier):
-            if one.by_clip and one.times is not None:
-                yield _before_the_clip(record, one.times, one.step)
-                return
-    if not right:
-        return  # a wrong gradient makes wrong weights
-    for wrong in wrong_updates(record):
-        yield Diagnosis(
-            cause=f"the optimizer's own step: its gradients are right; after it {wrong.text}",
-            kind="update",
-            standing="proved",
-            ranks=(wrong.rank,),
-            because=("weights after each step are held against the single run's, from equal "
-                     "weights before it",),
-        )  # fmt: skip
-        return
+    if not rows or all(d.status != "fail" for d in compared.diffs):
+        return None
+    first = min(rows, key=lambda other: other.step)
+    return Diagnosis(
+        cause=which_rows(first),
+        kind="other_rows",
+        standing="likely",
+        ranks=tuple(sorted(first.by_rank)),
+        because=(first.text,),
+    )
+
+
+def _unlike_start(compared: Compared) -> Diagnosis | None:
+    start = unlike_starts(compared.record)
+    if start is None:
+        return None
+    return Diagnosis(
+        cause=f"the replicas do not start equal: {start.text}",
+        kind="unlike_start",
+        standing="proved",
+        ranks=(start.rank,),
+        because=(
+            "the weights before the first forward, by digest; the comparison itself gives "
+            "every rank the single run's, so gradients are right or wrong apart from it",
+        ),
+    )
+
+
+def _other_weights(compared: Compared) -> Diagnosis | None:
+    moved = changed_between(compared.record)
+    if moved is None:
+        return None
+    return Diagnosis(
+        cause=f"the script changes weights between two steps, on rank {moved.rank} otherwise "
+        f"than in the single run: {moved.text}",
+        kind="other_weights",
+        standing="proved",
+        ranks=(moved.rank,),
+        because=("weights are set to the single run's after every optimizer's step, and were "
+                 "others before the next",),
+    )  # fmt: skip
 
 
 def _carried_over(compared: Compared) -> Diagnosis | None:
@@ -99,7 +91,9 @@ def _carried_over(compared: Compared) -> Diagnosis | None:
         got, whole = held.grads[d.tier, d.step][d.name], record.references[d.tier][d.step].grads
         index = held.index_of(d.tier, d.name)
         right = whole[d.name] if index is None else whole[d.name].reshape(-1)[index]
-        if before is None or before.shape != got.shape or not bool(before.any()):
+        if before is None or before.shape != got.shape:
+            return None
+        if not bool(before.any()) or not bool(before.isfinite().all()):
             return None
         old, more = before.double(), got.double() - right.reshape(got.shape)
         factor = round(float((old * more).sum()) / float(old.square().sum()))
@@ -122,6 +116,14 @@ def _carried_over(compared: Compared) -> Diagnosis | None:
     )  # fmt: skip
 
 
+def _hidden_by_a_clip(compared: Compared) -> Diagnosis | None:
+    for tier in compared.record.spec.tiers:
+        for one in hidden_factors(compared, tier):
+            if one.by_clip and one.times is not None:
+                return _before_the_clip(compared.record, one.times, one.step)
+    return None
+
+
 def _before_the_clip(record: Record, times: float, step: int) -> Diagnosis:
     fraction = as_fraction(times, 1e-5 * abs(times))
     shown = str(fraction) if fraction is not None else f"{times:.9g}"
@@ -141,6 +143,33 @@ def _before_the_clip(record: Record, times: float, step: int) -> Diagnosis:
             f"ranks another, and both end with the same",
         ),
     )
+
+
+def _wrong_update(compared: Compared) -> Diagnosis | None:
+    """Where all gradients are right: a wrong one makes wrong weights."""
+    if not all(d.is_within for d in compared.diffs):
+        return None
+    wrong = next(wrong_updates(compared.record), None)
+    if wrong is None:
+        return None
+    return Diagnosis(
+        cause=f"the optimizer's own step: its gradients are right; after it {wrong.text}",
+        kind="update",
+        standing="proved",
+        ranks=(wrong.rank,),
+        because=("weights after each step are held against the single run's, from equal "
+                 "weights before it",),
+    )  # fmt: skip
+
+
+IN_ORDER: tuple[Callable[[Compared], Diagnosis | None], ...] = (
+    _other_rows,
+    _unlike_start,
+    _other_weights,
+    _carried_over,
+    _hidden_by_a_clip,
+    _wrong_update,
+)
 
 
 def which_rows(other: OtherRows) -> str:
