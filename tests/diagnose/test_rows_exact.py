@@ -45,6 +45,7 @@ EACH = [(i, i + 1) for i in range(8)]
         (NUMBERS, EACH, (1, 0, 1, 1, 1, 0, 2, 1), "row_factors", "the rows are counted different"),
         (NUMBERS, EACH, (1, 0.5, 1, 1, 1, 1, 1, 1), "row_factors", "the rows are counted differe"),
         (NUMBERS, [(0, 2), (2, 8)], (1, 0.5), "row_factors", "the rows are counted differently"),
+        (NUMBERS, [(0, 2), (2, 4)], (1, 0.5), "row_factors", "the rows are counted differently"),
         (NUMBERS, EACH, (3,) * 8, "row_factors", "the rows are counted differently"),
         (None, EACH, (0.5, 0.25, 1, 1, 0.5, 0.25, 1, 1), "row_factors", "the rows are counted"),
     ],

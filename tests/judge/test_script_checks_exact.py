@@ -87,7 +87,7 @@ def test_rows_that_are_not(read, missed, uneven, foreign, cause):
     ((FOUR, [row(f"x{i}") for i in range(4)]), "unknown"),  # twice as many
     (([FOUR[0], row("x")], [row("y"), row("z")]), "unknown"),  # as many, in another order
     (([FOUR[0], row("x")], [row("x"), row("z")]), "unknown"),  # by chance
-    (([row("x"), row("y")], [row("x"), row("y")]), "fail"),  # and these are not
+    (([row("x", size="8"), row("y", size="8")],) * 2, "fail"),  # and these are not
     (([FOUR[0], row("x")], [FOUR[0], row("z")]), "fail"),
     ((FOUR[:2], [FOUR[2], row("x")]), "fail"),  # one of four
     (([row("v", size="8"), row("x", size="8")], [row("y", size="8"), row("z", size="8")]),
@@ -121,6 +121,25 @@ def test_other_draws_are_no_wrong_gradient(drawn, status):
     if status == "unknown":
         (reason,) = verdict.tiers[0].reasons
         assert "train.py:9 draws random numbers, at step 0 on rank 1 " in reason
+
+
+def test_a_cause_that_is_proved_stays_a_failure_beside_other_draws():
+    record = record_of(FOUR, FOUR[:2], FOUR[2:], draws={"train.py:9": ["x"]})
+    script = replace(record.spec.script, draws=({"train.py:9": ["a"]},))
+    record = replace(record, spec=replace(record.spec, script=script))
+    record.ranks[1].grads[AT]["w"] = record.ranks[1].grads[AT]["w"] + 1
+    assert judge(record).tiers[0].status == "unknown"
+    for rank, held in record.ranks.items():
+        held.info[AT]["started_with"] = {"w": f"0:{rank}"}
+    assert judge(record).tiers[0].status == "fail"
+
+
+def test_gradients_that_hold_the_one_before_unlike_often_have_another_cause():
+    record = record_of(FOUR, steps=2)
+    for rank, held in record.ranks.items():
+        now = held.grads["structure", 1]
+        now["w"] = now["w"] + (1 + rank) * held.grads[AT]["w"]
+    assert list(other_than_the_single_run(compared(record))) == []
 
 
 @pytest.mark.parametrize(("times", "rest", "said"), [
