@@ -29,6 +29,15 @@ def give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def available_memory() -> int | None:
+    """Bytes that new processes can have without swapping; None where nobody says."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
 def kills_for_want_of_memory() -> int:
     """How many processes Linux has ended since its start because memory ran out; 0 elsewhere."""
     with contextlib.suppress(OSError, ValueError):

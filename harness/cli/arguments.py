@@ -241,6 +241,13 @@ def _add_diff(verbs: Any) -> None:
         help="ranks of the other run (default: 1), or the name of one that was kept",
     )
     diff.add_argument("--save", metavar="NAME", help="keep the other run, for --against NAME")
+    diff.add_argument(
+        "--save-as",
+        choices=("auto", "whole", "projections"),
+        default="auto",
+        help="whole: weights and gradients; projections: a few numbers of each, for large models, "
+        "and the other run is made again (default: auto, by size)",
+    )
     diff.add_argument("--a", metavar="CMD", help="a command of your own instead, in one argument")
     diff.add_argument("--b", metavar="CMD", help="the command that it is compared with")
     diff.add_argument(

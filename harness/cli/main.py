@@ -205,6 +205,7 @@ def _diff(args: argparse.Namespace) -> int:
         against=int(args.against) if args.against.isdigit() else 1,
         baseline=None if args.against.isdigit() else args.against,
         save=args.save,
+        save_as=args.save_as,
         a=tuple(shlex.split(args.a or "")),
         b=tuple(shlex.split(args.b or "")),
         steps=args.steps,

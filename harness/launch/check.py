@@ -9,14 +9,16 @@ matrix. Files are written here and by the ranks; nothing is printed.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from sumgrad.base.commands import sumgrad_command
 from sumgrad.base.errors import Broken, UserError
+from sumgrad.base.memory import available_memory
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
@@ -38,6 +40,8 @@ from sumgrad.subjects.subject import subject_of
 from sumgrad.topology.pools import Topology, topology_to_json
 
 Progress = Callable[[str], object]
+# Of a rank and of a reference: what torch takes, and copies of the model in float64, measured.
+BASE_BYTES, BYTES_PER_PARAMETER = 400 << 20, 40
 
 
 def run_check(
@@ -98,24 +102,38 @@ def _run_ranks(
 ) -> tuple[Sequence[RankOutcome], list[str]]:
     """How each rank ended, and which piece of the reference, made beside them, did not."""
     num_ranks, pieces = spec.topology.world_size, subject_of(spec).pieces()
+    helpers = [] if options.reuse else reference_helpers(pieces)
+    beside = _fit_beside(spec, num_ranks + len(helpers))
     job = RankJob(
         target="sumgrad.launch.rank:check_rank",
         num_ranks=num_ranks,
         directory=directory,
         pools=[spec.topology.pool_of(r).name for r in range(num_ranks)],
-        helpers=[] if options.reuse else reference_helpers(pieces),
+        helpers=helpers if beside else [],
         timeout_s=spec.timeout_s,
         helper_patience=3 if spec.opaque else 10,
         watch=lambda: "; ".join(reference_progress(directory)),
     )
     progress(f"starting {num_ranks} ranks")
     outcomes = launcher.run(job, progress=progress)
+    if not beside:
+        progress("the reference, after the ranks: there is no memory for both at once")
+        outcomes += launcher.run(replace(job, num_ranks=0, helpers=helpers), progress=progress)
     problems = [
         f"the reference of {piece}: {outcome.status}, {outcome.detail}"
         for piece, outcome in zip(pieces, outcomes[num_ranks:], strict=False)
         if not outcome.ok
     ]
     return outcomes[:num_ranks], problems
+
+
+def _fit_beside(spec: RunSpec, processes: int) -> bool:
+    """Whether ranks and references have memory at the same time, as far as can be said before."""
+    available = available_memory()
+    if available is None or spec.facts is None:
+        return True
+    numel = sum(math.prod(shape) for shape in spec.facts.params.values())
+    return processes * (BASE_BYTES + BYTES_PER_PARAMETER * numel) <= available
 
 
 def reference_helpers(pieces: Sequence[str]) -> list[Helper]:

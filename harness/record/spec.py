@@ -79,6 +79,31 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """A gradient of a single run that is not what it was in a kept one. off, bound, size: of its
+    random projections, how far apart they are, how far noise puts them, and how large they are."""
+
+    step: int
+    name: str
+    off: float
+    bound: float
+    size: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Since:
+    """A single run beside one that was kept as projections, under a name, some time ago.
+
+    tensors: how many were compared.
+    """
+
+    name: str
+    made: str
+    tensors: int
+    changed: tuple[Changed, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """What a script's ranks are compared with: another run of it, as that one said of itself.
 
@@ -87,6 +112,7 @@ class Script:
     parameter, the factor between backward and optimizer, None where it is none, and whether a clip
     of torch's made it; empty where there is none. draws: of each step, by line, digests of what it
     drew at random. said: what a reader should know of how the runs were made comparable.
+    since: that run beside one that was kept earlier; None where it is compared with none.
     """
 
     command: str
@@ -95,6 +121,7 @@ class Script:
     said: tuple[str, ...] = ()
     rescaled: tuple[dict[str, tuple[float | None, bool]], ...] = ()
     draws: tuple[dict[str, list[str]], ...] = ()
+    since: Since | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +242,17 @@ def _script_from_json(data: Mapping[str, Any]) -> Script:
             for step in data.get("rescaled", ())
         ),
         draws=tuple(data.get("draws", ())),
+        since=_since_from_json(data["since"]) if data.get("since") else None,
     )
+
+
+def _since_from_json(data: Mapping[str, Any]) -> Since:
+    changed = tuple(
+        Changed(step=int(c["step"]), name=str(c["name"]),
+                **{key: float(c[key]) for key in ("off", "bound", "size")})
+        for c in data["changed"]
+    )  # fmt: skip
+    return Since(**{**data, "changed": changed})
 
 
 def _check_spec(data: dict[str, Any], path: Path) -> None:

@@ -465,6 +465,24 @@ def test_what_is_being_done_is_said_while_it_runs(tmp_path, sumgrad_launcher):
     assert any(s == "comparing 4 gradients of 2 ranks" for s in said), said
 
 
+@pytest.mark.distributed
+def test_where_memory_is_short_the_reference_comes_after_the_ranks(
+    tmp_path, sumgrad_launcher, monkeypatch
+):
+    said: list[str] = []
+    for room, late in ((1 << 50, False), (1 << 20, True), (None, False)):
+        monkeypatch.setattr("sumgrad.launch.check.available_memory", lambda room=room: room)
+        said.clear()
+        options = CheckOptions(
+            topology=shipped("data_parallel"), out=tmp_path / str(room), timeout_s=240
+        )
+        verdict, directory = run_check(options, launcher=sumgrad_launcher, progress=said.append)
+        assert verdict.status == "pass"
+        assert any("no memory for both at once" in text for text in said) == late
+        assert len(list((directory / "helpers" / "ranks").glob("*.json"))) == 2
+        assert {o["status"] for o in verdict.data["outcomes"]} == {"ok"}
+
+
 def with_errors(directory: Path, tier: str, of_threshold: float) -> None:
     """A run whose reference was luckier: the worst errors of a tier are so far over its floors."""
     worst: dict[tuple[int, str], float] = {}

@@ -85,6 +85,35 @@ def test_a_run_that_was_kept_is_compared_with_later(kept):
     assert any("stored run 'week-46'" in text for text in verdict["warnings"])
 
 
+@pytest.fixture(scope="module")
+def projected(tmp_path_factory):
+    """A folder in which it is kept as projections."""
+    place = tmp_path_factory.mktemp("projected")
+    words = ("--ranks", 2, "--", SCRIPTS / "train.py", "--batch", "{12/ranks}")
+    code, verdict = diff(place, "--save", "week-46", "--save-as", "projections", *words)
+    assert code == 0, verdict
+    folder = place / ".sumgrad" / "baselines" / "week-46"
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json"}
+    return place
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((), 0, "gives the gradients of the run kept as 'week-46'"),
+        (("--smoothing", 1e-6), 1, "one process alone computes other gradients than the run kept"),
+        (("--bug", "mean"), 1, "gives the gradients of the run kept as 'week-46'"),
+        (("--seed", 4), 3, "it starts from other weights in"),
+    ],
+)
+def test_a_run_kept_as_projections_tells_what_has_changed(projected, words, code, said):
+    ended, verdict = against_kept(projected, "--batch", "{12/ranks}", *words)
+    assert ended == code
+    assert said in json.dumps(verdict)
+    (place,) = projected.glob(".sumgrad/baselines/week-46")
+    assert sum(path.stat().st_size for path in place.iterdir()) < 40_000
+
+
 @pytest.mark.parametrize(
     ("bug", "kind", "failed", "words"),
     [

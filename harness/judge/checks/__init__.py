@@ -16,6 +16,7 @@ from sumgrad.judge.checks import (
     rescaled,
     same_start,
     script,
+    since,
 )
 from sumgrad.judge.finding import Check
 
@@ -25,6 +26,7 @@ CHECKS: tuple[Check, ...] = (
     script.the_same_rows,
     script.the_same_start,
     script.one_job,
+    since.the_single_run_as_it_was_kept,
     script.as_many_steps,
     same_start.sound_reference,
     beside.nothing_trained_elsewhere,

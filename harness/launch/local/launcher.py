@@ -231,7 +231,7 @@ class Launcher:
                 if "rank" in event:
                     ends[event["rank"]] = event
                 num_ended = sum(rank < job.num_ranks for rank in ends)
-                ended = f"{num_ended} of {job.num_ranks} ranks ended"
+                ended = f"{num_ended} of {job.num_ranks} ranks ended" if job.num_ranks else ""
                 progress("; ".join(filter(None, [ended, job.watch()])))
             self._in_step = True
         except LaunchError as error:

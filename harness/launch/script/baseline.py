@@ -1,7 +1,12 @@
-"""A single run kept under a name, so that tonight's ranks are compared with last week's."""
+"""A single run kept under a name, so that tonight's ranks are compared with last week's.
+
+Whole, ranks are compared with it itself. As projections it has room for large models: tonight's
+single run is made again, ranks are compared with that one, and that one with what was kept.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import time
@@ -13,10 +18,12 @@ from typing import Any
 from sumgrad.base.errors import UserError
 from sumgrad.base.files import read_json, write_json
 from sumgrad.record.spec import DAMAGED
-from sumgrad.subjects.script.reference import Noise
+from sumgrad.subjects.script.reference import Noise, Single
+from sumgrad.subjects.script.sketch import Sketch, write_sketch
 
 FOLDER = Path(".sumgrad") / "baselines"
 FILE, NOISE = "baseline.json", "noise.json"
+SMALL_BYTES = 256 << 20
 _LEFT_BEHIND = ("boot", "package", "files", "*.log", "*.stack", "*.claim")
 
 
@@ -26,11 +33,13 @@ def _today() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What a kept run was: its tier, whether it was lifted, how it was started, and when."""
+    """What a kept run was: its tier, whether it was lifted, how it was started, and when; whether
+    it is there whole, or as projections."""
 
     tier: str
     lift: bool
     command: str
+    whole: bool = True
     made: str = field(default_factory=_today)
 
 
@@ -42,13 +51,24 @@ def check_name(name: str) -> None:
         raise UserError(f"--save {name}: {FOLDER / name} is there already; remove it first")
 
 
-def keep_baseline(name: str, run: Path, what: Baseline) -> None:
-    """Keep the single run of a run directory, and how loud its noise runs were."""
+def is_small(single: Single) -> bool:
+    """Whether a run is kept whole where nobody said: its weights and gradients have room."""
+    numel = sum(math.prod(shape) for shape in single.params.values())
+    return numel * 8 * 2 * (len(single.steps) + 1) <= SMALL_BYTES
+
+
+def keep_baseline(name: str, run: Path, what: Baseline, sketch: Sketch | None) -> None:
+    """Keep the single run of a run directory, whole or as a sketch of it, and how loud its noise
+    runs were."""
     folder = FOLDER / name
-    shutil.copytree(
-        run / "single", folder / "single", ignore=shutil.ignore_patterns(*_LEFT_BEHIND),
-        symlinks=True, dirs_exist_ok=True,
-    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    if sketch is not None:
+        write_sketch(folder, sketch)
+    else:
+        shutil.copytree(
+            run / "single", folder / "single", ignore=shutil.ignore_patterns(*_LEFT_BEHIND),
+            symlinks=True, dirs_exist_ok=True,
+        )  # fmt: skip
     shutil.copy2(run / NOISE, folder / NOISE)
     write_json(folder / FILE, asdict(what))
 

@@ -28,6 +28,7 @@ from sumgrad.launch.judging import written
 from sumgrad.launch.script.baseline import (
     Baseline,
     find_baseline,
+    is_small,
     keep_baseline,
     keep_noise,
     kept_noise,
@@ -45,7 +46,7 @@ from sumgrad.launch.script.user_files import put_back
 from sumgrad.record.directory import load_record, write_outcomes
 from sumgrad.record.manifest import write_manifest
 from sumgrad.record.reference import write_parts, write_reference
-from sumgrad.record.spec import DAMAGED, Facts, RunSpec, Script, write_spec
+from sumgrad.record.spec import DAMAGED, Facts, RunSpec, Script, Since, write_spec
 from sumgrad.record.trace import FOLDER
 from sumgrad.subjects.script.asked import SAME, Asked
 from sumgrad.subjects.script.reference import (
@@ -58,6 +59,7 @@ from sumgrad.subjects.script.reference import (
     read_single,
     reference_of,
 )
+from sumgrad.subjects.script.sketch import compare, read_sketch, sketch_of
 from sumgrad.topology.pools import Pool, Topology
 
 NOISE_RUNS, MORE_NOISE_RUNS = 2, 6
@@ -84,6 +86,7 @@ class _Diff:
     touches_files: bool = False
     calls: int = 0  # of an optimizer, that the single run observed
     reference: Path | None = None  # a stored single run in place of one of now
+    since: Since | None = None  # the single run beside one that was kept as projections
     mark: str = field(default_factory=new_mark)
     folders: list[Path] = field(default_factory=list)
 
@@ -250,35 +253,70 @@ def _single_runs(diff: _Diff) -> _Runs | str:
         return f"no noise was measured: {why}"
     keep_noise(diff.directory, noise)
     if diff.options.save:
-        keep_baseline(
-            diff.options.save,
-            diff.directory,
-            Baseline(tier=diff.tier, lift=diff.lift, command=single_command(diff.options)),
-        )
-        diff.said.append(f"its single run is kept as {diff.options.save!r}")
+        _keep(diff, single, [run for run in found if isinstance(run, Single)])
     return _Runs(single=single, noise=noise)
 
 
+def _keep(diff: _Diff, single: Single, runs: Sequence[Single]) -> None:
+    """Under the name that was asked for, whole or as projections."""
+    options, own = diff.options, diff.directory / "single"
+    assert options.save is not None
+    whole = is_small(single) if options.save_as == "auto" else options.save_as == "whole"
+    what = Baseline(
+        tier=diff.tier, lift=diff.lift, command=single_command(options), whole=whole
+    )  # fmt: skip
+    sketch = None if whole else sketch_of(single, runs, own)
+    keep_baseline(options.save, diff.directory, what, sketch)
+    how = "" if whole else ", as projections"
+    diff.said.append(f"its single run is kept as {options.save!r}{how}")
+
+
 def _stored_runs(diff: _Diff, known: tuple[Path, Baseline]) -> _Runs | str:
-    """Those of a baseline."""
+    """Those of a baseline; of projections, the single run of now beside them."""
     folder, baseline = known
-    diff.reference, diff.tier, diff.lift = folder / "single", baseline.tier, baseline.lift
-    if diff.options.baseline:
-        diff.said.append(f"compared with the stored run {folder.name!r} of {baseline.made}")
+    diff.tier, diff.lift = baseline.tier, baseline.lift
     try:
-        single = read_single(folder / "single", baseline.tier)
-        diff.calls = len(single.steps)
-        if len(single.steps) < diff.options.steps:
-            return (
-                f"the stored run {folder} has {len(single.steps)} of the {diff.options.steps} "
-                f"steps that are asked for: save it again, or ask for fewer"
-            )
+        single = _stored_single(diff, known) if baseline.whole else _single_since(diff, known)
+        if isinstance(single, str):
+            return single
         noise = kept_noise(folder)
         if len(noise) < len(single.steps):
             return f"the stored run {folder} has no noise runs as long as it"
         return _Runs(single=single, noise=noise)
     except (*DAMAGED, FileNotFoundError) as error:
         return f"the stored run {folder} is damaged: {type(error).__name__}: {error}"
+
+
+def _stored_single(diff: _Diff, known: tuple[Path, Baseline]) -> Single | str:
+    folder, baseline = known
+    diff.reference = folder / "single"
+    if diff.options.baseline:
+        diff.said.append(f"compared with the stored run {folder.name!r} of {baseline.made}")
+    single = read_single(diff.reference, baseline.tier)
+    diff.calls = len(single.steps)
+    if len(single.steps) < diff.options.steps:
+        return (
+            f"the stored run {folder} has {len(single.steps)} of the {diff.options.steps} "
+            f"steps that are asked for: save it again, or ask for fewer"
+        )
+    return single
+
+
+def _single_since(diff: _Diff, known: tuple[Path, Baseline]) -> Single | str:
+    """The single run of now, and what has changed since one was kept as projections."""
+    folder, baseline = known
+    sketch, single = read_sketch(folder), diff.single()
+    if isinstance(single, str):
+        return f"the single run, in the way that {folder.name!r} was kept: {single}"
+    own = diff.directory / "single"
+    since = compare(sketch, single, own, name=folder.name, made=baseline.made)
+    if isinstance(since, str):
+        return (
+            f"the single run cannot be compared with the run kept as {folder.name!r} "
+            f"({baseline.made}): {since}"
+        )
+    diff.since = since
+    return single
 
 
 def _nothing_to_compare(diff: _Diff, why: str) -> tuple[Verdict, Path]:
@@ -373,15 +411,22 @@ def _spec(
         versions=versions(),
         facts=facts,
         script=Script(
-            command=single_command(options),
+            command=_compared_with(diff),
             rows=tuple(step["rows"] for step in single.steps) if single else (),
             losses=tuple(tuple(step["losses"]) for step in single.steps) if single else (),
             said=tuple(said),
             rescaled=tuple(step.get("rescaled", {}) for step in single.steps) if single else (),
             draws=tuple(step.get("draws", {}) for step in single.steps) if single else (),
+            since=diff.since,
         ),
         lift=diff.lift,
     )
+
+
+def _compared_with(diff: _Diff) -> str:
+    """How the single run was started, or the name of a stored one."""
+    stored = diff.options.baseline if diff.reference else None
+    return stored or single_command(diff.options)
 
 
 def _topology(script: str, world_size: int) -> Topology:

@@ -71,7 +71,8 @@ class DiffOptions:
 
     a, b: whole commands instead, b's run is what a's is compared with. lift: float64 is tried.
     save: the name under which the single run is kept; baseline: of one that was, to compare with.
-    variant: how the ranks are started otherwise than the single run.
+    save_as: whole, as projections, or auto, by its size. variant: how the ranks are started
+    otherwise than the single run.
     """
 
     script: tuple[str, ...] = ()
@@ -84,6 +85,7 @@ class DiffOptions:
     timeout_s: float = DEFAULT_TIMEOUT_S
     out: Path | None = None
     save: str | None = None
+    save_as: str = "auto"
     baseline: str | None = None
     variant: Variant = AS_GIVEN
 
@@ -113,6 +115,8 @@ def check_options(options: DiffOptions) -> None:
         raise UserError("sumgrad diff: --a and --b belong together: a is compared with b")
     if options.save and options.baseline:
         raise UserError("sumgrad diff: --save keeps a run of now, --against NAME takes another")
+    if options.save_as != "auto" and not options.save:
+        raise UserError("sumgrad diff: --save-as says how --save NAME keeps a run; it needs one")
     if options.save:
         check_name(options.save)
     if options.a and options.baseline:
@@ -135,8 +139,6 @@ def check_options(options: DiffOptions) -> None:
 
 
 def single_command(options: DiffOptions) -> str:
-    if options.baseline:
-        return options.baseline
     return command_line(options.command("single").words)
 
 
@@ -169,4 +171,5 @@ def flags_of(options: DiffOptions) -> list[Any]:
         return [*flags, "--a", command_line(options.a), "--b", command_line(options.b)]
     against = options.baseline or options.against
     flags += ["--save", options.save] if options.save else []
+    flags += ["--save-as", options.save_as] if options.save_as != "auto" else []
     return [*flags, "--ranks", options.ranks, "--against", against, "--", *options.script]

@@ -177,6 +177,7 @@ class _TierRun:
         self.trained = trained_names(self.model)
         self.shapes = {p.name: p.local().shape for p in self.placement.placed}
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
+        give_back_memory()  # whole models, before they were cut
 
     def steps(self, files: RankFiles, result: Result, *, again: bool) -> None:
         """Every step, and the last one again."""

@@ -15,6 +15,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--bug", default="")
 parser.add_argument("--wrap", default="ddp")
+parser.add_argument("--seed", type=int, default=3)
+parser.add_argument("--smoothing", type=float, default=0.0)
 args = parser.parse_args()
 
 
@@ -37,7 +39,7 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(48, 6), torch.randint(4, (48,)))
-torch.manual_seed(rank if args.bug == "start" else 3)
+torch.manual_seed(rank if args.bug == "start" else args.seed)
 model = Net()
 if args.wrap == "fullgraph":
     model = DistributedDataParallel(torch.compile(model, fullgraph=True, backend="eager"))
@@ -54,7 +56,7 @@ rate = 1e-2 * world if args.bug == "rate" else 1e-2
 optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
 sampler = None if args.bug == "sampler" else DistributedSampler(data, seed=5)
 loader = DataLoader(data, batch_size=args.batch, sampler=sampler)
-loss_of = nn.CrossEntropyLoss()
+loss_of = nn.CrossEntropyLoss(label_smoothing=args.smoothing)
 if rank == 0:
     with open("losses.csv", "w") as log:
         log.write("step,loss\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -124,11 +125,7 @@ class Single:
             self.value = float(loss.detach())
             if loss.requires_grad:
                 loss.backward(torch.full_like(loss, seed))
-        grads = {
-            n: torch.zeros_like(p) if p.grad is None else _dense(p.grad).detach().clone()
-            for n, p in params.items()
-        }
-        return grads, count
+        return {n: _taken(p) for n, p in params.items()}, count
 
     def value_and_count(self, name: str, rows: Tensor) -> tuple[float, float]:
         """A term's SUM over some rows, and its count; without a graph where it can do without."""
@@ -209,5 +206,13 @@ class Single:
         return (slope * own).sum(), 1.0
 
 
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
+def _taken(param: nn.Parameter) -> Tensor:
+    """Its gradient, which it has no more; copied only where somebody else may have it too."""
+    grad, param.grad = param.grad, None
+    if grad is None:
+        return torch.zeros_like(param)
+    if grad.is_sparse:
+        return grad.to_dense().detach()
+    whole = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+    alone = sys.getrefcount(grad) <= 2  # this function's name for it, and the call's
+    return grad.detach() if whole and alone else grad.detach().clone()

@@ -104,7 +104,9 @@ def _at_once(exact: Single, name: str, cut: Cut, parts: _Sum | None, count: floa
         for n, g in grads.items()
     }
     once = parts is not None and all(own == count for own in parts.counts)
-    once = once and parts is not None and same_up_to(parts.last, grads, scale, exact.same)
+    if once:  # of some rows as of all
+        last, _ = exact.gradient_exact(name, cut.fine[-1], cut.rows, seed=1 / count)
+        once = same_up_to(last, grads, scale, exact.same)
     return Term(
         grads=grads, again=again, count=count, scale=scale, kind="once" if once else "coupled"
     )
@@ -112,14 +114,12 @@ def _at_once(exact: Single, name: str, cut: Cut, parts: _Sum | None, count: floa
 
 @dataclass(slots=True, kw_only=True)
 class _Sum:
-    """A term's gradient summed over chunks; sizes: largest sum of absolute chunks, by name; last:
-    that of the last chunk alone."""
+    """A term's gradient summed over chunks; sizes: largest sum of absolute chunks, by name."""
 
     grads: Grads
     values: list[float]
     counts: list[float]
     sizes: Sizes
-    last: Grads
 
     def times(self, factor: float) -> _Sum:
         """As if the loss had been multiplied by it before the backward."""
@@ -127,7 +127,6 @@ class _Sum:
             self,
             grads=over(self.grads, 1 / factor),
             sizes={n: factor * size for n, size in self.sizes.items()},
-            last=over(self.last, 1 / factor),
         )
 
 
@@ -140,22 +139,21 @@ def summed(
     sizes: Grads = {}
     values: list[float] = []
     counts: list[float] = []
-    grads: Grads = {}
     try:
         for chunk in chunks:
             grads, count = single.gradient_exact(name, chunk, whole, seed=seed)
             counts.append(count)
             values.append(single.value)
             for n, grad in grads.items():
-                total[n] = total[n] + grad if n in total else grad
                 if with_scale:
-                    sizes[n] = sizes[n] + grad.abs() if n in sizes else grad.abs()
+                    sizes[n] = sizes[n].add_(grad.abs()) if n in sizes else grad.abs()
+                total[n] = total[n].add_(grad) if n in total else grad
     except (ValueError, RuntimeError):  # batch norm, contrasts
         if chunks[0].numel() == len(whole):
             raise
         return None
     largest = {n: float(size.max()) if size.numel() else 0.0 for n, size in sizes.items()}
-    return _Sum(grads=total, values=values, counts=counts, sizes=largest, last=grads)
+    return _Sum(grads=total, values=values, counts=counts, sizes=largest)
 
 
 def same_up_to(got: Grads, wanted: Grads, scale: Sizes, same: float) -> bool:
