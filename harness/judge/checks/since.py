@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from sumgrad.base.outcome import some_of
 from sumgrad.judge.finding import Compared, Finding
+from sumgrad.record.spec import Changed
 
 
 def the_single_run_as_it_was_kept(compared: Compared) -> Iterator[Finding]:
@@ -16,7 +18,7 @@ def the_single_run_as_it_was_kept(compared: Compared) -> Iterator[Finding]:
         return
     kept = f"the run kept as {since.name!r} ({since.made})"
     if since.changed:
-        worst = max(since.changed, key=lambda c: c.off / c.bound if c.bound else float("inf"))
+        worst = max(since.changed, key=_times_the_bound)
         names = some_of([worst.name, *(c.name for c in since.changed if c is not worst)])
         share = f"by {worst.off / worst.size:.2g} of its size" if worst.size else "from nothing"
         yield Finding(
@@ -31,3 +33,8 @@ def the_single_run_as_it_was_kept(compared: Compared) -> Iterator[Finding]:
             f"random projections"
         )
         yield Finding(level="warning", text=text)
+
+
+def _times_the_bound(changed: Changed) -> float:
+    over = changed.off / changed.bound if changed.bound else math.inf
+    return math.inf if math.isnan(over) else over
