@@ -9,7 +9,6 @@ matrix. Files are written here and by the ranks; nothing is printed.
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from pathlib import Path
 
 from sumgrad.base.commands import sumgrad_command
 from sumgrad.base.errors import Broken, UserError
-from sumgrad.base.memory import available_memory
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
@@ -29,6 +27,7 @@ from sumgrad.launch.libraries import Imports
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.probe import look_beside
 from sumgrad.launch.rank import reference_progress
+from sumgrad.launch.room import have_room
 from sumgrad.launch.second_looks import with_second_looks
 from sumgrad.launch.trace import trace_step
 from sumgrad.record.bits import bits_files
@@ -40,8 +39,6 @@ from sumgrad.subjects.subject import subject_of
 from sumgrad.topology.pools import Topology, topology_to_json
 
 Progress = Callable[[str], object]
-# Of a rank and of a reference: what torch takes, and copies of the model in float64, measured.
-BASE_BYTES, BYTES_PER_PARAMETER = 400 << 20, 40
 
 
 def run_check(
@@ -103,7 +100,7 @@ def _run_ranks(
     """How each rank ended, and which piece of the reference, made beside them, did not."""
     num_ranks, pieces = spec.topology.world_size, subject_of(spec).pieces()
     helpers = [] if options.reuse else reference_helpers(pieces)
-    beside = _fit_beside(spec, num_ranks + len(helpers))
+    beside = have_room(spec, num_ranks + len(helpers))
     job = RankJob(
         target="sumgrad.launch.rank:check_rank",
         num_ranks=num_ranks,
@@ -125,15 +122,6 @@ def _run_ranks(
         if not outcome.ok
     ]
     return outcomes[:num_ranks], problems
-
-
-def _fit_beside(spec: RunSpec, processes: int) -> bool:
-    """Whether ranks and references have memory at the same time, as far as can be said before."""
-    available = available_memory()
-    if available is None or spec.facts is None:
-        return True
-    numel = sum(math.prod(shape) for shape in spec.facts.params.values())
-    return processes * (BASE_BYTES + BYTES_PER_PARAMETER * numel) <= available
 
 
 def reference_helpers(pieces: Sequence[str]) -> list[Helper]:

@@ -31,6 +31,7 @@ from sumgrad.record.endings import rank_file
 EXIT_RAISED, EXIT_TIMED_OUT = 1, 124
 HELPERS = "helpers"
 LAST_WORDS_S = 1.5  # ranks that hang together write their records before the first one ends
+LOST_ANOTHER = "lost its connection to another rank"
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -234,7 +235,7 @@ def lost_another(error: BaseException) -> bool:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if lost_another(error):
-        return "lost its connection to another rank"
+        return LOST_ANOTHER
     return f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from sumgrad.base.memory import keep_freed_memory
 from sumgrad.base.outcome import SETUP
 from sumgrad.launch.guard import HELPERS, RankGuard
+from sumgrad.launch.room import have_room
 from sumgrad.ledger.process_group import BACKEND, Ledger, register_backend
 from sumgrad.record.bits import BITS, write_bits
 from sumgrad.record.ranks import RankFiles
@@ -26,9 +27,11 @@ GROUP_PATIENCE_S = 60  # the watchdog speaks first; the group's own timeout is a
 
 def check_rank(guard: RankGuard) -> dict[str, Any]:
     """A locally started rank: rendezvous by file, then the run that run.json describes."""
-    keep_freed_memory()
+    spec = read_spec(guard.env.directory)
+    if have_room(spec, guard.env.world_size):
+        keep_freed_memory()
     with local_group(guard) as ledger:
-        return run_rank(guard, read_spec(guard.env.directory), ledger)
+        return run_rank(guard, spec, ledger)
 
 
 @contextmanager
@@ -75,10 +78,12 @@ def run_rank(guard: RankGuard, spec: RunSpec, ledger: Ledger) -> dict[str, Any]:
 
 def reference_helper(guard: RankGuard, *, piece: str) -> None:
     """One piece of the reference, in a process beside the ranks."""
-    keep_freed_memory()
     directory, said = guard.env.directory.parent, guard.env.file(PROGRESS)
+    spec = read_spec(directory)
+    if have_room(spec, spec.steps):
+        keep_freed_memory()
     try:
-        store_reference(directory, read_spec(directory), piece, progress=said.write_text)
+        store_reference(directory, spec, piece, progress=said.write_text)
     finally:
         said.unlink(missing_ok=True)
 

@@ -10,6 +10,7 @@ from sumgrad.base.errors import UserError
 from sumgrad.base.files import write_json
 from sumgrad.base.verdict import Verdict
 from sumgrad.launch.ask import CheckOptions
+from sumgrad.launch.guard import LOST_ANOTHER
 from sumgrad.launch.judging import written
 from sumgrad.record.spec import read_spec
 from sumgrad.topology.pools import load_topology, topology_to_json
@@ -30,7 +31,9 @@ def with_second_looks(
     texts = []
     if verdict.status == "fail" and spec.topology.world_size > 1:
         texts.append(_on_one_rank(options, directory, again, progress))
-    raised = any(o["status"] == "raised" for o in verdict.data["outcomes"])
+    raised = any(
+        o["status"] == "raised" and o["detail"] != LOST_ANOTHER for o in verdict.data["outcomes"]
+    )
     if spec.lift and (raised or (spec.facts and spec.facts.float64)):
         texts.append(_without_lift(options, verdict, directory, again, progress))
     found = [text for text in texts if text]

@@ -13,10 +13,11 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -27,7 +28,8 @@ from sumgrad.base.commands import torchrun_prefix
 from sumgrad.base.errors import UserError
 from sumgrad.base.files import write_bytes, write_json
 from sumgrad.base.outcome import RankOutcome
-from sumgrad.base.verdict import Verdict
+from sumgrad.base.verdict import EXIT_CODES, Verdict
+from sumgrad.launch.agent import Store, StoreGone, end_agent, keeps_its_agent
 from sumgrad.launch.agreement import agree, asked_of
 from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, torchrun_command
 from sumgrad.launch.check import Run, finish
@@ -74,8 +76,12 @@ def run_torchrun_rank(
     wait = timedelta(seconds=options.timeout_s)
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=wait)))  # type: ignore[attr-defined]
     store.set_timeout(wait)
-    agree(store, rank, world_size, asked_of(spec))
-    directory, shared = _agree_on_directory(store, rank, options, spec)
+    kept = Store(store, seconds=options.timeout_s)
+    try:
+        agree(kept, rank, world_size, asked_of(spec))
+        directory, shared = _agree_on_directory(kept, rank, options, spec)
+    except StoreGone as gone:
+        _alone(f"{gone}, while the ranks agreed on what to run")
     env = RankEnv(
         rank=rank,
         world_size=world_size,
@@ -83,17 +89,8 @@ def run_torchrun_rank(
         rendezvous=directory,
         timeout_s=options.timeout_s,
     )
-    member = _Member(env, spec, store, shared=shared, report=report, progress=progress)
+    member = _Member(env, spec, kept, shared=shared, report=report, progress=progress)
     return member.run(dist.PrefixStore("sumgrad/group", store))  # type: ignore[attr-defined]
-
-
-def keeps_its_agent(environment: Mapping[str, str]) -> bool:
-    """Whether this rank stays until there is a verdict, for the agent of its host to end with it.
-
-    An agent whose ranks have all ended well waits minutes for the others' agents, and for one that
-    a FAIL has ended it waits in vain. Rank 0's own agent needs nobody to stay.
-    """
-    return environment.get("GROUP_RANK", "0") != "0" and environment.get("LOCAL_RANK") == "0"
 
 
 def check_world_size(options: CheckOptions, world_size: int) -> None:
@@ -107,8 +104,20 @@ def check_world_size(options: CheckOptions, world_size: int) -> None:
         )
 
 
+def _alone(what: str) -> NoReturn:
+    """End this rank, and its agent: no verdict comes from the host of rank 0, none can be sent."""
+    sys.stderr.write(
+        f"sumgrad: UNKNOWN: the host of rank 0 does not answer {socket.gethostname()} any more; "
+        f"rank {os.environ['RANK']} here: {what}\n"
+    )
+    end_children()
+    flush()
+    end_agent()
+    os._exit(EXIT_CODES["unknown"])
+
+
 def _agree_on_directory(
-    store: Any, rank: int, options: CheckOptions, spec: RunSpec
+    store: Store, rank: int, options: CheckOptions, spec: RunSpec
 ) -> tuple[Path, bool]:
     """Rank 0 makes it; the others see it, or get a local one of their own."""
     key = "sumgrad/directory"
@@ -163,7 +172,7 @@ class _Member:
         self,
         env: RankEnv,
         spec: RunSpec,
-        store: Any,
+        store: Store,
         *,
         shared: bool,
         report: Report,
@@ -217,6 +226,21 @@ class _Member:
         return self._after(deadline=time.monotonic() + STOP_JUDGE_S / 2)
 
     def _after(self, *, deadline: float) -> int:
+        try:
+            return self._with_the_others(deadline)
+        except StoreGone:
+            self._cut_off()
+
+    def _cut_off(self) -> NoReturn:
+        """End alone, with what this rank did last."""
+        here = outcome_from_record(
+            self.env.directory, self.env.rank, self.spec.topology.pool_of(self.env.rank).name
+        )
+        what = here.status + (f", {here.detail}" if here.detail else "")
+        what += f", waiting in {here.waiting_in}" if here.waiting_in else ""
+        _alone(f"{what}; its record is in {self.env.directory}")
+
+    def _with_the_others(self, deadline: float) -> int:
         if not self.shared:
             self._send_files()
         if self.env.rank != self._lowest_living():
@@ -225,7 +249,7 @@ class _Member:
         verdict = self._judge()
         self.report(verdict, self.env.directory)
         end_children()
-        with suppress(RuntimeError):  # the store's host is gone
+        with suppress(RuntimeError):
             self.store.set(VERDICT, str(verdict.exit_code))
         return verdict.exit_code
 
@@ -239,7 +263,10 @@ class _Member:
         else:
             self.store.set(f"sumgrad/left/{self.env.rank}", str(code))
         if keeps_its_agent(os.environ):
-            code = self._code_of_the_verdict() or code
+            try:
+                code = self._code_of_the_verdict() or code
+            except StoreGone:
+                self._cut_off()
         os._exit(code)
 
     def _code_of_the_verdict(self) -> int:
@@ -247,11 +274,8 @@ class _Member:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to be written
         deadline = time.monotonic() + (REFERENCE_PATIENCE + 1) * self.env.timeout_s
         while time.monotonic() < deadline:
-            try:
-                if self.store.check([VERDICT]):
-                    return int(self.store.get(VERDICT))
-            except RuntimeError:
-                break
+            if self.store.check(VERDICT):
+                return int(self.store.get(VERDICT))
             time.sleep(0.05)
         return 1
 
@@ -333,8 +357,8 @@ class _Member:
 
     def _has_key(self, key: str) -> bool:
         try:
-            return bool(self.store.check([key]))
-        except RuntimeError:  # the store's host is gone
+            return self.store.check(key)
+        except RuntimeError:
             return False
 
     def _collect(self, deadline: float) -> None:

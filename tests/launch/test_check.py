@@ -19,11 +19,11 @@ from sumgrad.base.tolerances import FLOOR_FACTOR
 from sumgrad.diagnose.verdict import judge
 from sumgrad.faults.plan import plan_faults
 from sumgrad.judge.knowledge import known_plan
+from sumgrad.launch.agent import keeps_its_agent
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import Run, finish, run_check
 from sumgrad.launch.judging import judge_directory
 from sumgrad.launch.matrix.run import Ran, cell_of, run_matrix
-from sumgrad.launch.torchrun import keeps_its_agent
 from sumgrad.plan.schedule import compare_ledger
 from sumgrad.record.directory import load_record
 
@@ -471,7 +471,7 @@ def test_where_memory_is_short_the_reference_comes_after_the_ranks(
 ):
     said: list[str] = []
     for room, late in ((1 << 50, False), (1 << 20, True), (None, False)):
-        monkeypatch.setattr("sumgrad.launch.check.available_memory", lambda room=room: room)
+        monkeypatch.setattr("sumgrad.launch.room.available_memory", lambda room=room: room)
         said.clear()
         options = CheckOptions(
             topology=shipped("data_parallel"), out=tmp_path / str(room), timeout_s=240

@@ -336,6 +336,24 @@ def test_a_rank_that_prints_for_ever_is_stopped_in_time(sumgrad_launcher, tmp_pa
     assert "print_for_ever" in outcome.stack
 
 
+def stop_one(ranks):
+    import torch
+    import torch.distributed as dist
+
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(2))
+
+
+def test_a_rank_that_is_stopped_is_called_that_long_before_the_deadline(sumgrad_launcher, tmp_path):
+    started = time.monotonic()
+    first, second = on_ranks(sumgrad_launcher, tmp_path, stop_one, num_ranks=2, timeout_s=300)
+    assert time.monotonic() - started < 100
+    assert (first.status, second.status) == ("timed_out", "killed")
+    assert second.detail.startswith("its process was stopped")
+    assert "allreduce" in first.waiting_in
+
+
 # ---- the conversation ---------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,17 +40,16 @@ from sumgrad.launch.local.processes import (
     end_children,
     kill,
     kill_group,
+    state_and_ticks,
 )
 from sumgrad.launch.local.rank_log import RankLog
-from sumgrad.ledger.operations import disagreement_of
-from sumgrad.record.endings import open_operation, rank_file, read_ledger
+from sumgrad.launch.local.standstill import Standstill
+from sumgrad.record.endings import rank_file
 
 STOP_GRACE_S, KILL_GRACE_S = 3.0, 5.0
-STANDSTILL_S = 10.0
 IMPORTED_UNDER = (
     "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_INTERPRET",
 )  # fmt: skip
-DISAGREEMENT_S = 1.0  # between two looks at the ledgers of ranks that stand still
 TICK_S, SOON_S = 0.05, 0.002  # between two looks at the ranks; when one has closed its output
 BEAT_S = 1.0
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -64,6 +64,7 @@ class _Rank:
     helper: bool = False
     exit_code: int | None = None
     killed: bool = False  # by this server
+    stopped: bool = False  # when it was killed, by a signal or a debugger
 
 
 @dataclass(slots=True)
@@ -71,12 +72,9 @@ class _Job:
     request: dict[str, Any]
     ranks: list[_Rank]
     deadline: float
+    standstill: Standstill
     stop_at: float | None = None
     kill_at: float | None = None
-    window_at: float = 0.0
-    written: int = 0
-    looked_at: float = 0.0
-    seen: int = 0
     beat_at: float = 0.0
     soon_until: float = 0.0  # a process that closes its output is about to end
 
@@ -125,7 +123,10 @@ def _run(ours: Conversation, request: dict[str, Any]) -> dict[str, Any] | None:
     """Run a job to its end. Returns the message that ended it before, if one did."""
     rendezvous = Path(request["rendezvous"]).parent
     rendezvous.mkdir(parents=True)
-    job = _Job(request, [], deadline=time.monotonic() + request["timeout_s"])
+    job = _Job(
+        request, [], deadline=time.monotonic() + request["timeout_s"],
+        standstill=Standstill(partial(_place, request)),
+    )  # fmt: skip
     try:
         _start(ours, job)
         while job.living:
@@ -182,12 +183,14 @@ def _reap(ours: Conversation, job: _Job) -> None:
             rank.exit_code = os.waitstatus_to_exitcode(status)
             seconds = round(time.monotonic() - rank.started, 3)
             event = {"rank": rank.rank, "exit_code": rank.exit_code, "seconds": seconds}
-            ours.send({"id": job.request["id"], **event, "killed": rank.killed})
+            how = {"killed": rank.killed, "stopped": rank.stopped}
+            ours.send({"id": job.request["id"], **event, **how})
 
 
 def _end(rank: _Rank) -> None:
     """Kill a rank, with its group, that will not end of itself."""
     rank.killed = True
+    rank.stopped = bool({"T", "t"} & state_and_ticks(rank.pid)[0])
     kill_group(rank.pid, signal.SIGKILL)
     kill(rank.pid, signal.SIGKILL)
 
@@ -212,7 +215,7 @@ def _enforce(job: _Job) -> None:
         )
         if died or now > job.deadline:
             job.stop_at = now + STOP_GRACE_S
-        elif _stands_still(job, now) or _disagrees(job, now):
+        elif job.standstill.is_final([r for r in job.ranks if not r.helper], now):
             job.stop_at = now
     if job.stop_at is not None and job.kill_at is None and now > job.stop_at:
         job.kill_at = now + KILL_GRACE_S
@@ -221,50 +224,6 @@ def _enforce(job: _Job) -> None:
     if job.kill_at is not None and now > job.kill_at:
         for rank in job.living_ranks:
             _end(rank)
-
-
-def _stands_still(job: _Job, now: float) -> bool:
-    """Whether for a while every rank has stood in an operation, and none has issued another."""
-    if now < job.window_at + STANDSTILL_S:
-        return False
-    ranks = job.living_ranks
-    written = sum(_ledger_bytes(job, rank) for rank in ranks)
-    still = job.window_at > 0 and written == job.written
-    job.window_at, job.written = now, written
-    return still and all(_stands_in_operation(job, rank) for rank in ranks)
-
-
-def _disagrees(job: _Job, now: float) -> bool:
-    """Whether nothing was written for a moment, and ranks can never meet in what they issued.
-
-    Two members of a group issued different operations, or one ended well without issuing what
-    another one stands in.
-    """
-    if now < job.looked_at + DISAGREEMENT_S:
-        return False
-    ranks = [rank for rank in job.ranks if not rank.helper]
-    written = sum(_ledger_bytes(job, rank) for rank in ranks)
-    quiet = job.looked_at > 0 and written == job.seen and len(ranks) > 1
-    job.looked_at, job.seen = now, written
-    if not quiet or not any(_stands_in_operation(job, rank) for rank in job.living_ranks):
-        return False
-    ledgers = {
-        rank.rank: list(read_ledger(rank_file(*_place(job.request, rank.rank), ".ledger.jsonl")))
-        for rank in ranks
-    }
-    ended = {rank.rank for rank in ranks if rank.exit_code is not None}
-    return any(d.mismatch or ended & set(d.absent) for d in disagreement_of(ledgers))
-
-
-def _stands_in_operation(job: _Job, rank: _Rank) -> bool:
-    return open_operation(rank_file(*_place(job.request, rank.rank), ".ledger.jsonl")) is not None
-
-
-def _ledger_bytes(job: _Job, rank: _Rank) -> int:
-    try:
-        return rank_file(*_place(job.request, rank.rank), ".ledger.jsonl").stat().st_size
-    except OSError:
-        return 0
 
 
 def _fork(request: dict[str, Any], rank: int, output: int, foreign: list[int]) -> int:

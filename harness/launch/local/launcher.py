@@ -352,6 +352,8 @@ def _outcome(job: RankJob, rank: int, end: dict[str, Any]) -> RankOutcome:
     )
     if end["killed"] and outcome.status == "killed":
         detail = "did not end when it was asked to; killed by the launcher"
+        if end["stopped"]:
+            detail = "its process was stopped (SIGSTOP, or a debugger); killed by the launcher"
         return replace(outcome, detail=detail, by_launcher=True)
     return outcome
 

@@ -84,6 +84,15 @@ def children_of(parent: int) -> list[int]:
     ]
 
 
+def state_and_ticks(pid: int) -> tuple[set[str], int]:
+    """How a process is (R runs, S sleeps, D waits for a disk, T is stopped, t by a debugger), and
+    the processor time that it has used. ({"?"}, 0) where the kernel does not say."""
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    if len(fields) < 13:
+        return {"?"}, 0
+    return {fields[0]}, int(fields[11]) + int(fields[12])
+
+
 def kill(pid: int, number: int) -> None:
     """Send a signal, also to one that is gone."""
     try:

@@ -191,6 +191,7 @@ class _TierRun:
         for step in range(self.job.steps):
             grads, info = self.step(step)
             files.keep(f"{self.tier}/{step}", grads)
+            del grads  # the next step has its own: two would be two models' size
             held, info["changed_buffers"] = buffers_after(self.model, self.buffers, facts.compares)
             for name, buffer in held.items():
                 files.others[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer

@@ -1,0 +1,117 @@
+"""Will the ranks of a job ever go on? Told from their ledgers and the state of their processes.
+
+Three ways to know that they will not, each a little slower and less sure than the one before: they
+wait for each other in operations that can never meet; all of them stand in operations; some stand
+in an operation and all others sleep, without computing anything, or have been stopped. A rank that
+computes, however slowly, or waits for a disk, is none of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from sumgrad.launch.local.processes import children_of, state_and_ticks
+from sumgrad.ledger.operations import disagreement_of
+from sumgrad.record.endings import open_operation, rank_file, read_ledger
+
+STANDSTILL_S = 10.0
+DISAGREEMENT_S = 1.0  # between two looks at the ledgers of ranks that stand still
+ASLEEP_S, STOPPED_S = 30.0, 5.0
+FEW_TICKS = 3  # of processor time in all of that: a thread that looks at a clock now and then
+
+
+class Watched(Protocol):
+    """A rank's process. exit_code: None while it lives."""
+
+    rank: int
+    pid: int
+    exit_code: int | None
+
+
+@dataclass(slots=True)
+class Standstill:
+    """What was seen of one job. place: directory and number of a rank's record."""
+
+    place: Callable[[int], tuple[Path, int]]
+    _window: tuple[float, int] = (0.0, -1)  # when the ledgers were looked at, and their bytes
+    _quiet: tuple[float, int] = (0.0, -1)
+    _asleep: tuple[float, int, dict[int, int]] = field(default=(0.0, -1, {}))
+
+    def is_final(self, ranks: Sequence[Watched], now: float) -> bool:
+        """Whether they will not go on. Ask as often as you like."""
+        return self._stands(ranks, now) or self._disagrees(ranks, now) or self._sleeps(ranks, now)
+
+    def _stands(self, ranks: Sequence[Watched], now: float) -> bool:
+        """Whether for a while every rank has stood in an operation, and none issued another."""
+        since, before = self._window
+        if now < since + STANDSTILL_S:
+            return False
+        living = _living(ranks)
+        self._window = now, sum(self._bytes(rank) for rank in living)
+        return since > 0 and self._window[1] == before and all(map(self._in_operation, living))
+
+    def _disagrees(self, ranks: Sequence[Watched], now: float) -> bool:
+        """Whether nothing was written for a moment, and ranks can never meet in what they issued.
+
+        Two members of a group issued different operations, or one ended well without issuing what
+        another one stands in.
+        """
+        since, before = self._quiet
+        if now < since + DISAGREEMENT_S:
+            return False
+        self._quiet = now, sum(self._bytes(rank) for rank in ranks)
+        quiet = since > 0 and self._quiet[1] == before and len(ranks) > 1
+        if not quiet or not any(map(self._in_operation, _living(ranks))):
+            return False
+        ledgers = {rank.rank: list(read_ledger(self._ledger(rank))) for rank in ranks}
+        ended = {rank.rank for rank in ranks if rank.exit_code is not None}
+        return any(d.mismatch or ended & set(d.absent) for d in disagreement_of(ledgers))
+
+    def _sleeps(self, ranks: Sequence[Watched], now: float) -> bool:
+        """Whether all that stand in no operation have slept for long, or are stopped."""
+        since, before, ticks = self._asleep
+        written = sum(self._bytes(rank) for rank in ranks)
+        told = {rank.rank: activity(rank.pid) for rank in _living(ranks)}
+        busy = any(states - {"S", "T"} for states, _ in told.values())
+        worked = any(
+            abs(total - ticks.get(rank, 0)) > FEW_TICKS for rank, (_, total) in told.items()
+        )
+        if busy or worked or written != before or told.keys() != ticks.keys():
+            self._asleep = now, written, {rank: total for rank, (_, total) in told.items()}
+            return False
+        stopped = any("T" in states for states, _ in told.values())
+        if now < since + (STOPPED_S if stopped else ASLEEP_S):
+            return False
+        waiting = [self._in_operation(rank) for rank in _living(ranks)]
+        return any(waiting) and not all(waiting)
+
+    def _in_operation(self, rank: Watched) -> bool:
+        return open_operation(self._ledger(rank)) is not None
+
+    def _bytes(self, rank: Watched) -> int:
+        try:
+            return self._ledger(rank).stat().st_size
+        except OSError:
+            return 0
+
+    def _ledger(self, rank: Watched) -> Path:
+        return rank_file(*self.place(rank.rank), ".ledger.jsonl")
+
+
+def activity(pid: int) -> tuple[set[str], int]:
+    """The states of a process and of all below it, and the processor time of all in ticks.
+
+    Nothing where the kernel does not say: then it counts as busy.
+    """
+    states, ticks = state_and_ticks(pid)
+    for child in children_of(pid):
+        more, others = activity(child)
+        states, ticks = states | more, ticks + others
+    return states, ticks
+
+
+def _living(ranks: Sequence[Watched]) -> list[Watched]:
+    return [rank for rank in ranks if rank.exit_code is None]
