@@ -111,10 +111,10 @@ class Hosts:
     def mend(self, host: int) -> None:
         _ip(f"-n {self._bridge} link set {self._names[host]}b up")
 
-    def slow(self, host: int, delay_ms: int, loss_percent: float = 0.0) -> None:
-        """What it sends comes later, and some of it only when it is sent again."""
-        _run(["tc", "-n", self._names[host], "qdisc", "add", "dev", "eth0", "root", "netem",
-              "delay", f"{delay_ms}ms", "loss", f"{loss_percent}%"])  # fmt: skip
+    def narrow(self, host: int, rate: str) -> None:
+        """A line of so many bits a second, as `2mbit`; what does not fit in a moment is dropped."""
+        _run(["tc", "-n", self._names[host], "qdisc", "add", "dev", "eth0", "root", "tbf",
+              "rate", rate, "burst", "4kb", "latency", "50ms"])  # fmt: skip
 
     def processes(self, host: int) -> list[int]:
         """What runs on a host, as process ids of this machine."""

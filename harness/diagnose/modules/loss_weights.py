@@ -14,6 +14,7 @@ from sumgrad.diagnose.modules.look import Look, Seen, constant
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from torch import Tensor
 
+LOST = 1e-9
 SAME_SHARE = 1e-5  # a part of it: counts that differ by one in a hundred thousand are no cause
 
 
@@ -77,16 +78,30 @@ def _of_one_part(shares: list[Share]) -> list[Share]:
 
 
 def shares_of_term(look: Look, term: str) -> tuple[str, list[Share]] | None:
-    """The same of one term of several: where its gradient is met first, against the forward."""
+    """The same of one term of several: where its gradient is met first, against the forward.
+
+    An output that is changed in place after its module shows no gradient of what came later: where
+    a module below has some, that one is believed.
+    """
     at = look.terms.index(term)
+    first: tuple[str, list[Share]] | None = None
     for module in reversed(look.modules):
         if look.backward(module) != "right":
             continue
         told = [replace(s, factors=s.terms[:, at]) for s in look.seen[module]
                 if s.terms is not None and not bool(s.terms[:, at].isnan().all())]  # fmt: skip
-        if told:
-            return module, [_share(s) for s in told]
-    return None
+        if not told:
+            continue
+        found = module, [_share(s) for s in told]
+        if not never_enters(found[1]):
+            return found
+        first = first or found
+    return first
+
+
+def never_enters(shares: Sequence[Share]) -> bool:
+    """Whether the factor of every vector is zero."""
+    return all(abs(f) < LOST for s in shares for f in s.places.values())
 
 
 def _share(seen: Seen) -> Share:

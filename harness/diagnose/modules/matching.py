@@ -8,7 +8,7 @@ was found, and may have a factor: on all of it, or on each vector.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Match:
 
     found: (n, N) bool, which of the N vectors each of the n is; several where they are equal.
     columns: the features it holds of them. picked: (n,) the vectors of the rank that were compared.
-    empty: (n,) bool, zeros, as padding is.
+    empty: (n,) bool, padding: zeros, or what a module makes of them, one vector again and again.
     """
 
     found: Tensor
@@ -71,7 +71,16 @@ def match(got: Tensor, wanted: Tensor, tolerance: float) -> Match | None:
             best = one
         if bool(one.here.all()):
             break
-    return best
+    return best and replace(best, empty=empty | _again_and_again(chosen, ~best.here, bound))
+
+
+def _again_and_again(chosen: Tensor, missing: Tensor, bound: float) -> Tensor:
+    """(n,) bool: those that are not there, where they are one vector several times and others are
+    there."""
+    others = chosen[missing]
+    if len(others) < 2 or bool(missing.all()):
+        return torch.zeros_like(missing)
+    return missing & (float((others - others[0]).abs().max()) <= bound)
 
 
 def _near(got: Tensor, wanted: Tensor, bound: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,6 +24,7 @@ from sumgrad.diagnose.modules.loss_weights import (
     Share,
     behind_few_directions,
     geometric,
+    never_enters,
     own_counts,
     own_positions,
     row_weights,
@@ -33,7 +35,6 @@ from sumgrad.diagnose.modules.loss_weights import (
 from sumgrad.diagnose.names import factor_symbols
 from torch import Tensor
 
-LOST = 1e-9
 MOST_WEIGHTS = 4
 
 
@@ -70,7 +71,7 @@ def terms_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     if not odd or len(odd) == len(found) > 1:
         return
     term, (module, shares) = next(iter(odd.items()))
-    lost = all(abs(f) < LOST for s in shares for f in s.places.values())
+    lost = never_enters(shares)
     narrow = None if lost else _single_numbers(look, module, shares, term)
     if narrow is not None:
         yield explained(case, narrow)
@@ -166,7 +167,8 @@ def _single_numbers(
             f"the forward is right; what {named(look, head)} gives is a number or two a token, so "
             f"a wrong target, a weight and a second path into the loss all look like a factor there"
         ]
-    because.append("at all other places its gradient is right, up to one factor")
+    if all(_most_are_alike(s) for s in shares if s.rank in odd):
+        because.append("at all other places its gradient is right, up to one factor")
     if right:
         because.append(f"on rank {spans(right)} it is right everywhere")
     return Diagnosis(
@@ -176,6 +178,13 @@ def _single_numbers(
         ranks=tuple(sorted(odd)),
         because=tuple(because),
     )
+
+
+def _most_are_alike(share: Share) -> bool:
+    """Whether there is a usual factor that others can be told from."""
+    factors = list(share.places.values())
+    usual = statistics.median(factors)
+    return 2 * sum(same([f, usual]) for f in factors) > len(factors)
 
 
 def _many_factors(share: Share) -> bool:
