@@ -17,9 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from sumgrad.launch.ask import versions
 from sumgrad.launch.local.launcher import Launcher
 from sumgrad.launch.matrix.run import run_matrix
+from sumgrad.launch.versions import versions
 from sumgrad.topology.shipped import topologies_directory
 
 RANKS = 10

@@ -20,9 +20,10 @@ import threading
 import time
 from pathlib import Path
 
-from sumgrad.launch.ask import CheckOptions, versions
+from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher, RankJob
+from sumgrad.launch.versions import versions
 from sumgrad.topology.pools import load_topology
 from sumgrad.topology.shipped import topologies_directory
 

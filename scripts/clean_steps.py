@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sumgrad.base.errors import UserError
-from sumgrad.launch.ask import CheckOptions, versions
+from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher
+from sumgrad.launch.versions import versions
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SHIPPED = (

@@ -17,10 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from sumgrad.launch.ask import CheckOptions, versions
+from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher
 from sumgrad.launch.matrix.run import default_topologies
+from sumgrad.launch.versions import versions
 
 
 def main() -> int:

@@ -35,9 +35,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sumgrad.cli.main import main as command
-from sumgrad.launch.ask import CheckOptions, versions
+from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher
+from sumgrad.launch.versions import versions
 from sumgrad.topology.shipped import shipped_topologies
 
 CPU_LIMIT_S, WALL_LIMIT_S = 30.0, 900.0  # of one case; a busy machine is no hang

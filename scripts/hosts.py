@@ -85,7 +85,7 @@ class Hosts:
         inside = (
             f"hostname host{host} && mount -t tmpfs none {shlex.quote(str(self.work))} && "
             f"mount --bind {shlex.quote(str(self.place / 'hosts'))} /etc/hosts && "
-            f"cd {shlex.quote(str(self.work))} && exec {shlex.join(command)}"
+            f"cd {shlex.quote(str(self.work))} && {shlex.join(command)}; exit $?"
         )
         namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
         process = subprocess.Popen(

@@ -414,7 +414,7 @@ def main() -> int:
     }
     print(json.dumps(summary))
     if args.out:
-        from sumgrad.launch.ask import versions
+        from sumgrad.launch.versions import versions
 
         machine = {"cores": os.cpu_count(), "processor": platform.machine(), **versions()}
         data = {"command": " ".join(sys.argv), "machine": machine, **summary, "rows": rows}

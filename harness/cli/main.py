@@ -322,9 +322,11 @@ def _ops(args: argparse.Namespace) -> int:
 def _judge(args: argparse.Namespace) -> int:
     """`judge` and `report`: both judge what is stored, so that no report shows an old verdict."""
     from sumgrad.launch.judging import judge_directory
+    from sumgrad.launch.versions import made_with
 
     with Progress(args.quiet) as progress:
         verdict = judge_directory(args.directory, law=getattr(args, "law", None), progress=progress)
+    show(args, f"made with  {made_with(verdict.data['versions'])}\n")
     show_verdict(verdict, args.directory, args)
     return verdict.exit_code
 

@@ -156,7 +156,7 @@ def run_matrix(
 ) -> OpsMatrix:
     """Run on five ranks. asked: operator names and "file.py:NAME"; empty: all. Raises UserError."""
     import torch
-    from sumgrad.launch.ask import versions
+    from sumgrad.launch.versions import versions
 
     started = time.monotonic()
     if seed < 0:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 ANSWER_S = 10.0  # until a store that says nothing counts as gone
+LISTEN_S = 1.0  # between two looks at whether a rank has failed
+FAILED = "sumgrad/failed"
 GRACE_S = 5  # for an agent to end by itself, and again after it was asked to
 
 
@@ -34,8 +37,9 @@ class Store:
         self.gone = False
         threading.Thread(target=self._work, daemon=True, name="sumgrad-store").start()
 
-    def check(self, key: str) -> bool:
-        return bool(self._do(lambda: self._store.check([key]), ANSWER_S))
+    def check(self, key: str, *, seconds: float | None = None) -> bool:
+        """Whether there is something under a key; seconds: until it counts as gone."""
+        return bool(self._do(lambda: self._store.check([key]), seconds or ANSWER_S))
 
     def get(self, key: str) -> bytes:
         """What is stored under a key, when it is there."""
@@ -71,6 +75,35 @@ class Store:
                 answer.put(operation())
             except Exception as error:
                 answer.put(error)
+
+
+class Listener:
+    """Ends this rank where it waits for one that has failed: nobody else tells ranks of other
+    hosts, and the connections of one that has failed stay open until there is a verdict.
+
+    waiting: the number of the operation that this rank stands in, None where it computes.
+    """
+
+    def __init__(self, store: Store, waiting: Callable[[], int | None], *, seconds: float) -> None:
+        self._store, self._waiting, self._seconds = store, waiting, seconds
+        self._over = threading.Event()
+        threading.Thread(target=self._listen, daemon=True, name="sumgrad-listener").start()
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _listen(self) -> None:
+        before: int | None = None
+        while not self._over.wait(LISTEN_S):
+            try:
+                failed = self._store.check(FAILED, seconds=self._seconds)
+            except RuntimeError:
+                return  # the deadline is what is left
+            now = self._waiting()
+            if failed and now is not None and now == before and not self._over.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)  # as the agent of its host would
+                return
+            before = now
 
 
 def keeps_its_agent(environment: Mapping[str, str]) -> bool:

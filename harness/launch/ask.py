@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sumgrad import __version__
 from sumgrad.base.commands import command_line, torchrun_prefix
 from sumgrad.base.errors import UserError
 from sumgrad.base.outcome import some_of
 from sumgrad.faults.plan import find_fault, plant
 from sumgrad.faults.step import find_program_fault
+from sumgrad.launch.versions import versions
 from sumgrad.plan.edges import build_plan
 from sumgrad.record.bits import BITS
 from sumgrad.record.spec import Facts, RunSpec
@@ -176,22 +175,6 @@ def chosen_kernels(options: CheckOptions, topology: Topology, workload: Workload
     if importlib.util.find_spec("triton") is None:
         raise UserError(f"{source}: Triton is not installed on this machine; use --kernels torch")
     return "triton"
-
-
-def versions() -> dict[str, str]:
-    """What a stored run was made with, and what of this torch no ledger would show."""
-    import torch
-    from sumgrad.ledger.delegation import unrecorded_operations
-
-    unrecorded = ", ".join(sorted(unrecorded_operations()))
-    more = {"not recorded": unrecorded} if unrecorded else {}
-    return more | {
-        "sumgrad": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "system": platform.system(),
-    }
 
 
 def make_directory(options: CheckOptions, name: str) -> Path:

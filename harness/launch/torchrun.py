@@ -29,7 +29,7 @@ from sumgrad.base.errors import UserError
 from sumgrad.base.files import write_bytes, write_json
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.base.verdict import EXIT_CODES, Verdict
-from sumgrad.launch.agent import Store, StoreGone, end_agent, keeps_its_agent
+from sumgrad.launch.agent import FAILED, Listener, Store, StoreGone, end_agent, keeps_its_agent
 from sumgrad.launch.agreement import agree, asked_of
 from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, torchrun_command
 from sumgrad.launch.check import Run, finish
@@ -196,8 +196,13 @@ class _Member:
         guard = RankGuard(self.env, on_stop=self._stopped)
         guard.start()
         self.progress(f"connecting {self.env.world_size} ranks")
+        listener: Listener | None = None
         try:
             ledger = start_ledger(guard)
+            listener = Listener(
+                self.store, lambda: (ledger.waiting_for() or {}).get("n"),
+                seconds=self.env.timeout_s,
+            )  # fmt: skip
             dist.init_process_group(
                 BACKEND,
                 store=store,
@@ -215,6 +220,8 @@ class _Member:
             self.failed = guard.raised(error)
             if not lost_another(error):
                 traceback.print_exc()
+        if listener is not None:
+            listener.close()
         guard.close()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
@@ -241,6 +248,9 @@ class _Member:
         _alone(f"{what}; its record is in {self.env.directory}")
 
     def _with_the_others(self, deadline: float) -> int:
+        if self.failed:
+            with suppress(RuntimeError):
+                self.store.set(FAILED, str(self.env.rank))
         if not self.shared:
             self._send_files()
         if self.env.rank != self._lowest_living():

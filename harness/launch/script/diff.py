@@ -23,7 +23,7 @@ from sumgrad.base.outcome import first_to_fail
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
-from sumgrad.launch.ask import new_directory, versions
+from sumgrad.launch.ask import new_directory
 from sumgrad.launch.judging import written
 from sumgrad.launch.script.baseline import (
     Baseline,
@@ -43,6 +43,7 @@ from sumgrad.launch.script.options import (
 )
 from sumgrad.launch.script.sides import POOL, Ended, end_all, new_mark, run_side
 from sumgrad.launch.script.user_files import put_back
+from sumgrad.launch.versions import versions
 from sumgrad.record.directory import load_record, write_outcomes
 from sumgrad.record.manifest import write_manifest
 from sumgrad.record.reference import write_parts, write_reference
