@@ -5,7 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # no such locks here
+    fcntl = None  # type: ignore[assignment]
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 TRIM_ABOVE = 128 << 20
@@ -27,6 +36,29 @@ def give_back_memory() -> None:
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def one_at_a_time(patience_s: float = 60.0) -> Iterator[None]:
+    """What needs most memory, by one process of this user at a time; after some patience anyway."""
+    with contextlib.ExitStack() as stack:
+        if fcntl is not None:
+            path = Path(tempfile.gettempdir()) / f"sumgrad-{os.getuid()}.lock"
+            with contextlib.suppress(OSError):
+                held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+                stack.callback(os.close, held)
+                deadline = time.monotonic() + patience_s
+                while not _locked(held) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+        yield
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def available_memory() -> int | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
 import pytest
 from sumgrad.launch import agent
-from sumgrad.launch.agent import Store, StoreGone
+from sumgrad.launch.agent import Listener, Store, StoreGone
 from torch.distributed import DistNetworkError, DistStoreError
 
 
@@ -82,3 +84,33 @@ def test_a_value_that_does_not_come_is_the_stores_own_error(fake):
     fake.error = None
     assert not store.gone
     assert not store.check("a")
+
+
+@pytest.mark.parametrize(("failed", "waits_in", "ended"), [
+    (True, [3, 3, 3, 3], True),
+    (False, [3, 3, 3, 3], False),  # nobody has failed: others are only late
+    (True, [None, None, None, None], False),  # it computes: it will end, or wait, by itself
+    (True, [1, 2, 3, 4], False),  # it gets on
+])  # fmt: skip
+def test_a_rank_that_waits_for_one_that_has_failed_ends(fake, monkeypatch, failed, waits_in, ended):
+    killed, asked, seen = [], iter(waits_in), threading.Event()
+    monkeypatch.setattr(agent, "LISTEN_S", 0.05)
+    monkeypatch.setattr(agent.os, "kill", lambda pid, number: killed.append((pid, number)))
+
+    def waiting():
+        number = next(asked, "over")
+        if number == "over":
+            seen.set()
+            return None
+        return number
+
+    store = Store(fake, seconds=5)
+    if failed:
+        store.set(agent.FAILED, "2")
+    listener = Listener(store, waiting, seconds=5)
+    for _ in range(200):
+        if seen.is_set() or killed:
+            break
+        time.sleep(0.05)
+    listener.close()
+    assert killed == ([(os.getpid(), signal.SIGTERM)] if ended else [])

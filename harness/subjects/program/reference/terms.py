@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 from sumgrad.base.errors import Broken
+from sumgrad.base.memory import give_back_memory, one_at_a_time
 from sumgrad.record.reference import Kind
 from sumgrad.subjects.noise_floor import Grads, Run, error
 from sumgrad.subjects.program.reference.single import SAME, Single
@@ -62,7 +63,9 @@ def exact_term(exact: Single, name: str, cut: Cut) -> Term:
     if coarse is not None and parted > 0:
         fine = summed(exact, name, cut.fine, cut.rows, seed=1 / parted, with_scale=True)
     # All rows at once need most memory: last, when the ranks are through with what they need most.
-    value, count = exact.value_and_count(name, cut.rows)
+    with one_at_a_time():
+        value, count = exact.value_and_count(name, cut.rows)
+        give_back_memory()
     if not count > 0:
         raise Broken(f"{name}: the count of the full batch is {count:g}, expected more than 0")
     if fine is not None and parted != count:
