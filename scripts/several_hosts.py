@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hosts import PORT, Hosts, why_not
 
@@ -242,6 +243,20 @@ def _short(text: str) -> str:
     return "\n".join(dict.fromkeys(told))
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """As it stands in docs/clusters.md."""
+    lines = ["| what happens | ranks | verdict | exit codes | seconds to the end |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    for row in rows:
+        seconds = ", ".join("-" if s is None else f"{s:.0f}" for s in row["seconds"])
+        exits = ", ".join("-" if code is None else str(code) for code in row["exits"])
+        found = re.findall(r"sumgrad: (PASS|FAIL|UNKNOWN)", "\n".join(row["said"]))
+        ranks = " + ".join(map(str, row["ranks"]))
+        verdict = found[0] if found else "none"
+        lines.append(f"| {row['name']} | {ranks} | {verdict} | {exits} | {seconds} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", help="a case whose name has this")
@@ -259,7 +274,9 @@ def main() -> None:
         print(f"{'ok ' if row.as_wanted else 'NOT'} {row.name}: exits {row.exits}, "
               f"seconds {row.seconds}, {row.left} left; {row.said}", flush=True)  # fmt: skip
     if args.out:
-        args.out.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        told = [asdict(row) for row in rows]
+        args.out.write_text(json.dumps({"rows": told}, indent=1) + "\n")
+        print(table(told))
     sys.exit(not all(row.as_wanted for row in rows))
 
 

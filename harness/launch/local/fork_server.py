@@ -40,7 +40,7 @@ from sumgrad.launch.local.processes import (
     end_children,
     kill,
     kill_group,
-    state_and_ticks,
+    state_of,
 )
 from sumgrad.launch.local.rank_log import RankLog
 from sumgrad.launch.local.standstill import Standstill
@@ -190,7 +190,7 @@ def _reap(ours: Conversation, job: _Job) -> None:
 def _end(rank: _Rank) -> None:
     """Kill a rank, with its group, that will not end of itself."""
     rank.killed = True
-    rank.stopped = bool({"T", "t"} & state_and_ticks(rank.pid)[0])
+    rank.stopped = state_of(rank.pid) in ("T", "t")
     kill_group(rank.pid, signal.SIGKILL)
     kill(rank.pid, signal.SIGKILL)
 

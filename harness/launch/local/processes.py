@@ -84,13 +84,17 @@ def children_of(parent: int) -> list[int]:
     ]
 
 
-def state_and_ticks(pid: int) -> tuple[set[str], int]:
-    """How a process is (R runs, S sleeps, D waits for a disk, T is stopped, t by a debugger), and
-    the processor time that it has used. ({"?"}, 0) where the kernel does not say."""
+def state_of(pid: int) -> str:
+    """How a process's main thread is: R runs, S sleeps, D waits for a disk, T is stopped, t by a
+    debugger; ? where the kernel does not say."""
     fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    if len(fields) < 13:
-        return {"?"}, 0
-    return {fields[0]}, int(fields[11]) + int(fields[12])
+    return fields[0] if fields else "?"
+
+
+def seconds_wanted(pid: int) -> float:
+    """For how long all threads of a process have had a processor, or waited for one."""
+    told = [_read(task / "schedstat").split() for task in Path(f"/proc/{pid}/task").glob("*")]
+    return sum(int(t[0]) + int(t[1]) for t in told if len(t) > 1) / 1e9
 
 
 def kill(pid: int, number: int) -> None:

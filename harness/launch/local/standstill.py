@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from sumgrad.launch.local.processes import children_of, state_and_ticks
+from sumgrad.launch.local.processes import children_of, seconds_wanted, state_of
 from sumgrad.ledger.operations import disagreement_of
 from sumgrad.record.endings import open_operation, rank_file, read_ledger
 
 STANDSTILL_S = 10.0
 DISAGREEMENT_S = 1.0  # between two looks at the ledgers of ranks that stand still
-ASLEEP_S, STOPPED_S = 30.0, 5.0
-FEW_TICKS = 3  # of processor time in all of that: a thread that looks at a clock now and then
+ASLEEP_S, STOPPED_S = 60.0, 5.0
+# Of that time, for which a sleeping process may want a processor: threads that look at clocks and
+# sockets take 1 %. Where others take the processors, waiting for one counts too.
+LITTLE, LITTLE_S = 0.04, 0.1
+LOOK_S = 1.0  # between two looks at what ranks do
 
 
 class Watched(Protocol):
@@ -38,7 +41,8 @@ class Standstill:
     place: Callable[[int], tuple[Path, int]]
     _window: tuple[float, int] = (0.0, -1)  # when the ledgers were looked at, and their bytes
     _quiet: tuple[float, int] = (0.0, -1)
-    _asleep: tuple[float, int, dict[int, int]] = field(default=(0.0, -1, {}))
+    _looked: float = 0.0
+    _asleep: tuple[float, int, dict[int, float]] = field(default=(0.0, -1, {}))
 
     def is_final(self, ranks: Sequence[Watched], now: float) -> bool:
         """Whether they will not go on. Ask as often as you like."""
@@ -72,14 +76,16 @@ class Standstill:
 
     def _sleeps(self, ranks: Sequence[Watched], now: float) -> bool:
         """Whether all that stand in no operation have slept for long, or are stopped."""
-        since, before, ticks = self._asleep
+        if now < self._looked + LOOK_S:
+            return False
+        self._looked = now
+        since, before, wanted = self._asleep
         written = sum(self._bytes(rank) for rank in ranks)
         told = {rank.rank: activity(rank.pid) for rank in _living(ranks)}
         busy = any(states - {"S", "T"} for states, _ in told.values())
-        worked = any(
-            abs(total - ticks.get(rank, 0)) > FEW_TICKS for rank, (_, total) in told.items()
-        )
-        if busy or worked or written != before or told.keys() != ticks.keys():
+        most = LITTLE_S + LITTLE * (now - since)
+        worked = any(total - wanted.get(rank, 0.0) > most for rank, (_, total) in told.items())
+        if busy or worked or written != before or told.keys() != wanted.keys():
             self._asleep = now, written, {rank: total for rank, (_, total) in told.items()}
             return False
         stopped = any("T" in states for states, _ in told.values())
@@ -101,16 +107,14 @@ class Standstill:
         return rank_file(*self.place(rank.rank), ".ledger.jsonl")
 
 
-def activity(pid: int) -> tuple[set[str], int]:
-    """The states of a process and of all below it, and the processor time of all in ticks.
-
-    Nothing where the kernel does not say: then it counts as busy.
-    """
-    states, ticks = state_and_ticks(pid)
+def activity(pid: int) -> tuple[set[str], float]:
+    """The states of a process and of all below it, and the seconds for which they have wanted a
+    processor. A state that is not known counts as busy."""
+    states, seconds = {state_of(pid)}, seconds_wanted(pid)
     for child in children_of(pid):
         more, others = activity(child)
-        states, ticks = states | more, ticks + others
-    return states, ticks
+        states, seconds = states | more, seconds + others
+    return states, seconds
 
 
 def _living(ranks: Sequence[Watched]) -> list[Watched]:
