@@ -355,6 +355,18 @@ def test_the_step_of_the_readme_runs_as_printed(hook, here, sumgrad_launcher):
             assert words in " ".join(README.split())
 
 
+def test_how_the_cost_grows_is_as_measured():
+    page = (ROOT / "docs" / "programs.md").read_text()
+    for r in data("benchmark_growth")["rows"]:
+        line = (
+            f"| {r['parameters'] / 1e6:.1f} M, {r['layout'].upper()} | {r['ranks']} "
+            f"| {r['rows']} x {r['length']} | {r['plain_step_s']:.1f} s | {r['check_s']:.0f} s "
+            f"| {r['plain_gib']:.1f} and {r['check_gib']:.1f} GiB | {r['disk_gib']:.2f} GiB |"
+        )
+        assert line in page
+        assert r["status"] == "pass"
+
+
 def data(name: str) -> dict:
     return json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text())
 
