@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from records_in_memory import program_record, texts, topology_of
+from records_in_memory import compared, program_record, texts, topology_of
 from sumgrad.judge.cells import steps_of
 from sumgrad.judge.checks.ledgers import ranks_agree, sums_only
 from sumgrad.judge.joint import (
@@ -95,6 +95,21 @@ def test_a_rank_that_ended_early_issues_less_for_that_reason(status):
     assert bool(found) == (status in ("timed_out", "ok"))
     other = record_of(same, [event(0), event(1, numel=9)], same)
     assert texts(ranks_agree, replace(other, outcomes=outcomes))  # which nothing excuses
+
+
+@pytest.mark.parametrize(("waits", "level", "words"), [
+    (None, "unknown", "rank 1 had not come to operation 2 over ranks 0-2 when the run was ended, "
+     "and rank 0, 2 waits in it: "),
+    ("recv of 4 float64", "fail", "ranks disagree: rank 1 never issues operation 2"),
+])  # fmt: skip
+def test_a_rank_that_computes_at_the_deadline_may_only_be_slow(waits, level, words):
+    same = [event(0), event(1)]
+    record = record_of(same, same[:1], same)
+    late = [replace(o, status="timed_out", waiting_in=waits) if o.rank == 1 else o
+            for o in record.outcomes]  # fmt: skip
+    (found,) = ranks_agree(compared(replace(record, outcomes=tuple(late))))
+    assert found.level == level
+    assert found.text.startswith(words)
 
 
 def test_a_mismatch_is_said_before_an_absence_and_the_earlier_one_first():

@@ -59,8 +59,9 @@ def ledger_mismatches(record: Record) -> list[Mismatch]:
 def ranks_agree(compared: Compared) -> Iterator[Finding]:
     """The first operation of a group on which its members differ; one a run.
 
-    A rank that raised or died issues less than the others for that reason alone. Under a plan
-    each rank's ledger is held against the plan instead.
+    A rank that raised or died issues less than the others for that reason alone. One that was
+    ended while it computed, or slept, might have come to it: that is not known. Under a plan each
+    rank's ledger is held against the plan instead.
     """
     record = compared.record
     if not record.spec.opaque:
@@ -68,12 +69,26 @@ def ranks_agree(compared: Compared) -> Iterator[Finding]:
     ended = {o.rank for o in record.outcomes if o.status in ("raised", "killed", "missing")}
     if record.spec.script is not None:  # it is ended when enough was seen of it
         ended |= {o.rank for o in record.outcomes if o.ok}
+    late = {o.rank for o in record.outcomes if o.status == "timed_out" and o.waiting_in is None}
     found = sorted(disagreement_of(record.started), key=lambda d: (not d.mismatch, d.number))
     for d in found:
         if not d.mismatch and (set(d.absent) & ended or not d.events):
             continue
+        if not d.mismatch and set(d.absent) & late:
+            yield Finding(level="unknown", text=_not_yet(d, sorted(set(d.absent) & late)))
+            return
         yield Finding(level="fail", text=f"ranks disagree: {_words(d)}")
         return
+
+
+def _not_yet(d: Disagreement, late: Sequence[int]) -> str:
+    first = next(iter(d.events.values()))
+    return (
+        f"rank {spans(late)} had not come to operation {d.number + 1} over ranks {spans(d.ranks)} "
+        f"when the run was ended, and rank {spans(list(d.events))} waits in it: "
+        f"{describe_operation(first)}; it hangs where its stack shows, or needs more time "
+        f"(--timeout)"
+    )
 
 
 def _words(d: Disagreement) -> str:
