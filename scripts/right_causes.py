@@ -53,10 +53,10 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second` to `fifth`: each of two hands more, written when what came before was known; sealed as
+    `second` to `sixth`: each of two hands more, written when what came before was known; sealed as
     a whole.
     """
-    later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij"}
+    later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij", "sixth": "kl"}
     found: dict[str, list[Path]] = {half: [] for half in ("learn", "sealed", *later)}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
