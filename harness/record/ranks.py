@@ -43,7 +43,8 @@ class RankRecord:
     info: what it says of the step (counts and norms; races and weights that changed). params: names
     it holds; index: the elements it holds of a sharded one, index_in: in a tier where they differ.
     again: the gradients of the step that was repeated, the last of `again_tier`. unknown: what it
-    could not place. built, batch: hashes. stray: operations that belong to no step. ledger_whole:
+    could not place. untied: names that are one parameter in build() and several here. built, batch:
+    hashes. stray: operations that belong to no step. ledger_whole:
     every operation it started is in the ledger and ended.
     """
 
@@ -60,6 +61,7 @@ class RankRecord:
     again_tier: str = ""
     buffers: dict[At, Grads] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
+    untied: tuple[tuple[str, ...], ...] = ()
     built: str = ""
     batch: str = ""
 
@@ -170,6 +172,7 @@ def read_rank(
         again_tier=again_tier,
         buffers=buffers,
         unknown=() if planned else tuple(result["unknown"]),
+        untied=tuple(tuple(map(str, names)) for names in result.get("untied", ())),
         built="" if planned else str(result["built"]),
         batch="" if planned else str(result["batch"]),
     )

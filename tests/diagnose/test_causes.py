@@ -41,6 +41,8 @@ from conftest import ROOT
         ("h_03", "other_parameters", "likely"),
         ("i_02", "lost_rows", "proved"),
         ("j_02", "micro_batches", "proved"),
+        ("j_17", "forward", "likely"),
+        ("k_02", "untied", "likely"),
     ],
 )
 def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):

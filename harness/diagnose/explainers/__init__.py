@@ -20,6 +20,7 @@ from sumgrad.diagnose.explainers import (
     plan_edges,
     replaced,
     terms,
+    ties,
 )
 from sumgrad.diagnose.explainers.by_modules import put_together, rows_used, weights, where
 from sumgrad.diagnose.explanation import Explainer
@@ -29,6 +30,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     free_factors.fewest_factors,
     where.recomputed_otherwise,
     last.unlike_each_time,
+    ties.tie_that_was_cut,
     where.forward_goes_wrong,
     rows_used.rows_not_read_once,
     factors.one_term_by_rows,

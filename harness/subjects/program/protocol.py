@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -236,6 +236,33 @@ class _Held:
             finally:
                 torch.set_default_dtype(now)
         return {key: value.clone() for key, value in self.batch.items()}
+
+
+Tie = list[tuple[str, nn.Module, str]]
+
+
+def tied(model: nn.Module) -> list[Tie]:
+    """Parameters that are one under several names: name, module and attribute of each."""
+    uses: dict[int, Tie] = {}
+    for prefix, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                name = f"{prefix}.{attribute}".lstrip(".")
+                uses.setdefault(id(param), []).append((name, module, attribute))
+    return [tie for tie in uses.values() if len(tie) > 1]
+
+
+def untied(ties: Sequence[Tie], model: nn.Module) -> list[list[str]]:
+    """The names of those that are several now, among the modules that the model still has."""
+    inside = {id(module) for module in model.modules()}
+    out = []
+    for tie in ties:
+        held = {name: module._parameters.get(attribute) for name, module, attribute in tie
+                if id(module) in inside}  # fmt: skip
+        now = {name: param for name, param in held.items() if param is not None}
+        if len({id(param) for param in now.values()}) > 1:
+            out.append(list(now))
+    return out
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

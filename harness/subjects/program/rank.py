@@ -41,8 +41,10 @@ from sumgrad.subjects.program.protocol import (
     round_batch,
     scramble,
     takes_step,
+    tied,
     to_precision,
     trained,
+    untied,
 )
 from sumgrad.subjects.program.unseen import (
     buffers_after,
@@ -148,6 +150,7 @@ class _TierRun:
         self._distribute()
 
     def _distribute(self) -> None:
+        ties = tied(self.model)
         kept = trained(self.model)  # kept alive until all is placed: ids would be used again
         self.modules = dict(self.model.named_modules())
         scramble(103, self.rank.rank)
@@ -172,6 +175,7 @@ class _TierRun:
             (lambda name: declared(name, self.ctx)) if declared else None,
             {id(module): name for name, module in self.modules.items()},
         )
+        self.untied = untied(ties, self.model)
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
         self.frozen = _frozen(self.model)
         self.trained = trained_names(self.model)
@@ -185,6 +189,7 @@ class _TierRun:
         facts = self.job.facts
         assert facts is not None
         result["built"], result["batch"] = self.built, self.batch_hash
+        result["untied"] = self.untied
         for p in self.placement.placed:
             self._keep_place(p, files.others, known=p.name in result["params"])
             result["params"][p.name] = {"sharded": p.index is not None}
