@@ -225,7 +225,8 @@ class _Member:
         guard.close()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        return self._after(deadline=time.monotonic() + self.env.timeout_s)
+        patience = min(self.env.timeout_s, STOP_JUDGE_S) if self.failed else self.env.timeout_s
+        return self._after(deadline=time.monotonic() + patience)
 
     def _stopped(self) -> int:
         """Called by the watchdog: torchrun is ending us, or the deadline passed."""

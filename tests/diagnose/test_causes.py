@@ -43,6 +43,7 @@ from conftest import ROOT
         ("j_02", "micro_batches", "proved"),
         ("j_17", "forward", "likely"),
         ("k_02", "untied", "likely"),
+        ("k_08", "backward", "likely"),
     ],
 )
 def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):

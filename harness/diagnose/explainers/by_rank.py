@@ -62,16 +62,18 @@ def on_which_side_of_the_reduction(case: Case) -> str | None:
     }:
         return None
     if all(m.wanted is None for m in found):
-        shown = _weights(found[0], found[0].got)
+        shown = {_weights(m, m.got) for m in found}
+        with_weights = f", with the weights {shown.pop()}" if len(shown) == 1 else ""
         return (
-            f"{_own(names)} is put together from what the ranks' own backwards gave, with the "
-            f"weights {shown}, and no weights of them give the right gradient: what some backward "
+            f"{_own(names)} is put together from what the ranks' own backwards gave"
+            f"{with_weights}, and no weights of them give the right gradient: what some backward "
             f"itself gives the parameter is wrong, before anything is reduced"
         )
     if all(m.got is None for m in found):
-        shown = _weights(found[0], found[0].wanted)
+        shown = {_weights(m, m.wanted) for m in found}
+        with_weights = f"with the weights {shown.pop()} " if len(shown) == 1 else ""
         return (
-            f"what the ranks' own backwards gave {_own(names)} is right: with the weights {shown} "
+            f"what the ranks' own backwards gave {_own(names)} is right: {with_weights}"
             f"it adds up to the right gradient; what the ranks hold is no such sum: it was changed "
             f"after the backward, where gradients are reduced, copied or rescaled"
         )

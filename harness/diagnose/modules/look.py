@@ -113,7 +113,8 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
             if call.module == module
         ]
         found = _computed_again(_without_trials(found))
-        seen[module] = _with_parts(found, traces, whole, groups, tolerance)
+        found = _with_parts(found, traces, whole, groups, tolerance)
+        seen[module] = _without_sums_over_rows(found, traces, whole, tolerance)
     seen = {
         m: [_unless_stage(s, seen, traces, modules) for s in found] for m, found in seen.items()
     }
@@ -130,6 +131,33 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
             if held.by_term is not None
         },
     )
+
+
+def _without_sums_over_rows(
+    found: list[Seen], traces: Traces, whole: Mapping[tuple[str, int], Whole], tolerance: float
+) -> list[Seen]:
+    """An output that sums over the rows of a call is none of the single process's: together the
+    calls of all ranks are, some of them perhaps several times."""
+    out = list(found)
+    for part in {s.call.part for s in found if s.forward == "wrong"}:
+        mine = [i for i, s in enumerate(found) if s.forward == "wrong" and s.call.part == part]
+        wanted = whole[found[mine[0]].call.module, part]
+        given = [_output(traces, found[i]) for i in mine]
+        if wanted.rows is not None or len(mine) < 2 or len({g.shape for g in given}) > 1:
+            continue
+        total = vectors(torch.stack(given).sum(0))
+        for times in range(1, len(mine) + 1):
+            where = match(total / times, wanted.outputs, tolerance)
+            if where is not None and bool(where.found.any(1).all()):
+                for i in mine:
+                    out[i] = replace(found[i], forward="untold", backward="untold", wrong=None)
+                break
+    return out
+
+
+def _output(traces: Traces, seen: Seen) -> Tensor:
+    trace = traces.ranks[seen.rank]
+    return trace.outputs[trace.calls.index(seen.call)]
 
 
 def _lacking(

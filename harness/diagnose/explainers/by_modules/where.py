@@ -166,11 +166,10 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         few, every = look.lacking[lacking]
         right = all(look.forward(m) != "wrong" for m in look.modules)
         head = "what the ranks' modules give is right, but " if right else ""
-        head += f"{few} of the {every} vectors that "
         head += (
-            f"{named(look, lacking)} gives the single process are on no rank: a pass is missing "
+            f"{few} of the {every} vectors that {named(look, lacking)} gives the single process "
+            f"are on no rank (padding that is cut off, or a pass that is missing or another); "
         )
-        head += "or is another; "
     if above:
         head += f"the backward is right down to {above}; "
     else:
