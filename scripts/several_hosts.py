@@ -148,9 +148,9 @@ CASES = (
     Case(name="the other host loses its power", mode="sleep", act=lambda h: h.power_off(1),
          ends=(UNKNOWN, None), says="UNKNOWN"),
     Case(name="rank 0's host loses its power", mode="sleep", act=lambda h: h.power_off(0),
-         ends=(None, UNKNOWN), says="UNKNOWN"),
+         ends=(None, {*UNKNOWN, 137}), says="UNKNOWN"),  # its agent may have to be killed
     Case(name="the other host's cable is out", mode="sleep", act=lambda h: h.cut(1),
-         ends=(UNKNOWN, UNKNOWN), says="UNKNOWN"),
+         ends=(UNKNOWN, {*UNKNOWN, 137}), says="UNKNOWN"),
     Case(name="the other host's agent is killed", mode="sleep", act=_kill_agent(1),
          ends=(UNKNOWN, {137}), says="UNKNOWN"),
     Case(name="rank 0's agent is killed", mode="sleep", act=_kill_agent(0),
