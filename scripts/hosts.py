@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 NETWORK, PORT = "10.77.0", 29500
-_TOOLS = ("ip", "unshare", "nsenter")
+_TOOLS = ("ip", "unshare", "hostname", "mount")
 
 
 def why_not() -> str | None:
