@@ -190,7 +190,7 @@ def _reap(ours: Conversation, job: _Job) -> None:
 def _end(rank: _Rank) -> None:
     """Kill a rank, with its group, that will not end of itself."""
     rank.killed = True
-    rank.stopped = state_of(rank.pid) in ("T", "t")
+    rank.stopped = rank.stopped or state_of(rank.pid) in ("T", "t")
     kill_group(rank.pid, signal.SIGKILL)
     kill(rank.pid, signal.SIGKILL)
 
