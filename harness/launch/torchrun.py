@@ -225,7 +225,9 @@ class _Member:
         guard.close()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        patience = min(self.env.timeout_s, STOP_JUDGE_S) if self.failed else self.env.timeout_s
+        patience = (
+            self.env.timeout_s if not self.failed else min(self.env.timeout_s, STOP_JUDGE_S / 2)
+        )
         return self._after(deadline=time.monotonic() + patience)
 
     def _stopped(self) -> int:
