@@ -113,7 +113,7 @@ def _run_ranks(
     )
     progress(f"starting {num_ranks} ranks")
     outcomes = launcher.run(job, progress=progress)
-    if not beside:
+    if helpers and not beside:
         progress("the reference, after the ranks: there is no memory for both at once")
         outcomes += launcher.run(replace(job, num_ranks=0, helpers=helpers), progress=progress)
     problems = [

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from sumgrad.launch.local import processes
 from sumgrad.launch.local.standstill import ASLEEP_S, STOPPED_S, Standstill, activity
 from sumgrad.record.endings import rank_file
 
@@ -110,6 +111,17 @@ def test_all_in_an_operation(tmp_path, start):
     issue(tmp_path, 0)
     issue(tmp_path, 1)
     assert is_final(tmp_path, pids, seconds=21)
+
+
+def test_where_the_kernel_keeps_no_account_nobody_is_asleep(tmp_path, start, monkeypatch):
+    issue(tmp_path, 0)
+    pids = [start(SLEEPS), start(SLEEPS)]
+    time.sleep(1)
+    read = processes._read
+    monkeypatch.setattr(
+        processes, "_read", lambda file: "0 0 0" if file.name == "schedstat" else read(file)
+    )
+    assert not is_final(tmp_path, pids, seconds=1000)
 
 
 def test_a_process_that_is_gone_counts_as_busy():

@@ -6,6 +6,7 @@ Linux only where the kernel is asked; elsewhere the functions do what they can, 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -92,9 +93,10 @@ def state_of(pid: int) -> str:
 
 
 def seconds_wanted(pid: int) -> float:
-    """For how long all threads of a process have had a processor, or waited for one."""
+    """For how long all threads of a process have had a processor, or waited for one; NaN where the
+    kernel keeps no account of it."""
     told = [_read(task / "schedstat").split() for task in Path(f"/proc/{pid}/task").glob("*")]
-    return sum(int(t[0]) + int(t[1]) for t in told if len(t) > 1) / 1e9
+    return sum(int(t[0]) + int(t[1]) for t in told if len(t) > 1) / 1e9 or math.nan
 
 
 def kill(pid: int, number: int) -> None:

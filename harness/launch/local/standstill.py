@@ -84,7 +84,7 @@ class Standstill:
         told = {rank.rank: activity(rank.pid) for rank in _living(ranks)}
         busy = any(states - {"S", "T"} for states, _ in told.values())
         most = LITTLE_S + LITTLE * (now - since)
-        worked = any(total - wanted.get(rank, 0.0) > most for rank, (_, total) in told.items())
+        worked = any(not total - wanted.get(rank, 0.0) <= most for rank, (_, total) in told.items())
         if busy or worked or written != before or told.keys() != wanted.keys():
             self._asleep = now, written, {rank: total for rank, (_, total) in told.items()}
             return False
@@ -109,7 +109,7 @@ class Standstill:
 
 def activity(pid: int) -> tuple[set[str], float]:
     """The states of a process and of all below it, and the seconds for which they have wanted a
-    processor. A state that is not known counts as busy."""
+    processor. What is not known counts as busy."""
     states, seconds = {state_of(pid)}, seconds_wanted(pid)
     for child in children_of(pid):
         more, others = activity(child)
