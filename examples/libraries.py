@@ -4,7 +4,6 @@ sumgrad run examples/dp3.yaml --workload examples/libraries.py:TrainerStep
 """
 
 import contextlib
-import os
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ class TrainerStep(GPT2):
     def distribute(self, model, ctx):
         from transformers import Trainer, TrainingArguments
 
-        os.environ.setdefault("LOCAL_RANK", str(ctx.rank))
         self.trainer = Trainer(
             model=model,
             args=TrainingArguments(
@@ -52,7 +50,6 @@ class Accelerated(GPT2):
     def distribute(self, model, ctx):
         from accelerate import Accelerator
 
-        os.environ.setdefault("LOCAL_RANK", str(ctx.rank))
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         return self.accelerator.prepare_model(model)
 

@@ -5,11 +5,13 @@
 The plain job is the same Program's own `step` in float32 on as many real ranks, without the
 harness; both run here, one after the other, several times in turn. Memory is the summed
 proportional set size (Pss) of the process tree, sampled; disk is what the check leaves.
+Needs `pip install -e .[examples]` for transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -169,6 +171,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="leave the runs here, a folder each")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if importlib.util.find_spec("transformers") is None:
+        parser.error("needs GPT-2: pip install -e .[examples]")
     rows = []
     for model in args.model or ["14m"]:
         for layout in args.layout or ["ddp", "fsdp2"]:

@@ -36,6 +36,7 @@ from sumgrad.diagnose.modules.first_wrong import (
 )
 from sumgrad.diagnose.modules.look import look_at
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
+from sumgrad.diagnose.modules.weights_used import other_weights
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
@@ -53,10 +54,11 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second` to `sixth`: each of two hands more, written when what came before was known; sealed as
-    a whole.
+    `second` to `eighth`: each of two hands more, or one, written when what came before was known;
+    sealed as a whole.
     """
-    later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij", "sixth": "kl"}
+    later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij", "sixth": "kl",
+             "seventh": "m", "eighth": "no"}  # fmt: skip
     found: dict[str, list[Path]] = {half: [] for half in ("learn", "sealed", *later)}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
@@ -158,6 +160,14 @@ def looked_at(path: Path, launcher: Launcher) -> dict[str, Any]:
     wrong = {kind: f"{one.wrong}: {one.seen[0].shape}" for kind, one in found.items() if one}
     if uneven:
         wrong["rows"] = uneven[0].cause
+    gathered = [
+        w.name
+        for module in look.modules
+        for when in ("forward", "backward")
+        for w in other_weights(record.traces, module, when)
+    ]
+    if gathered:
+        wrong["gathered"] = str(gathered)
     weights = [s.factor for s in shares[1]] if shares else []
     if any(f is None for f in weights) or (weights and not same([f for f in weights if f])):
         wrong["weights"] = str(weights)

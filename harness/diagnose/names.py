@@ -41,6 +41,13 @@ def factor_symbols(case: Case, value: float) -> list[str]:
     return out
 
 
+def group_symbols(case: Case, value: float) -> list[str]:
+    """Readings of a factor in the middle of a model: as the size of a pool or an axis alone."""
+    sizes = {n: float(s) for n, s in sizes_of(case.record).items() if s > 1}
+    found = [name for name, size in sizes.items() if _near(value, size)]
+    return found + [f"1/{name}" for name, size in sizes.items() if _near(value, 1 / size)]
+
+
 def _near(value: float, other: float) -> bool:
     return abs(value - other) <= CLOSE * max(abs(other), 1e-12)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sumgrad.diagnose.case import Case
-from sumgrad.judge.joint import Joint, carries, describe, fed, joint_operations
+from sumgrad.judge.joint import Joint, carried, carries, describe, entering, joint_operations
 from sumgrad.ledger.operations import REDUCTIONS
 
 CLOSE = 1e-6  # a coefficient this near to a number is that number
@@ -17,7 +17,12 @@ def reductions_of(case: Case) -> list[Joint]:
 
 def carried_by(case: Case, joint: Joint) -> list[str]:
     """Parameters whose gradients enter or leave a reduction."""
-    return carries(joint, fed(case.record, case.tier, case.step))
+    return carries(joint, carried(case.record, case.tier, case.step))
+
+
+def entered_by(case: Case, joint: Joint) -> set[str]:
+    """Parameters whose gradients go into a reduction."""
+    return set(carries(joint, entering(case.record, case.tier, case.step)))
 
 
 def wrong_parameters(case: Case) -> set[str]:

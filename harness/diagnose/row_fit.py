@@ -7,8 +7,9 @@ whole residual is under the tier's threshold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 Level = Literal["everything", "params", "terms", "rows", "cells", "previous"]
 LITTLE = (1 - MIN_EXPLAINED) ** 0.5
 MAX_UNITS = 64
+MAX_TERMS = 8
+MAX_PAIRS = 4096  # of stretches that are tried
 MIN_TELLING = 3  # elements below which a stretch of rows fits by chance
 
 
@@ -71,7 +74,7 @@ def explain(case: Case, cells: Sequence[Cell], *, wrong_only: bool = False) -> F
         found = _try(case, chosen, masks, level, units)
         if found is not None:
             return found
-    return None if wrong_only else _by_param(case, chosen)
+    return None if wrong_only else _whole_terms(case, chosen, masks) or _by_param(case, chosen)
 
 
 def explain_rank(case: Case, cells: Sequence[Cell], *, wrong_only: bool = False) -> Factors | None:
@@ -79,11 +82,12 @@ def explain_rank(case: Case, cells: Sequence[Cell], *, wrong_only: bool = False)
 
     A small shard has fewer elements than there are rows: then the stretches are tried one by one.
     """
-    return explain(case, cells, wrong_only=wrong_only) or _one_stretch(case, cells, wrong_only)
+    return explain(case, cells, wrong_only=wrong_only) or _few_stretches(case, cells, wrong_only)
 
 
-def _one_stretch(case: Case, cells: Sequence[Cell], wrong_only: bool) -> Factors | None:
-    """Rows [a, b) once and no others, for the first such stretch whose residual is small."""
+def _few_stretches(case: Case, cells: Sequence[Cell], wrong_only: bool) -> Factors | None:
+    """The rows of one stretch once, or of two, and no others: what ranks that share a reduction
+    hold. None where several pairs of stretches fit."""
     intervals = case.reference.intervals
     chosen = [cell for cell in cells if cell.measured.numel()]
     if not chosen or not 0 < len(intervals) <= MAX_UNITS:
@@ -107,18 +111,45 @@ def _one_stretch(case: Case, cells: Sequence[Cell], wrong_only: bool) -> Factors
     )
     if len(got) < MIN_TELLING:
         return None
-    wanted = columns.sum(0)
-    for a in range(len(units)):
-        total = torch.zeros_like(got)
-        for b in range(a, len(units)):
-            total = total + columns[b]
-            near = bool(((got - total).abs() <= bound).all())
-            if near and bool((got - total).norm() <= LITTLE * (got - wanted).norm()):
-                values = tuple(1.0 if a <= i <= b else 0.0 for i in range(len(units)))
-                return Factors(
-                    level="rows", units=tuple(units), values=values, sigmas=(0.0,) * len(units)
-                )
-    return None
+    off = float((got - columns.sum(0)).norm())
+
+    def fits(chosen: Tensor) -> bool:
+        error = (got - chosen.to(columns) @ columns).abs()
+        return bool((error <= bound).all()) and float(error.norm()) <= LITTLE * off
+
+    ends = torch.combinations(torch.arange(len(units) + 1))
+    at = torch.arange(len(units))
+    stretches = (ends[:, :1] <= at) & (at < ends[:, 1:])
+    one = {tuple(s.tolist()) for s in stretches if fits(s)}
+    two = {} if one else dict.fromkeys(_in_two(stretches, columns, got, bound, fits))
+    found = list(one or two)
+    if not found or (two and len(found) > 1):
+        return None
+    return Factors(
+        level="rows", units=tuple(units), values=tuple(float(there) for there in found[0]),
+        sigmas=(0.0,) * len(units),
+    )  # fmt: skip
+
+
+def _in_two(
+    stretches: Tensor, columns: Tensor, got: Tensor, bound: Tensor, fits: Callable[[Tensor], bool]
+) -> Iterator[tuple[bool, ...]]:
+    """Pairs of stretches apart from each other whose rows add up to `got`: by one random sum of the
+    elements each stretch looks for what is left of `got`."""
+    drawn = torch.Generator().manual_seed(len(got))
+    weights = torch.randn(len(got), generator=drawn, dtype=got.dtype)
+    given, order = (stretches.to(columns) @ columns @ weights).sort()
+    slack = float((weights.abs() * bound).sum())
+    left = float(got @ weights) - given
+    first = torch.searchsorted(given, left - slack)
+    last = torch.searchsorted(given, left + slack)
+    if int((last - first).sum()) > MAX_PAIRS:
+        return
+    for i, (a, b) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+        for j in range(a, b):
+            mine, other = stretches[order[i]], stretches[order[j]]
+            if not bool((mine & other).any()) and fits(mine | other):
+                yield tuple((mine | other).tolist())
 
 
 def _levels(case: Case) -> Iterator[tuple[Level, list[Unit]]]:
@@ -158,7 +189,9 @@ def _try(
         torch.cat([_scaled(c, column(case, c, u))[m] for c, m in zip(cells, masks, strict=True)])
         for u in units
     ]
-    if len(deviation) <= len([c for c in columns if bool(c.any())]):
+    # Of one number alike on every rank the factor is said all the same: it may be a size.
+    told = len(deviation) if len(units) == 1 else _num_equations(cells, masks)
+    if told <= len([c for c in columns if bool(c.any())]):
         return None
     fit = fit_deviation(columns, deviation)
     values = list(fit.values)
@@ -168,6 +201,48 @@ def _try(
     if not _accepted(cells, masks, fit):
         return None
     return Factors(level=level, units=tuple(units), values=tuple(values), sigmas=tuple(fit.sigmas))
+
+
+def _whole_terms(case: Case, cells: Sequence[Cell], masks: Sequence[Tensor]) -> Factors | None:
+    """Terms that are there once or not at all: fewer numbers than terms can tell that."""
+    terms = [t for t, kind in case.reference.kinds.items() if kind != "coupled"]
+    got = torch.cat([_scaled(c, c.measured)[m] for c, m in zip(cells, masks, strict=True)])
+    wanted = torch.cat([_scaled(c, c.wanted.value)[m] for c, m in zip(cells, masks, strict=True)])
+    columns = {
+        t: torch.cat([_scaled(c, column(case, c, Unit(term=t, rows=None)))[m]
+                      for c, m in zip(cells, masks, strict=True)])
+        for t in terms
+    }  # fmt: skip
+    reaching = [t for t in terms if bool(columns[t].any())]
+    if not 1 < len(reaching) <= MAX_TERMS or _num_equations(cells, masks) < MIN_TELLING:
+        return None
+    fitting = []
+    for chosen in product((0.0, 1.0), repeat=len(reaching)):
+        lacking = [columns[t] for t, there in zip(reaching, chosen, strict=True) if not there]
+        residual = got - wanted + torch.stack(lacking).sum(0) if lacking else got - wanted
+        explained = 1 - float(residual.square().sum() / (got - wanted).square().sum())
+        fit = Fit(values=list(chosen), sigmas=[0.0] * len(chosen), residual=residual,
+                  explained=explained)  # fmt: skip
+        if _accepted(cells, masks, fit):
+            fitting.append(chosen)
+    if len(fitting) != 1:
+        return None
+    there = dict(zip(reaching, fitting[0], strict=True))
+    return Factors(
+        level="terms",
+        units=tuple(Unit(term=t, rows=None) for t in terms),
+        values=tuple(there.get(t) for t in terms),
+        sigmas=tuple(0.0 if t in there else None for t in terms),
+    )
+
+
+def _num_equations(cells: Sequence[Cell], masks: Sequence[Tensor]) -> int:
+    """Elements of gradients that these cells hold: what replicas hold alike is one equation."""
+    held: dict[str, list[Tensor]] = {}
+    for cell, mask in zip(cells, masks, strict=True):
+        index = torch.arange(len(mask)) if cell.index is None else cell.index.reshape(-1)
+        held.setdefault(cell.name, []).append(index[mask])
+    return sum(len(torch.cat(indices).unique()) for indices in held.values())
 
 
 def _accepted(cells: Sequence[Cell], masks: Sequence[Tensor], fit: Fit) -> bool:
@@ -184,6 +259,8 @@ def _accepted(cells: Sequence[Cell], masks: Sequence[Tensor], fit: Fit) -> bool:
 def _by_param(case: Case, cells: Sequence[Cell]) -> Factors | None:
     """One factor for each parameter: what reductions nested in depth leave."""
     names = list(dict.fromkeys(cell.name for cell in cells))
+    if all(cell.wanted.value.numel() == 1 for cell in cells):
+        return None  # any factor fits one number
     values, sigmas = [], []
     for name in names:
         mine = [cell for cell in cells if cell.name == name]

@@ -22,7 +22,8 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 class Kind:
     """One way to misbehave. families: operations it has a meaning for; only on floats unless
     `integers`. named: kinds of cause that the Diagnosis may give it; exchanged: also, where what is
-    exchanged carries no gradient (an activation, a count). min_steps: steps it needs."""
+    exchanged carries no gradient (an activation, a count). counts: also, where it is a count that
+    every rank then has of its own. min_steps: steps it needs."""
 
     name: str
     story: str
@@ -30,10 +31,12 @@ class Kind:
     families: tuple[str, ...]
     named: tuple[str, ...]
     exchanged: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
     integers: bool = False
     min_steps: int = 1
 
 
+OWN_COUNT = ("local_count",)
 ALL = (*REDUCTIONS, "all_gather", "all_to_all", "broadcast")
 
 # fmt: off
@@ -42,20 +45,21 @@ KINDS = {
     for kind in (
         Kind("avg", "AVG where SUM is meant", "M07", REDUCTIONS, ("avg",)),
         Kind("skip", "the reduction is left out for some parameters", "M13", ALL,
-             ("skipped_collective",), integers=True),
+             ("skipped_collective",), counts=OWN_COUNT, integers=True),
         Kind("double", "an already reduced gradient is reduced again", "M15",
              ("allreduce", "reduce_scatter"), ("double_reduction",), integers=True),
         Kind("subgroup",
              "the group lacks its last rank, which reduces alone (rank-conditional work)", "M43",
-             ("allreduce",), ("wrong_group",), integers=True),
+             ("allreduce",), ("wrong_group",), counts=OWN_COUNT, integers=True),
         Kind("copy", "all_reduce(x.contiguous()) reduces a temporary", "M23", ALL,
-             ("unused_result",), integers=True),
+             ("unused_result",), counts=OWN_COUNT, integers=True),
         Kind("missing_wait",
              "the buffer is read before the work is done; half of it is still local", "M41", ALL,
-             ("missing_wait",), exchanged=("unused_result", "missing_wait")),
+             ("missing_wait",), exchanged=("unused_result", "missing_wait"),
+             counts=OWN_COUNT),
         Kind("stale",
              "a reused buffer is not zeroed: one rank adds what it sent in the step before", "M37",
-             REDUCTIONS, ("stale_buffer",), min_steps=2),
+             REDUCTIONS, ("stale_buffer", "changed_input"), min_steps=2),
         Kind("early", "the reduction starts before one rank has written its gradient", "M35",
              REDUCTIONS, ("lost_contribution",)),
         Kind("low_precision", "the reduction runs in bfloat16", "M64", ALL, ("low_precision",)),
@@ -89,7 +93,7 @@ class CollectiveFault:
     def named_elsewhere(self) -> tuple[str, ...]:
         """The same where it carries something else."""
         kind = KINDS[self.kind]
-        return kind.exchanged or kind.named
+        return (*(kind.exchanged or kind.named), *kind.counts)
 
     @property
     def min_steps(self) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sumgrad.base.outcome import spans
-from sumgrad.ledger.operations import FAMILIES, POINT_TO_POINT, group_name, members
+from sumgrad.ledger.operations import FAMILIES, POINT_TO_POINT, REDUCTIONS, group_name, members
 from sumgrad.record.directory import Record
 from sumgrad.record.ranks import events_by_step
 
 UNITY = 1e-6  # a factor closer to 1 than this is 1
 Event = Mapping[str, Any]
+Names = Mapping[tuple[int, int], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +91,57 @@ def fed(record: Record, tier: str, step: int) -> dict[tuple[int, int], dict[str,
     return out
 
 
-def carries(joint: Joint, feeds: Mapping[tuple[int, int], Mapping[str, float]]) -> list[str]:
-    """Parameters whose gradients enter or leave this reduction."""
-    names = dict.fromkeys(joint.gradients())
-    for rank, event in joint.events.items():
-        names |= dict.fromkeys(feeds.get((rank, event["n"]), {}))
-    return list(names)
+def entering(record: Record, tier: str, step: int) -> Names:
+    """(rank, ledger number) of a reduction -> the parameters whose gradient goes into it.
+
+    By its values, or because it takes what another reduction of gradients gave, bit for bit.
+    """
+    feeds = fed(record, tier, step)
+    out: dict[tuple[int, int], dict[str, None]] = {}
+    for rank, before, event in _reductions_in_order(record, tier, step):
+        own = out.setdefault((rank, event["n"]), {})
+        own |= dict.fromkeys(name for name, _ in event.get("grads") or ())
+        for other in before:
+            if _takes(event, other):
+                own |= dict.fromkeys((*out[rank, other["n"]], *feeds.get((rank, other["n"]), ())))
+    return {key: tuple(names) for key, names in out.items()}
+
+
+def carried(record: Record, tier: str, step: int) -> Names:
+    """The same of those whose gradient enters a reduction, or leaves it."""
+    feeds = fed(record, tier, step)
+    out = {k: dict.fromkeys((*v, *feeds.get(k, ())))
+           for k, v in entering(record, tier, step).items()}  # fmt: skip
+    for rank, before, event in reversed(list(_reductions_in_order(record, tier, step))):
+        for other in before:
+            if _takes(event, other):
+                out[rank, other["n"]] |= out[rank, event["n"]]
+    return {key: tuple(names) for key, names in out.items()}
+
+
+def carries(joint: Joint, names: Names) -> list[str]:
+    """Parameters whose gradients this reduction has, by `entering` or by `carried`."""
+    found = (names.get((rank, event["n"]), ()) for rank, event in joint.events.items())
+    return list(dict.fromkeys(name for own in found for name in own))
+
+
+def _reductions_in_order(
+    record: Record, tier: str, step: int
+) -> Iterator[tuple[int, Sequence[Event], Event]]:
+    """Every rank's reductions of a step: the rank, those before it, the reduction."""
+    for rank, held in record.ranks.items():
+        events = held.events.get((tier, step), [])
+        mine = [e for e in events if FAMILIES.get(e["op"]) in REDUCTIONS]
+        for i, event in enumerate(mine):
+            yield rank, mine[:i], event
+
+
+def _takes(event: Event, other: Event) -> bool:
+    """Whether what goes into a reduction is what another gave. Zeros and single numbers tell
+    nothing."""
+    given = other.get("output")
+    telling = bool(event.get("nonzero")) and int(event.get("numel") or 0) > 1
+    return telling and given is not None and event.get("input") == given
 
 
 def describe(record: Record, joint: Joint) -> str:

@@ -40,7 +40,9 @@ def tier_verdict(
 ) -> TierVerdict:
     """A tier's verdict from the statuses found and its own tensors."""
     judged = [d for d in diffs if d.comparable]
-    worst = max(judged, key=lambda d: d.max_rel, default=None)
+    # Of a gradient that is zero by mathematics, roundings over roundings say nothing.
+    told = [d for d in judged if d.power_whole < 1 or d.status == "fail"] or judged
+    worst = max(told, key=lambda d: d.max_rel, default=None)
     same = [d.max_rel_same_dtype for d in judged if d.max_rel_same_dtype is not None]
     same_l2 = [d.l2_rel_same_dtype for d in judged if d.l2_rel_same_dtype is not None]
     return TierVerdict(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,6 +39,9 @@ def check_rank(guard: RankGuard) -> dict[str, Any]:
 def local_group(guard: RankGuard) -> Iterator[Ledger]:
     """The recorded default group of a locally started rank, all ranks connected."""
     env, ledger = guard.env, start_ledger(guard)
+    # Libraries ask the environment, as torchrun sets it, whether they are one process of several.
+    os.environ.update({name: str(env.rank) for name in ("RANK", "LOCAL_RANK")})
+    os.environ.update({name: str(env.world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")})
     dist.init_process_group(
         BACKEND,
         store=dist.FileStore(str(env.rendezvous), env.world_size),  # type: ignore[attr-defined]

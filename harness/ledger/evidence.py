@@ -71,8 +71,24 @@ class GradientWatch:
             seen["nonzero"] = bool(flat.count_nonzero())
             if flat.numel() == 1:
                 seen["scalar"] = float(flat)
-            seen["grads"] = [[n, c] for n, c in segments(flat, self._produced)]
+            own = self._own_gradient(inputs, flat) or segments(flat, self._produced)
+            seen["grads"] = [[n, c] for n, c in own]
         return seen, None if family == "send" else lambda: bits(outputs)
+
+    def _own_gradient(self, inputs: Sequence[Tensor], flat: Tensor) -> list[tuple[str, float]]:
+        """The parameter whose `.grad` itself goes in: by values another's may be the same, as those
+        of two norms at their first weights are."""
+        if len(inputs) != 1:
+            return []
+        for name, param in self._params.items():
+            grad = None if param.grad is None else to_local(param.grad)
+            if grad is None or grad.is_sparse or grad.numel() != flat.numel():
+                continue
+            made = self._produced.get(name)
+            if grad.data_ptr() == inputs[0].data_ptr() and made is not None and bool(made.any()):
+                factor = _factor(flat, made.reshape(-1))
+                return [] if factor is None else [(name, factor)]
+        return []
 
     def feeds(self) -> list[dict[str, Any]]:
         """Which reductions' results the final gradients are: call number -> parameters, factor."""
@@ -155,6 +171,8 @@ def _factor(part: Tensor, grad: Tensor) -> float | None:
     close = max(CLOSE, 4 * eps)
     x, y = part.double(), grad.double()
     at = int(y.abs().argmax())
+    if not float(y[at]):
+        return None
     guess = float(x[at]) / float(y[at])
     rough = max(1e-2, close) * (abs(float(x[0])) + abs(guess * float(y[0])))
     if guess == 0 or not abs(float(x[0]) - guess * float(y[0])) <= rough:

@@ -19,6 +19,11 @@ Kind = Literal["rows", "coupled", "once"]
 ALL = "all"  # the producer of partials where no plan names one
 
 
+def as_count(count: float) -> float:
+    """What a term is divided by: rows or tokens, or the sum of their weights."""
+    return int(count) if count == int(count) else float(count)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
     """Everything that judging one step in one dtype needs.
@@ -50,7 +55,7 @@ class Reference:
     same_dtype: Grads
     norm: float
     norm_floor: float
-    counts: dict[str, int]
+    counts: Mapping[str, float]
     weights: str
     partials: Partials = field(default_factory=dict)
     intervals: tuple[tuple[int, int], ...] = ()
@@ -178,7 +183,7 @@ def read_reference(
         resolution=by_term(item["resolution"]),
         norm=float(item["norm"]),
         norm_floor=float(item["norm_floor"]),
-        counts={term: int(item["counts"][term]) for term in terms},
+        counts={term: as_count(item["counts"][term]) for term in terms},
         weights=str(item["weights"]),
         kinds=item["kinds"],
         buffers=held.get("buffer", {}),

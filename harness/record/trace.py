@@ -19,15 +19,18 @@ from torch import Tensor
 
 FOLDER = "trace"
 LOSS = "the loss"
+INTO = "what goes into "
+MAX_SAMPLE = 2039  # elements of a parameter: a prime, or evenly apart may be all of one column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One tensor that one call of a module gave.
+    """One tensor that one call of a module gave, or that went into it.
 
-    module: its name in build()'s model; number: of the call; part: of the output. operation,
-    operation_back: how many collectives this rank had issued when it was there, and when its
-    gradient was; None where none came. recomputed: in the backward, by a checkpoint.
+    module: its name in build()'s model, INTO before it for what goes into it; number: of the call;
+    part: of the output. operation, operation_back: how many collectives this rank had issued when
+    it was there, and when its gradient was; None where none came. recomputed: in the backward, by
+    a checkpoint. arrivals: how many backwards its gradient came in.
     """
 
     module: str
@@ -36,6 +39,7 @@ class Call:
     operation: int
     operation_back: int | None
     recomputed: bool
+    arrivals: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,7 +55,10 @@ class Trace:
     there too, by name, the values of the step. own, own_at: of a rank, by parameter, what each of
     its backwards gave, (passes, samples), and which elements of the flat whole one these are;
     own_lines: and which line of a user's called each. losses: the values that its backwards start
-    from; in the single process that of the whole loss, where it is known.
+    from; in the single process that of the whole loss, where it is known. used: `forward/NAME` or
+    `backward/NAME` -> samples of the parameter of that name of build()'s model as its module had it
+    when it was called, or when the gradient of its output came: those that differ, at the places
+    sample_of(numel, MAX_SAMPLE). used_numel: of how many elements each, by the parameter's name.
     """
 
     calls: tuple[Call, ...]
@@ -70,6 +77,8 @@ class Trace:
     own_at: Mapping[str, Tensor] = field(default_factory=dict)
     own_lines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     losses: tuple[float, ...] = ()
+    used: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    used_numel: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,8 +102,20 @@ def write_trace(path: Path, trace: Trace) -> None:
     tensors |= {f"batch/{name}": t.clone() for name, t in (trace.batch or {}).items()}
     for kind, named in (("param", trace.params), ("own", trace.own), ("own_at", trace.own_at)):
         tensors |= {f"{kind}/{name}": t for name, t in named.items()}
-    write_tensors(path.with_suffix(".safetensors"), tensors)
+    tensors |= {
+        f"used/{i}/{name}": t for name, own in trace.used.items() for i, t in enumerate(own)
+    }
+    first: dict[int, str] = {}
+    again = {
+        key: known
+        for key, tensor in tensors.items()
+        if tensor.numel() and (known := first.setdefault(id(tensor), key)) != key
+    }
+    write_tensors(
+        path.with_suffix(".safetensors"), {k: t for k, t in tensors.items() if k not in again}
+    )
     said = {
+        "again": again,
         "calls": [asdict(call) for call in trace.calls],
         "sources": dict(trace.sources),
         "terms": list(trace.by_term),
@@ -104,6 +125,8 @@ def write_trace(path: Path, trace: Trace) -> None:
         "takes": {name: list(others) for name, others in trace.takes.items()},
         "own_lines": {name: list(lines) for name, lines in trace.own_lines.items()},
         "losses": list(trace.losses),
+        "used": {name: len(own) for name, own in trace.used.items()},
+        "used_numel": dict(trace.used_numel),
     }
     write_json(path.with_suffix(".json"), said)
 
@@ -112,6 +135,7 @@ def read_trace(path: Path) -> Trace:
     """Read it back. Raises FileNotFoundError or one of spec.DAMAGED."""
     said: dict[str, Any] = read_json(path.with_suffix(".json"))
     held = dict(read_tensors(path.with_suffix(".safetensors")))
+    held |= {key: held[known] for key, known in said.get("again", {}).items()}
     calls = tuple(Call(**call) for call in said["calls"])
     num_data = sum(key.startswith("data/") for key in held)
 
@@ -134,6 +158,11 @@ def read_trace(path: Path) -> Trace:
         takes={name: tuple(others) for name, others in said["takes"].items()},
         own_lines={name: tuple(lines) for name, lines in said.get("own_lines", {}).items()},
         losses=tuple(float(x) for x in said.get("losses", ())),
+        used={
+            name: tuple(held[f"used/{i}/{name}"] for i in range(num))
+            for name, num in said.get("used", {}).items()
+        },
+        used_numel=said.get("used_numel", {}),
         by_term={
             term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
             for term in said["terms"]

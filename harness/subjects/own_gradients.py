@@ -63,8 +63,12 @@ class OwnGradients:
 
     def taken(self, names: Iterable[str]) -> tuple[Grads, Grads]:
         """Of these parameters (passes, samples), one line for each backward since they were taken
-        before; and which elements these are."""
-        passes = {name: self._passes.pop(name) for name in names if name in self._passes}
+        before; and which elements these are. Not of one that is cut otherwise in some backwards."""
+        every = {name: self._passes.pop(name) for name in names if name in self._passes}
+        passes = {
+            name: own for name, own in every.items()
+            if {len(one) for one in own} == {self._at[name].numel()}
+        }  # fmt: skip
         return {n: torch.stack(own) for n, own in passes.items()}, {n: self._at[n] for n in passes}
 
     def lines(self) -> dict[str, tuple[str, ...]]:
@@ -86,7 +90,7 @@ class OwnGradients:
             return
         own = flat[at.to(flat.device)]
         passes = self._passes.setdefault(name, [])
-        if len(passes) == MAX_PASSES:
+        if len(passes) == MAX_PASSES and len(own) == len(passes[-1]):
             passes[-1] += own
         else:
             passes.append(own)

@@ -376,6 +376,7 @@ def figures() -> dict[str, str]:
     launch, triton = data("benchmark_launch"), data("false_alarms_triton")
     clean, matrix = data("false_alarms"), data("kill_matrix")
     ddp, fsdp2 = data("benchmark_cost")["rows"]
+    scripts = data("diff_scripts")
     start, check = launch["start_up_10_ranks_s"], launch["whole_check_three_pool_s"]
     rows, counts = clean["rows"], matrix["counts"]
     largest = max(max(r[t]["max_of_threshold"] for t in ("structure", "precision")) for r in rows)
@@ -400,6 +401,8 @@ def figures() -> dict[str, str]:
            f"| {row['plain_step_s']:.1f} s | {row['check_s']:.0f} s | 20 s + "
            f"{row['steps_beyond_20_s']:.0f} steps | {row['plain_gib']:.1f} and "
            f"{row['check_gib']:.1f} GiB | {row['disk_gib']:.2f} GiB |" for row in (ddp, fsdp2)},
+        "curves": f"{scripts['bugs_with_the_same_losses']} of the {scripts['bugs']} mistakes",
+        "watched": f"A watched step takes {data('benchmark_diff')['ratio']:.2f} times a plain one",
         "ranks": f"| 10 trivial ranks | {start['local_warm_median']:.2f} s | "
                  f"{start['local_cold']:.1f} s | {start['torchrun_again'] + 1e-9:.1f} s |",
         "check": f"| the whole three_pool check | {check['local_warm_median']:.1f} s | "
@@ -425,7 +428,7 @@ def test_the_figures_of_the_pages_are_those_of_their_data():
         README,
         *(
             (ROOT / "docs" / f"{name}.md").read_text()
-            for name in ("measured", "faults", "programs")
+            for name in ("measured", "faults", "programs", "scripts")
         ),
     ]
     text = " ".join(" ".join(pages).split())

@@ -9,7 +9,9 @@ import json
 
 import pytest
 import right_causes
-from conftest import ROOT
+from conftest import ROOT, shipped
+from sumgrad.launch.ask import CheckOptions
+from sumgrad.launch.check import run_check
 
 
 @pytest.mark.distributed
@@ -35,7 +37,7 @@ from conftest import ROOT
         ("d_06", "late_gradient", "proved"),
         ("e_06", "foreign_backward", "likely"),
         ("e_18", "factor", "likely"),
-        ("e_19", "open", "open"),
+        ("e_19", "term_factor", "likely"),
         ("f_16", "loss_at_tokens", "likely"),
         ("g_07", "backward", "likely"),
         ("h_03", "other_parameters", "likely"),
@@ -44,6 +46,8 @@ from conftest import ROOT
         ("j_17", "forward", "likely"),
         ("k_02", "untied", "likely"),
         ("k_08", "backward", "likely"),
+        ("o_11", "recomputed", "likely"),
+        ("o_15", "skipped_collective", "proved"),
     ],
 )
 def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
@@ -52,6 +56,78 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
     assert (row["status"], row["kind"]) == ("fail", kind), row["said"]
     assert row["standing"] == standing, row["said"]
     assert row["place"], row["said"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "k_05",
+            "the forward is right up to blocks.0.qkv (Linear); what goes into blocks.0.out "
+            "(Linear) is wrong already on rank 1-2",
+        ),
+        ("l_05", "the gradient of what goes into it is wrong already, and it is torch's own"),
+        (
+            "l_14",
+            "look at what runs between encoder (Sequential) and decoder.0 (Linear): the gradient "
+            "of what goes into decoder.0 is right, and at the loss, which uses it too",
+        ),
+        (
+            "l_16",
+            "some of what goes into near (Linear) is nothing that goes into it in the single "
+            "process on rank 0-2",
+        ),
+        ("k_14", "and by 1/46 on rank 1, 3, whose gradients are right"),
+        ("k_12", "look at the backward of what these ranks run in place of experts"),
+        ("m_03", "rows 6-17 count on no rank"),
+        ("m_06", "on rank 1 1/2 times at positions 0-1, 4-5 of 6 in rows 0-6"),
+        ("m_09", "what reaches early.layers.1.out is right on every rank, and its own gradients"),
+        ("m_12", "summed over the 4 backwards that reach it"),
+        ("o_04", "ranks (0, 1, 2, 3)"),  # both groups of the axis, not the first alone
+        (
+            "o_03",
+            "it is the gradient of other targets than the single process's: class 12 at position "
+            "5 of row 5 on rank 2, where that has no gradient: look at how targets are cut",
+        ),
+    ],
+)
+def test_a_module_is_told_from_what_goes_into_it(name, words, sumgrad_launcher):
+    (path,) = right_causes.BUGS.glob(f"{name}_*.py")
+    row = right_causes.run(path, "Buggy", sumgrad_launcher)
+    assert words in row["said"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("topology", "fault", "kind", "words"),
+    [
+        ("hsdp", "skip:all_gather@shard#1", "gathered_weights",
+         "up (Linear) computes with other weights than the model's: up.weight (and up.bias) on "),
+        ("hsdp", "scale_one:all_gather@shard#0", "gathered_weights",
+         "embed.weight, on rank 0-1, 3-4, elements 60-84 of 85 are 1.001 times what they should"),
+        ("hsdp", "missing_wait:all_gather@shard#4", "gathered_weights",
+         "in the backward up.weight (and up.bias) on rank 0-5 is not the model's"),
+        ("hsdp", "low_precision:all_gather@shard#2", "low_precision", "runs in bfloat16"),
+        ("hsdp", "low_precision:reduce_scatter@shard#2", "low_precision", "runs in bfloat16"),
+        ("hsdp", "skip:reduce_scatter@shard#0", "skipped_collective", "rank 0 holds rows 0-2, 7-8"),
+        ("hsdp", "copy:allreduce@replicate#0", "unused_result", "ends with what went in"),
+        ("hsdp", "missing_wait:allreduce@replicate#1", "missing_wait", "before its reduction"),
+        # Its count is a sum of weights, and no whole number.
+        ("sequence_parallel", "avg:allreduce@dp#0", "avg",
+         "averages a count that every gradient is divided by"),
+        ("tensor_parallel", "skip:allreduce@tp#0", "skipped_collective",
+         "the sum over tp of what 0.down (Linear) gives is missing"),
+        ("tensor_parallel", "copy:allreduce@tp#0", "forward",
+         "what 0.down gives is a part on each rank, whole only when summed over tp"),
+    ],
+)  # fmt: skip
+def test_a_planted_fault_alone_is_named(topology, fault, kind, words, tmp_path, sumgrad_launcher):
+    asked = CheckOptions(topology=shipped(topology), fault=fault, out=tmp_path / "run", steps=2)
+    verdict, _ = run_check(asked, launcher=sumgrad_launcher)
+    assert verdict.status == "fail"
+    assert verdict.diagnoses[0].kind == kind, right_causes.said_by(verdict)
+    assert words in right_causes.said_by(verdict)
 
 
 @pytest.mark.distributed
@@ -80,15 +156,23 @@ def test_a_right_twin_that_is_cut_otherwise_in_each_tier(sumgrad_launcher):
     assert (row["status"], row["kind"]) == ("pass", None), row["said"]
 
 
+LIBRARIES = ("transformers", "accelerate", "peft")  # steps of theirs need `.[examples]`
+
+
 def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
     halves = right_causes.halves()
     assert {half: len(paths) for half, paths in halves.items()} == {
         "learn": 42, "sealed": 42, "second": 42, "third": 40, "fourth": 40, "fifth": 40,
-        "sixth": 40,
+        "sixth": 40, "seventh": 20, "eighth": 32,
     }  # fmt: skip
     for paths in halves.values():
         for path in paths:
-            module = right_causes.load(path)
+            try:
+                module = right_causes.load(path)
+            except ModuleNotFoundError as error:
+                if error.name not in LIBRARIES:
+                    raise
+                continue
             assert set(module.EXPECT) == {"right", "place", "wrong"}, path
             assert all(module.EXPECT.values()), path
             assert issubclass(module.Buggy, module.Clean), path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sumgrad.diagnose.explainers.divergent import _lost_alone
+from sumgrad.diagnose.explainers.divergent import _lost_alone, _lost_everywhere, _no_reduction
 from sumgrad.diagnose.row_fit import Factors, Unit
 
 
@@ -36,3 +36,50 @@ def test_rows_that_never_reach_what_one_rank_holds():
 )
 def test_what_others_hold_too_is_another_matter(case, parts):
     assert _lost_alone(case, parts) is None
+
+
+def everywhere(*failing, others=(), rows=3):
+    case = case_of(*failing, others=others)
+    case.reference = SimpleNamespace(intervals=[(i, i + 1) for i in range(rows)])
+    return case
+
+
+def test_rows_that_count_on_no_rank():
+    case = everywhere((0, "a"), (1, "a"))
+    found = _lost_everywhere(case, {0: part(1, 0, 0), 1: part(1, 0, 0)}, ["a"])
+    assert found.cause == "rows 1-2 count on no rank: a is the gradient of rows 0 alone"
+    assert (found.kind, found.standing, found.ranks) == ("lost_rows", "proved", (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        (everywhere((0, "a"), (1, "a")), {0: part(1, 0, 0), 1: part(0, 1, 0)}),  # to be reduced
+        (everywhere((0, "a"), others=[(1, "a")]), {0: part(1, 0, 0)}),  # another has them all
+        (everywhere((0, "a"), (1, "a"), others=[(2, "a")]),
+         {0: part(1, 0, 0), 1: part(1, 0, 0)}),
+        (everywhere((0, "a")), {0: part(1, 0, 0)}),  # one rank is not all
+        (everywhere((0, "a"), (1, "a")), {0: part(0, 0, 0), 1: part(0, 0, 0)}),
+        (everywhere((0, "a"), (1, "a")), {}),
+    ],
+)  # fmt: skip
+def test_what_some_rank_may_hold_is_another_matter(case, parts):
+    assert _lost_everywhere(case, parts, ["a"]) is None
+
+
+@pytest.mark.parametrize(
+    ("events", "ends"),
+    [
+        ([], "of all in the step none is issued: is the model wrapped, and its wrapper's own "
+             "forward called?"),
+        ([{"grads": []}, {"grads": []}], "none carries a gradient: is the model wrapped, and its "
+                                         "wrapper's own forward called?"),
+        ([{"grads": []}, {"grads": [["other", 1.0]]}], "no reduction in the ledger makes it"),
+        ([{"grads": []}, {}], "no reduction in the ledger makes it"),  # too large to look into
+    ],
+)  # fmt: skip
+def test_a_step_without_any_reduction_of_a_gradient_is_said_to_be_one(events, ends):
+    joints = [SimpleNamespace(events={0: event}) for event in events]
+    said = _no_reduction(joints)
+    assert said.startswith("no reduction in the ledger makes it")
+    assert said.endswith(ends)

@@ -12,14 +12,18 @@ from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_forward,
     first_wrong_recomputed,
 )
-from sumgrad.diagnose.modules.look import look_at
+from sumgrad.diagnose.modules.look import look_at, terms_together
 from sumgrad.diagnose.modules.loss_weights import (
+    Share,
     behind_few_directions,
+    odd_vectors,
     own_counts,
     own_positions,
+    places_of,
     row_weights,
     shares_at_the_loss,
     shares_of_term,
+    usual_factor,
 )
 from sumgrad.diagnose.modules.matching import compare_gradient, match
 from sumgrad.diagnose.modules.paths import paths_of
@@ -285,6 +289,42 @@ def test_a_checkpoint_that_computes_something_else():
     assert first_wrong_forward(found) is None
     assert first_wrong_recomputed(found).wrong == "second"
     assert first_wrong_recomputed(look(rank())) is None
+
+
+def in_turn(*calls: tuple[slice, bool, bool]) -> Trace:
+    """Calls of one module. Each: its rows, whether its output is right, whether it is reached."""
+    held = [
+        ("second", OUT["second"][rows] + (0 if right else 1), GRAD["second"][rows] if got else None)
+        for rows, right, got in calls
+    ]
+    first, last = trace(rank()[:1]), trace(rank()[2:])
+    mine = trace(held)
+    return Trace(
+        calls=first.calls + mine.calls + last.calls,
+        outputs=first.outputs + mine.outputs + last.outputs,
+        gradients=first.gradients + mine.gradients + last.gradients,
+        sources=first.sources,
+    )
+
+
+ONE, TWO = slice(0, 2), slice(2, None)
+
+
+@pytest.mark.parametrize(
+    ("calls", "wrong"),
+    [
+        ([(ONE, True, False), (TWO, True, False), (ONE, False, True), (TWO, True, True)], [2]),
+        ([(ONE, True, False), (TWO, True, False), (ONE, False, True), (TWO, False, True)], [2, 3]),
+        ([(ONE, True, False), (TWO, True, False), (ONE, True, True), (TWO, True, True)], []),
+        ([(ONE, False, True), (TWO, True, True)], []),  # its only pass
+        ([(ONE, True, True), (TWO, False, True)], []),
+        ([(ONE, False, True), (ONE, True, False)], []),  # what comes later is not done again
+        ([(ONE, True, False), (slice(0, 1), False, True)], []),  # other rows
+    ],
+)
+def test_what_is_computed_again_by_hand(calls, wrong):
+    found = first_wrong_recomputed(look(in_turn(*calls)))
+    assert [s.call.number for s in found.seen] == wrong if wrong else found is None
 
 
 def test_what_a_checkpoint_computes_again_has_the_gradient():
@@ -563,3 +603,52 @@ def test_terms_of_one_direction_tell_no_factor_of_their_own(terms, factor, told)
     nothing = float("nan")
     expected = [nothing if x is None else x for x in told or (None, None)]
     assert found.terms[0].tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def share_of(rank: int, vectors: dict[int, float], *, number=0, rows=(0, 1), each=3) -> Share:
+    return Share(
+        rank=rank,
+        number=number,
+        rows=rows,
+        factor=None,
+        by_row=dict.fromkeys(rows),
+        shape=(len(rows), each, WIDTH),
+        vectors=vectors,
+        row_of={at: rows[at // each] for at in vectors},
+    )
+
+
+def test_the_usual_factor_is_that_of_a_third_of_all_ranks_vectors():
+    one = share_of(0, {0: 2.0, 1: 3.0, 2: 2.0})
+    other = share_of(1, {0: 0.1, 1: 0.2, 2: 0.3})
+    assert usual_factor([one]) == 2
+    assert usual_factor([one, other]) == 2
+    assert usual_factor([one, other, share_of(2, {0: 7.0})]) is None  # two of seven
+    assert usual_factor([one, share_of(1, {0: 3.0})]) is None  # two of each
+    assert usual_factor([other]) is None
+    assert usual_factor([]) is None
+    assert odd_vectors(one, 2.0) == [1]
+
+
+def test_places_are_those_that_are_meant_and_no_others():
+    share = share_of(0, dict.fromkeys(range(6), 1.0))
+    assert places_of(share, [1, 2, 4, 5]) == "positions 1-2 of 3 in rows 0-1"
+    assert places_of(share, [1, 3]) == "position 1 of 3 in row 0, position 0 of 3 in row 1"
+    many = share_of(0, dict.fromkeys(range(12), 1.0), rows=(0, 1, 2, 3))
+    assert places_of(many, [0, 4, 8, 9, 10]) == "5 of its 12 tokens"
+    flat = replace(share, shape=(6, WIDTH))
+    assert places_of(flat, [0, 1, 4]) == "vectors 0-1, 4 of 6"
+    assert places_of(replace(share, row_of={}), [0]) == "1 of its 6 tokens"
+
+
+def test_zeros_of_two_micro_batches_are_two_calls_of_a_loss_of_several_terms():
+    """The first state of a recurrence is zeros whatever the rows are."""
+    zeros = torch.zeros(2, 3, dtype=torch.float64)
+    ones = torch.ones_like(zeros)
+    held = [("first", zeros, ones), ("first", zeros, 2 * ones), ("first", ones, ones)]
+    twice = trace([*held, ("first", ones, 3 * ones)])
+    single = replace(trace(held), by_term={"a": (), "b": ()})
+    both = terms_together(Traces(tier="structure", step=0, ranks={0: twice}, single=single))
+    found = both.ranks[0]
+    assert [float(g[0, 0]) for g in found.gradients] == [1.0, 2.0, 4.0]
+    assert [c.number for c in found.calls] == [0, 1, 2]

@@ -440,3 +440,38 @@ def test_a_diagnosis_that_raises_takes_no_verdict_away(record, monkeypatch):
     assert (found.kind, found.standing) == ("broken", "open")
     assert "IndexError: of ours" in found.cause
     assert "test_program_judge_exact.py" in found.because[0]
+
+
+@pytest.mark.parametrize("ranks", [3, 6])
+def test_a_few_numbers_that_replicas_hold_alike_are_no_factors_of_rows(ranks):
+    """Three stretches, three numbers: some factors fit whatever is held, on however many ranks."""
+    record = program_record(ranks=ranks)
+    for reference in record.references["structure"]:
+        for held in reference.partials.values():
+            held["b"] = torch.tensor([[2.0, 1, 0], [0, 1, 1], [1, 0, 3]]).double()
+    record = with_references(record, "structure", intervals=((0, 3), (3, 5), (5, 8)))
+    for rank in range(ranks):
+        grads = {**record.ranks[rank].grads}
+        grads[KEY] = {**grads[KEY], "b": torch.tensor([0.3, -1.7, 2.2]).double()}
+        record = with_rank(record, rank, grads=grads)
+    verdict = judge(record)
+    assert verdict.status == "fail"
+    assert verdict.diagnoses[0].kind == "open"
+
+
+@pytest.mark.parametrize(
+    ("apart", "kind"), [(0.0, "open"), (3 * ROUNDING, "open"), (0.5, "run_to_run")]
+)
+def test_only_what_differs_by_more_than_a_threshold_is_unlike_each_time(apart, kind):
+    """DDP rebuilds its buckets after the first step: other roundings, and nothing else."""
+    record = program_record()
+    wrong = torch.tensor([0.3, -1.7, 2.2])
+    for rank in range(3):
+        grads = {
+            key: {**g, "b": wrong.to(g["b"].dtype)} for key, g in record.ranks[rank].grads.items()
+        }
+        again = {n: g + apart for n, g in grads["precision", 0].items()}
+        record = with_rank(record, rank, grads=grads, again=again, again_tier="precision")
+    verdict = judge(record)
+    assert verdict.status == "fail"
+    assert verdict.diagnoses[0].kind == kind

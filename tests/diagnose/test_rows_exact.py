@@ -83,3 +83,27 @@ def test_one_term_that_each_rank_weighs_by_its_own(monkeypatch, values, read, ca
     assert said.cause == cause
     assert said.because[0] == "main is counted once in all rows"
     assert len(said.because) == because - 1
+
+
+@pytest.mark.parametrize(
+    ("values", "read", "said"),
+    [
+        ((0.7,) * 5 + (1.75, None, 1.75), {0: (0, 1, 2), 1: (3, 4), 2: (5,), 3: (6, 7)},
+         ["so count rows 0-4 7/10 times, rows 5, 7 7/4 times: those of rank 0-1, and of rank 2-3",
+          "each part is that of the ranks along shard"]),
+        ((0.5,) * 4 + (2.0,) * 4, {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)},
+         ["so count rows 0-3 1/2 times, rows 4-7 2 times: those of rank 0, and of rank 1"]),
+        ((0.5, 2.0) * 4, {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)},  # parts are no ranks
+         ["so count rows 0, 2, 4, 6 1/2 times, rows 1, 3, 5, 7 2 times"]),
+        ((0.5,) * 4 + (2.0,) * 4, None, ["so count rows 0-3 1/2 times, rows 4-7 2 times"]),
+        ((0.5,) * 8, {0: tuple(range(8))}, []),
+    ],
+)  # fmt: skip
+def test_whose_rows_the_parts_of_a_mean_are(monkeypatch, values, read, said):
+    known = None if read is None else {r: Counter(own) for r, own in read.items()}
+    monkeypatch.setattr(rows, "_rows_of_ranks", lambda _: known)
+    groups = [("replicate", [(0, 2), (1, 3)]), ("shard", [(0, 1), (2, 3)])]
+    monkeypatch.setattr(rows, "axis_groups", lambda _: groups)
+    units = tuple(Unit(term=None, rows=pair) for pair in EACH)
+    found = Factors(level="rows", units=units, values=values, sigmas=(None,) * 8)
+    assert rows._parts(NoCase(), found) == said

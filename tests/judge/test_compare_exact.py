@@ -9,6 +9,7 @@ import pytest
 import torch
 from sumgrad.base.tensors import same_bits
 from sumgrad.judge.comparison import Expected, TensorDiff, tensor_diff
+from sumgrad.judge.verdict_json import tier_verdict
 
 KEY = ("structure", 1)
 VALUE = torch.tensor([[3.0, -4.0], [0.0, 12.0]], dtype=torch.float64)  # its norm is 13
@@ -192,3 +193,21 @@ def test_a_tier_that_need_not_see_each_term_says_what_it_sees_of_all_of_them():
     assert diff_of(VALUE, wanted(terms=small)).smallest_scale_error_caught == diff.power["b"]
     nothing = wanted(value=torch.zeros(2, 2).double(), size=0.0, every_term=False, terms={})
     assert diff_of(torch.zeros(2, 2), nothing).smallest_scale_error_caught == float("inf")
+
+
+def test_the_worst_tensor_of_a_tier_is_none_that_is_zero_by_mathematics():
+    """Roundings over roundings may be any number; an error that fails is shown in any case."""
+    zero = torch.full_like(VALUE, 1e-17)
+    near = diff_of(moved(1e-3))
+    none = diff_of(zero + 1e-4, wanted(value=zero, size=1e-17), name="key.bias")
+    assert none.status != "fail"
+    assert none.max_rel > 1e12
+
+    def worst(*diffs):
+        tier = tier_verdict("structure", "float64", statuses=["pass"], diffs=diffs, reasons=[])
+        return tier.worst_tensor, tier.worst_rel
+
+    assert worst(near, none) == ("w", near.max_rel)
+    assert worst(none) == ("key.bias", none.max_rel)
+    wrong = diff_of(zero + 1.0, wanted(value=zero, size=1e-17), name="key.bias")
+    assert worst(near, wrong) == ("key.bias", wrong.max_rel)

@@ -10,8 +10,10 @@ from sumgrad.judge.cells import steps_of
 from sumgrad.judge.checks.ledgers import ranks_agree, sums_only
 from sumgrad.judge.joint import (
     Joint,
+    carried,
     carries,
     counts_again,
+    entering,
     fed,
     identical,
     joint_operations,
@@ -178,8 +180,42 @@ def test_what_an_operation_carries():
     events = {0: event(0, grads=[["w", 1.0]]), 1: event(4, grads=None), 2: event(2)}
     one = Joint(ranks=GROUP, number=0, events=events)
     assert one.gradients() == {"w": {0: 1.0}}
-    assert carries(one, {}) == ["w"]
-    assert carries(one, {(1, 4): {"b": 1.0}, (2, 2): {"w": 1.0}, (2, 3): {"x": 1.0}}) == ["w", "b"]
+    assert carries(one, {}) == []
+    assert carries(one, {(1, 4): ("b", "w"), (2, 2): ("w",), (2, 3): ("x",)}) == ["b", "w"]
+
+
+def in_a_row(**change):
+    """A rank's reduce-scatter of w's gradient, and an all-reduce of what it gives; changed."""
+    scatter = event(0, call=0, op="_reduce_scatter_base", input="a", output="b", nonzero=True)
+    again = event(1, call=1, input="b", output="c", nonzero=True) | change
+    return [scatter, again, event(2, call=2, input="d", output="e", nonzero=True)]
+
+
+@pytest.mark.parametrize(
+    ("change", "goes_in"),
+    [({}, {(0, 1): ("w",)}), ({"input": "B"}, {}), ({"nonzero": False}, {}), ({"numel": 1}, {})],
+)
+def test_what_one_reduction_gives_and_another_takes_is_the_same_gradient(change, goes_in):
+    record = record_of(*[in_a_row(**change)] * 3, feeds={0: [{"call": 0, "grads": [["w", 1.0]]}]})
+    found = entering(record, "structure", 0)
+    assert {key: names for key, names in found.items() if names} == goes_in
+    both = carried(record, "structure", 0)
+    assert {key: names for key, names in both.items() if names} == {(0, 0): ("w",)} | goes_in
+
+
+def test_what_leads_to_a_gradient_carries_it():
+    record = record_of(*[in_a_row()] * 3, feeds={1: [{"call": 1, "grads": [["w", 1.0]]}]})
+    assert not any(entering(record, "structure", 0).values())
+    found = carried(record, "structure", 0)
+    assert {k: names for k, names in found.items() if names} == {(1, 0): ("w",), (1, 1): ("w",)}
+    two = [in_a_row()[:2]] * 3
+    found = carried(
+        record_of(*two, feeds={2: [{"call": 1, "grads": [["w", 1.0]]}]}), "structure", 0
+    )
+    assert {k: names for k, names in found.items() if names} == {(2, 0): ("w",), (2, 1): ("w",)}
+    own = [[e | {"grads": [["w", 1.0]]} if e["n"] == 0 else e for e in in_a_row()]] * 3
+    found = entering(record_of(*own), "structure", 0)
+    assert [found[2, n] for n in range(3)] == [("w",), ("w",), ()]
 
 
 def test_feeds_are_found_by_the_call_that_gave_them():
@@ -214,7 +250,7 @@ WHERE = "the all-reduce over dp (ranks 0-2) at train.py:31"
         ]),
         ({"input": "a"}, [
             f"law: {WHERE} sums inputs that are the same bits on all 3 ranks: what is already "
-            "whole is counted 3 times"
+            "whole is counted 3 times, unless it is divided again"
         ]),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import repeat
 
 import pytest
 from conftest import ROOT
@@ -26,6 +27,17 @@ CASES = [
 ]
 
 
+def struck_at_last(case, tmp_path):
+    """A signal that comes too late, on a busy machine, has tried nothing: three times at most."""
+    for attempt in range(3):
+        place = tmp_path / f"{case.number}-{attempt}"
+        place.mkdir()
+        seen = kills.run_case(case, place)
+        if seen.struck or seen.problems:
+            break
+    return seen
+
+
 @pytest.mark.distributed
 def test_a_slice_of_the_drawn_kills(tmp_path):
     cases = [
@@ -34,13 +46,10 @@ def test_a_slice_of_the_drawn_kills(tmp_path):
         )
         for i, (subject, who, when, number) in enumerate(CASES)
     ]  # fmt: skip
-    places = [tmp_path / str(case.number) for case in cases]
-    for place in places:
-        place.mkdir()
     with ThreadPoolExecutor(3) as pool:
-        seen = list(pool.map(kills.run_case, cases, places))
+        seen = list(pool.map(struck_at_last, cases, repeat(tmp_path)))
     assert [s.problems for s in seen] == [()] * len(cases)
-    assert all(s.struck for s in seen)
+    assert [s for s in seen if not s.struck] == []
     assert [s.exit_code for s in seen] == [130, 129, -9, 3, 3, 3]
 
 

@@ -95,7 +95,9 @@ def test_what_occurs_twice_or_nowhere_is_not_guessed():
     (text,) = place(model_of(x=torch.tensor([1.0, 2.0])), {}, twice).unknown
     assert text == "x (2,): is none of build()'s parameters by name, identity or value"
     (text,) = place(model_of(w=torch.tensor([1.0, 2.0])), {}, twice).unknown
-    assert text == "w (2,): has shape (2,), and its values occur 2 times in the full weight"
+    assert text.startswith(
+        "w (2,): has shape (2,), and its values occur 2 times in the full weight: which part"
+    )
     assert unknown(x=torch.tensor([1.0, 9.0])).startswith("x (2,): is none of build()'s")
     assert "occur nowhere" in unknown(**{"0__bias": torch.tensor([20.0, 22.0])})
     both = {"w": torch.tensor([1.0, 2.0, 3.0]), "v": torch.tensor([1.0, 2.0])}

@@ -221,32 +221,53 @@ def test_terms_and_their_coefficients(check):
     assert found == {"fit": "1", "decay": "3"}, found
 
 
-def test_hand_cut_shards_are_found_by_value_and_constant_ones_are_not_guessed(check):
-    body = (
-        "    def build(self):\n        model = super().build()\n"
-        "        CHANGE\n        return model\n"
-        "    def distribute(self, model, ctx):\n"
-        "        from torch import nn\n"
-        "        a, b = [(0, 2), (2, 4), (4, 7)][ctx.rank]\n"
-        "        up, down = nn.Linear(5, b - a), nn.Linear(b - a, 3, bias=False)\n"
-        "        up.weight.data = model[0].weight.data[a:b]\n"
-        "        up.bias.data = model[0].bias.data[a:b]\n"
-        "        down.weight.data = model[2].weight.data[:, a:b]\n"
-        "        local = nn.ModuleDict({'0': up, '2': down})\n"
-        "        local['2'].bias = model[2].bias\n        return local\n"
-        "    def step(self, model, batch, ctx):\n"
-        "        up, down = model['0'], model['2']\n"
-        "        part = nn.functional.linear(torch.tanh(up(batch['x'])), down.weight)\n"
-        "        whole = part.detach().clone()\n        dist.all_reduce(whole)\n"
-        "        out = part + (whole - part).detach() + down.bias\n"
-        "        error = (out - batch['y']).square() * batch['mask']\n"
-        "        (error.sum() / batch['mask'].sum()).backward()\n"
-    )
-    verdict, _ = check(body.replace("CHANGE", "pass"))
-    assert verdict.status == "pass", text(verdict)[:3000]
-    verdict, _ = check(body.replace("CHANGE", "model[0].bias.data.zero_()"))
-    assert verdict.status == "unknown"
-    assert "occur 2 times" in text(verdict)
+CUT_BY_HAND = """
+    def build(self):
+        model = super().build()
+        BUILT
+        return model
+    def distribute(self, model, ctx):
+        mine = CUT
+        up, down = nn.Linear(5, len(mine)), nn.Linear(len(mine), 3, bias=False)
+        up.weight.data = model[0].weight.data[mine]
+        up.bias.data = BIAS
+        down.weight.data = model[2].weight.data[:, mine]
+        local = nn.ModuleDict({"0": up, "2": down})
+        local["2"].bias = model[2].bias
+        return local
+    def step(self, model, batch, ctx):
+        up, down = model["0"], model["2"]
+        part = nn.functional.linear(torch.tanh(up(batch["x"])), down.weight)
+        whole = part.detach().clone()
+        dist.all_reduce(whole)
+        out = part + (whole - part).detach() + down.bias
+        error = (out - batch["y"]).square() * batch["mask"]
+        (error.sum() / batch["mask"].sum()).backward()
+"""
+STRETCH = "[[0, 1], [2, 3], [4, 5, 6]][ctx.rank]"
+ZERO = "model[0].bias.data.zero_()"
+OWN = "model[0].bias.data[mine]"
+
+
+@pytest.mark.parametrize(
+    ("cut", "built", "bias", "status", "words"),
+    [
+        (STRETCH, "pass", OWN, "pass", ""),
+        (STRETCH, ZERO, OWN, "pass", ""),  # the values do not tell, numbers do
+        ("list(range(ctx.rank, 7, 3))", "pass", OWN, "pass", ""),  # in no one piece
+        ("[[1, 0], [6, 3], [4, 2, 5]][ctx.rank]", ZERO, OWN, "pass", ""),
+        # Made anew and not cut: nobody can say whose zeros these are.
+        (STRETCH, ZERO, "torch.zeros(len(mine))", "unknown", "occur 2 times"),
+        # Another rank's zeros: the first step has right weights, and is wrong all the same.
+        (STRETCH, ZERO, "model[0].bias.data[[[2, 3], [0, 1], mine][ctx.rank]]", "fail", "0.bias"),
+        (STRETCH, "pass", "model[0].bias.data[mine] * 1.5", "fail", "occur nowhere"),
+    ],
+)  # fmt: skip
+def test_shards_cut_by_hand_are_found_and_never_guessed(check, cut, built, bias, status, words):
+    body = CUT_BY_HAND.replace("BUILT", built).replace("CUT", cut).replace("BIAS", bias)
+    verdict, _ = check(body)
+    assert verdict.status == status, text(verdict)[:3000]
+    assert words in text(verdict)
 
 
 def test_rows_and_a_program_without_an_options_parameter(tmp_path, sumgrad_launcher):
@@ -288,3 +309,17 @@ def test_a_program_under_torchrun_has_the_same_verdict(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == EXIT_CODES["pass"], done.stdout + done.stderr
     assert json.loads(Path(tmp_path / "v.json").read_text())["status"] == "pass"
+
+
+def test_libraries_find_what_torchrun_would_have_set(check):
+    """accelerate takes itself for one process where the environment does not say otherwise."""
+    verdict, _ = check(
+        "    def distribute(self, model, ctx):\n"
+        "        import os\n"
+        "        for name in ('RANK', 'LOCAL_RANK'):\n"
+        "            assert os.environ[name] == str(ctx.rank)\n"
+        "        for name in ('WORLD_SIZE', 'LOCAL_WORLD_SIZE'):\n"
+        "            assert os.environ[name] == str(ctx.world_size)\n"
+        "        return super().distribute(model, ctx)\n"
+    )
+    assert verdict.status == "pass", text(verdict)[:2000]

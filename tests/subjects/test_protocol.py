@@ -74,6 +74,7 @@ def test_a_declared_scale_passes_and_another_one_fails(check):
         ("compare_buffers = 'running_mean'", "expected True or a list"),
         ("compare_buffers = ['*.running_mean']", "names no buffer"),
         ("num_microbatches = 0", "num_microbatches: got 0"),
+        ("def terms(self, model, rows): return 1", "the name is taken for the loss's terms"),
     ],
 )
 def test_what_is_said_wrongly_is_unknown_and_named(check, said, words):

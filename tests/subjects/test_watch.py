@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sumgrad.record.trace import LOSS
+from sumgrad.record.trace import INTO, LOSS, read_trace, write_trace
 from sumgrad.subjects.program import watch
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watch import ModuleWatch, source_of
 from torch import nn
 
 
@@ -20,14 +20,19 @@ def seen(of: nn.Module, names=None, run=None):
     return watching.trace()
 
 
+def outputs(found):
+    return [c for c in found.calls if not c.module.startswith(INTO)]
+
+
 def test_outputs_and_the_gradients_that_reach_them():
     found = seen(model())
-    assert [(c.module, c.number, c.recomputed) for c in found.calls] == [
+    assert [(c.module, c.number, c.recomputed) for c in outputs(found)] == [
         ("0", 0, False), ("1", 0, False), ("2", 0, False), ("", 0, False),
     ]  # fmt: skip
-    assert [tuple(o.shape) for o in found.outputs] == [(5, 4), (5, 4), (5, 2), (5, 2)]
+    shapes = {c.module: tuple(o.shape) for c, o in zip(found.calls, found.outputs, strict=True)}
+    assert [shapes[name] for name in ("0", "1", "2", "")] == [(5, 4), (5, 4), (5, 2), (5, 2)]
     assert torch.equal(found.gradients[-1], torch.ones(5, 2))
-    assert found.entered == ("0", "")
+    assert found.entered == ("", "0")
     assert not found.left_out
 
 
@@ -37,17 +42,17 @@ def test_names_are_those_of_build_under_wrappers_and_in_stages():
     wrapped = nn.Module()
     wrapped.module = inner
     wrapped.forward = inner.forward
-    assert [c.module for c in seen(wrapped, names).calls][:3] == ["0", "1", "2"]
+    assert [c.module for c in outputs(seen(wrapped, names))][:3] == ["0", "1", "2"]
     stage = nn.Sequential(inner[0], inner[2])  # a stage of a pipeline numbers its layers anew
     found = seen(stage, names, stage)
-    assert [c.module for c in found.calls] == ["0", "2"]
+    assert [c.module for c in outputs(found)] == ["0", "2"]
     assert "" not in found.sources
 
 
 def test_over_the_limit_a_module_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(watch, "MAX_BYTES", 5 * 4 * 4 + 5 * 3 * 4)
     found = seen(model())
-    assert [c.module for c in found.calls] == ["0"]
+    assert [c.module for c in outputs(found)] == ["0"]
     assert set(found.left_out) >= {"0", "1", "2"}
 
 
@@ -74,7 +79,7 @@ def test_a_checkpoint_is_computed_again(reentrant):
         return of[2](checkpoint(of[:2], x.requires_grad_(), use_reentrant=reentrant))
 
     found = seen(of, run=run)
-    calls = [(c.module, c.recomputed) for c in found.calls]
+    calls = [(c.module, c.recomputed) for c in outputs(found)]
     assert calls[:4] == [("0", False), ("1", False), ("2", False), ("0", True)]
     # Without reentrance torch ends the second forward as soon as it has what it saved.
     assert calls[4:] == ([("1", True)] if reentrant else [])
@@ -122,3 +127,82 @@ def test_a_gradient_that_passes_twice_is_one():
         y.sum().backward(retain_graph=True)
         (2 * y).sum().backward()
     assert torch.equal(watching.trace().gradients[-1], 3 * once)  # two losses add up
+
+
+class Own(nn.Sequential):
+    """A user's class with torch's own forward."""
+
+
+class Mine(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_a_line_is_the_users_and_never_torchs():
+    assert source_of(nn.Linear(2, 2)) == "Linear"
+    assert source_of(Own()) == "Own"
+    words, _, line = source_of(Mine(2, 2)).partition(" at ")
+    assert (words, line.rpartition(":")[0]) == ("Mine", __file__)
+
+
+class Doubled(nn.Module):
+    """What goes into `last` is no module's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(2 * self.first(x))
+
+
+def test_what_goes_into_modules_and_its_gradient(tmp_path):
+    of = Doubled()
+    found = seen(of)
+    held = {c.module: i for i, c in enumerate(found.calls)}
+    first, into, last = held["first"], held[f"{INTO}last"], held["last"]
+    assert torch.equal(found.outputs[into], 2 * found.outputs[first])
+    assert torch.equal(found.gradients[first], 2 * found.gradients[into])
+    assert torch.equal(found.gradients[into], found.gradients[last] @ of.last.weight)
+    assert found.gradients[held[f"{INTO}first"]] is None  # data
+    assert set(found.sources) == {"first", "last", ""}
+    write_trace(tmp_path / "t", found)
+    again = read_trace(tmp_path / "t")
+    assert again.calls == found.calls
+    for kind in ("outputs", "gradients"):
+        for mine, read in zip(getattr(found, kind), getattr(again, kind), strict=True):
+            assert (mine is None) == (read is None)
+            assert mine is None or torch.equal(mine, read)
+
+
+def test_an_output_that_goes_into_another_module_is_kept_once():
+    found = seen(model())
+    held = {c.module: i for i, c in enumerate(found.calls)}
+    for module, next_one in (("0", "1"), ("1", "2")):
+        into = held[f"{INTO}{next_one}"]
+        assert found.outputs[into] is found.outputs[held[module]]
+        assert found.gradients[into] is found.gradients[held[module]]
+    assert found.calls[held[f"{INTO}2"]].operation_back is not None
+
+
+def test_what_was_changed_in_place_is_no_output_any_more():
+    class InPlace(Doubled):
+        def forward(self, x):
+            return self.last(self.first(x).mul_(2))
+
+    found = seen(InPlace())
+    held = {c.module: i for i, c in enumerate(found.calls)}
+    assert torch.equal(found.outputs[held[f"{INTO}last"]], 2 * found.outputs[held["first"]])
+
+
+def test_data_of_several_modules_is_kept_once():
+    found = seen(model())
+    assert found.data[0] is found.data[1]
+
+
+def test_what_goes_in_has_room_of_its_own(monkeypatch):
+    monkeypatch.setattr(watch, "MAX_BYTES_INTO", 0)
+    found = seen(Doubled())
+    assert [c.module for c in outputs(found)] == ["first", "last", ""]
+    assert f"{INTO}last" in found.left_out
+    assert "last" not in found.left_out

@@ -22,21 +22,31 @@ from sumgrad.diagnose.explainers import (
     terms,
     ties,
 )
-from sumgrad.diagnose.explainers.by_modules import put_together, rows_used, weights, where
+from sumgrad.diagnose.explainers.by_modules import (
+    backward,
+    forward,
+    other_weights,
+    own_backward,
+    put_together,
+    rows_used,
+    weights,
+)
 from sumgrad.diagnose.explanation import Explainer
 
 EXPLAINERS: tuple[Explainer, ...] = (
     plan_edges.edges_of_the_plan,
     free_factors.fewest_factors,
-    where.recomputed_otherwise,
+    forward.recomputed_otherwise,
     last.unlike_each_time,
     ties.tie_that_was_cut,
-    where.forward_goes_wrong,
+    ledger.runs_narrow,
+    other_weights.computed_with_other_weights,
+    forward.forward_goes_wrong,
     rows_used.rows_not_read_once,
     factors.one_term_by_rows,
     weights.terms_weighed_otherwise,
     weights.tokens_weighed_otherwise,
-    where.backward_goes_wrong,
+    backward.backward_goes_wrong,
     put_together.put_together,
     own_value.own_value_added,
     replaced.held_elsewhere,
@@ -54,4 +64,8 @@ EXPLAINERS: tuple[Explainer, ...] = (
     clean_run.changed_values,
     factors.any_factors,
 )
-LAST_RESORT: tuple[Explainer, ...] = (last.low_digits, last.open_end)
+LAST_RESORT: tuple[Explainer, ...] = (
+    last.low_digits,
+    own_backward.own_backward_goes_wrong,
+    last.open_end,
+)

@@ -53,15 +53,25 @@ def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
     )
 
 
+def wrong_before_it_is_reduced(case: Case) -> bool:
+    """Whether every wrong gradient is a sum of the ranks' own ones, and no sum of them is right."""
+    found = mixed(case)
+    return _covers(case, found) and all(m.wanted is None for m in found)
+
+
+def _covers(case: Case, found: Sequence[Mixed]) -> bool:
+    return {(m.rank, n) for m in found for n in m.names} == {
+        (c.rank, c.name) for c in case.failing_cells
+    }
+
+
 def on_which_side_of_the_reduction(case: Case) -> str | None:
     """Where the mistake is, as far as the sums of the ranks' own gradients say it."""
     found = mixed(case)
     names = list(dict.fromkeys(n for m in found for n in m.names))
-    if {(m.rank, n) for m in found for n in m.names} != {
-        (c.rank, c.name) for c in case.failing_cells
-    }:
+    if not _covers(case, found):
         return None
-    if all(m.wanted is None for m in found):
+    if wrong_before_it_is_reduced(case):
         shown = {_weights(m, m.got) for m in found}
         with_weights = f", with the weights {shown.pop()}" if len(shown) == 1 else ""
         return (

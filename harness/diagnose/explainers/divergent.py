@@ -10,7 +10,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.uniform import Explained, rank_scale
 from sumgrad.diagnose.names import list_rows, own_parts
-from sumgrad.diagnose.reductions import reductions_of
+from sumgrad.diagnose.reductions import entered_by, reductions_of
 from sumgrad.diagnose.row_fit import Factors, explain_rank
 from sumgrad.judge.cells import Cell
 from sumgrad.judge.joint import Joint, describe, fed
@@ -35,12 +35,35 @@ def divergent_cause(case: Case) -> Explained | None:
             ranks = sorted({cell.rank for cell in failing})
             parts = by_rank if zero_one else {}
             diagnosis = (
-                _lost_alone(case, parts)
+                _lost_everywhere(case, parts, names)
+                or _lost_alone(case, parts)
                 or _late(parts, names)
                 or _missing_reduction(case, names, ranks, mixed, summed, parts)
             )
             return diagnosis, [((r,), f) for r, f in parts.items()]
     return None
+
+
+def _lost_everywhere(
+    case: Case, parts: Mapping[int, Factors], names: Sequence[str]
+) -> Diagnosis | None:
+    """Rows that count on no rank, where all ranks hold the same others: no reduction is missing."""
+    held = {tuple(sorted(u.rows for u in f.counted(1) if u.rows)) for f in parts.values()}
+    everywhere = len(parts) > 1 and {*parts} == {cell.rank for cell in case.cells}
+    if not everywhere or len(held) != 1 or not any(held):
+        return None
+    (kept,) = held
+    never = [rows for rows in case.reference.intervals
+             if not any(a <= rows[0] and rows[1] <= b for a, b in kept)]  # fmt: skip
+    return Diagnosis(
+        cause=f"rows {list_rows(never)} count on no rank: {some_of(names)} is the gradient of rows "
+        f"{list_rows(kept)} alone",
+        kind="lost_rows",
+        standing="proved",
+        ranks=tuple(parts),
+        factor="0",
+        because=("every rank holds the same rows once, so it is no reduction that is missing",),
+    )
 
 
 def _by_rank(failing: Sequence[Cell], case: Case, *, mixed: bool) -> dict[int, Factors]:
@@ -173,7 +196,7 @@ def which_step(case: Case, names: Sequence[str], mixed: bool) -> tuple[str, str,
     """Kind, cause and evidence: which step of the reduction of these is missing, by the ledger."""
     feeds = fed(case.record, case.tier, case.step)
     reductions = [j for j in reductions_of(case) if len(j.ranks) > 1]
-    carrying = [j for j in reductions if set(j.gradients()) & set(names)]
+    carrying = [j for j in reductions if entered_by(case, j) & set(names)]
     apart = [j for j in reductions_of(case) if set(j.gradients()) & set(names)]
     for joint in apart:
         others = [
@@ -218,7 +241,19 @@ def which_step(case: Case, names: Sequence[str], mixed: bool) -> tuple[str, str,
         "{what} is not reduced over all its ranks: each keeps a part of the sum"
         if over
         else "{what} is not reduced: every rank keeps its own partial",
-        f"it is reduced over {over} only" if over else "no reduction in the ledger makes it",
+        f"it is reduced over {over} only" if over else _no_reduction(reductions),
+    )
+
+
+def _no_reduction(reductions: Sequence[Joint]) -> str:
+    """What the ledger has instead of the reduction of a gradient that nobody reduces."""
+    events = [event for joint in reductions for event in joint.events.values()]
+    if any(event.get("grads") != [] for event in events):
+        return "no reduction in the ledger makes it"
+    issued = "none carries a gradient" if events else "none is issued"
+    return (
+        f"no reduction in the ledger makes it, and of all in the step {issued}: is the model "
+        f"wrapped, and its wrapper's own forward called?"
     )
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis
-from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.case import Case, fails
 from sumgrad.diagnose.explainers.by_rank import on_which_side_of_the_reduction
 from sumgrad.diagnose.explainers.factors import explained, fitted
+from sumgrad.diagnose.explainers.ledger import something_else_goes_in
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.outright import run_to_run
-from sumgrad.judge.cells import Cell
-from sumgrad.judge.comparison import TensorDiff
+from sumgrad.judge.cells import Cell, cells
 
 MOST_NUMBERS = 6  # that are written out
 FEWEST = 8  # different numbers that all have few digits
@@ -21,8 +22,10 @@ FEWEST = 8  # different numbers that all have few digits
 
 def unlike_each_time(case: Case, left: Left) -> Iterator[Explanation]:
     """The repeated step missed the reference by something else than the first."""
-    if not case.has_plan and fitted(case) is None and _differs(case.diffs, case.again):
-        yield explained(case, run_to_run(case.again))
+    if not case.has_plan and fitted(case) is None and _differs(case):
+        found = run_to_run(case.again)
+        odd = something_else_goes_in(case)
+        yield explained(case, replace(found, because=(*found.because, *odd)))
 
 
 def low_digits(case: Case, left: Left) -> Iterator[Explanation]:
@@ -86,17 +89,22 @@ def _right(case: Case) -> tuple[str, ...]:
     return (f"{some_of(right)} is right on every rank",) if right else ()
 
 
-def _differs(diffs: Sequence[TensorDiff], again: Sequence[TensorDiff]) -> bool:
-    """Whether the repeated step missed the reference by something else than the first."""
-    if not again:
+def _differs(case: Case) -> bool:
+    """Whether the repeated step gave something else than the first, by more than a threshold.
+
+    Other bits alone tell nothing: DDP puts its buckets together anew after the first step.
+    """
+    if not case.again:  # it is not asked for
         return False
-    last = max(d.step for d in again)
-    first = {(d.tier, d.rank, d.name): d for d in diffs if d.step == last}
-    for d in again:
-        other = first.get((d.tier, d.rank, d.name))
-        if other is None or not d.comparable or not other.comparable:
+    record = case.record
+    tier = next((held.again_tier for held in record.ranks.values() if held.again), "")
+    references = record.references.get(tier, [])
+    for cell in cells(record, tier, references[-1]) if references else ():
+        again = record.ranks[cell.rank].again.get(cell.name)
+        if again is None or cell.got is None or again.shape != cell.got.shape:
             continue
-        if abs(d.l2_rel - other.l2_rel) > 1e-6 * max(d.l2_rel, other.l2_rel, 1e-6):
+        apart = again.double() - cell.measured
+        if bool(torch.isfinite(apart).all()) and fails(cell, apart, factor=2):
             return True
     return False
 

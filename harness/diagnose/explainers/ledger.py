@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
+from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
+from sumgrad.diagnose.explainers.factors import explained, fitted, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.reductions import carried_by, reductions_of, wrong_parameters
+from sumgrad.judge.cells import Cell
 from sumgrad.judge.joint import Joint, counts_again, describe, joint_operations
 
 NARROW = ("bfloat16", "float16")
+# Largest rounding of each; a gradient may be off by so many times it, or by so small a part of it.
+COARSE = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+MOST_ABOVE, MOST_BELOW = 32, 1e4
 
 
 def shown_by_the_ledger(case: Case, left: Left) -> Iterator[Explanation]:
@@ -22,6 +27,42 @@ def shown_by_the_ledger(case: Case, left: Left) -> Iterator[Explanation]:
     if found is not None:
         because = (*found.because, *in_the_gradients(case))
         yield explained(case, replace(found, because=because))
+
+
+def runs_narrow(case: Case, left: Left) -> Iterator[Explanation]:
+    """A collective in fewer digits than all else of a tier, where as many digits are right.
+
+    Of whatever it carries: a weight that is gathered, an activation. Single numbers are often only
+    for a log.
+    """
+    record = case.record
+    if case.has_plan or record.spec.tiers[case.tier] != "float64" or fitted(case) is not None:
+        return  # roundings are no factors
+    off = max((_relative_error(cell) for cell in case.failing_cells), default=0.0)
+    found: dict[str, list[Joint]] = {}
+    for joint in joint_operations(record, case.tier, case.step):
+        dtypes = {str(e["dtype"]) for e in joint.events.values()} & set(COARSE)
+        if dtypes and int(joint.first.get("numel") or 0) > 1 and len(joint.ranks) > 1:
+            found.setdefault(min(dtypes), []).append(joint)
+    for dtype, joints in found.items():
+        if not COARSE[dtype] / MOST_BELOW <= off <= COARSE[dtype] * MOST_ABOVE:
+            continue
+        words = describe(record, joints[0])
+        more = f" (and {len(joints) - 1} more)" if len(joints) > 1 else ""
+        cause = f"{words}{more} runs in {dtype}"
+        because = (
+            f"all else of the {case.tier} tier is float64",
+            f"the gradients are off by {off:.1g} of themselves, as {dtype} leaves them",
+        )
+        ranks = tuple(sorted({rank for joint in joints for rank in joint.ranks}))
+        yield explained(
+            case, Diagnosis(cause=cause, kind="low_precision", ranks=ranks, because=because)
+        )
+
+
+def _relative_error(cell: Cell) -> float:
+    wanted = float(cell.wanted.value.norm())
+    return float((cell.measured - cell.wanted.value).norm()) / wanted if wanted else 0.0
 
 
 def cause_in_ledger(case: Case) -> Diagnosis | None:
@@ -43,10 +84,13 @@ def cause_in_ledger(case: Case) -> Diagnosis | None:
             continue
         apart = _different_parameters(joint)
         if apart is not None:
-            return _ledger_cause(
+            told = _ledger_cause(
                 "other_parameters", f"{words} adds up gradients of different parameters: {apart}",
                 "a group of ranks that do not hold the same", joint,
             )  # fmt: skip
+            beside = [j for j in reductions_of(case) if j.site == joint.site]
+            ranks = {r for j in beside if _different_parameters(j) is not None for r in j.ranks}
+            return replace(told, ranks=tuple(sorted(ranks)))
         dtypes = {str(e["dtype"]) for e in joint.events.values()}
         narrow = dtypes & set(NARROW) if record.spec.tiers[case.tier] not in NARROW else set()
         if narrow:
@@ -62,6 +106,9 @@ def cause_in_ledger(case: Case) -> Diagnosis | None:
             )
         if joint.first.get("reduce") == "AVG":
             return _ledger_cause("avg", f"{words} averages where others sum", "", joint)
+        something_else = _something_else_goes_in(case, joint, words, wrong)
+        if something_else is not None:
+            return something_else
         if counts_again(joint):
             return _ledger_cause(
                 "double_reduction",
@@ -69,6 +116,40 @@ def cause_in_ledger(case: Case) -> Diagnosis | None:
                 "",
                 joint,
             )
+    return None
+
+
+def something_else_goes_in(case: Case) -> tuple[str, ...]:
+    """In words: the first reduction of a wrong gradient into which a rank puts something else."""
+    wrong = wrong_parameters(case)
+    found = (
+        _something_else_goes_in(case, joint, describe(case.record, joint), wrong)
+        for joint in reductions_of(case)
+    )
+    return tuple(cause.cause for cause in found if cause is not None)[:1]
+
+
+def _something_else_goes_in(
+    case: Case, joint: Joint, words: str, wrong: set[str]
+) -> Diagnosis | None:
+    """Some ranks put their own gradient into a reduction, by its values, and others do not."""
+    for name, own in joint.gradients().items():
+        others = [r for r, e in joint.events.items() if r not in own and e.get("grads") == []]
+        factors = {round(c, 9) for c in own.values()}
+        if name not in wrong or not others or len(factors) > 1 or len(own) < len(others):
+            continue
+        zeros = [r for r in others if joint.events[r].get("nonzero") is False]
+        if zeros:
+            kind, ranks = "lost_contribution", zeros
+            cause = f"puts zeros into {words}, where others put their own gradient of {name}"
+            because = "a rank that has nothing to give is right to: then look elsewhere"
+        else:
+            kind, ranks = "changed_input", others
+            cause = (f"puts something else into {words} than the gradient of {name} that its "
+                     f"backward gave; others put theirs")  # fmt: skip
+            because = "what is left in a buffer from before, or is not there yet, looks like this"
+        told = _ledger_cause(kind, f"rank {spans(ranks)} {cause}", because, joint)
+        return replace(told, ranks=tuple(ranks))
     return None
 
 

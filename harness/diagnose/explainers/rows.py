@@ -11,7 +11,13 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, rows_of_micro_batches
 from sumgrad.diagnose.modules.rows_read import rows_read
-from sumgrad.diagnose.names import block_counts, factor_symbols, list_rows, mean_of_means
+from sumgrad.diagnose.names import (
+    axis_groups,
+    block_counts,
+    factor_symbols,
+    list_rows,
+    mean_of_means,
+)
 from sumgrad.diagnose.reductions import CLOSE, empty_handed, scaled_by
 from sumgrad.diagnose.row_fit import Factors, Unit
 
@@ -48,7 +54,7 @@ def _means(case: Case, found: Factors, what: str) -> Diagnosis | None:
             kind="local_count",
             standing="proved",
             symbol="N/n_part",
-            because=("each part's factor times its count is the total count",),
+            because=("each part's factor times its count is the total count", *_parts(case, found)),
         )
     return Diagnosis(
         cause=f"{what} is a mean of {means} means: every part is divided by its own count, and "
@@ -56,8 +62,39 @@ def _means(case: Case, found: Factors, what: str) -> Diagnosis | None:
         kind="mean_of_means",
         standing="proved",
         symbol="N/(parts*n_part)",
-        because=("each part's factor times its count is the same number, total count / parts",),
+        because=(
+            "each part's factor times its count is the same number, total count / parts",
+            *_parts(case, found),
+        ),
     )
+
+
+def _parts(case: Case, found: Factors) -> list[str]:
+    """Which rows the parts have, and whose these are, where every part is that of whole ranks."""
+    by_factor: list[tuple[float, set[int]]] = []
+    for unit, value in zip(found.units, found.values, strict=True):
+        rows = set(range(*(unit.rows or (0, 0))))
+        alike = [own for factor, own in by_factor if value is not None
+                 and abs(factor - value) < CLOSE]  # fmt: skip
+        if alike:
+            alike[0].update(rows)
+        elif value is not None:
+            by_factor.append((value, rows))
+    if not 1 < len(by_factor) <= MOST_STRETCHES:
+        return []
+    shown = [f"rows {spans(sorted(rows))} {fraction_of(value)} times" for value, rows in by_factor]
+    out = [f"so count {', '.join(shown)}"]
+    told = set().union(*(rows for _, rows in by_factor))
+    mine = {rank: set(rows) & told for rank, rows in (_rows_of_ranks(case) or {}).items()}
+    read = {rank: rows for rank, rows in mine.items() if rows}
+    whose = [tuple(sorted(r for r, own in read.items() if own <= rows)) for _, rows in by_factor]
+    if not read or sorted(r for ranks in whose for r in ranks) != sorted(read):
+        return out
+    out[0] += f": those of rank {', and of rank '.join(spans(list(ranks)) for ranks in whose)}"
+    if any(len(ranks) > 1 for ranks in whose):
+        along = [name for name, groups in axis_groups(case) if set(groups) == set(whose)]
+        out += [f"each part is that of the ranks along {along[0]}" for _ in along[:1]]
+    return out
 
 
 def _one_term(case: Case, found: Factors, what: str) -> Diagnosis | None:

@@ -19,6 +19,7 @@ from sumgrad.ledger.operations import group_name
 from sumgrad.record.spec import CLIP_EPS, After
 
 CLIP_DIGITS, CLIP_NEAR = 1e-9, 1e-4
+MOST_NUMBERS = 3  # of terms that count otherwise
 Explained = tuple[Diagnosis, list[tuple[tuple[int, ...], Factors]]]
 
 
@@ -79,8 +80,7 @@ def _one_factor(
 ) -> Diagnosis:
     """alone: other ranks hold the same and hold it right, so no common count is to blame."""
     assert value is not None
-    fraction = as_fraction(value, sigma)
-    shown = str(fraction) if fraction is not None else f"{value:.9g}"
+    shown = _fraction_or_number(value, sigma)
     whole = len(names) == len(case.record.spec.params)
     what = "every gradient" if whole else some_of(names)
     fits = f"{what} is the reference's times {shown} on all ranks, within the threshold"
@@ -330,23 +330,52 @@ def _factor_by_term(case: Case, found: Factors, names: Sequence[str]) -> Diagnos
     odd = [item for item in by_size if abs(item[1] - 1) > CLOSE] or by_size[:1]
     assert odd, found
     term, value, sigma = odd[0]
-    fraction = as_fraction(value, sigma)
-    shown = str(fraction) if fraction is not None else f"{value:.9g}"
-    symbols = factor_symbols(case, value)
-    lost = abs(value) < CLOSE
-    more = f" (and {len(odd) - 1} more terms)" if len(odd) > 1 else ""
-    named = f" = {symbols[0]}" if symbols and not lost else ""
+    shown, lost = _fraction_or_number(value, sigma), abs(value) < CLOSE
+    symbols = [] if lost else factor_symbols(case, value)
     return Diagnosis(
-        cause=f"{term} never reaches {some_of(names)}: it is not in the graph, or dropped{more}"
-        if lost
-        else f"{term} is counted {shown}{named} times{more}; the other terms are right",
+        cause=_terms_in_words(case, odd, names, symbols)
+        + ("; the other terms are right" if len(odd) < len(by_size) else "; no term is right"),
         kind="term_factor",
         term=term,
         factor=shown,
-        symbol=symbols[0] if symbols and not lost else None,
-        also=tuple(symbols[1:4]) if not lost else (),
+        symbol=symbols[0] if symbols else None,
+        also=tuple(symbols[1:4]),
         because=("with one factor for each term the residual is under the threshold",),
     )
+
+
+def _terms_in_words(
+    case: Case,
+    odd: Sequence[tuple[str | None, float, float | None]],
+    names: Sequence[str],
+    symbols: Sequence[str],
+) -> str:
+    """How often these terms count, those with one number together. symbols: of the first number."""
+    groups: dict[str, list[str]] = {}
+    for name, value, sigma in odd:
+        number = "0" if abs(value) < CLOSE else _fraction_or_number(value, sigma)
+        groups.setdefault(number, []).append(name or "all terms")
+    words = []
+    where = f" in {some_of(names)}" if len(names) < len(case.record.spec.params) else ""
+    gone = groups.pop("0", [])
+    if gone:
+        one = len(gone) == 1
+        words.append(
+            f"{some_of(gone)} never reach{'es' if one else ''} {some_of(names)}: "
+            f"{'it is' if one else 'they are'} not in the graph, or dropped"
+        )
+    for number, terms in list(groups.items())[:MOST_NUMBERS]:
+        named = f" = {symbols[0]}" if symbols and terms[0] == (odd[0][0] or "all terms") else ""
+        reverse = ", its sign is reversed" if number.startswith("-") else ""
+        verb = "is" if len(terms) == 1 else "are"
+        words.append(f"{some_of(terms)} {verb} counted {number}{named} times{where}{reverse}")
+    more = sum(map(len, list(groups.values())[MOST_NUMBERS:]))
+    return ", ".join(words) + (f" (and {more} more terms)" if more else "")
+
+
+def _fraction_or_number(value: float, sigma: float | None) -> str:
+    fraction = as_fraction(value, sigma)
+    return str(fraction) if fraction is not None else f"{value:.9g}"
 
 
 def _stale(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:

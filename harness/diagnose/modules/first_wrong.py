@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from sumgrad.diagnose.modules.look import Look, Seen, constant
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.record.trace import LOSS
@@ -57,12 +58,42 @@ def _vouches(look: Look, module: str) -> bool:
 
 
 def first_wrong_recomputed(look: Look) -> FirstWrong | None:
-    """A checkpoint that computes something else the second time."""
+    """A checkpoint, torch's or one by hand, that computes something else the second time."""
     for module in look.modules:
         wrong = [s for s in look.seen[module] if s.call.recomputed and s.forward == "wrong"]
         if wrong and look.forward(module) == "right":
             return FirstWrong(wrong=module, seen=tuple(wrong))
+        by_hand = _again_by_hand(look.seen[module])
+        if by_hand:
+            return FirstWrong(wrong=module, seen=by_hand)
     return None
+
+
+def _again_by_hand(found: Sequence[Seen]) -> tuple[Seen, ...]:
+    """Calls that are wrong and get a gradient, where as many right ones of the rank, with nothing
+    else in their place, get none: what an earlier call gave is computed again for the backward."""
+    out: list[Seen] = []
+    for rank in {s.rank for s in found}:
+        mine = [s for s in found if s.rank == rank and not s.call.recomputed]
+        reached = [s for s in mine if s.call.operation_back is not None]
+        wrong = [s for s in reached if s.forward == "wrong"]
+        right = [s.where for s in reached if s.where is not None]
+        left = [
+            s
+            for s in mine
+            if s.forward == "right"
+            and s.call.operation_back is None
+            and s.where is not None
+            and not any(torch.equal(s.where.found, w.found) for w in right)
+        ]
+        if not wrong:
+            continue
+        if sorted(s.shape for s in wrong) != sorted(s.shape for s in left):
+            return ()
+        if min(s.call.number for s in wrong) < min(s.call.number for s in left):
+            return ()
+        out += wrong
+    return tuple(sorted(out, key=lambda s: (s.rank, s.call.number)))
 
 
 def first_wrong_backward(look: Look, failing: Sequence[str]) -> FirstWrong | None:

@@ -20,7 +20,7 @@ from sumgrad.diagnose.modules.matching import (
 )
 from sumgrad.diagnose.modules.paths import Paths, paths_of
 from sumgrad.diagnose.modules.whole import Whole, by_module, rows_of
-from sumgrad.record.trace import Call, Trace, Traces
+from sumgrad.record.trace import INTO, Call, Trace, Traces
 from torch import Tensor
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-4}
@@ -98,23 +98,12 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
     groups: names of axes with their groups of ranks, over which parts may add up.
     """
     tolerance = TOLERANCES.get(dtype, COARSE)
-    whole = by_module(traces.single)
     terms = tuple(traces.single.by_term)
-    modules = tuple(dict.fromkeys(call.module for call in traces.single.calls))
-    if len(terms) > 1:
-        ranks = {rank: _terms_together(trace) for rank, trace in traces.ranks.items()}
-        traces = replace(traces, ranks=ranks)
-    seen: dict[str, list[Seen]] = {}
-    for module in modules:
-        found = [
-            _see(rank, trace, i, whole, tolerance)
-            for rank, trace in traces.ranks.items()
-            for i, call in enumerate(trace.calls)
-            if call.module == module
-        ]
-        found = _computed_again(_without_trials(found))
-        found = _with_parts(found, traces, whole, groups, tolerance)
-        seen[module] = _without_sums_over_rows(found, traces, whole, tolerance)
+    every = tuple(dict.fromkeys(call.module for call in traces.single.calls))
+    modules = tuple(m for m in every if not m.startswith(INTO))
+    traces = terms_together(traces)
+    whole = by_module(traces.single, modules.__contains__)
+    seen = {m: _on_every_rank(m, traces, whole, groups, tolerance) for m in modules}
     seen = {
         m: [_unless_stage(s, seen, traces, modules) for s in found] for m, found in seen.items()
     }
@@ -131,6 +120,29 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
             if held.by_term is not None
         },
     )
+
+
+def look_into(traces: Traces, dtype: str, groups: Groups, module: str) -> list[Seen]:
+    """The same of what goes into one module: its arguments, and the gradient that they end up
+    with, of all that uses them. traces: with their terms together."""
+    name = f"{INTO}{module}"
+    whole = by_module(traces.single, name.__eq__)
+    return _on_every_rank(name, traces, whole, groups, TOLERANCES.get(dtype, COARSE))
+
+
+def _on_every_rank(
+    module: str, traces: Traces, whole: Mapping[tuple[str, int], Whole], groups: Groups,
+    tolerance: float,
+) -> list[Seen]:  # fmt: skip
+    found = [
+        _see(rank, trace, i, whole, tolerance)
+        for rank, trace in traces.ranks.items()
+        for i, call in enumerate(trace.calls)
+        if call.module == module
+    ]
+    found = _computed_again(_without_trials(found))
+    found = _with_parts(found, traces, whole, groups, tolerance)
+    return _without_sums_over_rows(found, traces, whole, tolerance)
 
 
 def _without_sums_over_rows(
@@ -201,15 +213,27 @@ def _is_inside(module: str, outer: str) -> bool:
     return not outer or module.startswith(f"{outer}.")
 
 
+def terms_together(traces: Traces) -> Traces:
+    """Of a loss of several terms, the ranks' calls that each term made as one."""
+    if len(traces.single.by_term) < 2:
+        return traces
+    ranks = {rank: _terms_together(trace) for rank, trace in traces.ranks.items()}
+    return replace(traces, ranks=ranks)
+
+
 def _terms_together(trace: Trace) -> Trace:
-    """Calls that gave the same, one for each term, as one call: with the sum of their gradients."""
+    """Calls that gave the same, one for each term, as one call: with the sum of their gradients.
+
+    Not of zeros, which other rows give, too.
+    """
     kept: dict[tuple[object, ...], int] = {}
     calls: list[Call] = []
     outputs: list[Tensor] = []
     gradients: list[Tensor | None] = []
     for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
         key = (call.module, call.part, call.recomputed, output.shape, hash_weights({"": output}))
-        at = kept.setdefault(key, len(calls))
+        telling = bool(output.any())
+        at = kept.setdefault(key, len(calls)) if telling else len(calls)
         if at == len(calls):
             calls.append(call)
             outputs.append(output)
@@ -280,6 +304,8 @@ def _see(
         wrong = None if lost else where.picked[~where.here]
         back: State = "wrong" if lost else "untold"
         return replace(seen, forward="wrong", backward=back, wrong=wrong)
+    if not bool(where.found.any()):
+        return seen  # zeros may be padding, and may be what is left of anything
     rows = None if wanted.rows is None else rows_of(where, wanted.rows, seen.shape[0])
     shared = wanted.rows is None and len(got) <= wanted.each and not wanted.flat
     seen = replace(seen, forward="right", where=where, rows=rows, shared=shared)
@@ -291,7 +317,8 @@ def _see(
     if not bool(found.right.all()):
         # What all rows share has the gradient of them all; a rank has that of its own.
         state: State = "untold" if seen.shared else "wrong"
-        return replace(seen, backward=state, wrong=where.picked[~found.right])
+        factors = found.factors.masked_fill(~found.right, float("nan"))
+        return replace(seen, backward=state, wrong=where.picked[~found.right], factors=factors)
     telling = wanted.directions > max(1, found.terms.shape[1]) or _one_factor(found)
     mixed = bool((found.factors.isnan() & ~found.terms.isnan().all(1)).any())
     return replace(

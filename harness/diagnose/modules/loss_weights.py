@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any
 
 import torch
 from sumgrad.base.outcome import spans
@@ -15,6 +15,7 @@ from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from torch import Tensor
 
 LOST = 1e-9
+MOST_PATTERNS = 3  # of positions, that are told apart by rows
 SAME_SHARE = 1e-5  # a part of it: counts that differ by one in a hundred thousand are no cause
 
 
@@ -22,10 +23,9 @@ SAME_SHARE = 1e-5  # a part of it: counts that differ by one in a hundred thousa
 class Share:
     """One call on one rank: its rows, and the factor of all vectors; None where they differ.
 
-    places: number of a vector, or its position where the output has three dimensions (place says
-    which) -> its factor. live: how many of its vectors have a gradient; None where only some were
-    compared. part: which tensor of the module's output. odd: in words, which vectors do not have
-    the usual factor.
+    live: how many of its vectors have a gradient; None where only some were
+    compared. part: which tensor of the module's output. shape: of it. vectors: number in it -> its
+    factor; row_of: -> its row, where all are known.
     """
 
     rank: int
@@ -33,11 +33,11 @@ class Share:
     rows: tuple[int, ...]
     factor: float | None
     by_row: dict[int, float | None]
-    places: dict[int, float]
     live: int | None = None
     part: int = 0
-    odd: str = ""
-    place: Literal["position", "vector"] = "vector"
+    shape: tuple[int, ...] = ()
+    vectors: dict[int, float] = field(default_factory=dict)
+    row_of: dict[int, int] = field(default_factory=dict)
 
 
 def shares_at_the_loss(look: Look) -> tuple[str, list[Share]] | None:
@@ -101,7 +101,7 @@ def shares_of_term(look: Look, term: str) -> tuple[str, list[Share]] | None:
 
 def never_enters(shares: Sequence[Share]) -> bool:
     """Whether the factor of every vector is zero."""
-    return all(abs(f) < LOST for s in shares for f in s.places.values())
+    return all(abs(f) < LOST for s in shares for f in s.vectors.values())
 
 
 def _share(seen: Seen) -> Share:
@@ -117,47 +117,63 @@ def _share(seen: Seen) -> Share:
         rows=tuple(by_row),
         factor=constant(factors),
         by_row=by_row,
-        places=_places(seen, factors),
         part=seen.call.part,
-        odd=_odd(seen, factors),
-        place="position" if len(seen.shape) > 2 else "vector",
+        shape=seen.shape,
+        vectors=_by_vector(seen, factors),
+        row_of=_by_vector(seen, rows) if by_row and rows is not None else {},
         live=int((~factors.isnan()).sum()) if len(factors) == _num_vectors(seen) else None,
     )
 
 
-def _odd(seen: Seen, factors: Tensor) -> str:
-    """By positions and rows where the output has three dimensions, else by number."""
-    told = ~factors.isnan()
-    usual = factors[told].median() if bool(told.any()) else factors.new_zeros(())
-    odd = told & ((factors - usual).abs() > SAME_FACTOR * usual.abs())
-    if not bool(odd.any()) or seen.where is None:
-        return ""
-    places = seen.where.picked[odd].tolist()
-    if len(seen.shape) < 3:
-        return f"vectors {spans(places)} of {_num_vectors(seen)}"
-    each = seen.shape[-2]
-    positions = sorted({p % each for p in places})
-    rows = sorted(set(seen.rows[odd].tolist()) - {-1}) if seen.rows is not None else []
-    where = f" in rows {spans(rows)}" if rows else ""
-    return f"positions {spans(positions)} of {each}{where}"
+def _by_vector(seen: Seen, values: Tensor) -> dict[int, Any]:
+    """Number of a vector in its tensor -> its value, where it has one."""
+    picked = seen.where.picked.tolist() if seen.where is not None else []
+    return {at: v for at, v in zip(picked, values.tolist(), strict=True) if not math.isnan(v)}
+
+
+def usual_factor(shares: Sequence[Share]) -> float | None:
+    """The factor that at least a third of all vectors of all ranks have, and no other as many."""
+    factors = sorted(f for s in shares for f in s.vectors.values())
+    runs: list[list[float]] = []
+    for factor in factors:
+        if runs and abs(factor - runs[-1][0]) <= SAME_FACTOR * abs(factor):
+            runs[-1].append(factor)
+        else:
+            runs.append([factor])
+    runs.sort(key=len, reverse=True)
+    if not runs or len(runs[0]) < 2 or 3 * len(runs[0]) < len(factors):
+        return None
+    return runs[0][0] if len(runs) < 2 or len(runs[1]) < len(runs[0]) else None
+
+
+def odd_vectors(share: Share, usual: float) -> list[int]:
+    """Those that do not have the usual factor."""
+    bound = SAME_FACTOR * max(abs(usual), 1e-300)
+    return [at for at, factor in share.vectors.items() if abs(factor - usual) > bound]
+
+
+def places_of(share: Share, vectors: Sequence[int]) -> str:
+    """Vectors by positions and rows where the output has three dimensions, else by number."""
+    if len(share.shape) < 3:
+        return f"vector{'s'[: len(vectors) > 1]} {spans(vectors)} of {math.prod(share.shape[:-1])}"
+    each = math.prod(share.shape[1:-1])
+    by_row: dict[int, set[int]] = {}
+    for at in vectors:
+        by_row.setdefault(share.row_of.get(at, -1), set()).add(at % each)
+    alike: dict[frozenset[int], list[int]] = {}
+    for row, positions in by_row.items():
+        alike.setdefault(frozenset(positions), []).append(row)
+    if len(alike) > MOST_PATTERNS or -1 in by_row:
+        return f"{len(vectors)} of its {len(share.vectors)} tokens"
+    return ", ".join(
+        f"position{'s'[: len(positions) > 1]} {spans(sorted(positions))} of {each} in "
+        f"row{'s'[: len(rows) > 1]} {spans(sorted(rows))}"
+        for positions, rows in alike.items()
+    )
 
 
 def _num_vectors(seen: Seen) -> int:
     return math.prod(seen.shape[:-1])
-
-
-def _places(seen: Seen, factors: Tensor) -> dict[int, float]:
-    picked = seen.where.picked.tolist() if seen.where is not None else []
-    each = seen.shape[-2] if len(seen.shape) > 2 else 0
-    out: dict[int, float] = {}
-    for place, factor in zip(picked, factors.tolist(), strict=True):
-        if not math.isnan(factor):
-            known = out.setdefault(place % each if each else place, factor)
-            if abs(known - factor) > SAME_FACTOR * max(abs(known), abs(factor)):
-                return {
-                    p: f for p, f in zip(picked, factors.tolist(), strict=True) if not math.isnan(f)
-                }
-    return out
 
 
 def same(values: Sequence[float]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +31,13 @@ class Whole:
     directions: int = 0
 
 
-def by_module(trace: Trace) -> dict[tuple[str, int], Whole]:
+def by_module(trace: Trace, wanted: Callable[[str], bool]) -> dict[tuple[str, int], Whole]:
+    """wanted: whether a module is looked at."""
     num_rows = len(next(iter((trace.batch or {}).values()), ()))
     shapes: dict[tuple[str, int], list[tuple[int, ...]]] = {}
     held: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
     for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
-        if call.recomputed or call.module in trace.left_out:
+        if call.recomputed or call.module in trace.left_out or not wanted(call.module):
             continue
         reached = torch.zeros_like(output) if gradient is None else gradient
         held.setdefault((call.module, call.part), []).append((vectors(output), vectors(reached)))

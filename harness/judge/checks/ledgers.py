@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sumgrad.base.outcome import describe_operation, some_of, spans
@@ -10,10 +10,10 @@ from sumgrad.judge.cells import steps_of
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.judge.joint import (
     Joint,
+    carried,
     carries,
     counts_again,
     describe,
-    fed,
     joint_operations,
     prescaled,
     sizes_of,
@@ -132,19 +132,16 @@ def sums_only(compared: Compared) -> Iterator[Finding]:
     texts = [
         text
         for tier, step in steps_of(record)
-        for feeds in [fed(record, tier, step)]
+        for names in [carried(record, tier, step)]
         for joint in joint_operations(record, tier, step)
-        for text in _law(record, joint, feeds)
+        for text in _law(record, joint, carries(joint, names))
     ]
     for text in dict.fromkeys(texts):
         yield Finding(level="law", text=f"law: {text}")
 
 
-def _law(
-    record: Record, joint: Joint, feeds: Mapping[tuple[int, int], Mapping[str, float]]
-) -> Iterator[str]:
+def _law(record: Record, joint: Joint, names: Sequence[str]) -> Iterator[str]:
     size = len(joint.ranks)
-    names: Sequence[str] = carries(joint, feeds)
     if joint.family not in REDUCTIONS or size < 2 or not names:
         return
     what = describe(record, joint)
@@ -164,5 +161,5 @@ def _law(
     if counts_again(joint):
         yield (
             f"{what} sums inputs that are the same bits on all {size} ranks: what is already "
-            f"whole is counted {size} times"
+            f"whole is counted {size} times, unless it is divided again"
         )

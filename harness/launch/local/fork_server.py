@@ -16,6 +16,7 @@ One job at a time; anything that arrives while it runs ends it. See launch.py fo
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
 import json
@@ -32,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sumgrad.base.limits import allow_open_files
 from sumgrad.launch.guard import HELPERS, RankEnv, enter_rank, flush, own_exit_functions
 from sumgrad.launch.local.conversation import Conversation
 from sumgrad.launch.local.processes import (
@@ -333,6 +335,9 @@ def _closed(scratch: Path, parent: int) -> NoReturn:
     _leave(0, scratch, parent)
 
 
+_SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+
+
 def main() -> None:
     """`--serve FD PARENT SCRATCH MODULE...` is the server; `--rank N FILE` one spawned rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -344,13 +349,20 @@ def main() -> None:
         signal.signal(number, lambda number, _: _leave(128 + number, scratch, parent))
     die_with_parent(signal.SIGTERM)
     adopt_orphans()
+    allow_open_files()
     ours = Conversation(socket.socket(fileno=int(sys.argv[2])))
     try:
         serve(ours, preload=sys.argv[5:], scratch=scratch)
     except EOFError:
         _closed(scratch, parent)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno in _SHORTAGES:
+            sys.stderr.write(
+                f"sumgrad: a rank could not be started: {error.strerror} (see the free memory, and "
+                f"ulimit -u for processes, ulimit -n for open files)\n"
+            )
+        else:
+            traceback.print_exc()
         _leave(1, scratch, parent)
 
 

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from sumgrad.base.errors import LaunchError
 from sumgrad.base.interpreter import server_environment
+from sumgrad.base.limits import too_few_files
 from sumgrad.base.memory import kills_for_want_of_memory
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.launch.guard import HELPERS
@@ -40,6 +41,7 @@ SINGLE_THREAD = {
 }
 # Large tensors on huge pages, where the kernel has them: half of the time of a large model goes
 # into page faults. Read when torch allocates first, so the server does that before it forks.
+OUT_OF_MEMORY = "this machine ran out of memory meanwhile: fewer ranks, rows or --steps need less"
 MEMORY = {"THP_MEM_ALLOC_ENABLE": "1"}
 READ_ON_IMPORT = (
     "ATEN", "CUDA", "GLOO", "KMP", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "OPENBLAS", "PYTHON",
@@ -197,6 +199,9 @@ class Launcher:
         """
         self.wait_ready()
         assert self._server is not None
+        few = too_few_files(job.num_ranks)
+        if few:
+            raise LaunchError(few)
         (job.directory / "ranks").mkdir(parents=True, exist_ok=True)
         if job.helpers:
             (job.directory / HELPERS / "ranks").mkdir(parents=True, exist_ok=True)
@@ -240,8 +245,12 @@ class Launcher:
             self._abandon()
             raise
         outcomes = [_outcome(job, rank, ends[rank]) for rank in range(_everyone(job))]
-        killed = kills_for_want_of_memory() - self._out_of_memory
+        killed = self._ran_out_of_memory()
         return [_out_of_memory(outcome, killed) for outcome in outcomes]
+
+    def _ran_out_of_memory(self) -> int:
+        """How many processes the kernel ended for want of memory since the job began."""
+        return kills_for_want_of_memory() - self._out_of_memory
 
     def close(self) -> None:
         """End the server, and with it any rank that still runs."""
@@ -327,6 +336,8 @@ class Launcher:
         if how is None:
             try:
                 how = f"ended with exit code {process.wait(timeout=CLOSE_S)}"
+                if process.returncode == -signal.SIGKILL and self._ran_out_of_memory() > 0:
+                    how += f"; {OUT_OF_MEMORY}"
             except subprocess.TimeoutExpired:
                 how = "closed its connection"
         self._drop_server()
@@ -359,12 +370,10 @@ def _outcome(job: RankJob, rank: int, end: dict[str, Any]) -> RankOutcome:
 
 
 def _out_of_memory(outcome: RankOutcome, killed: int) -> RankOutcome:
-    """killed: processes of this machine that the kernel ended for want of memory meanwhile."""
     by_kernel = outcome.exit_code == -signal.SIGKILL and not outcome.by_launcher
     if not by_kernel or killed <= 0:
         return outcome
-    why = "this machine ran out of memory meanwhile: fewer ranks, rows or --steps need less"
-    return replace(outcome, detail=f"{outcome.detail}; {why}")
+    return replace(outcome, detail=f"{outcome.detail}; {OUT_OF_MEMORY}")
 
 
 def _lost(job: RankJob, rank: int, end: dict[str, Any] | None, why: str) -> RankOutcome:

@@ -20,7 +20,7 @@ from sumgrad.diagnose.verdict import judge
 from sumgrad.faults.collective import CollectiveFault, faults_for
 from sumgrad.faults.find import Fault, find_any, own_faults
 from sumgrad.faults.matrix import Cell, Matrix
-from sumgrad.judge.joint import carries, fed, joint_operations
+from sumgrad.judge.joint import carried, carries, joint_operations
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher, RankJob
@@ -337,11 +337,11 @@ def expected_kinds(fault: Fault, clean: Record) -> tuple[str, ...]:
 def gradient_operations(clean: Record) -> frozenset[str]:
     """Operations of a clean step that gradients enter or leave, by name."""
     tier = next(iter(clean.spec.tiers))
-    feeds = fed(clean, tier, 0)
+    names = carried(clean, tier, 0)
     carrying = {
         (rank, event["n"])
         for joint in joint_operations(clean, tier, 0)
-        if carries(joint, feeds)
+        if carries(joint, names)
         for rank, event in joint.events.items()
     }
     return frozenset(

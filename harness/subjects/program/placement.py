@@ -2,8 +2,9 @@
 
 A DTensor says so itself, and so does FSDP1 of its flat parameters' pieces. A parameter of the full
 shape is the full one. One of another shape, cut by hand, is found by its values: weights are drawn,
-so a shard occurs in the full weight once. What is found is checked against the weights bit by bit
-before anything is compared.
+so a shard occurs in the full weight once. Where it does not, a model of numbers is cut by the same
+code; see `numbered`. What is found is checked against the weights bit by bit before anything is
+compared.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
+from sumgrad.subjects.program.numbered import Found
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -52,13 +54,15 @@ def place(
     full: Mapping[str, Tensor],
     declared: Callable[[str], tuple[slice, ...] | None] | None = None,
     modules: Mapping[int, str] | None = None,
+    numbered: Found | None = None,
 ) -> Placement:
     """Find every trained parameter of a distributed model in the full one.
 
     known: id of a living parameter of build()'s model -> its name; identity survives most wrappers.
     full: name -> the full weights that the model was built with, in its dtype. declared: what the
     Program's own `shard_of` says of a parameter's name. modules: id of a living module of build()'s
-    model -> its name: stages that share its layers number them anew.
+    model -> its name: stages that share its layers number them anew. numbered: what a model of
+    numbers has shown, for those that are found in no other way.
     """
     placed: list[Placed] = []
     unknown: list[str] = []
@@ -67,6 +71,8 @@ def place(
     for shown, param in model.named_parameters():
         held_in = _module_name(model, shown, modules or {})
         name, index, problem = _place_one(held_in or shown, param, known, full, declared, pieces)
+        if problem is not None and shown in (numbered or {}):
+            name, index, problem = _as_numbered(param, full, (numbered or {})[shown], problem)
         if not param.requires_grad:
             if name is not None and problem is None:
                 frozen.append(name)
@@ -82,6 +88,17 @@ def place(
     lost = [name for name in frozen if name not in {p.name for p in placed}]
     unknown += [f"{name} is frozen here, though build() trains it" for name in lost]
     return Placement(placed=tuple(placed), unknown=tuple(unknown))
+
+
+def _as_numbered(
+    param: nn.Parameter, full: Mapping[str, Tensor], found: tuple[str, Tensor | None], problem: str
+) -> tuple[str | None, Tensor | None, str | None]:
+    """(name, index, why not) as a model of numbers was cut, where the weights agree."""
+    name, index = found
+    fits = to_local(param).shape == (full[name].shape if index is None else index.shape)
+    if not fits or not _agrees(param, full[name], index):
+        return None, None, problem
+    return name, index, None
 
 
 def flat_pieces(model: nn.Module) -> dict[int, tuple[int, int]]:
@@ -244,7 +261,10 @@ def _found(local: Tensor, full: Tensor) -> tuple[Tensor | None, str | None]:
     offsets = _offsets(local.detach(), full)
     if len(offsets) != 1:
         often = "nowhere" if not offsets else f"{len(offsets)} times"
-        return None, f"has shape {shape}, and its values occur {often} in the full weight"
+        return None, (
+            f"has shape {shape}, and its values occur {often} in the full weight: which part it "
+            f"is can be said by shard_of"
+        )
     index = torch.arange(full.numel()).view(full.shape)
     for dim, start in enumerate(offsets[0]):
         index = index.narrow(dim, start, local.shape[dim])

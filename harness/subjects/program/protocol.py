@@ -289,7 +289,15 @@ def terms_of(program: Any) -> dict[str, Any]:
     terms = getattr(program, "terms", None)
     if terms is None:
         return {"loss": program.loss_sum}
-    terms = terms() if callable(terms) else terms
+    if callable(terms):
+        try:
+            inspect.signature(terms).bind()
+        except TypeError as error:
+            raise Broken(
+                f"terms: the name is taken for the loss's terms, a dict or a method that gives "
+                f"one, and yours cannot be called without arguments ({error})"
+            ) from None
+        terms = terms()
     if not isinstance(terms, Mapping) or not terms:
         raise Broken(f"terms: got {_kind(terms)}, expected a dict of functions")
     out = {}

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sumgrad.base.memory import give_back_memory
 from sumgrad.base.outcome import SETUP, describe_operation
 from sumgrad.base.tensors import bits, hash_weights, same_bits, to_local
@@ -28,6 +29,7 @@ from sumgrad.record.trace import Trace
 from sumgrad.subjects.own_gradients import Losses, OwnGradients, gathered
 from sumgrad.subjects.program.context import Context, make_context, make_meshes
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
+from sumgrad.subjects.program.numbered import Found, Numbers
 from sumgrad.subjects.program.placement import Placed, Placement, place
 from sumgrad.subjects.program.protocol import (
     Weights,
@@ -125,21 +127,7 @@ class _TierRun:
     def __init__(self, rank: Rank, job: RunSpec, tier: str, dtype: torch.dtype) -> None:
         self.rank, self.job, self.tier, self.dtype = rank, job, tier, dtype
         self.fault = find_program_fault(job.fault, job.workload) if job.fault else None
-        workload = planted_class(job.workload, job.fault) if job.fault else job.workload
-        self.program = make_program(workload, job.topology, seed=job.seed)
-        scramble(101, rank.rank)
-        model = build(self.program)
-        self.built = hash_model(model)
-        self.base = {n: p.detach().clone() for n, p in trained(model).items()}
         self.rounded = coarsest(getattr(torch, d) for d in job.tiers.values())
-        scramble(102, rank.rank)
-        self._set_batch(0)
-        self.batch_hash = self.hash_of_batch
-        self.model = to_precision(to_precision(model, self.rounded), dtype)
-        self.full = self._weights(0)
-        self.ctx: Context = make_context(
-            job.topology, rank.rank, rank.meshes, dtype=dtype, seed=job.seed
-        )
         self.misbehaviour = (
             Misbehaviour(self.fault, job.topology)
             if isinstance(self.fault, CollectiveFault)
@@ -147,26 +135,79 @@ class _TierRun:
         )
         self.stepped = False
         self.elsewhere = operations_elsewhere()
-        self._distribute()
+        self._build()
+        self._distribute(None)
+        if self._is_any_untold():
+            numbered = self._numbered()
+            self._build()  # once more: the last that a Program distributes is the one that it steps
+            self._distribute(numbered)
 
-    def _distribute(self) -> None:
+    def _make(self, dtype: torch.dtype) -> tuple[Any, Context]:
+        """A fresh Program, and what its methods are told."""
+        job, rank = self.job, self.rank
+        workload = planted_class(job.workload, job.fault) if job.fault else job.workload
+        program = make_program(workload, job.topology, seed=job.seed)
+        ctx = make_context(job.topology, rank.rank, rank.meshes, dtype=dtype, seed=job.seed)
+        scramble(101, rank.rank)
+        return program, ctx
+
+    def _build(self) -> None:
+        self.program, self.ctx = self._make(self.dtype)
+        model = build(self.program)
+        self.built = hash_model(model)
+        self.base = {n: p.detach().clone() for n, p in trained(model).items()}
+        scramble(102, self.rank.rank)
+        self._set_batch(0)
+        self.batch_hash = self.hash_of_batch
+        self.model = to_precision(to_precision(model, self.rounded), self.dtype)
+        self.full = self._weights(0)
+
+    def _distributed(
+        self, program: Any, model: nn.Module, ctx: Context, dtype: torch.dtype
+    ) -> nn.Module:
+        """What the Program's own `distribute` makes of a model; the model where it has none."""
+        scramble(103, self.rank.rank)
+        if not hasattr(program, "distribute"):
+            return model
+        with (
+            self.rank.ledger.label(f"{SETUP}/distribute"),
+            default_dtype(dtype),
+            lifting(dtype, change=self.job.lift),
+        ):
+            given = program.distribute(model, ctx)
+        if not isinstance(given, nn.Module):
+            raise TypeError(
+                f"distribute() returned {type(given).__name__}, expected the nn.Module whose "
+                f"gradients are to be read"
+            )
+        return given
+
+    def _is_any_untold(self) -> bool:
+        """Whether some rank holds a parameter without a place: all ranks distribute together."""
+        cut = hasattr(self.program, "distribute")
+        count = torch.tensor(len(self.placement.unknown) if cut else 0)
+        with self.rank.ledger.label(f"{SETUP}/places"):
+            dist.all_reduce(count, dist.ReduceOp.MAX)
+        return bool(count)
+
+    def _numbered(self) -> Found:
+        """Where every shard lies of a model that is distributed with a number as each weight."""
+        numbers = Numbers({name: value.shape for name, value in self.base.items()})
+        try:
+            program, ctx = self._make(torch.float64)
+            model = to_precision(build(program), torch.float64)
+            scramble(102, self.rank.rank)
+            hold_batch(program, round_batch(full_batch(program), self.rounded, torch.float64))
+            numbers.write(trained(model))
+            return numbers.read(self._distributed(program, model, ctx, torch.float64))
+        except Exception:  # it looks at the values, or at how often: what is unknown is said so
+            return {}
+
+    def _distribute(self, numbered: Found | None) -> None:
         ties = tied(self.model)
         kept = trained(self.model)  # kept alive until all is placed: ids would be used again
         self.modules = dict(self.model.named_modules())
-        scramble(103, self.rank.rank)
-        if hasattr(self.program, "distribute"):
-            with (
-                self.rank.ledger.label(f"{SETUP}/distribute"),
-                default_dtype(self.dtype),
-                lifting(self.dtype, change=self.job.lift),
-            ):
-                model = self.program.distribute(self.model, self.ctx)
-            if not isinstance(model, nn.Module):
-                raise TypeError(
-                    f"distribute() returned {type(model).__name__}, expected the nn.Module whose "
-                    f"gradients are to be read"
-                )
-            self.model = model
+        self.model = self._distributed(self.program, self.model, self.ctx, self.dtype)
         declared = getattr(self.program, "shard_of", None)
         self.placement: Placement = place(
             self.model,
@@ -174,6 +215,7 @@ class _TierRun:
             dict(self.full),
             (lambda name: declared(name, self.ctx)) if declared else None,
             {id(module): name for name, module in self.modules.items()},
+            numbered,
         )
         self.untied = untied(ties, self.model)
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}

@@ -1,4 +1,4 @@
-"""Hooks that see what goes through modules: every output, and the gradient that reaches it."""
+"""Hooks that see what goes through modules: what goes in, what comes out, and their gradients."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.record.trace import LOSS, Call, Trace
+from sumgrad.record.ranks import sample_of
+from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Trace
 from sumgrad.subjects.program.placement import WRAPPERS
 from sumgrad.subjects.program.taken_up import taken_up
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 MAX_BYTES = 1 << 28  # of outputs and gradients, on each rank
+MAX_BYTES_INTO = 1 << 27  # of what goes into modules and is no output, and its gradients
 _PREFIXES = {a + b for a in (*WRAPPERS, "") for b in WRAPPERS}
+MAX_USED = 4  # states of one parameter that differ
 MAX_PARTS = 4  # tensors of one output that are looked at
 
 
@@ -47,8 +51,14 @@ class ModuleWatch:
         self._last: dict[int, Tensor] = {}
         self._data: list[Tensor] = []
         self._entered: list[str] = []
-        self._bytes, self._left_out = 0, dict[str, None]()
+        self._copies = WeakIdKeyDictionary()  # tensor -> its version, and what is kept of it
+        self._call_of = WeakIdKeyDictionary()  # tensor -> number of the call that saw it first
+        self._same: dict[int, int] = {}
+        self._room = {INTO: MAX_BYTES_INTO, "": MAX_BYTES}
+        self._left_out: dict[str, None] = {}
         self._handles: list[Any] = []
+        self._used: dict[str, list[Tensor]] = {}
+        self._used_numel: dict[str, int] = {}
         self._with_paths = with_paths
         self._made_by: list[tuple[str, Any]] = []
 
@@ -58,8 +68,9 @@ class ModuleWatch:
 
     def __enter__(self) -> ModuleWatch:
         for name, module in self._modules.items():
-            hook = self._hook(name)
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            before, after = self._hook(name, self._enter), self._hook(name, self._leave)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
         return self
 
     def __exit__(
@@ -73,40 +84,79 @@ class ModuleWatch:
 
     def trace(self, batch: Mapping[str, Tensor] | None = None) -> Trace:
         """What was seen. batch: the full batch, where this is the single process."""
+        first = [self._same.get(i, i) for i in range(len(self._calls))]
+        came = [{k: self._calls[i][k] for k in ("operation_back", "arrivals")} for i in first]
         return Trace(
-            calls=tuple(Call(**call) for call in self._calls),
+            calls=tuple(Call(**call | back) for call, back in zip(self._calls, came, strict=True)),
             outputs=tuple(self._outputs),
-            gradients=tuple(self._gradients.get(i) for i in range(len(self._calls))),
-            sources={call["module"]: self._sources[call["module"]] for call in self._calls},
+            gradients=tuple(self._gradients.get(i) for i in first),
+            sources={
+                call["module"]: self._sources[call["module"]]
+                for call in self._calls
+                if call["module"] in self._sources
+            },
             data=tuple(self._data),
             entered=tuple(self._entered),
             batch=batch,
             left_out=tuple(self._left_out),
             takes=taken_up(self._made_by),
+            used={name: tuple(held) for name, held in self._used.items()},
+            used_numel=self._used_numel,
         )
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _hook(self, name: str, see: Callable[..., None]) -> Callable[..., None]:
+        def hook(module: nn.Module, *given: Any) -> None:
             if _is_trial():
                 return
             with torch.no_grad():
-                self._see(name, args, kwargs, output)
+                see(name, *given)
 
         return hook
 
-    def _see(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        number = self._numbers[name] = self._numbers.get(name, -1) + 1
-        for tensor in _tensors((args, kwargs)):
+    def _uses(self, when: str, module: str) -> None:
+        """The parameters that a module has now: a wrapper gathers those that it cuts."""
+        for own, param in self._modules[module]._parameters.items():
+            if param is None or not param.is_floating_point():
+                continue
+            local = to_local(param).detach()
+            name = f"{module}.{own}" if module else own
+            if local.numel() != self._used_numel.setdefault(name, local.numel()):
+                continue
+            try:
+                if not local.untyped_storage().size():
+                    continue  # put away until it is gathered again
+                flat = local.reshape(-1)
+                at = sample_of(len(flat), MAX_SAMPLE).to(flat.device)
+                value = flat[at].to(device="cpu", copy=True)
+            except (RuntimeError, NotImplementedError):
+                continue  # a tensor of a class of its own
+            held = self._used.setdefault(f"{when}/{name}", [])
+            if len(held) < MAX_USED and not any(torch.equal(value, known) for known in held):
+                held.append(value)
+
+    def _enter(self, name: str, args: Any, kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._uses("forward", name)
+        tensors = list(_tensors((args, kwargs)))
+        for tensor in tensors:
             if tensor.grad_fn is None and not tensor.requires_grad:
                 self._keep_data(name, tensor)
-        parts = [t for t in _tensors(output) if t.is_floating_point() or t.is_complex()]
+        self._see(f"{INTO}{name}", [t for t in tensors if _has_digits(t)])
+
+    def _leave(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        parts = [t for t in _tensors(output) if _has_digits(t)]
         for tensor in parts:
             self._made(name, tensor)
+        self._see(name, parts)
+
+    def _see(self, name: str, parts: list[Tensor]) -> None:
+        """One call. What is there already, as another module's output, is not kept twice."""
+        number = self._numbers[name] = self._numbers.get(name, -1) + 1
         for part, tensor in enumerate(parts[:MAX_PARTS]):
-            held = self._kept(name, tensor)
+            at = len(self._calls)
+            held, before = self._kept(name, tensor), self._call_of.get(tensor)
             if held is None:
                 continue
-            at = len(self._calls)
             self._calls.append(
                 {
                     "module": name,
@@ -115,9 +165,14 @@ class ModuleWatch:
                     "operation": self.operations(),
                     "operation_back": None,
                     "recomputed": torch._C._current_graph_task_id() != -1,
+                    "arrivals": 0,
                 }
             )
             self._outputs.append(held)
+            if name.startswith(INTO) and before is not None and self._outputs[before] is held:
+                self._same[at] = before
+                continue
+            self._call_of[tensor] = at
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(self._gradient_hook(name, at))
 
@@ -127,30 +182,49 @@ class ModuleWatch:
 
     def _gradient_hook(self, name: str, at: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
+            if not name.startswith(INTO):
+                self._uses("backward", name)
             held = self._kept(name, gradient)
             if held is None or (at in self._last and torch.equal(self._last[at], held)):
                 return  # passed through again, as by a backward for inputs and one for weights
             self._last[at] = held
             self._gradients[at] = self._gradients[at] + held if at in self._gradients else held
             self._calls[at]["operation_back"] = self.operations()
+            self._calls[at]["arrivals"] += 1
 
         return hook
 
     def _kept(self, name: str, tensor: Tensor) -> Tensor | None:
+        version, copy = self._copies.get(tensor, (None, None))
+        if version == _version(tensor):
+            known: Tensor = copy
+            return known
         local = to_local(tensor).detach()
         if local.is_complex():
             local = torch.view_as_real(local)
-        self._bytes += local.numel() * local.element_size()
-        if self._bytes > MAX_BYTES:
+        kind = INTO if name.startswith(INTO) else ""
+        self._room[kind] -= local.numel() * local.element_size()
+        if self._room[kind] < 0:
             self._left_out[name] = None
             return None
-        return local.to(device="cpu", copy=True).contiguous()
+        held = local.to(device="cpu", copy=True).contiguous()
+        self._copies[tensor] = (_version(tensor), held)
+        return held
 
     def _keep_data(self, name: str, tensor: Tensor) -> None:
         held = self._kept(name, tensor)
         if held is not None and held.dim() and held.numel():
             self._data.append(held)
             self._entered.append(name)
+
+
+def _has_digits(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was changed in place; inference tensors do not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _is_trial() -> bool:
@@ -203,7 +277,8 @@ def _is_whole(module: nn.Module, names: Mapping[int, str]) -> bool:
 def source_of(module: nn.Module) -> str:
     """A module's class, and the line of its forward where it is not torch's own."""
     cls = type(module)
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    if code is None or cls.__module__.startswith("torch."):
+    forward = inspect.unwrap(cls.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or (forward.__module__ or "").startswith("torch."):  # inherited, perhaps
         return cls.__name__
     return f"{cls.__name__} at {code.co_filename}:{code.co_firstlineno}"

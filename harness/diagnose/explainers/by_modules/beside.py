@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from sumgrad.base.outcome import some_of
+from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, owners
@@ -19,7 +19,7 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause, and that the modules are right where they are: what is wrong comes after them."""
     look = looked_by_rows(case)
     kinds = ("forward", "backward", "recomputed", "rows_read", "loss_weights", "loss_at_tokens",
-             "term_factor")  # fmt: skip
+             "term_factor", "own_backward", "gathered_weights")  # fmt: skip
     if look is None or diagnosis.kind in kinds or first_wrong_forward(look) is not None:
         return diagnosis
     told = [m for m in look.modules if look.forward(m) == "right"]
@@ -35,10 +35,10 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     inside = sorted({m or "the model" for m in owners(case) if not _told_of(look, m)})
     if not known or len(known) < len(factors) or not same(known):
         return diagnosis
-    text += _after_the_modules(diagnosis, known[0])
+    text += _after_the_modules(case, diagnosis, known[0])
     if any(_terms_differ(s) for m in look.modules for s in look.seen[m]):
         return diagnosis
-    if inside:
+    if len(inside) == len(set(owners(case))):  # where others are wrong, too, it is none of theirs
         text += (
             f"; or in how {some_of(inside)} makes its own parameters' gradients, which no module's "
             f"output shows"
@@ -61,7 +61,7 @@ def _terms_differ(seen: Seen) -> bool:
     return any(len(factors) > 1 and not same(factors) for factors in told)
 
 
-def _after_the_modules(diagnosis: Diagnosis, of_loss: float) -> str:
+def _after_the_modules(case: Case, diagnosis: Diagnosis, of_loss: float) -> str:
     """What a factor of every rank's loss says of the factor that was measured.
 
     Which of the two is wrong is not known: a step may scale its loss by what it divides by later.
@@ -76,7 +76,13 @@ def _after_the_modules(diagnosis: Diagnosis, of_loss: float) -> str:
         measured = float(Fraction(diagnosis.factor))
     except ValueError:
         return _up_to(of_loss)
-    return f"{_up_to(of_loss)}, and what follows multiplies by {fraction_of(measured / of_loss)}"
+    wrong = {cell.rank for cell in case.failing_cells}
+    right = sorted({cell.rank for cell in case.cells} - wrong)
+    text = f"{_up_to(of_loss)}, and what follows multiplies by {fraction_of(measured / of_loss)}"
+    if right and abs(of_loss - 1) > SAME_FACTOR:
+        text += (f" on rank {spans(sorted(wrong))}, and by {fraction_of(1 / of_loss)} on rank "
+                 f"{spans(right)}, whose gradients are right")  # fmt: skip
+    return text
 
 
 def _up_to(of_loss: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from sumgrad.diagnose.case import Case, explains, fails
 from sumgrad.diagnose.fit import as_fraction
-from sumgrad.diagnose.modules.look import Look, look_at
+from sumgrad.diagnose.modules.look import Look, Seen, look_at, look_into, terms_together
 from sumgrad.diagnose.modules.loss_weights import shares_at_the_loss
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.diagnose.row_fit import Unit, column
@@ -37,6 +37,25 @@ def _look(case: Case) -> Look | None:
         return look_at(traces, case.record.spec.tiers[case.tier], axis_groups(case))
     except (RuntimeError, ValueError, IndexError):
         return None  # tensors of shapes that nobody thought of take no verdict away
+
+
+def gone_into(case: Case, module: str) -> list[Seen]:
+    """What went into a module on every rank; nothing where it was not recorded."""
+    traces = case.record.traces
+    if traces is None or looked(case) is None:
+        return []
+    known = case.known.setdefault("gone_into", {})
+    if module not in known:
+        dtype = case.record.spec.tiers[case.tier]
+        try:
+            if "terms_together" not in case.known:
+                case.known["terms_together"] = terms_together(traces)
+            traces = case.known["terms_together"]
+            known[module] = look_into(traces, dtype, axis_groups(case), module)
+        except (RuntimeError, ValueError, IndexError):
+            known[module] = []
+    found: list[Seen] = known[module]
+    return found
 
 
 def rows_of_micro_batches(case: Case) -> dict[int, frozenset[int]] | None:

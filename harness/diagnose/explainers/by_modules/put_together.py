@@ -148,15 +148,18 @@ def _in_words(case: Case, parts: Sequence[Part], found: Sequence[Counted]) -> Di
                    "threshold")  # fmt: skip
     others = [c for c in _names(case) if c not in names]
     however = (f"{some_of(others)} is wrong too and not explained by it",) if others else ()
+    own = _own_only(case, parts, found, names)
     readings = (
         _late(parts, found, names),
         _by_group(parts, found, names),
-        _own_only(case, parts, found, names),
+        own,
         _by_number(parts, found, names),
         _some_ranks(parts, found, names),
     )
     for kind, cause in readings:
         if cause:
+            if (kind, cause) == own:
+                because.append(which_step(case, names, mixed=False)[2])
             return Diagnosis(cause=cause, kind=kind, ranks=ranks, because=tuple(because),
                              standing="likely" if others else "proved",
                              however=however)  # fmt: skip
@@ -277,6 +280,12 @@ def _some_ranks(
         return "", None
     most = max(abs(n) for counted in found for n in counted.often) * _common_weight(parts)
     repeated = f", {_number(most)} times" if abs(most - 1) > CLOSE else ""
+    if len(groups) == 1:
+        lost = sorted(everybody - set(next(iter(groups))))
+        text = f"what rank {spans(lost)} made is not in {some_of(list(names))}, on any rank"
+        return "lost_contribution", text + (
+            f"; the rest is, {_number(most)} times" * bool(repeated)
+        )
     shown = "; ".join(
         f"rank {spans(ranks)} holds what rank {spans(list(inside))} made{repeated}"
         for inside, ranks in list(groups.items())[:4]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -25,17 +24,21 @@ from sumgrad.diagnose.modules.loss_weights import (
     behind_few_directions,
     geometric,
     never_enters,
+    odd_vectors,
     own_counts,
     own_positions,
+    places_of,
     row_weights,
     same,
     shares_at_the_loss,
     shares_of_term,
+    usual_factor,
 )
 from sumgrad.diagnose.names import factor_symbols
 from torch import Tensor
 
 MOST_WEIGHTS = 4
+MOST_SHARES = 8
 
 
 def tokens_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
@@ -142,12 +145,15 @@ def _single_numbers(
 ) -> Diagnosis | None:
     """Vectors with factors that are no weights: many, or below a head of single numbers."""
     head = behind_few_directions(look, module)
-    odd = {s.rank: s.odd for s in shares if s.factor is None and s.odd}
-    regular = all(s.factor is not None or None not in s.by_row.values() for s in shares)
-    if not odd or regular or (head is None and not any(_many_factors(s) for s in shares)):
+    several = any(s.factor is None and len(s.vectors) > 1 for s in shares)
+    by_rows = [s.by_row and None not in s.by_row.values() for s in shares]
+    regular = all(s.factor is not None or told for s, told in zip(shares, by_rows, strict=True))
+    if not several or regular or (head is None and not any(_many_factors(s) for s in shares)):
         return None
+    usual = usual_factor(shares)
+    odd = _odd_in_words(shares, usual)
     right = sorted({s.rank for s in shares} - odd.keys())
-    shown = "; ".join(f"on rank {rank} at {places}" for rank, places in list(odd.items())[:4])
+    shown = "; ".join(f"on rank {rank} {words}" for rank, words in list(odd.items())[:4])
     if head is None:
         width = look.seen[module][0].shape[-1:]
         cause = (
@@ -167,10 +173,10 @@ def _single_numbers(
             f"the forward is right; what {named(look, head)} gives is a number or two a token, so "
             f"a wrong target, a weight and a second path into the loss all look like a factor there"
         ]
-    if all(_most_are_alike(s) for s in shares if s.rank in odd):
+    if usual is not None:
         because.append("at all other places its gradient is right, up to one factor")
     if right:
-        because.append(f"on rank {spans(right)} it is right everywhere")
+        because.append(f"on rank {spans(right)} it has that one factor everywhere")
     return Diagnosis(
         cause=cause,
         kind="loss_at_tokens",
@@ -180,16 +186,27 @@ def _single_numbers(
     )
 
 
-def _most_are_alike(share: Share) -> bool:
-    """Whether there is a usual factor that others can be told from."""
-    factors = list(share.places.values())
-    usual = statistics.median(factors)
-    return 2 * sum(same([f, usual]) for f in factors) > len(factors)
+def _odd_in_words(shares: Sequence[Share], usual: float | None) -> dict[int, str]:
+    """Rank -> which of its vectors do not have the usual factor; all where there is none."""
+    out: dict[int, str] = {}
+    several = len({s.number for s in shares}) > 1
+    for s in shares:
+        odd = list(s.vectors) if usual is None else odd_vectors(s, usual)
+        if not odd:
+            continue
+        if usual is None:
+            factors = [s.vectors[at] for at in odd]
+            words = f"factors from {min(factors):.6g} to {max(factors):.6g}"
+        else:
+            words = f"at {places_of(s, odd)}"
+        if s.rank not in out:
+            out[s.rank] = words + (f" in call {s.number}" if several else "")
+    return out
 
 
 def _many_factors(share: Share) -> bool:
     """Whether its vectors have more factors than people give weights."""
-    return share.factor is None and len({fraction_of(f) for f in share.places.values()}) > (
+    return share.factor is None and len({fraction_of(f) for f in share.vectors.values()}) > (
         MOST_WEIGHTS
     )
 
@@ -204,6 +221,12 @@ def _weights_in_words(case: Case, shares: Sequence[Share], term: str | None = No
     if len(parts) > 1 and alike:
         listed = ", ".join(f"{part + 1}: {fraction_of(f)}" for part, f in parts.items())
         return f"the model's outputs enter the loss with factors of their own: {listed}"
+    odd = _odd_part(shares)
+    if odd is not None:
+        words = _weights_in_words(case, odd, term)
+        number, every = odd[0].part + 1, len({s.part for s in shares})
+        alone = f"of {every} outputs number {number} alone, every other has one factor"
+        return None if words is None else f"{alone}: {words}"
     if len(known) == len(factors):
         if same(known):
             return None
@@ -221,26 +244,41 @@ def _weights_in_words(case: Case, shares: Sequence[Share], term: str | None = No
     return _tokens_in_words(shares)
 
 
+def _odd_part(shares: Sequence[Share]) -> list[Share] | None:
+    """Those of the one part of an output that has several factors, where every other has one."""
+    by_part: dict[int, list[Share]] = {}
+    for s in shares:
+        by_part.setdefault(s.part, []).append(s)
+    odd = [
+        own
+        for own in by_part.values()
+        if any(s.factor is None for s in own) or not same([s.factor or 0.0 for s in own])
+    ]
+    return odd[0] if len(odd) == 1 < len(by_part) else None
+
+
 def _tokens_in_words(shares: Sequence[Share]) -> str:
     """Which positions of which ranks have which factor."""
     words = []
+    common, several = usual_factor(shares), len({s.number for s in shares}) > 1
     for s in shares:
         places: dict[str, list[int]] = {}
-        for place, factor in s.places.items():
-            places.setdefault(fraction_of(factor), []).append(place)
-        if len(places) < 2:
-            continue
-        usual = max(places, key=lambda value: len(places[value]))
+        for at, factor in s.vectors.items():
+            places.setdefault(fraction_of(factor), []).append(at)
+        usual = None if common is None else fraction_of(common)
         odd = [
-            f"{s.place} {spans(at)} " + ("never enters it" if value == "0" else f"{value} times")
+            ("never" if value == "0" else f"{value} times") + f" at {places_of(s, at)}"
             for value, at in places.items()
             if value != usual
         ]
-        words.append(f"on rank {s.rank} {', '.join(odd)}, all others {usual} times")
+        if odd:
+            others = f", {usual} times at all others" if usual in places else ""
+            call = f" in call {s.number}" if several else ""
+            words.append(f"on rank {s.rank}{call} {', '.join(odd)}{others}")
     shown = "; ".join(list(dict.fromkeys(words))[:4])
     if any("never" in text for text in words):
         return f"tokens are lost from the loss: {shown}"
-    return f"tokens enter the loss with factors that loss_sum does not give them: {shown}"
+    return f"tokens count in the gradient of the loss with factors of their own: {shown}"
 
 
 def _by_part(case: Case, shares: Sequence[Share], several: bool, term: str | None) -> str:
@@ -258,7 +296,7 @@ def _by_part(case: Case, shares: Sequence[Share], several: bool, term: str | Non
             text = f"every {unit} divides by its {kind}, not by that of all"
             if abs(share - 1) > 1e-6:
                 text += f" (a mean of means: the parts are weighed by {fraction_of(share)}"
-                text += f" = {symbols[0]})" if symbols else ")"
+                text += f", which equals {symbols[0]})" if symbols else ")"
             return text
         if own_positions(shares, level=level):
             return (
@@ -279,8 +317,17 @@ def _by_part(case: Case, shares: Sequence[Share], several: bool, term: str | Non
     by_call: dict[int, float] = {s.number: s.factor for s in shares if s.factor is not None}
     if all(s.factor is not None and same([s.factor, by_call[s.number]]) for s in shares):
         return f"each micro-batch has a factor of its own, by number: {_list(by_call)}"
-    pairs = {i: s.factor for i, s in enumerate(shares) if s.factor is not None}
-    return f"ranks and micro-batches have factors of their own: {_list(pairs)}"
+    parts = {s.part for s in shares}
+    told = [
+        f"rank {s.rank} micro-batch {s.number}"
+        + (f" output {s.part + 1}" if len(parts) > 1 else "")
+        + f": {s.factor:.6g}"
+        for s in shares
+        if s.factor is not None
+    ]
+    more = f" and {len(told) - MOST_SHARES} more" if len(told) > MOST_SHARES else ""
+    first = ", ".join(told[:MOST_SHARES])
+    return f"ranks and micro-batches have factors of their own: {first}{more}"
 
 
 def _odd_rank(factors: dict[int, float]) -> str | None:

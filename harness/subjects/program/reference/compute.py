@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.memory import give_back_memory
-from sumgrad.record.reference import Reference
+from sumgrad.record.reference import Reference, as_count
 from sumgrad.record.spec import Facts
 from sumgrad.subjects.noise_floor import Grads, differences, norm
 from sumgrad.subjects.program.protocol import Weights, coarsest, trained
@@ -106,7 +106,7 @@ def _without_noise(exact: Exact, weights: str, num_steps: int) -> Reference:
         same_dtype={},
         norm=norm(exact.sums.total),
         norm_floor=0.0,
-        counts={name: int(term.count) for name, term in terms.items()},
+        counts={name: as_count(term.count) for name, term in terms.items()},
         weights=weights,
         kinds={name: term.kind for name, term in terms.items()},
         reached=_reached(exact, num_steps),
@@ -171,8 +171,9 @@ def _problems(exact: Exact) -> tuple[list[str], list[str], list[str]]:
                 )
                 continue
             problems.append(
-                f"{name}: two single-process runs of loss_sum over the same rows differ: it draws "
-                f"unseeded random numbers, or depends on the order of the rows"
+                f"{name}: two single-process runs of loss_sum over the same rows, one of them in "
+                f"another order, differ: it draws unseeded random numbers, or depends on which "
+                f"row stands where (numbers of rows in the batch itself are none after a cut)"
             )
         elif term.kind == "coupled":
             warnings.append(

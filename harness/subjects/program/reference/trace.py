@@ -80,6 +80,8 @@ def _together(found: Mapping[str, Trace]) -> Trace:
             name: source for trace in found.values() for name, source in trace.sources.items()
         },
         takes=_united(trace.takes for trace in found.values()),
+        used=_united_used(found.values()),
+        used_numel={n: num for trace in found.values() for n, num in trace.used_numel.items()},
         by_term={
             term: tuple(own.get(i) for i in range(len(calls))) for term, own in places.items()
         },
@@ -92,6 +94,15 @@ def _united(takes: Iterable[Mapping[str, tuple[str, ...]]]) -> dict[str, tuple[s
         for name, others in one.items():
             out.setdefault(name, {}).update(dict.fromkeys(others))
     return {name: tuple(others) for name, others in out.items()}
+
+
+def _united_used(found: Iterable[Trace]) -> dict[str, tuple[Tensor, ...]]:
+    out: dict[str, list[Tensor]] = {}
+    for trace in found:
+        for name, own in trace.used.items():
+            held = out.setdefault(name, [])
+            held += [t for t in own if not any(torch.equal(t, known) for known in held)]
+    return {name: tuple(own) for name, own in out.items()}
 
 
 def _same_call(

@@ -1,0 +1,334 @@
+"""Where the backward of a user's own step goes wrong: a module, what lies between two, the loss."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import between, is_in, listed, places
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    fraction_of,
+    gone_into,
+    looked,
+    named,
+    owners,
+)
+from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
+from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
+from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
+from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.first_wrong import (
+    FirstWrong,
+    first_wrong_backward,
+    first_wrong_forward,
+)
+from sumgrad.diagnose.modules.look import Look, Seen, State, constant
+from sumgrad.diagnose.modules.loss_weights import is_untold, same
+from sumgrad.diagnose.modules.matching import SAME_FACTOR
+from sumgrad.diagnose.modules.targets import Target, other_targets
+from sumgrad.diagnose.names import group_symbols
+
+SAME_LOSS = 1e-9
+MOST_TARGETS = 3  # that are written out
+
+
+def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
+    """A gradient that is not right any more at some module, and at none further down."""
+    look = looked(case)
+    if look is None or first_wrong_forward(look) is not None:
+        return
+    found = first_wrong_backward(look, owners(case))
+    if found is None:
+        return
+    uneven = None if found.modules else uneven_rows(case)
+    yield explained(case, uneven[0] if uneven else _backward(case, look, found))
+
+
+def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
+    at, above = named(look, found.wrong), listed(look, found.modules)
+    what = f"the gradient that reaches the output of {at}"
+    if above:
+        what += ", which goes into it,"
+    several = max(s.call.arrivals for s in found.seen)
+    if several > 1:
+        what += f" summed over the {several} backwards that reach it,"
+    shown = None
+    symbols: list[str] = []
+    if found.lost:
+        cause = f"no gradient reaches the output of {at} on rank {spans(found.ranks)}"
+        cause += _in_some_calls(look, found)
+    elif found.ratio is not None:
+        shown = fraction_of(found.ratio)
+        symbols = group_symbols(case, found.ratio)
+        measured = f", measured by what reaches {some_of(found.modules)}," if above else ""
+        cause = (f"{what} is{measured} {shown} times that of the single process on rank "
+                 f"{spans(found.ranks)}")  # fmt: skip
+        cause += f", which equals {symbols[0]}" if symbols else ""
+    else:
+        cause = f"{what} is wrong on rank {spans(found.ranks)}"
+    because = list(_evidence(case, look, found, above))
+    weights = weights_there(case, found.modules, "backward")
+    kind = "backward"
+    if weights:
+        kind = "gathered_weights"
+        held, how_they_are = weights_in_words(weights)
+        cause += f"; in the backward {held} is not the model's"
+        because = [*how_they_are, "look at what gathers it again before the backward", *because]
+    return Diagnosis(
+        cause=_what_is_right(look, above) + cause + _terms_there(look, found),
+        kind=kind,
+        ranks=found.ranks,
+        factor=shown,
+        symbol=symbols[0] if symbols else None,
+        because=tuple(because),
+    )
+
+
+def _what_is_right(look: Look, above: str) -> str:
+    """The forward, and the backward down to the modules `above`."""
+    told = sum(look.forward(module) == "right" for module in look.modules)
+    head = f"the forward is right in all {told} modules that could be compared; "
+    lacking = next(iter(look.lacking), None)
+    if lacking is not None:
+        few, every = look.lacking[lacking]
+        right = all(look.forward(m) != "wrong" for m in look.modules)
+        head = "what the ranks' modules give is right, but " if right else ""
+        head += (
+            f"{few} of the {every} vectors that {named(look, lacking)} gives the single process "
+            f"are on no rank (padding that is cut off, or a pass that is missing or another); "
+        )
+    if above:
+        return f"{head}the backward is right down to {above}; "
+    return f"{head}the loss itself, outside of the modules, is another or has another gradient: "
+
+
+def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator[str]:
+    """Which vectors, where to look, and what lies there."""
+    at = named(look, found.wrong)
+    if not found.lost and not found.ratio:
+        least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
+        yield f"wrong are {least}{places(found.seen)}"
+        if any(_with_factors(s) for s in found.seen):
+            yield "the others there are right but for factors of their own"
+        else:
+            yield from _factor_of_the_others(found)
+        if not above:
+            yield from _other_targets(case, look, found)
+    if max(s.call.arrivals for s in found.seen) > 1:
+        yield ("where a step discards or overwrites what one of these backwards gives, it is right "
+               "to have more there: then look at what is kept")  # fmt: skip
+    yield from _parts_of_output(look, found)
+    alike = [m for m in found.alike if not is_in(found.wrong, m)]
+    if alike:
+        yield f"so is that of {listed(look, alike)}, which goes into the same"
+    towards = _towards(case, look, found) if above else (
+        f"what follows {at}: the loss, and its backward")  # fmt: skip
+    loss = above and len(found.modules) < len(found.beside)
+    yield f"look at {towards}" + (", and at the loss, which uses it too" if loss else "")
+    if not above:
+        yield from losses_beside(case)
+    yield from _own_gradients(case, look, found)
+    yield from _untold_between(look, found)
+    yield from _weighed(look, found)
+    yield from _parts_between(look, found)
+    yield from between(case, found, back=True)
+    yield from in_the_gradients(case)
+
+
+def _other_targets(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """Targets of a cross entropy that are others than the single process's."""
+    traces = case.record.traces
+    told = None if traces is None else other_targets(traces, found.wrong, found.seen)
+    if not told:
+        return []
+    shown = [
+        f"class {t.now} at {_token(t)}, where that has "
+        + ("no gradient" if t.was is None else f"class {t.was}")
+        for t in told[:MOST_TARGETS]
+    ]
+    more = len(told) - len(shown)
+    text = "; ".join([*shown, f"and {more} more"] if more else shown)
+    return [f"it is the gradient of other targets than the single process's: {text}: look at how "
+            f"targets are cut, shifted and masked"]  # fmt: skip
+
+
+def _token(target: Target) -> str:
+    s, at = target.seen, f"vector {target.vector}"
+    if len(s.shape) > 2:
+        at = f"position {target.vector % s.shape[1]}"
+    where = s.where.picked.tolist().index(target.vector) if s.where is not None else 0
+    row = -1 if s.rows is None else int(s.rows[where])
+    return f"{at}{f' of row {row}' if row >= 0 else ''} on rank {s.rank}"
+
+
+def _own_gradients(case: Case, look: Look, found: FirstWrong) -> Iterator[str]:
+    """Modules of torch's own that are right at their outputs, and whose parameters are not."""
+    wrong = {*owners(case)}
+    odd = [m for m in found.modules if m in wrong and " at " not in look.sources.get(m, " at ")
+           and {s.backward for s in look.seen[m]} == {"right"}]  # fmt: skip
+    if odd:
+        yield (f"what reaches {some_of(odd)} is right on every rank, and its own gradients are "
+               f"wrong: what its backward uses, its saved input or its weight, is not what its "
+               f"forward used, or they are changed afterwards")  # fmt: skip
+
+
+def _towards(case: Case, look: Look, found: FirstWrong) -> str:
+    """Where to look: in the backward of the right modules, or between them and the wrong one."""
+    at, above = named(look, found.wrong), listed(look, found.modules)
+    states = {m: _gradient_that_leaves(case, look, found, m) for m in found.modules}
+    if all(state == "right" for state in states.values()):
+        return (f"what runs between {at} and {above}: the gradient of what goes into "
+                f"{some_of(list(states))} is right")  # fmt: skip
+    wrong = [m for m, state in states.items() if state == "wrong"]
+    if len(wrong) < len(states):
+        return f"the backward of {above}, and of what runs between {at} and there"
+    text = f"the backward of {above}: the gradient of what goes into it is wrong already"
+    if not any(" at " in look.sources.get(m, "") for m in wrong):
+        text += (", and it is torch's own: something else uses what goes into it, or what its "
+                 "backward needs, its weight or its input, was changed in between")  # fmt: skip
+    return text
+
+
+def _gradient_that_leaves(case: Case, look: Look, found: FirstWrong, module: str) -> State:
+    """Whether what goes into a module ends up with the right gradient, on the wrong ranks."""
+    into = [s for s in gone_into(case, module) if s.rank in found.ranks and s.backward != "untold"]
+    if not into or {s.rank for s in into} != {*found.ranks}:
+        return "untold"
+    if any(s.backward == "wrong" for s in into):
+        return "wrong"
+    if found.ratio is None and all(s.backward == "right" for s in into):
+        return "right"
+    here = {constant(s.factors) for s in into}
+    there = {constant(s.factors) for s in look.seen[module] if s.rank in found.ranks
+             and s.backward == "right"}  # fmt: skip
+    if any(s.backward == "part" for s in into) or None in here or len(here | there) > 2:
+        return "untold"
+    values = [f for f in (*here, *there) if f is not None]
+    return "right" if values and same(values) else "untold"
+
+
+def _factor_of_the_others(found: FirstWrong) -> Iterator[str]:
+    """What all vectors that are not wrong have in common, where it is not 1."""
+    factors = [constant(s.factors) for s in found.seen]
+    known = [f for f in factors if f is not None]
+    if known and same(known) and abs(known[0] - 1) > SAME_FACTOR:
+        yield f"the others there have the factor {fraction_of(known[0])}"
+
+
+def _with_factors(seen: Seen) -> bool:
+    """Whether the vectors that are right are so only up to factors that differ."""
+    told = seen.factors is not None and not bool(seen.factors.isnan().all())
+    return told and constant(seen.factors) is None
+
+
+def _in_some_calls(look: Look, found: FirstWrong) -> str:
+    """Where a rank calls a module several times, and only some of the calls get no gradient."""
+    rank = found.seen[0].rank
+    every = {s.call.number for s in look.seen[found.wrong] if s.rank == rank}
+    without = {s.call.number for s in found.seen if s.rank == rank}
+    if len(every) < 2 or every == without:
+        return ""
+    return f" in call {spans(sorted(without))} of {len(every)}; in the others one does"
+
+
+def _weighed(look: Look, found: FirstWrong) -> list[str]:
+    """Gradients that are right beside it but for factors, and where: one, or vectors' own."""
+    out = []
+    for module in found.modules:
+        factors = [constant(s.factors) for s in look.seen[module] if s.backward == "right"
+                   and s.factors is not None and not bool(s.factors.isnan().all())]  # fmt: skip
+        if not factors:
+            continue
+        known = [f for f in factors if f is not None]
+        if len(known) < len(factors) or not same(known):
+            out.append(f"what reaches {module or 'the model'} is right but for factors of its "
+                       f"vectors or ranks")  # fmt: skip
+        elif abs(known[0] - 1) > SAME_FACTOR:
+            out.append(f"what reaches {module or 'the model'} has the factor "
+                       f"{fraction_of(known[0])} on all ranks")  # fmt: skip
+    ranks = sorted({s.rank for s in look.seen[found.wrong] if s.rank not in found.ranks
+                    and s.backward == "right" and _with_factors(s)})  # fmt: skip
+    if ranks:
+        out.append(f"on rank {spans(ranks)} it is right but for factors of its vectors")
+    return out
+
+
+def losses_beside(case: Case) -> list[str]:
+    """The ranks' losses beside that of the single process, where both are known."""
+    traces = case.record.traces
+    if traces is None or len(traces.single.losses) != 1:
+        return []
+    wanted = traces.single.losses[0]
+    losses, of = _each_once([trace.losses for trace in traces.ranks.values()])
+    got = sum(losses)
+    ratio = got / wanted if wanted else 0.0
+    if not ratio:
+        return []
+    times = round(ratio) if ratio > 0.5 else 1 / round(1 / ratio) if ratio > 0 else 0.0
+    if times and abs(ratio / times - 1) < SAME_LOSS:
+        up_to = "" if times == 1 else f", {fraction_of(times)} times"
+        return [f"the losses that the ranks' backwards start from{of} add up to that of the single "
+                f"process{up_to}: its value may be right, and its gradient is not"]  # fmt: skip
+    return [f"the losses that the ranks' backwards start from{of} add up to {got:.9g}, {ratio:.6g} "
+            f"times that of the single process ({wanted:.9g})"]  # fmt: skip
+
+
+def _each_once(losses: Sequence[tuple[float, ...]]) -> tuple[list[float], str]:
+    """The losses of all ranks; of as many that are the same, as ranks of an axis have, one."""
+    often = Counter(losses)
+    times = set(often.values())
+    if len(times) == 1 and max(times) > 1 and all(losses):
+        return [x for own in often for x in own], f", each {max(times)} that are the same once,"
+    return [x for own in losses for x in own], ""
+
+
+def _untold_between(look: Look, found: FirstWrong) -> list[str]:
+    """What lies on the way and could not be told, so it may be wrong there already."""
+    above = look.paths.all_above(found.wrong)
+    right = {m for module in found.modules for m in (module, *look.paths.all_above(module))}
+    near = [m for m in look.modules if m in above and m not in right and is_untold(look, m)]
+    if not near:
+        return []
+    return [f"on the way, whether the gradient that reaches {some_of(near)} is right could not be "
+            f"told: it has too few directions"]  # fmt: skip
+
+
+def _parts_between(look: Look, found: FirstWrong) -> list[str]:
+    """What is there in parts on the way, which may be meant or be the fault itself."""
+    above = look.paths.all_above(found.wrong)
+    near = [m for m in look.modules if m in above and look.backward(m) == "part"]
+    if not near:
+        return []
+    axis = next(s.axis for s in look.seen[near[0]] if s.backward == "part")
+    return [f"on the way the gradient that reaches {some_of(near)} is a part, whole only when "
+            f"summed over {axis}"]  # fmt: skip
+
+
+def _parts_of_output(look: Look, found: FirstWrong) -> list[str]:
+    """Which of a module's several outputs it is."""
+    parts = {s.call.part for s in look.seen[found.wrong]}
+    wrong = {s.call.part for s in found.seen}
+    if len(parts) < 2 or parts == wrong:
+        return []
+    return [f"of its {len(parts)} outputs number {spans(sorted(p + 1 for p in wrong))} alone"]
+
+
+def _terms_there(look: Look, found: FirstWrong) -> str:
+    """Which terms of a loss of several are met there first, in words; what came before is right."""
+    parts = {s.call.part for s in found.seen}
+    live = {t for part in parts for t in look.terms_at.get((found.wrong, part), ())}
+    met = {
+        term
+        for module in (found.wrong, *look.paths.all_above(found.wrong))
+        for s in look.seen.get(module, ())
+        if s.backward == "right" and (module, s.call.part) != (found.wrong, min(parts))
+        for term in look.terms_at.get((module, s.call.part), ())
+    }
+    new = sorted(live - met)
+    if not new or len(look.terms) < 2:
+        return ""
+    text = f", where {some_of(new)} comes in"
+    return text + (f"; {some_of(sorted(met))} is right behind it" if met else "")

@@ -1,0 +1,91 @@
+"""Words for modules, for vectors of a tensor, and for what a rank issues between two modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import looked, named
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.look import Look, Seen
+
+MAX_OPERATIONS = 4
+
+
+def listed(look: Look, modules: Sequence[str]) -> str:
+    """Modules by name, class and line, the nearest first; of one inside another the inner."""
+    inner = [m for m in modules if not any(is_in(other, m) for other in modules)]
+    return some_of([named(look, m) for m in reversed(inner)])
+
+
+def is_in(module: str, outer: str) -> bool:
+    return module != outer and (not outer or module.startswith(f"{outer}."))
+
+
+def places(seen: Sequence[Seen]) -> str:
+    """Which vectors of a tensor are not right, in words."""
+    s = seen[0]
+    if s.wrong is None or not s.shape:
+        return "all of it"
+    total = math.prod(s.shape[:-1])
+    calls = sorted({x.call.number for x in seen if x.rank == s.rank})
+    alike = all(x.wrong is not None and set(x.wrong) == set(s.wrong)
+                for x in seen if x.rank == s.rank)  # fmt: skip
+    others = spans(sorted({*calls} - {s.call.number}))
+    many = f", in call {s.call.number}, and others in call {others}"
+    if alike or not others:
+        many = "" if calls == [0] else f", in calls {spans(calls)}"
+    if len(s.wrong) >= total:
+        return f"all vectors of it, in part at least, on rank {s.rank}{many}"
+    shape = " x ".join(map(str, s.shape))
+    if len(s.shape) >= 3:
+        last = s.shape[-2]
+        positions = sorted({int(i) % last for i in s.wrong})
+        if len(positions) < last:
+            return f"positions {spans(positions)} of {last} on rank {s.rank}{many} ({shape})"
+    return f"vectors {spans([int(i) for i in s.wrong])} of {total} on rank {s.rank}{many} ({shape})"
+
+
+def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
+    """The collectives that the first wrong rank issues in between, in words."""
+    s, traces = found.seen[0], case.record.traces
+    if traces is not None and not found.modules:
+        return _since_the_forward(s, traces.ranks[s.rank].operations) if back else []
+    issued = issued_between(case, found, back=back)
+    if issued is None:
+        return []
+    if not issued:
+        return [f"rank {s.rank} issues no collective between these two (what else goes into it may "
+                f"come from before)"]  # fmt: skip
+    more = f" and {len(issued) - MAX_OPERATIONS} more" if len(issued) > MAX_OPERATIONS else ""
+    return [f"in between rank {s.rank} issues {'; '.join(issued[:MAX_OPERATIONS])}{more}"]
+
+
+def issued_between(case: Case, found: FirstWrong, *, back: bool) -> tuple[str, ...] | None:
+    """The collectives that the first wrong rank issues between the modules beside and the wrong
+    one; None where that is not known."""
+    traces, look = case.record.traces, looked(case)
+    if traces is None or look is None or not found.modules:
+        return None
+    s = found.seen[0]
+    nearest = [x for m in found.modules for x in look.seen[m] if x.rank == s.rank]
+    mine = [x for x in nearest if x.call.number == s.call.number]
+    if not mine:
+        return None
+    times = [x.call.operation_back if back else x.call.operation for x in mine]
+    known = [time for time in times if time is not None]
+    b = s.call.operation_back if back else s.call.operation
+    if len(known) < len(found.modules) or b is None or b < min(known):
+        return None
+    return tuple(traces.ranks[s.rank].operations[min(known) : b])
+
+
+def _since_the_forward(s: Seen, operations: Sequence[str]) -> list[str]:
+    a, b = s.call.operation, s.call.operation_back
+    issued = list(dict.fromkeys(operations[a:b]))
+    if b is None or not issued:
+        return []
+    shown = "; ".join(issued[:MAX_OPERATIONS])
+    return [f"between that output and its gradient rank {s.rank} issues {shown}"]

@@ -1,0 +1,175 @@
+"""Where the forward of a user's own step goes wrong: the first module, or what goes into it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import between, issued_between, listed, places
+from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked, named
+from sumgrad.diagnose.explainers.by_modules.rows_used import reading
+from sumgrad.diagnose.explainers.factors import explained
+from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.first_wrong import (
+    FirstWrong,
+    first_wrong_forward,
+    first_wrong_recomputed,
+)
+from sumgrad.diagnose.modules.look import Look, Seen, State
+
+SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")
+
+
+def recomputed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
+    """An output that is right in the forward, and another when a checkpoint computes it again."""
+    look = looked(case)
+    found = None if look is None else first_wrong_recomputed(look)
+    if look is None or found is None:
+        return
+    by_hand = [s for s in found.seen if not s.call.recomputed]
+    text = f"{named(look, found.wrong)} gives something else when it is computed again"
+    text += "" if by_hand else " in the backward"
+    first = "in the forward its output is the single process's"
+    if by_hand:
+        rank = by_hand[0].rank
+        numbers = sorted({s.call.number for s in by_hand if s.rank == rank})
+        which = f"call{'s'[: len(numbers) > 1]} {spans(numbers)}"
+        first += f", without a gradient; with one, in {which} on rank {rank}, it is another"
+    yield explained(
+        case,
+        Diagnosis(
+            cause=f"{text}, on rank {spans(found.ranks)}: what a checkpoint recomputes is not what "
+            f"the forward was",
+            kind="recomputed",
+            ranks=found.ranks,
+            because=(first,),
+        ),
+    )
+
+
+def forward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
+    """An output that is no slice of the single process's, and nothing right after it."""
+    look = looked(case)
+    found = None if look is None else first_wrong_forward(look)
+    if look is not None and found is not None:
+        yield explained(case, _forward(case, look, found))
+
+
+def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
+    told = any(s.forward == "right" for m in look.modules for s in look.seen[m])
+    text, look_at = _start_of_forward(case, look, found)
+    because = [f"its output is no slice of the single process's: {places(found.seen)}", *look_at]
+    below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
+    shared = [m for m in below if look.shared(m)]
+    if shared:
+        because.append(
+            f"{some_of(shared)} is found by its values, which are those of all rows: whether this "
+            f"rank takes the positions that are its own, they do not tell"
+        )
+    whole = sorted({s.rank for s in look.seen[found.wrong]} - set(found.ranks))
+    if whole:
+        because.append(f"on rank {spans(whole)} it is right")
+    parts, missing = _parts_below(case, look, found)
+    because += parts or between(case, found, back=False)
+    because += reading(case)
+    if missing:
+        text += f": {missing}"
+    return Diagnosis(
+        cause=text + ("" if told else "; no module's output is the single process's"),
+        kind="skipped_collective" if missing else "forward",
+        ranks=found.ranks,
+        because=tuple(because),
+    )
+
+
+def _parts_below(case: Case, look: Look, found: FirstWrong) -> tuple[list[str], str]:
+    """What it is made from that is there in parts, and what is issued next; and which sum is
+    missing, if nothing is."""
+    near = look.paths.next_below(found.wrong, lambda m: look.forward(m) in ("right", "part"))
+    parts = sorted((m for m in near if look.forward(m) == "part"), key=look.modules.index)
+    if not parts:
+        return [], ""
+    last = parts[-1]
+    axis = next(s.axis for s in look.seen[last] if s.forward == "part")
+    told = f"what {some_of(parts)} gives is a part on each rank, whole only when summed over {axis}"
+    # A wrapper's own sum is issued before the hooks see what its module gives.
+    before = look.paths.next_below(last, lambda m: look.forward(m) == "right") or (last,)
+    since = replace(found, beside=tuple(sorted(before, key=look.modules.index)))
+    issued = issued_between(case, since, back=False)
+    words = [told, *between(case, since, back=False)]
+    if issued is not None and not issued:
+        later = _summed_later(case, look, found)
+        if not later:
+            return words, f"the sum over {axis} of what {named(look, last)} gives is missing"
+        words.append(f"only after it rank {found.seen[0].rank} issues {later}: what is added to a "
+                     f"part before it is summed counts on every rank")  # fmt: skip
+    if issued:
+        words.append(
+            "look whether their result is what goes on, whether it is there in time, and whether "
+            "something whole, as a bias, is added to the parts before"
+        )
+    return words, ""
+
+
+def _summed_later(case: Case, look: Look, found: FirstWrong) -> str:
+    """The first sum that a rank issues between what is wrong and what is made from it, in words."""
+    s, traces = found.seen[0], case.record.traces
+    above = look.paths.next_above(found.wrong, look.seen.__contains__)
+    then = [x.call.operation for m in above for x in look.seen.get(m, ())
+            if x.rank == s.rank and x.call.number == s.call.number]  # fmt: skip
+    end = min(then) if then else s.call.operation_back
+    issued = () if traces is None else traces.ranks[s.rank].operations[s.call.operation : end]
+    return next((words for words in issued if words.startswith(SUMS)), "")
+
+
+def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, list[str]]:
+    """In words: the module, or what goes into it, and where to look."""
+    near, at = listed(look, found.beside), named(look, found.wrong)
+    called, ranks = found.wrong or "the model", f"on rank {spans(found.ranks)}"
+    into = what_goes_into(case, found)
+    extra: list[str] = []
+    if not near and _is_the_lesser_part(found.seen):
+        extra = ["these may be halos, ghosts or padding that are right to differ: then they must "
+                 "not count in the loss, and what follows from them is wrong"]  # fmt: skip
+        if into == "wrong":
+            return (f"some of what goes into {at} is nothing that goes into it in the single "
+                    f"process {ranks}", extra)  # fmt: skip
+    if into == "right":
+        start = f"the forward is right up to {near} and" if near else "the forward"
+        text = f"{start} goes wrong in {at} {ranks}"
+        where = ("every vector that goes into it is one of the single process's: look at its "
+                 "forward, or at what belongs where in what it is given")  # fmt: skip
+    elif into == "wrong":
+        start = f"the forward is right up to {near};" if near else "in the forward"
+        text = f"{start} what goes into {at} is wrong already {ranks}"
+        where = (f"look between the output of {near} and the call of {called}" if near
+                 else f"look at what is handed to {called}")  # fmt: skip
+    else:
+        start = f"the forward is right up to {near};" if near else "in the forward"
+        text, where = f"{start} the output of {at} is wrong {ranks}", ""
+    if not near:
+        text += "; no module whose output could be compared leads to it"
+    return text, [line for line in (where, *extra) if line]
+
+
+def what_goes_into(case: Case, found: FirstWrong) -> State:
+    """Of the calls whose outputs are wrong, on their ranks."""
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    into = [
+        s
+        for s in gone_into(case, found.wrong)
+        if (s.rank, s.call.number) in calls and not s.call.recomputed
+    ]
+    if any(s.forward == "wrong" for s in into):
+        return "wrong"
+    told = {(s.rank, s.call.number) for s in into if s.forward == "right"}
+    return "right" if told == calls and all(s.forward == "right" for s in into) else "untold"
+
+
+def _is_the_lesser_part(seen: Sequence[Seen]) -> bool:
+    """Of each call's vectors less than all are wrong."""
+    return all(s.wrong is not None and len(s.wrong) < math.prod(s.shape[:-1]) for s in seen)

@@ -1,0 +1,77 @@
+"""Modules that compute with other weights than the model's: what a gather left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import between, listed
+from sumgrad.diagnose.explainers.by_modules.looked import looked, named
+from sumgrad.diagnose.explainers.factors import explained
+from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
+from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.weights_used import OtherWeight, When, how, other_weights
+
+
+def computed_with_other_weights(case: Case, left: Left) -> Iterator[Explanation]:
+    """The first module of the forward whose weights are not the model's, and no other wrong before.
+
+    Not where its outputs are right all the same: then they stand in another order there.
+    """
+    look = looked(case)
+    wrong = None if look is None else first_wrong_forward(look)
+    for module in () if look is None else look.modules:
+        assert look is not None
+        odd = {s.rank for s in look.seen[module] if s.forward != "right"}
+        found = [w for w in weights_there(case, [module], "forward") if w.rank in odd]
+        if found:
+            yield explained(case, _cause(case, look, module, found))
+            return
+        if wrong is not None and module == wrong.wrong:
+            return
+
+
+def _cause(case: Case, look: Look, module: str, found: Sequence[OtherWeight]) -> Diagnosis:
+    held, how_they_are = weights_in_words(found)
+    ranks = tuple(sorted({w.rank for w in found}))
+    below = look.paths.next_below(module, lambda m: look.forward(m) == "right")
+    beside = tuple(sorted(below, key=look.modules.index))
+    head = f"the forward is right up to {listed(look, beside)}; " if beside else ""
+    because = [*how_they_are, "look at what gathers them, or changes them, before it is called"]
+    seen = tuple(s for s in look.seen[module] if s.rank in ranks and not s.call.recomputed)
+    if seen:
+        because += between(case, FirstWrong(wrong=module, seen=seen, beside=beside), back=False)
+    return Diagnosis(
+        cause=f"{head}{named(look, module)} computes with other weights than the model's: {held}",
+        kind="gathered_weights",
+        ranks=ranks,
+        because=tuple(because),
+    )
+
+
+def weights_there(case: Case, modules: Sequence[str], when: When) -> list[OtherWeight]:
+    """Parameters that these modules compute with and that are not the model's, in float64.
+
+    Later steps of a script start from weights that its own optimizer made, on each side.
+    """
+    traces, spec = case.record.traces, case.record.spec
+    if traces is None or spec.tiers[case.tier] != "float64" or (spec.script and case.step):
+        return []
+    return [found for module in modules for found in other_weights(traces, module, when)]
+
+
+def weights_in_words(found: Sequence[OtherWeight]) -> tuple[str, list[str]]:
+    """What modules compute with, and how it differs; of one parameter, and the others' names."""
+    first = found[0]
+    names = list(dict.fromkeys(f.name for f in found))
+    ranks = sorted({f.rank for f in found if f.name == first.name})
+    more = f" (and {some_of(names[1:])})" if len(names) > 1 else ""
+    shown: dict[str, list[int]] = {}
+    for one in found:
+        if one.name == first.name:
+            shown.setdefault(how(one), []).append(one.rank)
+    told = [f"of {first.name}, on rank {spans(r)}, {text}" for text, r in list(shown.items())[:3]]
+    return f"{first.name}{more} on rank {spans(ranks)}", told

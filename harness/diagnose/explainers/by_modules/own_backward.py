@@ -1,0 +1,58 @@
+"""A module of the user's own whose backward gives its own parameters something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sumgrad.base.outcome import some_of
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked_by_rows, named, owners
+from sumgrad.diagnose.explainers.by_rank import wrong_before_it_is_reduced
+from sumgrad.diagnose.explainers.factors import explained
+from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
+from sumgrad.diagnose.modules.look import Look
+
+
+def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
+    """All that goes through the modules is right, forward and backward; what a backward gives some
+    parameters is not: of modules that are not torch's own, or that the ranks do not call."""
+    look = looked_by_rows(case)
+    modules = list(dict.fromkeys(owners(case)))
+    if look is None or first_wrong_forward(look) or first_wrong_backward(look, modules):
+        return
+    if not wrong_before_it_is_reduced(case):
+        return
+    ranks = tuple(sorted({cell.rank for cell in case.failing_cells}))
+    inside = [m for m in modules if any(s.rank in ranks for s in look.seen.get(m, ()))]
+    if any(not _is_right_through(case, look, m) for m in inside):
+        return
+    told = sum(look.forward(m) == "right" for m in look.modules)
+    names = list(dict.fromkeys(cell.name for cell in case.failing_cells))
+    elsewhere = [m or "the model" for m in modules if m not in inside]
+    where = [f"the backward of {some_of([named(look, m) for m in inside])}"] if inside else []
+    if elsewhere:
+        where.append(f"the backward of what these ranks run in place of {some_of(elsewhere)}")
+    yield explained(
+        case,
+        Diagnosis(
+            cause=f"forward and backward are right in all {told} modules that could be compared, "
+            f"and what the backward gives {some_of(names)} is wrong before anything is reduced: "
+            f"look at {', and at '.join(where)}",
+            kind="own_backward",
+            ranks=ranks,
+            because=("a penalty on these parameters, or a second backward, would look the same",),
+        ),
+    )
+
+
+def _is_right_through(case: Case, look: Look, module: str) -> bool:
+    """A module that is not torch's own, and right in all that goes in and out."""
+    into = gone_into(case, module)
+    return (
+        " at " in look.sources.get(module, "")
+        and (look.forward(module), look.backward(module)) == ("right", "right")
+        and bool(into)
+        and all(s.forward != "wrong" for s in into)
+    )

@@ -1,0 +1,104 @@
+"""What is said of whose micro-batches a rank holds, and of vectors whose factors are no weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sumgrad.diagnose.explainers.by_modules import weights
+from sumgrad.diagnose.explainers.by_modules.put_together import Counted, Part, _some_ranks
+from sumgrad.diagnose.modules.loss_weights import Share
+
+PARTS = [
+    Part(ranks=(0, 1), number=0, weights=torch.tensor([1.0, 0, 0]).double()),
+    Part(ranks=(2,), number=0, weights=torch.tensor([0.0, 1, 0]).double()),
+    Part(ranks=(3,), number=0, weights=torch.tensor([0.0, 0, 1]).double()),
+]
+
+
+def held(*often: tuple[float, ...]) -> list[Counted]:
+    return [Counted(rank=r, names=("w",), often=own) for r, own in enumerate(often)]
+
+
+@pytest.mark.parametrize(
+    ("often", "kind", "cause"),
+    [
+        ([(1, 1, 0)] * 4, "lost_contribution", "what rank 3 made is not in w, on any rank"),
+        ([(0, 0, 1)] * 4, "lost_contribution", "what rank 0-2 made is not in w, on any rank"),
+        ([(3, 0, 3)] * 4, "lost_contribution",
+         "what rank 2 made is not in w, on any rank; the rest is, 3 times"),
+        ([(1, 1, 0), (1, 1, 0), (1, 1, 0), (0, 0, 1)], "too_few_ranks",
+         "w is reduced over too few ranks: rank 0-2 holds what rank 0-2 made; rank 3 holds what "
+         "rank 3 made"),
+        ([(1, 1, 1)] * 4, "", None),
+        ([(0, 0, 0)] * 4, "", None),
+    ],
+)  # fmt: skip
+def test_parts_of_some_ranks(often, kind, cause):
+    assert _some_ranks(PARTS, held(*often), ["w"]) == (kind, cause)
+
+
+def share(rank: int, vectors: dict[int, float], by_row: dict[int, float | None]) -> Share:
+    same = len(set(vectors.values())) == 1
+    return Share(
+        rank=rank, number=0, rows=tuple(by_row), factor=vectors[0] if same else None,
+        by_row=by_row, shape=(len(vectors), 3), vectors=vectors,
+    )  # fmt: skip
+
+
+MANY = {0: 1.0, 1: 3.4, 2: -0.07, 3: 4.3, 4: 26.0}
+
+
+@pytest.mark.parametrize(
+    ("shares", "narrow"),
+    [
+        ([share(0, MANY, {})], True),  # nobody knows whose rows these are
+        ([share(0, MANY, {}), share(1, {0: 1.0, 1: 1.0}, {})], True),
+        ([share(0, {0: 1.0, 1: 1.0}, {})], False),
+        ([share(0, {0: 1.0, 1: 0.0, 2: 1.0}, {})], False),  # a token that is lost
+        ([share(0, MANY, {0: 1.0, 1: 3.4, 2: -0.07, 3: 4.3, 4: 26.0})], False),  # weights of rows
+    ],
+)
+def test_many_factors_of_vectors_of_unknown_rows_are_no_weights(monkeypatch, shares, narrow):
+    monkeypatch.setattr(weights, "behind_few_directions", lambda look, module: None)
+    seen = {"router": [SimpleNamespace(shape=torch.Size((5, 3)))]}
+    look = SimpleNamespace(modules=("router",), seen=seen)
+    monkeypatch.setattr(weights, "named", lambda look, module: module)
+    found = weights._single_numbers(look, "router", shares, "main")
+    assert (found is not None) == narrow
+    if found is not None:
+        assert found.cause.startswith(
+            "the gradient of main that reaches router is wrong, by a factor of its own in each "
+            "vector of 3 numbers: on rank 0 "
+        )
+
+
+def of_part(part: int, *factors: float, number: int = 0) -> list[Share]:
+    return [
+        Share(rank=r, number=number, rows=(), factor=f, by_row={}, part=part)
+        for r, f in enumerate(factors)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ([*of_part(0, 2.0, 2.0, 2.0), *of_part(1, 1.0, 1.0, 3.0)],
+         "of 2 outputs number 2 alone, every other has one factor: the loss of rank 2 has the "
+         "factor 3, that of all other ranks 1: its rows count 3 times as much"),
+        (of_part(1, 1.0, 1.0, 3.0),
+         "the loss of rank 2 has the factor 3, that of all other ranks 1: its rows count 3 times "
+         "as much"),
+        ([*of_part(0, 2.0, 2.0), *of_part(1, 3.0, 3.0)],
+         "the model's outputs enter the loss with factors of their own: 1: 2, 2: 3"),
+        (of_part(0, 2.0, 2.0), None),
+        ([*of_part(0, 2.0, 3.5), *of_part(0, 1.25, 2.0, number=1)],
+         "ranks and micro-batches have factors of their own: rank 0 micro-batch 0: 2, rank 1 "
+         "micro-batch 0: 3.5, rank 0 micro-batch 1: 1.25, rank 1 micro-batch 1: 2"),
+    ],
+)  # fmt: skip
+def test_the_output_that_is_weighed_otherwise_is_looked_at_alone(monkeypatch, shares, words):
+    monkeypatch.setattr(weights, "_row_counts", lambda *_: None)
+    case = SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(facts=None)))
+    assert weights._weights_in_words(case, shares) == words
