@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sumgrad.base.files import read_json, write_json
+from sumgrad.record.computed import Computed, computed_as_json, computed_from
 from sumgrad.record.endings import rank_file
 from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import DAMAGED
@@ -59,6 +60,7 @@ class Trace:
     `backward/NAME` -> samples of the parameter of that name of build()'s model as its module had it
     when it was called, or when the gradient of its output came: those that differ, at the places
     sample_of(numel, MAX_SAMPLE). used_numel: of how many elements each, by the parameter's name.
+    computed: what a user's lines did outside of torch's modules.
     """
 
     calls: tuple[Call, ...]
@@ -79,6 +81,7 @@ class Trace:
     losses: tuple[float, ...] = ()
     used: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
     used_numel: Mapping[str, int] = field(default_factory=dict)
+    computed: Computed = Computed()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,6 +108,7 @@ def write_trace(path: Path, trace: Trace) -> None:
     tensors |= {
         f"used/{i}/{name}": t for name, own in trace.used.items() for i, t in enumerate(own)
     }
+    tensors |= {f"value/{i}": t for i, t in enumerate(trace.computed.values)}
     first: dict[int, str] = {}
     again = {
         key: known
@@ -127,6 +131,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "losses": list(trace.losses),
         "used": {name: len(own) for name, own in trace.used.items()},
         "used_numel": dict(trace.used_numel),
+        "computed": computed_as_json(trace.computed),
     }
     write_json(path.with_suffix(".json"), said)
 
@@ -137,7 +142,7 @@ def read_trace(path: Path) -> Trace:
     held = dict(read_tensors(path.with_suffix(".safetensors")))
     held |= {key: held[known] for key, known in said.get("again", {}).items()}
     calls = tuple(Call(**call) for call in said["calls"])
-    num_data = sum(key.startswith("data/") for key in held)
+    num_data, num_values = (sum(k.startswith(kind) for k in held) for kind in ("data/", "value/"))
 
     def named(kind: str) -> Grads:
         return {key.removeprefix(kind): t for key, t in held.items() if key.startswith(kind)}
@@ -163,6 +168,9 @@ def read_trace(path: Path) -> Trace:
             for name, num in said.get("used", {}).items()
         },
         used_numel=said.get("used_numel", {}),
+        computed=computed_from(
+            said.get("computed", ()), [held[f"value/{i}"] for i in range(num_values)]
+        ),
         by_term={
             term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
             for term in said["terms"]

@@ -13,12 +13,21 @@ _PACKAGE = Path(os.path.abspath(__file__)).parents[1]  # as the names of its fil
 _OURS = tuple(str(_PACKAGE / name) + os.sep for name in ("subjects", "launch", "ledger"))
 
 
+def is_users(name: str) -> bool:
+    """Whether a file's name is none of torch's, and none that only observes."""
+    return not name.startswith((_TORCH, *_OURS)) and "contextlib" not in name
+
+
+def is_torchs(name: str) -> bool:
+    """Whether it is one of torch's."""
+    return name.startswith(_TORCH)
+
+
 def users_line() -> str:
     """`file.py:12`, the nearest one below the caller; the outermost where all are ours."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, *_OURS)) and "contextlib" not in name:
+        if is_users(frame.f_code.co_filename):
             break
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -54,6 +54,7 @@ from sumgrad.subjects.program.unseen import (
     gradients_elsewhere,
     trained_names,
 )
+from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
@@ -99,7 +100,8 @@ class Rank:
                 run.step(before)
             names = {id(m): name for name, m in run.modules.items()}
             seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations)
-            with seen, Losses() as losses, run.own_gradients() as own:
+            computations = Computations()
+            with seen, Losses() as losses, run.own_gradients() as own, computations:
                 run.step(step)
             gave, at = own.taken(p.name for p in run.placement.placed)
             return replace(
@@ -108,6 +110,7 @@ class Rank:
                 own_at=at,
                 own_lines=own.lines(),
                 losses=tuple(losses.values),
+                computed=computations.computed(),
             )
         finally:
             run.close()

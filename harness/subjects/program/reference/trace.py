@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sumgrad.record.computed import computed_together
 from sumgrad.record.spec import Facts
 from sumgrad.record.trace import Call, Trace
+from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.protocol import coarsest, default_dtype, trained
 from sumgrad.subjects.program.reference.single import Single
 from sumgrad.subjects.program.watch import MAX_BYTES, ModuleWatch
@@ -33,10 +35,10 @@ def trace_reference(
     for name in single.terms:
         count = single.value_and_count(name, rows)[1]
         watching = ModuleWatch(single.model, with_paths=True)
-        with watching as seen, default_dtype(single.dtype):
+        with watching as seen, default_dtype(single.dtype), Computations() as computations:
             single.at_loss = seen.at_loss
             single.gradient(name, rows, rows, seed=1 / count)
-        found[name] = seen.trace(single.batch)
+        found[name] = replace(seen.trace(single.batch), computed=computations.computed())
         total += single.value / count
     params = {n: p.detach().clone() for n, p in trained(single.model).items()}
     size = sum(p.numel() * p.element_size() for p in params.values())
@@ -80,6 +82,7 @@ def _together(found: Mapping[str, Trace]) -> Trace:
             name: source for trace in found.values() for name, source in trace.sources.items()
         },
         takes=_united(trace.takes for trace in found.values()),
+        computed=computed_together([trace.computed for trace in found.values()]),
         used=_united_used(found.values()),
         used_numel={n: num for trace in found.values() for n, num in trace.used_numel.items()},
         by_term={

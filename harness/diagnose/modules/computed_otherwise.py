@@ -1,0 +1,212 @@
+"""Lines that compute with one thing of the single process's, and with another beside it.
+
+Where a rank's line and one of the single process call the same function, and the numbers of one
+argument are all found in that of the other, element by element, the arguments beside it can be
+compared element by element, too: a mean, a mask, a count, a target. In float64, where equal numbers
+are no chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from sumgrad.record.computed import Computation, Computed
+from torch import Tensor
+
+CLOSE = 1e-9  # of the number itself
+FEWEST = 3  # different numbers: fewer are found by chance
+SAMPLES = 8
+NUMBERS = {"add", "sub", "rsub", "mul", "div", "rdiv", "pow", "clamp", "lerp"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Otherwise:
+    """rank's computation `mine` takes another argument number `at` than `its` of the single process.
+
+    factor: of all its numbers, where it is one. num, of: how many of its elements that were
+    compared are others. now, was: the first of these.
+    """
+
+    rank: int
+    mine: Computation
+    its: Computation
+    at: int
+    factor: float | None
+    num: int
+    of: int
+    now: float
+    was: float
+
+
+def first_otherwise(rank: int, mine: Computed, whole: Computed) -> Otherwise | None:
+    """The first computation of a rank that takes something else, in its own order."""
+    return next(every_otherwise(rank, mine, whole), None)
+
+
+def every_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[Otherwise]:
+    """All of them, in the order in which the rank computes them."""
+    there = _Table(whole.values)
+    by_function: dict[str, list[Computation]] = {}
+    for c in whole.computations:
+        by_function.setdefault(c.function, []).append(c)
+    known: dict[int, frozenset[int]] = {}
+    for c in mine.computations:
+        beside = by_function.get(c.function, ())
+        for number in {t for t in c.takes if isinstance(t, int)} if beside else ():
+            if number not in known:
+                known[number] = there.holding(mine.values[number])
+        found = list(_compared(rank, c, mine, whole, beside, known, there))
+        if not found or None in found:
+            continue
+        others = [f for f in found if f is not None]
+        own = [f for f in others if f.its.line == f.mine.line]
+        if own or len({(f.its.line, f.was, f.at) for f in others}) == 1:
+            yield (own or others)[0]
+
+
+def _compared(
+    rank: int,
+    c: Computation,
+    mine: Computed,
+    whole: Computed,
+    beside: Sequence[Computation],
+    known: dict[int, frozenset[int]],
+    there: _Table,
+) -> Iterator[Otherwise | None]:
+    """One for each computation with an argument in common; None where the others are the same."""
+    for w in beside:
+        if len(w.takes) != len(c.takes):
+            continue
+        for j, (a, b) in enumerate(zip(c.takes, w.takes, strict=True)):
+            if not isinstance(a, int) or not isinstance(b, int) or b not in known[a]:
+                continue
+            places = there.places(mine.values[a], b)
+            if places is None:
+                continue
+            shapes = mine.values[a].shape, whole.values[b].shape
+            states = [
+                _beside(x, y, mine, whole, c.function, shapes, places)
+                for i, (x, y) in enumerate(zip(c.takes, w.takes, strict=True))
+                if i != j
+            ]
+            if None in states:
+                continue  # nothing that could be compared
+            at = next((i for i, s in enumerate(states) if s), None)
+            if at is None:
+                yield None
+                continue
+            factor, num, of, now, was = states[at]  # type: ignore[misc]
+            yield Otherwise(rank=rank, mine=c, its=w, at=at + (at >= j), factor=factor,
+                            num=num, of=of, now=now, was=was)  # fmt: skip
+            break
+
+
+State = tuple[float | None, int, int, float, float] | tuple[()]
+
+
+def _beside(
+    x: int | str, y: int | str, mine: Computed, whole: Computed, function: str,
+    shapes: tuple[torch.Size, torch.Size], places: tuple[Tensor, Tensor],
+) -> State | None:  # fmt: skip
+    """How another argument differs: () where it does not, None where that cannot be told."""
+    if isinstance(x, str) and isinstance(y, str):
+        if x == y:
+            return ()
+        if function not in NUMBERS:
+            return None
+    got, wanted = _tensor(x, mine), _tensor(y, whole)
+    if got is None or wanted is None:
+        return None
+    flat, beside = _spread(got, shapes[0]), _spread(wanted, shapes[1])
+    if flat is None or beside is None:
+        return None
+    return _differ(flat[places[0]], beside[places[1]])
+
+
+def _tensor(argument: int | str, computed: Computed) -> Tensor | None:
+    if isinstance(argument, int):
+        return computed.values[argument]
+    try:
+        return torch.tensor(float(argument), dtype=torch.float64)
+    except ValueError:
+        return None
+
+
+def _spread(tensor: Tensor, shape: torch.Size) -> Tensor | None:
+    """Flat, one number for each element of another argument's shape."""
+    try:
+        if tensor.dim() < len(shape) and tensor.dim() and tensor.shape == shape[: tensor.dim()]:
+            tensor = tensor.reshape(*tensor.shape, *[1] * (len(shape) - tensor.dim()))
+        return torch.broadcast_to(tensor, shape).reshape(-1).double()
+    except RuntimeError:
+        return None
+
+
+def _differ(got: Tensor, wanted: Tensor) -> State:
+    scale = float(wanted.abs().max()) if len(wanted) else 0.0
+    same = (got == wanted) | ((got - wanted).abs() <= CLOSE * (wanted.abs() + 1e-3 * scale))
+    same |= got.isnan() & wanted.isnan()
+    if bool(same.all()):
+        return ()
+    live = wanted != 0
+    ratios = got[live] / wanted[live]
+    factor = None
+    if len(ratios) and not bool(got[~live].any()):
+        r = float(ratios[0])
+        if math.isfinite(r) and bool(((ratios - r).abs() <= CLOSE * abs(r)).all()):
+            factor = r
+    first = int((~same).nonzero()[0])
+    num = int((~same).sum())
+    return factor, num, len(same), float(got[first]), float(wanted[first])
+
+
+class _Table:
+    """All float64 numbers of the single process, in order."""
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        self._values = values
+        self._sorted: dict[int, tuple[Tensor, Tensor]] = {}
+        floats = [(i, v.reshape(-1)) for i, v in enumerate(values) if v.dtype == torch.float64]
+        numbers = [f for _, f in floats] or [torch.empty(0, dtype=torch.float64)]
+        owners = [torch.full((len(f),), i) for i, f in floats] or [torch.empty(0, dtype=torch.long)]
+        self._numbers, order = torch.cat(numbers).sort()
+        self._owners = torch.cat(owners)[order]
+
+    def holding(self, value: Tensor) -> frozenset[int]:
+        """The numbers of values that have a sample of these, if they tell anything."""
+        if value.dtype != torch.float64:
+            return frozenset()
+        distinct = value.reshape(-1).unique()
+        distinct = distinct[(distinct != distinct.round()) & distinct.isfinite()]
+        if len(distinct) < FEWEST:
+            return frozenset()
+        sample = distinct[torch.linspace(0, len(distinct) - 1, SAMPLES).long().unique()]
+        held: frozenset[int] | None = None
+        for number in sample.tolist():
+            width = CLOSE * abs(number)
+            ends = torch.tensor([number - width, number + width], dtype=torch.float64)
+            low, high = torch.searchsorted(self._numbers, ends).tolist()
+            own = frozenset(self._owners[low:high].tolist())
+            held = own if held is None else held & own
+            if not held:
+                break
+        return held or frozenset()
+
+    def places(self, value: Tensor, number: int) -> tuple[Tensor, Tensor] | None:
+        """(n,) which elements of a value, and (n,) which of the whole one they are; None unless
+        all are there. Without numbers that stand there several times."""
+        if number not in self._sorted:
+            self._sorted[number] = self._values[number].reshape(-1).sort()
+        numbers, order = self._sorted[number]
+        flat = value.reshape(-1)
+        at = torch.searchsorted(numbers, flat - CLOSE * flat.abs())
+        end = torch.searchsorted(numbers, flat + CLOSE * flat.abs(), right=True)
+        if bool((end == at).any()):
+            return None
+        told = (end - at == 1).nonzero().reshape(-1)
+        if len(flat[told].unique()) < FEWEST:
+            return None
+        return told, order[at[told]]
