@@ -11,6 +11,7 @@ from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
 from sumgrad.diagnose.case import Case, case_of
 from sumgrad.diagnose.explainers import EXPLAINERS, LAST_RESORT
 from sumgrad.diagnose.explainers.by_modules.beside import beside
+from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
 from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
 from sumgrad.diagnose.explanation import choose
 from sumgrad.diagnose.of_bits import first_other_bits
@@ -103,6 +104,6 @@ def _diagnose(
     causes, coefficients = choose(case, EXPLAINERS)
     if not causes and not outright:
         causes, coefficients = choose(case, LAST_RESORT)
-    causes = [beside(case, cause) for cause in causes]
+    causes = [with_the_line(case, beside(case, cause)) for cause in causes]
     said = [*outright, *causes] if case.has_plan else [*causes, *outright]
     return said, coefficients

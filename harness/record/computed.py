@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,15 +13,18 @@ from torch import Tensor
 class Computation:
     """One call of a torch function by a user's line.
 
-    line: `FILE:12`; code: what stands there. takes: its arguments in order: the number of a value,
-    or in words what is no tensor. made_at: of each argument, where the tensor was made, or "".
+    line: `PATH:12`; code: what stands there. takes: its arguments in order: the number of a value,
+    or in words what is no tensor. made_at: of each argument, the line and the code where the tensor
+    was made, or two empty ones. with_gradient: of each, whether one can flow back through it; empty
+    where gradients are switched off.
     """
 
     function: str
     line: str
     code: str
     takes: tuple[int | str, ...]
-    made_at: tuple[str, ...]
+    made_at: tuple[tuple[str, str], ...]
+    with_gradient: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +42,14 @@ def computed_as_json(computed: Computed) -> list[dict[str, Any]]:
 def computed_from(said: Sequence[Mapping[str, Any]], values: Sequence[Tensor]) -> Computed:
     """Of what computed_as_json gave."""
     computations = (
-        Computation(**{**one, "takes": tuple(one["takes"]), "made_at": tuple(one["made_at"])})
+        Computation(
+            function=one["function"],
+            line=one["line"],
+            code=one["code"],
+            takes=tuple(one["takes"]),
+            made_at=tuple((line, code) for line, code in one["made_at"]),
+            with_gradient=tuple(one["with_gradient"]),
+        )
         for one in said
     )
     return Computed(computations=tuple(computations), values=tuple(values))
@@ -53,10 +63,6 @@ def computed_together(found: Sequence[Computed]) -> Computed:
         first = len(values)
         for c in one.computations:
             takes = tuple(t + first if isinstance(t, int) else t for t in c.takes)
-            computations.append(
-                Computation(
-                    function=c.function, line=c.line, code=c.code, takes=takes, made_at=c.made_at
-                )
-            )
+            computations.append(replace(c, takes=takes))
         values += one.values
     return Computed(computations=tuple(computations), values=tuple(values))

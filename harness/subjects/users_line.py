@@ -18,11 +18,6 @@ def is_users(name: str) -> bool:
     return not name.startswith((_TORCH, *_OURS)) and "contextlib" not in name
 
 
-def is_torchs(name: str) -> bool:
-    """Whether it is one of torch's."""
-    return name.startswith(_TORCH)
-
-
 def users_line() -> str:
     """`file.py:12`, the nearest one below the caller; the outermost where all are ours."""
     frame = sys._getframe(1)

@@ -27,7 +27,8 @@ class Otherwise:
     """rank's computation `mine` takes another argument number `at` than `its` of the single process.
 
     factor: of all its numbers, where it is one. num, of: how many of its elements that were
-    compared are others. now, was: the first of these.
+    compared are others; none where only the gradient that would flow back through it is missing.
+    now, was: the first of these. place: in the rank's computations.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Otherwise:
     of: int
     now: float
     was: float
+    place: int
 
 
 def first_otherwise(rank: int, mine: Computed, whole: Computed) -> Otherwise | None:
@@ -53,12 +55,12 @@ def every_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[Othe
     for c in whole.computations:
         by_function.setdefault(c.function, []).append(c)
     known: dict[int, frozenset[int]] = {}
-    for c in mine.computations:
+    for place, c in enumerate(mine.computations):
         beside = by_function.get(c.function, ())
         for number in {t for t in c.takes if isinstance(t, int)} if beside else ():
             if number not in known:
                 known[number] = there.holding(mine.values[number])
-        found = list(_compared(rank, c, mine, whole, beside, known, there))
+        found = list(_compared(rank, place, mine, whole, beside, known, there))
         if not found or None in found:
             continue
         others = [f for f in found if f is not None]
@@ -69,7 +71,7 @@ def every_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[Othe
 
 def _compared(
     rank: int,
-    c: Computation,
+    place: int,
     mine: Computed,
     whole: Computed,
     beside: Sequence[Computation],
@@ -77,6 +79,7 @@ def _compared(
     there: _Table,
 ) -> Iterator[Otherwise | None]:
     """One for each computation with an argument in common; None where the others are the same."""
+    c = mine.computations[place]
     for w in beside:
         if len(w.takes) != len(c.takes):
             continue
@@ -87,21 +90,31 @@ def _compared(
             if places is None:
                 continue
             shapes = mine.values[a].shape, whole.values[b].shape
+            alike = c.code == w.code
             states = [
-                _beside(x, y, mine, whole, c.function, shapes, places)
+                _beside(x, y, mine, whole, c.function, shapes, places, alike=alike)
                 for i, (x, y) in enumerate(zip(c.takes, w.takes, strict=True))
                 if i != j
             ]
             if None in states:
                 continue  # nothing that could be compared
             at = next((i for i, s in enumerate(states) if s), None)
-            if at is None:
-                yield None
-                continue
-            factor, num, of, now, was = states[at]  # type: ignore[misc]
-            yield Otherwise(rank=rank, mine=c, its=w, at=at + (at >= j), factor=factor,
-                            num=num, of=of, now=now, was=was)  # fmt: skip
+            if at is not None:
+                factor, num, of, now, was = states[at]  # type: ignore[misc]
+                at += at >= j
+            else:
+                at, (factor, num, of, now, was) = _cut_off(c, w), (None, 0, 0, 0.0, 0.0)
+            yield None if at is None else Otherwise(
+                rank=rank, mine=c, its=w, at=at, factor=factor, num=num, of=of, now=now, was=was,
+                place=place,
+            )  # fmt: skip
             break
+
+
+def _cut_off(mine: Computation, its: Computation) -> int | None:
+    """Which argument has no gradient here, and one in the single process."""
+    pairs = zip(mine.with_gradient, its.with_gradient, strict=False)
+    return next((i for i, (now, was) in enumerate(pairs) if was and not now), None)
 
 
 State = tuple[float | None, int, int, float, float] | tuple[()]
@@ -109,9 +122,13 @@ State = tuple[float | None, int, int, float, float] | tuple[()]
 
 def _beside(
     x: int | str, y: int | str, mine: Computed, whole: Computed, function: str,
-    shapes: tuple[torch.Size, torch.Size], places: tuple[Tensor, Tensor],
+    shapes: tuple[torch.Size, torch.Size], places: tuple[Tensor, Tensor], *, alike: bool,
 ) -> State | None:  # fmt: skip
-    """How another argument differs: () where it does not, None where that cannot be told."""
+    """How another argument differs: () where it does not, None where that cannot be told.
+
+    alike: whether both lines are the same words. Where they are not, single numbers may be put
+    together in another order, a * (b / c) for (a * b) / c, and zeros are a way to use nothing.
+    """
     if isinstance(x, str) and isinstance(y, str):
         if x == y:
             return ()
@@ -121,9 +138,13 @@ def _beside(
     if got is None or wanted is None:
         return None
     flat, beside = _spread(got, shapes[0]), _spread(wanted, shapes[1])
-    if flat is None or beside is None:
+    number = _spread(torch.arange(got.numel()).reshape(got.shape), shapes[0])
+    if flat is None or beside is None or number is None:
         return None
-    return _differ(flat[places[0]], beside[places[1]])
+    state = _differ(flat[places[0]], beside[places[1]], number[places[0]])
+    if state and not alike and (state[0] == 0 or min(got.numel(), wanted.numel()) == 1):
+        return None
+    return state
 
 
 def _tensor(argument: int | str, computed: Computed) -> Tensor | None:
@@ -145,7 +166,8 @@ def _spread(tensor: Tensor, shape: torch.Size) -> Tensor | None:
         return None
 
 
-def _differ(got: Tensor, wanted: Tensor) -> State:
+def _differ(got: Tensor, wanted: Tensor, number: Tensor) -> State:
+    """number: which element of the rank's own tensor each is."""
     scale = float(wanted.abs().max()) if len(wanted) else 0.0
     same = (got == wanted) | ((got - wanted).abs() <= CLOSE * (wanted.abs() + 1e-3 * scale))
     same |= got.isnan() & wanted.isnan()
@@ -159,8 +181,8 @@ def _differ(got: Tensor, wanted: Tensor) -> State:
         if math.isfinite(r) and bool(((ratios - r).abs() <= CLOSE * abs(r)).all()):
             factor = r
     first = int((~same).nonzero()[0])
-    num = int((~same).sum())
-    return factor, num, len(same), float(got[first]), float(wanted[first])
+    num, of = len(number[~same].unique()), len(number.unique())
+    return factor, num, of, float(got[first]), float(wanted[first])
 
 
 class _Table:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sumgrad.base.tensors import to_local
 from sumgrad.record.computed import Computation, Computed
-from sumgrad.subjects.users_line import is_torchs, is_users
+from sumgrad.subjects.users_line import is_users
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -22,7 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 MOST_ELEMENTS = 1 << 16  # of a tensor that is kept
 MOST_KEPT = 1 << 22  # elements of all of them
 MOST_CALLS = 20_000
-WAYS = ("functional.py", "_tensor.py", "overrides.py", "_jit_internal.py")  # torch's, on the way in
+# On the way from a user's line to here: some of torch's own files, and the lift's function mode.
+WAYS = ("functional.py", "_tensor.py", "overrides.py", "_jit_internal.py", "program/lift.py")
 ALIASES = {"true_divide": "div", "truediv": "div", "rtruediv": "rdiv", "rdiv": "rdiv",
            "divide": "div", "multiply": "mul", "subtract": "sub", "radd": "add", "rmul": "mul",
            "itruediv": "div", "imul": "mul", "iadd": "add", "isub": "sub", "mm": "matmul",
@@ -74,15 +75,17 @@ class Computations(TorchFunctionMode):
         if None in takes or not any(isinstance(t, int) for t in takes):
             return
         line, code = _words(frame)
-        made = (self._made_at.get(value) if isinstance(value, Tensor) else None
-                for _, value in given)  # fmt: skip
+        tensors = [value if isinstance(value, Tensor) else None for _, value in given]
+        made = (None if t is None else self._made_at.get(t) for t in tensors)
+        flows = (t is not None and t.requires_grad for t in tensors)
         self._found.append(
             Computation(
                 function=name,
                 line=line,
                 code=code,
                 takes=tuple(t for t in takes if t is not None),
-                made_at=tuple(f"{m[0]} `{m[1]}`" if m else "" for m in made),
+                made_at=tuple(m or ("", "") for m in made),
+                with_gradient=tuple(flows) if torch.is_grad_enabled() else (),
             )
         )
 
@@ -92,11 +95,13 @@ class Computations(TorchFunctionMode):
             return f"{key}={value!r}" if key else repr(value)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
+                if any(p.is_partial() for p in getattr(value, "placements", ())):
+                    return None
                 local = to_local(value).detach()
                 if local.is_complex() or local.is_sparse or local.numel() > MOST_ELEMENTS:
                     return None
                 held = local.to(device="cpu", copy=True).contiguous()
-            except (RuntimeError, NotImplementedError):
+            except (RuntimeError, NotImplementedError, AttributeError):
                 return None  # a tensor of a class of its own
             before = self._known.get(value)
             if before is not None and _same(self._values[before], held):
@@ -124,8 +129,8 @@ def _users_frame() -> FrameType | None:
     while frame is not None:
         name = frame.f_code.co_filename
         if is_users(name):
-            return frame
-        if is_torchs(name) and not name.endswith(WAYS):
+            return None if name.startswith("<") else frame
+        if not name.endswith(WAYS):
             return None
         frame = frame.f_back
     return None
@@ -133,5 +138,4 @@ def _users_frame() -> FrameType | None:
 
 def _words(frame: FrameType) -> tuple[str, str]:
     code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    name = frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
-    return f"{name}:{frame.f_lineno}", code
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}", code

@@ -27,6 +27,7 @@ from sumgrad.record.ranks import AGAIN, BUFFER, INDEX, INDEX_IN, RankFiles
 from sumgrad.record.spec import RunSpec
 from sumgrad.record.trace import Trace
 from sumgrad.subjects.own_gradients import Losses, OwnGradients, gathered
+from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.context import Context, make_context, make_meshes
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
 from sumgrad.subjects.program.numbered import Found, Numbers
@@ -54,7 +55,6 @@ from sumgrad.subjects.program.unseen import (
     gradients_elsewhere,
     trained_names,
 )
-from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.topology.pools import Topology
 from torch import Tensor, nn

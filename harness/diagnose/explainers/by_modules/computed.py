@@ -1,0 +1,121 @@
+"""The first line that computes with something else than the single process does, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sumgrad.base.outcome import spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, owners
+from sumgrad.diagnose.modules.computed_otherwise import Otherwise, first_otherwise
+from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
+
+ORDINALS = ("first", "second", "third", "fourth")
+MOST_CODE = 88  # characters of a line that are shown
+LEADS = ("forward", "backward", "recomputed", "open", "own_backward")  # that say no more than where
+BESIDE = ("loss_weights", "loss_at_tokens", "row_factors", "term_factor", "factor",
+          "param_factors", "term_by_rows")  # fmt: skip
+
+
+def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
+    """A cause that says where to look, and the line there."""
+    if diagnosis.kind not in (*LEADS, *BESIDE):
+        return diagnosis
+    found = computed_otherwise(case)
+    if not found or (found[0].num and diagnosis.kind == "backward" and not _at_the_loss(case)):
+        return diagnosis
+    line = _in_words(found)
+    if diagnosis.kind in BESIDE:
+        return replace(diagnosis, because=(line, *diagnosis.because))
+    because = (diagnosis.cause.removeprefix("open: "), *diagnosis.because)
+    return replace(diagnosis, cause=line, because=because, standing="likely")
+
+
+def _at_the_loss(case: Case) -> bool:
+    """Whether the gradient is wrong from the loss on: further down no value can be the cause."""
+    look = looked(case)
+    found = None if look is None else first_wrong_backward(look, owners(case))
+    return found is not None and not found.modules
+
+
+def computed_otherwise(case: Case) -> Sequence[Otherwise]:
+    """Of each rank the first, where that is the first line of any; empty where none is known."""
+    if "computed" not in case.known:
+        case.known["computed"] = _computed_otherwise(case)
+    found: Sequence[Otherwise] = case.known["computed"]
+    return found
+
+
+def _computed_otherwise(case: Case) -> Sequence[Otherwise]:
+    traces = case.record.traces
+    if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
+        return ()
+    if case.record.spec.tiers[case.tier] != "float64":
+        return ()
+    found = [first_otherwise(rank, trace.computed, traces.single.computed)
+             for rank, trace in traces.ranks.items()]  # fmt: skip
+    first = min((f for f in found if f is not None), key=lambda f: f.place, default=None)
+    if first is None:
+        return ()
+    return [f for f in found if f is not None and _line(f) == _line(first)]
+
+
+def _line(one: Otherwise) -> tuple[str, str, int]:
+    return one.mine.line, one.mine.function, one.at
+
+
+def _in_words(found: Sequence[Otherwise]) -> str:
+    one = found[0]
+    mine, its, what = one.mine, one.its, _argument(one)
+    ranks = spans(sorted(f.rank for f in found))
+    line, code = mine.made_at[one.at]
+    if line and line != mine.line:
+        what += f", made at {_at(line, code)},"
+    if one.num:
+        said = f"the {what} is {'; '.join(_how(found))}"
+    else:
+        said = (f"no gradient flows back through the {what} on rank {ranks}, and in the single "
+                f"process one does; its values are right")  # fmt: skip
+    start = "the first line that computes with something else than the single process"
+    beside = "" if mine.line == its.line else f", where that has {_at(its.line, its.code)}"
+    return f"{start} is {_at(mine.line, mine.code)}{beside}: {said}"
+
+
+def _how(found: Sequence[Otherwise]) -> Iterator[str]:
+    """How it differs, ranks alike together."""
+    alike: dict[str, list[int]] = {}
+    for f in found:
+        alike.setdefault(_differs(f), []).append(f.rank)
+    for text, ranks in alike.items():
+        yield f"{text} on rank {spans(sorted(ranks))}"
+
+
+def _differs(one: Otherwise) -> str:
+    if one.factor is not None:
+        number = one.of and isinstance(one.mine.takes[one.at], str)
+        text = f"{fraction_of(one.factor)} times what it is there"
+        return f"{text} ({one.now:g}, not {one.was:g})" if number else text
+    few = f"another in {one.num} of {one.of} elements" if one.num < one.of else "another"
+    return f"{few} ({one.now:.6g} where there it is {one.was:.6g})"
+
+
+def _argument(one: Otherwise) -> str:
+    given = one.mine.takes[one.at]
+    of = f"of `{one.mine.function}`"
+    if isinstance(given, str) and "=" in given:
+        return f"argument {given.partition('=')[0]} {of}"
+    number = ORDINALS[one.at] if one.at < len(ORDINALS) else f"{one.at + 1}th"
+    return f"{number} argument {of}"
+
+
+def _at(line: str, code: str) -> str:
+    path, _, number = line.rpartition(":")
+    try:
+        path = str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        path = Path(path).name
+    shown = code if len(code) <= MOST_CODE else f"{code[: MOST_CODE - 3]}..."
+    return f"{path}:{number} `{shown}`"
