@@ -81,7 +81,7 @@ class Trace:
     losses: tuple[float, ...] = ()
     used: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
     used_numel: Mapping[str, int] = field(default_factory=dict)
-    computed: Computed = Computed()
+    computed: Computed = field(default_factory=Computed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

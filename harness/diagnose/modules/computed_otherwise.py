@@ -24,7 +24,7 @@ NUMBERS = {"add", "sub", "rsub", "mul", "div", "rdiv", "pow", "clamp", "lerp"}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Otherwise:
-    """rank's computation `mine` takes another argument number `at` than `its` of the single process.
+    """A rank's computation `mine` takes another argument number `at` than the single process's.
 
     factor: of all its numbers, where it is one. num, of: how many of its elements that were
     compared are others; none where only the gradient that would flow back through it is missing.

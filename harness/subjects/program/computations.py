@@ -24,17 +24,23 @@ MOST_KEPT = 1 << 22  # elements of all of them
 MOST_CALLS = 20_000
 # On the way from a user's line to here: some of torch's own files, and the lift's function mode.
 WAYS = ("functional.py", "_tensor.py", "overrides.py", "_jit_internal.py", "program/lift.py")
-ALIASES = {"true_divide": "div", "truediv": "div", "rtruediv": "rdiv", "rdiv": "rdiv",
-           "divide": "div", "multiply": "mul", "subtract": "sub", "radd": "add", "rmul": "mul",
-           "itruediv": "div", "imul": "mul", "iadd": "add", "isub": "sub", "mm": "matmul",
-           "bmm": "matmul", "pow": "pow", "matmul": "matmul"}  # fmt: skip
-ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "rdiv", "pow", "where", "masked_fill", "clamp",
-              "maximum", "minimum", "lerp", "addcmul", "addcdiv", "gt", "lt", "ge", "le"}  # fmt: skip
-LOSSES = {"cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy", "mse_loss", "l1_loss",
-          "binary_cross_entropy_with_logits", "smooth_l1_loss", "huber_loss", "gaussian_nll_loss",
-          "poisson_nll_loss"}  # fmt: skip
-OTHERS = {"matmul", "linear", "gather", "take_along_dim", "layer_norm", "rms_norm",
-          "cosine_similarity"}  # fmt: skip
+ALIASES = {
+    "true_divide": "div", "truediv": "div", "itruediv": "div", "divide": "div", "rtruediv": "rdiv",
+    "multiply": "mul", "rmul": "mul", "imul": "mul", "radd": "add", "iadd": "add",
+    "subtract": "sub", "isub": "sub", "mm": "matmul", "bmm": "matmul",
+}  # fmt: skip
+ARITHMETIC = {
+    "add", "sub", "rsub", "mul", "div", "rdiv", "pow", "where", "masked_fill", "clamp", "maximum",
+    "minimum", "lerp", "addcmul", "addcdiv", "gt", "lt", "ge", "le",
+}  # fmt: skip
+LOSSES = {
+    "cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy", "mse_loss", "l1_loss",
+    "binary_cross_entropy_with_logits", "smooth_l1_loss", "huber_loss", "gaussian_nll_loss",
+    "poisson_nll_loss",
+}  # fmt: skip
+OTHERS = {
+    "matmul", "linear", "gather", "take_along_dim", "layer_norm", "rms_norm", "cosine_similarity",
+}  # fmt: skip
 WATCHED = ARITHMETIC | LOSSES | OTHERS
 
 
