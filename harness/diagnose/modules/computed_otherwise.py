@@ -90,9 +90,8 @@ def _compared(
             if places is None:
                 continue
             shapes = mine.values[a].shape, whole.values[b].shape
-            alike = c.code == w.code
             states = [
-                _beside(x, y, mine, whole, c.function, shapes, places, alike=alike)
+                _beside(x, y, mine, whole, c.function, shapes, places, alike=c.code == w.code)
                 for i, (x, y) in enumerate(zip(c.takes, w.takes, strict=True))
                 if i != j
             ]
@@ -103,7 +102,8 @@ def _compared(
                 factor, num, of, now, was = states[at]  # type: ignore[misc]
                 at += at >= j
             else:
-                at, (factor, num, of, now, was) = _cut_off(c, w), (None, 0, 0, 0.0, 0.0)
+                at = _cut_off(c, w) if c.code == w.code else None
+                factor, num, of, now, was = None, 0, 0, 0.0, 0.0
             yield None if at is None else Otherwise(
                 rank=rank, mine=c, its=w, at=at, factor=factor, num=num, of=of, now=now, was=was,
                 place=place,
@@ -127,7 +127,8 @@ def _beside(
     """How another argument differs: () where it does not, None where that cannot be told.
 
     alike: whether both lines are the same words. Where they are not, single numbers may be put
-    together in another order, a * (b / c) for (a * b) / c, and zeros are a way to use nothing.
+    together in another order, a * (b / c) for (a * b) / c, and zeros are a way to use nothing. What
+    is added may be a part of a sum, as it is put together.
     """
     if isinstance(x, str) and isinstance(y, str):
         if x == y:
@@ -142,7 +143,8 @@ def _beside(
     if flat is None or beside is None or number is None:
         return None
     state = _differ(flat[places[0]], beside[places[1]], number[places[0]])
-    if state and not alike and (state[0] == 0 or min(got.numel(), wanted.numel()) == 1):
+    single = min(got.numel(), wanted.numel()) == 1
+    if state and ((not alike and (single or state[0] == 0)) or (function == "add" and not single)):
         return None
     return state
 
