@@ -16,7 +16,7 @@ class Computation:
     line: `PATH:12`; code: what stands there. takes: its arguments in order: the number of a value,
     or in words what is no tensor. made_at: of each argument, the line and the code where the tensor
     was made, or two empty ones. with_gradient: of each, whether one can flow back through it; empty
-    where gradients are switched off.
+    where gradients are switched off. inside: the modules whose forward runs, the outermost first.
     """
 
     function: str
@@ -25,6 +25,7 @@ class Computation:
     takes: tuple[int | str, ...]
     made_at: tuple[tuple[str, str], ...]
     with_gradient: tuple[bool, ...] = ()
+    inside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +50,7 @@ def computed_from(said: Sequence[Mapping[str, Any]], values: Sequence[Tensor]) -
             takes=tuple(one["takes"]),
             made_at=tuple((line, code) for line, code in one["made_at"]),
             with_gradient=tuple(one["with_gradient"]),
+            inside=tuple(one["inside"]),
         )
         for one in said
     )

@@ -43,13 +43,8 @@ class Otherwise:
     place: int
 
 
-def first_otherwise(rank: int, mine: Computed, whole: Computed) -> Otherwise | None:
-    """The first computation of a rank that takes something else, in its own order."""
-    return next(every_otherwise(rank, mine, whole), None)
-
-
-def every_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[Otherwise]:
-    """All of them, in the order in which the rank computes them."""
+def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[Otherwise]:
+    """The computations of a rank that take something else, in the order of the rank."""
     there = _Table(whole.values)
     by_function: dict[str, list[Computation]] = {}
     for c in whole.computations:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -45,10 +46,14 @@ WATCHED = ARITHMETIC | LOSSES | OTHERS
 
 
 class Computations(TorchFunctionMode):
-    """Between `with` and its end, what a user's lines compute in the forward."""
+    """Between `with` and its end, what a user's lines compute in the forward.
 
-    def __init__(self) -> None:
+    inside: the modules whose forward runs now.
+    """
+
+    def __init__(self, inside: Callable[[], Sequence[str]]) -> None:
         super().__init__()
+        self._inside = inside
         self._found: list[Computation] = []
         self._values: list[Tensor] = []
         self._room = MOST_KEPT
@@ -91,6 +96,7 @@ class Computations(TorchFunctionMode):
                 code=code,
                 takes=tuple(t for t in takes if t is not None),
                 made_at=tuple(m or ("", "") for m in made),
+                inside=tuple(self._inside()),
                 with_gradient=tuple(flows) if torch.is_grad_enabled() else (),
             )
         )

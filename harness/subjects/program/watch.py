@@ -59,6 +59,7 @@ class ModuleWatch:
         self._handles: list[Any] = []
         self._used: dict[str, list[Tensor]] = {}
         self._used_numel: dict[str, int] = {}
+        self.inside: list[str] = []  # the modules whose forward runs now
         self._with_paths = with_paths
         self._made_by: list[tuple[str, Any]] = []
 
@@ -135,6 +136,7 @@ class ModuleWatch:
                 held.append(value)
 
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
+        self.inside.append(name)
         if torch._C._current_graph_task_id() == -1:
             self._uses("forward", name)
         tensors = list(_tensors((args, kwargs)))
@@ -144,6 +146,8 @@ class ModuleWatch:
         self._see(f"{INTO}{name}", [t for t in tensors if _has_digits(t)])
 
     def _leave(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        while self.inside and self.inside.pop() != name:
+            pass  # one whose forward raised
         parts = [t for t in _tensors(output) if _has_digits(t)]
         for tensor in parts:
             self._made(name, tensor)

@@ -10,8 +10,9 @@ from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, owners
-from sumgrad.diagnose.modules.computed_otherwise import Otherwise, first_otherwise
+from sumgrad.diagnose.modules.computed_otherwise import Otherwise, computed_otherwise
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
+from sumgrad.record.computed import Computed
 
 ORDINALS = ("first", "second", "third", "fourth")
 MOST_CODE = 88  # characters of a line that are shown
@@ -24,7 +25,7 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause that says where to look, and the line there."""
     if diagnosis.kind not in (*LEADS, *BESIDE):
         return diagnosis
-    found = computed_otherwise(case)
+    found = lines_that_differ(case)
     if not found or (found[0].num and diagnosis.kind == "backward" and not _at_the_loss(case)):
         return diagnosis
     line = _in_words(found)
@@ -41,26 +42,37 @@ def _at_the_loss(case: Case) -> bool:
     return found is not None and not found.modules
 
 
-def computed_otherwise(case: Case) -> Sequence[Otherwise]:
+def lines_that_differ(case: Case) -> Sequence[Otherwise]:
     """Of each rank the first, where that is the first line of any; empty where none is known."""
     if "computed" not in case.known:
-        case.known["computed"] = _computed_otherwise(case)
+        case.known["computed"] = _lines_that_differ(case)
     found: Sequence[Otherwise] = case.known["computed"]
     return found
 
 
-def _computed_otherwise(case: Case) -> Sequence[Otherwise]:
+def _lines_that_differ(case: Case) -> Sequence[Otherwise]:
     traces = case.record.traces
     if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
         return ()
     if case.record.spec.tiers[case.tier] != "float64":
         return ()
-    found = [first_otherwise(rank, trace.computed, traces.single.computed)
+    found = [_first(case, rank, trace.computed, traces.single.computed)
              for rank, trace in traces.ranks.items()]  # fmt: skip
     first = min((f for f in found if f is not None), key=lambda f: f.place, default=None)
     if first is None:
         return ()
     return [f for f in found if f is not None and _line(f) == _line(first)]
+
+
+def _first(case: Case, rank: int, mine: Computed, whole: Computed) -> Otherwise | None:
+    """The first that is not inside of a module which gives what is right all the same."""
+    look = looked(case)
+    right: set[str] = set()
+    for module, found in look.seen.items() if look else ():
+        own = {s.forward for s in found if s.rank == rank and not s.call.recomputed}
+        right |= {module} if own == {"right"} else set()
+    every = computed_otherwise(rank, mine, whole)
+    return next((one for one in every if right.isdisjoint(one.mine.inside)), None)
 
 
 def _line(one: Otherwise) -> tuple[str, str, int]:

@@ -35,7 +35,8 @@ def trace_reference(
     for name in single.terms:
         count = single.value_and_count(name, rows)[1]
         watching = ModuleWatch(single.model, with_paths=True)
-        with watching as seen, default_dtype(single.dtype), Computations() as computations:
+        computations = Computations(lambda: watching.inside)  # noqa: B023  (called in this turn)
+        with watching as seen, default_dtype(single.dtype), computations:
             single.at_loss = seen.at_loss
             single.gradient(name, rows, rows, seed=1 / count)
         found[name] = replace(seen.trace(single.batch), computed=computations.computed())
