@@ -28,6 +28,7 @@ import yaml
 from sumgrad.base.errors import UserError
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
 from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
 from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_backward,
@@ -168,6 +169,9 @@ def looked_at(path: Path, launcher: Launcher) -> dict[str, Any]:
     ]
     if gathered:
         wrong["gathered"] = str(gathered)
+    lines = lines_that_differ(case)
+    if lines:
+        wrong["lines"] = lines[0].mine.line
     weights = [s.factor for s in shares[1]] if shares else []
     if any(f is None for f in weights) or (weights and not same([f for f in weights if f])):
         wrong["weights"] = str(weights)

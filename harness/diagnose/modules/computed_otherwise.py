@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from sumgrad.record.computed import Computation, Computed
@@ -22,126 +22,140 @@ SAMPLES = 8
 NUMBERS = {"add", "sub", "rsub", "mul", "div", "rdiv", "pow", "clamp", "lerp"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How an argument differs. factor: of all its numbers, where it is one. num, of: how many of
+    the elements that were compared are others; now, was: the first of these. elsewhere: all its
+    numbers stand in the single process's, at other places."""
+
+    factor: float | None
+    num: int
+    of: int
+    now: float
+    was: float
+    elsewhere: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Otherwise:
     """A rank's computation `mine` takes another argument number `at` than the single process's.
 
-    factor: of all its numbers, where it is one. num, of: how many of its elements that were
-    compared are others; none where only the gradient that would flow back through it is missing.
-    now, was: the first of these. place: in the rank's computations.
+    how: None where it is the same, and no gradient can flow back through it. place: of the
+    computation among the rank's.
     """
 
     rank: int
     mine: Computation
     its: Computation
     at: int
-    factor: float | None
-    num: int
-    of: int
-    now: float
-    was: float
+    how: Difference | None
     place: int
 
 
 def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[Otherwise]:
     """The computations of a rank that take something else, in the order of the rank."""
-    there = _Table(whole.values)
-    by_function: dict[str, list[Computation]] = {}
-    for c in whole.computations:
-        by_function.setdefault(c.function, []).append(c)
-    known: dict[int, frozenset[int]] = {}
+    both = _Both(mine, whole)
     for place, c in enumerate(mine.computations):
-        beside = by_function.get(c.function, ())
-        for number in {t for t in c.takes if isinstance(t, int)} if beside else ():
-            if number not in known:
-                known[number] = there.holding(mine.values[number])
-        found = list(_compared(rank, place, mine, whole, beside, known, there))
-        if not found or None in found:
-            continue
-        others = [f for f in found if f is not None]
-        own = [f for f in others if f.its.line == f.mine.line]
-        if own or len({(f.its.line, f.was, f.at) for f in others}) == 1:
+        found = [(w, *told) for w in both.alike(c) if (told := both.compared(c, w)) is not None]
+        others = [
+            Otherwise(rank=rank, mine=c, its=w, at=at, how=how, place=place)
+            for w, at, how in found
+            if at is not None
+        ]
+        if not others or len(others) < len(found):
+            continue  # it is the same as one of them
+        own = [one for one in others if one.its.line == c.line]
+        if own or len({(one.its.line, one.at, one.how) for one in others}) == 1:
             yield (own or others)[0]
 
 
-def _compared(
-    rank: int,
-    place: int,
-    mine: Computed,
-    whole: Computed,
-    beside: Sequence[Computation],
-    known: dict[int, frozenset[int]],
-    there: _Table,
-) -> Iterator[Otherwise | None]:
-    """One for each computation with an argument in common; None where the others are the same."""
-    c = mine.computations[place]
-    for w in beside:
-        if len(w.takes) != len(c.takes):
-            continue
+class _Both:
+    """A rank's computations and the single process's."""
+
+    def __init__(self, mine: Computed, whole: Computed) -> None:
+        self.mine, self.whole = mine, whole
+        self.there = _Table(whole.values)
+        self._known: dict[int, frozenset[int]] = {}
+        self._by_function: dict[tuple[str, int], list[Computation]] = {}
+        for c in whole.computations:
+            self._by_function.setdefault((c.function, len(c.takes)), []).append(c)
+
+    def alike(self, c: Computation) -> Sequence[Computation]:
+        """The single process's of the same function."""
+        return self._by_function.get((c.function, len(c.takes)), ())
+
+    def compared(
+        self, c: Computation, w: Computation
+    ) -> tuple[int | None, Difference | None] | None:
+        """Which argument differs and how, None and None where all are the same; None where the two
+        have nothing in common, or something that cannot be compared."""
         for j, (a, b) in enumerate(zip(c.takes, w.takes, strict=True)):
-            if not isinstance(a, int) or not isinstance(b, int) or b not in known[a]:
+            places = self._in_common(a, b)
+            if places is None or not isinstance(a, int) or not isinstance(b, int):
                 continue
-            places = there.places(mine.values[a], b)
-            if places is None:
-                continue
-            shapes = mine.values[a].shape, whole.values[b].shape
-            states = [
-                _beside(x, y, mine, whole, c.function, shapes, places, alike=c.code == w.code)
-                for i, (x, y) in enumerate(zip(c.takes, w.takes, strict=True))
-                if i != j
-            ]
-            if None in states:
-                continue  # nothing that could be compared
-            at = next((i for i, s in enumerate(states) if s), None)
-            if at is not None:
-                factor, num, of, now, was = states[at]  # type: ignore[misc]
-                at += at >= j
+            shapes = self.mine.values[a].shape, self.whole.values[b].shape
+            found = []
+            for i in range(len(c.takes)):
+                if i != j:
+                    told = self._beside(c, w, i, shapes, places)
+                    if told is None:
+                        break
+                    found += [(i, how) for how in told]
             else:
-                at = _cut_off(c, w) if c.code == w.code else None
-                factor, num, of, now, was = None, 0, 0, 0.0, 0.0
-            yield None if at is None else Otherwise(
-                rank=rank, mine=c, its=w, at=at, factor=factor, num=num, of=of, now=now, was=was,
-                place=place,
-            )  # fmt: skip
-            break
+                if found:
+                    return found[0]
+                return (_cut_off(c, w) if c.code == w.code else None), None
+        return None
+
+    def _in_common(self, a: int | str, b: int | str) -> tuple[Tensor, Tensor] | None:
+        if not isinstance(a, int) or not isinstance(b, int):
+            return None
+        if a not in self._known:
+            self._known[a] = self.there.holding(self.mine.values[a])
+        return self.there.places(self.mine.values[a], b) if b in self._known[a] else None
+
+    def _beside(
+        self,
+        c: Computation,
+        w: Computation,
+        i: int,
+        shapes: tuple[torch.Size, torch.Size],
+        places: tuple[Tensor, Tensor],
+    ) -> tuple[Difference, ...] | None:
+        """How argument i differs: () where it does not, None where that cannot be told.
+
+        Where two lines are not the same words, single numbers may be put together in another order,
+        a * (b / c) for (a * b) / c, and zeros are a way to use nothing. What is added may be a part
+        of a sum, as it is put together, unless it is what belongs elsewhere.
+        """
+        x, y = c.takes[i], w.takes[i]
+        if isinstance(x, str) and isinstance(y, str):
+            if x == y:
+                return ()
+            if c.function not in NUMBERS:
+                return None
+        got, wanted = _tensor(x, self.mine), _tensor(y, self.whole)
+        if got is None or wanted is None:
+            return None
+        flat, beside = _spread(got, shapes[0]), _spread(wanted, shapes[1])
+        number = _spread(torch.arange(got.numel()).reshape(got.shape), shapes[0])
+        if flat is None or beside is None or number is None:
+            return None
+        how = _differ(flat[places[0]], beside[places[1]], number[places[0]].long())
+        if how is None:
+            return ()
+        if c.code != w.code and (how.factor == 0 or min(got.numel(), wanted.numel()) == 1):
+            return None
+        elsewhere = self._in_common(x, y) is not None
+        if c.function == "add" and not elsewhere and min(got.numel(), wanted.numel()) > 1:
+            return None
+        return (replace(how, elsewhere=elsewhere),)
 
 
 def _cut_off(mine: Computation, its: Computation) -> int | None:
     """Which argument has no gradient here, and one in the single process."""
     pairs = zip(mine.with_gradient, its.with_gradient, strict=False)
     return next((i for i, (now, was) in enumerate(pairs) if was and not now), None)
-
-
-State = tuple[float | None, int, int, float, float] | tuple[()]
-
-
-def _beside(
-    x: int | str, y: int | str, mine: Computed, whole: Computed, function: str,
-    shapes: tuple[torch.Size, torch.Size], places: tuple[Tensor, Tensor], *, alike: bool,
-) -> State | None:  # fmt: skip
-    """How another argument differs: () where it does not, None where that cannot be told.
-
-    alike: whether both lines are the same words. Where they are not, single numbers may be put
-    together in another order, a * (b / c) for (a * b) / c, and zeros are a way to use nothing. What
-    is added may be a part of a sum, as it is put together.
-    """
-    if isinstance(x, str) and isinstance(y, str):
-        if x == y:
-            return ()
-        if function not in NUMBERS:
-            return None
-    got, wanted = _tensor(x, mine), _tensor(y, whole)
-    if got is None or wanted is None:
-        return None
-    flat, beside = _spread(got, shapes[0]), _spread(wanted, shapes[1])
-    number = _spread(torch.arange(got.numel()).reshape(got.shape), shapes[0])
-    if flat is None or beside is None or number is None:
-        return None
-    state = _differ(flat[places[0]], beside[places[1]], number[places[0]])
-    single = min(got.numel(), wanted.numel()) == 1
-    if state and ((not alike and (single or state[0] == 0)) or (function == "add" and not single)):
-        return None
-    return state
 
 
 def _tensor(argument: int | str, computed: Computed) -> Tensor | None:
@@ -163,13 +177,13 @@ def _spread(tensor: Tensor, shape: torch.Size) -> Tensor | None:
         return None
 
 
-def _differ(got: Tensor, wanted: Tensor, number: Tensor) -> State:
-    """number: which element of the rank's own tensor each is."""
+def _differ(got: Tensor, wanted: Tensor, number: Tensor) -> Difference | None:
+    """None where it does not. number: which element of the rank's own tensor each is."""
     scale = float(wanted.abs().max()) if len(wanted) else 0.0
     same = (got == wanted) | ((got - wanted).abs() <= CLOSE * (wanted.abs() + 1e-3 * scale))
     same |= got.isnan() & wanted.isnan()
     if bool(same.all()):
-        return ()
+        return None
     live = wanted != 0
     ratios = got[live] / wanted[live]
     factor = None
@@ -179,7 +193,9 @@ def _differ(got: Tensor, wanted: Tensor, number: Tensor) -> State:
             factor = r
     first = int((~same).nonzero()[0])
     num, of = len(number[~same].unique()), len(number.unique())
-    return factor, num, of, float(got[first]), float(wanted[first])
+    return Difference(
+        factor=factor, num=num, of=of, now=float(got[first]), was=float(wanted[first])
+    )
 
 
 class _Table:

@@ -10,7 +10,7 @@ from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, owners
-from sumgrad.diagnose.modules.computed_otherwise import Otherwise, computed_otherwise
+from sumgrad.diagnose.modules.computed_otherwise import Difference, Otherwise, computed_otherwise
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
 from sumgrad.record.computed import Computed
 
@@ -26,7 +26,7 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if diagnosis.kind not in (*LEADS, *BESIDE):
         return diagnosis
     found = lines_that_differ(case)
-    if not found or (found[0].num and diagnosis.kind == "backward" and not _at_the_loss(case)):
+    if not found or (found[0].how and diagnosis.kind == "backward" and not _at_the_loss(case)):
         return diagnosis
     line = _in_words(found)
     if diagnosis.kind in BESIDE:
@@ -86,11 +86,11 @@ def _in_words(found: Sequence[Otherwise]) -> str:
     line, code = mine.made_at[one.at]
     if line and line != mine.line:
         what += f", made at {_at(line, code)},"
-    if one.num:
-        said = f"the {what} is {'; '.join(_how(found))}"
-    else:
+    if one.how is None:
         said = (f"no gradient flows back through the {what} on rank {ranks}, and in the single "
                 f"process one does; its values are right")  # fmt: skip
+    else:
+        said = f"the {what} is {'; '.join(_how(found))}"
     start = "the first line that computes with something else than the single process"
     beside = "" if mine.line == its.line else f", where that has {_at(its.line, its.code)}"
     return f"{start} is {_at(mine.line, mine.code)}{beside}: {said}"
@@ -99,19 +99,21 @@ def _in_words(found: Sequence[Otherwise]) -> str:
 def _how(found: Sequence[Otherwise]) -> Iterator[str]:
     """How it differs, ranks alike together."""
     alike: dict[str, list[int]] = {}
-    for f in found:
-        alike.setdefault(_differs(f), []).append(f.rank)
+    for one in found:
+        if one.how is not None:
+            alike.setdefault(_differs(one, one.how), []).append(one.rank)
     for text, ranks in alike.items():
         yield f"{text} on rank {spans(sorted(ranks))}"
 
 
-def _differs(one: Otherwise) -> str:
-    if one.factor is not None:
-        number = one.of and isinstance(one.mine.takes[one.at], str)
-        text = f"{fraction_of(one.factor)} times what it is there"
-        return f"{text} ({one.now:g}, not {one.was:g})" if number else text
-    few = f"another in {one.num} of {one.of} elements" if one.num < one.of else "another"
-    return f"{few} ({one.now:.6g} where there it is {one.was:.6g})"
+def _differs(one: Otherwise, how: Difference) -> str:
+    numbers = f"{how.now:.6g} where there it is {how.was:.6g}"
+    if how.factor is not None and not how.elsewhere:
+        text = f"{fraction_of(how.factor)} times what it is there"
+        return f"{text} ({numbers})" if isinstance(one.mine.takes[one.at], str) else text
+    text = "what stands at other places there" if how.elsewhere else "another"
+    few = f" in {how.num} of {how.of} elements" if how.num < how.of else ""
+    return f"{text}{few} ({numbers})"
 
 
 def _argument(one: Otherwise) -> str:

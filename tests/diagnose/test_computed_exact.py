@@ -1,0 +1,211 @@
+"""Lines that compute with one thing of the single process's and another beside it, found by value.
+
+Both sides are what a user's lines really did, recorded as in a run: in one process over all rows,
+and on a rank over its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sumgrad.diagnose.modules.computed_otherwise import computed_otherwise
+from sumgrad.record.computed import computed_as_json, computed_from, computed_together
+from sumgrad.subjects.program.computations import Computations
+from torch.nn import functional as F
+
+G = torch.Generator().manual_seed(5)
+X = torch.randn(6, 5, generator=G, dtype=torch.float64)
+LABELS = torch.tensor([1, 4, 0, 2, 3, 3])
+MASK = torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool)
+OWN = slice(2, 5)
+
+
+def recorded(function, *given):
+    with Computations(lambda: ()) as computations:
+        function(*given)
+    return computations.computed()
+
+
+def first(on_rank, alone):
+    return next(computed_otherwise(0, on_rank, alone), None)
+
+
+def centred(x, mean):
+    return (x - mean) / 0.3
+
+
+def token_loss(x, labels):
+    return F.cross_entropy(x, labels, reduction="sum")
+
+
+def picked(x, labels):
+    return F.log_softmax(x, -1).gather(-1, labels[:, None])
+
+
+def masked(x, mask):
+    return (x.exp() * mask[:, None]).sum()
+
+
+def scaled(x, scale):
+    return x.exp() * scale
+
+
+@pytest.mark.parametrize(
+    ("function", "rank", "whole", "says"),
+    [
+        (centred, X[OWN].mean(0), X.mean(0), ("sub", 1, None, 5, 5)),
+        (centred, X.mean(0) * 7 / 9, X.mean(0), ("sub", 1, 7 / 9, 5, 5)),
+        (token_loss, LABELS[OWN] + 1, LABELS, ("cross_entropy", 1, None, 3, 3)),
+        (token_loss, torch.tensor([0, -100, 3]), LABELS, ("cross_entropy", 1, None, 1, 3)),
+        (picked, torch.tensor([0, 2, 1]), LABELS, ("gather", 2, None, 1, 3)),
+        (masked, MASK[:3], MASK, ("mul", 1, None, 1, 3)),
+        (scaled, 3.0, 1.5, ("mul", 1, 2.0, 1, 1)),
+        (scaled, torch.tensor(3.0), torch.tensor(1.5), ("mul", 1, 2.0, 1, 1)),
+        (scaled, X[OWN] * 0, X, ("mul", 1, 0.0, 15, 15)),
+    ],
+)
+def test_what_is_another(function, rank, whole, says):
+    found = first(recorded(function, X[OWN], rank), recorded(function, X, whole))
+    assert found is not None
+    assert (found.mine.function, found.at, found.how.num, found.how.of) == (*says[:2], *says[3:])
+    assert found.how.factor == (says[2] if says[2] is None else pytest.approx(says[2], rel=1e-12))
+    assert found.mine.line == found.its.line
+    assert "test_computed_exact.py:" in found.mine.line
+
+
+@pytest.mark.parametrize(
+    ("function", "rank", "whole"),
+    [
+        (centred, X.mean(0), X.mean(0)),
+        (centred, X.mean(0) * (1 + 1e-13), X.mean(0)),  # a rounding
+        (token_loss, LABELS[OWN], LABELS),
+        (picked, LABELS[OWN], LABELS),
+        (masked, MASK[OWN], MASK),
+        (scaled, 1.5, 1.5),
+        (scaled, torch.tensor(1.5), 1.5),
+    ],
+)
+def test_what_is_the_same(function, rank, whole):
+    assert first(recorded(function, X[OWN], rank), recorded(function, X, whole)) is None
+
+
+def test_where_the_two_parts_stand_is_told():
+    """The element beside, not only one of the same tensor: rows in another order are other rows."""
+    order = torch.tensor([2, 4, 3])
+    found = first(recorded(token_loss, X[OWN], LABELS[order]), recorded(token_loss, X, LABELS))
+    assert (found.how.num, found.how.of, found.how.now, found.how.was) == (2, 3, 3.0, 2.0)
+
+
+def test_which_line_made_it():
+    def own(x):
+        mean = x.mean(0)
+        return centred(x, mean)
+
+    line, code = first(recorded(own, X[OWN]), recorded(own, X)).mine.made_at[1]
+    assert code == "mean = x.mean(0)"
+    assert line.rpartition(":")[0] == __file__
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.full((6, 5), 0.25, dtype=torch.float64),  # one number is found anywhere
+        torch.arange(30, dtype=torch.float64).reshape(6, 5),  # and so are whole numbers
+        torch.randn(6, 5, generator=G),  # other roundings are other numbers in float32
+    ],
+)
+def test_numbers_that_tell_nothing(values):
+    on_rank, whole = (recorded(scaled, values[rows].log(), n) for rows, n in ((OWN, 3.0), (..., 2)))
+    if values.is_floating_point() and values.dtype == torch.float64 and values.unique().numel() > 1:
+        on_rank, whole = (recorded(lambda x, n: x * n, values[rows], n)
+                          for rows, n in ((OWN, 3.0), (slice(None), 2.0)))  # fmt: skip
+    assert first(on_rank, whole) is None
+
+
+def test_only_all_of_it_is_the_same_tensor():
+    """One row that is another, and nothing beside it is accused."""
+    other = X[OWN].clone()
+    other[0] += 1
+    assert first(recorded(scaled, other, 3.0), recorded(scaled, X, 1.5)) is None
+
+
+def test_other_words_may_put_numbers_together_in_another_order():
+    def apart(x):
+        return (x * 3.0) * 0.5
+
+    def at_once(x):
+        return x * 1.5
+
+    assert first(recorded(apart, X[OWN]), recorded(at_once, X)) is None
+
+
+def test_what_is_added_may_be_a_part():
+    def plus(x, y):
+        return x + y
+
+    assert first(recorded(plus, X[OWN], X[OWN] / 2), recorded(plus, X, X)) is None
+    assert first(recorded(plus, X[OWN], 1e-3), recorded(plus, X, 1e-5)).how.now == 1e-3
+
+
+def test_what_belongs_elsewhere_is_no_part():
+    """As positions that are counted from the start of the own stretch."""
+
+    def plus(x, places):
+        return x + places
+
+    places = torch.randn(6, 5, generator=G, dtype=torch.float64)
+    found = first(recorded(plus, X[OWN], places[:3]), recorded(plus, X, places))
+    assert found.how.elsewhere
+    assert (found.at, found.how.num, found.how.of) == (1, 15, 15)
+    assert first(recorded(plus, X[OWN], places[OWN]), recorded(plus, X, places)) is None
+
+
+def test_one_line_that_is_called_twice():
+    """It is the same as one of the single process's calls: then it is that one."""
+
+    def twice(x, a, b):
+        scaled(x, a)
+        return scaled(x, b)
+
+    whole = recorded(twice, X, 1.5, 2.5)
+    assert first(recorded(twice, X[OWN], 2.5, 1.5), whole) is None
+    assert first(recorded(twice, X[OWN], 1.5, 4.0), whole).how.now == 4.0
+
+
+def test_a_gradient_that_is_cut_off():
+    def products(x, y):
+        return x @ y.mT
+
+    x, y = X.clone().requires_grad_(), X.flip(0).clone().requires_grad_()
+    assert first(recorded(products, x[OWN], y), recorded(products, x, y)) is None
+    found = first(recorded(scaled, x[OWN], y.detach()[OWN]), recorded(scaled, x, y))
+    assert (found.at, found.how, found.mine.code) == (1, None, "return x.exp() * scale")
+    with torch.no_grad():  # as a checkpoint's first forward
+        cut = recorded(scaled, x[OWN], y.detach()[OWN])
+    assert first(cut, recorded(scaled, x, y)) is None
+
+
+def test_files_and_several_runs():
+    one, two = recorded(scaled, X, 1.5), recorded(centred, X, X.mean(0))
+    both = computed_together([one, two])
+    assert [c.function for c in both.computations] == ["mul", "sub", "div"]
+    again = computed_from(computed_as_json(both), both.values)
+    assert again.computations == both.computations
+    assert first(recorded(centred, X[OWN], X[0]), again).mine.function == "sub"
+
+
+def test_what_torchs_own_modules_compute_is_not_recorded():
+    norm, linear = torch.nn.LayerNorm(5).double(), torch.nn.Linear(5, 5).double()
+    assert not recorded(lambda x: linear(norm(x)), X).computations
+    assert [c.function for c in recorded(lambda x: linear(norm(x)) * 2, X).computations] == ["mul"]
+
+
+def test_what_was_changed_in_place_is_another_value():
+    def in_place(x):
+        y = x.clone()
+        first_time = y * 2
+        y.numpy()[:] += 1  # as a collective: no torch function sees it
+        return first_time, y * 2
+
+    first_time, second = recorded(in_place, X).computations
+    assert first_time.takes[0] != second.takes[0]
