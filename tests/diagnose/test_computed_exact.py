@@ -89,6 +89,40 @@ def test_what_is_the_same(function, rank, whole):
     assert first(recorded(function, X[OWN], rank), recorded(function, X, whole)) is None
 
 
+def test_a_weight_of_classes_is_no_target():
+    def weighed(x, labels, w):
+        return F.cross_entropy(x, labels, weight=w, reduction="sum")
+
+    w = torch.rand(5, generator=G, dtype=torch.float64)
+    whole = recorded(weighed, X, LABELS, w)
+    assert first(recorded(weighed, X[OWN], LABELS[OWN], w), whole) is None
+    found = first(recorded(weighed, X[OWN], LABELS[OWN] + 1, w), whole)
+    assert (found.at, found.how.num, found.how.of) == (1, 3, 3)
+
+
+def test_targets_of_images():
+    x = torch.randn(4, 4, 3, generator=G, dtype=torch.float64)  # as many classes as rows
+    labels = torch.randint(4, (4, 3), generator=G)
+    whole = recorded(token_loss, x, labels)
+    assert first(recorded(token_loss, x[1:3], labels[1:3]), whole) is None
+    other = labels[1:3].clone()
+    other[0, 2] = (other[0, 2] + 1) % 4
+    found = first(recorded(token_loss, x[1:3], other), whole)
+    assert (found.at, found.how.num, found.how.of) == (1, 1, 6)
+
+
+def test_a_vector_beside_a_square_is_broadcast():
+    def weighed(x, w):
+        return w * x
+
+    w = torch.randn(10, generator=G, dtype=torch.float64)
+    whole = torch.randn(11, 10, generator=G, dtype=torch.float64)
+    own = whole[3:8, :5]  # five rows of five columns
+    assert first(recorded(weighed, own, w[:5]), recorded(weighed, whole, w)) is None
+    found = first(recorded(weighed, own, w[5:]), recorded(weighed, whole, w))
+    assert (found.at, found.how.num, found.how.of) == (0, 5, 5)
+
+
 def test_where_the_two_parts_stand_is_told():
     """The element beside, not only one of the same tensor: rows in another order are other rows."""
     order = torch.tensor([2, 4, 3])
@@ -136,7 +170,15 @@ def test_other_words_may_put_numbers_together_in_another_order():
     def at_once(x):
         return x * 1.5
 
+    def by_parts(x, a, b):
+        return x * (a / b)
+
+    def one_by_one(x, a, b):
+        return x * a / b
+
     assert first(recorded(apart, X[OWN]), recorded(at_once, X)) is None
+    w = torch.arange(1.0, 6.0, dtype=torch.float64)
+    assert first(recorded(by_parts, X[OWN], w, 3), recorded(one_by_one, X, w, 3)) is None
 
 
 def test_what_is_added_may_be_a_part():

@@ -19,6 +19,7 @@ from torch import Tensor
 CLOSE = 1e-9  # of the number itself
 FEWEST = 3  # different numbers: fewer are found by chance
 SAMPLES = 8
+CLASSES = {"cross_entropy", "nll_loss"}  # their first argument has a dimension of classes
 NUMBERS = {"add", "sub", "rsub", "mul", "div", "rdiv", "pow", "clamp", "lerp"}
 
 
@@ -124,7 +125,7 @@ class _Both:
     ) -> tuple[Difference, ...] | None:
         """How argument i differs: () where it does not, None where that cannot be told.
 
-        Where two lines are not the same words, single numbers may be put together in another order,
+        Where two lines are not the same words, numbers may be put together in another order,
         a * (b / c) for (a * b) / c, and zeros are a way to use nothing. What is added may be a part
         of a sum, as it is put together, unless it is what belongs elsewhere.
         """
@@ -137,14 +138,18 @@ class _Both:
         got, wanted = _tensor(x, self.mine), _tensor(y, self.whole)
         if got is None or wanted is None:
             return None
-        flat, beside = _spread(got, shapes[0]), _spread(wanted, shapes[1])
-        number = _spread(torch.arange(got.numel()).reshape(got.shape), shapes[0])
+        targets = c.function in CLASSES
+        flat, beside = (
+            _spread(got, shapes[0], targets=targets),
+            _spread(wanted, shapes[1], targets=targets),
+        )
+        number = _spread(torch.arange(got.numel()).reshape(got.shape), shapes[0], targets=targets)
         if flat is None or beside is None or number is None:
-            return None
+            return () if got.shape == wanted.shape and torch.equal(got, wanted) else None
         how = _differ(flat[places[0]], beside[places[1]], number[places[0]].long())
         if how is None:
             return ()
-        if c.code != w.code and (how.factor == 0 or min(got.numel(), wanted.numel()) == 1):
+        if c.code != w.code and (how.factor is not None or min(got.numel(), wanted.numel()) == 1):
             return None
         elsewhere = self._in_common(x, y) is not None
         if c.function == "add" and not elsewhere and min(got.numel(), wanted.numel()) > 1:
@@ -167,11 +172,12 @@ def _tensor(argument: int | str, computed: Computed) -> Tensor | None:
         return None
 
 
-def _spread(tensor: Tensor, shape: torch.Size) -> Tensor | None:
-    """Flat, one number for each element of another argument's shape."""
+def _spread(tensor: Tensor, shape: torch.Size, *, targets: bool) -> Tensor | None:
+    """Flat, one number for each element of another argument's shape. targets: it has all of that
+    one's dimensions but the classes, which are the second; else it is broadcast."""
     try:
-        if tensor.dim() < len(shape) and tensor.dim() and tensor.shape == shape[: tensor.dim()]:
-            tensor = tensor.reshape(*tensor.shape, *[1] * (len(shape) - tensor.dim()))
+        if targets and tensor.dim() and tensor.dim() == len(shape) - 1:
+            tensor = tensor.unsqueeze(1)
         return torch.broadcast_to(tensor, shape).reshape(-1).double()
     except RuntimeError:
         return None
