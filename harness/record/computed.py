@@ -17,6 +17,7 @@ class Computation:
     or in words what is no tensor. made_at: of each argument, the line and the code where the tensor
     was made, or two empty ones. with_gradient: of each, whether one can flow back through it; empty
     where gradients are switched off. inside: the modules whose forward runs, the outermost first.
+    calls: how many of the trace's calls were there already.
     """
 
     function: str
@@ -26,6 +27,7 @@ class Computation:
     made_at: tuple[tuple[str, str], ...]
     with_gradient: tuple[bool, ...] = ()
     inside: tuple[str, ...] = ()
+    calls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,6 +53,7 @@ def computed_from(said: Sequence[Mapping[str, Any]], values: Sequence[Tensor]) -
             made_at=tuple((line, code) for line, code in one["made_at"]),
             with_gradient=tuple(one["with_gradient"]),
             inside=tuple(one["inside"]),
+            calls=one["calls"],
         )
         for one in said
     )

@@ -21,7 +21,7 @@ OWN = slice(2, 5)
 
 
 def recorded(function, *given):
-    with Computations(lambda: ()) as computations:
+    with Computations(lambda: ((), 0)) as computations:
         function(*given)
     return computations.computed()
 

@@ -48,12 +48,12 @@ WATCHED = ARITHMETIC | LOSSES | OTHERS
 class Computations(TorchFunctionMode):
     """Between `with` and its end, what a user's lines compute in the forward.
 
-    inside: the modules whose forward runs now.
+    now: the modules whose forward runs, and how many calls of modules there were.
     """
 
-    def __init__(self, inside: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, now: Callable[[], tuple[Sequence[str], int]]) -> None:
         super().__init__()
-        self._inside = inside
+        self._now = now
         self._found: list[Computation] = []
         self._values: list[Tensor] = []
         self._room = MOST_KEPT
@@ -85,7 +85,7 @@ class Computations(TorchFunctionMode):
         takes = [self._argument(key, value) for key, value in given]
         if None in takes or not any(isinstance(t, int) for t in takes):
             return
-        line, code = _words(frame)
+        (line, code), (inside, calls) = _words(frame), self._now()
         tensors = [value if isinstance(value, Tensor) else None for _, value in given]
         made = (None if t is None else self._made_at.get(t) for t in tensors)
         flows = (t is not None and t.requires_grad for t in tensors)
@@ -96,7 +96,8 @@ class Computations(TorchFunctionMode):
                 code=code,
                 takes=tuple(t for t in takes if t is not None),
                 made_at=tuple(m or ("", "") for m in made),
-                inside=tuple(self._inside()),
+                inside=tuple(inside),
+                calls=calls,
                 with_gradient=tuple(flows) if torch.is_grad_enabled() else (),
             )
         )

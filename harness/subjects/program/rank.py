@@ -100,7 +100,7 @@ class Rank:
                 run.step(before)
             names = {id(m): name for name, m in run.modules.items()}
             seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations)
-            computations = Computations(lambda: seen.inside)
+            computations = Computations(seen.now)
             with seen, Losses() as losses, run.own_gradients() as own, computations:
                 run.step(step)
             gave, at = own.taken(p.name for p in run.placement.placed)

@@ -59,7 +59,7 @@ class ModuleWatch:
         self._handles: list[Any] = []
         self._used: dict[str, list[Tensor]] = {}
         self._used_numel: dict[str, int] = {}
-        self.inside: list[str] = []  # the modules whose forward runs now
+        self._inside: list[str] = []  # the modules whose forward runs
         self._with_paths = with_paths
         self._made_by: list[tuple[str, Any]] = []
 
@@ -82,6 +82,10 @@ class ModuleWatch:
     ) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def now(self) -> tuple[tuple[str, ...], int]:
+        """The modules whose forward runs, and how many calls of any were recorded so far."""
+        return tuple(self._inside), len(self._calls)
 
     def trace(self, batch: Mapping[str, Tensor] | None = None) -> Trace:
         """What was seen. batch: the full batch, where this is the single process."""
@@ -136,7 +140,7 @@ class ModuleWatch:
                 held.append(value)
 
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
-        self.inside.append(name)
+        self._inside.append(name)
         if torch._C._current_graph_task_id() == -1:
             self._uses("forward", name)
         tensors = list(_tensors((args, kwargs)))
@@ -146,7 +150,7 @@ class ModuleWatch:
         self._see(f"{INTO}{name}", [t for t in tensors if _has_digits(t)])
 
     def _leave(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        while self.inside and self.inside.pop() != name:
+        while self._inside and self._inside.pop() != name:
             pass  # one whose forward raised
         parts = [t for t in _tensors(output) if _has_digits(t)]
         for tensor in parts:

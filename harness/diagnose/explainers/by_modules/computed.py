@@ -11,8 +11,10 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, owners
 from sumgrad.diagnose.modules.computed_otherwise import Difference, Otherwise, computed_otherwise
-from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
+from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
+from sumgrad.diagnose.modules.look import Look
 from sumgrad.record.computed import Computed
+from sumgrad.record.trace import Trace
 
 ORDINALS = ("first", "second", "third", "fourth")
 MOST_CODE = 88  # characters of a line that are shown
@@ -56,7 +58,7 @@ def _lines_that_differ(case: Case) -> Sequence[Otherwise]:
         return ()
     if case.record.spec.tiers[case.tier] != "float64":
         return ()
-    found = [_first(case, rank, trace.computed, traces.single.computed)
+    found = [_first(case, rank, trace, traces.single.computed)
              for rank, trace in traces.ranks.items()]  # fmt: skip
     first = min((f for f in found if f is not None), key=lambda f: f.place, default=None)
     if first is None:
@@ -64,15 +66,32 @@ def _lines_that_differ(case: Case) -> Sequence[Otherwise]:
     return [f for f in found if f is not None and _line(f) == _line(first)]
 
 
-def _first(case: Case, rank: int, mine: Computed, whole: Computed) -> Otherwise | None:
-    """The first that is not inside of a module which gives what is right all the same."""
+def _first(case: Case, rank: int, mine: Trace, whole: Computed) -> Otherwise | None:
+    """The first that is not inside of a module which gives what is right all the same, and that is
+    there before the first module which gives what is wrong."""
     look = looked(case)
     right: set[str] = set()
     for module, found in look.seen.items() if look else ():
         own = {s.forward for s in found if s.rank == rank and not s.call.recomputed}
         right |= {module} if own == {"right"} else set()
-    every = computed_otherwise(rank, mine, whole)
-    return next((one for one in every if right.isdisjoint(one.mine.inside)), None)
+    end = _first_wrong_call(look, rank, mine)
+    for one in computed_otherwise(rank, mine.computed, whole):
+        if end is not None and one.mine.calls > end:
+            return None
+        if right.isdisjoint(one.mine.inside):
+            return one
+    return None
+
+
+def _first_wrong_call(look: Look | None, rank: int, mine: Trace) -> int | None:
+    """The place among a rank's calls of what the first wrong module gives there."""
+    wrong = None if look is None else first_wrong_forward(look)
+    if wrong is None:
+        return None
+    numbers = {s.call.number for s in wrong.seen if s.rank == rank}
+    places = (i for i, call in enumerate(mine.calls)
+              if call.module == wrong.wrong and call.number in numbers)  # fmt: skip
+    return min(places, default=-1)
 
 
 def _line(one: Otherwise) -> tuple[str, str, int]:

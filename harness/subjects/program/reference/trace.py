@@ -35,7 +35,7 @@ def trace_reference(
     for name in single.terms:
         count = single.value_and_count(name, rows)[1]
         watching = ModuleWatch(single.model, with_paths=True)
-        computations = Computations(lambda: watching.inside)  # noqa: B023  (called in this turn)
+        computations = Computations(watching.now)
         with watching as seen, default_dtype(single.dtype), computations:
             single.at_loss = seen.at_loss
             single.gradient(name, rows, rows, seed=1 / count)
