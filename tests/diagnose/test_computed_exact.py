@@ -111,6 +111,32 @@ def test_targets_of_images():
     assert (found.at, found.how.num, found.how.of) == (1, 1, 6)
 
 
+def test_heads_and_masks_of_attention():
+    def attend(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    q, k, v = torch.randn(3, 2, 4, 6, 5, generator=G, dtype=torch.float64)
+    mask = torch.rand(2, 1, 6, 6, generator=G) > 0.4
+    mask |= torch.eye(6, dtype=torch.bool)
+    whole = recorded(attend, q, k, v, mask)
+    own, heads = slice(2, 6), slice(1, 3)
+    right = (q[:, heads, own], k[:, heads], v[:, heads], mask[:, :, own])
+    assert first(recorded(attend, *right), whole) is None
+    order = torch.randperm(6, generator=G)  # keys in another order, as balanced shards have them
+    mixed = (right[0], right[1][:, :, order], right[2][:, :, order], right[3][..., order])
+    assert first(recorded(attend, *mixed), whole) is None
+    ring = (right[0], right[1][:, :, :3], right[2][:, :, :3], right[3][..., :3])
+    assert first(recorded(attend, *ring), whole) is None
+
+    found = first(recorded(attend, right[0], k[:, :2], *right[2:]), whole)
+    assert (found.at, found.how.num, found.how.of, found.how.elsewhere) == (1, 4, 4, True)
+    other = mask.clone()
+    other[1, 0, 3] = ~other[1, 0, 3]
+    other[1, 0, 3, 3] = True
+    found = first(recorded(attend, *right[:3], other[:, :, own]), whole)
+    assert (found.at, found.how.num, found.how.of) == (3, 1, 8)
+
+
 def test_a_vector_beside_a_square_is_broadcast():
     def weighed(x, w):
         return w * x

@@ -19,6 +19,7 @@ from torch import Tensor
 CLOSE = 1e-9  # of the number itself
 FEWEST = 3  # different numbers: fewer are found by chance
 SAMPLES = 8
+ATTENTION = "scaled_dot_product_attention"
 CLASSES = {"cross_entropy", "nll_loss"}  # their first argument has a dimension of classes
 NUMBERS = {"add", "sub", "rsub", "mul", "div", "rdiv", "pow", "clamp", "lerp"}
 
@@ -138,11 +139,13 @@ class _Both:
         got, wanted = _tensor(x, self.mine), _tensor(y, self.whole)
         if got is None or wanted is None:
             return None
+        if c.function == ATTENTION:
+            if not _are_all_keys(got, wanted, i, shapes[0]):
+                return None
+            got, wanted = _attended(got, i), _attended(wanted, i)
         targets = c.function in CLASSES
-        flat, beside = (
-            _spread(got, shapes[0], targets=targets),
-            _spread(wanted, shapes[1], targets=targets),
-        )
+        flat = _spread(got, shapes[0], targets=targets)
+        beside = _spread(wanted, shapes[1], targets=targets)
         number = _spread(torch.arange(got.numel()).reshape(got.shape), shapes[0], targets=targets)
         if flat is None or beside is None or number is None:
             return () if got.shape == wanted.shape and torch.equal(got, wanted) else None
@@ -155,6 +158,26 @@ class _Both:
         if c.function == "add" and not elsewhere and min(got.numel(), wanted.numel()) > 1:
             return None
         return (replace(how, elsewhere=elsewhere),)
+
+
+def _are_all_keys(got: Tensor, wanted: Tensor, i: int, queries: torch.Size) -> bool:
+    """Whether a rank has as many keys as the single process, as none in a ring has; and of keys and
+    values as many heads as of queries."""
+    if min(got.dim(), wanted.dim(), len(queries)) < 3:
+        return False
+    if i in (1, 2):
+        return got.shape[-3] == queries[-3] and got.shape[-2:] == wanted.shape[-2:]
+    return got.shape[-1] == wanted.shape[-1]
+
+
+def _attended(given: Tensor, i: int) -> Tensor:
+    """Of keys or values one number for each head, whatever their order; of a mask how many keys
+    each query sees."""
+    if i in (1, 2):
+        weights = torch.arange(1, given.shape[-1] + 1).double().sqrt()
+        return (given.double() @ weights).sum(-1)[..., None, None]
+    seen = given if given.dtype == torch.bool else given.isfinite()
+    return seen.sum(-1, keepdim=True)
 
 
 def _cut_off(mine: Computation, its: Computation) -> int | None:

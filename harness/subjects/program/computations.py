@@ -41,6 +41,7 @@ LOSSES = {
 }  # fmt: skip
 OTHERS = {
     "matmul", "linear", "gather", "take_along_dim", "layer_norm", "rms_norm", "cosine_similarity",
+    "scaled_dot_product_attention",
 }  # fmt: skip
 WATCHED = ARITHMETIC | LOSSES | OTHERS
 

@@ -10,7 +10,12 @@ from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, owners
-from sumgrad.diagnose.modules.computed_otherwise import Difference, Otherwise, computed_otherwise
+from sumgrad.diagnose.modules.computed_otherwise import (
+    ATTENTION,
+    Difference,
+    Otherwise,
+    computed_otherwise,
+)
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.record.computed import Computed
@@ -127,6 +132,10 @@ def _how(found: Sequence[Otherwise]) -> Iterator[str]:
 
 def _differs(one: Otherwise, how: Difference) -> str:
     numbers = f"{how.now:.6g} where there it is {how.was:.6g}"
+    if one.mine.function == ATTENTION:
+        heads = "of other heads or rows" if how.elsewhere else "another"
+        keys = f"another: {how.now:g} keys for a query where there it is {how.was:g}"
+        return f"{heads} in {how.num} of {how.of} heads" if one.at in (1, 2) else keys
     if how.factor is not None and not how.elsewhere:
         text = f"{fraction_of(how.factor)} times what it is there"
         return f"{text} ({numbers})" if isinstance(one.mine.takes[one.at], str) else text

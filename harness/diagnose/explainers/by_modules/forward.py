@@ -12,7 +12,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import between, issued_between, listed, places
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked, named
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
-from sumgrad.diagnose.explainers.factors import explained
+from sumgrad.diagnose.explainers.factors import explained, fitted
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.first_wrong import (
     FirstWrong,
@@ -55,8 +55,15 @@ def forward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     """An output that is no slice of the single process's, and nothing right after it."""
     look = looked(case)
     found = None if look is None else first_wrong_forward(look)
-    if look is not None and found is not None:
+    if look is not None and found is not None and not _only_terms_weigh_otherwise(case):
         yield explained(case, _forward(case, look, found))
+
+
+def _only_terms_weigh_otherwise(case: Case) -> bool:
+    """Whether every gradient is that of the terms, each with one factor: then what the modules give
+    is right, and a model that gives its loss gives it as its ranks weigh it."""
+    found = fitted(case)
+    return found is not None and found[0].kind == "term_factor"
 
 
 def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
