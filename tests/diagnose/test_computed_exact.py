@@ -277,3 +277,22 @@ def test_what_was_changed_in_place_is_another_value():
 
     first_time, second = recorded(in_place, X).computations
     assert first_time.takes[0] != second.takes[0]
+
+
+def test_another_formula_may_call_the_same_function():
+    """With other words, and nothing of it there: it is no more than a hint."""
+
+    def mine(x, y):
+        return (x * y).sum(-1)
+
+    def other(x, y):
+        return -(x * y).sum(-1)
+
+    y = torch.randn(6, 5, generator=G, dtype=torch.float64)
+    whole = recorded(mine, X, y)
+    assert first(recorded(mine, X[OWN], y[OWN] + 1), whole).is_sure
+    assert not first(recorded(other, X[OWN], y[OWN].exp()), whole).is_sure
+    some = y[OWN].clone()
+    some[1] += 1
+    assert first(recorded(other, X[OWN], some), whole).is_sure
+    assert first(recorded(other, X[OWN], y[:3]), whole).is_sure  # what belongs elsewhere

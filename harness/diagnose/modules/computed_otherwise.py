@@ -53,6 +53,14 @@ class Otherwise:
     how: Difference | None
     place: int
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether what is compared is meant to be the same: the lines are the same words, or some
+        of the numbers are there. Another formula may call the same function with other things."""
+        if self.mine.code == self.its.code:
+            return True
+        return self.how is not None and (self.how.num < self.how.of or self.how.elsewhere)
+
 
 def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[Otherwise]:
     """The computations of a rank that take something else, in the order of the rank."""

@@ -63,17 +63,21 @@ def _lines_that_differ(case: Case) -> Sequence[Otherwise]:
         return ()
     if case.record.spec.tiers[case.tier] != "float64":
         return ()
-    found = [_first(case, rank, trace, traces.single.computed)
+    every = [list(_before_the_first_wrong(case, rank, trace, traces.single.computed))
              for rank, trace in traces.ranks.items()]  # fmt: skip
+    sure = {_line(one) for own in every for one in own if one.is_sure}
+    found = [next((one for one in own if _line(one) in sure), None) for own in every]
     first = min((f for f in found if f is not None), key=lambda f: f.place, default=None)
     if first is None:
         return ()
     return [f for f in found if f is not None and _line(f) == _line(first)]
 
 
-def _first(case: Case, rank: int, mine: Trace, whole: Computed) -> Otherwise | None:
-    """The first that is not inside of a module which gives what is right all the same, and that is
-    there before the first module which gives what is wrong."""
+def _before_the_first_wrong(
+    case: Case, rank: int, mine: Trace, whole: Computed
+) -> Iterator[Otherwise]:
+    """Those that are not inside of a module which gives what is right all the same, and are there
+    before the first module which gives what is wrong."""
     look = looked(case)
     right: set[str] = set()
     for module, found in look.seen.items() if look else ():
@@ -82,10 +86,9 @@ def _first(case: Case, rank: int, mine: Trace, whole: Computed) -> Otherwise | N
     end = _first_wrong_call(look, rank, mine)
     for one in computed_otherwise(rank, mine.computed, whole):
         if end is not None and one.mine.calls > end:
-            return None
+            return
         if right.isdisjoint(one.mine.inside):
-            return one
-    return None
+            yield one
 
 
 def _first_wrong_call(look: Look | None, rank: int, mine: Trace) -> int | None:
