@@ -66,6 +66,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
 )
 LAST_RESORT: tuple[Explainer, ...] = (
     last.low_digits,
+    own_backward.another_input_was_saved,
     own_backward.own_backward_goes_wrong,
     last.open_end,
 )

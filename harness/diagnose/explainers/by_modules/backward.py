@@ -17,6 +17,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     owners,
 )
 from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
+from sumgrad.diagnose.explainers.by_modules.own_backward import saved_in_words
 from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
 from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
@@ -173,6 +174,7 @@ def _own_gradients(case: Case, look: Look, found: FirstWrong) -> Iterator[str]:
         yield (f"what reaches {some_of(odd)} is right on every rank, and its own gradients are "
                f"wrong: what its backward uses, its saved input or its weight, is not what its "
                f"forward used, or they are changed afterwards")  # fmt: skip
+        yield from saved_in_words(case, [f"{m}.weight" for m in odd])
 
 
 def _towards(case: Case, look: Look, found: FirstWrong) -> str:

@@ -19,7 +19,7 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause, and that the modules are right where they are: what is wrong comes after them."""
     look = looked_by_rows(case)
     kinds = ("forward", "backward", "recomputed", "rows_read", "loss_weights", "loss_at_tokens",
-             "term_factor", "own_backward", "gathered_weights")  # fmt: skip
+             "term_factor", "own_backward", "gathered_weights", "saved_input")  # fmt: skip
     if look is None or diagnosis.kind in kinds or first_wrong_forward(look) is not None:
         return diagnosis
     told = [m for m in look.modules if look.forward(m) == "right"]

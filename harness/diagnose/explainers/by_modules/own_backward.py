@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis
@@ -13,6 +13,63 @@ from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.saved_inputs import SavedOtherwise, saved_otherwise
+from sumgrad.record.trace import INTO
+
+MOST_SHOWN = 4
+
+
+def another_input_was_saved(case: Case, left: Left) -> Iterator[Explanation]:
+    """A linear layer that is right in all that goes in and out, and whose weight's gradient is the
+    product with another input."""
+    look = looked_by_rows(case)
+    if look is None or not wrong_before_it_is_reduced(case):
+        return
+    names = list(dict.fromkeys(cell.name for cell in case.failing_cells))
+    found = _saved(case, names)
+    if {one.name for one in found} != {*names}:
+        return
+    modules = [named(look, name.rpartition(".")[0]) for name in names]
+    yield explained(
+        case,
+        Diagnosis(
+            cause=f"the backward of {some_of(modules)} uses another input than its forward had: "
+            f"what it saved was overwritten, or something else put back, in between",
+            kind="saved_input",
+            ranks=tuple(sorted({one.rank for one in found})),
+            because=tuple(saved_in_words(case, names)),
+            standing="proved",
+        ),
+    )
+
+
+def saved_in_words(case: Case, names: Sequence[str]) -> Iterator[str]:
+    """Of these weights which gradients are multiplied with which inputs."""
+    found = _saved(case, names)
+    for one in found[:MOST_SHOWN]:
+        yield (f"on rank {one.rank} the gradient of call {one.call.number} of {one.name} is "
+               f"multiplied with {_what(one)}: that product is what the backward gave")  # fmt: skip
+    if len(found) > MOST_SHOWN:
+        yield f"and {len(found) - MOST_SHOWN} more"
+
+
+def _saved(case: Case, names: Sequence[str]) -> list[SavedOtherwise]:
+    traces = case.record.traces
+    ranks = {} if traces is None else traces.ranks
+    return [
+        one
+        for rank, trace in ranks.items()
+        for name in names
+        for one in saved_otherwise(rank, trace, name)
+    ]
+
+
+def _what(one: SavedOtherwise) -> str:
+    what = one.saved.module
+    if what.removeprefix(INTO) == one.call.module:
+        return f"the input of call {one.saved.number}"
+    what = what if what.startswith(INTO) else f"what {what} gives"
+    return f"{what} in call {one.saved.number}"
 
 
 def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
