@@ -16,6 +16,7 @@ from sumgrad.diagnose.explainers import (
     free_factors,
     last,
     ledger,
+    other_parts,
     own_value,
     plan_edges,
     replaced,
@@ -65,6 +66,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     factors.any_factors,
 )
 LAST_RESORT: tuple[Explainer, ...] = (
+    other_parts.other_parts_were_added,
     last.low_digits,
     own_backward.another_input_was_saved,
     own_backward.own_backward_goes_wrong,

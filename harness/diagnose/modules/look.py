@@ -390,6 +390,8 @@ def _with_parts(
                 for held in ([found[j] for j in mine], *_same_slices([found[j] for j in mine])):
                     if not any(_may_be_part(x) for x in held):
                         continue
+                    if all(out[place[_key(x.rank, x)]] is not x for x in held):
+                        continue  # it is whole over a smaller axis already
                     if _adds_up(held, traces, whole, tolerance):
                         for x in held:
                             out[place[_key(x.rank, x)]] = _as_part(x, axis)

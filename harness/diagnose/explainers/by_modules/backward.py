@@ -311,9 +311,10 @@ def _parts_between(look: Look, found: FirstWrong) -> list[str]:
 
 def _parts_of_output(look: Look, found: FirstWrong) -> list[str]:
     """Which of a module's several outputs it is."""
-    parts = {s.call.part for s in look.seen[found.wrong]}
-    wrong = {s.call.part for s in found.seen}
-    if len(parts) < 2 or parts == wrong:
+    every = look.seen[found.wrong]
+    parts, wrong = {s.call.part for s in every}, {s.call.part for s in found.seen}
+    others = [s for s in every if s.call.part not in wrong and s.rank in found.ranks]
+    if len(parts) < 2 or not others or any(s.backward != "right" for s in others):
         return []
     return [f"of its {len(parts)} outputs number {spans(sorted(p + 1 for p in wrong))} alone"]
 

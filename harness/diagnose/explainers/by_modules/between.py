@@ -26,6 +26,8 @@ def is_in(module: str, outer: str) -> bool:
 
 def places(seen: Sequence[Seen]) -> str:
     """Which vectors of a tensor are not right, in words."""
+    reached = [s for s in seen if s.forward == "wrong" or s.call.operation_back is not None]
+    seen = reached or seen  # no gradient is wrong where none comes
     s = seen[0]
     if s.wrong is None or not s.shape:
         return "all of it"
@@ -34,7 +36,7 @@ def places(seen: Sequence[Seen]) -> str:
     alike = all(x.wrong is not None and set(x.wrong) == set(s.wrong)
                 for x in seen if x.rank == s.rank)  # fmt: skip
     others = spans(sorted({*calls} - {s.call.number}))
-    many = f", in call {s.call.number}, and others in call {others}"
+    many = f", in call {s.call.number}, and such ones in call {others}"
     if alike or not others:
         many = "" if calls == [0] else f", in calls {spans(calls)}"
     if len(s.wrong) >= total:

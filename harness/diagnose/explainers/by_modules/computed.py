@@ -1,4 +1,7 @@
-"""The first line that computes with something else than the single process does, in words."""
+"""The first line that is found to compute with something else than the single process, in words.
+
+Lines before it may do so, too, where nothing tells what they have to compute with.
+"""
 
 from __future__ import annotations
 
@@ -118,9 +121,9 @@ def _in_words(found: Sequence[Otherwise]) -> str:
                 f"process one does; its values are right")  # fmt: skip
     else:
         said = f"the {what} is {'; '.join(_how(found))}"
-    start = "the first line that computes with something else than the single process"
+    start = "a line computes with something else than the single process does:"
     beside = "" if mine.line == its.line else f", where that has {_at(its.line, its.code)}"
-    return f"{start} is {_at(mine.line, mine.code)}{beside}: {said}"
+    return f"{start} {_at(mine.line, mine.code)}{beside}: {said}"
 
 
 def _how(found: Sequence[Otherwise]) -> Iterator[str]:

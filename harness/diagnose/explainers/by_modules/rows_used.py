@@ -93,7 +93,10 @@ def _along_axes(case: Case, found: Mapping[int, Counter[int]]) -> list[str]:
     alike: list[str] = []
     other: list[str] = []
     groups = axis_groups(case)
+    pools = {pool.name for pool in case.record.spec.topology.pools if len(pool.axes) > 1}
     for axis, sets in groups if len(groups) > 1 else ():
+        if axis in pools:
+            continue  # it holds all of its axes
         held = [{tuple(sorted(found[r])) for r in ranks if r in found} for ranks in sets]
         (alike if all(len(rows) < 2 for rows in held) else other).append(axis)
     text = f"ranks along {some_of(other)} read different rows" if other else ""
