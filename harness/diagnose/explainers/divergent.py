@@ -250,10 +250,13 @@ def _no_reduction(reductions: Sequence[Joint]) -> str:
     events = [event for joint in reductions for event in joint.events.values()]
     if any(event.get("grads") != [] for event in events):
         return "no reduction in the ledger makes it"
-    issued = "none carries a gradient" if events else "none is issued"
+    if events:
+        return (
+            "no reduction in the ledger makes it; those in the step carry no parameter's gradient"
+        )
     return (
-        f"no reduction in the ledger makes it, and of all in the step {issued}: is the model "
-        f"wrapped, and its wrapper's own forward called?"
+        "no reduction in the ledger makes it, and of all in the step none is issued: is the model "
+        "wrapped, and its wrapper's own forward called?"
     )
 
 

@@ -393,8 +393,11 @@ def _with_parts(
                     if all(out[place[_key(x.rank, x)]] is not x for x in held):
                         continue  # it is whole over a smaller axis already
                     if _adds_up(held, traces, whole, tolerance):
+                        few = (
+                            "" if len(held) == len(mine) else ", of ranks with the same part of it"
+                        )
                         for x in held:
-                            out[place[_key(x.rank, x)]] = _as_part(x, axis)
+                            out[place[_key(x.rank, x)]] = _as_part(x, f"{axis}{few}")
                         if len(held) == len(mine):
                             break
     return out

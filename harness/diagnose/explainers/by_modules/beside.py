@@ -9,6 +9,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, owners
+from sumgrad.diagnose.explainers.by_rank import wrong_before_it_is_reduced
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look, Seen
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
@@ -35,6 +36,8 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     inside = sorted({m or "the model" for m in owners(case) if not _told_of(look, m)})
     if not known or len(known) < len(factors) or not same(known):
         return diagnosis
+    if diagnosis.kind == "open" and wrong_before_it_is_reduced(case):
+        return replace(diagnosis, because=(*diagnosis.because, text))
     text += _after_the_modules(case, diagnosis, known[0])
     if any(_terms_differ(s) for m in look.modules for s in look.seen[m]):
         return diagnosis

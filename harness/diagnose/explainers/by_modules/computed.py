@@ -119,6 +119,9 @@ def _in_words(found: Sequence[Otherwise]) -> str:
     if one.how is None:
         said = (f"no gradient flows back through the {what} on rank {ranks}, and in the single "
                 f"process one does; its values are right")  # fmt: skip
+    elif one.how.elsewhere and mine.function != ATTENTION:
+        said = (f"the {what} does not belong to what stands beside it, each is the single "
+                f"process's: {'; '.join(_how(found))}")  # fmt: skip
     else:
         said = f"the {what} is {'; '.join(_how(found))}"
     start = "a line computes with something else than the single process does:"
@@ -145,9 +148,10 @@ def _differs(one: Otherwise, how: Difference) -> str:
     if how.factor is not None and not how.elsewhere:
         text = f"{fraction_of(how.factor)} times what it is there"
         return f"{text} ({numbers})" if isinstance(one.mine.takes[one.at], str) else text
-    text = "what stands at other places there" if how.elsewhere else "another"
-    few = f" in {how.num} of {how.of} elements" if how.num < how.of else ""
-    return f"{text}{few} ({numbers})"
+    few = f"in {how.num} of {how.of} elements"
+    if how.elsewhere:
+        return f"{few} ({numbers})"
+    return f"another {few} ({numbers})" if how.num < how.of else f"another ({numbers})"
 
 
 def _argument(one: Otherwise) -> str:
