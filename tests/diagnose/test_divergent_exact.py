@@ -70,10 +70,9 @@ def test_what_some_rank_may_hold_is_another_matter(case, parts):
 @pytest.mark.parametrize(
     ("events", "ends"),
     [
-        ([], "of all in the step none is issued: is the model wrapped, and its wrapper's own "
-             "forward called?"),
-        ([{"grads": []}, {"grads": []}], "none carries a gradient: is the model wrapped, and its "
-                                         "wrapper's own forward called?"),
+        ([], "none is issued: if the model is wrapped, is its wrapper's own forward called?"),
+        ([{"grads": []}, {"grads": []}], "none carries that of a parameter: if the model is "
+                                         "wrapped, is its wrapper's own forward called?"),
         ([{"grads": []}, {"grads": [["other", 1.0]]}], "no reduction in the ledger makes it"),
         ([{"grads": []}, {}], "no reduction in the ledger makes it"),  # too large to look into
     ],

@@ -250,10 +250,11 @@ def _no_reduction(reductions: Sequence[Joint]) -> str:
     events = [event for joint in reductions for event in joint.events.values()]
     if any(event.get("grads") != [] for event in events):
         return "no reduction in the ledger makes it"
-    if events:
-        return (
-            "no reduction in the ledger makes it; those in the step carry no parameter's gradient"
-        )
+    issued = "none carries that of a parameter" if events else "none is issued"
+    return (
+        f"no reduction in the ledger makes it, and of all in the step {issued}: if the model is "
+        f"wrapped, is its wrapper's own forward called?"
+    )
     return (
         "no reduction in the ledger makes it, and of all in the step none is issued: is the model "
         "wrapped, and its wrapper's own forward called?"
