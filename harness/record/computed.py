@@ -15,8 +15,7 @@ class Computation:
 
     line: `PATH:12`; code: what stands there. takes: its arguments in order: the number of a value,
     or in words what is no tensor. made_at: of each argument, the line and the code where the tensor
-    was made, or two empty ones. with_gradient: of each, whether one can flow back through it; empty
-    where gradients are switched off. inside: the modules whose forward runs, the outermost first.
+    was made, or two empty ones. inside: the modules whose forward runs, the outermost first.
     calls: how many of the trace's calls were there already.
     """
 
@@ -25,7 +24,6 @@ class Computation:
     code: str
     takes: tuple[int | str, ...]
     made_at: tuple[tuple[str, str], ...]
-    with_gradient: tuple[bool, ...] = ()
     inside: tuple[str, ...] = ()
     calls: int = 0
 
@@ -51,7 +49,6 @@ def computed_from(said: Sequence[Mapping[str, Any]], values: Sequence[Tensor]) -
             code=one["code"],
             takes=tuple(one["takes"]),
             made_at=tuple((line, code) for line, code in one["made_at"]),
-            with_gradient=tuple(one["with_gradient"]),
             inside=tuple(one["inside"]),
             calls=one["calls"],
         )

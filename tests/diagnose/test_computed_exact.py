@@ -240,17 +240,19 @@ def test_one_line_that_is_called_twice():
     assert first(recorded(twice, X[OWN], 1.5, 4.0), whole).how.now == 4.0
 
 
-def test_a_gradient_that_is_cut_off():
-    def products(x, y):
-        return x @ y.mT
-
-    x, y = X.clone().requires_grad_(), X.flip(0).clone().requires_grad_()
-    assert first(recorded(products, x[OWN], y), recorded(products, x, y)) is None
-    found = first(recorded(scaled, x[OWN], y.detach()[OWN]), recorded(scaled, x, y))
-    assert (found.at, found.how, found.mine.code) == (1, None, "return x.exp() * scale")
-    with torch.no_grad():  # as a checkpoint's first forward
-        cut = recorded(scaled, x[OWN], y.detach()[OWN])
-    assert first(cut, recorded(scaled, x, y)) is None
+def test_classes_in_another_order_are_the_same_targets():
+    """In-batch candidates, the own ones first."""
+    x = torch.randn(6, 6, generator=G, dtype=torch.float64)
+    labels = torch.arange(6)
+    order = torch.tensor([2, 3, 4, 0, 1, 5])
+    whole = recorded(token_loss, x, labels)
+    assert first(recorded(token_loss, x[OWN][:, order], torch.arange(3)), whole) is None
+    found = first(recorded(token_loss, x[OWN][:, order], torch.tensor([0, 2, 2])), whole)
+    assert (found.at, found.how.num, found.how.of, found.how.now) == (1, 1, 3, 4.0)
+    whole = recorded(picked, x, labels)
+    cut = recorded(lambda x, y: F.log_softmax(x, -1)[:, 1:4].gather(-1, y[:, None]),
+                   x[OWN], torch.tensor([1, 2, 0]))  # fmt: skip
+    assert first(cut, whole) is None  # of a cut vocabulary nothing is told
 
 
 def test_files_and_several_runs():

@@ -21,6 +21,7 @@ FEWEST = 3  # different numbers: fewer are found by chance
 SAMPLES = 8
 ATTENTION = "scaled_dot_product_attention"
 CLASSES = {"cross_entropy", "nll_loss"}  # their first argument has a dimension of classes
+OF_CLASSES = {"cross_entropy": 1, "nll_loss": 1, "gather": -1}  # which: targets are places in it
 NUMBERS = {"add", "sub", "rsub", "mul", "div", "rdiv", "pow", "clamp", "lerp"}
 
 
@@ -42,24 +43,22 @@ class Difference:
 class Otherwise:
     """A rank's computation `mine` takes another argument number `at` than the single process's.
 
-    how: None where it is the same, and no gradient can flow back through it. place: of the
-    computation among the rank's.
+    place: of the computation among the rank's.
     """
 
     rank: int
     mine: Computation
     its: Computation
     at: int
-    how: Difference | None
+    how: Difference
     place: int
 
     @property
     def is_sure(self) -> bool:
         """Whether what is compared is meant to be the same: the lines are the same words, or some
         of the numbers are there. Another formula may call the same function with other things."""
-        if self.mine.code == self.its.code:
-            return True
-        return self.how is not None and (self.how.num < self.how.of or self.how.elsewhere)
+        alike = self.mine.code == self.its.code
+        return alike or self.how.num < self.how.of or self.how.elsewhere
 
 
 def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[Otherwise]:
@@ -70,7 +69,7 @@ def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[O
         others = [
             Otherwise(rank=rank, mine=c, its=w, at=at, how=how, place=place)
             for w, at, how in found
-            if at is not None
+            if at is not None and how is not None
         ]
         if not others or len(others) < len(found):
             continue  # it is the same as one of them
@@ -112,9 +111,7 @@ class _Both:
                         break
                     found += [(i, how) for how in told]
             else:
-                if found:
-                    return found[0]
-                return (_cut_off(c, w) if c.code == w.code else None), None
+                return found[0] if found else (None, None)
         return None
 
     def _in_common(self, a: int | str, b: int | str) -> tuple[Tensor, Tensor] | None:
@@ -151,6 +148,11 @@ class _Both:
             if not _are_all_keys(got, wanted, i, shapes[0]):
                 return None
             got, wanted = _attended(got, i), _attended(wanted, i)
+        if c.function in OF_CLASSES and not got.is_floating_point():
+            told = _classes_there(got, wanted, shapes, places, OF_CLASSES[c.function])
+            if told is None:
+                return None
+            got = told
         targets = c.function in CLASSES
         flat = _spread(got, shapes[0], targets=targets)
         beside = _spread(wanted, shapes[1], targets=targets)
@@ -166,6 +168,30 @@ class _Both:
         if c.function == "add" and not elsewhere and min(got.numel(), wanted.numel()) > 1:
             return None
         return (replace(how, elsewhere=elsewhere),)
+
+
+def _classes_there(
+    got: Tensor, wanted: Tensor, shapes: tuple[torch.Size, torch.Size],
+    places: tuple[Tensor, Tensor], dim: int,
+) -> Tensor | None:  # fmt: skip
+    """Targets as the single process numbers its classes, which a rank may hold in another order.
+    None where it holds fewer of them, as of a cut vocabulary."""
+    mine, whole = shapes
+    dim = min(dim % len(mine), len(mine) - 1)
+    if mine[dim] != whole[dim] or len(mine) != len(whole) or got.dim() < len(mine) - 1:
+        return None
+    there = torch.full((mine.numel(),), -1)
+    there[places[0]] = places[1]
+    at = torch.arange(mine.numel()).reshape(mine)
+    index = got if got.dim() == len(mine) else got.unsqueeze(dim)
+    here = (index >= 0) & (index < mine[dim])
+    try:
+        element = there[at.gather(dim, index.clamp(0, mine[dim] - 1))]
+    except RuntimeError:
+        return None
+    number = element // math.prod(whole[dim + 1 :]) % whole[dim]
+    told = torch.where(here & (element >= 0), number, index)
+    return told if got.dim() == len(mine) else told.squeeze(dim)
 
 
 def _are_all_keys(got: Tensor, wanted: Tensor, i: int, queries: torch.Size) -> bool:
@@ -186,12 +212,6 @@ def _attended(given: Tensor, i: int) -> Tensor:
         return (given.double() @ weights).sum(-1)[..., None, None]
     seen = given if given.dtype == torch.bool else given.isfinite()
     return seen.sum(-1, keepdim=True)
-
-
-def _cut_off(mine: Computation, its: Computation) -> int | None:
-    """Which argument has no gradient here, and one in the single process."""
-    pairs = zip(mine.with_gradient, its.with_gradient, strict=False)
-    return next((i for i, (now, was) in enumerate(pairs) if was and not now), None)
 
 
 def _tensor(argument: int | str, computed: Computed) -> Tensor | None:

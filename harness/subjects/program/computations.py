@@ -89,7 +89,6 @@ class Computations(TorchFunctionMode):
         (line, code), (inside, calls) = _words(frame), self._now()
         tensors = [value if isinstance(value, Tensor) else None for _, value in given]
         made = (None if t is None else self._made_at.get(t) for t in tensors)
-        flows = (t is not None and t.requires_grad for t in tensors)
         self._found.append(
             Computation(
                 function=name,
@@ -99,7 +98,6 @@ class Computations(TorchFunctionMode):
                 made_at=tuple(m or ("", "") for m in made),
                 inside=tuple(inside),
                 calls=calls,
-                with_gradient=tuple(flows) if torch.is_grad_enabled() else (),
             )
         )
 

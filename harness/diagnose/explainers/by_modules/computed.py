@@ -36,7 +36,7 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if diagnosis.kind not in (*LEADS, *BESIDE):
         return diagnosis
     found = lines_that_differ(case)
-    if not found or (found[0].how and diagnosis.kind == "backward" and not _at_the_loss(case)):
+    if not found or (diagnosis.kind == "backward" and not _at_the_loss(case)):
         return diagnosis
     line = _in_words(found)
     if diagnosis.kind in BESIDE:
@@ -112,14 +112,10 @@ def _line(one: Otherwise) -> tuple[str, str, int]:
 def _in_words(found: Sequence[Otherwise]) -> str:
     one = found[0]
     mine, its, what = one.mine, one.its, _argument(one)
-    ranks = spans(sorted(f.rank for f in found))
     line, code = mine.made_at[one.at]
     if line and line != mine.line:
         what += f", made at {_at(line, code)},"
-    if one.how is None:
-        said = (f"no gradient flows back through the {what} on rank {ranks}, and in the single "
-                f"process one does; its values are right")  # fmt: skip
-    elif one.how.elsewhere and mine.function != ATTENTION:
+    if one.how.elsewhere and mine.function != ATTENTION:
         said = (f"the {what} does not belong to what stands beside it, each is the single "
                 f"process's: {'; '.join(_how(found))}")  # fmt: skip
     else:
@@ -133,8 +129,7 @@ def _how(found: Sequence[Otherwise]) -> Iterator[str]:
     """How it differs, ranks alike together."""
     alike: dict[str, list[int]] = {}
     for one in found:
-        if one.how is not None:
-            alike.setdefault(_differs(one, one.how), []).append(one.rank)
+        alike.setdefault(_differs(one, one.how), []).append(one.rank)
     for text, ranks in alike.items():
         yield f"{text} on rank {spans(sorted(ranks))}"
 
