@@ -160,21 +160,16 @@ CASES = (
 
 def run_case(case: Case, place: Path) -> Row:
     """One check over hosts of its own."""
-    program, topology = place / "program.py", place / "dp.yaml"
-    program.write_text(PROGRAM)
-    topology.write_text(
-        f"name: dp\nworkload: {program}:Mine\n"
-        f"pools:\n  train: {{axes: {{dp: {sum(case.ranks)}}}}}\n"
-    )
+    topology = write_program(place, sum(case.ranks))
     with Hosts(len(case.ranks), place) as hosts:
         if case.prepare:
             case.prepare(hosts)
         started = time.monotonic()
         processes = [
-            hosts.start(i, _command(hosts, i, case, topology), MODE=case.mode)
+            hosts.start(i, command_of(hosts, i, case.ranks, topology), MODE=case.mode)
             for i in range(len(case.ranks))
         ]
-        watched = [_Watched(process, started) for process in processes]
+        watched = [Watched(process, started) for process in processes]
         if case.act:
             while not any("in the step" in line for w in watched for line in w.lines):
                 time.sleep(0.1)
@@ -206,7 +201,17 @@ def run_case(case: Case, place: Path) -> Row:
     )
 
 
-class _Watched:
+def write_program(place: Path, ranks: int) -> Path:
+    """The Program and its topology, whose path is returned."""
+    program, topology = place / "program.py", place / "dp.yaml"
+    program.write_text(PROGRAM)
+    topology.write_text(
+        f"name: dp\nworkload: {program}:Mine\npools:\n  train: {{axes: {{dp: {ranks}}}}}\n"
+    )
+    return topology
+
+
+class Watched:
     """Reads what a process says until it ends."""
 
     def __init__(self, process: subprocess.Popen[str], started: float) -> None:
@@ -216,6 +221,10 @@ class _Watched:
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
 
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -224,10 +233,11 @@ class _Watched:
         self.ended = time.monotonic() - self._started
 
 
-def _command(hosts: Hosts, host: int, case: Case, topology: Path) -> list[str]:
+def command_of(hosts: Hosts, host: int, ranks: tuple[int, ...], topology: Path) -> list[str]:
+    """torchrun on one of the hosts. ranks: of each."""
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(case.ranks)),
-        "--nproc-per-node", str(case.ranks[host]), "--rdzv-backend", "c10d", "--rdzv-id", "sg",
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(ranks)),
+        "--nproc-per-node", str(ranks[host]), "--rdzv-backend", "c10d", "--rdzv-id", "sg",
         "--rdzv-endpoint", f"{hosts.address(0)}:{PORT}", "--local-addr", hosts.address(host),
         "-m", "sumgrad.run", "--topology", str(topology), "--timeout", str(DEADLINE_S),
     ]  # fmt: skip

@@ -102,6 +102,8 @@ class _Both:
             places = self._in_common(a, b)
             if places is None or not isinstance(a, int) or not isinstance(b, int):
                 continue
+            if j and c.function == ATTENTION:
+                return None  # only queries tell which heads and rows it is of
             shapes = self.mine.values[a].shape, self.whole.values[b].shape
             found = []
             for i in range(len(c.takes)):
@@ -149,7 +151,7 @@ class _Both:
                 return None
             got, wanted = _attended(got, i), _attended(wanted, i)
         if c.function in OF_CLASSES and not got.is_floating_point():
-            told = _classes_there(got, wanted, shapes, places, OF_CLASSES[c.function])
+            told = _classes_there(got, shapes, places, OF_CLASSES[c.function])
             if told is None:
                 return None
             got = told
@@ -171,9 +173,8 @@ class _Both:
 
 
 def _classes_there(
-    got: Tensor, wanted: Tensor, shapes: tuple[torch.Size, torch.Size],
-    places: tuple[Tensor, Tensor], dim: int,
-) -> Tensor | None:  # fmt: skip
+    got: Tensor, shapes: tuple[torch.Size, torch.Size], places: tuple[Tensor, Tensor], dim: int
+) -> Tensor | None:
     """Targets as the single process numbers its classes, which a rank may hold in another order.
     None where it holds fewer of them, as of a cut vocabulary."""
     mine, whole = shapes

@@ -55,7 +55,10 @@ def _at_the_loss(case: Case) -> bool:
 def lines_that_differ(case: Case) -> Sequence[Otherwise]:
     """Of each rank the first, where that is the first line of any; empty where none is known."""
     if "computed" not in case.known:
-        case.known["computed"] = _lines_that_differ(case)
+        try:
+            case.known["computed"] = _lines_that_differ(case)
+        except (RuntimeError, ValueError, IndexError):
+            case.known["computed"] = ()  # as in looked(): a cause is not lost by a hint
     found: Sequence[Otherwise] = case.known["computed"]
     return found
 
