@@ -85,13 +85,22 @@ class _Both:
         self.mine, self.whole = mine, whole
         self.there = _Table(whole.values)
         self._known: dict[int, frozenset[int]] = {}
-        self._by_function: dict[tuple[str, int], list[Computation]] = {}
-        for c in whole.computations:
-            self._by_function.setdefault((c.function, len(c.takes)), []).append(c)
+        self._with: dict[tuple[str, int, int], dict[int, Computation]] = {}
+        self._functions = {(c.function, len(c.takes)) for c in whole.computations}
+        for i, c in enumerate(whole.computations):
+            for value in c.takes:
+                if isinstance(value, int):
+                    key = c.function, len(c.takes), value
+                    self._with.setdefault(key, {})[i] = c
 
     def alike(self, c: Computation) -> Sequence[Computation]:
-        """The single process's of the same function."""
-        return self._by_function.get((c.function, len(c.takes)), ())
+        """The single process's of the same function that may have a tensor in common, in order."""
+        key = c.function, len(c.takes)
+        found: dict[int, Computation] = {}
+        for value in c.takes if key in self._functions else ():
+            for number in self._holding(value) if isinstance(value, int) else ():
+                found |= self._with.get((*key, number), {})
+        return [found[i] for i in sorted(found)]
 
     def compared(
         self, c: Computation, w: Computation
@@ -117,11 +126,15 @@ class _Both:
         return None
 
     def _in_common(self, a: int | str, b: int | str) -> tuple[Tensor, Tensor] | None:
-        if not isinstance(a, int) or not isinstance(b, int):
+        if not isinstance(a, int) or not isinstance(b, int) or b not in self._holding(a):
             return None
-        if a not in self._known:
-            self._known[a] = self.there.holding(self.mine.values[a])
-        return self.there.places(self.mine.values[a], b) if b in self._known[a] else None
+        return self.there.places(self.mine.values[a], b)
+
+    def _holding(self, number: int) -> frozenset[int]:
+        """Values of the single process that may hold all numbers of one of the rank's."""
+        if number not in self._known:
+            self._known[number] = self.there.holding(self.mine.values[number])
+        return self._known[number]
 
     def _beside(
         self,
