@@ -14,11 +14,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from sumgrad.record.computed import Computation, Computed
+from sumgrad.record.ranks import sample_of
 from torch import Tensor
 
 CLOSE = 1e-9  # of the number itself
 FEWEST = 3  # different numbers: fewer are found by chance
 SAMPLES = 8
+MOST_COMPARED = 1 << 24  # elements of one rank, seconds of work; what comes later is not told
+LOOKED_AT = 64  # elements of a tensor, for as many samples
 ATTENTION = "scaled_dot_product_attention"
 CLASSES = {"cross_entropy", "nll_loss"}  # their first argument has a dimension of classes
 OF_CLASSES = {"cross_entropy": 1, "nll_loss": 1, "gather": -1}  # which: targets are places in it
@@ -275,6 +278,7 @@ class _Table:
     def __init__(self, values: Sequence[Tensor]) -> None:
         self._values = values
         self._sorted: dict[int, tuple[Tensor, Tensor]] = {}
+        self._room = MOST_COMPARED
         floats = [(i, v.reshape(-1)) for i, v in enumerate(values) if v.dtype == torch.float64]
         numbers = [f for _, f in floats] or [torch.empty(0, dtype=torch.float64)]
         owners = [torch.full((len(f),), i) for i, f in floats] or [torch.empty(0, dtype=torch.long)]
@@ -285,25 +289,28 @@ class _Table:
         """The numbers of values that have a sample of these, if they tell anything."""
         if value.dtype != torch.float64:
             return frozenset()
-        distinct = value.reshape(-1).unique()
-        distinct = distinct[(distinct != distinct.round()) & distinct.isfinite()]
-        if len(distinct) < FEWEST:
+        flat = value.reshape(-1)
+        sample = _telling(flat[sample_of(len(flat), LOOKED_AT)])
+        sample = _telling(flat) if len(sample) < FEWEST else sample
+        if len(sample) < FEWEST:
             return frozenset()
-        sample = distinct[torch.linspace(0, len(distinct) - 1, SAMPLES).long().unique()]
-        held: frozenset[int] | None = None
-        for number in sample.tolist():
-            width = CLOSE * abs(number)
-            ends = torch.tensor([number - width, number + width], dtype=torch.float64)
-            low, high = torch.searchsorted(self._numbers, ends).tolist()
-            own = frozenset(self._owners[low:high].tolist())
-            held = own if held is None else held & own
+        sample = sample[sample_of(len(sample), SAMPLES)]
+        width = CLOSE * sample.abs()
+        low = torch.searchsorted(self._numbers, sample - width).tolist()
+        high = torch.searchsorted(self._numbers, sample + width).tolist()
+        held = frozenset(self._owners[low[0] : high[0]].tolist())
+        for start, end in zip(low[1:], high[1:], strict=True):
+            held &= frozenset(self._owners[start:end].tolist())
             if not held:
                 break
-        return held or frozenset()
+        return held
 
     def places(self, value: Tensor, number: int) -> tuple[Tensor, Tensor] | None:
         """(n,) which elements of a value, and (n,) which of the whole one they are; None unless
         all are there. Without numbers that stand there several times."""
+        self._room -= value.numel()
+        if self._room < 0:
+            return None
         if number not in self._sorted:
             self._sorted[number] = self._values[number].reshape(-1).sort()
         numbers, order = self._sorted[number]
@@ -316,3 +323,9 @@ class _Table:
         if len(flat[told].unique()) < FEWEST:
             return None
         return told, order[at[told]]
+
+
+def _telling(flat: Tensor) -> Tensor:
+    """Its different numbers that are not found anywhere, in order."""
+    distinct = flat.unique()
+    return distinct[(distinct != distinct.round()) & distinct.isfinite()]
