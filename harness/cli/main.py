@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from sumgrad.launch.script.options import DiffOptions
 
 
+OTHERS_WAIT_S = 20.0  # seconds; torchrun ends them sooner
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks need the cores
@@ -67,9 +70,12 @@ def _guarded(call: Callable[[], int]) -> int:
     try:
         return call()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            for problem in error.problems:
-                print(f"sumgrad: {printable(problem)}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # torchrun ends all ranks with the first that ends, and that is to be who says why: if
+            # this one is still there, it alone knows.
+            time.sleep(OTHERS_WAIT_S)
+        for problem in error.problems:
+            print(f"sumgrad: {printable(problem)}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("sumgrad: interrupted; every rank was ended", file=sys.stderr)
