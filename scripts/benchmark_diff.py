@@ -126,6 +126,7 @@ def plainly(script: Path, ranks: int) -> str:
     """What the script prints without us."""
     base = {**os.environ, "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
+        environments = stack.enter_context(rank_environments(ranks))
         running = [
             stack.enter_context(
                 subprocess.Popen(
@@ -135,7 +136,7 @@ def plainly(script: Path, ranks: int) -> str:
                     text=True,
                 )
             )
-            for more in rank_environments(ranks)
+            for more in environments
         ]
         return "".join(process.communicate()[0] for process in running)
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from sumgrad.launch.agent import keeps_its_agent
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import Run, finish, run_check
 from sumgrad.launch.judging import judge_directory
+from sumgrad.launch.local.ports import held_port
 from sumgrad.launch.matrix.run import Ran, cell_of, run_matrix
 from sumgrad.plan.schedule import compare_ledger
 from sumgrad.record.directory import load_record
@@ -250,11 +250,14 @@ def test_torchrun_without_a_shared_directory(tmp_path):
     assert [o["status"] for o in verdict["outcomes"]] == ["ok"] * 4
 
 
-def test_the_agent_of_another_host_ends_with_the_verdict(tmp_path):
+@pytest.fixture
+def port():
+    with held_port() as held:
+        yield held
+
+
+def test_the_agent_of_another_host_ends_with_the_verdict(tmp_path, port):
     """It would wait for minutes, for the agent that a FAIL has ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     started = [
         subprocess.Popen(
             [

@@ -6,22 +6,22 @@ gives, or a command of the user's own, which starts its ranks itself.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sumgrad.base.files import PACKAGE
 from sumgrad.base.outcome import RankOutcome
+from sumgrad.launch.local.ports import held_port
 from sumgrad.launch.local.processes import end_tagged, kill_group
 from sumgrad.launch.local.rank_log import RankLog
 from sumgrad.launch.script import boot
@@ -90,33 +90,34 @@ def run_side(
     logs: list[RankLog] = []
     stop = threading.Event()
     reader = threading.Thread(target=_drain, args=(logs, stop), daemon=True)
-    try:
-        for rank, more in enumerate(_environments(command)):
-            log = RankLog(rank_file(directory, rank, ".log"))
-            logs.append(log)
-            processes.append(
-                subprocess.Popen(
-                    command.words,
-                    env={**base, **command.environment, **more},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log.writer,
-                    stderr=log.writer,
-                    start_new_session=True,
+    with _environments(command) as environments:
+        try:
+            for rank, more in enumerate(environments):
+                log = RankLog(rank_file(directory, rank, ".log"))
+                logs.append(log)
+                processes.append(
+                    subprocess.Popen(
+                        command.words,
+                        env={**base, **command.environment, **more},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log.writer,
+                        stderr=log.writer,
+                        start_new_session=True,
+                    )
                 )
-            )
-            os.close(log.writer)
-        reader.start()
-        _wait(processes, asked.seconds, directory, progress)
-    finally:
-        for process in processes:
-            kill_group(process.pid, signal.SIGKILL)
-        end_tagged(TAG, own)
-        codes = [process.wait() for process in processes]
-        stop.set()
-        if reader.is_alive():
-            reader.join()
-        for log in logs:
-            log.close()
+                os.close(log.writer)
+            reader.start()
+            _wait(processes, asked.seconds, directory, progress)
+        finally:
+            for process in processes:
+                kill_group(process.pid, signal.SIGKILL)
+            end_tagged(TAG, own)
+            codes = [process.wait() for process in processes]
+            stop.set()
+            if reader.is_alive():
+                reader.join()
+            for log in logs:
+                log.close()
     return Ended(
         outcomes=tuple(_outcomes(command, directory, codes)),
         seconds=time.monotonic() - started,
@@ -146,35 +147,29 @@ def _environment(directory: Path, asked: Path) -> dict[str, str]:
     return {**os.environ, **own}
 
 
-def _environments(command: Command) -> Iterator[dict[str, str]]:
-    """What each process of a side has in its environment besides."""
-    if command.ranks:
-        yield from rank_environments(command.ranks)
-    else:
-        yield {}
+def _environments(command: Command) -> AbstractContextManager[list[dict[str, str]]]:
+    """What each process of a side has in its environment besides, while the block runs."""
+    return rank_environments(command.ranks) if command.ranks else nullcontext([{}])
 
 
-def rank_environments(ranks: int) -> Iterator[dict[str, str]]:
-    """What torchrun gives each of so many ranks on one machine."""
-    port = _free_port()
-    for rank in range(ranks):
-        yield {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "GROUP_RANK": "0",
-            "ROLE_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "ROLE_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+@contextmanager
+def rank_environments(ranks: int) -> Iterator[list[dict[str, str]]]:
+    """What torchrun gives each of so many ranks on one machine. The port is theirs in the block."""
+    with held_port() as port:
+        yield [
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "GROUP_RANK": "0",
+                "ROLE_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "ROLE_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            for rank in range(ranks)
+        ]
 
 
 def _wait(
