@@ -1,14 +1,15 @@
 """The SUM-gradient convention as a library that a trainer can import in production.
 
-Five rules, five functions; SUM_GRAD_CONVENTION.md has the reasoning. Needs torch only, works on any
-process group (`group=None` is the default one), and never divides by the size of a group.
+Five rules, a function each; SUM_GRAD_CONVENTION.md has the reasoning. Needs torch only, works on
+any process group (`group=None` is the default one), and never divides by the size of a group.
 
     count = global_count(num_valid_local, group=dp)          # rule 2: the honest global count
     loss = loss_sum_local / count                            # ... applied once
     loss = loss + contribute_once(regulariser, group=dp)     # rule 3
     S = global_residual(s_local, group=dp)                   # rule 4
     loss.backward()
-    sum_reduce_gradients(model.parameters(), group=dp)       # rule 1
+    sum_reduce_gradients(model.parameters(), group=dp)       # rule 1, or in DDP's backward:
+    ddp.register_comm_hook(dp, ddp_sum_hook)
     norm = global_grad_norm([(p.grad, dp) for p in model.parameters()], group=None)  # rule 5
 """
 
@@ -69,7 +70,24 @@ def sum_reduce_gradients(params: Iterable[torch.nn.Parameter], *, group: Group =
     sum_reduce_(grads, group=group)
 
 
-def global_count(count_local: int, *, group: Group = None, device: Any = "cpu") -> int:
+def ddp_sum_hook(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's own overlapped reduction as a SUM: `ddp.register_comm_hook(group, ddp_sum_hook)`.
+
+    Without a hook DistributedDataParallel divides every bucket by the number of ranks before it
+    sums. group: the one that DDP was given; None is the default one.
+    """
+    work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+ddp_sum_hook.__annotations__ |= {  # DDP compares them with the types, not with their names
+    "bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor],
+}  # fmt: skip
+
+
+def global_count(
+    count_local: int | torch.Tensor, *, group: Group = None, device: Any = "cpu"
+) -> int:
     """The number of tokens (positions, elements) of the whole batch, as an exact integer.
 
     `device`: where the group's backend reduces ("cuda" for NCCL).

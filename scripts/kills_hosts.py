@@ -38,8 +38,8 @@ OUR_FILES = re.compile(r'File "[^"]*/(?:sumgrad|harness)/(?!run\.py)')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """victim: on which host; signal: of an agent or rank. after: seconds since the start; of a step
-    that waits, since it said so."""
+    """victim: on which host; signal: of an agent or rank. after: seconds since every host had its
+    ranks (until then torchrun's rendezvous is alone); of a step that waits, since it said so."""
 
     number: int
     ranks: tuple[int, ...]
@@ -72,7 +72,7 @@ def draw(seed: int, count: int) -> list[Case]:
             Case(
                 number=number, ranks=ranks, mode=mode, victim=rng.choice(VICTIMS),
                 host=rng.randrange(len(ranks)), signal=rng.choice(SIGNALS),
-                after=round(rng.uniform(0, 5 if mode else 30), 2),
+                after=round(rng.uniform(0, 5 if mode else 15), 2),
             )
         )  # fmt: skip
     return cases
@@ -89,7 +89,7 @@ def run_case(case: Case, place: Path) -> Seen:
             )
             for i in range(len(case.ranks))
         ]
-        _wait(case, watched, started)
+        _wait(case, hosts, watched, started)
         before = _text(watched)
         struck = _strike(case, hosts)
         gone = {case.host} if struck and case.victim == "host" else set()
@@ -115,13 +115,19 @@ def run_case(case: Case, place: Path) -> Seen:
     )  # fmt: skip
 
 
-def _wait(case: Case, watched: list[Watched], started: float) -> None:
+def _wait(case: Case, hosts: Hosts, watched: list[Watched], started: float) -> None:
     """Until the moment that was drawn."""
-    while case.mode and not any("in the step" in line for w in watched for line in w.lines):
+
+    def begun() -> bool:
+        if case.mode:
+            return any("in the step" in line for w in watched for line in w.lines)
+        return all(_ranks_of(hosts, i) for i in range(hosts.number))
+
+    while not begun():
         if time.monotonic() - started > LATEST_S or all(w.ended is not None for w in watched):
             return
         time.sleep(0.1)
-    since = time.monotonic() if case.mode else started
+    since = time.monotonic()
     while time.monotonic() - since < case.after and any(w.ended is None for w in watched):
         time.sleep(0.05)
 
@@ -133,8 +139,8 @@ def _strike(case: Case, hosts: Hosts) -> bool:
     if case.victim in acts:
         acts[case.victim](case.host)
         return bool(there)
-    wanted = b"torch.distributed.run" if case.victim == "agent" else b"sumgrad.run"
-    pids = [pid for pid in there if _runs(pid, wanted, agent=case.victim == "agent")]
+    agents = [pid for pid in there if _runs(pid, b"torch.distributed.run", agent=True)]
+    pids = agents if case.victim == "agent" else _ranks_of(hosts, case.host)
     if not pids:
         return False
     pid = pids[case.number % len(pids)]
@@ -146,6 +152,10 @@ def _strike(case: Case, hosts: Hosts) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _ranks_of(hosts: Hosts, host: int) -> list[int]:
+    return [p for p in hosts.processes(host) if _runs(p, b"sumgrad.run", agent=False)]
 
 
 def _runs(pid: int, wanted: bytes, *, agent: bool) -> bool:
@@ -174,8 +184,7 @@ def _wrong(case: Case, before: str, after: str, *, struck: bool) -> list[str]:
     if _verdict(after) == "FAIL":
         out.append("failed, and nothing was wrong with it")
     traces = after.split("Traceback (most recent call last)")[1:]
-    if any(OUR_FILES.search(part) for part in traces):
-        out.append("a traceback of ours")
+    out += [f"a traceback of ours: {t[:2000]}" for t in traces if OUR_FILES.search(t)][:1]
     return out
 
 
@@ -183,16 +192,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip", type=int, default=0, help="so many of them, from the first on")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if reason := why_not():
         sys.exit(f"kills_hosts: {reason}")
     found = []
-    for case in draw(args.seed, args.count):
+    for case in draw(args.seed, args.count)[args.skip :]:
         with tempfile.TemporaryDirectory() as place:
             found.append(run_case(case, Path(place)))
         one = found[-1]
-        c = case
+        c = one.case
         print(f"{'ok ' if not one.problems else 'NOT'} {c.number} {c.ranks} {c.mode or 'plain'} "
               f"{c.victim} {c.host} {c.signal} at {c.after}: {one.verdict}, exits {one.exits}, "
               f"seconds {one.seconds} {one.problems}", flush=True)  # fmt: skip

@@ -24,8 +24,12 @@ class StoreGone(RuntimeError):
     """The host of the store does not answer any more."""
 
 
+class NotSaid(RuntimeError):
+    """A value that nobody stored in time."""
+
+
 class Store:
-    """A store whose every operation ends: in an answer, in its own error, or in StoreGone.
+    """A store whose every operation ends: in an answer, in NotSaid, or in StoreGone.
 
     Once it is gone, every operation says so at once. seconds: how long values may be waited for.
     """
@@ -64,6 +68,8 @@ class Store:
         if type(result).__name__ == "DistNetworkError":  # of torch, which is not imported here
             self.gone = True
             raise StoreGone(str(result)) from result
+        if type(result).__name__ == "DistStoreError":
+            raise NotSaid(str(result)) from result
         if isinstance(result, Exception):
             raise result
         return result

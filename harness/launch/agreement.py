@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from sumgrad.base.errors import UserError
+from sumgrad.launch.agent import NotSaid
 from sumgrad.record.spec import RunSpec
 from sumgrad.subjects.loading import find_class
 from sumgrad.topology.pools import topology_to_json
 
 COMPARED = ("seed", "steps", "tiers", "skipped", "fault", "law", "kernels", "lift", "timeout_s")
 MAX_SHOWN = 4
+AGREED = "sumgrad/agreed"
+SILENT = "silent: "  # before who is
 Asked = dict[str, str]
 
 
@@ -40,13 +43,31 @@ def asked_of(spec: RunSpec) -> Asked:
 
 
 def agree(store: Any, rank: int, world_size: int, asked: Asked) -> None:
-    """Compare with all others. UserError on every rank if any of them was asked something else."""
+    """Compare with all others. UserError on every rank if any of them was asked something else,
+    NotSaid on every rank if one says nothing."""
     store.set(f"sumgrad/asked/{rank}", json.dumps(asked))
     if rank == 0:
-        store.set("sumgrad/agreed", "\n".join(_differences(store, world_size, asked)))
-    text = store.get("sumgrad/agreed").decode()
+        try:
+            store.set(AGREED, "\n".join(_differences(store, world_size, asked)))
+        except NotSaid as silent:
+            store.set(AGREED, f"{SILENT}{silent}")
+            raise
+    text = _told(store)
+    if text.startswith(SILENT):
+        raise NotSaid(text.removeprefix(SILENT))
     if text:
         raise UserError(text.split("\n"))
+
+
+def _told(store: Any) -> str:
+    """What rank 0 found; it may itself have waited for one that says nothing."""
+    for _ in range(2):
+        try:
+            text: str = store.get(AGREED).decode()
+        except NotSaid:
+            continue
+        return text
+    raise NotSaid("rank 0 did not say in time whether all ranks run the same")
 
 
 def _differences(store: Any, world_size: int, asked: Asked) -> list[str]:
@@ -54,9 +75,8 @@ def _differences(store: Any, world_size: int, asked: Asked) -> list[str]:
     for rank in range(1, world_size):
         try:
             theirs: Asked = json.loads(store.get(f"sumgrad/asked/{rank}"))
-        except RuntimeError:
-            found.append(f"rank {rank} did not say in time what it runs")
-            break
+        except NotSaid:
+            raise NotSaid(f"rank {rank} did not say in time what it runs") from None
         differing = dict(_unlike(asked, theirs))
         if differing:
             shown = "; ".join(f"{name}: {words}" for name, words in list(differing.items())[:3])

@@ -29,7 +29,15 @@ from sumgrad.base.errors import UserError
 from sumgrad.base.files import write_bytes, write_json
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.base.verdict import EXIT_CODES, Verdict
-from sumgrad.launch.agent import FAILED, Listener, Store, StoreGone, end_agent, keeps_its_agent
+from sumgrad.launch.agent import (
+    FAILED,
+    Listener,
+    NotSaid,
+    Store,
+    StoreGone,
+    end_agent,
+    keeps_its_agent,
+)
 from sumgrad.launch.agreement import agree, asked_of
 from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, torchrun_command
 from sumgrad.launch.check import Run, finish
@@ -82,6 +90,12 @@ def run_torchrun_rank(
         directory, shared = _agree_on_directory(kept, rank, options, spec)
     except StoreGone as gone:
         _alone(f"{gone}, while the ranks agreed on what to run")
+    except NotSaid as silent:
+        if rank == 0:
+            time.sleep(
+                1
+            )  # whoever else waits hears it, before the store ends with this host's agent
+        _ended_unknown(f"{silent}; rank {rank} has waited for it" if rank else str(silent))
     env = RankEnv(
         rank=rank,
         world_size=world_size,
@@ -105,11 +119,16 @@ def check_world_size(options: CheckOptions, world_size: int) -> None:
 
 
 def _alone(what: str) -> NoReturn:
-    """End this rank, and its agent: no verdict comes from the host of rank 0, none can be sent."""
-    sys.stderr.write(
-        f"sumgrad: UNKNOWN: the host of rank 0 does not answer {socket.gethostname()} any more; "
-        f"rank {os.environ['RANK']} here: {what}\n"
+    """No verdict comes from the host of rank 0, none can be sent."""
+    _ended_unknown(
+        f"the host of rank 0 does not answer {socket.gethostname()} any more; "
+        f"rank {os.environ['RANK']} here: {what}"
     )
+
+
+def _ended_unknown(why: str) -> NoReturn:
+    """End this rank, and its agent, without a verdict."""
+    sys.stderr.write(f"sumgrad: UNKNOWN: {why}\n")
     end_children()
     flush()
     end_agent()

@@ -49,6 +49,24 @@ def test_sum_reduce_gradients_takes_parameters_without_a_gradient(ranks):
 
 
 @pytest.mark.distributed(ranks=3)
+@pytest.mark.parametrize("over", [None, (0, 2)])
+def test_ddp_sums_with_the_hook(ranks, over):
+    import torch
+    import torch.distributed as dist
+    from sumgrad.convention import ddp_sum_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    group = dist.new_group(over) if over else None
+    if over and ranks.rank not in over:
+        return
+    model = torch.nn.Linear(2, 1, bias=False)
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp.register_comm_hook(group, ddp_sum_hook)
+    ddp(torch.full((1, 2), 10.0**ranks.rank)).sum().backward()
+    assert model.weight.grad.tolist() == [[101.0 if over else 111.0] * 2]
+
+
+@pytest.mark.distributed(ranks=3)
 @pytest.mark.parametrize("count", [0, 1, 2**53 + 1])
 def test_global_count_is_exact(ranks, count):
     from sumgrad.convention import global_count

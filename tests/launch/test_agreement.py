@@ -7,10 +7,12 @@ import sys
 import threading
 import types
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from conftest import MY_STEP, shipped
 from sumgrad.base.errors import UserError
+from sumgrad.launch.agent import NotSaid, Store
 from sumgrad.launch.agreement import agree, asked_of
 from sumgrad.launch.ask import CheckOptions, make_spec
 
@@ -69,6 +71,36 @@ def test_another_flag_is_named_on_every_rank(flags, words):
     assert len(told[0]) == 1
     assert "rank 2 was asked for another check than rank 0" in told[0][0]
     assert words in told[0][0]
+
+
+def test_a_rank_that_says_nothing_is_named_to_all():
+    import torch.distributed as dist
+
+    plain, told = dist.HashStore(), {}
+    plain.set_timeout(timedelta(seconds=0.5))
+    asked = asked_of(spec_of())
+
+    def one(rank: int) -> None:
+        try:
+            agree(Store(plain, seconds=0.5), rank, 4, asked)
+        except NotSaid as silent:
+            told[rank] = str(silent)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == dict.fromkeys((0, 1, 3), "rank 2 did not say in time what it runs")
+
+
+def test_a_rank_0_that_says_nothing_is_named():
+    import torch.distributed as dist
+
+    plain = dist.HashStore()
+    plain.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(NotSaid, match="rank 0 did not say in time"):
+        agree(Store(plain, seconds=0.3), 1, 2, asked_of(spec_of()))
 
 
 def test_other_versions_topologies_and_sources_are_named(tmp_path):

@@ -5,7 +5,7 @@ your trainer does on many. Every rank's gradient is compared with the one proces
 """
 
 import torch
-import torch.distributed as dist
+from sumgrad.convention import ddp_sum_hook, global_count
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -38,17 +38,11 @@ class MyStep:
     def distribute(self, model, ctx):
         """What your trainer does to the model. Here DDP, told to sum: by itself it averages."""
         ddp = DistributedDataParallel(model)
-        ddp.register_comm_hook(None, sum_of_bucket)
+        ddp.register_comm_hook(None, ddp_sum_hook)
         return ddp
 
     def step(self, model, batch, ctx):
         """This rank's step, up to reduced gradients: no optimizer, no clipping."""
         mine = {name: rows.tensor_split(ctx.world_size)[ctx.rank] for name, rows in batch.items()}
         total, count = self.loss_sum(model, mine)
-        dist.all_reduce(count)  # the tokens of all ranks
-        (total / count).backward()
-
-
-def sum_of_bucket(_, bucket):
-    done = dist.all_reduce(bucket.buffer(), async_op=True)
-    return done.get_future().then(lambda future: future.value()[0])
+        (total / global_count(count)).backward()  # the tokens of all ranks
