@@ -70,7 +70,7 @@ def sum_reduce_gradients(params: Iterable[torch.nn.Parameter], *, group: Group =
     sum_reduce_(grads, group=group)
 
 
-def ddp_sum_hook(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def ddp_sum_hook(group: Group, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """DDP's own overlapped reduction as a SUM: `ddp.register_comm_hook(group, ddp_sum_hook)`.
 
     Without a hook DistributedDataParallel divides every bucket by the number of ranks before it
@@ -81,8 +81,9 @@ def ddp_sum_hook(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 ddp_sum_hook.__annotations__ |= {  # DDP compares them with the types, not with their names
-    "bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor],
-}  # fmt: skip
+    "bucket": dist.GradBucket,  # type: ignore[attr-defined]
+    "return": torch.futures.Future[torch.Tensor],
+}
 
 
 def global_count(

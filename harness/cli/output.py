@@ -119,7 +119,9 @@ def _to_github(
     what: Any,
 ) -> None:
     """Lines that a workflow reads, and its summary where it has one."""
-    for line in lines(Path(os.environ.get("GITHUB_WORKSPACE") or ".")):
+    from sumgrad.report.messages import workspace
+
+    for line in lines(workspace()):
         say(args, line)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary:

@@ -127,7 +127,7 @@ def test_judge_and_report(stored, tmp_path, capsys):
     theirs = json.loads((stored / "verdict.json").read_text())
     again = json.loads((tmp_path / "v.json").read_text())
     assert again["diagnoses"] == theirs["diagnoses"]
-    files = {kind: tmp_path / f"r.{kind}" for kind in ("html", "markdown", "junit")}
+    files = {kind: tmp_path / f"r.{kind}" for kind in ("html", "markdown", "junit", "sarif")}
     flags = [x for kind, path in files.items() for x in (f"--{kind}", path)]
     assert run("report", stored, "--quiet", *flags) == 1
     for path in files.values():

@@ -14,7 +14,6 @@ from conftest import ROOT
 HARNESS = ROOT / "harness"
 MODULES = house.modules()
 MAY_TOUCH_DISTRIBUTED = {
-    "cli.start.my_step",  # as users write
     "convention", "subjects.planned.context", "subjects.planned.exchange", "subjects.planned.step",
     "subjects.planned.job", "subjects.planned.bitwise.step",
     "subjects.program.context", "subjects.program.rank", "subjects.program.placement",
