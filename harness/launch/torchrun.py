@@ -82,7 +82,14 @@ def run_torchrun_rank(
     torch.set_num_threads(1)
     spec = make_spec(options, prefix=[*torchrun_prefix(world_size), "--topology"])
     wait = timedelta(seconds=options.timeout_s)
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=wait)))  # type: ignore[attr-defined]
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=wait)))  # type: ignore[attr-defined]
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        _ended_unknown(
+            f"rank {rank} on {socket.gethostname()} did not reach {address}, where the ranks meet: "
+            f"{str(error).splitlines()[0]}"
+        )
     store.set_timeout(wait)
     kept = Store(store, seconds=options.timeout_s)
     try:

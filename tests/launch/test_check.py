@@ -197,6 +197,28 @@ def test_torchrun_with_the_wrong_number_of_ranks(tmp_path):
     assert "--nproc-per-node 4" in process.stderr
 
 
+@pytest.fixture
+def port():
+    with held_port() as held:
+        yield held
+
+
+def test_a_rank_that_reaches_no_rank_0_says_so(tmp_path, port):
+    told = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [
+        sys.executable, ROOT / "harness" / "run.py", "--topology", shipped("three_pool_ones"),
+        "--timeout", "3",
+    ]  # fmt: skip
+    process = subprocess.run(
+        command, env={**os.environ, **told}, capture_output=True, text=True, check=False,
+        cwd=tmp_path, timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 3
+    assert "sumgrad: UNKNOWN: rank 1 on " in process.stderr
+    assert f"did not reach 127.0.0.1:{port}, where the ranks meet" in process.stderr
+    assert "internal error" not in process.stderr
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_torchrun_when_a_rank_is_killed(tmp_path, victim):
     """The ranks that are left write their records, and the lowest of them judges."""
@@ -248,12 +270,6 @@ def test_torchrun_without_a_shared_directory(tmp_path):
     verdict = json.loads((out / "verdict.json").read_text())
     assert verdict["status"] == "pass"
     assert [o["status"] for o in verdict["outcomes"]] == ["ok"] * 4
-
-
-@pytest.fixture
-def port():
-    with held_port() as held:
-        yield held
 
 
 def test_the_agent_of_another_host_ends_with_the_verdict(tmp_path, port):
