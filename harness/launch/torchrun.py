@@ -207,7 +207,7 @@ class _Member:
         self.env, self.spec = env, spec
         self.store, self.shared = store, shared
         self.report, self.progress = report, progress
-        self.failed = False
+        self.failed = self.told_to_end = False
         who = {"pid": os.getpid(), "host": socket.gethostname()}
         write_json(env.file(PROCESS), who)
         if not shared:
@@ -258,7 +258,7 @@ class _Member:
 
     def _stopped(self) -> int:
         """Called by the watchdog: torchrun is ending us, or the deadline passed."""
-        self.failed = True
+        self.failed = self.told_to_end = True
         return self._after(deadline=time.monotonic() + STOP_JUDGE_S / 2)
 
     def _after(self, *, deadline: float) -> int:
@@ -301,7 +301,7 @@ class _Member:
             write_json(self.env.file(LEFT), {"exit_code": code})
         else:
             self.store.set(f"sumgrad/left/{self.env.rank}", str(code))
-        if keeps_its_agent(os.environ):
+        if keeps_its_agent(os.environ) and not self.told_to_end:
             try:
                 code = self._code_of_the_verdict() or code
             except StoreGone:

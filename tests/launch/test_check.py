@@ -219,6 +219,41 @@ def test_a_rank_that_reaches_no_rank_0_says_so(tmp_path, port):
     assert "internal error" not in process.stderr
 
 
+ANOTHER_HOST = """
+import os, sys
+from sumgrad.cli.main import torchrun_main
+if os.environ["RANK"] == "1":  # as the first rank of another host
+    os.environ |= {"GROUP_RANK": "1", "LOCAL_RANK": "0"}
+sys.exit(torchrun_main())
+"""
+ENDED = MY_STEP.replace(
+    "    def step(self, model, batch, ctx):\n",
+    "    def step(self, model, batch, ctx):\n"
+    "        if ctx.rank == 1:\n"
+    "            import os, signal, time\n"
+    "            os.kill(os.getpid(), signal.SIGTERM)\n"
+    "            time.sleep(30)\n",
+)
+
+
+def test_a_rank_of_another_host_that_is_told_to_end_does(tmp_path):
+    assert "SIGTERM" in ENDED
+    (tmp_path / "mine.py").write_text(ENDED)
+    (tmp_path / "host.py").write_text(ANOTHER_HOST)
+    (tmp_path / "dp.yaml").write_text("workload: mine.py:MyStep\npools: {train: {axes: {dp: 2}}}\n")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "host.py", "--topology", "dp.yaml", "--timeout", "60",
+    ]  # fmt: skip
+    process = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path
+    )
+    assert "sumgrad: UNKNOWN" in process.stdout
+    assert "stopped by SIGTERM" in process.stdout
+    assert "launch/guard.py" not in process.stderr
+    assert process.returncode == 1
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_torchrun_when_a_rank_is_killed(tmp_path, victim):
     """The ranks that are left write their records, and the lowest of them judges."""
