@@ -86,7 +86,8 @@ def timeline(record: Record, mismatches: Sequence[Mismatch] = ()) -> Timeline | 
         for event, column in zip(started[rank], columns[rank], strict=True):
             if column < first:
                 continue
-            state: State = "done" if event["n"] in done[rank] else "open"
+            ended = event["n"] in done[rank] or rank not in bad  # the last end is often not written
+            state: State = "done" if ended else "open"
             if (rank, event["n"]) in unlike:
                 state = "unlike"
             elif (rank, event["n"]) in unplanned:

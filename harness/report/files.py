@@ -28,7 +28,14 @@ from sumgrad.report.pictures import (
     room_for,
     timeline_picture,
 )
-from sumgrad.report.terminal import STANDINGS, axes_text, bits_sentence, by_ranks, number
+from sumgrad.report.terminal import (
+    STANDINGS,
+    axes_text,
+    bits_sentence,
+    by_ranks,
+    number,
+    users_frames,
+)
 
 MAX_TENSORS = 4000  # rows of a page's table
 _MARKS = re.compile(r"[\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is none
@@ -150,7 +157,14 @@ def _ended_badly(outcomes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for o in sorted(bad, key=lambda o: (o["rank"] != first, o["rank"])):
         key = tuple(o.get(name) for name in ("pool", "status", "detail", "waiting_in", "stack"))
         alike.setdefault(key, []).append(o)
-    return [{**held[0], "ranks_text": spans([o["rank"] for o in held])} for held in alike.values()]
+    return [
+        {
+            **held[0],
+            "stack": users_frames(held[0]["stack"]) if held[0].get("stack") else None,
+            "ranks_text": spans([o["rank"] for o in held]),
+        }
+        for held in alike.values()
+    ]
 
 
 def page_script() -> tuple[Markup, str]:

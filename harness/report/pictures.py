@@ -182,9 +182,11 @@ def answer(data: Data) -> list[str]:
             *data["not_compared"],
             *(r for t in data["tiers"].values() for r in t["reasons"]),
         ]
-        return [f"Not known: {reasons[0]}." if reasons else "Not everything could be compared."]
+        if not reasons:
+            return ["Not everything could be compared."]
+        return [f"Not known: {reasons[0].rstrip('.')}."]
     first = data["diagnoses"][0]["cause"] if data["diagnoses"] else next(iter(data["findings"]), "")
-    text = f"{first[:1].upper()}{first[1:]}." if first else "Some gradients are wrong."
+    text = f"{first[:1].upper()}{first[1:].rstrip('.')}." if first else "Some gradients are wrong."
     if not wrong:
         return [text]
     ranks = sorted({t["rank"] for t in wrong})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from sumgrad.report.coefficients import in_few_lines
 STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
 MAX_TENSORS, MAX_COEFFICIENTS, MAX_RANKS_SHOWN = 12, 24, 8
 MAX_STACK_LINES = 12
+_FRAME = re.compile(r'^(?=  File ")', flags=re.M)
+_OURS = re.compile(r'  File "[^"]*/(?:harness|sumgrad)/(?:cli|launch|ledger|record|subjects)/')
 LABEL, ROOMY = 11, 100  # characters before a text; of a terminal with room for long heads
 MAX_LOSSES = 8  # steps whose losses are shown
 STANDINGS = {
@@ -335,12 +338,19 @@ def _outcomes(data: Mapping[str, Any]) -> list[RenderableType]:
     for o in [first, *others[: MAX_RANKS_SHOWN - 1]]:
         place = f"in {o.waiting_in}" if o.waiting_in else "in no collective"
         lines.append(Text(f"  rank {o.rank} ({o.pool}) {o.status}: {o.detail}; {place}"))
-        text = o.stack or o.output
+        text = users_frames(o.stack) if o.stack else o.output
         if o is first and text:
             lines += [Text(f"      {line}", style="dim") for line in _telling_lines(text)]
     if len(bad) > MAX_RANKS_SHOWN:
         lines.append(Text(f"  and {len(bad) - MAX_RANKS_SHOWN} more in verdict.json"))
     return list(lines)
+
+
+def users_frames(stack: str) -> str:
+    """A traceback without the frames of ours that it begins with; whole if it has no others."""
+    head, *frames = _FRAME.split(stack)
+    last = next((i for i, frame in enumerate(frames) if not _OURS.match(frame)), 0)
+    return head + "".join(frames[last:])
 
 
 def _telling_lines(text: str) -> list[str]:

@@ -22,7 +22,7 @@ from sumgrad.base.plain_text import printable, shown
 from sumgrad.base.verdict import Verdict
 from sumgrad.cli.main import main
 from sumgrad.report.files import to_html, to_junit, to_markdown
-from sumgrad.report.terminal import print_report
+from sumgrad.report.terminal import print_report, users_frames
 
 OWNED = "document.documentElement.setAttribute('data-owned', 1)"
 PAYLOADS = {
@@ -240,6 +240,24 @@ def test_a_browser_runs_nothing_of_a_report(tmp_path):
     assert "t0t" in text
     assert not re.search(r"<html[^>]*data-owned", text)
     assert text.count("<script") == 1
+
+
+FRAME = '  File "{}", line 7, in {}\n    {}\n'
+HEAD, LAST = "Traceback (most recent call last):\n", "ValueError: no rows\n"
+OURS = FRAME.format("/opt/venv/site-packages/sumgrad/launch/rank.py", "run", "step()")
+THEIRS = FRAME.format("/home/me/step.py", "step", "raise ValueError")
+
+
+@pytest.mark.parametrize(("frames", "shown"), [
+    (OURS + OURS + THEIRS, THEIRS),
+    (OURS + THEIRS + OURS + THEIRS, THEIRS + OURS + THEIRS),  # what they call of ours stays
+    (THEIRS, THEIRS),
+    (OURS + OURS, OURS + OURS),
+    ("", ""),
+    (FRAME.format("/home/me/sumgrad/step.py", "step", "x"),) * 2,
+])  # fmt: skip
+def test_a_traceback_begins_with_the_users_frames(frames, shown):
+    assert users_frames(HEAD + frames + LAST) == HEAD + shown + LAST
 
 
 def test_texts_in_messages_are_bounded_and_on_one_line():

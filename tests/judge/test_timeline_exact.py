@@ -16,9 +16,14 @@ def op(n, name="allreduce", group=(0, 1, 2), *, numel=4, pg="0", **more):
             "dtype": "float64", "numel": numel, "site": "a.py:1", "pg": pg, **more}  # fmt: skip
 
 
-def line_of(*ledgers, mismatches=()):
+def line_of(*ledgers, mismatches=(), lost=()):
+    """lost: ranks that did not end well."""
     record = program_record(tiers={"structure": "float64"}, ranks=len(ledgers))
-    return timeline(replace(record, started=dict(enumerate(ledgers))), mismatches)
+    outcomes = tuple(
+        replace(o, status="timed_out" if o.rank in lost else "ok") for o in record.outcomes
+    )
+    record = replace(record, outcomes=outcomes, started=dict(enumerate(ledgers)))
+    return timeline(record, mismatches)
 
 
 def places(line):
@@ -44,10 +49,13 @@ def test_a_collective_stands_in_one_column_behind_all_that_its_members_did():
 
 
 def test_a_rank_that_came_less_far_and_one_that_waits():
-    line = line_of([op(0), op(1), *done(0)], [op(0), *done(0)], [op(0), op(1), *done(0)])
-    assert places(line) == {
+    ledgers = [op(0), op(1), *done(0)], [op(0), *done(0)], [op(0), op(1), *done(0)]
+    assert places(line_of(*ledgers, lost=(0, 1, 2))) == {
         0: [(0, "done"), (1, "open")], 1: [(0, "done")], 2: [(0, "done"), (1, "open")],
     }  # fmt: skip
+    ended = places(line_of(*ledgers, lost=(0,)))
+    assert ended[0] == [(0, "done"), (1, "open")]
+    assert ended[2] == [(0, "done"), (1, "done")]  # it ended well, and did not write the last end
 
 
 def test_members_that_issue_something_else_and_what_no_plan_has():
@@ -64,6 +72,7 @@ def test_groups_in_unlike_order_end_all_the_same():
         [op(0, group=first, pg="1"), op(1, group=second)],
         [op(0, group=second), op(1, group=first, pg="1")],
         [op(0, group=second)],
+        lost=(0, 1, 2),
     )
     assert [len(row) for row in line.rows.values()] == [2, 2, 1]
     assert all(i.state == "open" for row in line.rows.values() for i in row)
@@ -90,7 +99,8 @@ def test_ranks_without_any_ledger_have_no_timeline():
 
 @pytest.mark.parametrize("state", ["done", "open"])
 def test_the_picture_says_what_stands_in_a_square(state):
-    line = line_of([op(0), *(done(0) if state == "done" else [])], [op(0), *done(0)])
+    ledgers = [op(0), *(done(0) if state == "done" else [])], [op(0), *done(0)]
+    line = line_of(*ledgers, lost=(0,))
     picture = timeline_picture({"timeline": line.to_json()})
     assert picture.letters == (("R", "allreduce"),)
     (name, ((column, letter, level, says),)) = picture.rows[0]
