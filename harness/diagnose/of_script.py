@@ -12,8 +12,10 @@ from sumgrad.judge.checks.rescaled import hidden_factors
 from sumgrad.judge.checks.script import (
     OtherRows,
     changed_between,
+    left_behind,
     other_rows,
     unlike_starts,
+    unowned,
     wrong_updates,
 )
 from sumgrad.judge.finding import Compared
@@ -59,6 +61,33 @@ def _unlike_start(compared: Compared) -> Diagnosis | None:
             "the weights before the first forward, by digest; the comparison itself gives "
             "every rank the single run's, so gradients are right or wrong apart from it",
         ),
+    )
+
+
+def _unowned(compared: Compared) -> Diagnosis | None:
+    found = next(unowned(compared.record), None)
+    if found is None:
+        return None
+    names, step = found
+    return Diagnosis(
+        cause=f"no rank's optimizer has {some_of(names)} at step {step}; the single run's does",
+        kind="unowned",
+        standing="proved",
+        ranks=tuple(compared.record.ranks),
+        because=("the parameters of every optimizer that steps, by rank",),
+    )
+
+
+def _left_behind(compared: Compared) -> Diagnosis | None:
+    left = next(left_behind(compared.record), None)
+    if left is None:
+        return None
+    return Diagnosis(
+        cause=left.text,
+        kind="left_behind",
+        standing="proved",
+        ranks=(left.rank,),
+        because=("the weights that it computes with, held against the single run's",),
     )
 
 
@@ -165,6 +194,8 @@ def _wrong_update(compared: Compared) -> Diagnosis | None:
 IN_ORDER: tuple[Callable[[Compared], Diagnosis | None], ...] = (
     _other_rows,
     _unlike_start,
+    _unowned,
+    _left_behind,
     _other_weights,
     _carried_over,
     _hidden_by_a_clip,

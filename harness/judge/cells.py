@@ -88,7 +88,10 @@ def cells(record: Record, tier: str, reference: Reference) -> Iterator[Cell]:
         held_here = {r: record.ranks[r] for r in pool.ranks if r in record.ranks}
         for name in names_in(record, pool.name):
             wanted = expected(record, reference, pool.name, name, tier)
+            somewhere = {rank for rank in held_here if _stepped(record, rank, at, name)}
             for rank, held in held_here.items():
+                if rank not in somewhere and somewhere:
+                    continue  # the optimizer of another rank takes it, and that rank is compared
                 if at in held.grads and (not record.spec.opaque or name in held.params):
                     index = held.index_of(tier, name)
                     yield Cell(
@@ -101,6 +104,12 @@ def cells(record: Record, tier: str, reference: Reference) -> Iterator[Cell]:
                         got=held.grads[at].get(name),
                         wanted=shard(wanted, index),
                     )
+
+
+def _stepped(record: Record, rank: int, at: At, name: str) -> bool:
+    """Whether an optimizer of this rank has a parameter at a step; True where nobody knows."""
+    told = record.ranks[rank].info.get(at, {}).get("stepped")
+    return told is None or name in told
 
 
 def compare(record: Record) -> list[TensorDiff]:
@@ -194,6 +203,13 @@ def _as_user_left_it(record: Record, cell: Cell, diff: TensorDiff) -> TensorDiff
         return replace(diff, status="unknown", reason=why)
     if cell.got is not None and cell.got.shape != cell.wanted.value.shape:
         return replace(diff, status="unknown")
+    at = (cell.tier, cell.step)
+    if (
+        cell.got is None
+        and diff.status == "fail"
+        and not _stepped(record, cell.rank, at, cell.name)
+    ):
+        return replace(diff, reason="no rank's optimizer has it, and the single run's does")
     if cell.got is None and diff.status == "fail":
         return replace(diff, reason="the step left no gradient (None); the reference is not zero")
     return diff

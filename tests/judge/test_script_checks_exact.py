@@ -9,15 +9,19 @@ import torch
 from records_in_memory import FLOOR, SHAPES, compared, program_record, texts
 from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.verdict import judge
+from sumgrad.judge.cells import cells
 from sumgrad.judge.checks.script import (
     as_many_steps,
     changed_between,
+    left_behind,
     one_job,
     other_rows,
+    the_optimizers_together,
     the_same_rows,
     the_same_start,
     the_same_weights_after,
     unlike_starts,
+    unowned,
 )
 from sumgrad.record.ranks import AFTER
 from sumgrad.record.spec import Script
@@ -214,6 +218,51 @@ def test_weights_that_a_script_changes_on_one_rank_only():
     record.ranks[2].info["structure", 1]["other_weights"] = ["w", "b"]
     moved = changed_between(record)
     assert (moved.rank, moved.text) == (2, "w, b before step 1")
+
+
+def test_what_no_ranks_optimizer_has():
+    record = record_of(FOUR, steps=2)
+    assert list(unowned(record)) == []  # an older record does not say what was stepped
+    for reference in record.references["structure"]:
+        reference.after.update(dict.fromkeys(("w", "b"), torch.zeros(1)))
+    for rank, held in record.ranks.items():
+        for info in held.info.values():
+            info["stepped"] = ["w"] if rank == 0 else ["b"]
+    assert list(unowned(record)) == []
+    record.ranks[0].info["structure", 1]["stepped"] = []
+    assert list(unowned(record)) == [(["w"], 1)]
+    assert texts(the_optimizers_together, record) == [
+        "no rank's optimizer has w at step 1; the single run's does"
+    ]
+    others = {rank: replace(held, params=("b",)) for rank, held in record.ranks.items()}
+    assert list(unowned(replace(record, ranks=others))) == []  # held by no rank
+
+
+def test_what_its_owner_keeps_to_itself():
+    record = record_of(FOUR, steps=2)
+    assert list(left_behind(record)) == []
+    record.ranks[2].info["structure", 1]["left_behind"] = ["w", "b"]
+    (left,) = left_behind(record)
+    assert left.rank == 2
+    assert left.text.startswith("w, b on rank 2, which no optimizer of that rank has")
+    assert left.text.endswith("before step 1")
+    (finding,) = the_optimizers_together(compared(record))
+    assert finding.level == "fail"
+
+
+def test_a_gradient_is_compared_where_an_optimizer_takes_it():
+    record = record_of(FOUR)
+    (reference,) = record.references["structure"]
+
+    def ranks():
+        return {cell.rank for cell in cells(record, "structure", reference) if cell.name == "w"}
+
+    assert ranks() == {0, 1, 2}
+    for rank, held in record.ranks.items():
+        held.info[AT]["stepped"] = ["w", "b"] if rank == 1 else ["b"]
+    assert ranks() == {1}
+    record.ranks[1].info[AT]["stepped"] = []
+    assert ranks() == {0, 1, 2}  # nobody's: all of them miss it
 
 
 def updated(off, *, floor=FLOOR, gradient=None):

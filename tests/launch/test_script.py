@@ -256,6 +256,22 @@ def test_a_command_that_starts_its_own_ranks(tmp_path):
     assert wrong == {(name, step) for name in names for step in (1, 3)}  # each optimizer twice
 
 
+@pytest.mark.parametrize(("kind", "code", "cause"), [
+    ("right", 0, None),
+    ("rest", 1, "no rank's optimizer has 2.bias at step 0; the single run's does"),
+    ("kept", 1, "0.bias, 2.weight on rank 0, which no optimizer of that rank has, is not brought "
+                "to what its owner's step made of it before step 1"),
+])  # fmt: skip
+def test_optimizers_that_have_a_part_of_the_parameters_each(tmp_path, kind, code, cause):
+    got, verdict = on_ranks(tmp_path, 3, "zero.py", "{12/ranks}", kind)
+    assert got == code, verdict
+    assert [d["cause"] for d in verdict["diagnoses"][:1]] == [cause] * (cause is not None)
+    if kind == "right":  # each gradient where an optimizer takes it
+        assert {(t["name"], t["rank"]) for t in verdict["tensors"]} == {
+            ("0.weight", 0), ("0.bias", 1), ("2.weight", 2), ("2.bias", 0),
+        }  # fmt: skip
+
+
 def test_a_buffer_that_is_left_unlike_on_ranks_is_said(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "router.py", "{12/ranks}", "local")
     assert code == 0, verdict  # no gradient has taken anything from it yet

@@ -28,6 +28,7 @@ CHECKS: tuple[Check, ...] = (
     script.one_job,
     since.the_single_run_as_it_was_kept,
     script.as_many_steps,
+    script.the_optimizers_together,
     same_start.sound_reference,
     beside.nothing_trained_elsewhere,
     complete.every_tier,

@@ -261,6 +261,49 @@ def as_many_steps(compared: Compared) -> Iterator[Finding]:
         )
 
 
+def the_optimizers_together(compared: Compared) -> Iterator[Finding]:
+    """Optimizers that have a part of the parameters each: nothing is left out, and what one of
+    them makes reaches the ranks that use it."""
+    for names, step in unowned(compared.record):
+        text = f"no rank's optimizer has {some_of(names)} at step {step}; the single run's does"
+        yield Finding(level="fail", text=text)
+    for left in left_behind(compared.record):
+        yield Finding(level="fail", text=left.text)
+
+
+def unowned(record: Record) -> Iterator[tuple[list[str], int]]:
+    """Parameters that the single run's optimizer steps, that ranks hold, and that none of theirs
+    has; of the first such step."""
+    if record.spec.script is None:
+        return
+    held = {name for rank in record.ranks.values() for name in rank.params}
+    for tier, references in record.references.items():
+        for reference in references:
+            told = [h.info.get((tier, reference.step), {}) for h in record.ranks.values()]
+            if not told or any("stepped" not in info for info in told):
+                return
+            had = {name for info in told for name in info["stepped"]}
+            if names := [n for n in reference.after if n in held and n not in had]:
+                yield names, reference.step
+                return
+
+
+def left_behind(record: Record) -> Iterator[Unlike]:
+    """Of each rank the first step before which parameters are not what the single run's step made
+    of them, that no optimizer of that rank has."""
+    if record.spec.script is None:
+        return
+    for rank, held in record.ranks.items():
+        for (_, step), told in sorted(held.info.items()):
+            if names := told.get("left_behind"):
+                yield Unlike(
+                    rank=rank,
+                    text=f"{some_of(names)} on rank {rank}, which no optimizer of that rank has, "
+                    f"is not brought to what its owner's step made of it before step {step}",
+                )
+                break
+
+
 def the_same_weights_after(compared: Compared) -> Iterator[Finding]:
     """Weights that an optimizer leaves wrong though the gradients that it had were right."""
     record = compared.record

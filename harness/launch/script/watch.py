@@ -281,9 +281,15 @@ class Watch:
             info["rescaled"] = self.rescaled.taken(held.values())
             info["races"] = self._races()
             self.seat.ledger.settle()
-            self.infos.append(
-                {**self._said(), **info, "other_weights": self.weights.moved(held, self.calls)}
-            )
+            info["stepped"] = list(held)
+            used = {
+                n: h
+                for n, h in self.models.held.items()
+                if n not in held and not self.stepped[id(h.param)] and h.param.grad is not None
+            }
+            info["other_weights"] = self.weights.moved(held, self.calls)
+            info["left_behind"] = self.weights.left_behind(used)
+            self.infos.append({**self._said(), **info})
             if self.look is not None and self.calls == self.asked.look:
                 self.look.write(place()[0])
 

@@ -31,6 +31,7 @@ class Weights:
         self._whole: Grads = {}
         self._as_set: Grads = {}
         self._buffers: set[str] = set()  # that were made equal, once
+        self._stepped: set[str] = set()  # by the single run's optimizers, until now
 
     def single(self) -> Grads | None:
         """What the single run started with; None in that run itself."""
@@ -86,8 +87,20 @@ class Weights:
         else:
             seed = self._asked.jitter and self._asked.jitter + 1000 * (call + 1)
             self._whole |= (whole := self._kept.stored(f"{AFTER}_{call}"))
+            self._stepped |= whole.keys()
             take_over(held, whole, jitter=seed)
         self._remember(held)
+
+    def left_behind(self, others: Mapping[str, Held]) -> list[str]:
+        """Of parameters that this rank uses and none of its optimizers has, those that are not
+        what the single run's steps made of them: another rank's optimizer, or nobody, has them."""
+        if self._asked.start is None or self._asked.jitter:
+            return []
+        return [
+            n
+            for n, h in others.items()
+            if n in self._stepped and not _nearly(h.local(), h.slice(self._whole[n]))
+        ]
 
     def _remember(self, held: Iterable[Held]) -> None:
         """The weights as they were set; the single run's own tensors where they are those."""

@@ -21,17 +21,26 @@ SAME_ROUNDINGS = 4  # of the dtype that a second gradient is kept in
 def gradients_elsewhere(placed: Sequence[Placed]) -> dict[str, str]:
     """Parameter -> attribute that holds a gradient of it which its `.grad` is not.
 
-    Megatron's `main_grad` and its like: which of the two an optimizer uses is not known here.
+    Megatron's `main_grad` and its like, and the gradient of a copy that hangs at the parameter
+    (`main_param`): which of the two an optimizer uses is not known here.
     """
     out = {}
     for p in placed:
-        for attribute, value in vars(p.param).items():
-            if "grad" not in attribute or not isinstance(value, Tensor):
-                continue
+        for attribute, value in _second_gradients(p.param):
             held = to_local(value).detach()
             if held.numel() == p.local().numel() and not _same_gradient(p.param.grad, held):
                 out[p.name] = attribute
     return out
+
+
+def _second_gradients(param: Tensor) -> Iterator[tuple[str, Tensor]]:
+    for attribute, value in vars(param).items():
+        if not isinstance(value, Tensor):
+            continue
+        if "grad" in attribute:
+            yield attribute, value
+        elif value is not param and value.is_leaf and value.grad is not None:
+            yield f"{attribute}.grad", value.grad
 
 
 def _same_gradient(grad: Tensor | None, held: Tensor) -> bool:
