@@ -59,6 +59,7 @@ class Facts:
 
     Where it says so itself: after: what its step does to reduced gradients. buffers: patterns of
     names of buffers that are compared like gradients. microbatches: how many a step takes.
+    dtypes: of what build() trains; every tier computes in one.
     """
 
     params: dict[str, tuple[int, ...]]
@@ -72,6 +73,7 @@ class Facts:
     after: After | None = None
     buffers: tuple[str, ...] = ()
     microbatches: int | None = None
+    dtypes: tuple[str, ...] = ()
 
     def compares(self, buffer: str) -> bool:
         """Whether a buffer is compared like a gradient."""
@@ -227,6 +229,7 @@ def facts_from_json(data: Mapping[str, Any]) -> Facts:
     params = {name: tuple(shape) for name, shape in data["params"].items()}
     more: dict[str, Any] = {key: tuple(data[key]) for key in ("terms", "problems")}
     more["buffers"] = tuple(data.get("buffers", ()))
+    more["dtypes"] = tuple(data.get("dtypes", ()))
     more["after"] = After(**data["after"]) if data.get("after") else None
     return Facts(**{**data, "params": params, **more})
 

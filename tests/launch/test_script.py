@@ -272,6 +272,18 @@ def test_optimizers_that_have_a_part_of_the_parameters_each(tmp_path, kind, code
         }  # fmt: skip
 
 
+@pytest.mark.parametrize(("kind", "code"), [("right", 0), ("first", 1)])
+def test_a_script_in_two_dtypes_is_compared_in_them_too(tmp_path, kind, code):
+    """In float64 there is one bucket, and what is done with the second is not seen."""
+    got, verdict = on_ranks(tmp_path, 3, "buckets.py", "{12/ranks}", kind)
+    assert got == code, verdict
+    assert set(verdict["tiers"]) == {"precision"}
+    (said,) = [text for text in verdict["warnings"] if "in which what it does by dtype" in text]
+    assert "parameters are bfloat16 and float32: in float64" in said
+    wrong = {t["name"] for t in verdict["tensors"] if t["status"] == "fail" and t["step"] == 0}
+    assert wrong == ({"norm.weight", "norm.bias"} if kind == "first" else set())
+
+
 def test_a_buffer_that_is_left_unlike_on_ranks_is_said(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "router.py", "{12/ranks}", "local")
     assert code == 0, verdict  # no gradient has taken anything from it yet

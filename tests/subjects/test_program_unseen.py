@@ -44,6 +44,27 @@ RESHAPED = """
         for p in model.parameters():
             dist.all_reduce(p.grad)
 """
+TWO_DTYPES = """
+    def build(self):
+        model = super().build()
+        model[2].bfloat16()
+        return model
+    def loss_sum(self, model, rows):
+        up, act, down = getattr(model, 'module', model)
+        out = down(act(up(rows['x'])).to(down.weight.dtype)).to(rows['y'].dtype)
+        return ((out - rows['y']).square() * rows['mask']).sum(), rows['mask'].sum()
+    def distribute(self, model, ctx):
+        return model
+    def step(self, model, batch, ctx):
+        mine = {k: v.tensor_split(3)[ctx.rank] for k, v in batch.items()}
+        loss, count = self.loss_sum(model, mine)
+        dist.all_reduce(count)
+        (loss / count).backward()
+        first = model[0].weight.dtype
+        for p in model.parameters():
+            if p.dtype == first:  # all of them, in one dtype
+                dist.all_reduce(p.grad)
+"""
 UNFROZEN = """
     def build(self):
         model = super().build()
@@ -66,12 +87,19 @@ UNFROZEN = """
          "the step left no .grad, but a gradient in main_grad"),
         (STEP + EVERY + "            p._hp_grad = p.grad + (ctx.rank == 1)", "unknown",
          "_hp_grad on rank 1 holds another gradient"),
+        (STEP + EVERY + "            p.main_param = p.detach().clone()\n"
+         "            p.main_param.grad = 2 * p.grad", "unknown",
+         "main_param.grad on rank 0-2 holds another gradient than its .grad"),
+        (STEP + EVERY + "            p.main_param = p.detach().double()\n"
+         "            p.main_param.grad = p.grad.double()", "pass", ""),
+        (TWO_DTYPES, "unknown", "build() gives parameters of bfloat16 and float32"),
         (CRITERION, "unknown", "self.criterion.weight is trained by the loss and is none of"),
         (UNREGISTERED, "unknown", "a tensor of shape () is trained by the loss"),
         (RESHAPED, "unknown", "2.bias on rank 0-2 has shape (1, 3) after the step"),
         (UNFROZEN, "unknown", "module.2.bias is trained after the step on rank 0-2"),
     ],
-    ids=["main_grad", "main_grad_same", "main_grad_alone", "hp_grad_of_one_rank", "criterion",
+    ids=["main_grad", "main_grad_same", "main_grad_alone", "hp_grad_of_one_rank",
+         "main_param", "main_param_same", "two_dtypes", "criterion",
          "unregistered", "reshaped_in_the_step", "unfrozen_later"],
 )  # fmt: skip
 def test_what_is_trained_elsewhere_is_never_outside_in_silence(check, body, status, words):

@@ -63,6 +63,13 @@ def said_by_the_reference(compared: Compared) -> Iterator[Finding]:
 
 
 def _unseen(record: Record) -> Iterator[str]:
+    facts = record.spec.facts
+    if facts is not None and len(facts.dtypes) > 1:
+        yield (
+            f"build() gives parameters of {' and '.join(facts.dtypes)}, and every tier computes in "
+            f"one dtype: what the step does by dtype (a bucket or a branch for each) was not seen; "
+            f"let build() give one, or compare the script as it is (sumgrad diff)"
+        )
     for tier, references in record.references.items():
         for reference in references[:1]:
             yield from (f"{tier}: {text}" for text in reference.outside)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,10 @@ from sumgrad.launch.script.user_files import put_back
 from sumgrad.launch.versions import versions
 from sumgrad.record.directory import load_record, write_outcomes
 from sumgrad.record.manifest import write_manifest
-from sumgrad.record.reference import write_parts, write_reference
+from sumgrad.record.reference import read_tensors, write_parts, write_reference
 from sumgrad.record.spec import DAMAGED, Facts, RunSpec, Script, Since, write_spec
 from sumgrad.record.trace import FOLDER
-from sumgrad.subjects.script.asked import SAME, Asked
+from sumgrad.subjects.script.asked import BUFFER, KEPT, SAME, START, Asked
 from sumgrad.subjects.script.reference import (
     LOSS,
     Noise,
@@ -164,6 +164,8 @@ class _Diff:
             run = read_single(self.directory / "single", self.tier)
         except (*DAMAGED, FileNotFoundError):
             return _how_it_ended(ended)
+        if not run.steps and run.unknown:
+            return "; ".join(["no optimizer stepped a model's parameters", *run.unknown])
         if not run.steps:
             return NO_STEP if ended.ok else _how_it_ended(ended)
         if not run.params:
@@ -187,19 +189,54 @@ def run_diff(
     progress: Progress = lambda _: None,
     on_signal: OnSignal = nullcontext,
     known: tuple[Path, Baseline] | None = None,
+    said: Sequence[str] = (),
 ) -> tuple[Verdict, Path]:
     """Run both sides and judge. Raises UserError where nothing can be started.
 
     on_signal: a block in which a signal that ends the process calls what it is given first.
-    known: where the single run and its noise lie already, and what they are.
+    known: where the single run and its noise lie already, and what they are. said: what the
+    verdict is to say besides.
     """
     check_options(options)
     if options.baseline:
         known = find_baseline(options.baseline)
     name = re.sub(r"[^\w-]", "_", Path(script_of(options)).stem) or "script"
     diff = _Diff(options=options, directory=new_directory(options.out, name), progress=progress)
+    diff.said += said
     with on_signal(diff.end):
-        return _run_and_judge(diff, known)
+        verdict, directory = _run_and_judge(diff, known)
+        dtypes = _own_dtypes(diff) if verdict.status == "pass" and known is None else []
+    if len(dtypes) < 2:
+        return verdict, directory
+    return run_diff(
+        replace(options, lift=False, save=None, out=directory / "own_dtypes"),
+        progress=progress,
+        on_signal=on_signal,
+        said=[
+            f"the script's parameters are {' and '.join(dtypes)}: in float64, where all are alike, "
+            f"the comparison passed ({directory}); this is the one in the script's own dtypes, in "
+            f"which what it does by dtype is seen"
+        ],
+    )
+
+
+def _own_dtypes(diff: _Diff) -> list[str]:
+    """The dtypes that a script's parameters have of its own, where a run in float64 has seen it
+    ask for half precision."""
+    if not diff.lift:
+        return []
+    single = read_single(diff.directory / "single", diff.tier)
+    lines = {line for step in single.steps for line in step.get("lifted", {})}
+    if not any(line.startswith(("bfloat16", "float16")) for line in lines):
+        return []
+    before = diff.tier, diff.lift
+    diff.tier, diff.lift = OWN
+    diff.side("own dtypes")
+    diff.tier, diff.lift = before
+    found = set()
+    for path in (diff.directory / "own dtypes").glob(KEPT.format(f"{START}_*")):
+        found |= {t.dtype for n, t in read_tensors(path) if not n.startswith(BUFFER)}
+    return sorted(str(d).removeprefix("torch.") for d in found if d.is_floating_point)
 
 
 def _run_and_judge(diff: _Diff, known: tuple[Path, Baseline] | None) -> tuple[Verdict, Path]:

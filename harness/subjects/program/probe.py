@@ -85,6 +85,7 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
         after=after_of(program),
         buffers=_compared_buffers(program, model),
         microbatches=microbatches_of(program),
+        dtypes=tuple(sorted({str(p.dtype)[len("torch.") :] for p in trained(model).values()})),
     )
 
 
