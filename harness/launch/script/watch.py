@@ -270,6 +270,8 @@ class Watch:
                 f"{type(optimizer).__name__} steps {len(lost)} parameters of no model that was "
                 f"called, the first of shape {tuple(lost[0].shape)}"
             )
+        if self.evidence is None:
+            return  # no model was called yet
         info: dict[str, Any] = {"partial": []}
         with own_arithmetic():
             grads = {n: g for n, h in held.items() if (g := self._gradient(h, info)) is not None}
