@@ -16,6 +16,7 @@ from sumgrad.record.computed import Computed, computed_as_json, computed_from
 from sumgrad.record.endings import rank_file
 from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import DAMAGED
+from sumgrad.record.ways import Ways, ways_as_json, ways_from
 from torch import Tensor
 
 FOLDER = "trace"
@@ -60,7 +61,8 @@ class Trace:
     `backward/NAME` -> samples of the parameter of that name of build()'s model as its module had it
     when it was called, or when the gradient of its output came: those that differ, at the places
     sample_of(numel, MAX_SAMPLE). used_numel: of how many elements each, by the parameter's name.
-    computed: what a user's lines did outside of torch's modules.
+    computed: what a user's lines did outside of torch's modules. ways: of a rank, from module to
+    module, what autograd passes.
     """
 
     calls: tuple[Call, ...]
@@ -82,6 +84,7 @@ class Trace:
     used: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
     used_numel: Mapping[str, int] = field(default_factory=dict)
     computed: Computed = field(default_factory=Computed)
+    ways: Ways = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,6 +135,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "used": {name: len(own) for name, own in trace.used.items()},
         "used_numel": dict(trace.used_numel),
         "computed": computed_as_json(trace.computed),
+        "ways": ways_as_json(trace.ways),
     }
     write_json(path.with_suffix(".json"), said)
 
@@ -171,6 +175,7 @@ def read_trace(path: Path) -> Trace:
         computed=computed_from(
             said.get("computed", ()), [held[f"value/{i}"] for i in range(num_values)]
         ),
+        ways=ways_from(said.get("ways", {})),
         by_term={
             term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
             for term in said["terms"]

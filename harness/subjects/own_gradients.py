@@ -7,7 +7,7 @@ run's gradient; which, tells how they were put together. A sample of each parame
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -98,10 +98,14 @@ class OwnGradients:
 
 
 class Losses:
-    """Between `with` and its end: the values that backwards start from."""
+    """Between `with` and its end: the values that backwards start from.
 
-    def __init__(self) -> None:
+    at: is called with each tensor.
+    """
+
+    def __init__(self, at: Callable[[Tensor], None] = lambda loss: None) -> None:
         self.values: list[float] = []
+        self._at = at
 
     def __enter__(self) -> Losses:
         own = self._own = torch.autograd.backward
@@ -112,6 +116,8 @@ class Losses:
             if grad_tensors is None:
                 found = [t for t in roots if isinstance(t, Tensor) and t.numel() == 1]
                 self.values += [float(to_local(t.detach())) for t in found]
+                for loss in found:
+                    self._at(loss)
             return own(tensors, grad_tensors, *args, **kwargs)
 
         torch.autograd.backward = backward

@@ -255,10 +255,6 @@ def _no_reduction(reductions: Sequence[Joint]) -> str:
         f"no reduction in the ledger makes it, and of all in the step {issued}: if the model is "
         f"wrapped, is its wrapper's own forward called?"
     )
-    return (
-        "no reduction in the ledger makes it, and of all in the step none is issued: is the model "
-        "wrapped, and its wrapper's own forward called?"
-    )
 
 
 def _left_out(case: Case, names: Sequence[str], carrying: Sequence[Joint]) -> list[int]:

@@ -41,7 +41,10 @@ class Look:
         if self._seen is None:
             self._root = root
             self._seen = ModuleWatch(
-                root, operations=self._operations, with_paths=self.of_the_single_process
+                root,
+                operations=self._operations,
+                with_paths=self.of_the_single_process,
+                with_ways=not self.of_the_single_process,
             )
             self._seen.__enter__()
         self._passes += root is self._root

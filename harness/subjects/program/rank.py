@@ -99,9 +99,9 @@ class Rank:
             for before in range(step):
                 run.step(before)
             names = {id(m): name for name, m in run.modules.items()}
-            seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations)
+            seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations, with_ways=True)
             computations = Computations(seen.now)
-            with seen, Losses() as losses, run.own_gradients() as own, computations:
+            with seen, Losses(seen.at_loss) as losses, run.own_gradients() as own, computations:
                 run.step(step)
             gave, at = own.taken(p.name for p in run.placement.placed)
             return replace(

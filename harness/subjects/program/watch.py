@@ -14,6 +14,7 @@ from sumgrad.record.ranks import sample_of
 from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Trace
 from sumgrad.subjects.program.placement import WRAPPERS
 from sumgrad.subjects.program.taken_up import taken_up
+from sumgrad.subjects.program.ways import ways_between
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
@@ -30,7 +31,7 @@ class ModuleWatch:
 
     names: id of a module -> its name in build()'s model, for those that a wrapper renamed.
     operations: how many collectives this rank has issued so far. with_paths: also which outputs
-    others are made from.
+    others are made from. with_ways: also what autograd passes in between, and which line called it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ModuleWatch:
         operations: Callable[[], int] = lambda: 0,
         *,
         with_paths: bool = False,
+        with_ways: bool = False,
     ) -> None:
         self.operations = operations
         self._modules = dict(_seen_modules(model, names or {}))
@@ -60,14 +62,18 @@ class ModuleWatch:
         self._used: dict[str, list[Tensor]] = {}
         self._used_numel: dict[str, int] = {}
         self._inside: list[str] = []  # the modules whose forward runs
-        self._with_paths = with_paths
+        self._with_paths, self._with_ways = with_paths, with_ways
         self._made_by: list[tuple[str, Any]] = []
+        self._anomaly = (False, True)
 
     def at_loss(self, loss: Tensor) -> None:
         """What the modules' outputs end in."""
         self._made(LOSS, loss)
 
     def __enter__(self) -> ModuleWatch:
+        if self._with_ways:
+            self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+            torch.set_anomaly_enabled(True, False)
         for name, module in self._modules.items():
             before, after = self._hook(name, self._enter), self._hook(name, self._leave)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -82,6 +88,8 @@ class ModuleWatch:
     ) -> None:
         for handle in self._handles:
             handle.remove()
+        if self._with_ways:
+            torch.set_anomaly_enabled(*self._anomaly)
 
     def now(self) -> tuple[tuple[str, ...], int]:
         """The modules whose forward runs, and how many calls of any were recorded so far."""
@@ -104,7 +112,8 @@ class ModuleWatch:
             entered=tuple(self._entered),
             batch=batch,
             left_out=tuple(self._left_out),
-            takes=taken_up(self._made_by),
+            takes=taken_up(self._made_by) if self._with_paths else {},
+            ways=ways_between(self._made_by) if self._with_ways else {},
             used={name: tuple(held) for name, held in self._used.items()},
             used_numel=self._used_numel,
         )
@@ -147,7 +156,11 @@ class ModuleWatch:
         for tensor in tensors:
             if tensor.grad_fn is None and not tensor.requires_grad:
                 self._keep_data(name, tensor)
-        self._see(f"{INTO}{name}", [t for t in tensors if _has_digits(t)])
+        parts = [t for t in tensors if _has_digits(t)]
+        if self._with_ways:
+            for tensor in parts:
+                self._made(f"{INTO}{name}", tensor)
+        self._see(f"{INTO}{name}", parts)
 
     def _leave(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
         while self._inside and self._inside.pop() != name:
@@ -185,7 +198,7 @@ class ModuleWatch:
                 tensor.register_hook(self._gradient_hook(name, at))
 
     def _made(self, name: str, tensor: Tensor) -> None:
-        if self._with_paths and tensor.grad_fn is not None:
+        if (self._with_paths or self._with_ways) and tensor.grad_fn is not None:
             self._made_by.append((name, tensor.grad_fn))
 
     def _gradient_hook(self, name: str, at: int) -> Callable[[Tensor], None]:

@@ -15,12 +15,18 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     looked,
     named,
     owners,
+    traces_looked_at,
 )
 from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
 from sumgrad.diagnose.explainers.by_modules.own_backward import saved_in_words
+from sumgrad.diagnose.explainers.by_modules.passed import (
+    only_function_between,
+    own_functions_between,
+)
 from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
 from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.elsewhere import Elsewhere, gradients_elsewhere
 from sumgrad.diagnose.modules.first_wrong import (
     FirstWrong,
     first_wrong_backward,
@@ -31,6 +37,7 @@ from sumgrad.diagnose.modules.loss_weights import is_untold, same
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.modules.targets import Target, other_targets
 from sumgrad.diagnose.names import group_symbols
+from sumgrad.record.trace import INTO, LOSS
 
 SAME_LOSS = 1e-9
 MOST_TARGETS = 3  # that are written out
@@ -72,6 +79,9 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         cause = f"{what} is wrong on rank {spans(found.ranks)}"
     because = list(_evidence(case, look, found, above))
     weights = weights_there(case, found.modules, "backward")
+    only = only_function_between(case, found, _ends(case, look, found))
+    if only and found.ratio is None:
+        cause += f": nothing computes between the two but {only}"
     kind = "backward"
     if weights:
         kind = "gathered_weights"
@@ -112,6 +122,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     if not found.lost and not found.ratio:
         least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
         yield f"wrong are {least}{places(found.seen)}"
+        yield from _of_other_places(case, look, found)
         if any(_with_factors(s) for s in found.seen):
             yield "the others there are right but for factors of their own"
         else:
@@ -129,6 +140,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
         f"what follows {at}: the loss, and its backward")  # fmt: skip
     loss = above and len(found.modules) < len(found.beside)
     yield f"look at {towards}" + (", and at the loss, which uses it too" if loss else "")
+    yield from own_functions_between(case, found, _ends(case, look, found))
     if not above:
         yield from losses_beside(case)
     yield from _own_gradients(case, look, found)
@@ -137,6 +149,32 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     yield from _parts_between(look, found)
     yield from between(case, found, back=True)
     yield from in_the_gradients(case)
+
+
+def _of_other_places(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """Gradients that are right somewhere else."""
+    traces = traces_looked_at(case)
+    if traces is None:
+        return []
+    factors = [constant(s.factors) for m in found.modules for s in look.seen[m]
+               if s.rank in found.ranks and s.backward == "right"]  # fmt: skip
+    known = [f for f in factors if f is not None]
+    factor = known[0] if known and len(known) == len(factors) and same(known) else 1.0
+    dtype = case.record.spec.tiers[case.tier]
+    told = gradients_elsewhere(traces, look, found.seen, dtype, factor)
+    shown = [f"on rank {one.rank} {_elsewhere(one)}" for one in told[:MOST_TARGETS]]
+    return ["; ".join(shown)] if shown else []
+
+
+def _elsewhere(one: Elsewhere) -> str:
+    if one.level == "numbers":
+        return "its numbers are those of the right gradient, in other places"
+    whose = f"vectors that rank {spans(one.holders)} holds"
+    if not one.holders or one.holders == (one.rank,):
+        whose = "other vectors" + (" of its own" if one.holders else "")
+    if one.added:
+        return f"it is the right one with the gradient of {whose} added"
+    return f"it is the gradient of {whose}"
 
 
 def _other_targets(case: Case, look: Look, found: FirstWrong) -> list[str]:
@@ -192,6 +230,13 @@ def _towards(case: Case, look: Look, found: FirstWrong) -> str:
         text += (", and it is torch's own: something else uses what goes into it, or what its "
                  "backward needs, its weight or its input, was changed in between")  # fmt: skip
     return text
+
+
+def _ends(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """Where the gradient is right still, on every way."""
+    states = {m: _gradient_that_leaves(case, look, found, m) for m in found.modules}
+    ends = [f"{INTO}{m}" if state == "right" else m for m, state in states.items()]
+    return [*ends, LOSS] if len(ends) < len(found.beside) or not ends else ends
 
 
 def _gradient_that_leaves(case: Case, look: Look, found: FirstWrong, module: str) -> State:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, owners
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, line_and_code, looked, owners
 from sumgrad.diagnose.modules.computed_otherwise import (
     ATTENTION,
     Difference,
@@ -25,7 +24,6 @@ from sumgrad.record.computed import Computed
 from sumgrad.record.trace import Trace
 
 ORDINALS = ("first", "second", "third", "fourth")
-MOST_CODE = 88  # characters of a line that are shown
 LEADS = ("forward", "backward", "recomputed", "open", "own_backward")  # that say no more than where
 BESIDE = ("loss_weights", "loss_at_tokens", "row_factors", "term_factor", "factor",
           "param_factors", "term_by_rows")  # fmt: skip
@@ -117,15 +115,17 @@ def _in_words(found: Sequence[Otherwise]) -> str:
     mine, its, what = one.mine, one.its, _argument(one)
     line, code = mine.made_at[one.at]
     if line and line != mine.line:
-        what += f", made at {_at(line, code)},"
+        what += f", made at {line_and_code(line, code)},"
     if one.how.elsewhere and mine.function != ATTENTION:
         said = (f"the {what} does not belong to what stands beside it, each is the single "
                 f"process's: {'; '.join(_how(found))}")  # fmt: skip
     else:
         said = f"the {what} is {'; '.join(_how(found))}"
     start = "a line computes with something else than the single process does:"
-    beside = "" if mine.line == its.line else f", where that has {_at(its.line, its.code)}"
-    return f"{start} {_at(mine.line, mine.code)}{beside}: {said}"
+    beside = (
+        "" if mine.line == its.line else f", where that has {line_and_code(its.line, its.code)}"
+    )
+    return f"{start} {line_and_code(mine.line, mine.code)}{beside}: {said}"
 
 
 def _how(found: Sequence[Otherwise]) -> Iterator[str]:
@@ -159,13 +159,3 @@ def _argument(one: Otherwise) -> str:
         return f"argument {given.partition('=')[0]} {of}"
     number = ORDINALS[one.at] if one.at < len(ORDINALS) else f"{one.at + 1}th"
     return f"{number} argument {of}"
-
-
-def _at(line: str, code: str) -> str:
-    path, _, number = line.rpartition(":")
-    try:
-        path = str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        path = Path(path).name
-    shown = code if len(code) <= MOST_CODE else f"{code[: MOST_CODE - 3]}..."
-    return f"{path}:{number} `{shown}`"

@@ -10,16 +10,19 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import between, issued_between, listed, places
-from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked, named
+from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked, named, traces_looked_at
+from sumgrad.diagnose.explainers.by_modules.passed import lines_between
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
 from sumgrad.diagnose.explainers.factors import explained, fitted
 from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
 from sumgrad.diagnose.modules.first_wrong import (
     FirstWrong,
     first_wrong_forward,
     first_wrong_recomputed,
 )
 from sumgrad.diagnose.modules.look import Look, Seen, State
+from sumgrad.record.trace import INTO
 
 SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")
 
@@ -70,6 +73,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     told = any(s.forward == "right" for m in look.modules for s in look.seen[m])
     text, look_at = _start_of_forward(case, look, found)
     because = [f"its output is no slice of the single process's: {places(found.seen)}", *look_at]
+    because += _of_other_places(case, found)
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m)]
     if shared:
@@ -80,6 +84,8 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     whole = sorted({s.rank for s in look.seen[found.wrong]} - set(found.ranks))
     if whole:
         because.append(f"on rank {spans(whole)} it is right")
+    into = f"{INTO}{found.wrong}" if what_goes_into(case, found) == "wrong" else found.wrong
+    because += lines_between(case, found, into)
     parts, missing = _parts_below(case, look, found)
     because += parts or between(case, found, back=False)
     because += reading(case)
@@ -91,6 +97,22 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         ranks=found.ranks,
         because=tuple(because),
     )
+
+
+def _of_other_places(case: Case, found: FirstWrong) -> list[str]:
+    """Numbers that are right, and in another order."""
+    traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
+    if traces is None:
+        return []
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls
+            and s.forward == "wrong"]  # fmt: skip
+    for seen, what in ((into, "what goes into it"), (found.seen, "its output")):
+        if numbers_elsewhere(traces, seen, dtype):
+            return [f"all numbers of {what} are there in the single process, and stand in other "
+                    f"places: look at what orders them (a split, a reshape, a transpose, an "
+                    f"index)"]  # fmt: skip
+    return []
 
 
 def _parts_below(case: Case, look: Look, found: FirstWrong) -> tuple[list[str], str]:

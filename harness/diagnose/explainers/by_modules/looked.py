@@ -12,7 +12,10 @@ from sumgrad.diagnose.modules.loss_weights import shares_at_the_loss
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.diagnose.row_fit import Unit, column
 from sumgrad.judge.cells import Cell
+from sumgrad.record.trace import Traces
 from torch import Tensor
+
+MOST_CODE = 88  # characters of a line that are shown
 
 
 def looked(case: Case) -> Look | None:
@@ -39,18 +42,26 @@ def _look(case: Case) -> Look | None:
         return None  # tensors of shapes that nobody thought of take no verdict away
 
 
-def gone_into(case: Case, module: str) -> list[Seen]:
-    """What went into a module on every rank; nothing where it was not recorded."""
+def traces_looked_at(case: Case) -> Traces | None:
+    """The failing step's traces, with the calls that looked() has."""
     traces = case.record.traces
     if traces is None or looked(case) is None:
+        return None
+    if "terms_together" not in case.known:
+        case.known["terms_together"] = terms_together(traces)
+    found: Traces = case.known["terms_together"]
+    return found
+
+
+def gone_into(case: Case, module: str) -> list[Seen]:
+    """What went into a module on every rank; nothing where it was not recorded."""
+    traces = traces_looked_at(case)
+    if traces is None:
         return []
     known = case.known.setdefault("gone_into", {})
     if module not in known:
         dtype = case.record.spec.tiers[case.tier]
         try:
-            if "terms_together" not in case.known:
-                case.known["terms_together"] = terms_together(traces)
-            traces = case.known["terms_together"]
             known[module] = look_into(traces, dtype, axis_groups(case), module)
         except (RuntimeError, ValueError, IndexError):
             known[module] = []
@@ -93,6 +104,18 @@ def _from_here(source: str) -> str:
         return f"{words} at {Path(path).relative_to(Path.cwd())}" if words else source
     except ValueError:
         return source
+
+
+def line_from_here(line: str) -> str:
+    """`PATH:12` with the path as it is called from here, or the file's name."""
+    path = Path(line)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+
+
+def line_and_code(line: str, code: str, most: int = MOST_CODE) -> str:
+    """A line, and what stands there: at most so many characters of it."""
+    shown = code if len(code) <= most else f"{code[: most - 3]}..."
+    return f"{line_from_here(line)} `{shown}`"
 
 
 def fraction_of(value: float) -> str:

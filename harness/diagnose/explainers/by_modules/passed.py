@@ -1,0 +1,121 @@
+"""What autograd passes between two modules, in words: functions with a backward of their own.
+
+Torch's formulas are taken to be right: where the gradient goes wrong among them, it is at a
+function that brings its own backward, or where autograd sees nothing: a detach, a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sumgrad.base.outcome import some_of
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, line_from_here
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.on_the_way import MOVES, passed_between
+from sumgrad.record.trace import INTO, LOSS, Trace
+from sumgrad.record.ways import Passed
+
+MOST_LINES = 4
+MOST_CODE = 60  # characters of a line that are shown
+
+
+def own_functions_between(case: Case, found: FirstWrong, ends: Sequence[str]) -> list[str]:
+    """In the backward, down from `ends` (modules, what goes into them, or LOSS) to what is wrong.
+
+    Nothing where the way was not recorded.
+    """
+    trace = _trace(case, found)
+    if trace is None or not trace.ways:
+        return []
+    ways = {end: passed_between(trace, found.wrong, end) for end in ends}
+    cut = [end for end, passed in ways.items() if passed is None]
+    if cut and all(end in trace.ways for end in cut) and found.lost:
+        where = some_of([_end(end) for end in cut])
+        return [
+            f"rank {found.ranks[0]}'s autograd knows no way from {found.wrong} to {where}: look "
+            f"for a detach, a no_grad, or a collective without a backward there"
+        ]
+    passed = [p for one in ways.values() for p in one or ()]
+    with_backward = list(dict.fromkeys(p for p in passed if p.written and not _only_waits(p)))
+    if not passed:
+        return []
+    if not with_backward:
+        return list(_torchs_formulas(passed)) if LOSS not in ends else []
+    shown = some_of(list(dict.fromkeys(_function(p) for p in with_backward)))
+    computing = {p.function for p in passed if not p.written} - MOVES
+    alone = len(with_backward) == 1 and not computing and not cut
+    if alone and with_backward[0].own:
+        return []  # the cause says it
+    return [f"what has a backward of its own there is {shown}; all else is torch's formulas"]
+
+
+def _torchs_formulas(passed: Sequence[Passed]) -> Iterator[str]:
+    lines = lines_of(passed)
+    if lines:
+        yield (f"no function with a backward of its own runs there, torch's formulas alone: look "
+               f"for what autograd does not see, as a hook, a detach, a change of .data, a "
+               f"collective without a backward; lines: {lines}")  # fmt: skip
+
+
+def only_function_between(case: Case, found: FirstWrong, ends: Sequence[str]) -> str:
+    """The one Function of the user's that is all that computes there; empty where there is none."""
+    trace = _trace(case, found)
+    ways = [passed_between(trace, found.wrong, end) for end in ends] if trace is not None else []
+    passed = dict.fromkeys(p for one in ways for p in one or ())
+    own = [p for p in passed if p.written and not _only_waits(p)]
+    computing = {p.function for p in passed if not p.written} - MOVES
+    if computing or None in ways or len(own) != 1 or not own[0].own:
+        return ""
+    return _function(own[0])
+
+
+def lines_between(case: Case, found: FirstWrong, end: str) -> list[str]:
+    """In the forward, from the right modules to `end`: the lines that compute what goes there."""
+    trace = _trace(case, found)
+    if trace is None:
+        return []
+    ways = [passed_between(trace, module, end) or () for module in found.modules]
+    lines = lines_of([p for one in ways for p in one])
+    return [f"computed in between, as far as autograd knows: {lines}"] if lines else []
+
+
+def lines_of(passed: Sequence[Passed]) -> str:
+    """The user's lines, each once; of many the first and the last ones."""
+    lines = list(dict.fromkeys((p.line, p.code) for p in passed if p.line))
+    if not lines:
+        return ""
+    lines.sort(key=lambda one: _number(one[0]))
+    if len(lines) > MOST_LINES:
+        half = MOST_LINES // 2
+        left_out = f"{len(lines) - MOST_LINES} more lines"
+        shown = [line_and_code(*one, MOST_CODE) for one in (*lines[:half], *lines[-half:])]
+        shown.insert(half, left_out)
+    else:
+        shown = [line_and_code(*one, MOST_CODE) for one in lines]
+    return "; ".join(shown)
+
+
+def _only_waits(p: Passed) -> bool:
+    """Of FSDP: it hands gradients on, and frees what was gathered."""
+    return not p.own and "fsdp" in p.written
+
+
+def _trace(case: Case, found: FirstWrong) -> Trace | None:
+    traces = case.record.traces
+    return None if traces is None else traces.ranks.get(found.ranks[0])
+
+
+def _function(p: Passed) -> str:
+    whose = f"backward at {line_from_here(p.written)}" if p.own else "torch's own"
+    called = f", called at {line_and_code(p.line, p.code, MOST_CODE)}" if p.line else ""
+    return f"{p.function} ({whose}{called})"
+
+
+def _end(end: str) -> str:
+    return end.removeprefix(INTO)
+
+
+def _number(line: str) -> tuple[str, int]:
+    path, _, number = line.rpartition(":")
+    return path, int(number)

@@ -1,0 +1,138 @@
+"""What is wrong where it stands and right in another place: other vectors', another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from sumgrad.diagnose.modules.look import TOLERANCES, Look, Seen
+from sumgrad.diagnose.modules.matching import MAX_PAIRS, vectors
+from sumgrad.diagnose.modules.whole import Whole, by_module
+from sumgrad.record.trace import Trace, Traces
+from torch import Tensor
+
+FEWEST = 6  # different numbers: fewer are found by chance
+EXACT = 1e-9  # of a number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """What the wrong vectors of a rank's calls are in the single process.
+
+    level: whole vectors of other places, or only the same numbers in another order. added: the
+    right ones with such ones added. holders: the ranks whose own these vectors are.
+    """
+
+    rank: int
+    level: Literal["vectors", "numbers"]
+    added: bool = False
+    holders: tuple[int, ...] = ()
+
+
+def gradients_elsewhere(
+    traces: Traces, look: Look, seen: Sequence[Seen], dtype: str, factor: float = 1.0
+) -> list[Elsewhere]:
+    """Of each rank with wrong gradients at a module, where all of its wrong vectors are that.
+
+    factor: that all gradients have there which are right.
+    """
+    if not seen or not factor or dtype != "float64":
+        return []
+    module = seen[0].call.module
+    whole = by_module(traces.single, module.__eq__)
+    out = []
+    for rank in sorted({s.rank for s in seen}):
+        own = [s for s in seen if s.rank == rank and s.call.operation_back is not None]
+        told = {_of_call(traces.ranks[rank], s, whole, look, factor) for s in own}
+        if len(told) == 1 and (one := told.pop()) is not None:
+            out.append(one)
+        elif told and None not in told and len({(t.level, t.added) for t in told if t}) == 1:
+            held = {r for t in told if t is not None for r in t.holders}
+            first = next(t for t in told if t is not None)
+            out.append(replace(first, holders=tuple(sorted(held))))
+    return out
+
+
+def numbers_elsewhere(traces: Traces, seen: Sequence[Seen], dtype: str) -> bool:
+    """Whether all numbers of wrong outputs are the single process's of this module."""
+    if not seen or dtype != "float64":
+        return False
+    whole = by_module(traces.single, seen[0].call.module.__eq__)
+    for s in seen:
+        wanted = whole.get((s.call.module, s.call.part))
+        if wanted is None or s.wrong is None:
+            return False
+        trace = traces.ranks[s.rank]
+        got = vectors(trace.outputs[trace.calls.index(s.call)])[s.wrong]
+        if not _are_there(got, wanted.outputs):
+            return False
+    return True
+
+
+def _of_call(
+    trace: Trace, s: Seen, whole: dict[tuple[str, int], Whole], look: Look, factor: float
+) -> Elsewhere | None:
+    wanted, at = whole.get((s.call.module, s.call.part)), trace.calls.index(s.call)
+    given = trace.gradients[at]
+    if wanted is None or given is None or s.wrong is None or s.where is None:
+        return None
+    places = {int(v): i for i, v in enumerate(s.where.picked)}
+    start, end = s.where.columns
+    got, there = vectors(given)[s.wrong] / factor, wanted.gradients[:, start:end]
+    live = got.any(1)
+    if not bool(live.any()):
+        return None
+    mine = s.where.found[[places[int(v)] for v in s.wrong]]
+    bound = TOLERANCES["float64"] * float(there.abs().max())
+    found = _near(got[live], there, bound)
+    if bool(found.any(1).all()):
+        return Elsewhere(rank=s.rank, level="vectors", holders=_holders(look, s, found))
+    if bool((mine.sum(1) == 1).all()):
+        rest = got - there[mine.int().argmax(1)]
+        live = rest.abs().amax(1) > bound
+        found = _near(rest[live], there, bound)
+        if bool(live.any()) and bool(found.any(1).all()):
+            held = _holders(look, s, found)
+            return Elsewhere(rank=s.rank, level="vectors", added=True, holders=held)
+    if _are_there(got, wanted.gradients):
+        return Elsewhere(rank=s.rank, level="numbers")
+    return None
+
+
+def _near(got: Tensor, there: Tensor, bound: float) -> Tensor:
+    """(n, N) bool; none where they are too many, or too short to tell."""
+    if len(got) * len(there) > MAX_PAIRS or got.shape[1] < 2:
+        return torch.zeros(len(got), len(there), dtype=torch.bool)
+    live = there.abs().amax(1) > 1e3 * bound
+    return (torch.cdist(got, there, p=float("inf")) <= bound) & live
+
+
+def _holders(look: Look, mine: Seen, found: Tensor) -> tuple[int, ...]:
+    """The ranks that have the outputs of these vectors; none where that is not told."""
+    ranks: set[int] = set()
+    for i in range(len(found)):
+        of = {
+            s.rank
+            for s in look.seen[mine.call.module]
+            if s.where is not None
+            and s.call.part == mine.call.part
+            and bool(s.where.found[:, found[i]].any())
+        }
+        if len(of) != 1:
+            return ()
+        ranks |= of
+    return tuple(sorted(ranks))
+
+
+def _are_there(got: Tensor, wanted: Tensor) -> bool:
+    """Whether every number of one is found in the other."""
+    flat = got.reshape(-1)
+    flat = flat[flat != 0]
+    if len(flat.unique()) < FEWEST or not bool(flat.isfinite().all()):
+        return False
+    numbers = wanted.reshape(-1).sort().values
+    width = EXACT * flat.abs()
+    low = torch.searchsorted(numbers, flat - width)
+    return bool((torch.searchsorted(numbers, flat + width, right=True) > low).all())

@@ -1,0 +1,101 @@
+"""Which functions autograd passes between the tensors of modules, with the lines that called them.
+
+Lines come from autograd's own anomaly mode, which keeps of every function where it was called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sumgrad.record.trace import INTO, LOSS
+from sumgrad.record.ways import Passed, Ways
+from sumgrad.subjects.users_line import is_users
+
+Node = Any  # torch.autograd.graph.Node: what made a tensor
+
+MOST_NODES = 20_000  # of one way
+MOST_PASSED = 64
+_FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+)[^\n]*\n(?: +(?P<code>[^\n]*))?')
+_NUMBER = re.compile(r"Backward\d*$")
+
+
+def ways_between(made: Sequence[tuple[str, Node]]) -> Ways:
+    """Whose tensor -> of which modules' outputs it is made -> what is passed, the earliest first.
+
+    made: whose tensor, and the node that made it: outputs of modules, what goes into them, LOSS.
+    """
+    ends: dict[Node, dict[str, None]] = {}
+    for name, node in made:
+        if name != LOSS and not name.startswith(INTO):
+            ends.setdefault(node, {})[name] = None
+    out: dict[str, dict[str, dict[Passed, None]]] = {}
+    known: dict[Node, Passed] = {}
+    for name, node in dict.fromkeys(made):
+        others = {n: own for n, own in ends.items() if n is not node or {*own} - {name}}
+        for end, nodes in _nodes_between(node, others):
+            passed = [known.setdefault(n, _passed(n)) for n in nodes]
+            for start in {**ends[end]}.keys() - {name}:
+                out.setdefault(name, {}).setdefault(start, {}).update(dict.fromkeys(passed))
+    return {
+        to: {start: tuple(passed)[:MOST_PASSED] for start, passed in found.items()}
+        for to, found in out.items()
+    }
+
+
+def _nodes_between(node: Node, ends: Mapping[Node, Any]) -> Iterator[tuple[Node, list[Node]]]:
+    """The nearest ends on every way from a node towards the leaves, each with what lies between."""
+    above: dict[Node, list[Node]] = {}
+    found: dict[Node, None] = {}
+    todo, seen = [node], {node}
+    while todo and len(seen) < MOST_NODES:
+        at = todo.pop()
+        if at in ends:
+            found[at] = None
+            continue
+        for below, _ in at.next_functions:
+            if below is None:
+                continue
+            above.setdefault(below, []).append(at)
+            if below not in seen:
+                seen.add(below)
+                todo.append(below)
+    for end in found:
+        between: dict[Node, None] = {}
+        back = [end]
+        while back:
+            for at in above.get(back.pop(), ()):
+                if at not in between:
+                    between[at] = None
+                    back.append(at)
+        yield end, sorted(between, key=lambda n: n._sequence_nr())
+
+
+def _passed(node: Node) -> Passed:
+    path, line, code = _users_frame(node.metadata.get("traceback_", ()))
+    cls = getattr(type(node), "_forward_cls", None)
+    function = _NUMBER.sub("", node.name()) if cls is None else cls.__name__
+    written = "" if cls is None else _where_written(cls)
+    own = bool(written) and is_users(written.rpartition(":")[0])
+    return Passed(
+        function=function,
+        line=f"{path}:{line}" if path else "",
+        code=code,
+        written=written,
+        own=own,
+    )
+
+
+def _where_written(cls: type) -> str:
+    code = getattr(getattr(cls, "backward", None), "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _users_frame(stack: Sequence[str]) -> tuple[str, str, str]:
+    """Path, line and code of the innermost frame that is a user's."""
+    for words in reversed(stack):
+        found = _FRAME.match(words)
+        if found is not None and is_users(found["path"]) and not found["path"].startswith("<"):
+            return found["path"], found["line"], (found["code"] or "").strip()
+    return "", "", ""
