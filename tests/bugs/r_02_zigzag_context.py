@@ -98,10 +98,15 @@ class Clean:
         chunks = torch.arange(LENGTH).chunk(2 * n)
         parts = [torch.cat([chunks[r], chunks[2 * n - 1 - r]]) for r in range(n)]
         own, everywhere = parts[me], torch.cat(parts)
-        mine = {k: v.tensor_split(ctx.axes["dp"])[ctx.coords["dp"]][:, own] for k, v in batch.items()}
+        mine = {
+            k: v.tensor_split(ctx.axes["dp"])[ctx.coords["dp"]][:, own] for k, v in batch.items()
+        }
         hidden = everywhere[None] > own[:, None]
         logits = model(
-            mine["tokens"], self.positions(own, ctx), hidden, lambda t: GatherSequence.apply(t, group)
+            mine["tokens"],
+            self.positions(own, ctx),
+            hidden,
+            lambda t: GatherSequence.apply(t, group),
         )
         (token_loss(logits, mine["labels"]) / (batch["labels"] >= 0).sum()).backward()
         for p in model.parameters():

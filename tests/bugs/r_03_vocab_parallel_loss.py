@@ -117,10 +117,7 @@ class Buggy(Clean):
 
 
 EXPECT = dict(
-    right=[
-        r"backward|gradient|loss",
-        r"head|logits|vocab|class|target|label|column|loss",
-    ],
+    right=[r"backward|gradient|loss", r"head|logits|vocab|class|target|label|column|loss"],
     place=[r"head|loss|logits|vocab"],
     wrong=[
         r"forward (is|goes|was) wrong|goes wrong in the forward",

@@ -54,9 +54,7 @@ class Clean:
 
     def batch(self):
         g = torch.Generator().manual_seed(self.seed + 1)
-        return {
-            k: torch.randint(VOCAB, (ROWS, LENGTH), generator=g) for k in ("tokens", "labels")
-        }
+        return {k: torch.randint(VOCAB, (ROWS, LENGTH), generator=g) for k in ("tokens", "labels")}
 
     def loss_sum(self, model, rows):
         return token_loss(model(rows["tokens"]), rows["labels"]), rows["labels"].numel()

@@ -15,7 +15,9 @@ ENVS, TIME, SEEN, WIDTH, ACTIONS, GAMMA, LAMBDA, CLIP = 5, 13, 6, 9, 4, 0.97, 0.
 class Agent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.torso = nn.Sequential(nn.Linear(SEEN, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.torso = nn.Sequential(
+            nn.Linear(SEEN, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        )
         self.actor, self.critic = nn.Linear(WIDTH, ACTIONS), nn.Linear(WIDTH, 1)
 
     def forward(self, seen):
@@ -84,7 +86,9 @@ class Clean:
         seen = batch["seen"][:, own[0] : own[-1] + 1 + last]
         logits, value = model(seen)
         v = value.detach()
-        carried = torch.stack([v[:, -1], torch.zeros_like(v[:, -1])])  # of the last rank: the bootstrap
+        carried = torch.stack(
+            [v[:, -1], torch.zeros_like(v[:, -1])]
+        )  # of the last rank: the bootstrap
         if not last:
             dist.recv(carried, dist.get_global_rank(group, me + 1), group=group)
         advantage = scan(v[:, :k], carried[0], rows)

@@ -71,9 +71,7 @@ class Clean:
         flat = torch.cat([p.grad.flatten() for p in model.parameters()])
         dist.all_reduce(flat, group=group)
         for p, part in zip(
-            model.parameters(),
-            flat.split([p.numel() for p in model.parameters()]),
-            strict=True,
+            model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
         ):
             p.grad.copy_(part.view_as(p))
 

@@ -24,7 +24,11 @@ class First(nn.Module):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 17), nn.Linear(17, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 17),
+            nn.Linear(17, WIDTH),
+        )
 
     def forward(self, h):
         return h + self.down(F.silu(self.up(self.norm(h))))

@@ -33,10 +33,14 @@ def ways_between(made: Sequence[tuple[str, Node]]) -> Ways:
     out: dict[str, dict[str, dict[Passed, None]]] = {}
     known: dict[Node, Passed] = {}
     for name, node in dict.fromkeys(made):
-        others = {n: own for n, own in ends.items() if n is not node or {*own} - {name}}
-        for end, nodes in _nodes_between(node, others):
+        own = ends.get(node, {})
+        for other in own.keys() - {name}:  # a module and the last one inside it give the same
+            out.setdefault(name, {})[other] = {}
+        if own and name not in own:
+            continue
+        for end, nodes in _nodes_between(node, ends):
             passed = [known.setdefault(n, _passed(n)) for n in nodes]
-            for start in {**ends[end]}.keys() - {name}:
+            for start in ends[end].keys() - {name}:
                 out.setdefault(name, {}).setdefault(start, {}).update(dict.fromkeys(passed))
     return {
         to: {start: tuple(passed)[:MOST_PASSED] for start, passed in found.items()}
@@ -51,7 +55,7 @@ def _nodes_between(node: Node, ends: Mapping[Node, Any]) -> Iterator[tuple[Node,
     todo, seen = [node], {node}
     while todo and len(seen) < MOST_NODES:
         at = todo.pop()
-        if at in ends:
+        if at in ends and at is not node:
             found[at] = None
             continue
         for below, _ in at.next_functions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sumgrad.base.outcome import some_of
+from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked_by_rows, named, owners
@@ -45,12 +45,14 @@ def another_input_was_saved(case: Case, left: Left) -> Iterator[Explanation]:
 
 def saved_in_words(case: Case, names: Sequence[str]) -> Iterator[str]:
     """Of these weights which gradients are multiplied with which inputs."""
-    found = _saved(case, names)
-    for one in found[:MOST_SHOWN]:
-        yield (f"on rank {one.rank} the gradient of call {one.call.number} of {one.name} is "
-               f"multiplied with {_what(one)}: that product is what the backward gave")  # fmt: skip
-    if len(found) > MOST_SHOWN:
-        yield f"and {len(found) - MOST_SHOWN} more"
+    calls: dict[tuple[int, str, str], list[int]] = {}
+    for one in _saved(case, names):
+        calls.setdefault((one.rank, one.name, _what(one)), []).append(one.call.number)
+    for (rank, name, what), numbers in list(calls.items())[:MOST_SHOWN]:
+        yield (f"on rank {rank} the gradient of call {spans(sorted(numbers))} of {name} is "
+               f"multiplied with {what}: that product is what the backward gave")  # fmt: skip
+    if len(calls) > MOST_SHOWN:
+        yield f"and {len(calls) - MOST_SHOWN} more"
 
 
 def _saved(case: Case, names: Sequence[str]) -> list[SavedOtherwise]:

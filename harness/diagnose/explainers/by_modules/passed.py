@@ -41,13 +41,19 @@ def own_functions_between(case: Case, found: FirstWrong, ends: Sequence[str]) ->
     if not passed:
         return []
     if not with_backward:
-        return list(_torchs_formulas(passed)) if LOSS not in ends else []
-    shown = some_of(list(dict.fromkeys(_function(p) for p in with_backward)))
+        return list(_torchs_formulas(passed)) if LOSS not in ends else _computed_there(passed)
+    shown = some_of(_functions(with_backward[::-1]))
     computing = {p.function for p in passed if not p.written} - MOVES
     alone = len(with_backward) == 1 and not computing and not cut
     if alone and with_backward[0].own:
         return []  # the cause says it
-    return [f"what has a backward of its own there is {shown}; all else is torch's formulas"]
+    told = f"what has a backward of its own there is {shown}; all else is torch's formulas"
+    return [told, *(_computed_there(passed) if LOSS in ends else ())]
+
+
+def _computed_there(passed: Sequence[Passed]) -> list[str]:
+    lines = lines_of(passed)
+    return [f"computed there, as far as autograd knows: {lines}"] if lines else []
 
 
 def _torchs_formulas(passed: Sequence[Passed]) -> Iterator[str]:
@@ -67,7 +73,7 @@ def only_function_between(case: Case, found: FirstWrong, ends: Sequence[str]) ->
     computing = {p.function for p in passed if not p.written} - MOVES
     if computing or None in ways or len(own) != 1 or not own[0].own:
         return ""
-    return _function(own[0])
+    return _functions(own)[0]
 
 
 def lines_between(case: Case, found: FirstWrong, end: str) -> list[str]:
@@ -86,13 +92,15 @@ def lines_of(passed: Sequence[Passed]) -> str:
     if not lines:
         return ""
     lines.sort(key=lambda one: _number(one[0]))
-    if len(lines) > MOST_LINES:
-        half = MOST_LINES // 2
-        left_out = f"{len(lines) - MOST_LINES} more lines"
-        shown = [line_and_code(*one, MOST_CODE) for one in (*lines[:half], *lines[-half:])]
-        shown.insert(half, left_out)
-    else:
-        shown = [line_and_code(*one, MOST_CODE) for one in lines]
+    half, more = MOST_LINES // 2, len(lines) - MOST_LINES
+    kept = [*lines[:half], *lines[-half:]] if more > 0 else lines
+    shown, before = [], ""
+    for line, code in kept:
+        path, words = line.rpartition(":")[0], line_and_code(line, code, MOST_CODE)
+        shown.append(words if path != before else words.removeprefix(line_from_here(path)))
+        before = path
+    if more > 0:
+        shown.insert(half, f"{more} more line{'s'[: more > 1]}")
     return "; ".join(shown)
 
 
@@ -106,10 +114,17 @@ def _trace(case: Case, found: FirstWrong) -> Trace | None:
     return None if traces is None else traces.ranks.get(found.ranks[0])
 
 
-def _function(p: Passed) -> str:
-    whose = f"backward at {line_from_here(p.written)}" if p.own else "torch's own"
-    called = f", called at {line_and_code(p.line, p.code, MOST_CODE)}" if p.line else ""
-    return f"{p.function} ({whose}{called})"
+def _functions(passed: Sequence[Passed]) -> list[str]:
+    """Each once, in their order, with the lines that call it."""
+    found: dict[tuple[str, str], list[Passed]] = {}
+    for p in passed:
+        found.setdefault((p.function, p.written), []).append(p)
+    out = []
+    for (function, written), calls in found.items():
+        whose = f"backward at {line_from_here(written)}" if calls[0].own else "torch's own"
+        lines = lines_of(calls)
+        out.append(f"{function} ({whose}{f', called at {lines}' if lines else ''})")
+    return out
 
 
 def _end(end: str) -> str:

@@ -1,0 +1,113 @@
+"""What autograd passes between modules: each function once, by line, and whose it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sumgrad.record.trace import INTO, LOSS, Trace, read_trace, write_trace
+from sumgrad.record.ways import Passed
+from sumgrad.subjects.program.watch import ModuleWatch
+from torch import nn
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+BACKWARD = Twice.backward.__code__.co_firstlineno
+
+
+class Model(nn.Module):
+    def __init__(self, cut: bool = False):
+        super().__init__()
+        self.first, self.second, self.cut = nn.Linear(3, 4), nn.Linear(4, 2), cut
+
+    def forward(self, x):
+        x = self.first(x).unflatten(-1, (2, 2))
+        x = Twice.apply(x)
+        x = x.flatten(-2)
+        return self.second(x.detach() if self.cut else x)
+
+
+def traced(model: nn.Module, **options) -> Trace:
+    watching = ModuleWatch(model, **{"with_ways": True, **options})
+    with watching:
+        loss = model(torch.ones(5, 3)).square().sum()
+        watching.at_loss(loss)
+        loss.backward()
+    return watching.trace()
+
+
+def passed(found: Trace, to: str, start: str) -> list[str]:
+    return [p.function for p in found.ways[to][start]]
+
+
+def test_functions_stand_in_the_order_of_the_forward():
+    found = traced(Model())
+    assert passed(found, f"{INTO}second", "first") == ["View", "Twice", "View"]
+    assert passed(found, "second", "first") == ["View", "Twice", "View", "Addmm"]
+    assert passed(found, LOSS, "second") == ["Pow", "Sum"]
+    assert f"{INTO}first" not in found.ways
+
+
+def test_a_function_of_the_user_has_its_backward_and_the_line_that_called_it():
+    of = traced(Model()).ways[f"{INTO}second"]["first"]
+    own = next(p for p in of if p.function == "Twice")
+    assert own.own
+    assert own.written == f"{__file__}:{BACKWARD}"
+    assert own.code == "x = Twice.apply(x)"
+    assert own.line.startswith(f"{__file__}:")
+    others = [p for p in of if p is not own]
+    assert [(p.own, p.written) for p in others] == [(False, "")] * 2
+    assert others[0].code == "x = self.first(x).unflatten(-1, (2, 2))"
+
+
+def test_two_calls_of_a_module_pass_the_same_functions_once():
+    model = Model()
+    watching = ModuleWatch(model, with_ways=True)
+    with watching:
+        for _ in range(2):
+            model(torch.ones(5, 3)).sum().backward()
+    assert passed(watching.trace(), f"{INTO}second", "first") == ["View", "Twice", "View"]
+
+
+def test_what_is_cut_has_no_way():
+    found = traced(Model(cut=True))
+    assert "first" not in found.ways.get("second", {})
+    assert f"{INTO}second" not in found.ways
+
+
+def test_what_goes_straight_into_a_module_passes_nothing():
+    found = traced(nn.Sequential(nn.Linear(3, 4), nn.Tanh()))
+    assert found.ways[f"{INTO}1"] == {"0": ()}
+
+
+@pytest.mark.parametrize("before", [(False, True), (True, True), (True, False)])
+def test_autograds_mode_is_left_as_it_was(before):
+    was = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.set_anomaly_enabled(*before)
+    try:
+        watching = ModuleWatch(Model(), with_ways=True)
+        with watching:
+            assert torch.is_anomaly_enabled()
+            assert not torch.is_anomaly_check_nan_enabled()
+        assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == before
+    finally:
+        torch.set_anomaly_enabled(*was)
+
+
+def test_without_being_asked_nothing_is_kept():
+    assert traced(Model(), with_ways=False).ways == {}
+
+
+def test_ways_are_read_back(tmp_path):
+    found = traced(Model())
+    write_trace(tmp_path / "0_trace", found)
+    assert read_trace(tmp_path / "0_trace").ways == found.ways
+    assert isinstance(found.ways["second"]["first"][0], Passed)
