@@ -16,7 +16,7 @@ from sumgrad.record.computed import Computed, computed_as_json, computed_from
 from sumgrad.record.endings import rank_file
 from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import DAMAGED
-from sumgrad.record.ways import Ways, ways_as_json, ways_from
+from sumgrad.record.ways import Passed, Ways, passed_as_json, passed_from, ways_as_json, ways_from
 from torch import Tensor
 
 FOLDER = "trace"
@@ -62,7 +62,8 @@ class Trace:
     when it was called, or when the gradient of its output came: those that differ, at the places
     sample_of(numel, MAX_SAMPLE). used_numel: of how many elements each, by the parameter's name.
     computed: what a user's lines did outside of torch's modules. ways: of a rank, from module to
-    module, what autograd passes.
+    module, what autograd passes. makers: by parameter, which functions' backwards give its
+    gradient.
     """
 
     calls: tuple[Call, ...]
@@ -85,6 +86,7 @@ class Trace:
     used_numel: Mapping[str, int] = field(default_factory=dict)
     computed: Computed = field(default_factory=Computed)
     ways: Ways = field(default_factory=dict)
+    makers: Mapping[str, tuple[Passed, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,6 +138,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "used_numel": dict(trace.used_numel),
         "computed": computed_as_json(trace.computed),
         "ways": ways_as_json(trace.ways),
+        "makers": passed_as_json(trace.makers),
     }
     write_json(path.with_suffix(".json"), said)
 
@@ -176,6 +179,7 @@ def read_trace(path: Path) -> Trace:
             said.get("computed", ()), [held[f"value/{i}"] for i in range(num_values)]
         ),
         ways=ways_from(said.get("ways", {})),
+        makers=passed_from(said.get("makers", {})),
         by_term={
             term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
             for term in said["terms"]

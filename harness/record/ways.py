@@ -6,6 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+# Numbers are moved, copied or left out; none is another afterwards.
+MOVES = {
+    "Alias", "AsStrided", "Cat", "Clone", "Expand", "Index", "IndexSelect", "Permute", "Repeat",
+    "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "Stack", "T", "ToCopy",
+    "Transpose", "Unbind", "UnsafeSplit", "UnsafeView", "Unsqueeze", "View", "ViewAs", "Flip",
+    "Roll", "Gather",
+}  # fmt: skip
+
 Ways = Mapping[str, Mapping[str, tuple["Passed", ...]]]
 
 
@@ -25,16 +33,19 @@ class Passed:
     own: bool = False
 
 
+def passed_as_json(found: Mapping[str, tuple[Passed, ...]]) -> dict[str, Any]:
+    return {name: [asdict(one) for one in passed] for name, passed in found.items()}
+
+
+def passed_from(said: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, tuple[Passed, ...]]:
+    """Of what passed_as_json gave."""
+    return {name: tuple(Passed(**one) for one in passed) for name, passed in said.items()}
+
+
 def ways_as_json(ways: Ways) -> dict[str, Any]:
-    return {
-        to: {start: [asdict(one) for one in passed] for start, passed in found.items()}
-        for to, found in ways.items()
-    }
+    return {to: passed_as_json(found) for to, found in ways.items()}
 
 
 def ways_from(said: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> Ways:
     """Of what ways_as_json gave."""
-    return {
-        to: {start: tuple(Passed(**one) for one in passed) for start, passed in found.items()}
-        for to, found in said.items()
-    }
+    return {to: passed_from(found) for to, found in said.items()}

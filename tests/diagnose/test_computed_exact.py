@@ -137,6 +137,23 @@ def test_heads_and_masks_of_attention():
     assert (found.at, found.how.num, found.how.of) == (3, 1, 8)
 
 
+def test_targets_and_lengths_of_ctc_are_those_of_the_row():
+    def aligned(logits, said, frames, signs):
+        return F.ctc_loss(logits.log_softmax(-1).transpose(0, 1), said, frames, signs)
+
+    logits = torch.randn(4, 9, 6, generator=G, dtype=torch.float64)
+    said = torch.tensor([[1, 2, 3], [2, 2, 0], [4, 1, 5], [3, 0, 0]])
+    frames, signs = torch.tensor([9, 7, 9, 8]), torch.tensor([3, 2, 3, 1])
+    whole = recorded(aligned, logits, said, frames, signs)
+    own = [3, 1]  # rows in another order, targets cut to the longest of them
+    right = [logits[own], said[own, :2], frames[own], signs[own]]
+    assert first(recorded(aligned, *right), whole) is None
+    for at, wrong, num in ((1, said[[1, 3], :2], 2), (2, torch.tensor([9, 7]), 1),
+                           (3, torch.tensor([1, 1]), 1)):  # fmt: skip
+        found = first(recorded(aligned, *right[:at], wrong, *right[at + 1 :]), whole)
+        assert (found.at, found.how.num, found.how.of) == (at, num, 2)
+
+
 def test_a_vector_beside_a_square_is_broadcast():
     def weighed(x, w):
         return w * x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.passed import lines_of
@@ -36,6 +38,7 @@ def told(*gradients: torch.Tensor, dtype: str = "float64", factor: float = 1.0):
     look = look_at(traces, dtype, ())
     seen = [s for s in look.seen["m"] if s.backward == "wrong"]
     found = gradients_elsewhere(traces, look, seen, dtype, factor)
+    assert all(one.calls == () for one in found)
     return [(one.rank, one.level, one.added, one.holders) for one in found]
 
 
@@ -78,6 +81,21 @@ def test_a_factor_that_all_have_is_taken_out():
 
 def test_in_fewer_digits_nothing_is_told():
     assert told(GRAD[3:], GRAD[3:], dtype="float32") == []
+
+
+def test_calls_that_get_each_others_gradients():
+    mine = trace(OUT[:3], GRAD[3:])
+    other = trace(OUT[3:], GRAD[:3])
+    both = replace(
+        mine,
+        calls=(*mine.calls, replace(mine.calls[0], number=1)),
+        outputs=(*mine.outputs, *other.outputs),
+        gradients=(*mine.gradients, *other.gradients),
+    )
+    traces = Traces(tier="structure", step=0, ranks={0: both}, single=WHOLE)
+    look = look_at(traces, "float64", ())
+    (found,) = gradients_elsewhere(traces, look, look.seen["m"], "float64")
+    assert (found.holders, found.calls) == ((0,), ((0, 1), (1, 0)))
 
 
 def forward(output: torch.Tensor) -> bool:

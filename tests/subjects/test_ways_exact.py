@@ -106,8 +106,43 @@ def test_without_being_asked_nothing_is_kept():
     assert traced(Model(), with_ways=False).ways == {}
 
 
+class Scaled(nn.Module):
+    """One weight by way of a view and a function of the user's, and in a layer of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.bias = nn.Embedding(4, 3), nn.Parameter(torch.zeros(4))
+
+    def forward(self, ids):
+        weight = Twice.apply(self.embed.weight.t())
+        return self.embed(ids) @ weight + self.bias
+
+
+def test_functions_that_give_a_parameter_its_gradient():
+    model = Scaled()
+    watching = ModuleWatch(model, with_ways=True)
+    with watching:
+        loss = model(torch.tensor([1, 2])).square().sum()
+        watching.at_loss(loss)
+        loss.backward()
+    found = watching.trace().makers
+    assert {n: [p.function for p in own] for n, own in found.items()} == {
+        "embed.weight": ["Twice", "Embedding"], "bias": ["Add"],
+    }  # fmt: skip
+    assert [p.own for p in found["embed.weight"]] == [True, False]
+
+
+def test_without_a_loss_nobody_knows_what_gives_gradients():
+    watching = ModuleWatch(Scaled(), with_ways=True)
+    with watching:
+        pass
+    assert watching.trace().makers == {}
+
+
 def test_ways_are_read_back(tmp_path):
     found = traced(Model())
     write_trace(tmp_path / "0_trace", found)
-    assert read_trace(tmp_path / "0_trace").ways == found.ways
+    again = read_trace(tmp_path / "0_trace")
+    assert (again.ways, again.makers) == (found.ways, found.makers)
+    assert found.makers
     assert isinstance(found.ways["second"]["first"][0], Passed)

@@ -23,6 +23,7 @@ SAMPLES = 8
 MOST_COMPARED = 1 << 24  # elements of one rank, seconds of work; what comes later is not told
 LOOKED_AT = 64  # elements of a tensor, for as many samples
 ATTENTION = "scaled_dot_product_attention"
+CTC = "ctc_loss"
 CLASSES = {"cross_entropy", "nll_loss"}  # their first argument has a dimension of classes
 OF_CLASSES = {"cross_entropy": 1, "nll_loss": 1, "gather": -1}  # which: targets are places in it
 NUMBERS = {"add", "sub", "rsub", "mul", "div", "rdiv", "pow", "clamp", "lerp"}
@@ -162,15 +163,10 @@ class _Both:
         got, wanted = _tensor(x, self.mine), _tensor(y, self.whole)
         if got is None or wanted is None:
             return None
-        if c.function == ATTENTION:
-            if not _are_all_keys(got, wanted, i, shapes[0]):
-                return None
-            got, wanted = _attended(got, i), _attended(wanted, i)
-        if c.function in OF_CLASSES and not got.is_floating_point():
-            told = _classes_there(got, shapes, places, OF_CLASSES[c.function])
-            if told is None:
-                return None
-            got = told
+        told = _comparable(c.function, i, (got, wanted), shapes, places)
+        if told is None:
+            return None
+        got, wanted = told
         targets = c.function in CLASSES
         flat = _spread(got, shapes[0], targets=targets)
         beside = _spread(wanted, shapes[1], targets=targets)
@@ -186,6 +182,31 @@ class _Both:
         if c.function == "add" and not elsewhere and min(got.numel(), wanted.numel()) > 1:
             return None
         return (replace(how, elsewhere=elsewhere),)
+
+
+def _comparable(
+    function: str,
+    i: int,
+    pair: tuple[Tensor, Tensor],
+    shapes: tuple[torch.Size, torch.Size],
+    places: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor] | None:
+    """Argument i of both, as far as that function tells how it goes with the one in common."""
+    got, wanted = pair
+    if function == ATTENTION:
+        if not _are_all_keys(got, wanted, i, shapes[0]):
+            return None
+        return _attended(got, i), _attended(wanted, i)
+    if function == CTC:
+        if got.dim() == wanted.dim() == 2:  # targets in lines, cut to the longest of a rank's
+            width = min(got.shape[1], wanted.shape[1])
+            got, wanted = got[:, :width], wanted[:, :width]
+        mine, its = _of_each_row(got, shapes[0]), _of_each_row(wanted, shapes[1])
+        return None if mine is None or its is None else (mine, its)
+    if function in OF_CLASSES and not got.is_floating_point():
+        told = _classes_there(got, shapes, places, OF_CLASSES[function])
+        return None if told is None else (told, wanted)
+    return got, wanted
 
 
 def _classes_there(
@@ -229,6 +250,17 @@ def _attended(given: Tensor, i: int) -> Tensor:
         return (given.double() @ weights).sum(-1)[..., None, None]
     seen = given if given.dtype == torch.bool else given.isfinite()
     return seen.sum(-1, keepdim=True)
+
+
+def _of_each_row(given: Tensor, log_probs: torch.Size) -> Tensor | None:
+    """Of lengths, or of targets in lines, one number for each row, as the second dimension has
+    them."""
+    if len(log_probs) != 3 or not given.dim() or len(given) != log_probs[1]:
+        return None
+    if given.dim() == 1:
+        return given[:, None]
+    weights = torch.arange(1, given.shape[1] + 1).double().sqrt()
+    return (given.double() @ weights)[:, None]
 
 
 def _tensor(argument: int | str, computed: Computed) -> Tensor | None:

@@ -22,13 +22,15 @@ class Elsewhere:
     """What the wrong vectors of a rank's calls are in the single process.
 
     level: whole vectors of other places, or only the same numbers in another order. added: the
-    right ones with such ones added. holders: the ranks whose own these vectors are.
+    right ones with such ones added. holders: the ranks whose own these vectors are. calls: number
+    of a call, and of the one of these ranks whose vectors' gradients it gets.
     """
 
     rank: int
     level: Literal["vectors", "numbers"]
     added: bool = False
     holders: tuple[int, ...] = ()
+    calls: tuple[tuple[int, int], ...] = ()
 
 
 def gradients_elsewhere(
@@ -50,8 +52,9 @@ def gradients_elsewhere(
             out.append(one)
         elif told and None not in told and len({(t.level, t.added) for t in told if t}) == 1:
             held = {r for t in told if t is not None for r in t.holders}
+            calls = tuple(sorted(pair for t in told if t is not None for pair in t.calls))
             first = next(t for t in told if t is not None)
-            out.append(replace(first, holders=tuple(sorted(held))))
+            out.append(replace(first, holders=tuple(sorted(held)), calls=calls))
     return out
 
 
@@ -88,7 +91,9 @@ def _of_call(
     bound = TOLERANCES["float64"] * float(there.abs().max())
     found = _near(got[live], there, bound)
     if bool(found.any(1).all()):
-        return Elsewhere(rank=s.rank, level="vectors", holders=_holders(look, s, found))
+        holders = _holders(look, s, found)
+        calls = _calls(look, s, found) if len(_own_calls(look, s)) > 1 else ()
+        return Elsewhere(rank=s.rank, level="vectors", holders=holders, calls=calls)
     if bool((mine.sum(1) == 1).all()):
         rest = got - there[mine.int().argmax(1)]
         live = rest.abs().amax(1) > bound
@@ -124,6 +129,23 @@ def _holders(look: Look, mine: Seen, found: Tensor) -> tuple[int, ...]:
             return ()
         ranks |= of
     return tuple(sorted(ranks))
+
+
+def _own_calls(look: Look, s: Seen) -> list[Seen]:
+    """The calls of the same module on its rank."""
+    return [o for o in look.seen[s.call.module] if o.rank == s.rank and o.call.part == s.call.part]
+
+
+def _calls(look: Look, mine: Seen, found: Tensor) -> tuple[tuple[int, int], ...]:
+    """The one call of a rank that gave all vectors, where it is one."""
+    numbers = {
+        s.call.number
+        for s in look.seen[mine.call.module]
+        if s.where is not None
+        and s.call.part == mine.call.part
+        and bool((found & s.where.found.any(0)).any(1).all())
+    }
+    return ((mine.call.number, numbers.pop()),) if len(numbers) == 1 else ()
 
 
 def _are_there(got: Tensor, wanted: Tensor) -> bool:

@@ -5,14 +5,6 @@ from __future__ import annotations
 from sumgrad.record.trace import Trace
 from sumgrad.record.ways import Passed
 
-# Numbers are moved, copied or left out; none is another afterwards.
-MOVES = {
-    "Alias", "AsStrided", "Cat", "Clone", "Expand", "Index", "IndexSelect", "Permute", "Repeat",
-    "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "Stack", "T", "ToCopy",
-    "Transpose", "Unbind", "UnsafeSplit", "UnsafeView", "Unsqueeze", "View", "ViewAs", "Flip",
-    "Roll", "Gather",
-}  # fmt: skip
-
 
 def passed_between(trace: Trace, start: str, end: str) -> tuple[Passed, ...] | None:
     """From the output of module `start` to `end`, in the order of the forward; None where autograd

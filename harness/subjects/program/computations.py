@@ -37,7 +37,7 @@ ARITHMETIC = {
 LOSSES = {
     "cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy", "mse_loss", "l1_loss",
     "binary_cross_entropy_with_logits", "smooth_l1_loss", "huber_loss", "gaussian_nll_loss",
-    "poisson_nll_loss",
+    "poisson_nll_loss", "ctc_loss",
 }  # fmt: skip
 OTHERS = {
     "matmul", "linear", "gather", "take_along_dim", "layer_norm", "rms_norm", "cosine_similarity",

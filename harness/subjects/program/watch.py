@@ -14,7 +14,7 @@ from sumgrad.record.ranks import sample_of
 from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Trace
 from sumgrad.subjects.program.placement import WRAPPERS
 from sumgrad.subjects.program.taken_up import taken_up
-from sumgrad.subjects.program.ways import ways_between
+from sumgrad.subjects.program.ways import makers_of, ways_between
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
@@ -65,6 +65,7 @@ class ModuleWatch:
         self._with_paths, self._with_ways = with_paths, with_ways
         self._made_by: list[tuple[str, Any]] = []
         self._anomaly = (False, True)
+        self._params = WeakIdKeyDictionary()  # parameter, as its module has it -> its name
 
     def at_loss(self, loss: Tensor) -> None:
         """What the modules' outputs end in."""
@@ -74,6 +75,10 @@ class ModuleWatch:
         if self._with_ways:
             self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
             torch.set_anomaly_enabled(True, False)
+            for name, module in self._modules.items():
+                for own, param in module._parameters.items():
+                    if param is not None:
+                        self._params.setdefault(param, f"{name}.{own}" if name else own)
         for name, module in self._modules.items():
             before, after = self._hook(name, self._enter), self._hook(name, self._leave)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -98,6 +103,7 @@ class ModuleWatch:
     def trace(self, batch: Mapping[str, Tensor] | None = None) -> Trace:
         """What was seen. batch: the full batch, where this is the single process."""
         first = [self._same.get(i, i) for i in range(len(self._calls))]
+        losses = [node for name, node in self._made_by if name == LOSS]
         came = [{k: self._calls[i][k] for k in ("operation_back", "arrivals")} for i in first]
         return Trace(
             calls=tuple(Call(**call | back) for call, back in zip(self._calls, came, strict=True)),
@@ -114,6 +120,7 @@ class ModuleWatch:
             left_out=tuple(self._left_out),
             takes=taken_up(self._made_by) if self._with_paths else {},
             ways=ways_between(self._made_by) if self._with_ways else {},
+            makers=makers_of(losses, self._params.get) if self._with_ways else {},
             used={name: tuple(held) for name, held in self._used.items()},
             used_numel=self._used_numel,
         )
@@ -134,6 +141,7 @@ class ModuleWatch:
                 continue
             local = to_local(param).detach()
             name = f"{module}.{own}" if module else own
+            self._params.setdefault(param, name)
             if local.numel() != self._used_numel.setdefault(name, local.numel()):
                 continue
             try:

@@ -6,17 +6,19 @@ Lines come from autograd's own anomaly mode, which keeps of every function where
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sumgrad.record.trace import INTO, LOSS
-from sumgrad.record.ways import Passed, Ways
+from sumgrad.record.ways import MOVES, Passed, Ways
 from sumgrad.subjects.users_line import is_users
+from torch import Tensor
 
 Node = Any  # torch.autograd.graph.Node: what made a tensor
 
 MOST_NODES = 20_000  # of one way
 MOST_PASSED = 64
+MOST_IN_ALL = 200_000
 _FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+)[^\n]*\n(?: +(?P<code>[^\n]*))?')
 _NUMBER = re.compile(r"Backward\d*$")
 
@@ -46,6 +48,51 @@ def ways_between(made: Sequence[tuple[str, Node]]) -> Ways:
         to: {start: tuple(passed)[:MOST_PASSED] for start, passed in found.items()}
         for to, found in out.items()
     }
+
+
+def makers_of(
+    losses: Sequence[Node], name_of: Callable[[Tensor], str | None]
+) -> dict[str, tuple[Passed, ...]]:
+    """Parameter -> the functions whose backwards give its gradient; through what only moves it.
+
+    name_of: of what autograd accumulates the gradient of, the parameter's name.
+    """
+    above: dict[Node, list[Node]] = {}
+    todo, seen = list(losses), set(losses)
+    while todo and len(seen) < MOST_IN_ALL:
+        at = todo.pop()
+        for below, _ in at.next_functions:
+            if below is None:
+                continue
+            above.setdefault(below, []).append(at)
+            if below not in seen:
+                seen.add(below)
+                todo.append(below)
+    out: dict[str, dict[Passed, None]] = {}
+    for leaf in seen:
+        name = name_of(leaf.variable) if hasattr(leaf, "variable") else None
+        if name is None:
+            continue
+        found = _that_compute(leaf, above)
+        passed = (_passed(at) for at in sorted(found, key=lambda n: n._sequence_nr()))
+        out.setdefault(name, {}).update(dict.fromkeys(passed))
+    return {name: tuple(passed)[:MOST_PASSED] for name, passed in out.items()}
+
+
+def _that_compute(leaf: Node, above: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """The first above a leaf that do not only move numbers."""
+    found: dict[Node, None] = {}
+    up, met = [leaf], {leaf}
+    while up:
+        for at in above.get(up.pop(), ()):
+            if at in met:
+                continue
+            met.add(at)
+            if _NUMBER.sub("", at.name()) in MOVES:
+                up.append(at)
+            else:
+                found[at] = None
+    return list(found)
 
 
 def _nodes_between(node: Node, ends: Mapping[Node, Any]) -> Iterator[tuple[Node, list[Node]]]:

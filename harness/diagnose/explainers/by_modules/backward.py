@@ -20,6 +20,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
 from sumgrad.diagnose.explainers.by_modules.own_backward import saved_in_words
 from sumgrad.diagnose.explainers.by_modules.passed import (
+    has_functions_between,
     only_function_between,
     own_functions_between,
 )
@@ -162,8 +163,11 @@ def _of_other_places(case: Case, look: Look, found: FirstWrong) -> list[str]:
     factor = known[0] if known and len(known) == len(factors) and same(known) else 1.0
     dtype = case.record.spec.tiers[case.tier]
     told = gradients_elsewhere(traces, look, found.seen, dtype, factor)
-    shown = [f"on rank {one.rank} {_elsewhere(one)}" for one in told[:MOST_TARGETS]]
-    return ["; ".join(shown)] if shown else []
+    alike: dict[str, list[int]] = {}
+    for one in told:
+        alike.setdefault(_elsewhere(one), []).append(one.rank)
+    shown = [f"on rank {spans(ranks)} {text}" for text, ranks in alike.items()]
+    return ["; ".join(shown[:MOST_TARGETS])] if shown else []
 
 
 def _elsewhere(one: Elsewhere) -> str:
@@ -172,6 +176,9 @@ def _elsewhere(one: Elsewhere) -> str:
     whose = f"vectors that rank {spans(one.holders)} holds"
     if not one.holders or one.holders == (one.rank,):
         whose = "other vectors" + (" of its own" if one.holders else "")
+    if one.calls and not one.added:
+        which = [f"call {mine} gets that of call {its}" for mine, its in one.calls]
+        return f"it is the gradient of {whose}: {some_of(which)}"
     if one.added:
         return f"it is the right one with the gradient of {whose} added"
     return f"it is the gradient of {whose}"
@@ -208,7 +215,7 @@ def _own_gradients(case: Case, look: Look, found: FirstWrong) -> Iterator[str]:
     wrong = {*owners(case)}
     odd = [m for m in found.modules if m in wrong and " at " not in look.sources.get(m, " at ")
            and {s.backward for s in look.seen[m]} == {"right"}]  # fmt: skip
-    if odd:
+    if odd and max(s.call.arrivals for s in found.seen) < 2:
         yield (f"what reaches {some_of(odd)} is right on every rank, and its own gradients are "
                f"wrong: what its backward uses, its saved input or its weight, is not what its "
                f"forward used, or they are changed afterwards")  # fmt: skip
@@ -245,7 +252,8 @@ def _gradient_that_leaves(case: Case, look: Look, found: FirstWrong, module: str
     if not into or {s.rank for s in into} != {*found.ranks}:
         return "untold"
     if any(s.backward == "wrong" for s in into):
-        return "wrong"
+        # What another function made of it may have its gradient in parts, as beside a halo.
+        return "untold" if has_functions_between(case, found, f"{INTO}{module}") else "wrong"
     if found.ratio is None and all(s.backward == "right" for s in into):
         return "right"
     here = {constant(s.factors) for s in into}

@@ -14,6 +14,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, line_and_code, looked, owners
 from sumgrad.diagnose.modules.computed_otherwise import (
     ATTENTION,
+    CTC,
     Difference,
     Otherwise,
     computed_otherwise,
@@ -143,6 +144,8 @@ def _differs(one: Otherwise, how: Difference) -> str:
         heads = "of other heads or rows" if how.elsewhere else "another"
         keys = f"another: {how.now:g} keys for a query where there it is {how.was:g}"
         return f"{heads} in {how.num} of {how.of} heads" if one.at in (1, 2) else keys
+    if one.mine.function == CTC and one.at == 1:
+        return f"another in {how.num} of {how.of} rows"
     if how.factor is not None and not how.elsewhere:
         text = f"{fraction_of(how.factor)} times what it is there"
         return f"{text} ({numbers})" if isinstance(one.mine.takes[one.at], str) else text

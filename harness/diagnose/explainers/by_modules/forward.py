@@ -49,9 +49,27 @@ def recomputed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             f"the forward was",
             kind="recomputed",
             ranks=found.ranks,
-            because=(first,),
+            because=(first, *_goes_in_again(case, found)),
         ),
     )
+
+
+def _goes_in_again(case: Case, found: FirstWrong) -> list[str]:
+    """Whether what goes into it the second time is another already."""
+    traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls]
+    wrong = [s for s in into if s.forward == "wrong"]
+    if traces is None or not wrong:
+        return ["what goes into it then is the same"] if into and _all_right(into) else []
+    text = f"what goes into {found.wrong} then is another already"
+    if numbers_elsewhere(traces, wrong, dtype):
+        text += ", its numbers in other places: look at what is kept, and how it is put together"
+    return [text]
+
+
+def _all_right(seen: Sequence[Seen]) -> bool:
+    return all(s.forward == "right" for s in seen)
 
 
 def forward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:

@@ -8,6 +8,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked_by_rows, named, owners
+from sumgrad.diagnose.explainers.by_modules.passed import made_by, own_makers
 from sumgrad.diagnose.explainers.by_rank import wrong_before_it_is_reduced
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
@@ -85,13 +86,16 @@ def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
         return
     ranks = tuple(sorted({cell.rank for cell in case.failing_cells}))
     inside = [m for m in modules if any(s.rank in ranks for s in look.seen.get(m, ()))]
-    if any(not _is_right_through(case, look, m) for m in inside):
+    names = list(dict.fromkeys(cell.name for cell in case.failing_cells))
+    functions = own_makers(case, names)
+    if any(not _is_right_through(case, look, m) for m in inside) and not functions:
         return
     told = sum(look.forward(m) == "right" for m in look.modules)
-    names = list(dict.fromkeys(cell.name for cell in case.failing_cells))
     elsewhere = [m or "the model" for m in modules if m not in inside]
     where = [f"the backward of {some_of([named(look, m) for m in inside])}"] if inside else []
-    if elsewhere:
+    if functions:
+        where = [f"the backward of {functions}"]
+    elif elsewhere:
         where.append(f"the backward of what these ranks run in place of {some_of(elsewhere)}")
     yield explained(
         case,
@@ -101,7 +105,10 @@ def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
             f"look at {', and at '.join(where)}",
             kind="own_backward",
             ranks=ranks,
-            because=("a penalty on these parameters, or a second backward, would look the same",),
+            because=(
+                *made_by(case, names),
+                "a penalty on these parameters, or a second backward, would look the same",
+            ),
         ),
     )
 

@@ -12,9 +12,9 @@ from sumgrad.base.outcome import some_of
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, line_from_here
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.diagnose.modules.on_the_way import MOVES, passed_between
+from sumgrad.diagnose.modules.on_the_way import passed_between
 from sumgrad.record.trace import INTO, LOSS, Trace
-from sumgrad.record.ways import Passed
+from sumgrad.record.ways import MOVES, Passed
 
 MOST_LINES = 4
 MOST_CODE = 60  # characters of a line that are shown
@@ -76,6 +76,13 @@ def only_function_between(case: Case, found: FirstWrong, ends: Sequence[str]) ->
     return _functions(own)[0]
 
 
+def has_functions_between(case: Case, found: FirstWrong, end: str) -> bool:
+    """Whether a function with a backward of its own lies between what is wrong and `end`."""
+    trace = _trace(case, found)
+    passed = None if trace is None else passed_between(trace, found.wrong, end)
+    return any(p.written and not _only_waits(p) for p in passed or ())
+
+
 def lines_between(case: Case, found: FirstWrong, end: str) -> list[str]:
     """In the forward, from the right modules to `end`: the lines that compute what goes there."""
     trace = _trace(case, found)
@@ -102,6 +109,35 @@ def lines_of(passed: Sequence[Passed]) -> str:
     if more > 0:
         shown.insert(half, f"{more} more line{'s'[: more > 1]}")
     return "; ".join(shown)
+
+
+def made_by(case: Case, names: Sequence[str]) -> list[str]:
+    """Which functions' backwards give these parameters their gradients; nothing where it is not
+    known of all, or all are torch's formulas."""
+    passed = _makers(case, names)
+    with_backward = [p for p in passed or () if p.written]
+    if not with_backward:
+        return []
+    others = lines_of([p for p in passed or () if not p.written])
+    also = f"; torch's formulas at {others} do, too" if others else ""
+    return [f"{some_of(_functions(with_backward))} gives its gradient{also}"]
+
+
+def own_makers(case: Case, names: Sequence[str]) -> str:
+    """The user's Functions, in words, where each of these parameters has one that gives its
+    gradient; else empty."""
+    passed = [p for p in _makers(case, names) or () if p.own]
+    each = all(any(p.own for p in _makers(case, [name]) or ()) for name in names)
+    return some_of(_functions(passed)) if passed and each else ""
+
+
+def _makers(case: Case, names: Sequence[str]) -> list[Passed] | None:
+    traces = case.record.traces
+    ranks = {cell.name: cell.rank for cell in case.failing_cells}
+    if traces is None or not {*names} <= {*ranks}:
+        return None
+    found = [traces.ranks[ranks[name]].makers.get(name) for name in names]
+    return list(dict.fromkeys(p for one in found for p in one or ())) if None not in found else None
 
 
 def _only_waits(p: Passed) -> bool:
