@@ -84,6 +84,12 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("m_06", "on rank 1 1/2 times at positions 0-1, 4-5 of 6 in rows 0-6"),
         ("m_09", "what reaches early.layers.1.out is right on every rank, and its own gradients"),
         ("m_12", "summed over the 4 backwards that reach it"),
+        ("p_02", "on rank 0 it is the gradient of vectors that rank 1 holds; on rank 1"),
+        ("r_04", "other vectors of its own: call 0 gets that of call 4, call 1 gets that of"),
+        ("r_08", "what goes into blocks.0.over then is another already, its numbers in other"),
+        ("r_10", "look at the backward of FusedLoss (backward at tests/bugs/r_10_"),
+        ("s_05", "in the single process autograd passes there tests/bugs/s_05_burgers_"),
+        ("s_06", "nothing computes between the two but LocalArgmax (backward at tests/"),
         ("o_04", "ranks (0, 1, 2, 3)"),  # both groups of the axis, not the first alone
         (
             "o_03",

@@ -102,6 +102,17 @@ def test_autograds_mode_is_left_as_it_was(before):
         torch.set_anomaly_enabled(*was)
 
 
+def test_paths_and_ways_do_not_disturb_each_other():
+    both, paths = (
+        traced(Model(), with_paths=True),
+        traced(Model(), with_paths=True, with_ways=False),
+    )
+    assert both.takes == paths.takes == {
+        "first": (), "second": ("first",), "": ("first",), LOSS: ("second", ""),
+    }  # fmt: skip
+    assert both.ways == traced(Model()).ways
+
+
 def test_without_being_asked_nothing_is_kept():
     assert traced(Model(), with_ways=False).ways == {}
 

@@ -163,7 +163,8 @@ def _missing_reduction(
     what = some_of(names)
     because = []
     if summed:
-        because.append(f"the ranks' copies of {what} over {summed} add up to the reference")
+        where = "where they are wrong, " if mixed else ""
+        because.append(f"{where}the ranks' copies of {what} over {summed} add up to the reference")
     for rank, found in list(by_rank.items())[:2]:
         rows = [u.rows for u in found.counted(1) if u.rows]
         if rows:

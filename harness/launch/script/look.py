@@ -44,7 +44,7 @@ class Look:
                 root,
                 operations=self._operations,
                 with_paths=self.of_the_single_process,
-                with_ways=not self.of_the_single_process,
+                with_ways=True,
             )
             self._seen.__enter__()
         self._passes += root is self._root

@@ -104,6 +104,7 @@ class ModuleWatch:
         """What was seen. batch: the full batch, where this is the single process."""
         first = [self._same.get(i, i) for i in range(len(self._calls))]
         losses = [node for name, node in self._made_by if name == LOSS]
+        given = [(name, node) for name, node in self._made_by if not name.startswith(INTO)]
         came = [{k: self._calls[i][k] for k in ("operation_back", "arrivals")} for i in first]
         return Trace(
             calls=tuple(Call(**call | back) for call, back in zip(self._calls, came, strict=True)),
@@ -118,7 +119,7 @@ class ModuleWatch:
             entered=tuple(self._entered),
             batch=batch,
             left_out=tuple(self._left_out),
-            takes=taken_up(self._made_by) if self._with_paths else {},
+            takes=taken_up(given) if self._with_paths else {},
             ways=ways_between(self._made_by) if self._with_ways else {},
             makers=makers_of(losses, self._params.get) if self._with_ways else {},
             used={name: tuple(held) for name, held in self._used.items()},

@@ -21,6 +21,7 @@ from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_word
 from sumgrad.diagnose.explainers.by_modules.own_backward import saved_in_words
 from sumgrad.diagnose.explainers.by_modules.passed import (
     has_functions_between,
+    lacking_there,
     only_function_between,
     own_functions_between,
 )
@@ -63,6 +64,7 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         what += ", which goes into it,"
     several = max(s.call.arrivals for s in found.seen)
     if several > 1:
+        what += "" if above else ","
         what += f" summed over the {several} backwards that reach it,"
     shown = None
     symbols: list[str] = []
@@ -120,6 +122,7 @@ def _what_is_right(look: Look, above: str) -> str:
 def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator[str]:
     """Which vectors, where to look, and what lies there."""
     at = named(look, found.wrong)
+    yield from lacking_there(case, found, _ends(case, look, found))
     if not found.lost and not found.ratio:
         least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
         yield f"wrong are {least}{places(found.seen)}"
@@ -172,11 +175,11 @@ def _of_other_places(case: Case, look: Look, found: FirstWrong) -> list[str]:
 
 def _elsewhere(one: Elsewhere) -> str:
     if one.level == "numbers":
-        return "its numbers are those of the right gradient, in other places"
+        return "all its numbers are among those of the right gradient, at other places or again"
     whose = f"vectors that rank {spans(one.holders)} holds"
     if not one.holders or one.holders == (one.rank,):
         whose = "other vectors" + (" of its own" if one.holders else "")
-    if one.calls and not one.added:
+    if any(mine != its for mine, its in one.calls) and not one.added:
         which = [f"call {mine} gets that of call {its}" for mine, its in one.calls]
         return f"it is the gradient of {whose}: {some_of(which)}"
     if one.added:

@@ -41,7 +41,8 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if diagnosis.kind in BESIDE:
         return replace(diagnosis, because=(line, *diagnosis.because))
     because = (diagnosis.cause.removeprefix("open: "), *diagnosis.because)
-    return replace(diagnosis, cause=line, because=because, standing="likely")
+    ranks = tuple(sorted({*diagnosis.ranks, *(one.rank for one in found)}))
+    return replace(diagnosis, cause=line, because=because, standing="likely", ranks=ranks)
 
 
 def _at_the_loss(case: Case) -> bool:
@@ -149,7 +150,7 @@ def _differs(one: Otherwise, how: Difference) -> str:
     if how.factor is not None and not how.elsewhere:
         text = f"{fraction_of(how.factor)} times what it is there"
         return f"{text} ({numbers})" if isinstance(one.mine.takes[one.at], str) else text
-    few = f"in {how.num} of {how.of} elements"
+    few = f"in {how.num} of {how.of} elements that could be compared"
     if how.elsewhere:
         return f"{few} ({numbers})"
     return f"another {few} ({numbers})" if how.num < how.of else f"another ({numbers})"

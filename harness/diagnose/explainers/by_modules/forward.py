@@ -89,6 +89,7 @@ def _only_terms_weigh_otherwise(case: Case) -> bool:
 
 def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     told = any(s.forward == "right" for m in look.modules for s in look.seen[m])
+    found, entered_right = _where_it_enters_wrong(case, found)
     text, look_at = _start_of_forward(case, look, found)
     because = [f"its output is no slice of the single process's: {places(found.seen)}", *look_at]
     because += _of_other_places(case, found)
@@ -100,7 +101,9 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
             f"rank takes the positions that are its own, they do not tell"
         )
     whole = sorted({s.rank for s in look.seen[found.wrong]} - set(found.ranks))
-    if whole:
+    if entered_right:
+        because.append(f"on rank {spans(entered_right)} what goes into it is right")
+    elif whole:
         because.append(f"on rank {spans(whole)} it is right")
     into = f"{INTO}{found.wrong}" if what_goes_into(case, found) == "wrong" else found.wrong
     because += lines_between(case, found, into)
@@ -201,6 +204,18 @@ def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, l
     if not near:
         text += "; no module whose output could be compared leads to it"
     return text, [line for line in (where, *extra) if line]
+
+
+def _where_it_enters_wrong(case: Case, found: FirstWrong) -> tuple[FirstWrong, list[int]]:
+    """The same of those ranks alone where what goes into it is wrong already, if some are; and the
+    ranks where it is right: what such a rank gives may be its part of a sum."""
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls]
+    wrong = {s.rank for s in into if s.forward == "wrong"}
+    right = {*found.ranks} - wrong
+    if not wrong or not right or any(s.forward != "right" for s in into if s.rank in right):
+        return found, []
+    return replace(found, seen=tuple(s for s in found.seen if s.rank in wrong)), sorted(right)
 
 
 def what_goes_into(case: Case, found: FirstWrong) -> State:

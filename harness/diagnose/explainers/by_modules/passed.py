@@ -17,6 +17,7 @@ from sumgrad.record.trace import INTO, LOSS, Trace
 from sumgrad.record.ways import MOVES, Passed
 
 MOST_LINES = 4
+PLAIN = {"Add", "Div", "Mul", "Sub", "Sum", "Mean"}  # what a step does with its loss, too
 MOST_CODE = 60  # characters of a line that are shown
 
 
@@ -62,6 +63,30 @@ def _torchs_formulas(passed: Sequence[Passed]) -> Iterator[str]:
         yield (f"no function with a backward of its own runs there, torch's formulas alone: look "
                f"for what autograd does not see, as a hook, a detach, a change of .data, a "
                f"collective without a backward; lines: {lines}")  # fmt: skip
+
+
+def lacking_there(case: Case, found: FirstWrong, ends: Sequence[str]) -> list[str]:
+    """Lines that autograd passes in the single process and not here, where nothing else is passed
+    in their place: the rank's way is cut there."""
+    traces, mine = case.record.traces, _trace(case, found)
+    if traces is None or mine is None:
+        return []
+    there = _passed_on(traces.single, found.wrong, ends)
+    here = _passed_on(mine, found.wrong, ends)
+    lacks = [p for key, p in there.items() if key not in here]
+    instead = [p for key, p in here.items() if key not in there and p.function not in PLAIN | MOVES]
+    computed = [p for p in lacks if p.function not in PLAIN | MOVES]
+    if not here or not computed or instead:
+        return []
+    return [f"in the single process autograd passes there {lines_of(computed)}, and on rank "
+            f"{found.ranks[0]} nothing in its place: look for a detach, a no_grad, or a graph that "
+            f"is not kept (create_graph)"]  # fmt: skip
+
+
+def _passed_on(trace: Trace, start: str, ends: Sequence[str]) -> dict[tuple[str, str], Passed]:
+    """By function and line."""
+    ways = (passed_between(trace, start, end) for end in ends)
+    return {(p.function, p.line): p for one in ways for p in one or ()}
 
 
 def only_function_between(case: Case, found: FirstWrong, ends: Sequence[str]) -> str:

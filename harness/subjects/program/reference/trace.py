@@ -10,6 +10,7 @@ import torch
 from sumgrad.record.computed import computed_together
 from sumgrad.record.spec import Facts
 from sumgrad.record.trace import Call, Trace
+from sumgrad.record.ways import Passed, Ways
 from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.protocol import coarsest, default_dtype, trained
 from sumgrad.subjects.program.reference.single import Single
@@ -34,7 +35,7 @@ def trace_reference(
     total = 0.0
     for name in single.terms:
         count = single.value_and_count(name, rows)[1]
-        watching = ModuleWatch(single.model, with_paths=True)
+        watching = ModuleWatch(single.model, with_paths=True, with_ways=True)
         computations = Computations(watching.now)
         with watching as seen, default_dtype(single.dtype), computations:
             single.at_loss = seen.at_loss
@@ -83,6 +84,7 @@ def _together(found: Mapping[str, Trace]) -> Trace:
             name: source for trace in found.values() for name, source in trace.sources.items()
         },
         takes=_united(trace.takes for trace in found.values()),
+        ways=_united_ways(trace.ways for trace in found.values()),
         computed=computed_together([trace.computed for trace in found.values()]),
         used=_united_used(found.values()),
         used_numel={n: num for trace in found.values() for n, num in trace.used_numel.items()},
@@ -98,6 +100,15 @@ def _united(takes: Iterable[Mapping[str, tuple[str, ...]]]) -> dict[str, tuple[s
         for name, others in one.items():
             out.setdefault(name, {}).update(dict.fromkeys(others))
     return {name: tuple(others) for name, others in out.items()}
+
+
+def _united_ways(ways: Iterable[Ways]) -> Ways:
+    out: dict[str, dict[str, dict[Passed, None]]] = {}
+    for one in ways:
+        for to, found in one.items():
+            for start, passed in found.items():
+                out.setdefault(to, {}).setdefault(start, {}).update(dict.fromkeys(passed))
+    return {to: {s: tuple(p) for s, p in found.items()} for to, found in out.items()}
 
 
 def _united_used(found: Iterable[Trace]) -> dict[str, tuple[Tensor, ...]]:
