@@ -132,6 +132,12 @@ def _add_faults(verbs: Any) -> None:
         help="of a Program's collectives of one kind over one axis only the first",
     )
     faults.add_argument(
+        "--look",
+        action="store_true",
+        help="look into the modules of each fault's step, as `run` does after a failure: more "
+        "causes are named without a clean run beside, at twice the time",
+    )
+    faults.add_argument(
         "--allow",
         action="append",
         default=[],

@@ -296,6 +296,7 @@ def _faults(args: argparse.Namespace) -> int:
             faults=args.fault,
             workload=args.workload,
             quick=args.quick,
+            look=args.look,
             seed=args.seed,
             timeout_s=args.timeout,
             launcher=launcher,

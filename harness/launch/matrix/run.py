@@ -7,8 +7,8 @@ fault that is visible must be killed and named; one that is invisible here must 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,11 +24,13 @@ from sumgrad.judge.joint import carried, carries, joint_operations
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher, RankJob
-from sumgrad.launch.matrix.warm_rank import fault_directory
+from sumgrad.launch.matrix.warm_rank import fault_directory, trace_directory
 from sumgrad.ledger.operations import number_operations
 from sumgrad.record.directory import Record, load_record, read_ranks
 from sumgrad.record.spec import write_spec
+from sumgrad.record.trace import Trace, Traces, rank_trace, read_trace
 from sumgrad.subjects.loading import chosen_workload, find_class
+from sumgrad.subjects.program.job import UserStep
 from sumgrad.subjects.program.protocol import is_program
 from sumgrad.topology.pools import load_topology
 from sumgrad.topology.shipped import shipped_topologies
@@ -41,13 +43,14 @@ Progress = Callable[[str], object]
 class Ran:
     """One fault's run: its record, or how the ranks ended where there is none.
 
-    verdict: where it was judged already.
+    verdict: where it was judged already. traces: what went through its modules, by step.
     """
 
     fault: str
     record: Record | None
     ended: RankOutcome | None = None
     verdict: Verdict | None = None
+    traces: Mapping[int, Traces] = field(default_factory=dict)
 
 
 def default_topologies() -> list[Path]:
@@ -65,12 +68,14 @@ def run_matrix(
     progress: Progress,
     workload: str | None = None,
     quick: bool = False,
+    look: bool = False,
 ) -> Matrix:
     """Every clean topology once, then every fault on it against the same reference.
 
     workload: instead of the one that each topology names. faults: only these. quick: of the
-    operations of a kind over an axis only the first, and the first with gradients. Raises UserError
-    for unknown names.
+    operations of a kind over an axis only the first, and the first with gradients. look: each
+    fault's step once more, with eyes on its modules, as a run does after a failure. Raises
+    UserError for unknown names.
     """
     cells: list[Cell] = []
     for path in topologies:
@@ -83,15 +88,18 @@ def run_matrix(
             timeout_s=timeout_s,
             keep_partials=True,
         )
-        cells += _run_topology(options, faults, quick, launcher=launcher, progress=progress)
+        cells += _run_topology(
+            options, faults, quick=quick, look=look, launcher=launcher, progress=progress
+        )
     return Matrix(cells=tuple(cells))
 
 
 def _run_topology(
     options: CheckOptions,
     faults: Sequence[str] | None,
-    quick: bool,
     *,
+    quick: bool,
+    look: bool,
     launcher: Launcher,
     progress: Progress,
 ) -> Iterator[Cell]:
@@ -112,7 +120,9 @@ def _run_topology(
         chosen = _chosen(clean, faults)
         chosen = _first_of_each(clean, chosen) if quick and clean.spec.opaque else chosen
         if clean.spec.opaque:
-            ran = run_faults(clean, chosen, directory, launcher=launcher, progress=progress)
+            ran = run_faults(
+                clean, chosen, directory, look=look, launcher=launcher, progress=progress
+            )
         else:
             ran = list(_rerun(clean, chosen, options, launcher=launcher, progress=progress))
         yield from (cell_of(name, clean, one) for one in ran)
@@ -180,11 +190,23 @@ def _first_of_each(clean: Record, faults: Sequence[str]) -> list[str]:
 
 
 def run_faults(
-    clean: Record, faults: Sequence[str], directory: Path, *, launcher: Launcher, progress: Progress
+    clean: Record,
+    faults: Sequence[str],
+    directory: Path,
+    *,
+    look: bool = False,
+    launcher: Launcher,
+    progress: Progress,
 ) -> list[Ran]:
     """Run faults on warm ranks; ranks are started again only behind a fault that ended them."""
     out: list[Ran] = []
     topology = clean.spec.topology
+    tier = next(iter(clean.spec.tiers))
+    singles = (
+        [UserStep(clean.spec).trace_single(tier, s) for s in range(clean.spec.steps)]
+        if look
+        else []
+    )
     while len(out) < len(faults):
         left = list(faults[len(out) :])
         place = directory / f"job{len(out)}"
@@ -195,7 +217,7 @@ def run_faults(
             num_ranks=topology.world_size,
             directory=place,
             pools=[topology.pool_of(r).name for r in range(topology.world_size)],
-            arguments={"faults": left},
+            arguments={"faults": left, "look": look},
             timeout_s=clean.spec.timeout_s,
             watch=_counter(topology.name, len(out), list(faults), place),
         )
@@ -206,7 +228,8 @@ def run_faults(
             record = _record_of(clean, fault, fault_directory(place, i))
             if record is None:
                 break
-            out.append(Ran(fault=fault, record=record))
+            traces = _traces_of(record, singles)
+            out.append(Ran(fault=fault, record=record, traces=traces))
             done += 1
         bad = [o for o in outcomes if not o.ok]
         if bad and done == len(left):  # all was written, but a rank did not survive it
@@ -246,6 +269,32 @@ def _record_of(clean: Record, fault: str, place: Path) -> Record | None:
     )
 
 
+def _traces_of(record: Record, singles: Sequence[Trace]) -> dict[int, Traces]:
+    """By step, beside the single process's; nothing without these."""
+    tier = next(iter(record.spec.tiers))
+    return {
+        step: Traces(
+            tier=tier,
+            step=step,
+            ranks={
+                rank: read_trace(rank_trace(trace_directory(record.directory, step), rank))
+                for rank in record.ranks
+            },
+            single=single,
+        )
+        for step, single in enumerate(singles[: record.spec.steps])
+    }
+
+
+def _judged_alone(ran: Ran) -> Verdict:
+    """As on a user's machine: without a clean run beside, looked into where it fails."""
+    assert ran.record is not None
+    alone = judge(ran.record)
+    wrong = [t["step"] for t in alone.data["tensors"] if t["status"] == "fail"]
+    traces = ran.traces.get(min(wrong, default=-1))
+    return judge(replace(ran.record, traces=traces)) if traces is not None else alone
+
+
 def _clean_cell(topology: str, clean: Record, verdict: Verdict) -> Cell:
     ended_well = all(o["status"] == "ok" for o in verdict.data["outcomes"])
     result = "clean" if verdict.status == "pass" else "alarm" if ended_well else "crashed"
@@ -268,7 +317,7 @@ def cell_of(topology: str, clean: Record, ran: Ran) -> Cell:
         its_own = planted and not (ran.ended.ok or ran.ended.ended_from_outside)
         result = "died" if its_own else "hung" if hung else "crashed"
         return replace(base, result=result, cause=ran.ended.detail)
-    alone = judge(ran.record)
+    alone = _judged_alone(ran)
     # A clean run tells where a collective went another way; a changed program goes its own.
     beside = isinstance(fault, CollectiveFault) and alone.status != "pass"
     verdict = judge(ran.record, clean=clean) if beside else alone

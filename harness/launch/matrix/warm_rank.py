@@ -12,19 +12,23 @@ from pathlib import Path
 
 import torch.distributed as dist
 from sumgrad.base.files import write_json
-from sumgrad.base.outcome import SETUP
+from sumgrad.base.outcome import SETUP, describe_operation
 from sumgrad.faults.step import find_program_fault
 from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.rank import local_group
 from sumgrad.ledger.process_group import Ledger
-from sumgrad.record.endings import rank_file
+from sumgrad.record.endings import rank_file, read_ledger
 from sumgrad.record.ranks import RankFiles
-from sumgrad.record.spec import read_spec
+from sumgrad.record.spec import RunSpec, read_spec
+from sumgrad.record.trace import rank_trace, write_trace
 from sumgrad.subjects.program.rank import Rank
 
 
-def run_faults(guard: RankGuard, *, faults: list[str]) -> None:
-    """Run each of these, as `--fault` takes them, on the Program of the directory's run.json."""
+def run_faults(guard: RankGuard, *, faults: list[str], look: bool = False) -> None:
+    """Run each of these, as `--fault` takes them, on the Program of the directory's run.json.
+
+    look: every step of each once more, with eyes on its modules.
+    """
     directory, number = guard.env.directory, guard.env.rank
     with local_group(guard) as ledger:
         spec = read_spec(directory)
@@ -37,10 +41,31 @@ def run_faults(guard: RankGuard, *, faults: list[str]) -> None:
             files = RankFiles(place, number)
             job = replace(spec, fault=fault, steps=steps)
             result = {**rank.run(job, files, again=False), "grads": files.finish()}
+            if look:
+                _look(rank, job, place)
             end = {"rank": number, "status": "ok", "result": result}
             write_json(rank_file(place, number, ".json"), end)
             with ledger.label(SETUP):
                 dist.barrier()
+
+
+def _look(rank: Rank, job: RunSpec, place: Path) -> None:
+    """What goes through the modules of each step; its ledger apart from the judged one."""
+    tier = next(iter(job.tiers))
+    for step in range(job.steps):
+        folder = trace_directory(place, step)
+        (folder / "ranks").mkdir(parents=True, exist_ok=True)
+        ledger = rank_file(folder, rank.rank, ".ledger.jsonl")
+        rank.ledger.redirect(ledger)
+        found = rank.trace(job, tier, step)
+        issued = read_ledger(ledger)
+        words = tuple(describe_operation(e) or str(e["op"]) for e in issued if "op" in e)
+        write_trace(rank_trace(folder, rank.rank), replace(found, operations=words))
+
+
+def trace_directory(place: Path, step: int) -> Path:
+    """Where the ranks of a fault write what went through their modules in a step."""
+    return place / f"trace{step}"
 
 
 def fault_directory(directory: Path, number: int) -> Path:
