@@ -18,6 +18,7 @@ from sumgrad.base.tensors import same_bits
 from sumgrad.base.verdict import RecoveredCoefficient
 from sumgrad.diagnose.fit import Fit, as_fraction, fit_deviation
 from sumgrad.judge.cells import Cell, cells, expected
+from sumgrad.judge.checks.rescaled import before_the_clip
 from sumgrad.judge.comparison import Expected, TensorDiff
 from sumgrad.judge.finding import Compared
 from sumgrad.judge.knowledge import known_plan, plan_of
@@ -60,8 +61,9 @@ class Holder:
 class Case:
     """One failing step of one tier, with everything that explaining it needs.
 
-    clean: a run of the same that passed, if one is at hand. mismatches: where the ledgers differ
-    from the plan. diffs, again: the comparison, and that of a repeated step.
+    record: with a script's gradients as they were before torch's clip. clean: a run of the same
+    that passed, if one is at hand. mismatches: where the ledgers differ from the plan. diffs,
+    again: the comparison, and that of a repeated step.
     """
 
     record: Record
@@ -136,10 +138,11 @@ def case_of(compared: Compared, clean: Record | None = None) -> Case | None:
     if not failed:
         return None
     tier = next(t for t in compared.record.spec.tiers if any(d.tier == t for d in failed))
+    step = min(d.step for d in failed if d.tier == tier)
     return Case(
-        record=compared.record,
+        record=before_the_clip(compared.record, tier, step),
         tier=tier,
-        step=min(d.step for d in failed if d.tier == tier),
+        step=step,
         clean=clean,
         mismatches=compared.mismatches,
         diffs=compared.diffs,

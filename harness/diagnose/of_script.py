@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import case_of
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.judge.checks.rescaled import hidden_factors
 from sumgrad.judge.checks.script import (
@@ -153,6 +154,47 @@ def _hidden_by_a_clip(compared: Compared) -> Diagnosis | None:
     return None
 
 
+def _clipped_otherwise(compared: Compared) -> Diagnosis | None:
+    """Gradients that are right before the clip, and not behind it."""
+    case = case_of(compared)
+    if case is None or case.record is compared.record or case.failing_cells:
+        return None  # no clip, or what is wrong is so before it
+    if any(not d.comparable for d in compared.diffs):
+        return None
+    script, at = compared.record.spec.script, (case.tier, case.step)
+    assert script is not None
+    single = _factors(script.rescaled[case.step])
+    own = {r: _factors(h.info[at].get("rescaled", {})) for r, h in compared.record.ranks.items()}
+    shown = "; ".join(
+        f"by {', '.join(f'{f:.9g}' for f in factors) or '1'} on rank {spans(ranks)}"
+        for factors, ranks in _alike(own)
+    )
+    return Diagnosis(
+        cause=f"the clip: gradients are right before it, and it multiplies them {shown}, where the "
+        f"single run's does by {', '.join(f'{f:.9g}' for f in single) or '1'}",
+        kind="clipping",
+        standing="proved",
+        ranks=tuple(sorted({d.rank for d in compared.diffs if d.status == "fail"})),
+        because=(
+            f"step {case.step}: every gradient as torch's clip found it is the single run's",
+            "a norm of the own shards or of some parameters only, or one in which replicas count "
+            "several times, gives another factor",
+        ),
+    )
+
+
+def _factors(told: Mapping[str, tuple[float | None, bool]]) -> tuple[float, ...]:
+    """The different factors of a step's clips; roundings are no difference."""
+    return tuple(sorted({round(f, 9) for f, by_clip in told.values() if by_clip and f}))
+
+
+def _alike(own: Mapping[int, tuple[float, ...]]) -> list[tuple[tuple[float, ...], list[int]]]:
+    found: dict[tuple[float, ...], list[int]] = {}
+    for rank, factors in own.items():
+        found.setdefault(factors, []).append(rank)
+    return list(found.items())
+
+
 def _before_the_clip(record: Record, times: float, step: int) -> Diagnosis:
     fraction = as_fraction(times, 1e-5 * abs(times))
     shown = str(fraction) if fraction is not None else f"{times:.9g}"
@@ -199,6 +241,7 @@ IN_ORDER: tuple[Callable[[Compared], Diagnosis | None], ...] = (
     _other_weights,
     _carried_over,
     _hidden_by_a_clip,
+    _clipped_otherwise,
     _wrong_update,
 )
 

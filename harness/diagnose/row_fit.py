@@ -74,7 +74,7 @@ def explain(case: Case, cells: Sequence[Cell], *, wrong_only: bool = False) -> F
         found = _try(case, chosen, masks, level, units)
         if found is not None:
             return found
-    return None if wrong_only else _whole_terms(case, chosen, masks) or _by_param(case, chosen)
+    return None if wrong_only else _whole_terms(case, chosen, masks) or by_param(case, chosen)
 
 
 def explain_rank(case: Case, cells: Sequence[Cell], *, wrong_only: bool = False) -> Factors | None:
@@ -256,7 +256,7 @@ def _accepted(cells: Sequence[Cell], masks: Sequence[Tensor], fit: Fit) -> bool:
     return fit.explained >= MIN_EXPLAINED
 
 
-def _by_param(case: Case, cells: Sequence[Cell]) -> Factors | None:
+def by_param(case: Case, cells: Sequence[Cell]) -> Factors | None:
     """One factor for each parameter: what reductions nested in depth leave."""
     names = list(dict.fromkeys(cell.name for cell in cells))
     if all(cell.wanted.value.numel() == 1 for cell in cells):

@@ -9,6 +9,7 @@ import torch
 from records_in_memory import compared, program_record
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.ledger import cause_in_ledger, runs_narrow, something_else_goes_in
+from sumgrad.record.ranks import OWN, OWN_AT
 
 AT = ("structure", 0)
 W_AND_B = [["w", 1.0], ["b", 1.0]]
@@ -73,6 +74,22 @@ def test_a_reduction_like_any_other_is_no_cause(events):
     case = case_of(events)
     assert cause_in_ledger(case) is None
     assert something_else_goes_in(case) == ()
+
+
+@pytest.mark.parametrize(
+    ("gave", "accused"), [(None, False), (0.0, False), (2.0, True), ("nobody kept it", True)]
+)
+def test_a_rank_whose_backward_gave_nothing_is_right_to_put_zeros_in(gave, accused):
+    case = case_of([{}, {}, {"grads": [], "nonzero": False}])
+    own, at = (OWN, 0), (OWN_AT, 0)
+    ranks = {}
+    for rank, held in case.record.ranks.items():
+        value = 1.0 if rank < 2 else gave
+        kept = {"w": torch.full((1, 12), value)} if isinstance(value, float) else {}
+        more = {} if gave == "nobody kept it" else {own: kept, at: {"w": torch.arange(12)}}
+        ranks[rank] = replace(held, grads={**held.grads, **more})
+    case = replace(case, record=replace(case.record, ranks=ranks), known={})
+    assert (cause_in_ledger(case) is not None) == accused
 
 
 def test_as_many_others_as_own_are_accused():

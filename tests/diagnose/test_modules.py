@@ -16,6 +16,7 @@ from sumgrad.diagnose.modules.look import look_at, terms_together
 from sumgrad.diagnose.modules.loss_weights import (
     Share,
     behind_few_directions,
+    counts_of_groups,
     odd_vectors,
     own_counts,
     own_positions,
@@ -463,6 +464,43 @@ def test_outputs_of_the_single_process_that_no_rank_has_are_counted():
     assert look_at(both, "float64", ()).lacking == {}
     assert look(rank(slice(0, 2)), rank(slice(2, 4))).lacking == {}
     assert look(rank(slice(0, 2))).lacking == dict.fromkeys(MODULES, (6, 12))
+
+
+def test_outputs_that_are_masked_out_are_missed_by_nobody():
+    masked = GRAD["first"].clone()
+    masked[2:] = 0
+    single = trace([("first", OUT["first"], masked)], batch=BATCH)
+    mine = trace([("first", OUT["first"][:2], masked[:2])])
+    traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+    assert look_at(traces, "float64", ()).lacking == {}
+    fewer = replace(traces, ranks={0: trace([("first", OUT["first"][:1], masked[:1])])})
+    assert look_at(fewer, "float64", ()).lacking == {"first": (3, 6)}
+
+
+def test_a_mask_tells_no_rows():
+    mask = torch.ones(ROWS, 5, dtype=torch.int64).tril()
+    single = replace(whole(), batch={"mask": mask}, data=(mask,))
+    mine = trace(rank(), data=(mask[3:, :3],))
+    assert rows_read(Traces(tier="structure", step=0, ranks={0: mine}, single=single)) is None
+
+
+def test_counts_over_some_ranks_are_told_by_the_groups():
+    counts = torch.tensor([5.0, 7.0, 11.0, 18.0, 2.0, 29.0], dtype=torch.float64)
+    own = {0: (0, 1), 1: (2,), 2: (3, 4), 3: (5,)}
+    total = {r: float(counts[list(rows)].sum()) for r, rows in own.items()}
+
+    def shares(groups):
+        divisor = {r: sum(total[m] for m in group) for group in groups for r in group}
+        return [
+            Share(rank=r, number=0, rows=rows, factor=72 / divisor[r], by_row={})
+            for r, rows in own.items()
+        ]
+
+    for groups in ([(0, 1), (2, 3)], [(0,), (1, 2, 3)], [(0, 3), (1, 2)]):
+        assert counts_of_groups(shares(groups), counts) == groups
+    assert counts_of_groups(shares([(0, 1, 2, 3)]), counts) is None
+    alike = torch.ones(6, dtype=torch.float64)
+    assert counts_of_groups(shares([(0, 1), (2, 3)]), alike) is None
 
 
 def test_directions_that_are_too_few_tell_nothing():

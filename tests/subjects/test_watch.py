@@ -49,6 +49,18 @@ def test_names_are_those_of_build_under_wrappers_and_in_stages():
     assert "" not in found.sources
 
 
+def test_a_buffer_that_is_received_into_again_is_not_what_it_was():
+    """A collective writes without a change that torch counts, as into numpy's view of it."""
+    first = nn.Linear(3, 4)
+    buffer = torch.zeros(5, 4)
+    with ModuleWatch(first) as watching:
+        for n in (1.0, 2.0):
+            buffer.numpy()[...] = n
+            first(torch.ones(5, 3)).backward(buffer)
+    gradients = [g for g in watching.trace().gradients if g is not None]
+    assert [float(g.max()) for g in gradients] == [1.0, 2.0]
+
+
 def test_over_the_limit_a_module_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(watch, "MAX_BYTES", 5 * 4 * 4 + 5 * 3 * 4)
     found = seen(model())

@@ -16,6 +16,7 @@ from sumgrad.diagnose.explainers import (
     free_factors,
     last,
     ledger,
+    not_zeroed,
     other_parts,
     own_value,
     plan_edges,
@@ -66,6 +67,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     factors.any_factors,
 )
 LAST_RESORT: tuple[Explainer, ...] = (
+    not_zeroed.gradient_where_zero_belongs,
     other_parts.other_parts_were_added,
     last.low_digits,
     own_backward.another_input_was_saved,

@@ -69,7 +69,12 @@ def _block(case: Case, cell: Cell) -> Block | None:
         return None
     index = torch.arange(len(wrong)) if cell.index is None else cell.index.reshape(-1)
     shape = tuple(case.reference.grads[cell.name].shape)
-    return Block(name=cell.name, rank=cell.rank, factor=factor, places=_places(index[wrong], shape))
+    return Block(
+        name=cell.name,
+        rank=cell.rank,
+        factor=factor,
+        places=places_of_elements(index[wrong], shape),
+    )
 
 
 def _of_block(cell: Cell, block: Block) -> Tensor:
@@ -78,7 +83,7 @@ def _of_block(cell: Cell, block: Block) -> Tensor:
     return torch.where(wrong, (block.factor - 1) * cell.wanted.value, 0.0)
 
 
-def _places(elements: Tensor, shape: tuple[int, ...]) -> str:
+def places_of_elements(elements: Tensor, shape: tuple[int, ...]) -> str:
     """Along the first dimension where whole rows are wrong, along the second, or one by one."""
     if len(shape) < 2:
         return f"elements {spans([int(i) for i in elements])} of {shape[0] if shape else 1}"

@@ -11,6 +11,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.factors import explained, fitted, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.own_gradients import given_by_ranks
 from sumgrad.diagnose.reductions import carried_by, reductions_of, wrong_parameters
 from sumgrad.judge.cells import Cell
 from sumgrad.judge.joint import Joint, counts_again, describe, joint_operations
@@ -139,6 +140,8 @@ def _something_else_goes_in(
         if name not in wrong or not others or len(factors) > 1 or len(own) < len(others):
             continue
         zeros = [r for r in others if joint.events[r].get("nonzero") is False]
+        if zeros and _has_none(case, name, zeros):
+            continue
         if zeros:
             kind, ranks = "lost_contribution", zeros
             cause = f"puts zeros into {words}, where others put their own gradient of {name}"
@@ -151,6 +154,15 @@ def _something_else_goes_in(
         told = _ledger_cause(kind, f"rank {spans(ranks)} {cause}", because, joint)
         return replace(told, ranks=tuple(ranks))
     return None
+
+
+def _has_none(case: Case, name: str, ranks: list[int]) -> bool:
+    """Whether the backwards of all these ranks are known to have given nothing for a parameter."""
+    given = given_by_ranks(case)
+    if given is None:
+        return False
+    own = [given[rank][0].get(name) for rank in ranks if rank in given]
+    return all(passes is None or not bool(passes.any()) for passes in own)
 
 
 def _different_parameters(joint: Joint) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,13 +13,14 @@ from sumgrad.diagnose.explainers.rows import factor_by_rows
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.names import factor_symbols, list_rows, power_of
 from sumgrad.diagnose.reductions import CLOSE, carried_by, reductions_of
-from sumgrad.diagnose.row_fit import Factors, explain
+from sumgrad.diagnose.row_fit import Factors, by_param, explain
 from sumgrad.judge.cells import Cell
 from sumgrad.judge.joint import Joint, describe, identical, prescaled, sizes_of
 from sumgrad.ledger.operations import group_name
 from sumgrad.record.spec import CLIP_EPS, After
 
 CLIP_DIGITS, CLIP_NEAR = 1e-9, 1e-4
+MOST_FACTORS = 4  # of parameters, that are written out
 MOST_NUMBERS = 3  # of terms that count otherwise
 Explained = tuple[Diagnosis, list[tuple[tuple[int, ...], Factors]]]
 
@@ -49,7 +51,18 @@ def uniform_cause(case: Case) -> Explained | None:
         diagnosis = _stale(case, found, names)
     else:
         diagnosis = factor_by_rows(case, found, names)
+        by_name = by_param(case, [cell for cell in failing if cell.measured.numel()])
+        if diagnosis.kind == "row_factors" and by_name is not None and _is_shared(by_name):
+            rows = f"the same by rows, as other rows reach each: {diagnosis.cause}"
+            found, diagnosis = by_name, _factor_by_param(case, by_name)
+            diagnosis = replace(diagnosis, because=(*diagnosis.because, rows))
     return replace(diagnosis, ranks=diagnosis.ranks or ranks), [(ranks, found)]
+
+
+def _is_shared(found: Factors) -> bool:
+    """Whether parameters come in groups of one factor each: no number of rows' makes these."""
+    often = Counter(round(value, 6) for value in found.known)
+    return len(found.known) == len(found.params) and min(often.values(), default=0) > 1
 
 
 def factors_by_parameter(case: Case) -> Explained | None:
@@ -295,10 +308,15 @@ def _factor_by_param(case: Case, found: Factors) -> Diagnosis:
         if value is not None
     }
     bases = {base for base, _ in filter(None, powers.values())}
-    shown = ", ".join(
-        f"{name} {value:.6g}"
-        for name, value in list(zip(found.params, found.values, strict=True))[:4]
+    alike: dict[str, list[str]] = {}
+    for name, value, sigma in zip(found.params, found.values, found.sigmas, strict=True):
+        if value is not None:
+            alike.setdefault(_fraction_or_number(value, sigma), []).append(name)
+    shown = "; ".join(
+        f"{times} in {some_of(own)}" for times, own in list(alike.items())[:MOST_FACTORS]
     )
+    more = len(alike) - MOST_FACTORS
+    shown += f"; and {more} more factors" if more > 0 else ""
     if None not in powers.values() and len(bases) == 1:
         base = bases.pop()
         depths = {name: p[1] for name, p in powers.items() if p}
@@ -311,11 +329,28 @@ def _factor_by_param(case: Case, found: Factors) -> Diagnosis:
             because=tuple(f"{name}: {base}^{k}" for name, k in list(depths.items())[:6]),
         )
     return Diagnosis(
-        cause=f"each parameter has a factor of its own: {shown}",
+        cause=f"parameters have factors of their own: {shown}",
         kind="param_factors",
-        because=("with one factor for each parameter the residual is under the threshold",),
-        however=("no size of the topology and none of its powers gives these factors",),
+        because=(
+            "with one factor for each parameter the residual is under the threshold",
+            *_parts_of_a_size(found.known, sizes),
+        ),
     )
+
+
+def _parts_of_a_size(factors: Sequence[float], sizes: Mapping[str, int]) -> list[str]:
+    """Where every factor is a size of the topology divided by a whole number, and not all alike."""
+    for name, size in sizes.items():
+        parts = [size / factor if factor else 0.0 for factor in factors]
+        whole = [round(part) for part in parts]
+        near = all(abs(a - b) < CLOSE for a, b in zip(parts, whole, strict=True))
+        if near and len(set(whole)) > 2 and all(1 <= n <= size for n in whole):
+            shown = ", ".join(str(n) for n in sorted(set(whole)))
+            return [
+                f"each is {name} = {size} divided by {shown}: as when the sum is divided by how "
+                f"many ranks have a gradient of it, and not by all"
+            ]
+    return []
 
 
 def _factor_by_term(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:

@@ -175,7 +175,10 @@ def _output(traces: Traces, seen: Seen) -> Tensor:
 def _lacking(
     module: str, seen: Sequence[Seen], whole: Mapping[tuple[str, int], Whole]
 ) -> tuple[int, int] | None:
-    """Of the vectors of its first output, how many no rank has; None where that cannot be told."""
+    """Of the vectors of its first output, how many no rank has; None where that cannot be told.
+
+    Vectors without a gradient, in a call that has some, are masked out: nobody needs them.
+    """
     wanted, mine = whole.get((module, 0)), [s for s in seen if s.call.part == 0]
     if wanted is None or not mine or any(s.forward != "right" or s.where is None for s in mine):
         return None
@@ -185,8 +188,12 @@ def _lacking(
         if len(s.where.picked) < math.prod(s.shape[:-1]) or s.where.found.shape[1] != len(held):
             return None  # some of its vectors were drawn
         held |= s.where.found.any(0)
-    lacks = int((~held).sum())
-    return (lacks, len(held)) if lacks else None
+    used = torch.cat([
+        own if bool(own.any()) else torch.ones_like(own)
+        for own in wanted.gradients.any(1).split(wanted.each or len(held))
+    ])  # fmt: skip
+    lacks = int((used & ~held).sum())
+    return (lacks, int(used.sum())) if lacks else None
 
 
 def _unless_stage(

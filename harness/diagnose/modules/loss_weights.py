@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from torch import Tensor
 
 LOST = 1e-9
+MOST_RANKS = 10  # whose groups are tried one by one
 MOST_PATTERNS = 3  # of positions, that are told apart by rows
 SAME_SHARE = 1e-5  # a part of it: counts that differ by one in a hundred thousand are no cause
 
@@ -197,6 +198,40 @@ def own_counts(shares: Sequence[Share], counts: Tensor, *, level: str) -> float 
         for s in told
     ]
     return products[0] if same(products) else None
+
+
+def counts_of_groups(shares: Sequence[Share], counts: Tensor) -> list[tuple[int, ...]] | None:
+    """Groups of ranks where each rank divides by the count of its group's rows: its factor is the
+    whole count over it. None where that is not so, or other groups would give the same factors.
+
+    counts: (rows,) float64.
+    """
+    own: dict[int, float] = {}
+    factors: dict[int, float] = {}
+    for s in shares:
+        if (
+            s.factor is None
+            or not s.rows
+            or not same([factors.setdefault(s.rank, s.factor), s.factor])
+        ):
+            return None
+        own[s.rank] = own.get(s.rank, 0.0) + float(counts[list(s.rows)].sum())
+    if not 2 < len(own) <= MOST_RANKS or not all(factors.values()):
+        return None
+    whole = float(counts.sum())
+    groups: set[tuple[int, ...]] = set()
+    for rank, factor in factors.items():
+        fits = [
+            group
+            for size in range(1, len(own))
+            for group in combinations(sorted(own), size)
+            if rank in group and same([sum(own[r] for r in group) * factor, whole])
+            and all(same([factors[r], factor]) for r in group)
+        ]  # fmt: skip
+        if len(fits) != 1:
+            return None
+        groups.add(fits[0])
+    return sorted(groups) if sum(map(len, groups)) == len(own) else None
 
 
 def own_positions(shares: Sequence[Share], *, level: str) -> bool:

@@ -9,6 +9,8 @@ from sumgrad.diagnose.modules.look import Look
 from sumgrad.record.trace import Trace, Traces
 from torch import Tensor
 
+FEWEST_VALUES = 3  # different numbers in a tensor that tells rows apart
+
 
 def rows_read(traces: Traces) -> dict[int, Counter[int]] | None:
     """Rank -> row -> how often it entered the first module that they enter in one process.
@@ -19,6 +21,8 @@ def rows_read(traces: Traces) -> dict[int, Counter[int]] | None:
     for whole in batch.values():
         if whole.dim() < 2 or len({_key(row) for row in whole}) < len(whole):
             continue  # rows that are alike
+        if len(whole.unique()) < FEWEST_VALUES:
+            continue  # a mask: any stretch of ones is like another
         for module in dict.fromkeys(traces.single.entered):
             if set(_rows_of(traces.single, module, whole)) != set(range(len(whole))):
                 continue

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from sumgrad.base.outcome import spans
 from sumgrad.base.tolerances import FLOOR_FACTOR
 from sumgrad.judge.finding import Compared, Finding
+from sumgrad.record.directory import Record
 from sumgrad.record.reference import Reference
 
 SAME = {"float64": 1e-9, "float32": 1e-4}  # factors that differ by less are one
 COARSE = 3e-2
+ROUNDINGS = 4  # of a gradient, that dividing by a clip's factor may leave
 
 Told = tuple[float | None, bool]  # a factor, and whether a clip of torch's made it
 
@@ -57,8 +60,12 @@ def nothing_hidden_before_the_optimizer(compared: Compared) -> Iterator[Finding]
 
 
 def hidden_factors(compared: Compared, tier: str) -> Iterator[Hidden]:
-    """Of every step and rank, the factor that is not 1, or why it cannot be told."""
+    """Of every step and rank, the factor that is not 1, or why it cannot be told.
+
+    Of steps whose gradients are right behind the clip: nothing hides what is wrong there, too.
+    """
     record = compared.record
+    wrong = {(d.step, d.rank) for d in compared.diffs if d.tier == tier and not d.is_within}
     script, dtype = record.spec.script, record.spec.tiers[tier]
     steps = script.rescaled if script else ()
     references = record.references.get(tier, ())
@@ -68,11 +75,65 @@ def hidden_factors(compared: Compared, tier: str) -> Iterator[Hidden]:
         live = {n: told for n, told in single.items() if told[0] not in (None, 0.0, 1.0)}
         for rank, held in record.ranks.items():
             info = held.info.get((tier, step))
-            if info is None:
+            if info is None or (step, rank) in wrong:
                 continue
             one = _of_rank(live, info.get("rescaled", {}), constant, near)
             if one is not None:
                 yield Hidden(rank=rank, step=step, times=one[0], by_clip=one[1])
+
+
+def before_the_clip(record: Record, tier: str, step: int) -> Record:
+    """A script's record with the gradients of this step as torch's own clip found them, on ranks
+    and in the single run; the same record where none changed them, or where it cannot be told."""
+    script, references = record.spec.script, record.references.get(tier, [])
+    if script is None or not step < min(len(script.rescaled), len(references)):
+        return record
+    single = _clips(script.rescaled[step])
+    at = (tier, step)
+    own = {
+        rank: _clips(held.info[at].get("rescaled", {}))
+        for rank, held in record.ranks.items()
+        if at in held.info
+    }
+    known = [f for factors in (single, *own.values()) for f in factors.values()]
+    if all(f == 1.0 for f in known) or any(not f for f in known):
+        return record
+    eps = torch.finfo(getattr(torch, record.spec.tiers[tier])).eps
+    references = list(references)
+    references[step] = _unclipped(references[step], single, eps)
+    ranks = {
+        rank: replace(held, grads={**held.grads, at: {
+            name: g / (own[rank].get(name) or 1.0) for name, g in held.grads[at].items()
+        }}) if at in held.grads and rank in own else held
+        for rank, held in record.ranks.items()
+    }  # fmt: skip
+    return replace(record, ranks=ranks, references={**record.references, tier: references})
+
+
+def _clips(told: Mapping[str, Told]) -> dict[str, float | None]:
+    return {name: factor for name, (factor, by_clip) in told.items() if by_clip}
+
+
+def _unclipped(reference: Reference, factors: Mapping[str, float | None], eps: float) -> Reference:
+    def grads(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {n: g / (factors.get(n) or 1.0) for n, g in held.items()}
+
+    def numbers(held: Mapping[str, float]) -> dict[str, float]:
+        return {n: v / abs(factors.get(n) or 1.0) for n, v in held.items()}
+
+    scale = numbers(reference.scale)
+    floor = {n: v + ROUNDINGS * eps * scale.get(n, 0.0)
+             for n, v in numbers(reference.floor).items()}  # fmt: skip
+    return replace(
+        reference,
+        grads=grads(reference.grads),
+        by_term={term: grads(held) for term, held in reference.by_term.items()},
+        same_dtype=grads(reference.same_dtype),
+        resolution={term: numbers(held) for term, held in reference.resolution.items()},
+        scale=scale,
+        floor=floor,
+        floor_by_term={term: numbers(held) for term, held in reference.floor_by_term.items()},
+    )
 
 
 def _of_rank(

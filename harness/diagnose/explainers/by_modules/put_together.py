@@ -235,8 +235,9 @@ def _by_number(
 ) -> tuple[str, str | None]:
     """Every rank holds every rank's micro-batches, each number so often."""
     often: dict[int, float] = {}
+    common = _common_weight(parts)
     for counted in found:
-        for part, value in zip(parts, counted.often, strict=True):
+        for part, value in zip(parts, (v * common for v in counted.often), strict=True):
             known = often.setdefault(part.number, value)
             if abs(known - value) > CLOSE * max(1.0, abs(known)):
                 return "", None

@@ -22,6 +22,7 @@ from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import (
     Share,
     behind_few_directions,
+    counts_of_groups,
     geometric,
     never_enters,
     odd_vectors,
@@ -303,6 +304,10 @@ def _by_part(case: Case, shares: Sequence[Share], several: bool, term: str | Non
                 f"every {unit} divides by its own number of positions that enter the loss, not by "
                 f"that of all"
             )
+    groups = None if counts is None else counts_of_groups(shares, counts)
+    if groups is not None:
+        shown = ", ".join(f"rank {spans(list(ranks))}" for ranks in groups)
+        return f"each rank divides by the count of some ranks, not by that of all: {shown} together"
     ratio = geometric(shares)
     if ratio is not None:
         return f"each micro-batch weighs {fraction_of(ratio)} times what the one before it does"
