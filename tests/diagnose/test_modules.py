@@ -536,6 +536,20 @@ def test_a_part_of_an_output_that_gets_no_gradient_is_lost():
                                         "float64", ()), ()) is not None  # fmt: skip
 
 
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+def test_a_loss_that_a_model_gives_itself_is_no_slice_of_another(shape):
+    """transformers' models return theirs: of fewer rows it is another number."""
+
+    def loss(value):
+        return torch.full(shape, value).double()
+
+    held = [(n, OUT[n], GRAD[n]) for n in MODULES]
+    single = trace([*held, ("", loss(2.5), loss(1.0))], batch=BATCH)
+    mine = trace([*rank(slice(0, 2)), ("", loss(1.5), loss(1.0))])
+    found = look_at(Traces(tier="structure", step=0, ranks={0: mine}, single=single), "float64", ())
+    assert found.forward("") == ("wrong" if shape else "untold")
+
+
 def test_ranks_of_an_axis_that_share_vectors_are_summed_by_themselves():
     """Two copies of each head on four ranks: a gradient is whole within a pair."""
     cuts = [slice(0, 3), slice(0, 3), slice(3, 6), slice(3, 6)]

@@ -308,6 +308,8 @@ def _see(
         lost = (
             gradient is None and _got_elsewhere(trace, call) and bool(wanted.gradients.any(1).all())
         )
+        if not lost and not seen.shape:
+            return seen  # one number is no slice of another: a loss of fewer rows, a mean
         wrong = None if lost else where.picked[~where.here]
         back: State = "wrong" if lost else "untold"
         return replace(seen, forward="wrong", backward=back, wrong=wrong)

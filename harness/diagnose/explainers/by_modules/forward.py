@@ -105,10 +105,10 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because.append(f"on rank {spans(entered_right)} what goes into it is right")
     elif whole:
         because.append(f"on rank {spans(whole)} it is right")
-    into = f"{INTO}{found.wrong}" if what_goes_into(case, found) == "wrong" else found.wrong
-    because += lines_between(case, found, into)
+    entered = _entered_wrong(case, found)
+    because += lines_between(case, found, f"{INTO}{found.wrong}" if entered else found.wrong)
     parts, missing = _parts_below(case, look, found)
-    because += parts or between(case, found, back=False)
+    because += parts or between(case, replace(found, seen=entered or found.seen), back=False)
     because += reading(case)
     if missing:
         text += f": {missing}"
@@ -216,6 +216,16 @@ def _where_it_enters_wrong(case: Case, found: FirstWrong) -> tuple[FirstWrong, l
     if not wrong or not right or any(s.forward != "right" for s in into if s.rank in right):
         return found, []
     return replace(found, seen=tuple(s for s in found.seen if s.rank in wrong)), sorted(right)
+
+
+def _entered_wrong(case: Case, found: FirstWrong) -> tuple[Seen, ...]:
+    """What is wrong already as it goes in, of the calls whose outputs are: what a module issues
+    itself comes after it."""
+    if what_goes_into(case, found) != "wrong":
+        return ()
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    return tuple(s for s in gone_into(case, found.wrong)
+                 if (s.rank, s.call.number) in calls and s.forward == "wrong")  # fmt: skip
 
 
 def what_goes_into(case: Case, found: FirstWrong) -> State:
