@@ -80,18 +80,25 @@ def sumgrad_check(
 ) -> Callable[..., Verdict]:
     """`sumgrad_check(topology, seed=0, fault=None, ...)` -> Verdict; flags as in CheckOptions.
 
-    topology: a path, or the name of a shipped file.
+    topology: a path, from where pytest runs or beside the test's file, or the name of a shipped
+    one. A `file.py:Class` is found in the same way. UserError if there is none.
     """
     from sumgrad.launch.ask import CheckOptions
     from sumgrad.launch.check import run_check
-    from sumgrad.topology.shipped import topologies_directory
+    from sumgrad.topology.shipped import find_topology
 
     timeout_s = float(request.config.getoption("--sumgrad-timeout"))
 
     def check(topology: str | Path, **flags: Any) -> Verdict:
+        beside = request.path.parent
         path = Path(topology)
         if not path.exists():
-            path = topologies_directory() / path
+            near = [beside / path, beside / f"{path}.yaml"]
+            path = next((p for p in near if p.is_file()), None) or find_topology(path)
+        file, colon, name = str(flags.get("workload") or "").rpartition(":")
+        own = beside / file
+        if colon and file.endswith(".py") and not Path(file).exists() and own.is_file():
+            flags["workload"] = f"{own}:{name}"
         flags = {"timeout_s": timeout_s, **flags}
         if "out" not in flags:
             flags["out"] = Path(tempfile.mkdtemp(dir=tmp_path))

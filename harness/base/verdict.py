@@ -96,3 +96,16 @@ class Verdict:
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.status]
+
+    def assert_pass(self) -> Verdict:
+        """Itself where it is a PASS; else AssertionError with the cause and how to run it again."""
+        if self.status == "pass":
+            return self
+        lines = [f"{self.status.upper()}: {self.data.get('workload', 'the check')}"]
+        for d in self.diagnoses[:1]:
+            standing = f"{d.standing}: " if d.standing else ""
+            lines += [f"cause: {standing}{d.cause}", *(f"because: {text}" for text in d.because)]
+        lines += [*self.findings, *self.reasons, *self.warnings]
+        if again := self.data.get("reproduce"):
+            lines.append(f"again: {again}")
+        raise AssertionError("\n".join(dict.fromkeys(lines)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import textwrap
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from sumgrad.base.errors import UserError
 from sumgrad.report import FORMATS
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+LATEST = Path(".sumgrad") / "runs" / "latest"
 TIERS = ("structure", "precision", "bitwise")
 
 
@@ -20,7 +22,32 @@ class Parser(argparse.ArgumentParser):
     """Raises UserError where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message} (see {self.prog} --help)")
+        verb = self.prog.partition(" ")[2]
+        text = f"{verb}: {message}" if verb else message
+        raise UserError(f"{text}{self._meant(message)} (see `{self.prog} --help`)")
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        """As argparse does, but what a verb does not know is an error of the verb."""
+        found, unknown = self.parse_known_args(*args, **kwargs)
+        if unknown:
+            verb = getattr(found, "verb", None)
+            parsers = [a.choices for a in self._actions if isinstance(a.choices, dict)]
+            own = parsers[0].get(verb, self) if parsers else self
+            flags = [arg for arg in unknown if arg.startswith("-")]
+            own.error(f"unrecognized arguments: {' '.join(flags or unknown)}")
+        return found
+
+    def _meant(self, message: str) -> str:
+        """`, did you mean ...?` where a flag or a verb is nearly one that there is."""
+        known = [option for action in self._actions for option in action.option_strings]
+        known += [name for a in self._actions if isinstance(a.choices, dict) for name in a.choices]
+        if message.startswith("unrecognized"):
+            words = [word.partition("=")[0] for word in message.split()[2:]]
+        else:
+            words = message.split("'")[1:2] if message.startswith("argument VERB") else []
+        near = [close[0] for word in words
+                if (close := difflib.get_close_matches(word, known, n=1))]  # fmt: skip
+        return f"; did you mean {near[0]}?" if near else ""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -187,9 +214,11 @@ def _add_judge(verbs: Any) -> None:
         verbs,
         "judge",
         "judge a stored run again",
-        ("sumgrad judge .sumgrad/runs/latest", "the last one"),
+        ("sumgrad judge", "the last one"),
+        ("sumgrad judge .sumgrad/runs/mine-20260101-120000-abcdefgh", "another"),
     )
-    judge.add_argument("directory", type=Path, metavar="DIR", help="of a run")
+    judge.add_argument("directory", type=Path, nargs="?", default=LATEST, metavar="DIR",
+                       help=f"of a run (default: the last one, {LATEST})")  # fmt: skip
     judge.add_argument("--law", choices=("report", "enforce"), help="default: as the run was")
     add_report_flags(judge)
     add_common_flags(judge)
@@ -200,9 +229,10 @@ def _add_report(verbs: Any) -> None:
         verbs,
         "report",
         "render a stored run",
-        ("sumgrad report .sumgrad/runs/latest --html r.html", "the last one as a page"),
+        ("sumgrad report --html r.html", "the last one as a page"),
     )
-    report.add_argument("directory", type=Path, metavar="DIR", help="of a run")
+    report.add_argument("directory", type=Path, nargs="?", default=LATEST, metavar="DIR",
+                        help=f"of a run (default: the last one, {LATEST})")  # fmt: skip
     add_report_flags(report)
     add_common_flags(report)
 

@@ -33,6 +33,7 @@ from sumgrad.cli.arguments import (
 )
 from sumgrad.cli.interrupts import closed_on_signal
 from sumgrad.cli.output import (
+    FORMATS,
     Progress,
     checked,
     printable,
@@ -75,7 +76,7 @@ def _guarded(call: Callable[[], int]) -> int:
             # this one is still there, it alone knows.
             time.sleep(OTHERS_WAIT_S)
         for problem in error.problems:
-            print(f"sumgrad: {printable(problem)}", file=sys.stderr)
+            print(f"sumgrad: {printable(problem.removeprefix('sumgrad '))}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("sumgrad: interrupted; every rank was ended", file=sys.stderr)
@@ -205,6 +206,10 @@ def _diff(args: argparse.Namespace) -> int:
     from sumgrad.launch.script.diff import run_diff
     from sumgrad.launch.script.options import DiffOptions
 
+    ours = [arg for arg in args.script if arg in {f"--{name}" for name in (*FORMATS, "github")}]
+    if ours and not args.quiet:
+        text = f"{', '.join(ours)} after `--` goes to the script; sumgrad's own flags stand before"
+        print(f"sumgrad: {text} it", file=sys.stderr)
     options = DiffOptions(
         script=tuple(args.script),
         ranks=args.ranks,

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from sumgrad.base.errors import UserError
 from sumgrad.base.files import json_text, write_bytes
@@ -144,15 +146,38 @@ def _write(path: Path, text: str) -> None:
 
 
 def console(args: argparse.Namespace) -> Console:
-    """The report's stream: its own width on a terminal, wide elsewhere, colour only on a terminal.
+    """The report's stream: its own width on a terminal, wide elsewhere unless COLUMNS says how
+    wide, colour only on a terminal.
 
     Names are shown as they are: `[bold]` and `:smile:` mean nothing.
     """
     from rich.console import Console
 
-    flags: dict[str, Any] = {"file": _stream(args), "markup": False, "emoji": False}
-    found = Console(**flags)
-    return found if found.is_terminal else Console(width=WIDTH_ELSEWHERE, **flags)
+    flags: dict[str, Any] = {"markup": False, "emoji": False}
+    found = Console(file=_stream(args), **flags)
+    if found.is_terminal:
+        return found
+    told = os.environ.get("COLUMNS", "")
+    width = int(told) if told.isdigit() and int(told) else WIDTH_ELSEWHERE
+    return Console(file=cast("IO[str]", _Trimmed(_stream(args))), width=width, **flags)
+
+
+class _Trimmed(io.TextIOBase):
+    """A stream without the blanks that a table pads its lines with."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        self._stream.write(re.sub(r" +$", "", text, flags=re.M))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 class Progress:

@@ -45,8 +45,18 @@ def _other_rows(compared: Compared) -> Diagnosis | None:
         kind="other_rows",
         standing="likely",
         ranks=tuple(sorted(first.by_rank)),
-        because=(first.text,),
+        because=(first.text, *_apart(record)),
     )
+
+
+def _apart(record: Record) -> list[str]:
+    """Ranks that never spoke to each other, in words."""
+    if len(record.started) < len(record.ranks) or any(record.started.values()):
+        return []
+    return [
+        f"no rank issued a collective: these are {len(record.ranks)} runs of one process each, as "
+        f"when no process group is made (accelerate on CPUs wants ACCELERATE_USE_CPU=1)"
+    ]
 
 
 def _unlike_start(compared: Compared) -> Diagnosis | None:

@@ -15,6 +15,7 @@ from sumgrad.launch.judging import written
 from sumgrad.record.spec import read_spec
 from sumgrad.topology.pools import load_topology, topology_to_json
 
+DISTRIBUTION = "on one rank the step agrees with loss_sum: the fault is in the distribution"
 Again = Callable[[CheckOptions], tuple[Verdict, Path]]
 
 
@@ -31,6 +32,11 @@ def with_second_looks(
     texts = []
     if verdict.status == "fail" and spec.topology.world_size > 1:
         texts.append(_on_one_rank(options, directory, again, progress))
+        if texts[-1] == DISTRIBUTION and any("non-additive" in w for w in verdict.warnings):
+            texts[-1] = (
+                "on one rank the step agrees with loss_sum, whose rows do not add up: the fault is "
+                "in the distribution, or loss_sum does not return a SUM"
+            )
     raised = any(
         o["status"] == "raised" and o["detail"] != LOST_ANOTHER for o in verdict.data["outcomes"]
     )
@@ -69,7 +75,7 @@ def _on_one_rank(
     except UserError:
         return None
     if one.status == "pass":
-        return "on one rank the step agrees with loss_sum: the fault is in the distribution"
+        return DISTRIBUTION
     if one.status == "fail" and any(t["status"] == "fail" for t in one.data["tensors"]):
         cause = one.diagnoses[0].cause if one.diagnoses else "see one_rank/run"
         return f"step and loss_sum disagree even on one rank, with nothing distributed: {cause}"

@@ -94,14 +94,17 @@ def render_grid(grid: Grid) -> RenderableType:
     return Group(*parts)
 
 
-def cells_of(grid: Grid) -> Sequence[tuple[str, Square]]:
-    """Every cell that says something, by the names of its table, row and column."""
+def cells_of(grid: Grid, *, silent: bool = False) -> Sequence[tuple[str, Square]]:
+    """Every cell that says something, by the names of its table, row and column.
+
+    silent: those too that have a word and no status, as what is invisible.
+    """
     return [
         (", ".join(part for part in (table.title, *labels, column) if part), square)
         for table in grid.tables
         for labels, squares in table.rows
         for column, square in zip(table.columns, squares, strict=True)
-        if square.status != "none"
+        if square.status != "none" or (silent and square.text)
     ]
 
 

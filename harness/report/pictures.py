@@ -186,7 +186,9 @@ def answer(data: Data) -> list[str]:
             return ["Not everything could be compared."]
         return [f"Not known: {reasons[0].rstrip('.')}."]
     first = data["diagnoses"][0]["cause"] if data["diagnoses"] else next(iter(data["findings"]), "")
-    text = f"{first[:1].upper()}{first[1:].rstrip('.')}." if first else "Some gradients are wrong."
+    if first and first.split()[0].rstrip(",") not in {t["name"] for t in tensors}:
+        first = f"{first[:1].upper()}{first[1:]}"
+    text = f"{first.rstrip('.')}." if first else "Some gradients are wrong."
     if not wrong:
         return [text]
     ranks = sorted({t["rank"] for t in wrong})

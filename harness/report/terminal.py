@@ -20,6 +20,7 @@ MAX_STACK_LINES = 12
 _FRAME = re.compile(r'^(?=  File ")', flags=re.M)
 _OURS = re.compile(r'  File "[^"]*/(?:harness|sumgrad)/(?:cli|launch|ledger|record|subjects)/')
 LABEL, ROOMY = 11, 100  # characters before a text; of a terminal with room for long heads
+WITH_TIER = 88  # characters, from which a tensor's tier is shown
 MAX_LOSSES = 8  # steps whose losses are shown
 STANDINGS = {
     "proved": "proved: it predicts the measured gradients, or the record itself shows it",
@@ -40,8 +41,9 @@ def render(verdict: Verdict, *, width: int = 200) -> RenderableType:
         parts += [Text(""), _labelled("bits", bits_sentence(data["tiers"]["bitwise"]))]
     if data.get("lifted"):
         parts += [Text(""), _lifted(data["lifted"])]
-    if data.get("losses"):
-        parts += [Text(""), _losses(data["losses"])]
+    losses = data.get("losses")
+    if losses and any(x is not None for x in losses["ranks"]):
+        parts += [Text(""), _losses(losses)]
     for diagnosis in data["diagnoses"]:
         parts += [Text(""), _diagnosis(diagnosis)]
     if data["coefficients"]:
@@ -139,7 +141,9 @@ def _losses(losses: Mapping[str, Sequence[float | None]]) -> RenderableType:
         return " ".join("-" if x is None else f"{x:.4g}" for x in values[:MAX_LOSSES])
 
     single, ranks = curve(losses["single"]), curve(losses["ranks"])
-    return _labelled("losses", f"{single} in the single run, {ranks} on the ranks")
+    return _labelled(
+        "losses", f"{single} in the single run, {ranks} on the ranks, of each step's last backward"
+    )
 
 
 def _fault(data: Mapping[str, Any]) -> RenderableType:
@@ -149,11 +153,12 @@ def _fault(data: Mapping[str, Any]) -> RenderableType:
 def _headline(data: Mapping[str, Any]) -> Text:
     topology = data["topology"]
     pools = ", ".join(f"{n} {axes_text(p['axes'])}" for n, p in topology["pools"].items())
+    ranks = f"{topology['world_size']} rank{'s'[: topology['world_size'] > 1]}"
+    ranks += f" ({pools})" if {*topology["pools"]} != {"ranks"} else ""  # a script has no pools
     steps = f"{data['steps']} steps" if data["steps"] > 1 else "1 step"
     return Text.assemble(
         (f" {data['status'].upper()} ", STYLES[data["status"]] + " reverse"),
-        f"  {data['workload']} on {topology['name']}: {topology['world_size']} ranks ({pools}), "
-        f"seed {data['seed']}, {steps}",
+        f"  {data['workload']} on {topology['name']}: {ranks}, seed {data['seed']}, {steps}",
     )
 
 
@@ -221,7 +226,7 @@ def _tiers(data: Mapping[str, Any], width: int) -> RenderableType:
         )
         table.add_row(*_row(columns, width, values))
         if width < ROOMY and power:
-            seen.append(_labelled("caught", f"a factor error of {caught} on any tensor of {name}"))
+            seen.append(_labelled("would see", f"a factor off by {caught} on any tensor of {name}"))
     return Group(table, *([Text("")] if seen else []), *seen)
 
 
@@ -243,7 +248,7 @@ def _diagnosis(diagnosis: Mapping[str, Any]) -> RenderableType:
 def _coefficients(coefficients: Sequence[Mapping[str, Any]], width: int) -> Table:
     columns: list[Column] = [
         ("parameters", "left", 0), ("ranks", "left", 0), ("term", "left", 0),
-        ("computed by", "left", 72), ("rows", "left", 0), ("expected", "left", 96),
+        ("computed by", "left", 96), ("rows", "left", 0), ("expected", "left", 72),
         ("recovered", "right", 0), ("fraction", "right", 0),
     ]  # fmt: skip
     table = _table(columns, width, "how often each term was counted")
@@ -274,12 +279,13 @@ def by_ranks(failed: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any
 
 def _tensors(failed: Sequence[Mapping[str, Any]], width: int) -> Table:
     columns: list[Column] = [
-        ("tensor", "left", 0), ("tier", "left", 72), ("step", "right", 0), ("ranks", "left", 0),
-        ("status", "word", 0), ("max abs", "right", 112), ("max rel", "right", 0),
-        ("ratio", "right", 88), ("threshold", "right", 100), ("at", "right", 124),
+        ("tensor", "left", 0), ("tier", "left", WITH_TIER), ("step", "right", 0),
+        ("ranks", "left", 0), ("status", "word", 0), ("max abs", "right", 112),
+        ("max rel", "right", 0), ("ratio", "right", 72), ("threshold", "right", 104),
+        ("at", "right", 124),
     ]  # fmt: skip
-    table = _table(columns, width, "tensors that did not pass, largest error first")
-    groups = by_ranks(failed)
+    table = _table(columns, width, "tensors that did not pass, largest max rel first")
+    groups = by_ranks(failed if width >= WITH_TIER else _once(failed))
     for t, ranks in groups[:MAX_TENSORS]:
         values = (
             t["name"],
@@ -297,6 +303,14 @@ def _tensors(failed: Sequence[Mapping[str, Any]], width: int) -> Table:
     if len(groups) > MAX_TENSORS:
         table.caption = f"and {len(groups) - MAX_TENSORS} more in verdict.json"
     return table
+
+
+def _once(failed: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Without those that failed in another tier before: where no column says which tier it is."""
+    kept: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for t in failed:
+        kept.setdefault((t["name"], t["rank"], t["step"], t["status"]), t)
+    return list(kept.values())
 
 
 def _lists(data: Mapping[str, Any]) -> list[RenderableType]:
@@ -337,7 +351,10 @@ def _outcomes(data: Mapping[str, Any]) -> list[RenderableType]:
     others = [o for o in bad if o is not first]
     for o in [first, *others[: MAX_RANKS_SHOWN - 1]]:
         place = f"in {o.waiting_in}" if o.waiting_in else "in no collective"
-        lines.append(Text(f"  rank {o.rank} ({o.pool}) {o.status}: {o.detail}; {place}"))
+        status = o.status.replace("_", " ")
+        detail = str(o.detail)
+        what = detail if detail.startswith(status) else f"{status}: {detail}"
+        lines.append(Text(f"  rank {o.rank} ({o.pool}) {what}; {place}"))
         text = users_frames(o.stack) if o.stack else o.output
         if o is first and text:
             lines += [Text(f"      {line}", style="dim") for line in _telling_lines(text)]

@@ -14,6 +14,7 @@ import inspect
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,22 @@ from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
 
 METHODS = ("build", "batch", "loss_sum", "step")
+OPTIONAL = ("distribute", "gradient_of", "shard_of", "terms")  # that are called where they are
 
 
 def is_program(cls: Any) -> bool:
     """Whether an object or a class has a Program's methods."""
     return all(callable(getattr(cls, name, None)) for name in METHODS)
+
+
+def misspelled(program: Any) -> list[str]:
+    """Methods that nothing calls and whose names are nearly those of optional ones, in words."""
+    own = {n for c in type(program).__mro__ if c is not object for n in vars(c)}
+    lacks = [name for name in OPTIONAL if name not in own]
+    near = {n: get_close_matches(n, lacks, n=1, cutoff=0.9) for n in sorted(own - {*OPTIONAL})
+            if callable(getattr(program, n, None))}  # fmt: skip
+    return [f"{type(program).__name__}.{name} is not called: did you mean {close[0]}?"
+            for name, close in near.items() if close]  # fmt: skip
 
 
 def make_program(spec: str, topology: Topology, *, seed: int) -> Any:

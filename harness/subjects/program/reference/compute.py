@@ -18,7 +18,7 @@ from sumgrad.base.memory import give_back_memory
 from sumgrad.record.reference import Reference, as_count
 from sumgrad.record.spec import Facts
 from sumgrad.subjects.noise_floor import Grads, differences, norm
-from sumgrad.subjects.program.protocol import Weights, coarsest, trained
+from sumgrad.subjects.program.protocol import Weights, coarsest, misspelled, trained
 from sumgrad.subjects.program.reference.after import after_step
 from sumgrad.subjects.program.reference.noise import Noise, low_precision, measure
 from sumgrad.subjects.program.reference.single import Single
@@ -32,6 +32,8 @@ from sumgrad.subjects.program.reference.terms import (
     same_up_to,
     summed,
 )
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 Progress = Callable[[str], object]
 
@@ -172,15 +174,31 @@ def _problems(exact: Exact) -> tuple[list[str], list[str], list[str]]:
                 continue
             problems.append(
                 f"{name}: two single-process runs of loss_sum over the same rows, one of them in "
-                f"another order, differ: it draws unseeded random numbers, or depends on which "
-                f"row stands where (numbers of rows in the batch itself are none after a cut)"
+                f"another order, differ: {_draws(single.model)}"
             )
         elif term.kind == "coupled":
             warnings.append(
                 f"{name} is non-additive: its rows' gradients do not add up to that of all rows, "
                 f"so it has no coefficients"
+                + ("; a loss_sum that returns a mean looks like this" if name == "loss" else "")
             )
+    warnings += misspelled(single.program)
     return problems, warnings, narrow
+
+
+def _draws(model: nn.Module) -> str:
+    """Why two runs over the same rows may differ: the first dropout that is on, if one is."""
+    for name, module in model.named_modules():
+        p = getattr(module, "p", None)
+        if isinstance(module, _DropoutNd) and module.training and p:
+            return (
+                f"{name} ({type(module).__name__}, p={p:g}) draws random numbers: set its p to 0 "
+                f"in build(), or draw its masks by row from a seed"
+            )
+    return (
+        "it draws unseeded random numbers, or depends on which row stands where (as by an index "
+        "of rows that batch() holds: it does not count from 0 in a part of the rows)"
+    )
 
 
 def _other_sum(exact: Exact) -> list[str]:
