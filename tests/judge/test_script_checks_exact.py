@@ -16,6 +16,7 @@ from sumgrad.judge.checks.script import (
     left_behind,
     one_job,
     other_rows,
+    something_is_exchanged,
     the_optimizers_together,
     the_same_rows,
     the_same_start,
@@ -187,6 +188,42 @@ def test_replicas_that_start_unlike_each_other():
     assert unlike_starts(record) is None
 
 
+def test_buffers_that_start_unlike_are_not_compared_with():
+    same = {"started_with": {"w": ":1", "buffer:f": "(3,):2"}}
+    assert texts(the_same_start, record_of(FOUR, **same)) == []
+    record = record_of(FOUR, **same)
+    record.ranks[1].info[AT]["started_with"] = {"w": ":1", "buffer:f": "(3,):4"}
+    assert unlike_starts(record) is None
+    (finding,) = the_same_start(compared(record))
+    assert finding.level == "unknown"
+    assert finding.text.startswith("rank 1 starts from other buffers than rank 0, in f: they were")
+    record.ranks[1].info[AT]["started_with"] = {"w": ":1", "buffer:f": "(2,):4"}  # a part of it
+    assert texts(the_same_start, record) == []
+
+
+@pytest.mark.parametrize(
+    ("event", "found"),
+    [
+        ({}, 0),
+        ({"numel": 1}, 1),
+        ({"op": "broadcast"}, 1),
+        ({"op": "barrier", "numel": 0}, 1),
+        ({"op": "send", "numel": 2}, 0),
+    ],
+)
+def test_ranks_that_exchange_nothing_are_no_distributed_step(event, found):
+    record = record_of(FOUR)
+    for rank, held in record.ranks.items():
+        events = {at: [{**e, **event} for e in own] for at, own in held.events.items()}
+        record.ranks[rank] = replace(held, events=events)
+    assert len(texts(something_is_exchanged, record)) == found
+    alone = replace(record, ranks={
+        r: replace(h, info={at: {**i, "alone": True} for at, i in h.info.items()})
+        for r, h in record.ranks.items()
+    })  # fmt: skip
+    assert texts(something_is_exchanged, alone) == []  # one_job says it
+
+
 def test_another_start_than_the_single_runs_is_only_said():
     record = record_of(FOUR, other_start=["w"])
     (finding,) = the_same_start(compared(record))
@@ -308,6 +345,31 @@ def test_a_weight_without_any_gradient_is_compared():
     record = updated(1e-2, gradient=nothing)
     record.ranks[1].grads[AT]["b"] = torch.tensor([1.0, 1e-30, 1.0]).double()  # noise of a rank
     assert texts(the_same_weights_after, record) == []
+
+
+@pytest.mark.parametrize(("noise", "found"), [(0.9, 0), (1.1, 1)])
+def test_an_update_that_noise_hides_is_not_compared(noise, found):
+    """A step of twice the size has to be seen; several optimizers take turns."""
+    record = updated(0.0)
+    (first,) = record.references["structure"]
+    moved, limit = 1e-3, 1e-3 * 0.5 / 4
+    after = {n: v + moved for n, v in first.after.items()}
+    between = replace(first, step=1, after={}, after_floor={})
+    last = replace(first, step=2, after=after,
+                   after_floor=dict.fromkeys(SHAPES, noise * limit))  # fmt: skip
+    three = replace(record, references={"structure": [first, between, last]})
+    said = texts(the_same_weights_after, three)
+    assert len(said) == found
+    if found:
+        assert "the optimizer's own step of w at step 2 was not compared" in said[0]
+
+
+def test_updates_beside_a_reference_that_is_none_are_not_judged():
+    record = updated(1e-2)
+    assert len(texts(the_same_weights_after, record)) == 1
+    (reference,) = record.references["structure"]
+    none = replace(reference, problems=("not finite",))
+    assert texts(the_same_weights_after, replace(record, references={"structure": [none]})) == []
 
 
 def test_a_weight_of_no_known_gradient_ends_nothing():

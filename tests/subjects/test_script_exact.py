@@ -206,7 +206,46 @@ def test_the_reference_has_the_noise_of_all_runs():
     assert reference.scale["b"] == 0.0
     assert reference.after_floor["a"] == pytest.approx(4e-12, rel=1e-3, abs=0)
     assert reference.problems == ()
-    assert reference.reached == ("a",)
+    assert reference.reached == ("a", "b")  # it has a gradient, which is zero: it is not unused
+
+
+def test_a_parameter_that_no_gradient_reaches_is_not_used():
+    single = run_of(1.0, -4.0)
+    (grads,) = single.grads
+    unused = replace(single, grads=({"a": grads["a"]},))
+    assert first_step_of(unused, unused).reached == ("a",)
+
+
+def test_a_gradient_that_is_not_finite_is_no_reference():
+    broken = run_of(1.0, float("nan"))
+    (problem,) = first_step_of(broken, run_of(1.0, -4.0)).problems[-1:]
+    assert problem == "the single run's gradient of a is not finite"
+
+
+def test_the_noise_of_an_update_is_that_of_what_its_gradient_tells():
+    """Adam makes a whole step of a gradient that is noise, in either direction."""
+    single, other = run_of(1.0, 1e-17), run_of(1.0, -1e-17)
+    other = replace(other, after=({"a": torch.tensor([2.0 + 1e-14, 5.0]).double()},))
+    assert noise_of(single, [other], 0).after["a"] == pytest.approx(1e-14, rel=0.1)
+    told = replace(other, grads=({"a": torch.tensor([1.0, 1e-17]).double(), "b": torch.zeros(2)},))
+    assert noise_of(single, [told], 0).after["a"] == pytest.approx(5.0)
+
+
+def test_complex_parameters_are_not_taken_for_real_ones():
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+            self.b = nn.Parameter(torch.ones(3))
+
+    models = Models()
+    assert [h.name for h in models.meet(Spectral(), lambda: None)] == ["b"]
+    assert models.unknown == ["w is complex: such gradients are not compared"]
+
+
+@pytest.mark.parametrize("data", [torch.zeros(0, 3, 2), torch.ones(2, 3, dtype=torch.complex64)])
+def test_rows_of_nothing_and_of_complex_numbers(data):
+    assert len(rows_of((data,))) == len(data)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -26,6 +26,7 @@ CHECKS: tuple[Check, ...] = (
     script.the_same_rows,
     script.the_same_start,
     script.one_job,
+    script.something_is_exchanged,
     since.the_single_run_as_it_was_kept,
     script.as_many_steps,
     script.the_optimizers_together,

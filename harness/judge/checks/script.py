@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from sumgrad.record.directory import Record
 from sumgrad.record.ranks import AFTER
 from sumgrad.record.reference import Reference
 
+MOST_NOISE = 0.5  # of an update: a step of twice the size has to be seen
+BUFFER_OF = "buffer:"  # before the name of a buffer, in what a rank started with
 # Digests of a row and its size ("" in older records), as subjects/script/rows.py gives them.
 Row = tuple[str, str, str, str]
 
@@ -183,6 +186,14 @@ def the_same_start(compared: Compared) -> Iterator[Finding]:
     if start is not None:
         yield Finding(level="fail", text=f"{start.text}: nothing made the replicas equal")
         return
+    buffers = unlike_starts(record, buffers=True)
+    if buffers is not None:
+        yield Finding(
+            level="unknown",
+            text=f"{buffers.text}: they were made equal to the single run's, so what the script "
+            f"itself computes with unlike ones was not compared (broadcast them, or draw them "
+            f"alike)",
+        )
     other = {name for rank in record.ranks for name in _first(record, rank).get("other_start", ())}
     if other:
         yield Finding(
@@ -192,18 +203,23 @@ def the_same_start(compared: Compared) -> Iterator[Finding]:
         )
 
 
-def unlike_starts(record: Record) -> Unlike | None:
-    """The first rank that held other values than another of the same elements."""
+def unlike_starts(record: Record, *, buffers: bool = False) -> Unlike | None:
+    """The first rank that held other values than another of the same elements: of parameters, or
+    of buffers."""
     first: dict[tuple[str, str], tuple[int, str]] = {}
     names: dict[tuple[int, int], list[str]] = {}
     for rank in record.ranks:
         for name, told in _first(record, rank).get("started_with", {}).items():
+            if name.startswith(BUFFER_OF) != buffers:
+                continue
             part, _, value = told.partition(":")
             known = first.setdefault((name, part), (rank, value))
             if known[1] != value:
                 names.setdefault((rank, known[0]), []).append(name)
     for (rank, other), own in names.items():
-        text = f"rank {rank} starts from other weights than rank {other}, in {some_of(own)}"
+        what = "buffers" if buffers else "weights"
+        shown = some_of([name.removeprefix(BUFFER_OF) for name in own])
+        text = f"rank {rank} starts from other {what} than rank {other}, in {shown}"
         return Unlike(rank=rank, text=text)
     return None
 
@@ -242,6 +258,29 @@ def one_job(compared: Compared) -> Iterator[Finding]:
             text=f"the {record.spec.topology.world_size} processes made no process group: each of "
             f"them trains by itself, and nothing distributed was compared",
         )
+
+
+def something_is_exchanged(compared: Compared) -> Iterator[Finding]:
+    """Ranks that exchange nothing in any step, and whose gradients are right all the same: each has
+    all rows, and nothing distributed was compared."""
+    record = compared.record
+    if record.spec.script is None or record.spec.topology.world_size < 2 or not record.ranks:
+        return
+    events = [e for h in record.ranks.values() for own in h.events.values() for e in own]
+    alone = all(i.get("alone") for h in record.ranks.values() for i in h.info.values())
+    if not alone and all(_carries_nothing(event) for event in events):
+        yield Finding(
+            level="unknown",
+            text=f"the {record.spec.topology.world_size} ranks exchange no gradient and no "
+            f"activation in any step: each of them trains by itself, on all rows, and nothing "
+            f"distributed was compared",
+        )
+
+
+def _carries_nothing(event: Mapping[str, Any]) -> bool:
+    """A barrier, weights from one rank, a number that is logged."""
+    op = str(event.get("op", ""))
+    return op.startswith(("barrier", "broadcast")) or int(event.get("numel") or 0) < 2
 
 
 def as_many_steps(compared: Compared) -> Iterator[Finding]:
@@ -312,6 +351,34 @@ def the_same_weights_after(compared: Compared) -> Iterator[Finding]:
     for wrong in wrong_updates(record):
         yield Finding(level="fail", text=f"after the optimizer, {wrong.text}")
         return
+    for name, step, noise, size in untold_updates(record):
+        yield Finding(
+            level="unknown",
+            text=f"the optimizer's own step of {name} at step {step} was not compared: runs of the "
+            f"script on one process, off by one rounding, put it {noise:.1e} apart, and the step "
+            f"itself moves it by {size:.1e}; its update is not determined by such a gradient (too "
+            f"few rows for its rank, say)",
+        )
+        return
+
+
+def untold_updates(record: Record) -> Iterator[tuple[str, int, float, float]]:
+    """Weights whose step is lost in the noise of the single run: name, step, noise, and how far
+    the steps beside it move the weight."""
+    if record.spec.script is None:
+        return
+    for references in record.references.values():
+        by_name: dict[str, list[Reference]] = {}
+        for reference in references:  # several optimizers take turns
+            for name in reference.after:
+                by_name.setdefault(name, []).append(reference)
+        for name, own in by_name.items():
+            for one, two in pairwise(own):
+                moved = float((two.after[name] - one.after[name]).abs().max())
+                for reference in (one, two):
+                    noise = FLOOR_FACTOR * reference.after_floor[name]
+                    if moved and noise > MOST_NOISE * moved:
+                        yield name, reference.step, noise, moved
 
 
 def wrong_updates(record: Record) -> Iterator[Unlike]:
@@ -319,8 +386,11 @@ def wrong_updates(record: Record) -> Iterator[Unlike]:
     if record.spec.script is None:
         return
     whole = min((len(held.info) for held in record.ranks.values()), default=0)
+    unplaced = any(held.unknown for held in record.ranks.values())
     for tier, references in record.references.items():
         for reference in references[:whole]:  # of later ones not every gradient was there
+            if reference.problems or (reference.step and unplaced):
+                break  # a parameter without a place did not move with the others
             off: dict[int, list[tuple[str, float, float]]] = {}
             for rank, held in record.ranks.items():
                 for name in held.grads.get((AFTER, reference.step), {}):

@@ -19,7 +19,7 @@ from typing import Any
 
 from sumgrad.base.commands import command_line, sumgrad_command
 from sumgrad.base.files import write_json
-from sumgrad.base.outcome import first_to_fail
+from sumgrad.base.outcome import first_to_fail, some_of
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
@@ -436,6 +436,11 @@ def _spec(
     said = list(diff.said)
     if single is not None and single.steps[-1].get("dropout"):
         said.append("dropout was switched off in every run, so that runs can be compared")
+    if single is not None and single.unowned:
+        said.append(
+            f"{some_of(list(single.unowned))} has a gradient and is in no torch.optim.Optimizer: "
+            f"it was not compared"
+        )
     return RunSpec(
         topology=_topology(script_of(options), world_size),
         workload=script_of(options),

@@ -44,6 +44,7 @@ from sumgrad.ledger.process_group import register_backend, step_aside
 from sumgrad.record.ranks import AFTER, BUFFER, OWN, OWN_AT
 from sumgrad.subjects.own_gradients import OwnGradients, gathered
 from sumgrad.subjects.program.placement import index_by_placement
+from sumgrad.subjects.script.asked import BUFFER as BUFFER_OF
 from sumgrad.subjects.script.asked import FILE, SAME, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
 from sumgrad.subjects.script.models import Held, Models, label_of, outermost
@@ -97,6 +98,8 @@ class Watch:
         self.is_inside = False  # the same, for Dynamo, which may not see one module twice
         self.ended = False
         self.troubles: list[str] = []
+        self.unowned: set[str] = set()
+        self.changed_by_others: set[str] = set()
         self.infos: list[dict[str, Any]] = []
         self.rows: dict[str, list[Any]] = {}
         self.losses: list[float] = []
@@ -215,6 +218,11 @@ class Watch:
         for h in new:
             self.shapes[h.name] = h.shape
             self.started_with[h.name] = f"{h.part}:{bits([h.local()])}"
+        for name, buffer in self.models.buffers.items():
+            if not isinstance(buffer, DTensor):  # a part of it, which its own placement tells
+                self.started_with.setdefault(
+                    f"{BUFFER_OF}{name}", f"{tuple(buffer.shape)}:{bits([buffer.detach()])}"
+                )
         self.other_start += self.weights.begin(new, self.models.buffers, self.roots)
         self.buffers.begin(self.models.buffers)
         if not self.roots:
@@ -235,6 +243,7 @@ class Watch:
 
     # --- steps ---------------------------------------------------------------------------------
 
+    @step_aside
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer is about to step: the gradients that it finds, or its closure makes."""
         self.depth += 1
@@ -289,11 +298,23 @@ class Watch:
                 for n, h in self.models.held.items()
                 if n not in held and not self.stepped[id(h.param)] and h.param.grad is not None
             }
+            self._look_at_unowned()
             info["other_weights"] = self.weights.moved(held, self.calls)
             info["left_behind"] = self.weights.left_behind(used)
             self.infos.append({**self._said(), **info})
             if self.look is not None and self.calls == self.asked.look:
                 self.look.write(place()[0])
+
+    def _look_at_unowned(self) -> None:
+        """Parameters with a gradient that no optimizer of torch's has, and that something steps
+        all the same; of others, as in a model that is trained in part, it is only said."""
+        owned = self._owned()
+        for n, h in self.models.held.items():
+            if id(h.param) in owned or not h.param.requires_grad or h.param.grad is None:
+                continue
+            self.unowned.add(n)
+            if self.weights.is_changed(h):
+                self.changed_by_others.add(n)
 
     def _races(self) -> list[str]:
         """Reductions of gradients that nobody has waited for when the optimizer steps, in words."""
@@ -344,6 +365,7 @@ class Watch:
         """What the first step says besides: whose weights it began with, before they were equal."""
         return {"started_with": self.started_with, "other_start": self.other_start}
 
+    @step_aside
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped: the weights that it made, and those of the single run."""
         self.depth -= 1
@@ -447,6 +469,11 @@ class Watch:
                 f"{some_of(never)} was stepped by no optimizer in the {self.calls} steps that were "
                 f"looked at, so it was not compared: use a larger --steps"
             )
+        if self.changed_by_others:
+            self._trouble(
+                f"{some_of(sorted(self.changed_by_others))} is stepped by nothing that is a "
+                f"torch.optim.Optimizer, so its gradient was not compared"
+            )
         if self.infos:
             first, *later = (info["draws"] for info in self.infos)
             for line, drawn in self.draws.before_the_first(later).items():
@@ -457,6 +484,7 @@ class Watch:
             {
                 "steps": self.infos,
                 "unknown": [*self.models.unknown, *self.troubles],
+                "unowned": sorted(self.unowned - self.changed_by_others),
                 "params": {n: {"sharded": h.index is not None} for n, h in trained.items()},
                 "shapes": {n: list(s) for n, s in self.shapes.items() if n in trained},
                 "built": SAME,

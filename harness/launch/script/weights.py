@@ -80,6 +80,11 @@ class Weights:
             if (n in moved or n in theirs) and not _nearly(h.local(), h.slice(known[n]))
         ]
 
+    def is_changed(self, held: Held) -> bool:
+        """Whether a parameter has other values than it was given, or left with."""
+        as_set = self._as_set.get(held.name)
+        return as_set is not None and not same_bits(held.local().detach(), as_set)
+
     def after(self, held: list[Held], call: int) -> None:
         """An optimizer has stepped: kept by the single run, set to its own by every other."""
         if self._asked.start is None:

@@ -110,6 +110,9 @@ class Models:
         pieces: Mapping[int, tuple[int, int]],
     ) -> Held | None:
         bare = bare_name(shown)
+        if param.is_complex() and param.requires_grad:
+            self.unknown.append(f"{bare} is complex: such gradients are not compared")
+            return None
         if whole is None:
             start, size = pieces.get(id(param), (0, param.numel()))
             if to_local(param).numel() != param.numel() or (start, size) != (0, param.numel()):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sumgrad.base.outcome import some_of
 from sumgrad.base.tolerances import ZERO_FACTOR
 from sumgrad.record.endings import read_end_record
 from sumgrad.record.ranks import AFTER
@@ -30,7 +31,8 @@ class Single:
 
     params: name -> shape. dtype: of most gradients. grads, after: of each step what the optimizer
     found, and left. buffers: of each what it left in all of them, and the names of those that it
-    changed. steps: what it said of each.
+    changed. steps: what it said of each. unowned: parameters with a gradient that none of its
+    optimizers has.
     """
 
     params: dict[str, tuple[int, ...]]
@@ -40,6 +42,7 @@ class Single:
     buffers: tuple[tuple[Grads, tuple[str, ...]], ...]
     steps: tuple[dict[str, Any], ...]
     unknown: tuple[str, ...]
+    unowned: tuple[str, ...] = ()
 
 
 def read_single(directory: Path, tier: str, *, rank: int = 0) -> Single:
@@ -63,6 +66,7 @@ def read_single(directory: Path, tier: str, *, rank: int = 0) -> Single:
         buffers=_buffers(directory, count),
         steps=tuple(result["steps"][: len(count)]),
         unknown=tuple(result["unknown"]),
+        unowned=tuple(result.get("unowned", ())),
     )
 
 
@@ -94,10 +98,19 @@ def noise_of(single: Single, runs: Sequence[Single], step: int) -> Noise:
     """Of runs whose weights are off by one rounding, each at least as long."""
     grads, after = _whole(single, step), single.after[step]
     others = [_whole(run, step) for run in runs]
+    noise = {n: max(error(run[n], g) for run in others) for n, g in grads.items()}
+
+    def apart(run: Single, name: str, value: torch.Tensor) -> float:
+        """Where the gradient tells the step, as it is compared: of noise a step is anything."""
+        grad = grads.get(name)
+        off = (run.after[step][name].double() - value.double()).abs()
+        if grad is not None and grad.shape == off.shape:
+            off = off[(grad.abs() > ZERO_FACTOR * noise[name]) | (grad == 0)]
+        return float(off.max()) if off.numel() else 0.0
+
     return Noise(
-        grads={n: max(error(run[n], g) for run in others) for n, g in grads.items()},
-        after={n: max(error(run.after[step][n], v.double()) for run in runs)
-               for n, v in after.items()},
+        grads=noise,
+        after={n: max(apart(run, n, v) for run in runs) for n, v in after.items()},
         norm=max(abs(norm(run) - norm(grads)) for run in others),
     )  # fmt: skip
 
@@ -134,6 +147,8 @@ def reference_of(single: Single, noise: Noise, step: int) -> Reference:
     most = LOUD.get(single.dtype, 0.3)
     loud = [n for n, size in scale.items() if size and floor[n] > most * size]
     problems = [f"the single run: {text}" for text in single.unknown]
+    broken = [n for n, g in grads.items() if not bool(torch.isfinite(g).all())]
+    problems += [f"the single run's gradient of {some_of(broken)} is not finite"] if broken else []
     problems += [
         f"runs of the script on one process, whose weights are off by one rounding, differ by "
         f"{floor[n] / scale[n]:.1e} of the gradient of {n}: it draws unseeded, decides by its "
@@ -154,7 +169,7 @@ def reference_of(single: Single, noise: Noise, step: int) -> Reference:
         counts={LOSS: 1},
         weights="",
         kinds={LOSS: "coupled"},
-        reached=tuple(n for n, size in scale.items() if size > 0),
+        reached=tuple(n for n, size in scale.items() if size > 0 or n in single.grads[step]),
         problems=tuple(problems),
         buffers={n: t for n, t in single.buffers[step][0].items() if not t.is_complex()},
         changed_buffers=single.buffers[step][1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,9 +35,10 @@ def _is_data(tensor: Tensor) -> bool:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(tensor.shape[0], -1).cpu()
+    flat = tensor.detach().cpu()
     if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(tensor.shape[0], -1)
+        flat = torch.view_as_real(flat.resolve_conj())
+    flat = flat.reshape(len(flat), math.prod(flat.shape[1:]))  # there may be no row
     # Floats in four bytes: rows are the same whatever they were cast to on their way.
     return flat.float() if flat.is_floating_point() else flat.to(torch.int64)
 
