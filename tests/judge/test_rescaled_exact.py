@@ -68,6 +68,47 @@ def test_a_clip_that_acts_on_one_side_only():
     assert "are 0.25 times" in text
 
 
+def wrong_by(record, factors, *, clips):
+    """Gradients wrong by a factor for each parameter before a clip that acts as told."""
+    for rank, held in record.ranks.items():
+        for (tier, step), grads in held.grads.items():
+            if tier != "structure":
+                continue
+            single, own = clips
+            for name, grad in grads.items():
+                reference = record.references[tier][step].grads[name]
+                grads[name] = factors[name] * reference / single * own[rank]
+    return record
+
+
+@pytest.mark.parametrize("clips", [(0.5, (1.0, 1.0)), (0.5, (0.25, 0.25)), (1.0, (0.5, 0.5))])
+def test_what_is_wrong_behind_a_clip_is_explained_as_it_was_before_it(clips):
+    """The factor that a clip leaves is that of two norms, and no cause."""
+    single, own = clips
+    record = record_of([all_of(single)], *([all_of(one)] for one in own))
+    third = wrong_by(record, dict.fromkeys(NAMES, 1 / 3), clips=clips)
+    cause = diagnose(compared(third)).causes[0]
+    assert cause.factor == "1/3", cause.cause
+    assert "hides" not in cause.cause
+    record = record_of([all_of(single)], *([all_of(one)] for one in own))
+    unlike = wrong_by(record, {"w": 2.0, "b": 0.5}, clips=clips)
+    causes = diagnose(compared(unlike)).causes
+    assert "before the script clips it" not in causes[0].cause
+    assert found(nothing_hidden_before_the_optimizer, unlike) == []
+
+
+def test_a_clip_by_another_norm():
+    clips = 0.5, (0.25, 0.125)
+    record = record_of([all_of(0.5)], [all_of(0.25)], [all_of(0.125)])
+    right = wrong_by(record, dict.fromkeys(NAMES, 1.0), clips=clips)
+    (cause, *_) = diagnose(compared(right)).causes
+    assert (cause.kind, cause.standing) == ("clipping", "proved")
+    assert cause.cause == (
+        "the clip: gradients are right before it, and it multiplies them by 0.25 on rank 0; by "
+        "0.125 on rank 1, where the single run's does by 0.5"
+    )
+
+
 @pytest.mark.parametrize(("factors", "level"), [((0.25, 0.5), "unknown"), ((0.25, 0.25), None)])
 def test_a_rescaling_of_the_scripts_own_may_be_meant(factors, level):
     """A constant one hides nothing; one that differs each step may be a clip by hand."""

@@ -163,6 +163,25 @@ def test_the_floor_knows_weights_that_are_off_by_one_rounding():
     assert one_rounding > 4 * 512 * 2.0**-23
 
 
+@pytest.mark.parametrize(("rows", "parts", "said"), [(4, 2, 1), (4, 3, 1), (5, 2, 0), (6, 4, 1)])
+def test_counts_that_cannot_tell_a_mean_of_means_are_said(rows, parts, said):
+    class Even(Linear):
+        def batch(self):
+            return {"x": torch.arange(2.0 * rows).reshape(rows, 2)}
+
+    (r,) = reference(Even(), num_chunks=parts)
+    assert ["has the same count" in warning for warning in r.warnings] == [True] * said
+
+
+def test_rows_that_are_all_alike_tell_nothing():
+    class Alike(Linear):
+        def batch(self):
+            return {"x": X[:1].expand(4, 2).clone()}
+
+    (r,) = reference(Alike())
+    assert any(text.startswith("all rows of batch() are alike") for text in r.problems)
+
+
 def test_terms_of_every_kind():
     class Terms(Linear):
         def terms(self):

@@ -162,6 +162,12 @@ def _problems(exact: Exact) -> tuple[list[str], list[str], list[str]]:
     wanted = Weights(single.base, exact.step, single.rounded_to, single.dtype)
     if any(not torch.equal(trained_now[n], wanted[n]) for n in wanted):
         problems.append("loss_sum() changes the weights")
+    whole = [t for t in single.batch.values() if t.dim() and len(t) > 1]
+    if whole and all(bool((t == t[:1]).all()) for t in whole):
+        problems.append(
+            "all rows of batch() are alike: which rows a rank takes, and whether they are reduced, "
+            "would not be noticed"
+        )
     for name, term in exact.terms.items():
         if not all(bool(torch.isfinite(g).all()) for g in term.grads.values()):
             problems.append(f"{name}: the single-process gradient is not finite")
@@ -175,6 +181,12 @@ def _problems(exact: Exact) -> tuple[list[str], list[str], list[str]]:
             problems.append(
                 f"{name}: two single-process runs of loss_sum over the same rows, one of them in "
                 f"another order, differ: {_draws(single.model)}"
+            )
+        elif term.even and not isinstance(single.terms[name], tuple):  # that has no own count
+            warnings.append(
+                f"{name}: cut over {term.even} ranks, every part of batch() has the same count, so "
+                f"a mean of the ranks' means is the right gradient here and would not be noticed: "
+                f"choose rows or masks of unlike counts"
             )
         elif term.kind == "coupled":
             warnings.append(

@@ -44,13 +44,15 @@ class Cut:
 @dataclass(slots=True, kw_only=True)
 class Term:
     """One term at one step, in float64. again: the same in another cut and order. scale: largest
-    sum of absolute parts, by name."""
+    sum of absolute parts, by name. even: of how many parts, as many as a pool has ranks, each has
+    the same count; 0 where they differ."""
 
     grads: Grads
     again: Grads
     count: float
     scale: Sizes
     kind: Kind
+    even: int = 0
 
 
 def exact_term(exact: Single, name: str, cut: Cut) -> Term:
@@ -76,7 +78,9 @@ def exact_term(exact: Single, name: str, cut: Cut) -> Term:
     if all(
         _adds_up(exact, name, parts, value, count) for parts in (coarse, fine)
     ) and same_up_to(fine.grads, grads, fine.sizes, exact.same):  # fmt: skip
-        return Term(grads=grads, again=fine.grads, count=count, scale=fine.sizes, kind="rows")
+        even = len(coarse.counts) if len({*coarse.counts}) == 1 < len(coarse.counts) else 0
+        return Term(grads=grads, again=fine.grads, count=count, scale=fine.sizes, kind="rows",
+                    even=even)  # fmt: skip
     term = _at_once(exact, name, cut, fine, count)
     if not exact.lift and same_up_to(fine.grads, term.grads, fine.sizes, NARROW):
         term.again = fine.grads  # a cast that is left, or a weak coupling: not to be told apart
