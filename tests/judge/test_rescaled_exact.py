@@ -75,7 +75,7 @@ def wrong_by(record, factors, *, clips):
             if tier != "structure":
                 continue
             single, own = clips
-            for name, grad in grads.items():
+            for name in list(grads):
                 reference = record.references[tier][step].grads[name]
                 grads[name] = factors[name] * reference / single * own[rank]
     return record

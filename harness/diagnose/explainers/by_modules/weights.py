@@ -38,6 +38,7 @@ from sumgrad.diagnose.modules.loss_weights import (
 from sumgrad.diagnose.names import factor_symbols
 from torch import Tensor
 
+LOCAL_COUNTS = ("every rank divides by its own count", "each rank divides by the count of some")
 MOST_WEIGHTS = 4
 MOST_SHARES = 8
 
@@ -126,7 +127,7 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
         case,
         Diagnosis(
             cause=words,
-            kind="loss_weights",
+            kind="local_count" if words.startswith(LOCAL_COUNTS) else "loss_weights",
             standing="proved" if proved else "likely",
             ranks=tuple(sorted({s.rank for s in shares})),
             because=(
