@@ -306,8 +306,11 @@ class Watch:
                 self.look.write(place()[0])
 
     def _look_at_unowned(self) -> None:
-        """Parameters with a gradient that no optimizer of torch's has, and that something steps
-        all the same; of others, as in a model that is trained in part, it is only said."""
+        """Parameters with a gradient that no optimizer of torch's has in the single run, and that
+        something steps all the same; of others, as where a model is trained in part, it is only
+        said. (On ranks the optimizer of another one may have them.)"""
+        if self.asked.start is not None or self.asked.jitter:
+            return
         owned = self._owned()
         for n, h in self.models.held.items():
             if id(h.param) in owned or not h.param.requires_grad or h.param.grad is None:
