@@ -38,7 +38,7 @@ from sumgrad.diagnose.modules.loss_weights import (
 from sumgrad.diagnose.names import factor_symbols
 from torch import Tensor
 
-LOCAL_COUNTS = ("every rank divides by its own count", "each rank divides by the count of some")
+LOCAL_COUNTS = ("every rank divides by its own ", "each rank divides by the count of some")
 MOST_WEIGHTS = 4
 MOST_SHARES = 8
 
