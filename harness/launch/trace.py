@@ -15,7 +15,7 @@ from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.rank import local_group
 from sumgrad.record.endings import rank_file, read_ledger
 from sumgrad.record.spec import RunSpec, read_spec
-from sumgrad.record.trace import FOLDER, rank_trace, single_trace, write_trace
+from sumgrad.record.trace import FOLDER, Trace, rank_trace, single_trace, write_trace
 from sumgrad.subjects.program.job import UserStep
 
 
@@ -56,11 +56,15 @@ def trace_rank(guard: RankGuard, *, tier: str, step: int) -> dict[str, Any]:
     folder, rank = guard.env.directory, guard.env.rank
     spec = read_spec(folder.parent)
     with local_group(guard) as ledger:
-        found = UserStep(spec).trace_rank(rank, ledger, tier, step)
-        issued = read_ledger(rank_file(folder, rank, ".ledger.jsonl"))
-        words = tuple(describe_operation(e) or str(e["op"]) for e in issued if "op" in e)
-        write_trace(rank_trace(folder, rank), replace(found, operations=words))
+        write_with_operations(folder, rank, UserStep(spec).trace_rank(rank, ledger, tier, step))
     return {}
+
+
+def write_with_operations(folder: Path, rank: int, found: Trace) -> None:
+    """A rank's trace, with what its ledger in the same folder says that it issued meanwhile."""
+    issued = read_ledger(rank_file(folder, rank, ".ledger.jsonl"))
+    words = tuple(describe_operation(e) or str(e["op"]) for e in issued if "op" in e)
+    write_trace(rank_trace(folder, rank), replace(found, operations=words))
 
 
 def trace_helper(guard: RankGuard, *, tier: str, step: int) -> None:

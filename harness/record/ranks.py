@@ -28,6 +28,7 @@ OWN_AT = "own_at"  # the elements that these are of, in the flat whole parameter
 SAMPLES = 1024  # of a parameter
 AGAIN = "again"  # of the tensors of a step that was repeated
 BUFFER = "buffer"
+BUFFER_NAMED = "buffer:"  # before a buffer's name, among those of parameters
 INDEX = "index"
 INDEX_IN = "index_in"  # of a tier that cuts a parameter otherwise: FSDP1 pads by bytes
 # What a Program's rank must say of every step.

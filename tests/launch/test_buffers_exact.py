@@ -8,7 +8,8 @@ import torch
 from sumgrad.launch.script.buffers import MOST, Buffers
 from sumgrad.launch.script.kept import Kept
 from sumgrad.launch.script.weights import Weights
-from sumgrad.subjects.script.asked import BUFFER, START, Asked
+from sumgrad.record.ranks import BUFFER_NAMED
+from sumgrad.subjects.script.asked import START, Asked
 from sumgrad.subjects.script.models import Models
 from sumgrad.subjects.script.reference import _buffers
 from torch import nn
@@ -68,7 +69,10 @@ def test_a_large_one_is_not_looked_at(single):
 
 def test_the_reference_has_every_buffer_as_each_step_leaves_it(single, tmp_path):
     kept = Kept(asked(tmp_path), tmp_path)
-    kept.keep(f"{START}_0_buffers", {f"{BUFFER}a": torch.zeros(1), f"{BUFFER}b": torch.ones(1)})
+    kept.keep(
+        f"{START}_0_buffers",
+        {f"{BUFFER_NAMED}a": torch.zeros(1), f"{BUFFER_NAMED}b": torch.ones(1)},
+    )
     kept.keep(f"{START}_0", {"weight": torch.ones(1)})
     single.begin({"a": torch.zeros(1), "b": torch.ones(1)})
     single.after({"a": torch.zeros(1), "b": torch.ones(1)}, 0)

@@ -14,11 +14,10 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.tolerances import FLOOR_FACTOR, ZERO_FACTOR
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.record.directory import Record
-from sumgrad.record.ranks import AFTER
+from sumgrad.record.ranks import AFTER, BUFFER_NAMED
 from sumgrad.record.reference import Reference
 
 MOST_NOISE = 0.5  # of an update: a step of twice the size has to be seen
-BUFFER_OF = "buffer:"  # before the name of a buffer, in what a rank started with
 # Digests of a row and its size ("" in older records), as subjects/script/rows.py gives them.
 Row = tuple[str, str, str, str]
 
@@ -210,7 +209,7 @@ def unlike_starts(record: Record, *, buffers: bool = False) -> Unlike | None:
     names: dict[tuple[int, int], list[str]] = {}
     for rank in record.ranks:
         for name, told in _first(record, rank).get("started_with", {}).items():
-            if name.startswith(BUFFER_OF) != buffers:
+            if name.startswith(BUFFER_NAMED) != buffers:
                 continue
             part, _, value = told.partition(":")
             known = first.setdefault((name, part), (rank, value))
@@ -218,7 +217,7 @@ def unlike_starts(record: Record, *, buffers: bool = False) -> Unlike | None:
                 names.setdefault((rank, known[0]), []).append(name)
     for (rank, other), own in names.items():
         what = "buffers" if buffers else "weights"
-        shown = some_of([name.removeprefix(BUFFER_OF) for name in own])
+        shown = some_of([name.removeprefix(BUFFER_NAMED) for name in own])
         text = f"rank {rank} starts from other {what} than rank {other}, in {shown}"
         return Unlike(rank=rank, text=text)
     return None

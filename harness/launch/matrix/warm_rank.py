@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 from sumgrad.base.files import write_json
-from sumgrad.base.outcome import SETUP, describe_operation
+from sumgrad.base.outcome import SETUP
 from sumgrad.faults.step import find_program_fault
 from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.rank import local_group
+from sumgrad.launch.trace import write_with_operations
 from sumgrad.ledger.process_group import Ledger
-from sumgrad.record.endings import rank_file, read_ledger
+from sumgrad.record.endings import rank_file
 from sumgrad.record.ranks import RankFiles
 from sumgrad.record.spec import RunSpec, read_spec
-from sumgrad.record.trace import rank_trace, write_trace
 from sumgrad.subjects.program.rank import Rank
 
 
@@ -55,12 +55,8 @@ def _look(rank: Rank, job: RunSpec, place: Path) -> None:
     for step in range(job.steps):
         folder = trace_directory(place, step)
         (folder / "ranks").mkdir(parents=True, exist_ok=True)
-        ledger = rank_file(folder, rank.rank, ".ledger.jsonl")
-        rank.ledger.redirect(ledger)
-        found = rank.trace(job, tier, step)
-        issued = read_ledger(ledger)
-        words = tuple(describe_operation(e) or str(e["op"]) for e in issued if "op" in e)
-        write_trace(rank_trace(folder, rank.rank), replace(found, operations=words))
+        rank.ledger.redirect(rank_file(folder, rank.rank, ".ledger.jsonl"))
+        write_with_operations(folder, rank.rank, rank.trace(job, tier, step))
 
 
 def trace_directory(place: Path, step: int) -> Path:

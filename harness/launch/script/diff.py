@@ -46,10 +46,11 @@ from sumgrad.launch.script.user_files import put_back
 from sumgrad.launch.versions import versions
 from sumgrad.record.directory import load_record, write_outcomes
 from sumgrad.record.manifest import write_manifest
+from sumgrad.record.ranks import BUFFER_NAMED
 from sumgrad.record.reference import read_tensors, write_parts, write_reference
 from sumgrad.record.spec import DAMAGED, Facts, RunSpec, Script, Since, write_spec
 from sumgrad.record.trace import FOLDER
-from sumgrad.subjects.script.asked import BUFFER, KEPT, SAME, START, Asked
+from sumgrad.subjects.script.asked import KEPT, SAME, START, Asked
 from sumgrad.subjects.script.reference import (
     LOSS,
     Noise,
@@ -235,7 +236,7 @@ def _own_dtypes(diff: _Diff) -> list[str]:
     diff.tier, diff.lift = before
     found = set()
     for path in (diff.directory / "own dtypes").glob(KEPT.format(f"{START}_*")):
-        found |= {t.dtype for n, t in read_tensors(path) if not n.startswith(BUFFER)}
+        found |= {t.dtype for n, t in read_tensors(path) if not n.startswith(BUFFER_NAMED)}
     return sorted(str(d).removeprefix("torch.") for d in found if d.is_floating_point)
 
 

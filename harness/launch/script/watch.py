@@ -41,10 +41,9 @@ from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.launch.script.weights import Weights
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import register_backend, step_aside
-from sumgrad.record.ranks import AFTER, BUFFER, OWN, OWN_AT
+from sumgrad.record.ranks import AFTER, BUFFER, BUFFER_NAMED, OWN, OWN_AT
 from sumgrad.subjects.own_gradients import OwnGradients, gathered
 from sumgrad.subjects.program.placement import index_by_placement
-from sumgrad.subjects.script.asked import BUFFER as BUFFER_OF
 from sumgrad.subjects.script.asked import FILE, SAME, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
 from sumgrad.subjects.script.models import Held, Models, label_of, outermost
@@ -221,7 +220,7 @@ class Watch:
         for name, buffer in self.models.buffers.items():
             if not isinstance(buffer, DTensor):  # a part of it, which its own placement tells
                 self.started_with.setdefault(
-                    f"{BUFFER_OF}{name}", f"{tuple(buffer.shape)}:{bits([buffer.detach()])}"
+                    f"{BUFFER_NAMED}{name}", f"{tuple(buffer.shape)}:{bits([buffer.detach()])}"
                 )
         self.other_start += self.weights.begin(new, self.models.buffers, self.roots)
         self.buffers.begin(self.models.buffers)

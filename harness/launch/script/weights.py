@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from sumgrad.base.tensors import same_bits, to_local
 from sumgrad.launch.script.kept import Kept
-from sumgrad.record.ranks import AFTER
+from sumgrad.record.ranks import AFTER, BUFFER_NAMED
 from sumgrad.record.reference import Grads
-from sumgrad.subjects.script.asked import BUFFER, START, Asked
+from sumgrad.subjects.script.asked import START, Asked
 from sumgrad.subjects.script.models import Held
 from sumgrad.subjects.script.start import take_over, take_over_buffers
 from torch import Tensor
@@ -47,12 +47,16 @@ class Weights:
         self._buffers |= buffers.keys()
         if self._asked.start is None:
             self._kept.keep(f"{START}_{root}", {h.name: h.local() for h in new})
-            named = {f"{BUFFER}{n}": to_local(b) for n, b in buffers.items()}
+            named = {f"{BUFFER_NAMED}{n}": to_local(b) for n, b in buffers.items()}
             self._kept.keep(f"{START}_{root}_buffers", named)
         else:
             self._whole |= (whole := self._kept.stored(f"{START}_*"))
             other = take_over(new, whole, jitter=self._asked.jitter)
-            named = {n.removeprefix(BUFFER): t for n, t in whole.items() if n.startswith(BUFFER)}
+            named = {
+                n.removeprefix(BUFFER_NAMED): t
+                for n, t in whole.items()
+                if n.startswith(BUFFER_NAMED)
+            }
             take_over_buffers(buffers, named)
         self._remember(new)
         return other

@@ -11,7 +11,6 @@ VARIABLE = "SUMGRAD_WATCH"  # the file's path, in the environment of the script
 FILE = "asked.json"
 SAME = "script"  # in place of hashes by which a Program's ranks are known to have one model
 START = "start"  # weights as they were before the first call of a model
-BUFFER = "buffer:"  # before a buffer's name among them
 KEPT = "weights_{}.safetensors"  # what the single run keeps for the others
 
 

@@ -12,12 +12,12 @@ import torch
 from sumgrad.base.outcome import some_of
 from sumgrad.base.tolerances import ZERO_FACTOR
 from sumgrad.record.endings import read_end_record
-from sumgrad.record.ranks import AFTER
+from sumgrad.record.ranks import AFTER, BUFFER_NAMED
 from sumgrad.record.reference import ALL, Grads, Parts, Reference, read_tensors
 from sumgrad.subjects.noise_floor import error, norm
 from sumgrad.subjects.program.reference.noise import at_least_typical
 from sumgrad.subjects.program.reference.terms import COUPLED_SHARE
-from sumgrad.subjects.script.asked import BUFFER, KEPT, START, buffers_of
+from sumgrad.subjects.script.asked import KEPT, START, buffers_of
 
 LOSS = "loss"  # the one term of a script: nothing tells its parts
 # Of the scale: what roundings of weights and sums may do to a gradient in each dtype. A step that
@@ -74,7 +74,7 @@ def _buffers(directory: Path, count: range) -> tuple[tuple[Grads, tuple[str, ...
     """From those before the first forward, what each step changed in them."""
     now: Grads = {}
     for path in directory.glob(KEPT.format(f"{START}_*_buffers")):
-        now |= {n.removeprefix(BUFFER): t for n, t in read_tensors(path)}
+        now |= {n.removeprefix(BUFFER_NAMED): t for n, t in read_tensors(path)}
     out = []
     for call in count:
         path = directory / KEPT.format(buffers_of(call))
