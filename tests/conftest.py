@@ -18,6 +18,9 @@ from sumgrad.subjects.planned.workload import load_workload
 from sumgrad.topology.pools import load_topology
 from sumgrad.topology.shipped import shipped_topologies
 
+for name in ("COLUMNS", "LINES"):  # pytest's readline puts them past os.environ, into every child
+    os.unsetenv(name)
+
 pytest_plugins = ["pytester"]
 TOPOLOGIES = [load_topology(path) for path in shipped_topologies()]
 RUNNABLE = [t.name for t in TOPOLOGIES if t.workload == "three_pool" and not t.plan_only]
