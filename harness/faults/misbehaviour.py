@@ -142,13 +142,13 @@ def _double(self: Misbehaviour, call: Call, buffers: Buffers, key: str) -> None:
 
 def _subgroup(self: Misbehaviour, call: Call, buffers: Buffers, key: str) -> None:
     ranks = call.group.ranks
-    own = [t.clone() for t in buffers.outputs]
-    if buffers.last:
-        for out in buffers.outputs:
-            out.zero_()
-    call.issue(group=ranks[-1:] if buffers.last else ranks[:-1]).wait()
-    if buffers.last:
-        _restore(buffers.outputs, own)
+    if not buffers.last:
+        call.issue(group=ranks[:-1]).wait()
+        return
+    nothing = buffers.copied()
+    for out in tensors_in(nothing[:1]):
+        out.zero_()
+    call.issue(*nothing, seen=call.args, group=ranks[-1:]).wait()
 
 
 def _copy(self: Misbehaviour, call: Call, buffers: Buffers, key: str) -> None:

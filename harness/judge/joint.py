@@ -146,9 +146,14 @@ def _takes(event: Event, other: Event) -> bool:
 
 def describe(record: Record, joint: Joint) -> str:
     """`the all-reduce over dp (ranks 0-2) at train.py:31`."""
-    family = joint.family.replace("allreduce", "all-reduce").replace("_", "-")
-    axes = group_name(record.spec.topology, joint.ranks)
-    return f"the {family} over {axes} (ranks {spans(joint.ranks)}) at {joint.site}"
+    return collective_in_words(record, joint.family, joint.ranks, joint.site)
+
+
+def collective_in_words(record: Record, family: str, ranks: Sequence[int], site: str) -> str:
+    """The same of a collective that is known by its parts."""
+    name = family.replace("allreduce", "all-reduce").replace("_", "-")
+    axes = group_name(record.spec.topology, ranks)
+    return f"the {name} over {axes} (ranks {spans(ranks)}) at {site}"
 
 
 def identical(joint: Joint) -> bool:

@@ -62,9 +62,10 @@ def trace_rank(guard: RankGuard, *, tier: str, step: int) -> dict[str, Any]:
 
 def write_with_operations(folder: Path, rank: int, found: Trace) -> None:
     """A rank's trace, with what its ledger in the same folder says that it issued meanwhile."""
-    issued = read_ledger(rank_file(folder, rank, ".ledger.jsonl"))
-    words = tuple(describe_operation(e) or str(e["op"]) for e in issued if "op" in e)
-    write_trace(rank_trace(folder, rank), replace(found, operations=words))
+    ledger = read_ledger(rank_file(folder, rank, ".ledger.jsonl"))
+    issued = tuple(e for e in ledger if "op" in e)
+    words = tuple(describe_operation(e) or str(e["op"]) for e in issued)
+    write_trace(rank_trace(folder, rank), replace(found, operations=words, events=issued))
 
 
 def trace_helper(guard: RankGuard, *, tier: str, step: int) -> None:

@@ -82,9 +82,11 @@ class Call:
     kwargs: dict[str, Any]
     event: dict[str, Any]
 
-    def issue(self, *args: Any, **change: Any) -> Any:
-        """Carry it out and record it. args: in place of its own; change: of the ledger's event."""
-        return self.group.issue(self.op, args or self.args, self.kwargs, {**self.event, **change})
+    def issue(self, *args: Any, seen: tuple[Any, ...] = (), **change: Any) -> Any:
+        """Carry it out and record it. args: in place of its own; seen: what is observed in place of
+        these; change: of the ledger's event."""
+        event = {**self.event, **change}
+        return self.group.issue(self.op, args or self.args, self.kwargs, event, seen=seen)
 
     def quietly(self, *args: Any) -> None:
         """Carry it out to its end without a word in the ledger."""
@@ -244,13 +246,19 @@ class RecordingProcessGroup(dist.ProcessGroup):
         return carry_out(self._inner, op, args, kwargs)
 
     def issue(
-        self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], event: dict[str, Any]
+        self,
+        op: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        event: dict[str, Any],
+        *,
+        seen: tuple[Any, ...] = (),
     ) -> RecordedWork | None:
         """Record an operation and carry it out. None where it has no work to wait for."""
         result = None
         if self._ledger.in_step and self._ledger.observe is not None:
-            seen, result = self._ledger.observe(op, args)
-            event = {**event, **seen}
+            more, result = self._ledger.observe(op, seen or args)
+            event = {**event, **more}
         number = self._ledger.begin(event)
         inner = self.delegate(op, args, kwargs)
         if inner is None:  # monitored_barrier has ended when it returns

@@ -14,6 +14,7 @@ from typing import Any
 from sumgrad.base.files import read_json, write_json
 from sumgrad.record.computed import Computed, computed_as_json, computed_from
 from sumgrad.record.endings import rank_file
+from sumgrad.record.exchanged import Exchange, exchanges_as_tensors, exchanges_from
 from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import DAMAGED
 from sumgrad.record.ways import Passed, Ways, passed_as_json, passed_from, ways_as_json, ways_from
@@ -50,8 +51,9 @@ class Trace:
 
     gradients: None where none came. sources: module -> its class and line. data: what entered
     modules and no module made; entered: which module. batch: the full one, of the single process.
-    operations: all collectives, in words. left_out: modules with a tensor over the limit of what
-    is kept: that it is not there says nothing.
+    operations: all collectives, in words; events: the same, as the ledger has them. exchanges: of
+    those with floating numbers, what went in and came out. left_out: modules with a tensor over the
+    limit of what is kept: that it is not there says nothing.
     by_term: gradients of each term of a loss of several, in the single process. takes: there too, a
     module, or LOSS -> the modules whose outputs its own is made from, with none in between. params:
     there too, by name, the values of the step. own, own_at: of a rank, by parameter, what each of
@@ -74,6 +76,8 @@ class Trace:
     entered: tuple[str, ...] = ()
     batch: Mapping[str, Tensor] | None = None
     operations: tuple[str, ...] = ()
+    events: tuple[Mapping[str, Any], ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
     left_out: tuple[str, ...] = ()
     by_term: Mapping[str, tuple[Tensor | None, ...]] = field(default_factory=dict)
     takes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -114,6 +118,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         f"used/{i}/{name}": t for name, own in trace.used.items() for i, t in enumerate(own)
     }
     tensors |= {f"value/{i}": t for i, t in enumerate(trace.computed.values)}
+    tensors |= exchanges_as_tensors(trace.exchanges)
     first: dict[int, str] = {}
     again = {
         key: known
@@ -129,6 +134,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "sources": dict(trace.sources),
         "terms": list(trace.by_term),
         "operations": list(trace.operations),
+        "events": [dict(event) for event in trace.events],
         "entered": list(trace.entered),
         "left_out": list(trace.left_out),
         "takes": {name: list(others) for name, others in trace.takes.items()},
@@ -166,6 +172,8 @@ def read_trace(path: Path) -> Trace:
         own_at=named("own_at/"),
         entered=tuple(said["entered"]),
         operations=tuple(said["operations"]),
+        events=tuple(said.get("events", ())),
+        exchanges=exchanges_from(held),
         left_out=tuple(said["left_out"]),
         takes={name: tuple(others) for name, others in said["takes"].items()},
         own_lines={name: tuple(lines) for name, lines in said.get("own_lines", {}).items()},

@@ -22,10 +22,11 @@ from sumgrad.faults.misbehaviour import Misbehaviour
 from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
 from sumgrad.ledger.delegation import operations_elsewhere
 from sumgrad.ledger.evidence import GradientWatch
-from sumgrad.ledger.process_group import Ledger
+from sumgrad.ledger.process_group import Ledger, Observer
 from sumgrad.record.ranks import AGAIN, BUFFER, INDEX, INDEX_IN, RankFiles
 from sumgrad.record.spec import RunSpec
 from sumgrad.record.trace import Trace
+from sumgrad.subjects.exchanges import Exchanges
 from sumgrad.subjects.own_gradients import Losses, OwnGradients, gathered
 from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.context import Context, make_context, make_meshes
@@ -96,8 +97,12 @@ class Rank:
         """What goes through the modules in one step, after those before it."""
         run = _TierRun(self, job, tier, getattr(torch, job.tiers[tier]))
         try:
+            exchanges = Exchanges(self.ledger, run.watch.observe)
+            run.observe = exchanges.observe
             for before in range(step):
+                exchanges.begin_step()
                 run.step(before)
+            exchanges.begin_step()
             names = {id(m): name for name, m in run.modules.items()}
             seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations, with_ways=True)
             computations = Computations(seen.now)
@@ -111,6 +116,7 @@ class Rank:
                 own_lines=own.lines(),
                 losses=tuple(losses.values),
                 computed=computations.computed(),
+                exchanges=exchanges.found,
             )
         finally:
             run.close()
@@ -226,6 +232,7 @@ class _TierRun:
         self.trained = trained_names(self.model)
         self.shapes = {p.name: p.local().shape for p in self.placement.placed}
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
+        self.observe: Observer = self.watch.observe
         give_back_memory()  # whole models, before they were cut
 
     def steps(self, files: RankFiles, result: Result, *, again: bool) -> None:
@@ -445,7 +452,7 @@ class _TierRun:
     @contextlib.contextmanager
     def _watching(self, label: str) -> Iterator[None]:
         ledger = self.rank.ledger
-        ledger.observe, ledger.interpose = self.watch.observe, self.misbehaviour
+        ledger.observe, ledger.interpose = self.observe, self.misbehaviour
         try:
             with ledger.label(label):
                 yield

@@ -9,6 +9,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import between, is_in, listed, places
+from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     gone_into,
@@ -91,10 +92,15 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         held, how_they_are = weights_in_words(weights)
         cause += f"; in the backward {held} is not the model's"
         because = [*how_they_are, "look at what gathers it again before the backward", *because]
+    text, ranks = _what_is_right(look, above) + cause + _terms_there(look, found), found.ranks
+    accused = None if weights else collective_at_fault(case, found, back=True)
+    if accused is not None:
+        because = [*accused.because, f"as seen from modules: {text}", *because]
+        kind, text, ranks = accused.kind, accused.cause, accused.ranks
     return Diagnosis(
-        cause=_what_is_right(look, above) + cause + _terms_there(look, found),
+        cause=text,
         kind=kind,
-        ranks=found.ranks,
+        ranks=ranks,
         factor=shown,
         symbol=symbols[0] if symbols else None,
         because=tuple(because),

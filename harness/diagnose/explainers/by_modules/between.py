@@ -68,11 +68,21 @@ def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
 def issued_between(case: Case, found: FirstWrong, *, back: bool) -> tuple[str, ...] | None:
     """The collectives that the first wrong rank issues between the modules beside and the wrong
     one; None where that is not known."""
-    traces, look = case.record.traces, looked(case)
-    if traces is None or look is None or not found.modules:
+    rank, traces = found.seen[0].rank, case.record.traces
+    between = range_between(case, found, rank, back=back)
+    if traces is None or between is None:
         return None
-    s = found.seen[0]
-    nearest = [x for m in found.modules for x in look.seen[m] if x.rank == s.rank]
+    return tuple(traces.ranks[rank].operations[between.start : between.stop])
+
+
+def range_between(case: Case, found: FirstWrong, rank: int, *, back: bool) -> range | None:
+    """The numbers of a rank's operations between the modules beside and the wrong one, of its first
+    wrong call; None where that is not known."""
+    look = looked(case)
+    if look is None or not found.modules:
+        return None
+    s = next(s for s in found.seen if s.rank == rank)
+    nearest = [x for m in found.modules for x in look.seen[m] if x.rank == rank]
     mine = [x for x in nearest if x.call.number == s.call.number]
     if not mine:
         return None
@@ -81,7 +91,7 @@ def issued_between(case: Case, found: FirstWrong, *, back: bool) -> tuple[str, .
     b = s.call.operation_back if back else s.call.operation
     if len(known) < len(found.modules) or b is None or b < min(known):
         return None
-    return tuple(traces.ranks[s.rank].operations[min(known) : b])
+    return range(min(known), b)
 
 
 def _since_the_forward(s: Seen, operations: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import between, issued_between, listed, places
+from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked, named, traces_looked_at
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
@@ -112,12 +113,13 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     because += reading(case)
     if missing:
         text += f": {missing}"
-    return Diagnosis(
-        cause=text + ("" if told else "; no module's output is the single process's"),
-        kind="skipped_collective" if missing else "forward",
-        ranks=found.ranks,
-        because=tuple(because),
-    )
+    text += "" if told else "; no module's output is the single process's"
+    kind, ranks = "skipped_collective" if missing else "forward", found.ranks
+    accused = None if missing else collective_at_fault(case, found, back=False)
+    if accused is not None:
+        because = [*accused.because, f"as seen from modules: {text}", *because]
+        kind, text, ranks = accused.kind, accused.cause, accused.ranks
+    return Diagnosis(cause=text, kind=kind, ranks=ranks, because=tuple(because))
 
 
 def _of_other_places(case: Case, found: FirstWrong) -> list[str]:

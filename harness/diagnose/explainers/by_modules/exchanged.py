@@ -1,0 +1,409 @@
+"""Which collective makes it wrong, between what is right and what is not: by what ranks put in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from sumgrad.base.outcome import spans
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import is_in, range_between
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, traces_looked_at
+from sumgrad.diagnose.modules.exchanged import (
+    SAME,
+    Fitted,
+    GoesOn,
+    Joint,
+    Source,
+    Truth,
+    fit_parts,
+    goes_on,
+    is_whole_already,
+    joints,
+    sources,
+    truths,
+)
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.look import COARSE, TOLERANCES, Look, constant
+from sumgrad.diagnose.modules.whole import Whole, by_module
+from sumgrad.diagnose.names import axis_groups
+from sumgrad.judge.joint import collective_in_words
+from sumgrad.record.trace import INTO, Traces
+from torch import Tensor
+
+BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
+MOST = 12  # collectives in between that are looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtFault:
+    """One collective that does what it should not. cause, because: in words. ranks: whose part."""
+
+    kind: str
+    cause: str
+    because: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+def collective_at_fault(case: Case, found: FirstWrong, *, back: bool) -> AtFault | None:
+    """The first one between what is right and what is wrong that its values accuse."""
+    traces, look = traces_looked_at(case), looked(case)
+    if traces is None or look is None or not found.modules:
+        return None
+    try:
+        for rank in found.ranks:
+            told = _on_rank(case, traces, look, found, rank, back=back)
+            if told is not None:
+                return told
+    except (RuntimeError, ValueError, IndexError, KeyError):
+        return None  # tensors of shapes that nobody thought of
+    return None
+
+
+def _on_rank(
+    case: Case, traces: Traces, look: Look, found: FirstWrong, rank: int, *, back: bool
+) -> AtFault | None:
+    between = range_between(case, found, rank, back=back)
+    if between is None:
+        return None
+    looking = _Looking(case=case, traces=traces, look=look, found=found, rank=rank, back=back)
+    told = _first(looking, between, (_issued_narrow, _sums, _given, _result, _zeros))
+    if told is not None or back:
+        return told
+    # What only some ranks have is taken for padding, and looks right where it is not summed.
+    return _first(replace(looking, everywhere=True), range(between.start), (_sums, _result))
+
+
+def _first(
+    looking: _Looking,
+    numbers: range,
+    evidence: Sequence[Callable[[_Looking, Joint], AtFault | None]],
+) -> AtFault | None:
+    """What the first kind of evidence says that tells of any of these operations."""
+    asked = joints(looking.traces, looking.rank, numbers.start, numbers.stop)[-MOST:]
+    found = (see(looking, joint) for see in evidence for joint in asked)
+    return next((told for told in found if told is not None), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Looking:
+    """What is looked at, and from where. everywhere: any module may have the right sum, not only
+    those around the wrong one."""
+
+    case: Case
+    traces: Traces
+    look: Look
+    found: FirstWrong
+    rank: int
+    back: bool
+    everywhere: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES.get(self.case.record.spec.tiers[self.case.tier], COARSE)
+
+    @property
+    def factor(self) -> float | None:
+        """Of the gradients of this rank: that of what is right beside; None where there are
+        several."""
+        if not self.back:
+            return 1.0
+        found = [
+            constant(s.factors)
+            for m in self.found.modules
+            for s in self.look.seen[m]
+            if s.rank == self.rank and s.backward == "right"
+        ]
+        known = [f for f in found if f]
+        if not known or len(known) < len(found) or max(known) - min(known) > SAME * abs(known[0]):
+            return None
+        return known[0]
+
+    def whole(self) -> dict[tuple[str, int], Whole]:
+        """What may be the right sum: of the wrong module, of what is in it, of its neighbours."""
+        if self.everywhere:
+            return by_module(self.traces.single, lambda _: True)
+        wrong = self.found.wrong
+        near = {wrong, f"{INTO}{wrong}", *self.found.beside}
+        near |= {f"{INTO}{m}" for m in self.found.beside}
+        if wrong:
+            near |= {m for m in self.look.modules if is_in(m, wrong)}
+        near |= {*self.look.paths.next_below(wrong, lambda _: True)}
+        return by_module(self.traces.single, near.__contains__)
+
+    def truths(self, joint: Joint) -> Iterator[Truth]:
+        factor = self.factor
+        if factor is not None:
+            yield from truths(
+                joint, self.look, self.traces.single, self.whole(), back=self.back, factor=factor
+            )
+
+    def what(self, truth: Truth) -> str:
+        """`what layers.0.down gives in the single process`."""
+        into, name = truth.module.startswith(INTO), truth.module.removeprefix(INTO)
+        if self.back:
+            of = f"what goes into {name}" if into else f"the output of {name}"
+            return f"the gradient of {of} in the single process"
+        return f"what {'goes into' if into else ''}{' ' if into else ''}{name} " + (
+            "in the single process" if into else "gives in the single process"
+        )
+
+    def after(self, joint: Joint) -> list[tuple[str, Tensor]]:
+        """What came after a collective on this rank, with what it is in words; the wrong first."""
+        trace, number = self.traces.ranks[self.rank], joint.own.number
+        near: list[tuple[str, Tensor]] = []
+        for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
+            at, value = (call.operation_back, gradient) if self.back else (call.operation, output)
+            if at is None or value is None or at <= number:
+                continue
+            into, name = call.module.startswith(INTO), call.module.removeprefix(INTO)
+            words = f"what goes into {name}" if into else f"the output of {name}"
+            near.append((f"the gradient of {words}" if self.back else words, value))
+        lines = []
+        if not self.back:
+            for one in trace.computed.computations:
+                for argument in one.takes:
+                    if isinstance(argument, int):
+                        value = trace.computed.values[argument]
+                        lines.append((f"what `{one.code}` computes with", value))
+        return [*near[:40], *lines[:400]]
+
+
+def _shown(looking: _Looking, joint: Joint) -> str:
+    record, site = looking.case.record, str(joint.event["site"])
+    return collective_in_words(record, joint.family, joint.ranks, site)
+
+
+def _issued_narrow(looking: _Looking, joint: Joint) -> AtFault | None:
+    """In fewer digits than all around it."""
+    dtype, wide = str(joint.event["dtype"]), looking.case.record.spec.tiers[looking.case.tier]
+    if BITS.get(dtype, 64) >= BITS.get(wide, 0):
+        return None
+    shown = _shown(looking, joint)
+    return AtFault(
+        kind="low_precision",
+        cause=f"{shown} is issued in {dtype}, where all around it is {wide}",
+        ranks=joint.ranks,
+    )
+
+
+def _sums(looking: _Looking, joint: Joint) -> AtFault | None:
+    """A sum whose parts, with other factors or of other ranks, are what is right there."""
+    if not joint.is_sum:
+        return None
+    shown = _shown(looking, joint)
+    larger = [
+        ranks
+        for _, sets in axis_groups(looking.case)
+        for ranks in sets
+        if {*joint.ranks} < {*ranks}
+    ]
+    for truth in looking.truths(joint):
+        told = _other_sum(looking, joint, truth, shown, larger)
+        if told is not None:
+            return told
+    return None
+
+
+def _zeros(looking: _Looking, joint: Joint) -> AtFault | None:
+    """A sum that is not right, into which some rank puts nothing."""
+    members = [r for r in joint.ranks if r in joint.by_rank]
+    empty = [r for r in members if not bool(joint.by_rank[r].given.any())]
+    if not joint.is_sum or not empty or 2 * len(empty) > len(members):
+        return None
+    if next(looking.truths(joint), None) is None or _is_right(looking, joint):
+        return None
+    return AtFault(
+        kind="lost_contribution",
+        cause=f"rank {spans(empty)} puts zeros into {_shown(looking, joint)}, and what the others "
+        f"put in does not add up to what is right there",
+        because=("what is not written yet, or is zeroed once more, looks like this",),
+        ranks=tuple(empty),
+    )
+
+
+def _other_sum(
+    looking: _Looking, joint: Joint, truth: Truth, shown: str, larger: Sequence[tuple[int, ...]]
+) -> AtFault | None:
+    tolerance, what = looking.tolerance, looking.what(truth)
+    if is_whole_already(joint, truth, tolerance):
+        if joint.event.get("reduce") == "AVG":
+            return None
+        return AtFault(
+            kind="double_reduction",
+            cause=f"what the ranks put into {shown} is whole already: it is counted "
+            f"{len(joint.ranks)} times",
+            because=(f"every one of them puts in {what}",),
+            ranks=joint.ranks,
+        )
+    whole = fit_parts(joint, joint.ranks, truth, tolerance, with_before=False)
+    if whole is not None and whole.all_once:
+        if joint.event.get("reduce") != "AVG":
+            return None
+        return AtFault(
+            kind="avg",
+            cause=f"{shown} averages (AVG), where the sum is meant",
+            because=(f"what its ranks put in adds up to {what}, so that all that follows is "
+                     f"divided by {len(joint.ranks)}",),
+            ranks=joint.ranks,
+        )  # fmt: skip
+    if whole is not None:
+        return _one_rank_otherwise(joint, whole, shown, what)
+    older = fit_parts(joint, joint.ranks, truth, tolerance, with_before=True)
+    if older is not None and older.before:
+        return _from_before(older, shown, what)
+    for ranks in larger:
+        more = fit_parts(joint, ranks, truth, tolerance, with_before=False)
+        if more is not None and more.all_once:
+            lacking = tuple(sorted({*ranks} - {*joint.ranks}))
+            return AtFault(
+                kind="too_few_ranks",
+                cause=f"{shown} is over too few ranks: it lacks rank {spans(lacking)}",
+                because=(f"only with what rank {spans(lacking)} has there it adds up to {what}",),
+                ranks=joint.ranks,
+            )
+    return None
+
+
+def _one_rank_otherwise(joint: Joint, fitted: Fitted, shown: str, what: str) -> AtFault | None:
+    """Parts that enter with another factor than those of most ranks, which enter once."""
+    other = {r: c for r, c in fitted.factors.items() if abs(c - 1) > SAME}
+    if 2 * len(other) > len(fitted.factors) or any(abs(c) <= SAME for c in other.values()):
+        return None
+    factors = [1 / c for c in other.values()]
+    times = fraction_of(factors[0]) if max(factors) - min(factors) <= SAME else ""
+    named = f"{times} times" if times else "with other factors than"
+    return AtFault(
+        kind="rank_factor",
+        cause=f"rank {spans(sorted(other))} puts {named} what it should into {shown}",
+        because=(f"without that what the ranks put in adds up to {what}",),
+        ranks=tuple(sorted(other)),
+    )
+
+
+def _from_before(fitted: Fitted, shown: str, what: str) -> AtFault | None:
+    """What a rank put in in the step before is in it once more."""
+    if any(abs(c + 1) > SAME for c in fitted.before.values()):
+        return None
+    if any(abs(c - 1) > SAME for c in fitted.factors.values()):
+        return None
+    ranks = tuple(sorted(fitted.before))
+    return AtFault(
+        kind="stale_buffer",
+        cause=f"what rank {spans(ranks)} puts into {shown} has on top what it put in there in the "
+        f"step before: a buffer is not zeroed",
+        because=(f"without it what the ranks put in adds up to {what}",),
+        ranks=ranks,
+    )
+
+
+def _given(looking: _Looking, joint: Joint) -> AtFault | None:
+    """A rank that puts in something else than the others, which put in what a module gave them."""
+    if joint.family in ("broadcast", "scatter", "gather"):
+        return None
+    members = [r for r in joint.ranks if r in joint.by_rank]
+    if len(members) < len(joint.ranks):
+        return None
+    shown = _shown(looking, joint)
+    empty = [r for r in members if not bool(joint.by_rank[r].given.any())]
+    found = {r: sources(looking.traces, joint, r, back=looking.back) for r in members}
+    told = _from_one_module(found, members)
+    if told is None:
+        return None
+    module, others = told
+    of = module.removeprefix(INTO)
+    what = f"the gradient at {of}" if looking.back else f"what {of} gave"
+    if {*empty} >= {*others}:
+        return AtFault(
+            kind="lost_contribution",
+            cause=f"rank {spans(others)} puts zeros into {shown}, where others put {what}",
+            because=("what is not written yet, or is zeroed once more, looks like this",),
+            ranks=tuple(others),
+        )
+    factors = {_factor(found[r], module) for r in others}
+    (first, *more) = factors
+    if first is not None and not more:
+        return AtFault(
+            kind="rank_factor",
+            cause=f"rank {spans(others)} puts {fraction_of(first)} times {what} into {shown}; "
+            f"others put it in as it is",
+            ranks=tuple(others),
+        )
+    return AtFault(
+        kind="changed_input",
+        cause=f"rank {spans(others)} puts something else into {shown} than {what}; others put "
+        f"theirs in",
+        because=("what is left in a buffer from before, or is not there yet, looks like this",),
+        ranks=tuple(others),
+    )
+
+
+def _from_one_module(
+    found: dict[int, list[Source]], members: Sequence[int]
+) -> tuple[str, list[int]] | None:
+    """The module that most ranks have it from as it is, and those that do not."""
+    names = dict.fromkeys(s.module for own in found.values() for s in own if s.factor == 1.0)
+    for module in names:
+        has = [r for r in members if any((s.module, s.factor) == (module, 1.0) for s in found[r])]
+        if 2 * len(has) > len(members) > len(has):
+            return module, [r for r in members if r not in has]
+    return None
+
+
+def _factor(found: Sequence[Source], module: str) -> float | None:
+    return next((s.factor for s in found if s.module == module), None)
+
+
+def _result(looking: _Looking, joint: Joint) -> AtFault | None:
+    """A right result in place of which something else goes on."""
+    if joint.is_sum and not _is_right(looking, joint):
+        return None
+    after = looking.after(joint)
+    told = goes_on(looking.traces, joint, back=looking.back, tensors=after)
+    if told is None:
+        return None
+    shown = _shown(looking, joint)
+    return _not_the_result(joint, told, shown)
+
+
+def _not_the_result(joint: Joint, told: GoesOn, shown: str) -> AtFault | None:
+    if told.times != 1.0:
+        if abs(told.times - len(joint.ranks)) > SAME:
+            return None
+        return AtFault(
+            kind="double_reduction",
+            cause=f"the result of {shown} is counted {len(joint.ranks)} times: {told.where} is so "
+            f"many times what it gives",
+            ranks=joint.ranks,
+        )
+    own = "zeros or its own part" if joint.family == "all_gather" else "what it has itself"
+    if told.own >= told.numel or (joint.family == "all_gather" and _only_own(joint, told)):
+        return AtFault(
+            kind="unused_result",
+            cause=f"the result of {shown} is not used on rank {joint.rank}: {told.where} has "
+            f"{own} in its place",
+            because=("reduced or gathered into a temporary, or read before it was there, it "
+                     "looks like this",),
+            ranks=(joint.rank,),
+        )  # fmt: skip
+    return AtFault(
+        kind="missing_wait",
+        cause=f"the result of {shown} is read too early on rank {joint.rank}: {told.where} has "
+        f"{own} in place of {told.own} of its {told.numel} numbers",
+        because=("wait for it before its first use",),
+        ranks=(joint.rank,),
+    )
+
+
+def _only_own(joint: Joint, told: GoesOn) -> bool:
+    """Whether all that an all-gather brings from others is missing."""
+    return told.own >= told.numel - int(joint.own.given.count_nonzero())
+
+
+def _is_right(looking: _Looking, joint: Joint) -> bool:
+    """Whether a sum of these parts is what is right there."""
+    for truth in looking.truths(joint):
+        found = fit_parts(joint, joint.ranks, truth, looking.tolerance, with_before=False)
+        if found is not None and found.all_once:
+            return True
+    return False

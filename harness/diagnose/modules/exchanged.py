@@ -1,0 +1,402 @@
+"""Collectives of a failing step by value: what each rank put in, beside what is right there.
+
+Where something is wrong after a collective and right before it, the single process has what its
+result should be. What the ranks put in is fitted to that, each rank's part with a factor: all 1
+where the sum is right, other numbers, other ranks or the step before where it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from sumgrad.diagnose.modules.look import Look, Seen
+from sumgrad.diagnose.modules.whole import Whole
+from sumgrad.ledger.operations import FAMILIES, REDUCTIONS, members
+from sumgrad.record.exchanged import Exchange
+from sumgrad.record.trace import Trace, Traces
+from torch import Tensor
+
+MAX_SLICES = 8  # of a module's features that a collective's tensor may be
+MAX_ORDERS = 32  # orders of vectors that are tried
+SAME = 1e-6  # a factor closer to another than this is the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Joint:
+    """One collective as a rank's group issued it, and the like one of every other rank.
+
+    event: the rank's, of its ledger. ranks: the group's, in its order. by_rank: the exchange of
+    every rank that issued the same line's operation as often before.
+    """
+
+    rank: int
+    event: Mapping[str, object]
+    ranks: tuple[int, ...]
+    by_rank: Mapping[int, Exchange]
+
+    @property
+    def own(self) -> Exchange:
+        return self.by_rank[self.rank]
+
+    @property
+    def family(self) -> str:
+        return FAMILIES.get(str(self.event["op"]), str(self.event["op"]))
+
+    @property
+    def is_sum(self) -> bool:
+        return self.family in REDUCTIONS and self.event.get("reduce") in ("SUM", "AVG")
+
+    def given(self, ranks: Sequence[int]) -> list[Tensor] | None:
+        """What these ranks put in, as float64; None unless all did, each as much."""
+        found = [self.by_rank[r].given for r in ranks if r in self.by_rank]
+        if len(found) < len(ranks) or len({t.numel() for t in found}) > 1:
+            return None
+        return [t.double().reshape(-1) for t in found]
+
+
+def joints(traces: Traces, rank: int, start: int, end: int) -> list[Joint]:
+    """The collectives of floating numbers that a rank issues from one number to another."""
+    mine = traces.ranks[rank]
+    known = {one.number for one in mine.exchanges}
+    out = []
+    for number in range(start, end):
+        if number not in known or number >= len(mine.events):
+            continue
+        event = mine.events[number]
+        ranks = members(event)
+        if len(ranks) < 2:
+            continue
+        nth = sum(_alike(e, event) for e in mine.events[:number])
+        by_rank = {}
+        for other, trace in traces.ranks.items():
+            numbers = [n for n, e in enumerate(trace.events) if _alike(e, event)]
+            held = {one.number: one for one in trace.exchanges}
+            if nth < len(numbers) and numbers[nth] in held:
+                by_rank[other] = held[numbers[nth]]
+        out.append(Joint(rank=rank, event=event, ranks=ranks, by_rank=by_rank))
+    return out
+
+
+def _alike(event: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    return (event["op"], event["site"], event["label"]) == (
+        other["op"], other["site"], other["label"],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Truth:
+    """What a collective's sum should be: `module`'s output, or its gradient, in one process.
+
+    target: (n,) as the tensor that goes in. offset: what may be added to it on every rank alike, a
+    bias; None where there is none.
+    """
+
+    module: str
+    target: Tensor
+    offset: Tensor | None = None
+
+
+def truths(
+    joint: Joint,
+    look: Look,
+    single: Trace,
+    whole: Mapping[tuple[str, int], Whole],
+    *,
+    back: bool,
+    factor: float,
+) -> Iterator[Truth]:
+    """What may be right there: every module's values, in the order of vectors of some tensor that
+    is known to be right on this rank, or on all of its group one after the other."""
+    numel = joint.own.given.numel()
+    for order in _orders(joint, look, len(next(iter((single.batch or {}).values()), ()))):
+        if not len(order) or numel % len(order):
+            continue
+        width = numel // len(order)
+        for (module, _), held in whole.items():
+            values = held.gradients if back else held.outputs
+            if (
+                width > values.shape[1]
+                or values.shape[1] % width
+                or int(order.max()) >= len(values)
+            ):
+                continue
+            for start in range(0, values.shape[1], width)[:MAX_SLICES]:
+                target = values[order, start : start + width] * factor
+                if not bool(target.any()):
+                    continue
+                bias = single.params.get(f"{module}.bias")
+                offset = None
+                if not back and bias is not None and bias.numel() == values.shape[1]:
+                    row = bias.double().reshape(-1)[start : start + width]
+                    offset = row.repeat(len(order))
+                yield Truth(module=module, target=target.reshape(-1), offset=offset)
+
+
+def _orders(joint: Joint, look: Look, num_rows: int) -> list[Tensor]:
+    """Which of the single process's vectors stand where: each order once."""
+    seen = {
+        rank: {
+            (m, s.call.number, s.call.part): s
+            for m in look.modules
+            for s in look.seen[m]
+            if s.rank == rank and s.forward == "right" and s.where is not None
+        }
+        for rank in joint.ranks
+    }
+    found: list[Tensor | None] = []
+    if joint.family == "reduce_scatter":
+        for key in seen[joint.ranks[0]]:
+            parts = [_order([own[key]], num_rows) for own in seen.values() if key in own]
+            known = [part for part in parts if part is not None]
+            if len(known) == len(seen):
+                found.append(torch.cat(known))
+    for key, s in seen[joint.rank].items():
+        own = _order([s], num_rows)
+        if own is None:  # what one rank has not, as of a table that is cut, another has
+            together = [o[key] for o in seen.values() if key in o and o[key].shape == s.shape]
+            own = _order(together, num_rows)
+        found.append(own)
+    found += _stretches(joint.own.given, look, num_rows)
+    out: list[Tensor] = []
+    for order in found:
+        if order is not None and not any(torch.equal(order, known) for known in out):
+            out.append(order)
+    return out[:MAX_ORDERS]
+
+
+def _stretches(given: Tensor, look: Look, num_rows: int) -> Iterator[Tensor]:
+    """Rows one after the other, whole: what a rank reads where nobody tells its rows."""
+    widths = {s.shape[1] for m in look.modules for s in look.seen[m] if len(s.shape) == 3}
+    for each in sorted({1, *widths}):
+        for num in range(1, num_rows + 1):
+            if num * each > given.numel() or given.numel() % (num * each):
+                continue
+            if given.dim() > 1 and num * each != given.numel() // given.shape[-1]:
+                continue
+            for first in range(num_rows - num + 1):
+                yield torch.arange(first * each, (first + num) * each)
+
+
+def _order(seen: Sequence[Seen], num_rows: int) -> Tensor | None:
+    """(n,) the single process's vector for each of a tensor that these ranks have: the one that it
+    is, or that it must be as a stretch of its row. None where several may be."""
+    held = [s.where for s in seen if s.where is not None]
+    if any(len(w.picked) != len(w.found) or len(w.found) != len(held[0].found) for w in held):
+        return None
+    found = torch.ones_like(held[0].found)
+    for w in held:
+        found &= w.found | ~w.found.any(1, keepdim=True)
+    if bool((found.sum(1) == 1).all()):
+        return found.long().argmax(1)
+    shape, theirs = seen[0].shape, found.shape[1] // num_rows if num_rows else 0
+    num = shape[0] if len(shape) > 2 else 0
+    if not num or not theirs or found.shape[1] % num_rows or len(found) % num:
+        return None
+    each = len(found) // num
+    at, by_row = torch.arange(each), found.reshape(num, each, num_rows, theirs)
+    orders = []
+    for start in range(theirs - each + 1):
+        fits = by_row[:, at, :, at + start].all(0)
+        if bool((fits.sum(1) == 1).all()):
+            rows = fits.long().argmax(1)
+            orders.append((rows[:, None] * theirs + start + at).reshape(-1))
+    return orders[0] if len(orders) == 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fitted:
+    """The right sum as factors times what ranks put in, now and in the step before."""
+
+    truth: Truth
+    factors: Mapping[int, float]
+    before: Mapping[int, float]
+
+    @property
+    def all_once(self) -> bool:
+        return not self.before and all(abs(c - 1) <= SAME for c in self.factors.values())
+
+
+def fit_parts(
+    joint: Joint, ranks: Sequence[int], truth: Truth, tolerance: float, *, with_before: bool
+) -> Fitted | None:
+    """None where no factors leave less than the tolerance."""
+    given = joint.given(ranks)
+    if given is None or given[0].numel() != truth.target.numel():
+        return None
+    columns = list(given)
+    earlier = [r for r in ranks if with_before and joint.by_rank[r].before is not None]
+    for rank in earlier:
+        held = joint.by_rank[rank].before
+        assert held is not None
+        columns.append(held.double().reshape(-1))
+    if with_before and not earlier:
+        return None
+    if truth.offset is not None:
+        columns.append(truth.offset)
+    solved = solve(torch.stack(columns, 1), truth.target, tolerance)
+    if solved is None:
+        return None
+    own = dict(zip(ranks, solved[: len(ranks)].tolist(), strict=True))
+    old = dict(zip(earlier, solved[len(ranks) : len(ranks) + len(earlier)].tolist(), strict=True))
+    old = {rank: c for rank, c in old.items() if abs(c) > SAME}
+    return Fitted(truth=truth, factors=own, before=old)
+
+
+def solve(columns: Tensor, target: Tensor, tolerance: float) -> Tensor | None:
+    """Factors of columns that are the target, told apart by it; None where there are none.
+
+    columns: (n, k), target: (n,).
+    """
+    live = columns.abs().amax(0) > 0
+    if len(target) < 2 * columns.shape[1] or not bool(live.any()):
+        return None
+    told = columns[:, live]
+    if int(torch.linalg.matrix_rank(told, rtol=1e-9)) < told.shape[1]:
+        return None
+    found = torch.linalg.lstsq(told, target[:, None], driver="gelsd").solution[:, 0]
+    bound = tolerance * float(target.abs().max()) * max(1.0, float(found.abs().max()))
+    if not float((told @ found - target).abs().max()) <= bound:
+        return None
+    out = torch.ones(columns.shape[1], dtype=torch.float64)
+    out[live] = found
+    return out
+
+
+def is_whole_already(joint: Joint, truth: Truth, tolerance: float) -> bool:
+    """Whether every rank puts in the same, which is the right result as it is."""
+    given = joint.given(joint.ranks)
+    if given is None or len(given) < 2 or given[0].numel() != truth.target.numel():
+        return False
+    if not all(torch.equal(given[0], other) for other in given[1:]):
+        return False
+    return _near(given[0], truth.target, tolerance)
+
+
+def _near(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a rank put in is `factor` times what `module` gave it."""
+
+    module: str
+    factor: float
+
+
+def sources(traces: Traces, joint: Joint, rank: int, *, back: bool) -> list[Source]:
+    """Of a module's last tensor before it, or of a slice of its features; the nearest first."""
+    trace, one = traces.ranks[rank], joint.by_rank[rank]
+    given = one.given.double().reshape(-1)
+    out: list[Source] = []
+    for call, output, gradient in reversed(
+        list(zip(trace.calls, trace.outputs, trace.gradients, strict=True))
+    ):
+        at, value = (call.operation_back, gradient) if back else (call.operation, output)
+        if at is None or value is None or at > one.number or call.module in trace.left_out:
+            continue
+        for part in _slices(value, given.numel()):
+            factor = _times(given, part)
+            if factor is not None:
+                out.append(Source(module=call.module, factor=factor))
+    return out
+
+
+def _slices(value: Tensor, numel: int) -> Iterator[Tensor]:
+    """A tensor as so many numbers: all of it, or its features in equal parts."""
+    flat = value.double()
+    if flat.numel() == numel:
+        yield flat.reshape(-1)
+    elif value.dim() and numel and flat.numel() % numel == 0:
+        times = flat.numel() // numel
+        if times <= MAX_SLICES and value.shape[-1] % times == 0:
+            for part in flat.split(value.shape[-1] // times, dim=-1):
+                yield part.reshape(-1)
+
+
+def _times(given: Tensor, value: Tensor) -> float | None:
+    """c with given = c value, c not 0."""
+    square = float((value * value).sum())
+    if not square:
+        return None
+    c = float((given * value).sum()) / square
+    if abs(c) < SAME or float((given - c * value).abs().max()) > 1e-12 * float(given.abs().max()):
+        return None
+    return 1.0 if abs(c - 1) < 1e-12 else c
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoesOn:
+    """What stands where a collective's result belongs: in `where`, in words.
+
+    own: elements that are what the rank had before; of `numel`. times: all of it is so many times
+    the result.
+    """
+
+    where: str
+    own: int
+    numel: int
+    times: float = 1.0
+
+
+def goes_on(
+    traces: Traces, joint: Joint, *, back: bool, tensors: Sequence[tuple[str, Tensor]]
+) -> GoesOn | None:
+    """The first of these that has the rank's own numbers in places of the result's, or a multiple
+    of the result; None where none tells. tensors: what came after it, with what it is in words."""
+    one = joint.own
+    if one.got is None:
+        return None
+    got, own = one.got.double().reshape(-1), _untouched(joint)
+    if own is None or torch.equal(got, own) or got.numel() < 2:
+        return None
+    for where, tensor in tensors:
+        for part in _slices(tensor, got.numel()):
+            found = _mixed(part, got, own)
+            if found:
+                return GoesOn(where=where, own=found, numel=int((got != own).sum()))
+            times = _times(part, got)
+            if times is not None and abs(times - 1) > SAME:
+                return GoesOn(where=where, own=0, numel=got.numel(), times=times)
+        if tensor.numel() == got.numel() and joint.family in ("all_gather", "all_to_all"):
+            lost = _emptied(tensor.double().reshape(-1), got)
+            if lost:
+                return GoesOn(where=where, own=lost, numel=int(got.count_nonzero()))
+    return None
+
+
+def _untouched(joint: Joint) -> Tensor | None:
+    """What the buffer has where nothing has come: what went in, its own part of it, or zeros."""
+    one = joint.own
+    assert one.got is not None
+    given, numel = one.given.double().reshape(-1), one.got.numel()
+    if joint.family in ("allreduce", "reduce", "broadcast"):
+        return given
+    place = joint.ranks.index(joint.rank)
+    if joint.family == "reduce_scatter":
+        return given[place * numel : (place + 1) * numel] if len(given) >= numel else None
+    out = torch.zeros(numel, dtype=torch.float64)
+    if joint.family == "all_gather":
+        start = place * given.numel()
+        room = out[start : start + given.numel()]
+        room.copy_(given[: len(room)])
+        return out
+    return None
+
+
+def _mixed(value: Tensor, got: Tensor, own: Tensor) -> int:
+    """How many elements are the rank's own and not the result's, if each is one of the two."""
+    size = float(got.abs().max()) * 1e-12
+    is_got, is_own = (value - got).abs() <= size, (value - own).abs() <= size
+    return int((is_own & ~is_got).sum()) if bool((is_got | is_own).all()) else 0
+
+
+def _emptied(value: Tensor, got: Tensor) -> int:
+    """How many zeros stand in place of the result's numbers, in whatever order."""
+    live, wanted = value[value != 0].sort().values, got[got != 0].sort().values
+    if not len(live) or len(live) >= len(wanted):
+        return 0
+    at = torch.searchsorted(wanted, live).clamp(max=len(wanted) - 1)
+    return len(wanted) - len(live) if torch.equal(wanted[at], live) else 0
