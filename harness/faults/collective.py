@@ -36,35 +36,41 @@ class Kind:
     min_steps: int = 1
 
 
-OWN_COUNT = ("local_count",)
+OWN_COUNT = ("local_count", "wrong_count")
+WEIGHTS = ("gathered_weights",)  # where what is gathered is a parameter
 ALL = (*REDUCTIONS, "all_gather", "all_to_all", "broadcast")
 
 # fmt: off
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("avg", "AVG where SUM is meant", "M07", REDUCTIONS, ("avg",)),
+        Kind("avg", "AVG where SUM is meant", "M07", REDUCTIONS, ("avg",), counts=OWN_COUNT),
         Kind("skip", "the reduction is left out for some parameters", "M13", ALL,
-             ("skipped_collective",), counts=OWN_COUNT, integers=True),
+             ("skipped_collective", "too_few_ranks"), exchanged=("skipped_collective", *WEIGHTS),
+             counts=OWN_COUNT, integers=True),
         Kind("double", "an already reduced gradient is reduced again", "M15",
-             ("allreduce", "reduce_scatter"), ("double_reduction",), integers=True),
+             ("allreduce", "reduce_scatter"), ("double_reduction",), counts=OWN_COUNT,
+             integers=True),
         Kind("subgroup",
              "the group lacks its last rank, which reduces alone (rank-conditional work)", "M43",
-             ("allreduce",), ("wrong_group",), counts=OWN_COUNT, integers=True),
+             ("allreduce",), ("wrong_group", "too_few_ranks"), counts=OWN_COUNT, integers=True),
         Kind("copy", "all_reduce(x.contiguous()) reduces a temporary", "M23", ALL,
-             ("unused_result",), counts=OWN_COUNT, integers=True),
+             ("unused_result",), exchanged=("unused_result", *WEIGHTS), counts=OWN_COUNT,
+             integers=True),
         Kind("missing_wait",
              "the buffer is read before the work is done; half of it is still local", "M41", ALL,
-             ("missing_wait",), exchanged=("unused_result", "missing_wait"),
+             ("missing_wait",), exchanged=("unused_result", "missing_wait", *WEIGHTS),
              counts=OWN_COUNT),
         Kind("stale",
              "a reused buffer is not zeroed: one rank adds what it sent in the step before", "M37",
-             REDUCTIONS, ("stale_buffer", "changed_input"), min_steps=2),
+             REDUCTIONS, ("stale_buffer", "changed_input"), counts=OWN_COUNT, min_steps=2),
         Kind("early", "the reduction starts before one rank has written its gradient", "M35",
-             REDUCTIONS, ("lost_contribution",)),
-        Kind("low_precision", "the reduction runs in bfloat16", "M64", ALL, ("low_precision",)),
+             REDUCTIONS, ("lost_contribution", "not_reduced"), counts=OWN_COUNT),
+        Kind("low_precision", "the reduction runs in bfloat16", "M64", ALL, ("low_precision",),
+             counts=OWN_COUNT),
         Kind("scale_one", "one rank's contribution is 1.001 times what it should be", None, ALL,
-             ("rank_factor", "open"), exchanged=("changed_input", "rank_factor")),
+             ("rank_factor", "weights_of_ranks", "open"),
+             exchanged=("changed_input", "rank_factor", *WEIGHTS), counts=OWN_COUNT),
         Kind("drop", "what was received is thrown away: the buffer keeps zeros", "M25", ("recv",),
              ("unused_result", "open"), exchanged=("unused_result",)),
     )

@@ -275,7 +275,7 @@ def _count_counted(case: Case, value: float, shown: str, fits: str) -> Diagnosis
                 return Diagnosis(
                     cause=f"every gradient is divided by {total:g}, the sum that {words} gives; "
                     f"the count of the full batch is {count:g}",
-                    kind="factor",
+                    kind="wrong_count",
                     standing="proved",
                     ranks=joint.ranks,
                     factor=shown,

@@ -87,7 +87,8 @@ def _alike(event: Mapping[str, object], other: Mapping[str, object]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Truth:
-    """What a collective's sum should be: `module`'s output, or its gradient, in one process.
+    """What a collective's sum should be: `module`'s output, or its gradient, in one process; or
+    what a line there computes with, in words in place of a module.
 
     target: (n,) as the tensor that goes in. offset: what may be added to it on every rank alike, a
     bias; None where there is none.
@@ -96,6 +97,7 @@ class Truth:
     module: str
     target: Tensor
     offset: Tensor | None = None
+    words: str = ""
 
 
 def truths(
@@ -132,6 +134,20 @@ def truths(
                     row = bias.double().reshape(-1)[start : start + width]
                     offset = row.repeat(len(order))
                 yield Truth(module=module, target=target.reshape(-1), offset=offset)
+
+
+def truths_of_lines(joint: Joint, single: Trace) -> Iterator[Truth]:
+    """What the single process's lines compute with, of the same size, outside of its modules."""
+    numel, known = joint.own.given.numel(), set()
+    for one in single.computed.computations:
+        for argument in one.takes:
+            if not isinstance(argument, int) or argument in known:
+                continue
+            value = single.computed.values[argument]
+            if value.numel() == numel > 1 and value.is_floating_point() and bool(value.any()):
+                known.add(argument)
+                words = f"what `{one.code}` computes with in the single process"
+                yield Truth(module="", target=value.double().reshape(-1), words=words)
 
 
 def _orders(joint: Joint, look: Look, num_rows: int) -> list[Tensor]:
@@ -235,7 +251,7 @@ def fit_parts(
         return None
     if truth.offset is not None:
         columns.append(truth.offset)
-    solved = solve(torch.stack(columns, 1), truth.target, tolerance)
+    solved = solve(torch.stack(columns, 1), truth.target, tolerance, len(ranks))
     if solved is None:
         return None
     own = dict(zip(ranks, solved[: len(ranks)].tolist(), strict=True))
@@ -244,14 +260,16 @@ def fit_parts(
     return Fitted(truth=truth, factors=own, before=old)
 
 
-def solve(columns: Tensor, target: Tensor, tolerance: float) -> Tensor | None:
+def solve(columns: Tensor, target: Tensor, tolerance: float, num: int) -> Tensor | None:
     """Factors of columns that are the target, told apart by it; None where there are none.
 
-    columns: (n, k), target: (n,).
+    columns: (n, k), target: (n,). num: how many of the columns, the first, should enter once.
     """
     live = columns.abs().amax(0) > 0
-    if len(target) < 2 * columns.shape[1] or not bool(live.any()):
+    if not bool(live.any()):
         return None
+    if len(target) < 2 * columns.shape[1]:
+        return _once_but_one(columns, target, tolerance, num)
     told = columns[:, live]
     if int(torch.linalg.matrix_rank(told, rtol=1e-9)) < told.shape[1]:
         return None
@@ -262,6 +280,23 @@ def solve(columns: Tensor, target: Tensor, tolerance: float) -> Tensor | None:
     out = torch.ones(columns.shape[1], dtype=torch.float64)
     out[live] = found
     return out
+
+
+def _once_but_one(columns: Tensor, target: Tensor, tolerance: float, num: int) -> Tensor | None:
+    """The same of few numbers: the first columns once, the others not, or one of all otherwise."""
+    bound = tolerance * float(target.abs().max())
+    usual = torch.zeros(columns.shape[1], dtype=torch.float64)
+    usual[:num] = 1
+    left = target - columns @ usual
+    if float(left.abs().max()) <= bound:
+        return usual
+    for i in range(columns.shape[1]) if len(target) > 2 else ():
+        square = float(columns[:, i].square().sum())
+        more = float(left @ columns[:, i]) / square if square else 0.0
+        if more and float((left - more * columns[:, i]).abs().max()) <= bound:
+            usual[i] += more
+            return usual
+    return None
 
 
 def is_whole_already(joint: Joint, truth: Truth, tolerance: float) -> bool:
@@ -349,12 +384,12 @@ def goes_on(
     one = joint.own
     if one.got is None:
         return None
-    got, own = one.got.double().reshape(-1), _untouched(joint)
+    got, own = one.got.double().reshape(-1), untouched(joint)
     if own is None or torch.equal(got, own) or got.numel() < 2:
         return None
     for where, tensor in tensors:
         for part in _slices(tensor, got.numel()):
-            found = _mixed(part, got, own)
+            found = mixed_with(part, got, own)
             if found:
                 return GoesOn(where=where, own=found, numel=int((got != own).sum()))
             times = _times(part, got)
@@ -367,7 +402,7 @@ def goes_on(
     return None
 
 
-def _untouched(joint: Joint) -> Tensor | None:
+def untouched(joint: Joint) -> Tensor | None:
     """What the buffer has where nothing has come: what went in, its own part of it, or zeros."""
     one = joint.own
     assert one.got is not None
@@ -383,14 +418,32 @@ def _untouched(joint: Joint) -> Tensor | None:
         room = out[start : start + given.numel()]
         room.copy_(given[: len(room)])
         return out
+    if joint.family == "all_to_all":
+        out[: given.numel()] = given[:numel]
+        return out
     return None
 
 
-def _mixed(value: Tensor, got: Tensor, own: Tensor) -> int:
+def mixed_with(value: Tensor, got: Tensor, own: Tensor, close: float = 1e-12) -> int:
     """How many elements are the rank's own and not the result's, if each is one of the two."""
-    size = float(got.abs().max()) * 1e-12
+    size = float(got.abs().max()) * close
     is_got, is_own = (value - got).abs() <= size, (value - own).abs() <= size
     return int((is_own & ~is_got).sum()) if bool((is_got | is_own).all()) else 0
+
+
+def segment_of(buffer: Tensor, part: Tensor, close: float) -> int | None:
+    """Where these numbers stand one after the other in a flat buffer."""
+    size = float(part.abs().max())
+    if not size or len(part) > len(buffer):
+        return None
+    first = int(part.abs().argmax())
+    for at in ((buffer - part[first]).abs() <= close * size).nonzero()[:, 0].tolist():
+        start = at - first
+        held = buffer[max(start, 0) : start + len(part)]
+        fits = start >= 0 and len(held) == len(part)
+        if fits and bool(((held - part).abs() <= close * size).all()):
+            return int(start)
+    return None
 
 
 def _emptied(value: Tensor, got: Tensor) -> int:

@@ -48,7 +48,7 @@ class AtFault:
 def collective_at_fault(case: Case, found: FirstWrong, *, back: bool) -> AtFault | None:
     """The first one between what is right and what is wrong that its values accuse."""
     traces, look = traces_looked_at(case), looked(case)
-    if traces is None or look is None or not found.modules:
+    if traces is None or look is None:
         return None
     try:
         for rank in found.ranks:
@@ -64,6 +64,8 @@ def _on_rank(
     case: Case, traces: Traces, look: Look, found: FirstWrong, rank: int, *, back: bool
 ) -> AtFault | None:
     between = range_between(case, found, rank, back=back)
+    if between is None and back and not found.modules:
+        between, back = _towards_the_loss(found, rank), False  # what is issued in the forward
     if between is None:
         return None
     looking = _Looking(case=case, traces=traces, look=look, found=found, rank=rank, back=back)
@@ -72,6 +74,13 @@ def _on_rank(
         return told
     # What only some ranks have is taken for padding, and looks right where it is not summed.
     return _first(replace(looking, everywhere=True), range(between.start), (_sums, _result))
+
+
+def _towards_the_loss(found: FirstWrong, rank: int) -> range | None:
+    """The numbers of what a rank issues between an output and the gradient that it gets."""
+    s = next(s for s in found.seen if s.rank == rank)
+    end = s.call.operation_back
+    return None if end is None else range(s.call.operation, end)
 
 
 def _first(
@@ -140,6 +149,8 @@ class _Looking:
 
     def what(self, truth: Truth) -> str:
         """`what layers.0.down gives in the single process`."""
+        if truth.words:
+            return truth.words
         into, name = truth.module.startswith(INTO), truth.module.removeprefix(INTO)
         if self.back:
             of = f"what goes into {name}" if into else f"the output of {name}"

@@ -1,0 +1,231 @@
+"""Reductions of gradients by value: what they were given and gave, beside what a parameter has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.factors import explained
+from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.exchanged import Joint, joints, mixed_with, segment_of, untouched
+from sumgrad.judge.cells import Cell
+from sumgrad.judge.joint import collective_in_words
+from sumgrad.record.trace import Traces
+from torch import Tensor
+
+CLOSE = 1e-9  # of the largest element: the same number, added up in another order
+MOST = 200  # reductions of a rank that are looked at
+KINDS = {
+    "unused_result": "the result of {op} is right and is not used: {names} {have} what the rank "
+    "had itself",
+    "missing_wait": "the result of {op} is read too early: a part of {names} is what the rank had "
+    "itself",
+    "double_reduction": "the result of {op} is counted {times} times in {names}",
+    "lost_contribution": "rank {ranks} puts zeros into {op} in place of its gradient of {names}",
+    "stale_buffer": "rank {ranks} puts into {op}, on top of its gradient of {names}, what it put "
+    "in there in the step before: a buffer is not zeroed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Told:
+    """What one reduction does wrong to one gradient. who: the ranks that put in what is wrong, or
+    that hold it."""
+
+    kind: str
+    joint: Joint
+    cell: Cell
+    who: tuple[int, ...]
+
+
+def reductions_by_value(case: Case, left: Left) -> Iterator[Explanation]:
+    """Of every wrong gradient one and the same reduction that does the same wrong."""
+    traces = case.record.traces
+    if traces is None or (traces.tier, traces.step) != (case.tier, case.step) or case.has_plan:
+        return
+    try:
+        told = [_of_cell(traces, cell) for cell in case.failing_cells]
+    except (RuntimeError, ValueError, IndexError, KeyError):
+        return  # tensors of shapes that nobody thought of
+    found = [one for one in told if one is not None]
+    telling = [cell for cell in case.failing_cells if cell.measured.numel() > 1]
+    kind = _one_kind({one.kind for one in found})
+    if kind is not None and len(found) >= len(telling):
+        yield explained(case, _in_words(case, kind, found))
+
+
+def _one_kind(kinds: set[str]) -> str | None:
+    """Of what is read too early some is all that was there before."""
+    if kinds == {"unused_result", "missing_wait"}:
+        return "missing_wait"
+    return next(iter(kinds)) if len(kinds) == 1 else None
+
+
+def _in_words(case: Case, kind: str, found: Sequence[_Told]) -> Diagnosis:
+    first = found[0]
+    names = list(dict.fromkeys(one.cell.name for one in found))
+    ranks = tuple(sorted({rank for one in found for rank in one.who}))
+    ops = list(dict.fromkeys(_shown(case, one.joint) for one in found))
+    cause = KINDS[kind].format(
+        op=some_of(ops),
+        names=some_of(names),
+        have="has" if len(names) == 1 else "have",
+        times=len(first.joint.ranks),
+        ranks=spans(ranks),
+    )
+    right = {
+        "lost_contribution": "with what these ranks should put in it gives the right gradient",
+        "stale_buffer": "without that it gives the right gradient",
+    }.get(kind, "with what it gives in its place the gradient is the right one")
+    return Diagnosis(
+        cause=cause,
+        kind=kind,
+        standing="proved",
+        ranks=ranks,
+        because=(f"the values that went into it and came out were kept: {right}",),
+    )
+
+
+def _shown(case: Case, joint: Joint) -> str:
+    site = str(joint.event["site"])
+    return collective_in_words(case.record, joint.family, joint.ranks, site)
+
+
+def _of_cell(traces: Traces, cell: Cell) -> _Told | None:
+    """What the last reduction that tells does to this gradient."""
+    trace = traces.ranks.get(cell.rank)
+    if trace is None or cell.measured.numel() < 2:
+        return None
+    issued = [j for j in joints(traces, cell.rank, 0, len(trace.events)) if j.is_sum][-MOST:]
+    for i, joint in reversed(list(enumerate(issued))):
+        told = _result_of(joint, issued[:i], cell) or _given_to(traces, joint, issued[:i], cell)
+        if told is not None:
+            return told
+    return None
+
+
+def _result_of(joint: Joint, earlier: Sequence[Joint], cell: Cell) -> _Told | None:
+    """The result is right, and the parameter has something else."""
+    one, own = joint.own, untouched(joint)
+    wanted, has = cell.wanted.value.reshape(-1), cell.measured.reshape(-1)
+    if one.got is None or own is None or _same(has, wanted):
+        return None
+    got = one.got.double().reshape(-1)
+    for factor in (1.0, 1 / len(joint.ranks)):  # an average may be taken after it
+        at = segment_of(got * factor, wanted, CLOSE)
+        if at is None:
+            continue
+        mine = own[at : at + len(wanted)] * factor
+        found = mixed_with(has, wanted, mine, CLOSE)
+        if found:
+            whole = found >= int((~_close(mine, wanted)).sum())
+            kind = "unused_result" if whole else "missing_wait"
+            return _Told(kind=kind, joint=joint, cell=cell, who=(cell.rank,))
+        again = any(torch.equal(e.own.given, one.given) for e in earlier[-1:])
+        if factor == 1 and again and _same(has, wanted * len(joint.ranks)):
+            return _Told(kind="double_reduction", joint=joint, cell=cell, who=joint.ranks)
+    return None
+
+
+def _given_to(traces: Traces, joint: Joint, earlier: Sequence[Joint], cell: Cell) -> _Told | None:
+    """Ranks that put in something else than they should: what their own backwards gave, or what a
+    reduction before this one did. With that put right the parameter has the right gradient."""
+    given, got = joint.given(joint.ranks), joint.own.got
+    if joint.family != "allreduce" or given is None or got is None:
+        return None
+    wanted, has = cell.wanted.value.reshape(-1), cell.measured.reshape(-1)
+    at = segment_of(got.double().reshape(-1), has, CLOSE)
+    if at is None:
+        return None
+    here = slice(at, at + len(wanted))
+    actual = {rank: held[here] for rank, held in zip(joint.ranks, given, strict=True)}
+    owns = {rank: _own(traces, rank, cell) for rank in joint.ranks}
+    if all(own is not None for own in owns.values()):
+        expected = {rank: own for rank, own in owns.items() if own is not None}
+        told = _deviating(joint, cell, expected, actual, here)
+        if told is not None:
+            kind, who = told
+            return _Told(kind=kind, joint=joint, cell=cell, who=who)
+    for before in reversed(earlier):
+        like = {rank: _just_before(traces, joint, before, rank) for rank in joint.ranks}
+        results = {rank: one.own.got.double().reshape(-1) for rank, one in like.items()
+                   if one is not None and one.own.got is not None}  # fmt: skip
+        if [len(results.get(rank, ())) for rank in joint.ranks] != [len(t) for t in given]:
+            continue
+        expected = {rank: held[here] for rank, held in results.items()}
+        inputs = {rank: held[here] for rank, one in like.items()
+                  if one is not None and (held := untouched(one)) is not None}  # fmt: skip
+        told = _deviating(joint, cell, expected, actual, here, inputs, len(before.ranks))
+        if told is not None:
+            kind, who = told
+            ours = kind in ("lost_contribution", "stale_buffer")
+            return _Told(kind=kind, joint=joint if ours else before, cell=cell, who=who)
+    return None
+
+
+def _just_before(traces: Traces, joint: Joint, before: Joint, rank: int) -> Joint | None:
+    """The last reduction of a rank before this one, if it is at the line of that."""
+    if rank not in joint.by_rank:
+        return None
+    issued = joints(traces, rank, 0, joint.by_rank[rank].number)
+    last = next((one for one in reversed(issued) if one.is_sum), None)
+    return last if last is not None and last.event["site"] == before.event["site"] else None
+
+
+def _deviating(
+    joint: Joint,
+    cell: Cell,
+    expected: Mapping[int, Tensor],
+    actual: Mapping[int, Tensor],
+    here: slice,
+    inputs: Mapping[int, Tensor] | None = None,
+    times: int = 1,
+) -> tuple[str, tuple[int, ...]] | None:
+    """Which ranks put in something else than what is expected, and in which way: all in one, and
+    nothing else is wrong. inputs: what a rank has where an earlier reduction, over so many ranks,
+    whose result is expected, has not come.
+    """
+    wanted, has = cell.wanted.value.reshape(-1), cell.measured.reshape(-1)
+    kinds: dict[int, str] = {}
+    change = torch.zeros_like(wanted)
+    for rank, right in expected.items():
+        mine, before = actual[rank], joint.by_rank[rank].before
+        if _same(mine, right):
+            continue
+        change += right - mine
+        old = None if before is None else before.double().reshape(-1)[here]
+        if not bool(mine.any()):
+            kinds[rank] = "lost_contribution"
+        elif old is not None and bool(old.any()) and _same(mine, right + old):
+            kinds[rank] = "stale_buffer"
+        elif times > 1 and _same(mine, right * times):
+            kinds[rank] = "double_reduction"
+        elif inputs is not None and rank in inputs and _same(mine, inputs[rank]):
+            kinds[rank] = "unused_result"
+        elif inputs is not None and rank in inputs and mixed_with(mine, right, inputs[rank], CLOSE):
+            kinds[rank] = "missing_wait"
+        else:
+            return None
+    kind = _one_kind({*kinds.values()})
+    return (kind, tuple(kinds)) if kind is not None and _same(has + change, wanted) else None
+
+
+def _own(traces: Traces, rank: int, cell: Cell) -> Tensor | None:
+    """What a rank's own backwards gave a parameter that it has whole, as one dimension."""
+    trace = traces.ranks.get(rank)
+    held = None if trace is None else trace.own.get(cell.name)
+    if held is None or cell.index is not None or held.shape[-1] != cell.measured.numel():
+        return None
+    return held.double().sum(0)
+
+
+def _close(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).abs() <= CLOSE * float(b.abs().max())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(_close(a, b).all())
