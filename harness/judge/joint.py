@@ -102,7 +102,7 @@ def entering(record: Record, tier: str, step: int) -> Names:
         own = out.setdefault((rank, event["n"]), {})
         own |= dict.fromkeys(name for name, _ in event.get("grads") or ())
         for other in before:
-            if _takes(event, other):
+            if takes(event, other):
                 own |= dict.fromkeys((*out[rank, other["n"]], *feeds.get((rank, other["n"]), ())))
     return {key: tuple(names) for key, names in out.items()}
 
@@ -114,7 +114,7 @@ def carried(record: Record, tier: str, step: int) -> Names:
            for k, v in entering(record, tier, step).items()}  # fmt: skip
     for rank, before, event in reversed(list(_reductions_in_order(record, tier, step))):
         for other in before:
-            if _takes(event, other):
+            if takes(event, other):
                 out[rank, other["n"]] |= out[rank, event["n"]]
     return {key: tuple(names) for key, names in out.items()}
 
@@ -136,7 +136,7 @@ def _reductions_in_order(
             yield rank, mine[:i], event
 
 
-def _takes(event: Event, other: Event) -> bool:
+def takes(event: Event, other: Event) -> bool:
     """Whether what goes into a reduction is what another gave. Zeros and single numbers tell
     nothing."""
     given = other.get("output")

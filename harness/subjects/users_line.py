@@ -10,12 +10,13 @@ import torch
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PACKAGE = Path(os.path.abspath(__file__)).parents[1]  # as the names of its files begin
-_OURS = tuple(str(_PACKAGE / name) + os.sep for name in ("subjects", "launch", "ledger"))
+_OURS, _STEPS = str(_PACKAGE) + os.sep, str(_PACKAGE / "workloads") + os.sep
 
 
 def is_users(name: str) -> bool:
     """Whether a file's name is none of torch's, and none that only observes."""
-    return not name.startswith((_TORCH, *_OURS)) and "contextlib" not in name
+    ours = name.startswith(_OURS) and not name.startswith(_STEPS)
+    return not ours and not name.startswith(_TORCH) and "contextlib" not in name
 
 
 def users_line() -> str:

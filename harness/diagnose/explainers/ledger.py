@@ -14,7 +14,7 @@ from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.own_gradients import given_by_ranks
 from sumgrad.diagnose.reductions import carried_by, reductions_of, wrong_parameters
 from sumgrad.judge.cells import Cell
-from sumgrad.judge.joint import Joint, counts_again, describe, joint_operations
+from sumgrad.judge.joint import Joint, counts_again, describe, joint_operations, takes
 
 NARROW = ("bfloat16", "float16")
 # Largest rounding of each; a gradient may be off by so many times it, or by so small a part of it.
@@ -146,6 +146,11 @@ def _something_else_goes_in(
             kind, ranks = "lost_contribution", zeros
             cause = f"puts zeros into {words}, where others put their own gradient of {name}"
             because = "a rank that has nothing to give is right to: then look elsewhere"
+        elif all(_takes_a_sum(case, r, joint) for r in others):
+            kind, ranks = "skipped_collective", sorted(own)
+            cause = (f"puts its own gradient of {name} into {words}, where rank {spans(others)} "
+                     f"puts what a reduction before it gave: there this one is missing")  # fmt: skip
+            because = ""
         else:
             kind, ranks = "changed_input", others
             cause = (f"puts something else into {words} than the gradient of {name} that its "
@@ -154,6 +159,14 @@ def _something_else_goes_in(
         told = _ledger_cause(kind, f"rank {spans(ranks)} {cause}", because, joint)
         return replace(told, ranks=tuple(ranks))
     return None
+
+
+def _takes_a_sum(case: Case, rank: int, joint: Joint) -> bool:
+    """Whether what a rank puts in is what a reduction before gave it."""
+    held = case.record.ranks.get(rank)
+    before = held.events.get((case.tier, case.step), ()) if held is not None else ()
+    event = joint.events[rank]
+    return any(takes(event, e) for e in before if e["n"] < event["n"])
 
 
 def _has_none(case: Case, name: str, ranks: list[int]) -> bool:
