@@ -149,7 +149,7 @@ def _something_else_goes_in(
         elif all(_takes_a_sum(case, r, joint) for r in others):
             kind, ranks = "skipped_collective", sorted(own)
             cause = (f"puts its own gradient of {name} into {words}, where rank {spans(others)} "
-                     f"puts what a reduction before it gave: there this one is missing")  # fmt: skip
+                     f"puts what a reduction before it gave: that one is missing")  # fmt: skip
             because = ""
         else:
             kind, ranks = "changed_input", others

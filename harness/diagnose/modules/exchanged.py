@@ -15,7 +15,7 @@ from sumgrad.diagnose.modules.look import Look, Seen
 from sumgrad.diagnose.modules.whole import Whole
 from sumgrad.ledger.operations import FAMILIES, REDUCTIONS, members
 from sumgrad.record.exchanged import Exchange
-from sumgrad.record.trace import Trace, Traces
+from sumgrad.record.trace import INTO, Trace, Traces
 from torch import Tensor
 
 MAX_SLICES = 8  # of a module's features that a collective's tensor may be
@@ -90,13 +90,13 @@ class Truth:
     """What a collective's sum should be: `module`'s output, or its gradient, in one process; or
     what a line there computes with, in words in place of a module.
 
-    target: (n,) as the tensor that goes in. offset: what may be added to it on every rank alike, a
-    bias; None where there is none.
+    target: (n,) as the tensor that goes in. beside: (n,) each, what may be in it besides the sum: a
+    bias, what goes around it.
     """
 
     module: str
     target: Tensor
-    offset: Tensor | None = None
+    beside: tuple[Tensor, ...] = ()
     words: str = ""
 
 
@@ -128,12 +128,31 @@ def truths(
                 target = values[order, start : start + width] * factor
                 if not bool(target.any()):
                     continue
-                bias = single.params.get(f"{module}.bias")
-                offset = None
-                if not back and bias is not None and bias.numel() == values.shape[1]:
-                    row = bias.double().reshape(-1)[start : start + width]
-                    offset = row.repeat(len(order))
-                yield Truth(module=module, target=target.reshape(-1), offset=offset)
+                around = _around(module, whole, single, order, slice(start, start + width), back)
+                beside = tuple(t.reshape(-1) * factor for t in around)
+                yield Truth(module=module, target=target.reshape(-1), beside=beside)
+
+
+def _around(
+    module: str,
+    whole: Mapping[tuple[str, int], Whole],
+    single: Trace,
+    order: Tensor,
+    columns: slice,
+    back: bool,
+) -> Iterator[Tensor]:
+    """What is added to a sum: in the forward what goes into the module, as a residual, and its
+    biases; in the backward, of what goes into it, the gradient of its output."""
+    other = module.removeprefix(INTO) if back else f"{INTO}{module}"
+    held = whole.get((other, 0))
+    if other != module and held is not None and int(order.max()) < len(held.outputs):
+        values = held.gradients if back else held.outputs
+        if columns.stop <= values.shape[1]:
+            yield values[order, columns]
+    for name, param in () if back else single.params.items():
+        inside = not module or name.startswith(f"{module}.")
+        if inside and param.dim() == 1 and param.numel() >= columns.stop:
+            yield param.double()[columns].expand(len(order), -1)
 
 
 def truths_of_lines(joint: Joint, single: Trace) -> Iterator[Truth]:
@@ -249,9 +268,9 @@ def fit_parts(
         columns.append(held.double().reshape(-1))
     if with_before and not earlier:
         return None
-    if truth.offset is not None:
-        columns.append(truth.offset)
-    solved = solve(torch.stack(columns, 1), truth.target, tolerance, len(ranks))
+    num = len(columns)
+    columns += [t for t in truth.beside if t.numel() == truth.target.numel()]
+    solved = solve(torch.stack(columns, 1), truth.target, tolerance, len(ranks), told=num)
     if solved is None:
         return None
     own = dict(zip(ranks, solved[: len(ranks)].tolist(), strict=True))
@@ -260,26 +279,38 @@ def fit_parts(
     return Fitted(truth=truth, factors=own, before=old)
 
 
-def solve(columns: Tensor, target: Tensor, tolerance: float, num: int) -> Tensor | None:
-    """Factors of columns that are the target, told apart by it; None where there are none.
+def solve(
+    columns: Tensor, target: Tensor, tolerance: float, num: int, told: int | None = None
+) -> Tensor | None:
+    """Factors of columns that are the target; None where there are none.
 
-    columns: (n, k), target: (n,). num: how many of the columns, the first, should enter once.
+    columns: (n, k), target: (n,). num: how many of the columns, the first, should enter once. told:
+    of how many, the first, the factor must be told by the target; all by default.
     """
+    told = columns.shape[1] if told is None else told
     live = columns.abs().amax(0) > 0
-    if not bool(live.any()):
+    if not bool(live[:told].any()):
         return None
     if len(target) < 2 * columns.shape[1]:
-        return _once_but_one(columns, target, tolerance, num)
-    told = columns[:, live]
-    if int(torch.linalg.matrix_rank(told, rtol=1e-9)) < told.shape[1]:
+        return _once_but_one(columns[:, :told], target, tolerance, num)
+    parts, others = columns[:, :told][:, live[:told]], columns[:, told:][:, live[told:]]
+    both = torch.cat([parts, others], 1)
+    if _rank(both) < parts.shape[1] + _rank(others):
         return None
-    found = torch.linalg.lstsq(told, target[:, None], driver="gelsd").solution[:, 0]
+    found = torch.linalg.lstsq(both, target[:, None], driver="gelsd").solution[:, 0]
     bound = tolerance * float(target.abs().max()) * max(1.0, float(found.abs().max()))
-    if not float((told @ found - target).abs().max()) <= bound:
+    if not float((both @ found - target).abs().max()) <= bound:
         return None
-    out = torch.ones(columns.shape[1], dtype=torch.float64)
-    out[live] = found
+    out = torch.ones(told, dtype=torch.float64)
+    out[live[:told]] = found[: parts.shape[1]]
     return out
+
+
+def _rank(columns: Tensor) -> int:
+    if not columns.shape[1]:
+        return 0
+    unit = columns / columns.norm(dim=0, keepdim=True)
+    return int(torch.linalg.matrix_rank(unit, rtol=1e-9))
 
 
 def _once_but_one(columns: Tensor, target: Tensor, tolerance: float, num: int) -> Tensor | None:
@@ -306,11 +337,9 @@ def is_whole_already(joint: Joint, truth: Truth, tolerance: float) -> bool:
         return False
     if not all(torch.equal(given[0], other) for other in given[1:]):
         return False
-    return _near(given[0], truth.target, tolerance)
-
-
-def _near(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    return float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+    columns = [given[0], *(t for t in truth.beside if t.numel() == truth.target.numel())]
+    found = solve(torch.stack(columns, 1), truth.target, tolerance, 1, told=1)
+    return found is not None and abs(float(found[0]) - 1) <= SAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,9 +405,7 @@ class GoesOn:
     times: float = 1.0
 
 
-def goes_on(
-    traces: Traces, joint: Joint, *, back: bool, tensors: Sequence[tuple[str, Tensor]]
-) -> GoesOn | None:
+def goes_on(joint: Joint, tensors: Sequence[tuple[str, Tensor]]) -> GoesOn | None:
     """The first of these that has the rank's own numbers in places of the result's, or a multiple
     of the result; None where none tells. tensors: what came after it, with what it is in words."""
     one = joint.own
@@ -400,6 +427,24 @@ def goes_on(
             if lost:
                 return GoesOn(where=where, own=lost, numel=int(got.count_nonzero()))
     return None
+
+
+def goes_on_in_sum(joint: Joint, truth: Truth, value: Tensor) -> GoesOn | None:
+    """The same where the result is added to something: by what `value`, which should be the truth's
+    target, is off. None where it is not off by that."""
+    one, own = joint.own, untouched(joint)
+    if one.got is None or own is None or truth.target.numel() != one.got.numel():
+        return None
+    if value.numel() != one.got.numel():
+        return None
+    got = one.got.double().reshape(-1)
+    off, size = value.double().reshape(-1) - truth.target, float(truth.target.abs().max()) * 1e-9
+    lacks = own - got
+    is_right, is_own = off.abs() <= size, (off - lacks).abs() <= size
+    found = int((is_own & ~is_right).sum()) if bool((is_right | is_own).all()) else 0
+    if not found:
+        return None
+    return GoesOn(where="", own=found, numel=int((lacks.abs() > size).sum()))
 
 
 def untouched(joint: Joint) -> Tensor | None:

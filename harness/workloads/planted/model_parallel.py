@@ -39,6 +39,7 @@ class SkipNorms(SequenceTensorParallel):
     "M17",
     "the replicated bias is added on every rank before the SUM",
     "open",
+    "forward",
 )
 class BiasBefore(Megatron):
     def out(self, layer, hidden, ctx):
@@ -65,6 +66,7 @@ class BiasOverT(Megatron):
     "the backward of the copy into the tensor-parallel region does not sum",
     "open",
     "skipped_collective",
+    "backward",
 )
 class IdentityBackward(Megatron):
     def copy_in(self, x, ctx):
@@ -103,6 +105,7 @@ class SumBackward(Megatron):
     "the sum of the shards is taken without autograd",
     "open",
     "missing",
+    "backward",
 )
 class NoAutograd(Megatron):
     def sum_out(self, x, ctx):
@@ -135,6 +138,7 @@ class NoOffset(Megatron):
     "M59",
     "label smoothing divides by the shard's vocabulary, not by the whole",
     "open",
+    "backward",
 )
 class ShardLocalSize(Megatron):
     def step(self, model, batch, ctx):
@@ -204,6 +208,7 @@ class CpFactor(ContextParallel):
     "local_count",
     "row_factors",
     "skipped_collective",
+    "loss_weights",
 )
 class CpLocal(ContextParallel):
     def global_count(self, mine, ctx):
@@ -219,6 +224,7 @@ class CpLocal(ContextParallel):
     "keys and values of other ranks are gathered without their gradient",
     "open",
     "skipped_collective",
+    "backward",
 )
 class GatherDetached(ContextParallel):
     def gather(self, ctx):
@@ -265,6 +271,7 @@ class AuxScale(ExpertParallel):
     "M28",
     "the balance loss is not attached to the graph",
     "term_factor",
+    "loss_weights",
 )
 class AuxDropped(ExpertParallel):
     def local_balance(self, model, mine):

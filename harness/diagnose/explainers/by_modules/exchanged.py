@@ -18,6 +18,7 @@ from sumgrad.diagnose.modules.exchanged import (
     Truth,
     fit_parts,
     goes_on,
+    goes_on_in_sum,
     is_whole_already,
     joints,
     sources,
@@ -222,7 +223,7 @@ def _zeros(looking: _Looking, joint: Joint) -> AtFault | None:
     empty = [r for r in members if not bool(joint.by_rank[r].given.any())]
     if not joint.is_sum or not empty or 2 * len(empty) > len(members):
         return None
-    if next(looking.truths(joint), None) is None or _is_right(looking, joint):
+    if next(looking.truths(joint), None) is None or _right_sum(looking, joint):
         return None
     return AtFault(
         kind="lost_contribution",
@@ -367,14 +368,21 @@ def _factor(found: Sequence[Source], module: str) -> float | None:
 
 def _result(looking: _Looking, joint: Joint) -> AtFault | None:
     """A right result in place of which something else goes on."""
-    if joint.is_sum and not _is_right(looking, joint):
+    right = _right_sum(looking, joint) if joint.is_sum else None
+    if joint.is_sum and right is None:
         return None
     after = looking.after(joint)
-    told = goes_on(looking.traces, joint, back=looking.back, tensors=after)
-    if told is None:
-        return None
-    shown = _shown(looking, joint)
-    return _not_the_result(joint, told, shown)
+    told = goes_on(joint, after)
+    if told is None and right is not None:
+        of = right.module.removeprefix(INTO)
+        words = f"what goes into {of}" if right.module.startswith(INTO) else f"the output of {of}"
+        words = f"the gradient of {words}" if looking.back else words
+        for where, value in after:
+            told = goes_on_in_sum(joint, right, value) if where == words else None
+            if told is not None:
+                told = replace(told, where=where)
+                break
+    return None if told is None else _not_the_result(joint, told, _shown(looking, joint))
 
 
 def _not_the_result(joint: Joint, told: GoesOn, shown: str) -> AtFault | None:
@@ -411,10 +419,10 @@ def _only_own(joint: Joint, told: GoesOn) -> bool:
     return told.own >= told.numel - int(joint.own.given.count_nonzero())
 
 
-def _is_right(looking: _Looking, joint: Joint) -> bool:
-    """Whether a sum of these parts is what is right there."""
+def _right_sum(looking: _Looking, joint: Joint) -> Truth | None:
+    """What is right there, if these parts add up to it."""
     for truth in looking.truths(joint):
         found = fit_parts(joint, joint.ranks, truth, looking.tolerance, with_before=False)
         if found is not None and found.all_once:
-            return True
-    return False
+            return truth
+    return None
