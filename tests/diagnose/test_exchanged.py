@@ -8,8 +8,10 @@ import yaml
 from sumgrad.diagnose.modules.exchanged import (
     Joint,
     Truth,
+    accounts_for,
     fit_parts,
     goes_on,
+    goes_on_in_sum,
     is_whole_already,
     mixed_with,
     segment_of,
@@ -244,7 +246,7 @@ def joint(op="allreduce", reduce="SUM", ranks=(0, 1, 2), rank=0, got=None, **giv
 
 
 def truth(target: torch.Tensor) -> Truth:
-    return Truth(module="inner", target=target)
+    return Truth(module="inner", target=target, columns=slice(0, 5))
 
 
 def fitted(target, ranks=(0, 1, 2), *, with_before=False, **changed):
@@ -308,7 +310,7 @@ def test_what_a_buffer_has_where_nothing_came():
     ("value", "own", "times"),
     [("own", 40, 1), ("half", 20, 1), ("thrice", 0, 3), ("got", None, 1), ("other", None, 1)],
 )
-def test_what_goes_on_in_place_of_a_result(value, own, times):
+def test_what_goes_on_in_place_of_a_sum(value, own, times):
     got = GIVEN[0] + GIVEN[1] + GIVEN[2]
     held = {
         "own": GIVEN[0],
@@ -317,22 +319,43 @@ def test_what_goes_on_in_place_of_a_result(value, own, times):
         "got": got,
         "other": numbers(60),
     }[value]
-    told = goes_on(joint(got=got), [("it", held.reshape(8, 5))])
+    told = goes_on_in_sum(joint(got=got), held - got)
     if own is None:
         assert told is None
     else:
         assert (told.own, told.numel, told.times) == (own, 40, pytest.approx(times))
 
 
-def test_a_gather_with_zeros_in_any_order():
+def test_a_tensor_that_is_off_by_the_collective_and_by_nothing_else():
+    got, right = GIVEN[0] + GIVEN[1], GIVEN[0] + GIVEN[1] + GIVEN[2]
+    one = joint(got=got)
+    assert accounts_for(-GIVEN[2], one, right, 1e-8)
+    assert not accounts_for(-GIVEN[2] * 2, one, right, 1e-8)
+    assert not accounts_for(torch.zeros(40, dtype=torch.float64), one, got, 1e-8)  # not off at all
+    assert not accounts_for(None, one, right, 1e-8)
+
+
+def test_a_gather_with_nothing_of_others():
     got = numbers(7, 120)
-    held = torch.zeros(120, dtype=torch.float64)
-    held[:40] = got[40:80].flip(0)
-    gathered = joint(op="allgather", rank=1, got=got)
-    told = goes_on(gathered, [("it", held.reshape(4, 30).T)])
-    assert (told.own, told.numel) == (80, 120)
-    held[0] = 5.0  # none of its numbers
-    assert goes_on(gathered, [("it", held)]) is None
+    own = torch.zeros(120, dtype=torch.float64)
+    own[40:80] = got[40:80]
+    gathered = joint(op="allgather", rank=1, got=got, r1=got[40:80].clone())
+    told = goes_on(gathered, [("right", got), ("it", own.reshape(4, 30).T)])
+    assert (told.where, told.own, told.numel) == ("it", 80, 80)
+    own[0] = 5.0  # none of its numbers
+    assert goes_on(gathered, [("it", own)]) is None
+
+
+def test_a_gather_that_has_come_in_part_and_one_that_is_masked():
+    got = numbers(7, 120)
+    gathered = joint(op="allgather", rank=1, got=got, r1=got[40:80].clone())
+    late = got.clone()
+    late[90:] = 0
+    told = goes_on(gathered, [("it", late)])
+    assert (told.own, told.numel) == (30, 80)
+    masked = got.clone().reshape(12, 10)
+    masked[:, 8:] = 0
+    assert goes_on(gathered, [("it", masked)]) is None
 
 
 def test_segments_and_mixtures():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from sumgrad.diagnose.modules.look import Look, Seen
+from sumgrad.diagnose.modules.matching import vectors
 from sumgrad.diagnose.modules.whole import Whole
 from sumgrad.ledger.operations import FAMILIES, REDUCTIONS, members
 from sumgrad.record.exchanged import Exchange
@@ -87,17 +88,16 @@ def _alike(event: Mapping[str, object], other: Mapping[str, object]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Truth:
-    """What a collective's sum should be: `module`'s output, or its gradient, in one process; or
-    what a line there computes with, in words in place of a module.
+    """What a collective's sum should be: `module`'s output, or its gradient, in one process.
 
-    target: (n,) as the tensor that goes in. beside: (n,) each, what may be in it besides the sum: a
-    bias, what goes around it.
+    target: (n,) as the tensor that goes in, of these columns of the module's. beside: (n,) each,
+    what may be in it besides the sum: a bias, what goes around it.
     """
 
     module: str
     target: Tensor
+    columns: slice
     beside: tuple[Tensor, ...] = ()
-    words: str = ""
 
 
 def truths(
@@ -128,9 +128,12 @@ def truths(
                 target = values[order, start : start + width] * factor
                 if not bool(target.any()):
                     continue
-                around = _around(module, whole, single, order, slice(start, start + width), back)
+                columns = slice(start, start + width)
+                around = _around(module, whole, single, order, columns, back)
                 beside = tuple(t.reshape(-1) * factor for t in around)
-                yield Truth(module=module, target=target.reshape(-1), beside=beside)
+                yield Truth(
+                    module=module, target=target.reshape(-1), columns=columns, beside=beside
+                )
 
 
 def _around(
@@ -153,20 +156,6 @@ def _around(
         inside = not module or name.startswith(f"{module}.")
         if inside and param.dim() == 1 and param.numel() >= columns.stop:
             yield param.double()[columns].expand(len(order), -1)
-
-
-def truths_of_lines(joint: Joint, single: Trace) -> Iterator[Truth]:
-    """What the single process's lines compute with, of the same size, outside of its modules."""
-    numel, known = joint.own.given.numel(), set()
-    for one in single.computed.computations:
-        for argument in one.takes:
-            if not isinstance(argument, int) or argument in known:
-                continue
-            value = single.computed.values[argument]
-            if value.numel() == numel > 1 and value.is_floating_point() and bool(value.any()):
-                known.add(argument)
-                words = f"what `{one.code}` computes with in the single process"
-                yield Truth(module="", target=value.double().reshape(-1), words=words)
 
 
 def _orders(joint: Joint, look: Look, num_rows: int) -> list[Tensor]:
@@ -406,45 +395,93 @@ class GoesOn:
 
 
 def goes_on(joint: Joint, tensors: Sequence[tuple[str, Tensor]]) -> GoesOn | None:
-    """The first of these that has the rank's own numbers in places of the result's, or a multiple
-    of the result; None where none tells. tensors: what came after it, with what it is in words."""
+    """Where the result of a gather should stand: the first of these tensors that has zeros, or
+    nothing but the rank's own, in place of others' numbers. tensors: what came after it, with what
+    it is in words.
+    """
     one = joint.own
-    if one.got is None:
+    if one.got is None or joint.family not in ("all_gather", "all_to_all"):
         return None
     got, own = one.got.double().reshape(-1), untouched(joint)
     if own is None or torch.equal(got, own) or got.numel() < 2:
         return None
+    numel = int((got != own).sum())
     for where, tensor in tensors:
         for part in _slices(tensor, got.numel()):
             found = mixed_with(part, got, own)
-            if found:
-                return GoesOn(where=where, own=found, numel=int((got != own).sum()))
-            times = _times(part, got)
-            if times is not None and abs(times - 1) > SAME:
-                return GoesOn(where=where, own=0, numel=got.numel(), times=times)
-        if tensor.numel() == got.numel() and joint.family in ("all_gather", "all_to_all"):
-            lost = _emptied(tensor.double().reshape(-1), got)
-            if lost:
-                return GoesOn(where=where, own=lost, numel=int(got.count_nonzero()))
+            if found and _is_one_stretch(part != got, got == own):
+                return GoesOn(where=where, own=found, numel=numel)
+        if tensor.numel() == got.numel() and _has_only(tensor.double().reshape(-1), own, got):
+            return GoesOn(where=where, own=numel, numel=numel)
     return None
 
 
-def goes_on_in_sum(joint: Joint, truth: Truth, value: Tensor) -> GoesOn | None:
-    """The same where the result is added to something: by what `value`, which should be the truth's
-    target, is off. None where it is not off by that."""
+def _is_one_stretch(lacks: Tensor, own: Tensor) -> bool:
+    """Whether elements follow one another, but for the rank's own, as what has not come yet does: a
+    mask leaves out some of each row."""
+    at = lacks.nonzero()[:, 0]
+    return len(at) > 0 and bool((lacks | own)[at[0] : at[-1] + 1].all())
+
+
+def _has_only(value: Tensor, own: Tensor, got: Tensor) -> bool:
+    """Whether a tensor has the rank's own numbers and zeros, in whatever order."""
+    live, mine = value[value != 0], own[own != 0]
+    if not len(mine) or len(live) != len(mine) or len(mine) >= int(got.count_nonzero()):
+        return False
+    return torch.equal(live.sort().values, mine.sort().values)
+
+
+def off_by(traces: Traces, joint: Joint, truth: Truth, *, back: bool) -> Tensor | None:
+    """(m,) what the rank's first tensor after a collective, that should be the truth's target, is
+    too much in each element of its result; None where it has none of that size."""
+    trace, number = traces.ranks[joint.rank], joint.own.number
+    for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
+        at, value = (call.operation_back, gradient) if back else (call.operation, output)
+        if call.module == truth.module and at is not None and value is not None and at > number:
+            held = vectors(value)
+            if held.shape[1] < truth.columns.stop:
+                return None
+            mine, wanted = held[:, truth.columns].reshape(-1), part_of_rank(joint, truth.target)
+            return mine - wanted if mine.shape == wanted.shape else None
+    return None
+
+
+def part_of_rank(joint: Joint, whole: Tensor) -> Tensor:
+    """Of something as it goes into a collective, what the rank has of it afterwards."""
+    if joint.family != "reduce_scatter":
+        return whole
+    size, place = len(whole) // len(joint.ranks), joint.ranks.index(joint.rank)
+    return whole[place * size : (place + 1) * size]
+
+
+def accounts_for(off: Tensor | None, joint: Joint, right: Tensor, tolerance: float) -> bool:
+    """Whether a tensor is off by what the collective's result is, were `right` right; and is off.
+
+    right: (n,) as what goes in.
+    """
+    got = joint.own.got
+    if off is None or got is None or got.numel() != len(off):
+        return False
+    wanted = part_of_rank(joint, right)
+    lacks = got.double().reshape(-1) - wanted
+    size = tolerance * max(float(wanted.abs().max()), float(got.abs().max()))
+    return bool((off.abs() > size).any()) and float((off - lacks).abs().max()) <= size
+
+
+def goes_on_in_sum(joint: Joint, off: Tensor | None) -> GoesOn | None:
+    """What stands in place of a right result, by what a tensor that has it in it is off: the
+    rank's own numbers, or so many times the result; None where it is off otherwise."""
     one, own = joint.own, untouched(joint)
-    if one.got is None or own is None or truth.target.numel() != one.got.numel():
-        return None
-    if value.numel() != one.got.numel():
+    if off is None or one.got is None or own is None or one.got.numel() != len(off):
         return None
     got = one.got.double().reshape(-1)
-    off, size = value.double().reshape(-1) - truth.target, float(truth.target.abs().max()) * 1e-9
-    lacks = own - got
+    lacks, size = own - got, float(got.abs().max()) * 1e-9
     is_right, is_own = off.abs() <= size, (off - lacks).abs() <= size
     found = int((is_own & ~is_right).sum()) if bool((is_right | is_own).all()) else 0
-    if not found:
-        return None
-    return GoesOn(where="", own=found, numel=int((lacks.abs() > size).sum()))
+    if found:
+        return GoesOn(where="", own=found, numel=int((lacks.abs() > size).sum()))
+    more = _times(off, got)
+    return None if more is None else GoesOn(where="", own=0, numel=len(off), times=1 + more)
 
 
 def untouched(joint: Joint) -> Tensor | None:
@@ -489,12 +526,3 @@ def segment_of(buffer: Tensor, part: Tensor, close: float) -> int | None:
         if fits and bool(((held - part).abs() <= close * size).all()):
             return int(start)
     return None
-
-
-def _emptied(value: Tensor, got: Tensor) -> int:
-    """How many zeros stand in place of the result's numbers, in whatever order."""
-    live, wanted = value[value != 0].sort().values, got[got != 0].sort().values
-    if not len(live) or len(live) >= len(wanted):
-        return 0
-    at = torch.searchsorted(wanted, live).clamp(max=len(wanted) - 1)
-    return len(wanted) - len(live) if torch.equal(wanted[at], live) else 0

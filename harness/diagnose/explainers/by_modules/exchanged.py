@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in, range_between
@@ -16,16 +17,19 @@ from sumgrad.diagnose.modules.exchanged import (
     Joint,
     Source,
     Truth,
+    accounts_for,
     fit_parts,
     goes_on,
     goes_on_in_sum,
     is_whole_already,
     joints,
+    off_by,
     sources,
     truths,
 )
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import COARSE, TOLERANCES, Look, constant
+from sumgrad.diagnose.modules.matching import match, vectors
 from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.judge.joint import collective_in_words
@@ -33,6 +37,8 @@ from sumgrad.record.trace import INTO, Traces
 from torch import Tensor
 
 BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
+NEARLY = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 1e-2}
+NOTHING = "a rank that has nothing to give is right to: then look elsewhere"
 MOST = 12  # collectives in between that are looked at
 
 
@@ -150,8 +156,6 @@ class _Looking:
 
     def what(self, truth: Truth) -> str:
         """`what layers.0.down gives in the single process`."""
-        if truth.words:
-            return truth.words
         into, name = truth.module.startswith(INTO), truth.module.removeprefix(INTO)
         if self.back:
             of = f"what goes into {name}" if into else f"the output of {name}"
@@ -160,17 +164,19 @@ class _Looking:
             "in the single process" if into else "gives in the single process"
         )
 
+    def off_by(self, joint: Joint, truth: Truth) -> Tensor | None:
+        return off_by(self.traces, joint, truth, back=self.back)
+
     def after(self, joint: Joint) -> list[tuple[str, Tensor]]:
-        """What came after a collective on this rank, with what it is in words; the wrong first."""
+        """What came after a collective on this rank, with what it is in words."""
         trace, number = self.traces.ranks[self.rank], joint.own.number
         near: list[tuple[str, Tensor]] = []
         for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
             at, value = (call.operation_back, gradient) if self.back else (call.operation, output)
             if at is None or value is None or at <= number:
                 continue
-            into, name = call.module.startswith(INTO), call.module.removeprefix(INTO)
-            words = f"what goes into {name}" if into else f"the output of {name}"
-            near.append((f"the gradient of {words}" if self.back else words, value))
+            if call.module.removeprefix(INTO) == self.found.wrong:
+                near.append((self.words(call.module), value))
         lines = []
         if not self.back:
             for one in trace.computed.computations:
@@ -178,7 +184,13 @@ class _Looking:
                     if isinstance(argument, int):
                         value = trace.computed.values[argument]
                         lines.append((f"what `{one.code}` computes with", value))
-        return [*near[:40], *lines[:400]]
+        return [*near, *lines]
+
+    def words(self, module: str) -> str:
+        """`the output of down`, `the gradient of what goes into down`."""
+        name = module.removeprefix(INTO)
+        text = f"what goes into {name}" if module.startswith(INTO) else f"the output of {name}"
+        return f"the gradient of {text}" if self.back else text
 
 
 def _shown(looking: _Looking, joint: Joint) -> str:
@@ -187,16 +199,29 @@ def _shown(looking: _Looking, joint: Joint) -> str:
 
 
 def _issued_narrow(looking: _Looking, joint: Joint) -> AtFault | None:
-    """In fewer digits than all around it."""
+    """In fewer digits than all around it, where what is wrong is so up to such digits alone."""
     dtype, wide = str(joint.event["dtype"]), looking.case.record.spec.tiers[looking.case.tier]
-    if BITS.get(dtype, 64) >= BITS.get(wide, 0):
+    if BITS.get(dtype, 64) >= BITS.get(wide, 0) or not _is_nearly_right(looking, NEARLY[dtype]):
         return None
-    shown = _shown(looking, joint)
     return AtFault(
         kind="low_precision",
-        cause=f"{shown} is issued in {dtype}, where all around it is {wide}",
+        cause=f"{_shown(looking, joint)} is issued in {dtype}, where all around it is {wide}",
+        because=(f"up to the digits of {dtype} what follows is right",),
         ranks=joint.ranks,
     )
+
+
+def _is_nearly_right(looking: _Looking, tolerance: float) -> bool:
+    s = next(s for s in looking.found.seen if s.rank == looking.rank)
+    trace = looking.traces.ranks[looking.rank]
+    at = trace.calls.index(s.call)
+    value = trace.gradients[at] if looking.back else trace.outputs[at]
+    held = looking.whole().get((s.call.module, s.call.part))
+    if value is None or held is None:
+        return False
+    wanted = held.gradients * (looking.factor or 1.0) if looking.back else held.outputs
+    found = match(vectors(value), wanted, tolerance)
+    return found is not None and bool(found.here.all())
 
 
 def _sums(looking: _Looking, joint: Joint) -> AtFault | None:
@@ -211,9 +236,13 @@ def _sums(looking: _Looking, joint: Joint) -> AtFault | None:
         if {*joint.ranks} < {*ranks}
     ]
     for truth in looking.truths(joint):
-        told = _other_sum(looking, joint, truth, shown, larger)
-        if told is not None:
-            return told
+        other = _other_sum(looking, joint, truth, shown, larger)
+        if other is None:
+            continue
+        told, right = other
+        if accounts_for(looking.off_by(joint, truth), joint, right, looking.tolerance):
+            put_right = f"with that put right {looking.words(truth.module)} is the single process's"
+            return replace(told, because=(*told.because, put_right))
     return None
 
 
@@ -229,65 +258,81 @@ def _zeros(looking: _Looking, joint: Joint) -> AtFault | None:
         kind="lost_contribution",
         cause=f"rank {spans(empty)} puts zeros into {_shown(looking, joint)}, and what the others "
         f"put in does not add up to what is right there",
-        because=("what is not written yet, or is zeroed once more, looks like this",),
+        because=("what is not written yet, or is zeroed once more, looks like this", NOTHING),
         ranks=tuple(empty),
     )
 
 
 def _other_sum(
     looking: _Looking, joint: Joint, truth: Truth, shown: str, larger: Sequence[tuple[int, ...]]
-) -> AtFault | None:
+) -> tuple[AtFault, Tensor] | None:
+    """What a collective does otherwise if this is right there, and what it would give then."""
     tolerance, what = looking.tolerance, looking.what(truth)
+    given = joint.given(joint.ranks)
+    if given is None:
+        return None
     if is_whole_already(joint, truth, tolerance):
-        if joint.event.get("reduce") == "AVG":
-            return None
-        return AtFault(
+        told = AtFault(
             kind="double_reduction",
             cause=f"what the ranks put into {shown} is whole already: it is counted "
             f"{len(joint.ranks)} times",
             because=(f"every one of them puts in {what}",),
             ranks=joint.ranks,
         )
+        return (told, given[0]) if joint.event.get("reduce") != "AVG" else None
     whole = fit_parts(joint, joint.ranks, truth, tolerance, with_before=False)
     if whole is not None and whole.all_once:
-        if joint.event.get("reduce") != "AVG":
-            return None
-        return AtFault(
+        told = AtFault(
             kind="avg",
             cause=f"{shown} averages (AVG), where the sum is meant",
             because=(f"what its ranks put in adds up to {what}, so that all that follows is "
                      f"divided by {len(joint.ranks)}",),
             ranks=joint.ranks,
         )  # fmt: skip
+        return (told, torch.stack(given).sum(0)) if joint.event.get("reduce") == "AVG" else None
     if whole is not None:
-        return _one_rank_otherwise(joint, whole, shown, what)
+        other = _one_rank_otherwise(whole, shown, what)
+        return None if other is None else (other, _put_together(joint, whole))
     older = fit_parts(joint, joint.ranks, truth, tolerance, with_before=True)
     if older is not None and older.before:
-        return _from_before(older, shown, what)
+        stale = _from_before(older, shown, what)
+        return None if stale is None else (stale, _put_together(joint, older))
     for ranks in larger:
         more = fit_parts(joint, ranks, truth, tolerance, with_before=False)
         if more is not None and more.all_once:
             lacking = tuple(sorted({*ranks} - {*joint.ranks}))
-            return AtFault(
+            told = AtFault(
                 kind="too_few_ranks",
                 cause=f"{shown} is over too few ranks: it lacks rank {spans(lacking)}",
                 because=(f"only with what rank {spans(lacking)} has there it adds up to {what}",),
                 ranks=joint.ranks,
             )
+            return told, _put_together(joint, more)
     return None
 
 
-def _one_rank_otherwise(joint: Joint, fitted: Fitted, shown: str, what: str) -> AtFault | None:
+def _put_together(joint: Joint, fitted: Fitted) -> Tensor:
+    """What ranks put in, with these factors."""
+    now = [c * joint.by_rank[r].given.double().reshape(-1) for r, c in fitted.factors.items()]
+    for rank, c in fitted.before.items():
+        held = joint.by_rank[rank].before
+        assert held is not None
+        now.append(c * held.double().reshape(-1))
+    return torch.stack(now).sum(0)
+
+
+def _one_rank_otherwise(fitted: Fitted, shown: str, what: str) -> AtFault | None:
     """Parts that enter with another factor than those of most ranks, which enter once."""
     other = {r: c for r, c in fitted.factors.items() if abs(c - 1) > SAME}
     if 2 * len(other) > len(fitted.factors) or any(abs(c) <= SAME for c in other.values()):
         return None
     factors = [1 / c for c in other.values()]
-    times = fraction_of(factors[0]) if max(factors) - min(factors) <= SAME else ""
-    named = f"{times} times" if times else "with other factors than"
+    alike = max(factors) - min(factors) <= SAME
+    named = f"{fraction_of(factors[0])} times what it should"
     return AtFault(
         kind="rank_factor",
-        cause=f"rank {spans(sorted(other))} puts {named} what it should into {shown}",
+        cause=f"rank {spans(sorted(other))} puts {named if alike else 'too much or too little'} "
+        f"into {shown}",
         because=(f"without that what the ranks put in adds up to {what}",),
         ranks=tuple(sorted(other)),
     )
@@ -329,23 +374,17 @@ def _given(looking: _Looking, joint: Joint) -> AtFault | None:
         return AtFault(
             kind="lost_contribution",
             cause=f"rank {spans(others)} puts zeros into {shown}, where others put {what}",
-            because=("what is not written yet, or is zeroed once more, looks like this",),
+            because=("what is not written yet, or is zeroed once more, looks like this", NOTHING),
             ranks=tuple(others),
         )
     factors = {_factor(found[r], module) for r in others}
     (first, *more) = factors
-    if first is not None and not more:
-        return AtFault(
-            kind="rank_factor",
-            cause=f"rank {spans(others)} puts {fraction_of(first)} times {what} into {shown}; "
-            f"others put it in as it is",
-            ranks=tuple(others),
-        )
+    if first is None or more:
+        return None  # it may be right to put in something else, as what is masked
     return AtFault(
-        kind="changed_input",
-        cause=f"rank {spans(others)} puts something else into {shown} than {what}; others put "
-        f"theirs in",
-        because=("what is left in a buffer from before, or is not there yet, looks like this",),
+        kind="rank_factor",
+        cause=f"rank {spans(others)} puts {fraction_of(first)} times {what} into {shown}; "
+        f"others put it in as it is",
         ranks=tuple(others),
     )
 
@@ -368,21 +407,19 @@ def _factor(found: Sequence[Source], module: str) -> float | None:
 
 def _result(looking: _Looking, joint: Joint) -> AtFault | None:
     """A right result in place of which something else goes on."""
-    right = _right_sum(looking, joint) if joint.is_sum else None
-    if joint.is_sum and right is None:
-        return None
-    after = looking.after(joint)
-    told = goes_on(joint, after)
-    if told is None and right is not None:
-        of = right.module.removeprefix(INTO)
-        words = f"what goes into {of}" if right.module.startswith(INTO) else f"the output of {of}"
-        words = f"the gradient of {words}" if looking.back else words
-        for where, value in after:
-            told = goes_on_in_sum(joint, right, value) if where == words else None
-            if told is not None:
-                told = replace(told, where=where)
-                break
-    return None if told is None else _not_the_result(joint, told, _shown(looking, joint))
+    shown = _shown(looking, joint)
+    if not joint.is_sum:
+        told = goes_on(joint, looking.after(joint))
+        return None if told is None else _not_the_result(joint, told, shown)
+    for truth in looking.truths(joint):
+        found = fit_parts(joint, joint.ranks, truth, looking.tolerance, with_before=False)
+        if found is None or not found.all_once:
+            continue
+        told = goes_on_in_sum(joint, looking.off_by(joint, truth))
+        if told is not None:
+            where = looking.words(truth.module)
+            return _not_the_result(joint, replace(told, where=where), shown)
+    return None
 
 
 def _not_the_result(joint: Joint, told: GoesOn, shown: str) -> AtFault | None:
@@ -391,12 +428,11 @@ def _not_the_result(joint: Joint, told: GoesOn, shown: str) -> AtFault | None:
             return None
         return AtFault(
             kind="double_reduction",
-            cause=f"the result of {shown} is counted {len(joint.ranks)} times: {told.where} is so "
-            f"many times what it gives",
+            cause=f"the result of {shown} is counted {len(joint.ranks)} times in {told.where}",
             ranks=joint.ranks,
         )
     own = "zeros or its own part" if joint.family == "all_gather" else "what it has itself"
-    if told.own >= told.numel or (joint.family == "all_gather" and _only_own(joint, told)):
+    if told.own >= told.numel:
         return AtFault(
             kind="unused_result",
             cause=f"the result of {shown} is not used on rank {joint.rank}: {told.where} has "
@@ -412,11 +448,6 @@ def _not_the_result(joint: Joint, told: GoesOn, shown: str) -> AtFault | None:
         because=("wait for it before its first use",),
         ranks=(joint.rank,),
     )
-
-
-def _only_own(joint: Joint, told: GoesOn) -> bool:
-    """Whether all that an all-gather brings from others is missing."""
-    return told.own >= told.numel - int(joint.own.given.count_nonzero())
 
 
 def _right_sum(looking: _Looking, joint: Joint) -> Truth | None:
