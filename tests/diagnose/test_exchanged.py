@@ -5,19 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
-from sumgrad.diagnose.modules.exchanged import (
-    Joint,
-    Truth,
-    accounts_for,
-    fit_parts,
-    goes_on,
-    goes_on_in_sum,
-    is_whole_already,
-    mixed_with,
-    segment_of,
-    solve,
-    untouched,
-)
+from sumgrad.diagnose.modules.fitted_parts import accounts_for, fit_parts, is_whole_already, solve
+from sumgrad.diagnose.modules.goes_on import goes_on, goes_on_in_sum
+from sumgrad.diagnose.modules.joints import Joint, mixed_with, segment_of, untouched
+from sumgrad.diagnose.modules.right_sums import Truth
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.record.exchanged import Exchange, exchanges_as_tensors, exchanges_from

@@ -11,7 +11,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.modules.exchanged import Joint, joints, mixed_with, segment_of, untouched
+from sumgrad.diagnose.modules.joints import Joint, joints, mixed_with, segment_of, untouched
 from sumgrad.judge.cells import Cell
 from sumgrad.judge.joint import collective_in_words
 from sumgrad.record.trace import Traces

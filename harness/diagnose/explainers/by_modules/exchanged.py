@@ -10,26 +10,13 @@ from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in, range_between
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, traces_looked_at
-from sumgrad.diagnose.modules.exchanged import (
-    SAME,
-    Fitted,
-    GoesOn,
-    Joint,
-    Source,
-    Truth,
-    accounts_for,
-    fit_parts,
-    goes_on,
-    goes_on_in_sum,
-    is_whole_already,
-    joints,
-    off_by,
-    sources,
-    truths,
-)
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.fitted_parts import Fitted, accounts_for, fit_parts, is_whole_already
+from sumgrad.diagnose.modules.goes_on import GoesOn, Source, goes_on, goes_on_in_sum, sources
+from sumgrad.diagnose.modules.joints import SAME, Joint, joints
 from sumgrad.diagnose.modules.look import COARSE, TOLERANCES, Look, constant
 from sumgrad.diagnose.modules.matching import match, vectors
+from sumgrad.diagnose.modules.right_sums import Truth, off_by, truths
 from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.judge.joint import collective_in_words

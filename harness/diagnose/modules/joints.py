@@ -1,0 +1,152 @@
+"""Collectives as a rank's group issued them, by value: what went in, what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from sumgrad.ledger.operations import FAMILIES, REDUCTIONS, members
+from sumgrad.record.exchanged import Exchange
+from sumgrad.record.trace import Traces
+from torch import Tensor
+
+MAX_SLICES = 8  # of a module's features that a collective's tensor may be
+SAME = 1e-6  # a factor closer to another than this is the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Joint:
+    """One collective as a rank's group issued it, and the like one of every other rank.
+
+    event: the rank's, of its ledger. ranks: the group's, in its order. by_rank: the exchange of
+    every rank that issued the same line's operation as often before.
+    """
+
+    rank: int
+    event: Mapping[str, object]
+    ranks: tuple[int, ...]
+    by_rank: Mapping[int, Exchange]
+
+    @property
+    def own(self) -> Exchange:
+        return self.by_rank[self.rank]
+
+    @property
+    def family(self) -> str:
+        return FAMILIES.get(str(self.event["op"]), str(self.event["op"]))
+
+    @property
+    def is_sum(self) -> bool:
+        return self.family in REDUCTIONS and self.event.get("reduce") in ("SUM", "AVG")
+
+    def given(self, ranks: Sequence[int]) -> list[Tensor] | None:
+        """What these ranks put in, as float64; None unless all did, each as much."""
+        found = [self.by_rank[r].given for r in ranks if r in self.by_rank]
+        if len(found) < len(ranks) or len({t.numel() for t in found}) > 1:
+            return None
+        return [t.double().reshape(-1) for t in found]
+
+
+def joints(traces: Traces, rank: int, start: int, end: int) -> list[Joint]:
+    """The collectives of floating numbers that a rank issues from one number to another."""
+    mine = traces.ranks[rank]
+    known = {one.number for one in mine.exchanges}
+    out = []
+    for number in range(start, end):
+        if number not in known or number >= len(mine.events):
+            continue
+        event = mine.events[number]
+        ranks = members(event)
+        if len(ranks) < 2:
+            continue
+        nth = sum(_alike(e, event) for e in mine.events[:number])
+        by_rank = {}
+        for other, trace in traces.ranks.items():
+            numbers = [n for n, e in enumerate(trace.events) if _alike(e, event)]
+            held = {one.number: one for one in trace.exchanges}
+            if nth < len(numbers) and numbers[nth] in held:
+                by_rank[other] = held[numbers[nth]]
+        out.append(Joint(rank=rank, event=event, ranks=ranks, by_rank=by_rank))
+    return out
+
+
+def _alike(event: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    return (event["op"], event["site"], event["label"]) == (
+        other["op"], other["site"], other["label"],
+    )  # fmt: skip
+
+
+def part_of_rank(joint: Joint, whole: Tensor) -> Tensor:
+    """Of something as it goes into a collective, what the rank has of it afterwards."""
+    if joint.family != "reduce_scatter":
+        return whole
+    size, place = len(whole) // len(joint.ranks), joint.ranks.index(joint.rank)
+    return whole[place * size : (place + 1) * size]
+
+
+def untouched(joint: Joint) -> Tensor | None:
+    """What the buffer has where nothing has come: what went in, its own part of it, or zeros."""
+    one = joint.own
+    assert one.got is not None
+    given, numel = one.given.double().reshape(-1), one.got.numel()
+    if joint.family in ("allreduce", "reduce", "broadcast"):
+        return given
+    place = joint.ranks.index(joint.rank)
+    if joint.family == "reduce_scatter":
+        return given[place * numel : (place + 1) * numel] if len(given) >= numel else None
+    out = torch.zeros(numel, dtype=torch.float64)
+    if joint.family == "all_gather":
+        start = place * given.numel()
+        room = out[start : start + given.numel()]
+        room.copy_(given[: len(room)])
+        return out
+    if joint.family == "all_to_all":
+        out[: given.numel()] = given[:numel]
+        return out
+    return None
+
+
+def mixed_with(value: Tensor, got: Tensor, own: Tensor, close: float = 1e-12) -> int:
+    """How many elements are the rank's own and not the result's, if each is one of the two."""
+    size = float(got.abs().max()) * close
+    is_got, is_own = (value - got).abs() <= size, (value - own).abs() <= size
+    return int((is_own & ~is_got).sum()) if bool((is_got | is_own).all()) else 0
+
+
+def segment_of(buffer: Tensor, part: Tensor, close: float) -> int | None:
+    """Where these numbers stand one after the other in a flat buffer."""
+    size = float(part.abs().max())
+    if not size or len(part) > len(buffer):
+        return None
+    first = int(part.abs().argmax())
+    for at in ((buffer - part[first]).abs() <= close * size).nonzero()[:, 0].tolist():
+        start = at - first
+        held = buffer[max(start, 0) : start + len(part)]
+        fits = start >= 0 and len(held) == len(part)
+        if fits and bool(((held - part).abs() <= close * size).all()):
+            return int(start)
+    return None
+
+
+def slices(value: Tensor, numel: int) -> Iterator[Tensor]:
+    """A tensor as so many numbers: all of it, or its features in equal parts."""
+    flat = value.double()
+    if flat.numel() == numel:
+        yield flat.reshape(-1)
+    elif value.dim() and numel and flat.numel() % numel == 0:
+        times = flat.numel() // numel
+        if times <= MAX_SLICES and value.shape[-1] % times == 0:
+            for part in flat.split(value.shape[-1] // times, dim=-1):
+                yield part.reshape(-1)
+
+
+def times_of(given: Tensor, value: Tensor) -> float | None:
+    """c with given = c value, c not 0."""
+    square = float((value * value).sum())
+    if not square:
+        return None
+    c = float((given * value).sum()) / square
+    if abs(c) < SAME or float((given - c * value).abs().max()) > 1e-12 * float(given.abs().max()):
+        return None
+    return 1.0 if abs(c - 1) < 1e-12 else c
