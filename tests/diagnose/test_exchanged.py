@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
+from sumgrad.diagnose.modules.collectives import Collective, mixed_with, segment_of, untouched
 from sumgrad.diagnose.modules.fitted_parts import accounts_for, fit_parts, is_whole_already, solve
 from sumgrad.diagnose.modules.goes_on import goes_on, goes_on_in_sum
-from sumgrad.diagnose.modules.joints import Joint, mixed_with, segment_of, untouched
 from sumgrad.diagnose.modules.right_sums import Truth
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
@@ -225,7 +225,7 @@ def numbers(seed: int, size: int = 40) -> torch.Tensor:
 GIVEN = {rank: numbers(rank) for rank in range(4)}
 
 
-def joint(op="allreduce", reduce="SUM", ranks=(0, 1, 2), rank=0, got=None, **given) -> Joint:
+def issued(op="allreduce", reduce="SUM", ranks=(0, 1, 2), rank=0, got=None, **given) -> Collective:
     event = {"op": op, "reduce": reduce, "site": "a.py:1", "label": "structure/0/step"}
     held = {r: given.get(f"r{r}", GIVEN[r]) for r in range(4)}
     before = {r: numbers(90 + r) for r in range(4)}
@@ -233,7 +233,7 @@ def joint(op="allreduce", reduce="SUM", ranks=(0, 1, 2), rank=0, got=None, **giv
         r: Exchange(number=5, given=held[r], before=before[r], got=got if r == rank else None)
         for r in range(4)
     }
-    return Joint(rank=rank, event=event, ranks=tuple(ranks), by_rank=by_rank)
+    return Collective(rank=rank, event=event, ranks=tuple(ranks), by_rank=by_rank)
 
 
 def truth(target: torch.Tensor) -> Truth:
@@ -241,7 +241,7 @@ def truth(target: torch.Tensor) -> Truth:
 
 
 def fitted(target, ranks=(0, 1, 2), *, with_before=False, **changed):
-    found = fit_parts(joint(**changed), ranks, truth(target), 1e-8, with_before=with_before)
+    found = fit_parts(issued(**changed), ranks, truth(target), 1e-8, with_before=with_before)
     return None if found is None else (found.all_once, found.factors, found.before)
 
 
@@ -283,16 +283,16 @@ def test_few_numbers_are_fitted_with_one_unknown_only():
 
 def test_what_is_whole_already():
     same = dict.fromkeys(("r0", "r1", "r2"), GIVEN[3])
-    assert is_whole_already(joint(**same), truth(GIVEN[3]), 1e-8)
-    assert not is_whole_already(joint(**same), truth(2 * GIVEN[3]), 1e-8)
-    assert not is_whole_already(joint(), truth(GIVEN[0]), 1e-8)
+    assert is_whole_already(issued(**same), truth(GIVEN[3]), 1e-8)
+    assert not is_whole_already(issued(**same), truth(2 * GIVEN[3]), 1e-8)
+    assert not is_whole_already(issued(), truth(GIVEN[0]), 1e-8)
 
 
 def test_what_a_buffer_has_where_nothing_came():
-    assert torch.equal(untouched(joint(got=GIVEN[3])), GIVEN[0])
-    scattered = joint(op="reduce_scatter", rank=1, ranks=(0, 1), got=numbers(7, 20))
+    assert torch.equal(untouched(issued(got=GIVEN[3])), GIVEN[0])
+    scattered = issued(op="reduce_scatter", rank=1, ranks=(0, 1), got=numbers(7, 20))
     assert torch.equal(untouched(scattered), GIVEN[1][20:])
-    gathered = untouched(joint(op="allgather", rank=1, got=numbers(7, 120)))
+    gathered = untouched(issued(op="allgather", rank=1, got=numbers(7, 120)))
     assert torch.equal(gathered[40:80], GIVEN[1])
     assert not bool(gathered[:40].any() | gathered[80:].any())
 
@@ -310,7 +310,7 @@ def test_what_goes_on_in_place_of_a_sum(value, own, times):
         "got": got,
         "other": numbers(60),
     }[value]
-    told = goes_on_in_sum(joint(got=got), held - got)
+    told = goes_on_in_sum(issued(got=got), held - got)
     if own is None:
         assert told is None
     else:
@@ -319,7 +319,7 @@ def test_what_goes_on_in_place_of_a_sum(value, own, times):
 
 def test_a_tensor_that_is_off_by_the_collective_and_by_nothing_else():
     got, right = GIVEN[0] + GIVEN[1], GIVEN[0] + GIVEN[1] + GIVEN[2]
-    one = joint(got=got)
+    one = issued(got=got)
     assert accounts_for(-GIVEN[2], one, right, 1e-8)
     assert not accounts_for(-GIVEN[2] * 2, one, right, 1e-8)
     assert not accounts_for(torch.zeros(40, dtype=torch.float64), one, got, 1e-8)  # not off at all
@@ -330,7 +330,7 @@ def test_a_gather_with_nothing_of_others():
     got = numbers(7, 120)
     own = torch.zeros(120, dtype=torch.float64)
     own[40:80] = got[40:80]
-    gathered = joint(op="allgather", rank=1, got=got, r1=got[40:80].clone())
+    gathered = issued(op="allgather", rank=1, got=got, r1=got[40:80].clone())
     told = goes_on(gathered, [("right", got), ("it", own.reshape(4, 30).T)])
     assert (told.where, told.own, told.numel) == ("it", 80, 80)
     own[0] = 5.0  # none of its numbers
@@ -339,7 +339,7 @@ def test_a_gather_with_nothing_of_others():
 
 def test_a_gather_that_has_come_in_part_and_one_that_is_masked():
     got = numbers(7, 120)
-    gathered = joint(op="allgather", rank=1, got=got, r1=got[40:80].clone())
+    gathered = issued(op="allgather", rank=1, got=got, r1=got[40:80].clone())
     late = got.clone()
     late[90:] = 0
     told = goes_on(gathered, [("it", late)])

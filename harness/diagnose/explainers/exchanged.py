@@ -11,7 +11,13 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.modules.joints import Joint, joints, mixed_with, segment_of, untouched
+from sumgrad.diagnose.modules.collectives import (
+    Collective,
+    collectives,
+    mixed_with,
+    segment_of,
+    untouched,
+)
 from sumgrad.judge.cells import Cell
 from sumgrad.judge.joint import collective_in_words
 from sumgrad.record.trace import Traces
@@ -37,7 +43,7 @@ class _Told:
     that hold it."""
 
     kind: str
-    joint: Joint
+    op: Collective
     cell: Cell
     who: tuple[int, ...]
 
@@ -69,12 +75,12 @@ def _in_words(case: Case, kind: str, found: Sequence[_Told]) -> Diagnosis:
     first = found[0]
     names = list(dict.fromkeys(one.cell.name for one in found))
     ranks = tuple(sorted({rank for one in found for rank in one.who}))
-    ops = list(dict.fromkeys(_shown(case, one.joint) for one in found))
+    ops = list(dict.fromkeys(_shown(case, one.op) for one in found))
     cause = KINDS[kind].format(
         op=some_of(ops),
         names=some_of(names),
         have="has" if len(names) == 1 else "have",
-        times=len(first.joint.ranks),
+        times=len(first.op.ranks),
         ranks=spans(ranks),
     )
     right = {
@@ -90,9 +96,9 @@ def _in_words(case: Case, kind: str, found: Sequence[_Told]) -> Diagnosis:
     )
 
 
-def _shown(case: Case, joint: Joint) -> str:
-    site = str(joint.event["site"])
-    return collective_in_words(case.record, joint.family, joint.ranks, site)
+def _shown(case: Case, op: Collective) -> str:
+    site = str(op.event["site"])
+    return collective_in_words(case.record, op.family, op.ranks, site)
 
 
 def _of_cell(traces: Traces, cell: Cell) -> _Told | None:
@@ -100,22 +106,22 @@ def _of_cell(traces: Traces, cell: Cell) -> _Told | None:
     trace = traces.ranks.get(cell.rank)
     if trace is None or cell.measured.numel() < 2:
         return None
-    issued = [j for j in joints(traces, cell.rank, 0, len(trace.events)) if j.is_sum][-MOST:]
-    for i, joint in reversed(list(enumerate(issued))):
-        told = _result_of(joint, issued[:i], cell) or _given_to(traces, joint, issued[:i], cell)
+    issued = [j for j in collectives(traces, cell.rank, 0, len(trace.events)) if j.is_sum][-MOST:]
+    for i, op in reversed(list(enumerate(issued))):
+        told = _result_of(op, issued[:i], cell) or _given_to(traces, op, issued[:i], cell)
         if told is not None:
             return told
     return None
 
 
-def _result_of(joint: Joint, earlier: Sequence[Joint], cell: Cell) -> _Told | None:
+def _result_of(op: Collective, earlier: Sequence[Collective], cell: Cell) -> _Told | None:
     """The result is right, and the parameter has something else."""
-    one, own = joint.own, untouched(joint)
+    one, own = op.own, untouched(op)
     wanted, has = cell.wanted.value.reshape(-1), cell.measured.reshape(-1)
     if one.got is None or own is None or _same(has, wanted):
         return None
     got = one.got.double().reshape(-1)
-    for factor in (1.0, 1 / len(joint.ranks)):  # an average may be taken after it
+    for factor in (1.0, 1 / len(op.ranks)):  # an average may be taken after it
         at = segment_of(got * factor, wanted, CLOSE)
         if at is None:
             continue
@@ -124,60 +130,64 @@ def _result_of(joint: Joint, earlier: Sequence[Joint], cell: Cell) -> _Told | No
         if found:
             whole = found >= int((~_close(mine, wanted)).sum())
             kind = "unused_result" if whole else "missing_wait"
-            return _Told(kind=kind, joint=joint, cell=cell, who=(cell.rank,))
+            return _Told(kind=kind, op=op, cell=cell, who=(cell.rank,))
         again = any(torch.equal(e.own.given, one.given) for e in earlier[-1:])
-        if factor == 1 and again and _same(has, wanted * len(joint.ranks)):
-            return _Told(kind="double_reduction", joint=joint, cell=cell, who=joint.ranks)
+        if factor == 1 and again and _same(has, wanted * len(op.ranks)):
+            return _Told(kind="double_reduction", op=op, cell=cell, who=op.ranks)
     return None
 
 
-def _given_to(traces: Traces, joint: Joint, earlier: Sequence[Joint], cell: Cell) -> _Told | None:
+def _given_to(
+    traces: Traces, op: Collective, earlier: Sequence[Collective], cell: Cell
+) -> _Told | None:
     """Ranks that put in something else than they should: what their own backwards gave, or what a
     reduction before this one did. With that put right the parameter has the right gradient."""
-    given, got = joint.given(joint.ranks), joint.own.got
-    if joint.family != "allreduce" or given is None or got is None:
+    given, got = op.given(op.ranks), op.own.got
+    if op.family != "allreduce" or given is None or got is None:
         return None
     wanted, has = cell.wanted.value.reshape(-1), cell.measured.reshape(-1)
     at = segment_of(got.double().reshape(-1), has, CLOSE)
     if at is None:
         return None
     here = slice(at, at + len(wanted))
-    actual = {rank: held[here] for rank, held in zip(joint.ranks, given, strict=True)}
-    owns = {rank: _own(traces, rank, cell) for rank in joint.ranks}
+    actual = {rank: held[here] for rank, held in zip(op.ranks, given, strict=True)}
+    owns = {rank: _own(traces, rank, cell) for rank in op.ranks}
     if all(own is not None for own in owns.values()):
         expected = {rank: own for rank, own in owns.items() if own is not None}
-        told = _deviating(joint, cell, expected, actual, here)
+        told = _deviating(op, cell, expected, actual, here)
         if told is not None:
             kind, who = told
-            return _Told(kind=kind, joint=joint, cell=cell, who=who)
+            return _Told(kind=kind, op=op, cell=cell, who=who)
     for before in reversed(earlier):
-        like = {rank: _just_before(traces, joint, before, rank) for rank in joint.ranks}
+        like = {rank: _just_before(traces, op, before, rank) for rank in op.ranks}
         results = {rank: one.own.got.double().reshape(-1) for rank, one in like.items()
                    if one is not None and one.own.got is not None}  # fmt: skip
-        if [len(results.get(rank, ())) for rank in joint.ranks] != [len(t) for t in given]:
+        if [len(results.get(rank, ())) for rank in op.ranks] != [len(t) for t in given]:
             continue
         expected = {rank: held[here] for rank, held in results.items()}
         inputs = {rank: held[here] for rank, one in like.items()
                   if one is not None and (held := untouched(one)) is not None}  # fmt: skip
-        told = _deviating(joint, cell, expected, actual, here, inputs, len(before.ranks))
+        told = _deviating(op, cell, expected, actual, here, inputs, len(before.ranks))
         if told is not None:
             kind, who = told
             ours = kind in ("lost_contribution", "stale_buffer")
-            return _Told(kind=kind, joint=joint if ours else before, cell=cell, who=who)
+            return _Told(kind=kind, op=op if ours else before, cell=cell, who=who)
     return None
 
 
-def _just_before(traces: Traces, joint: Joint, before: Joint, rank: int) -> Joint | None:
+def _just_before(
+    traces: Traces, op: Collective, before: Collective, rank: int
+) -> Collective | None:
     """The last reduction of a rank before this one, if it is at the line of that."""
-    if rank not in joint.by_rank:
+    if rank not in op.by_rank:
         return None
-    issued = joints(traces, rank, 0, joint.by_rank[rank].number)
+    issued = collectives(traces, rank, 0, op.by_rank[rank].number)
     last = next((one for one in reversed(issued) if one.is_sum), None)
     return last if last is not None and last.event["site"] == before.event["site"] else None
 
 
 def _deviating(
-    joint: Joint,
+    op: Collective,
     cell: Cell,
     expected: Mapping[int, Tensor],
     actual: Mapping[int, Tensor],
@@ -193,7 +203,7 @@ def _deviating(
     kinds: dict[int, str] = {}
     change = torch.zeros_like(wanted)
     for rank, right in expected.items():
-        mine, before = actual[rank], joint.by_rank[rank].before
+        mine, before = actual[rank], op.by_rank[rank].before
         if _same(mine, right):
             continue
         change += right - mine

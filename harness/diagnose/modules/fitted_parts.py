@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from sumgrad.diagnose.modules.joints import SAME, Joint, part_of_rank
+from sumgrad.diagnose.modules.collectives import SAME, Collective, part_of_rank
 from sumgrad.diagnose.modules.right_sums import Truth
 from torch import Tensor
 
@@ -29,16 +29,16 @@ class Fitted:
 
 
 def fit_parts(
-    joint: Joint, ranks: Sequence[int], truth: Truth, tolerance: float, *, with_before: bool
+    op: Collective, ranks: Sequence[int], truth: Truth, tolerance: float, *, with_before: bool
 ) -> Fitted | None:
     """None where no factors leave less than the tolerance."""
-    given = joint.given(ranks)
+    given = op.given(ranks)
     if given is None or given[0].numel() != truth.target.numel():
         return None
     columns = list(given)
-    earlier = [r for r in ranks if with_before and joint.by_rank[r].before is not None]
+    earlier = [r for r in ranks if with_before and op.by_rank[r].before is not None]
     for rank in earlier:
-        held = joint.by_rank[rank].before
+        held = op.by_rank[rank].before
         assert held is not None
         columns.append(held.double().reshape(-1))
     if with_before and not earlier:
@@ -105,9 +105,9 @@ def _once_but_one(columns: Tensor, target: Tensor, tolerance: float, num: int) -
     return None
 
 
-def is_whole_already(joint: Joint, truth: Truth, tolerance: float) -> bool:
+def is_whole_already(op: Collective, truth: Truth, tolerance: float) -> bool:
     """Whether every rank puts in the same, which is the right result as it is."""
-    given = joint.given(joint.ranks)
+    given = op.given(op.ranks)
     if given is None or len(given) < 2 or given[0].numel() != truth.target.numel():
         return False
     if not all(torch.equal(given[0], other) for other in given[1:]):
@@ -117,15 +117,15 @@ def is_whole_already(joint: Joint, truth: Truth, tolerance: float) -> bool:
     return found is not None and abs(float(found[0]) - 1) <= SAME
 
 
-def accounts_for(off: Tensor | None, joint: Joint, right: Tensor, tolerance: float) -> bool:
+def accounts_for(off: Tensor | None, op: Collective, right: Tensor, tolerance: float) -> bool:
     """Whether a tensor is off by what the collective's result is, were `right` right; and is off.
 
     right: (n,) as what goes in.
     """
-    got = joint.own.got
+    got = op.own.got
     if off is None or got is None or got.numel() != len(off):
         return False
-    wanted = part_of_rank(joint, right)
+    wanted = part_of_rank(op, right)
     lacks = got.double().reshape(-1) - wanted
     size = tolerance * max(float(wanted.abs().max()), float(got.abs().max()))
     return bool((off.abs() > size).any()) and float((off - lacks).abs().max()) <= size

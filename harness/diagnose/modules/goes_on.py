@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from sumgrad.diagnose.modules.joints import Joint, mixed_with, slices, times_of, untouched
+from sumgrad.diagnose.modules.collectives import Collective, mixed_with, slices, times_of, untouched
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
@@ -19,9 +19,9 @@ class Source:
     factor: float
 
 
-def sources(traces: Traces, joint: Joint, rank: int, *, back: bool) -> list[Source]:
+def sources(traces: Traces, op: Collective, rank: int, *, back: bool) -> list[Source]:
     """Of a module's last tensor before it, or of a slice of its features; the nearest first."""
-    trace, one = traces.ranks[rank], joint.by_rank[rank]
+    trace, one = traces.ranks[rank], op.by_rank[rank]
     given = one.given.double().reshape(-1)
     out: list[Source] = []
     for call, output, gradient in reversed(
@@ -51,15 +51,15 @@ class GoesOn:
     times: float = 1.0
 
 
-def goes_on(joint: Joint, tensors: Sequence[tuple[str, Tensor]]) -> GoesOn | None:
+def goes_on(op: Collective, tensors: Sequence[tuple[str, Tensor]]) -> GoesOn | None:
     """Where the result of a gather should stand: the first of these tensors that has zeros, or
     nothing but the rank's own, in place of others' numbers. tensors: what came after it, with what
     it is in words.
     """
-    one = joint.own
-    if one.got is None or joint.family not in ("all_gather", "all_to_all"):
+    one = op.own
+    if one.got is None or op.family not in ("all_gather", "all_to_all"):
         return None
-    got, own = one.got.double().reshape(-1), untouched(joint)
+    got, own = one.got.double().reshape(-1), untouched(op)
     if own is None or torch.equal(got, own) or got.numel() < 2:
         return None
     numel = int((got != own).sum())
@@ -88,10 +88,10 @@ def _has_only(value: Tensor, own: Tensor, got: Tensor) -> bool:
     return torch.equal(live.sort().values, mine.sort().values)
 
 
-def goes_on_in_sum(joint: Joint, off: Tensor | None) -> GoesOn | None:
+def goes_on_in_sum(op: Collective, off: Tensor | None) -> GoesOn | None:
     """What stands in place of a right result, by what a tensor that has it in it is off: the
     rank's own numbers, or so many times the result; None where it is off otherwise."""
-    one, own = joint.own, untouched(joint)
+    one, own = op.own, untouched(op)
     if off is None or one.got is None or own is None or one.got.numel() != len(off):
         return None
     got = one.got.double().reshape(-1)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from sumgrad.diagnose.modules.joints import MAX_SLICES, Joint, part_of_rank
+from sumgrad.diagnose.modules.collectives import MAX_SLICES, Collective, part_of_rank
 from sumgrad.diagnose.modules.look import Look, Seen
 from sumgrad.diagnose.modules.matching import vectors
 from sumgrad.diagnose.modules.whole import Whole
@@ -35,7 +35,7 @@ class Truth:
 
 
 def truths(
-    joint: Joint,
+    op: Collective,
     look: Look,
     single: Trace,
     whole: Mapping[tuple[str, int], Whole],
@@ -45,8 +45,8 @@ def truths(
 ) -> Iterator[Truth]:
     """What may be right there: every module's values, in the order of vectors of some tensor that
     is known to be right on this rank, or on all of its group one after the other."""
-    numel = joint.own.given.numel()
-    for order in _orders(joint, look, len(next(iter((single.batch or {}).values()), ()))):
+    numel = op.own.given.numel()
+    for order in _orders(op, look, len(next(iter((single.batch or {}).values()), ()))):
         if not len(order) or numel % len(order):
             continue
         width = numel // len(order)
@@ -92,7 +92,7 @@ def _around(
             yield param.double()[columns].expand(len(order), -1)
 
 
-def _orders(joint: Joint, look: Look, num_rows: int) -> list[Tensor]:
+def _orders(op: Collective, look: Look, num_rows: int) -> list[Tensor]:
     """Which of the single process's vectors stand where: each order once."""
     seen = {
         rank: {
@@ -101,22 +101,22 @@ def _orders(joint: Joint, look: Look, num_rows: int) -> list[Tensor]:
             for s in look.seen[m]
             if s.rank == rank and s.forward == "right" and s.where is not None
         }
-        for rank in joint.ranks
+        for rank in op.ranks
     }
     found: list[Tensor | None] = []
-    if joint.family == "reduce_scatter":
-        for key in seen[joint.ranks[0]]:
+    if op.family == "reduce_scatter":
+        for key in seen[op.ranks[0]]:
             parts = [_order([own[key]], num_rows) for own in seen.values() if key in own]
             known = [part for part in parts if part is not None]
             if len(known) == len(seen):
                 found.append(torch.cat(known))
-    for key, s in seen[joint.rank].items():
+    for key, s in seen[op.rank].items():
         own = _order([s], num_rows)
         if own is None:  # what one rank has not, as of a table that is cut, another has
             together = [o[key] for o in seen.values() if key in o and o[key].shape == s.shape]
             own = _order(together, num_rows)
         found.append(own)
-    found += _stretches(joint.own.given, look, num_rows)
+    found += _stretches(op.own.given, look, num_rows)
     out: list[Tensor] = []
     for order in found:
         if order is not None and not any(torch.equal(order, known) for known in out):
@@ -163,16 +163,16 @@ def _order(seen: Sequence[Seen], num_rows: int) -> Tensor | None:
     return orders[0] if len(orders) == 1 else None
 
 
-def off_by(traces: Traces, joint: Joint, truth: Truth, *, back: bool) -> Tensor | None:
+def off_by(traces: Traces, op: Collective, truth: Truth, *, back: bool) -> Tensor | None:
     """(m,) what the rank's first tensor after a collective, that should be the truth's target, is
     too much in each element of its result; None where it has none of that size."""
-    trace, number = traces.ranks[joint.rank], joint.own.number
+    trace, number = traces.ranks[op.rank], op.own.number
     for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
         at, value = (call.operation_back, gradient) if back else (call.operation, output)
         if call.module == truth.module and at is not None and value is not None and at > number:
             held = vectors(value)
             if held.shape[1] < truth.columns.stop:
                 return None
-            mine, wanted = held[:, truth.columns].reshape(-1), part_of_rank(joint, truth.target)
+            mine, wanted = (held[:, truth.columns].reshape(-1), part_of_rank(op, truth.target))
             return mine - wanted if mine.shape == wanted.shape else None
     return None

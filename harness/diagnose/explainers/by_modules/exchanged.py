@@ -10,10 +10,10 @@ from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in, range_between
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, traces_looked_at
+from sumgrad.diagnose.modules.collectives import SAME, Collective, collectives
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.fitted_parts import Fitted, accounts_for, fit_parts, is_whole_already
 from sumgrad.diagnose.modules.goes_on import GoesOn, Source, goes_on, goes_on_in_sum, sources
-from sumgrad.diagnose.modules.joints import SAME, Joint, joints
 from sumgrad.diagnose.modules.look import COARSE, TOLERANCES, Look, constant
 from sumgrad.diagnose.modules.matching import match, vectors
 from sumgrad.diagnose.modules.right_sums import Truth, off_by, truths
@@ -80,11 +80,11 @@ def _towards_the_loss(found: FirstWrong, rank: int) -> range | None:
 def _first(
     looking: _Looking,
     numbers: range,
-    evidence: Sequence[Callable[[_Looking, Joint], AtFault | None]],
+    evidence: Sequence[Callable[[_Looking, Collective], AtFault | None]],
 ) -> AtFault | None:
     """What the first kind of evidence says that tells of any of these operations."""
-    asked = joints(looking.traces, looking.rank, numbers.start, numbers.stop)[-MOST:]
-    found = (see(looking, joint) for see in evidence for joint in asked)
+    asked = collectives(looking.traces, looking.rank, numbers.start, numbers.stop)[-MOST:]
+    found = (see(looking, op) for see in evidence for op in asked)
     return next((told for told in found if told is not None), None)
 
 
@@ -134,11 +134,11 @@ class _Looking:
         near |= {*self.look.paths.next_below(wrong, lambda _: True)}
         return by_module(self.traces.single, near.__contains__)
 
-    def truths(self, joint: Joint) -> Iterator[Truth]:
+    def truths(self, op: Collective) -> Iterator[Truth]:
         factor = self.factor
         if factor is not None:
             yield from truths(
-                joint, self.look, self.traces.single, self.whole(), back=self.back, factor=factor
+                op, self.look, self.traces.single, self.whole(), back=self.back, factor=factor
             )
 
     def what(self, truth: Truth) -> str:
@@ -151,12 +151,12 @@ class _Looking:
             "in the single process" if into else "gives in the single process"
         )
 
-    def off_by(self, joint: Joint, truth: Truth) -> Tensor | None:
-        return off_by(self.traces, joint, truth, back=self.back)
+    def off_by(self, op: Collective, truth: Truth) -> Tensor | None:
+        return off_by(self.traces, op, truth, back=self.back)
 
-    def after(self, joint: Joint) -> list[tuple[str, Tensor]]:
+    def after(self, op: Collective) -> list[tuple[str, Tensor]]:
         """What came after a collective on this rank, with what it is in words."""
-        trace, number = self.traces.ranks[self.rank], joint.own.number
+        trace, number = self.traces.ranks[self.rank], op.own.number
         near: list[tuple[str, Tensor]] = []
         for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
             at, value = (call.operation_back, gradient) if self.back else (call.operation, output)
@@ -180,21 +180,21 @@ class _Looking:
         return f"the gradient of {text}" if self.back else text
 
 
-def _shown(looking: _Looking, joint: Joint) -> str:
-    record, site = looking.case.record, str(joint.event["site"])
-    return collective_in_words(record, joint.family, joint.ranks, site)
+def _shown(looking: _Looking, op: Collective) -> str:
+    record, site = looking.case.record, str(op.event["site"])
+    return collective_in_words(record, op.family, op.ranks, site)
 
 
-def _issued_narrow(looking: _Looking, joint: Joint) -> AtFault | None:
+def _issued_narrow(looking: _Looking, op: Collective) -> AtFault | None:
     """In fewer digits than all around it, where what is wrong is so up to such digits alone."""
-    dtype, wide = str(joint.event["dtype"]), looking.case.record.spec.tiers[looking.case.tier]
+    dtype, wide = str(op.event["dtype"]), looking.case.record.spec.tiers[looking.case.tier]
     if BITS.get(dtype, 64) >= BITS.get(wide, 0) or not _is_nearly_right(looking, NEARLY[dtype]):
         return None
     return AtFault(
         kind="low_precision",
-        cause=f"{_shown(looking, joint)} is issued in {dtype}, where all around it is {wide}",
+        cause=f"{_shown(looking, op)} is issued in {dtype}, where all around it is {wide}",
         because=(f"up to the digits of {dtype} what follows is right",),
-        ranks=joint.ranks,
+        ranks=op.ranks,
     )
 
 
@@ -211,39 +211,36 @@ def _is_nearly_right(looking: _Looking, tolerance: float) -> bool:
     return found is not None and bool(found.here.all())
 
 
-def _sums(looking: _Looking, joint: Joint) -> AtFault | None:
+def _sums(looking: _Looking, op: Collective) -> AtFault | None:
     """A sum whose parts, with other factors or of other ranks, are what is right there."""
-    if not joint.is_sum:
+    if not op.is_sum:
         return None
-    shown = _shown(looking, joint)
+    shown = _shown(looking, op)
     larger = [
-        ranks
-        for _, sets in axis_groups(looking.case)
-        for ranks in sets
-        if {*joint.ranks} < {*ranks}
+        ranks for _, sets in axis_groups(looking.case) for ranks in sets if {*op.ranks} < {*ranks}
     ]
-    for truth in looking.truths(joint):
-        other = _other_sum(looking, joint, truth, shown, larger)
+    for truth in looking.truths(op):
+        other = _other_sum(looking, op, truth, shown, larger)
         if other is None:
             continue
         told, right = other
-        if accounts_for(looking.off_by(joint, truth), joint, right, looking.tolerance):
+        if accounts_for(looking.off_by(op, truth), op, right, looking.tolerance):
             put_right = f"with that put right {looking.words(truth.module)} is the single process's"
             return replace(told, because=(*told.because, put_right))
     return None
 
 
-def _zeros(looking: _Looking, joint: Joint) -> AtFault | None:
+def _zeros(looking: _Looking, op: Collective) -> AtFault | None:
     """A sum that is not right, into which some rank puts nothing."""
-    members = [r for r in joint.ranks if r in joint.by_rank]
-    empty = [r for r in members if not bool(joint.by_rank[r].given.any())]
-    if not joint.is_sum or not empty or 2 * len(empty) > len(members):
+    members = [r for r in op.ranks if r in op.by_rank]
+    empty = [r for r in members if not bool(op.by_rank[r].given.any())]
+    if not op.is_sum or not empty or 2 * len(empty) > len(members):
         return None
-    if next(looking.truths(joint), None) is None or _right_sum(looking, joint):
+    if next(looking.truths(op), None) is None or _right_sum(looking, op):
         return None
     return AtFault(
         kind="lost_contribution",
-        cause=f"rank {spans(empty)} puts zeros into {_shown(looking, joint)}, and what the others "
+        cause=f"rank {spans(empty)} puts zeros into {_shown(looking, op)}, and what the others "
         f"put in does not add up to what is right there",
         because=("what is not written yet, or is zeroed once more, looks like this", NOTHING),
         ranks=tuple(empty),
@@ -251,58 +248,58 @@ def _zeros(looking: _Looking, joint: Joint) -> AtFault | None:
 
 
 def _other_sum(
-    looking: _Looking, joint: Joint, truth: Truth, shown: str, larger: Sequence[tuple[int, ...]]
+    looking: _Looking, op: Collective, truth: Truth, shown: str, larger: Sequence[tuple[int, ...]]
 ) -> tuple[AtFault, Tensor] | None:
     """What a collective does otherwise if this is right there, and what it would give then."""
     tolerance, what = looking.tolerance, looking.what(truth)
-    given = joint.given(joint.ranks)
+    given = op.given(op.ranks)
     if given is None:
         return None
-    if is_whole_already(joint, truth, tolerance):
+    if is_whole_already(op, truth, tolerance):
         told = AtFault(
             kind="double_reduction",
             cause=f"what the ranks put into {shown} is whole already: it is counted "
-            f"{len(joint.ranks)} times",
+            f"{len(op.ranks)} times",
             because=(f"every one of them puts in {what}",),
-            ranks=joint.ranks,
+            ranks=op.ranks,
         )
-        return (told, given[0]) if joint.event.get("reduce") != "AVG" else None
-    whole = fit_parts(joint, joint.ranks, truth, tolerance, with_before=False)
+        return (told, given[0]) if op.event.get("reduce") != "AVG" else None
+    whole = fit_parts(op, op.ranks, truth, tolerance, with_before=False)
     if whole is not None and whole.all_once:
         told = AtFault(
             kind="avg",
             cause=f"{shown} averages (AVG), where the sum is meant",
             because=(f"what its ranks put in adds up to {what}, so that all that follows is "
-                     f"divided by {len(joint.ranks)}",),
-            ranks=joint.ranks,
+                     f"divided by {len(op.ranks)}",),
+            ranks=op.ranks,
         )  # fmt: skip
-        return (told, torch.stack(given).sum(0)) if joint.event.get("reduce") == "AVG" else None
+        return (told, torch.stack(given).sum(0)) if op.event.get("reduce") == "AVG" else None
     if whole is not None:
         other = _one_rank_otherwise(whole, shown, what)
-        return None if other is None else (other, _put_together(joint, whole))
-    older = fit_parts(joint, joint.ranks, truth, tolerance, with_before=True)
+        return None if other is None else (other, _put_together(op, whole))
+    older = fit_parts(op, op.ranks, truth, tolerance, with_before=True)
     if older is not None and older.before:
         stale = _from_before(older, shown, what)
-        return None if stale is None else (stale, _put_together(joint, older))
+        return None if stale is None else (stale, _put_together(op, older))
     for ranks in larger:
-        more = fit_parts(joint, ranks, truth, tolerance, with_before=False)
+        more = fit_parts(op, ranks, truth, tolerance, with_before=False)
         if more is not None and more.all_once:
-            lacking = tuple(sorted({*ranks} - {*joint.ranks}))
+            lacking = tuple(sorted({*ranks} - {*op.ranks}))
             told = AtFault(
                 kind="too_few_ranks",
                 cause=f"{shown} is over too few ranks: it lacks rank {spans(lacking)}",
                 because=(f"only with what rank {spans(lacking)} has there it adds up to {what}",),
-                ranks=joint.ranks,
+                ranks=op.ranks,
             )
-            return told, _put_together(joint, more)
+            return told, _put_together(op, more)
     return None
 
 
-def _put_together(joint: Joint, fitted: Fitted) -> Tensor:
+def _put_together(op: Collective, fitted: Fitted) -> Tensor:
     """What ranks put in, with these factors."""
-    now = [c * joint.by_rank[r].given.double().reshape(-1) for r, c in fitted.factors.items()]
+    now = [c * op.by_rank[r].given.double().reshape(-1) for r, c in fitted.factors.items()]
     for rank, c in fitted.before.items():
-        held = joint.by_rank[rank].before
+        held = op.by_rank[rank].before
         assert held is not None
         now.append(c * held.double().reshape(-1))
     return torch.stack(now).sum(0)
@@ -341,16 +338,16 @@ def _from_before(fitted: Fitted, shown: str, what: str) -> AtFault | None:
     )
 
 
-def _given(looking: _Looking, joint: Joint) -> AtFault | None:
+def _given(looking: _Looking, op: Collective) -> AtFault | None:
     """A rank that puts in something else than the others, which put in what a module gave them."""
-    if joint.family in ("broadcast", "scatter", "gather"):
+    if op.family in ("broadcast", "scatter", "gather"):
         return None
-    members = [r for r in joint.ranks if r in joint.by_rank]
-    if len(members) < len(joint.ranks):
+    members = [r for r in op.ranks if r in op.by_rank]
+    if len(members) < len(op.ranks):
         return None
-    shown = _shown(looking, joint)
-    empty = [r for r in members if not bool(joint.by_rank[r].given.any())]
-    found = {r: sources(looking.traces, joint, r, back=looking.back) for r in members}
+    shown = _shown(looking, op)
+    empty = [r for r in members if not bool(op.by_rank[r].given.any())]
+    found = {r: sources(looking.traces, op, r, back=looking.back) for r in members}
     told = _from_one_module(found, members)
     if told is None:
         return None
@@ -392,55 +389,55 @@ def _factor(found: Sequence[Source], module: str) -> float | None:
     return next((s.factor for s in found if s.module == module), None)
 
 
-def _result(looking: _Looking, joint: Joint) -> AtFault | None:
+def _result(looking: _Looking, op: Collective) -> AtFault | None:
     """A right result in place of which something else goes on."""
-    shown = _shown(looking, joint)
-    if not joint.is_sum:
-        told = goes_on(joint, looking.after(joint))
-        return None if told is None else _not_the_result(joint, told, shown)
-    for truth in looking.truths(joint):
-        found = fit_parts(joint, joint.ranks, truth, looking.tolerance, with_before=False)
+    shown = _shown(looking, op)
+    if not op.is_sum:
+        told = goes_on(op, looking.after(op))
+        return None if told is None else _not_the_result(op, told, shown)
+    for truth in looking.truths(op):
+        found = fit_parts(op, op.ranks, truth, looking.tolerance, with_before=False)
         if found is None or not found.all_once:
             continue
-        told = goes_on_in_sum(joint, looking.off_by(joint, truth))
+        told = goes_on_in_sum(op, looking.off_by(op, truth))
         if told is not None:
             where = looking.words(truth.module)
-            return _not_the_result(joint, replace(told, where=where), shown)
+            return _not_the_result(op, replace(told, where=where), shown)
     return None
 
 
-def _not_the_result(joint: Joint, told: GoesOn, shown: str) -> AtFault | None:
+def _not_the_result(op: Collective, told: GoesOn, shown: str) -> AtFault | None:
     if told.times != 1.0:
-        if abs(told.times - len(joint.ranks)) > SAME:
+        if abs(told.times - len(op.ranks)) > SAME:
             return None
         return AtFault(
             kind="double_reduction",
-            cause=f"the result of {shown} is counted {len(joint.ranks)} times in {told.where}",
-            ranks=joint.ranks,
+            cause=f"the result of {shown} is counted {len(op.ranks)} times in {told.where}",
+            ranks=op.ranks,
         )
-    own = "zeros or its own part" if joint.family == "all_gather" else "what it has itself"
+    own = "zeros or its own part" if op.family == "all_gather" else "what it has itself"
     if told.own >= told.numel:
         return AtFault(
             kind="unused_result",
-            cause=f"the result of {shown} is not used on rank {joint.rank}: {told.where} has "
+            cause=f"the result of {shown} is not used on rank {op.rank}: {told.where} has "
             f"{own} in its place",
             because=("reduced or gathered into a temporary, or read before it was there, it "
                      "looks like this",),
-            ranks=(joint.rank,),
+            ranks=(op.rank,),
         )  # fmt: skip
     return AtFault(
         kind="missing_wait",
-        cause=f"the result of {shown} is read too early on rank {joint.rank}: {told.where} has "
+        cause=f"the result of {shown} is read too early on rank {op.rank}: {told.where} has "
         f"{own} in place of {told.own} of its {told.numel} numbers",
         because=("wait for it before its first use",),
-        ranks=(joint.rank,),
+        ranks=(op.rank,),
     )
 
 
-def _right_sum(looking: _Looking, joint: Joint) -> Truth | None:
+def _right_sum(looking: _Looking, op: Collective) -> Truth | None:
     """What is right there, if these parts add up to it."""
-    for truth in looking.truths(joint):
-        found = fit_parts(joint, joint.ranks, truth, looking.tolerance, with_before=False)
+    for truth in looking.truths(op):
+        found = fit_parts(op, op.ranks, truth, looking.tolerance, with_before=False)
         if found is not None and found.all_once:
             return truth
     return None

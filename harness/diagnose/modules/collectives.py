@@ -16,7 +16,7 @@ SAME = 1e-6  # a factor closer to another than this is the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Joint:
+class Collective:
     """One collective as a rank's group issued it, and the like one of every other rank.
 
     event: the rank's, of its ledger. ranks: the group's, in its order. by_rank: the exchange of
@@ -48,7 +48,7 @@ class Joint:
         return [t.double().reshape(-1) for t in found]
 
 
-def joints(traces: Traces, rank: int, start: int, end: int) -> list[Joint]:
+def collectives(traces: Traces, rank: int, start: int, end: int) -> list[Collective]:
     """The collectives of floating numbers that a rank issues from one number to another."""
     mine = traces.ranks[rank]
     known = {one.number for one in mine.exchanges}
@@ -67,7 +67,7 @@ def joints(traces: Traces, rank: int, start: int, end: int) -> list[Joint]:
             held = {one.number: one for one in trace.exchanges}
             if nth < len(numbers) and numbers[nth] in held:
                 by_rank[other] = held[numbers[nth]]
-        out.append(Joint(rank=rank, event=event, ranks=ranks, by_rank=by_rank))
+        out.append(Collective(rank=rank, event=event, ranks=ranks, by_rank=by_rank))
     return out
 
 
@@ -77,31 +77,31 @@ def _alike(event: Mapping[str, object], other: Mapping[str, object]) -> bool:
     )  # fmt: skip
 
 
-def part_of_rank(joint: Joint, whole: Tensor) -> Tensor:
+def part_of_rank(op: Collective, whole: Tensor) -> Tensor:
     """Of something as it goes into a collective, what the rank has of it afterwards."""
-    if joint.family != "reduce_scatter":
+    if op.family != "reduce_scatter":
         return whole
-    size, place = len(whole) // len(joint.ranks), joint.ranks.index(joint.rank)
+    size, place = len(whole) // len(op.ranks), op.ranks.index(op.rank)
     return whole[place * size : (place + 1) * size]
 
 
-def untouched(joint: Joint) -> Tensor | None:
+def untouched(op: Collective) -> Tensor | None:
     """What the buffer has where nothing has come: what went in, its own part of it, or zeros."""
-    one = joint.own
+    one = op.own
     assert one.got is not None
     given, numel = one.given.double().reshape(-1), one.got.numel()
-    if joint.family in ("allreduce", "reduce", "broadcast"):
+    if op.family in ("allreduce", "reduce", "broadcast"):
         return given
-    place = joint.ranks.index(joint.rank)
-    if joint.family == "reduce_scatter":
+    place = op.ranks.index(op.rank)
+    if op.family == "reduce_scatter":
         return given[place * numel : (place + 1) * numel] if len(given) >= numel else None
     out = torch.zeros(numel, dtype=torch.float64)
-    if joint.family == "all_gather":
+    if op.family == "all_gather":
         start = place * given.numel()
         room = out[start : start + given.numel()]
         room.copy_(given[: len(room)])
         return out
-    if joint.family == "all_to_all":
+    if op.family == "all_to_all":
         out[: given.numel()] = given[:numel]
         return out
     return None
