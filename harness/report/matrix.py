@@ -19,6 +19,7 @@ NOTE = {
     "misnamed": "misnamed: killed, by another cause than the planted one",
     "allowed": "allowed: missed, and on your list of what need not be noticed",
 }
+COLLECTIVES = "allreduce@dp#1: the second all-reduce of a step over the ranks of axis dp"
 NOT_KILLED = ("invisible", "died", "allowed", "misnamed")
 
 
@@ -40,6 +41,7 @@ def matrix_grid(matrix: Matrix) -> Grid:
         tables=tuple(tables),
         notes=tuple(
             [NOTE[result] for result in NOTE if result in matrix.counts]
+            + ([COLLECTIVES] if any(":" in (cell.fault or "") for cell in matrix.cells) else [])
             + [f"--allow {pattern}: matches nothing that was missed" for pattern in matrix.unused]
         ),
     )
