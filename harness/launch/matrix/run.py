@@ -321,6 +321,10 @@ def cell_of(topology: str, clean: Record, ran: Ran) -> Cell:
     # A clean run tells where a collective went another way; a changed program goes its own.
     beside = isinstance(fault, CollectiveFault) and alone.status != "pass"
     verdict = judge(ran.record, clean=clean) if beside else alone
+    expected = expected_kinds(fault, clean)
+    named_alone = bool({d.kind for d in alone.diagnoses[:1]} & {*expected})
+    if named_alone and not {d.kind for d in verdict.diagnoses[:1]} & {*expected}:
+        verdict = alone  # its second look told more than a clean run beside it
     cause = verdict.diagnoses[0] if verdict.diagnoses else None
     shown = cause.cause if cause else next(iter([*verdict.findings, *verdict.reasons]), None)
     base = replace(base, cause=shown, kind=cause.kind if cause else None)
@@ -328,13 +332,12 @@ def cell_of(topology: str, clean: Record, ran: Ran) -> Cell:
         return replace(base, result="invisible" if verdict.status == "pass" else "alarm")
     if verdict.status == "pass":
         return replace(base, result="missed")
-    expected = expected_kinds(fault, clean)
     compared = any(t["status"] == "fail" for t in verdict.data["tensors"])
     return replace(
         base,
         by="comparison" if compared else "ledger",
         result="killed" if base.kind in expected else "misnamed",
-        named_alone=bool({d.kind for d in alone.diagnoses[:1]} & set(expected)),
+        named_alone=named_alone,
     )
 
 
