@@ -151,6 +151,14 @@ class _Looking:
             "in the single process" if into else "gives in the single process"
         )
 
+    def goes_into(self, module: str, rank: int) -> bool:
+        """Whether numbers that are not all zero go into a module on a rank."""
+        trace = self.traces.ranks[rank]
+        return any(
+            call.module == f"{INTO}{module}" and bool(output.any())
+            for call, output in zip(trace.calls, trace.outputs, strict=True)
+        )
+
     def off_by(self, op: Collective, truth: Truth) -> Tensor | None:
         return off_by(self.traces, op, truth, back=self.back)
 
@@ -231,20 +239,25 @@ def _sums(looking: _Looking, op: Collective) -> AtFault | None:
 
 
 def _zeros(looking: _Looking, op: Collective) -> AtFault | None:
-    """A sum that is not right, into which some rank puts nothing."""
+    """A sum of a linear layer's parts that is not right, into which a rank puts nothing although
+    something goes into its part of the layer."""
     members = [r for r in op.ranks if r in op.by_rank]
     empty = [r for r in members if not bool(op.by_rank[r].given.any())]
-    if not op.is_sum or not empty or 2 * len(empty) > len(members):
+    if looking.back or not op.is_sum or not empty or 2 * len(empty) > len(members):
         return None
-    if next(looking.truths(op), None) is None or _right_sum(looking, op):
-        return None
-    return AtFault(
-        kind="lost_contribution",
-        cause=f"rank {spans(empty)} puts zeros into {_shown(looking, op)}, and what the others "
-        f"put in does not add up to what is right there",
-        because=("what is not written yet, or is zeroed once more, looks like this", NOTHING),
-        ranks=tuple(empty),
-    )
+    for truth in looking.truths(op):
+        off, module = looking.off_by(op, truth), truth.module
+        if off is None or not bool(off.any()) or looking.look.sources.get(module) != "Linear":
+            continue
+        if all(looking.goes_into(module, rank) for rank in empty):
+            return AtFault(
+                kind="lost_contribution",
+                cause=f"rank {spans(empty)} puts zeros into {_shown(looking, op)}, although its "
+                f"part of {module} has something to give",
+                because=("what is not written yet, or is zeroed once more, looks like this",),
+                ranks=tuple(empty),
+            )
+    return None
 
 
 def _other_sum(
@@ -432,12 +445,3 @@ def _not_the_result(op: Collective, told: GoesOn, shown: str) -> AtFault | None:
         because=("wait for it before its first use",),
         ranks=(op.rank,),
     )
-
-
-def _right_sum(looking: _Looking, op: Collective) -> Truth | None:
-    """What is right there, if these parts add up to it."""
-    for truth in looking.truths(op):
-        found = fit_parts(op, op.ranks, truth, looking.tolerance, with_before=False)
-        if found is not None and found.all_once:
-            return truth
-    return None
