@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sumgrad.base.files import write_json
 from sumgrad.base.memory import keep_freed_memory
-from sumgrad.base.outcome import describe_operation
 from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.rank import local_group
 from sumgrad.record.endings import rank_file, read_ledger
 from sumgrad.record.spec import RunSpec, read_spec
-from sumgrad.record.trace import FOLDER, Trace, rank_trace, single_trace, write_trace
+from sumgrad.record.trace import (
+    FOLDER,
+    Trace,
+    rank_trace,
+    single_trace,
+    with_operations,
+    write_trace,
+)
 from sumgrad.subjects.program.job import UserStep
 
 
@@ -63,9 +68,7 @@ def trace_rank(guard: RankGuard, *, tier: str, step: int) -> dict[str, Any]:
 def write_with_operations(folder: Path, rank: int, found: Trace) -> None:
     """A rank's trace, with what its ledger in the same folder says that it issued meanwhile."""
     ledger = read_ledger(rank_file(folder, rank, ".ledger.jsonl"))
-    issued = tuple(e for e in ledger if "op" in e)
-    words = tuple(describe_operation(e) or str(e["op"]) for e in issued)
-    write_trace(rank_trace(folder, rank), replace(found, operations=words, events=issued))
+    write_trace(rank_trace(folder, rank), with_operations(found, ledger))
 
 
 def trace_helper(guard: RankGuard, *, tier: str, step: int) -> None:

@@ -6,12 +6,13 @@ directory, a file of tensors and one of words for each. Off in a run that passes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sumgrad.base.files import read_json, write_json
+from sumgrad.base.outcome import describe_operation
 from sumgrad.record.computed import Computed, computed_as_json, computed_from
 from sumgrad.record.endings import rank_file
 from sumgrad.record.exchanged import Exchange, exchanges_as_tensors, exchanges_from
@@ -101,6 +102,13 @@ class Traces:
     step: int
     ranks: Mapping[int, Trace]
     single: Trace
+
+
+def with_operations(trace: Trace, ledger: Iterable[Mapping[str, Any]]) -> Trace:
+    """A rank's, with what its ledger says that it issued."""
+    issued = tuple(event for event in ledger if "op" in event)
+    words = tuple(describe_operation(event) or str(event["op"]) for event in issued)
+    return replace(trace, operations=words, events=issued)
 
 
 def write_trace(path: Path, trace: Trace) -> None:

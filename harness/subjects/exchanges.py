@@ -17,14 +17,15 @@ MAX_BYTES = 1 << 27  # of what goes in and comes out, on each rank
 
 
 class Exchanges:
-    """Observes the operations of a step in front of another observer, and keeps their values.
+    """Observes the operations of a step in front of another observer, `inner`, and keeps their
+    values.
 
     begin_step() begins another: what the one before was given is kept beside it, operation by
     operation of each kind.
     """
 
     def __init__(self, ledger: Ledger, inner: Observer) -> None:
-        self._ledger, self._inner = ledger, inner
+        self._ledger, self.inner = ledger, inner
         self._found: dict[int, Exchange] = {}
         self._streams: dict[str, list[Tensor]] = {}
         self._before: dict[str, list[Tensor]] = {}
@@ -45,7 +46,7 @@ class Exchanges:
         self, op: str, args: tuple[Any, ...]
     ) -> tuple[dict[str, Any], Callable[[], Any] | None]:
         """For the ledger: what the observer behind this one says."""
-        seen, result = self._inner(op, args)
+        seen, result = self.inner(op, args)
         number, family = self._ledger.num_operations, FAMILIES.get(op)
         outputs = list(tensors_in(args[:1]))
         inputs = list(tensors_in(args[1:2])) if family in OUT_OF_PLACE else outputs

@@ -99,11 +99,12 @@ def _in_words(found: Sequence[Weighed]) -> tuple[str, str] | None:
     if all(_scaled(m) is not None for m in found):
         return None
     if all(_alone(m) for m in found):
+        several = len({m.rank for m in found}) > 1
+        keeps = "each keep what their" if several else "keeps what its"
         return (
             "not_reduced",
-            f"it is not reduced, no gradient of another rank is in it: rank {_ranks(found)} each "
-            f"keep what their own backward gave{_times(found)}; the right one has other ranks' in "
-            f"it",
+            f"it is not reduced, no gradient of another rank is in it: rank {_ranks(found)} "
+            f"{keeps} own backward gave{_times(found)}; the right one has other ranks' in it",
         )
     left_out = [_left_out(m) for m in found]
     if all(left_out):

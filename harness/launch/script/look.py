@@ -5,13 +5,13 @@ What was trained so far does not matter: every step begins with the weights that
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from sumgrad.base.outcome import describe_operation
+from sumgrad.ledger.process_group import Ledger, Observer
 from sumgrad.record.endings import rank_file, read_ledger
-from sumgrad.record.trace import Trace, rank_trace, single_trace, write_trace
+from sumgrad.record.trace import Trace, rank_trace, single_trace, with_operations, write_trace
+from sumgrad.subjects.exchanges import Exchanges
 from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.subjects.script.asked import Asked
 from sumgrad.subjects.script.models import outermost
@@ -21,10 +21,12 @@ SINGLE = "single"  # in place of a rank, in what is asked
 
 
 class Look:
-    """Of one process. operations: how many collectives it has issued."""
+    """Of one process, and its ledger."""
 
-    def __init__(self, asked: Asked, operations: Callable[[], int]) -> None:
-        self._asked, self._operations = asked, operations
+    def __init__(self, asked: Asked, ledger: Ledger) -> None:
+        self._asked, self._ledger = asked, ledger
+        self._exchanges: Exchanges | None = None
+        self._step = -1
         self._seen: ModuleWatch | None = None
         self._root: nn.Module | None = None
         self._passes = 0
@@ -35,6 +37,9 @@ class Look:
 
     def entering(self, module: nn.Module, step: int) -> None:
         """A model is called: the first one of the step is looked into."""
+        if step != self._step and self._exchanges is not None:
+            self._exchanges.begin_step()
+        self._step = step
         if step != self._asked.look:
             return
         root = outermost(module)
@@ -42,12 +47,19 @@ class Look:
             self._root = root
             self._seen = ModuleWatch(
                 root,
-                operations=self._operations,
+                operations=lambda: self._ledger.num_operations,
                 with_paths=self.of_the_single_process,
                 with_ways=True,
             )
             self._seen.__enter__()
         self._passes += root is self._root
+
+    def observing(self, inner: Observer) -> Observer:
+        """What observes the ledger, and keeps what collectives are given and give."""
+        if self._exchanges is None:
+            self._exchanges = Exchanges(self._ledger, inner)
+        self._exchanges.inner = inner
+        return self._exchanges.observe
 
     def at_loss(self, loss: Tensor) -> None:
         """backward is called on it."""
@@ -65,8 +77,9 @@ class Look:
             write_trace(single_trace(folder.parent), replace(found, batch=self._batch(found)))
         else:
             ledger = read_ledger(rank_file(Path(self._asked.directory), rank, ".ledger.jsonl"))
-            words = tuple(describe_operation(e) or str(e["op"]) for e in ledger if "op" in e)
-            write_trace(rank_trace(folder, rank), replace(found, operations=words))
+            kept = () if self._exchanges is None else self._exchanges.found
+            found = with_operations(replace(found, exchanges=kept), ledger)
+            write_trace(rank_trace(folder, rank), found)
 
     def _batch(self, found: Trace) -> dict[str, Tensor]:
         """What went into the model at once. Of several calls nobody says whose rows are whose."""

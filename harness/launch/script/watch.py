@@ -86,7 +86,7 @@ class Watch:
         compared = asked.start is not None and not asked.jitter
         self.own = OwnGradients() if compared else None
         looks = asked.look >= 0
-        self.look = Look(asked, lambda: self.seat.ledger.num_operations) if looks else None
+        self.look = Look(asked, self.seat.ledger) if looks else None
         since = (self.directory / FILE).stat().st_mtime
         self.keeper = FileKeeper(self.directory, Path.cwd(), since)
         self.lift: Any = None
@@ -235,7 +235,8 @@ class Watch:
         if self.evidence is not None:
             self.evidence.close()
         self.evidence = GradientWatch(trained)  # type: ignore[arg-type]
-        self.seat.ledger.observe = self.evidence.observe
+        observe = self.evidence.observe
+        self.seat.ledger.observe = observe if self.look is None else self.look.observing(observe)
         if self.own is not None:
             for h in (h for h in new if h.window is None):
                 self.own.look_at(h.name, h.param, h.index)
