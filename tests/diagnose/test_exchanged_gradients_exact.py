@@ -139,11 +139,6 @@ def test_a_reduction_before_another_whose_result_does_not_go_on(kind, given):
     assert told(total, found, 2 * SUM) == (kind, (1,), "first.py:1")
 
 
-def test_one_element_tells_nothing():
-    found = traces(reduced())
-    assert told(OWN[0][:1], found, SUM[:1]) is None
-
-
 @pytest.mark.parametrize(
     ("kinds", "kind"),
     [

@@ -53,14 +53,19 @@ def reductions_by_value(case: Case, left: Left) -> Iterator[Explanation]:
     traces = case.record.traces
     if traces is None or (traces.tier, traces.step) != (case.tier, case.step) or case.has_plan:
         return
-    try:
-        told = [_of_cell(traces, cell) for cell in case.failing_cells]
-    except (RuntimeError, ValueError, IndexError, KeyError):
-        return  # tensors of shapes that nobody thought of
-    found = [one for one in told if one is not None]
-    telling = [cell for cell in case.failing_cells if cell.measured.numel() > 1]
+    found = []
+    for cell in case.failing_cells:
+        if cell.measured.numel() < 2:
+            continue  # one number is like many
+        try:
+            told = _of_cell(traces, cell)
+        except (RuntimeError, ValueError, IndexError, KeyError):
+            return  # tensors of shapes that nobody thought of
+        if told is None:
+            return
+        found.append(told)
     kind = _one_kind({one.kind for one in found})
-    if kind is not None and len(found) >= len(telling):
+    if kind is not None:
         yield explained(case, _in_words(case, kind, found))
 
 
@@ -104,11 +109,11 @@ def _shown(case: Case, op: Collective) -> str:
 def _of_cell(traces: Traces, cell: Cell) -> _Told | None:
     """What the last reduction that tells does to this gradient."""
     trace = traces.ranks.get(cell.rank)
-    if trace is None or cell.measured.numel() < 2:
+    if trace is None:
         return None
     issued = [j for j in collectives(traces, cell.rank, 0, len(trace.events)) if j.is_sum][-MOST:]
     for i, op in reversed(list(enumerate(issued))):
-        told = _result_of(op, issued[:i], cell) or _given_to(traces, op, issued[:i], cell)
+        told = _result_of(op, issued[:i], cell) or _given_to(traces, op, cell)
         if told is not None:
             return told
     return None
@@ -137,17 +142,16 @@ def _result_of(op: Collective, earlier: Sequence[Collective], cell: Cell) -> _To
     return None
 
 
-def _given_to(
-    traces: Traces, op: Collective, earlier: Sequence[Collective], cell: Cell
-) -> _Told | None:
+def _given_to(traces: Traces, op: Collective, cell: Cell) -> _Told | None:
     """Ranks that put in something else than they should: what their own backwards gave, or what a
     reduction before this one did. With that put right the parameter has the right gradient."""
-    given, got = op.given(op.ranks), op.own.got
-    if op.family != "allreduce" or given is None or got is None:
+    got = op.own.got
+    if op.family != "allreduce" or got is None:
         return None
     wanted, has = cell.wanted.value.reshape(-1), cell.measured.reshape(-1)
     at = segment_of(got.double().reshape(-1), has, CLOSE)
-    if at is None:
+    given = None if at is None else op.given(op.ranks)
+    if at is None or given is None:
         return None
     here = slice(at, at + len(wanted))
     actual = {rank: held[here] for rank, held in zip(op.ranks, given, strict=True)}
@@ -158,32 +162,29 @@ def _given_to(
         if told is not None:
             kind, who = told
             return _Told(kind=kind, op=op, cell=cell, who=who)
-    for before in reversed(earlier):
-        like = {rank: _just_before(traces, op, before, rank) for rank in op.ranks}
-        results = {rank: one.own.got.double().reshape(-1) for rank, one in like.items()
-                   if one is not None and one.own.got is not None}  # fmt: skip
-        if [len(results.get(rank, ())) for rank in op.ranks] != [len(t) for t in given]:
-            continue
-        expected = {rank: held[here] for rank, held in results.items()}
-        inputs = {rank: held[here] for rank, one in like.items()
-                  if one is not None and (held := untouched(one)) is not None}  # fmt: skip
-        told = _deviating(op, cell, expected, actual, here, inputs, len(before.ranks))
-        if told is not None:
-            kind, who = told
-            ours = kind in ("lost_contribution", "stale_buffer")
-            return _Told(kind=kind, op=op if ours else before, cell=cell, who=who)
-    return None
+    before = {rank: _just_before(traces, op, rank) for rank in op.ranks}
+    results = {rank: one.own.got.double().reshape(-1) for rank, one in before.items()
+               if one is not None and one.own.got is not None}  # fmt: skip
+    mine = before[cell.rank]
+    if mine is None or [len(results.get(r, ())) for r in op.ranks] != [len(t) for t in given]:
+        return None
+    expected = {rank: held[here] for rank, held in results.items()}
+    inputs = {rank: held[here] for rank, one in before.items()
+              if one is not None and (held := untouched(one)) is not None}  # fmt: skip
+    told = _deviating(op, cell, expected, actual, here, inputs, len(mine.ranks))
+    if told is None:
+        return None
+    kind, who = told
+    ours = kind in ("lost_contribution", "stale_buffer")
+    return _Told(kind=kind, op=op if ours else mine, cell=cell, who=who)
 
 
-def _just_before(
-    traces: Traces, op: Collective, before: Collective, rank: int
-) -> Collective | None:
-    """The last reduction of a rank before this one, if it is at the line of that."""
+def _just_before(traces: Traces, op: Collective, rank: int) -> Collective | None:
+    """The last reduction of a rank before this one."""
     if rank not in op.by_rank:
         return None
     issued = collectives(traces, rank, 0, op.by_rank[rank].number)
-    last = next((one for one in reversed(issued) if one.is_sum), None)
-    return last if last is not None and last.event["site"] == before.event["site"] else None
+    return next((one for one in reversed(issued) if one.is_sum), None)
 
 
 def _deviating(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from sumgrad.ledger.operations import FAMILIES, REDUCTIONS, members
@@ -50,31 +51,34 @@ class Collective:
 
 def collectives(traces: Traces, rank: int, start: int, end: int) -> list[Collective]:
     """The collectives of floating numbers that a rank issues from one number to another."""
-    mine = traces.ranks[rank]
-    known = {one.number for one in mine.exchanges}
-    out = []
-    for number in range(start, end):
-        if number not in known or number >= len(mine.events):
-            continue
-        event = mine.events[number]
-        ranks = members(event)
-        if len(ranks) < 2:
-            continue
-        nth = sum(_alike(e, event) for e in mine.events[:number])
-        by_rank = {}
-        for other, trace in traces.ranks.items():
-            numbers = [n for n, e in enumerate(trace.events) if _alike(e, event)]
-            held = {one.number: one for one in trace.exchanges}
-            if nth < len(numbers) and numbers[nth] in held:
-                by_rank[other] = held[numbers[nth]]
-        out.append(Collective(rank=rank, event=event, ranks=ranks, by_rank=by_rank))
-    return out
+    found = _by_number(traces)[rank]
+    return [found[number] for number in sorted(found) if start <= number < end]
 
 
-def _alike(event: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    return (event["op"], event["site"], event["label"]) == (
-        other["op"], other["site"], other["label"],
-    )  # fmt: skip
+@lru_cache(maxsize=2)
+def _by_number(traces: Traces) -> Mapping[int, Mapping[int, Collective]]:
+    """Rank -> number in its ledger -> collective."""
+    keys: dict[int, list[tuple[object, ...]]] = {}
+    like: dict[tuple[object, ...], dict[int, Exchange]] = {}
+    for rank, trace in traces.ranks.items():
+        times: dict[tuple[object, ...], int] = {}
+        held = {one.number: one for one in trace.exchanges}
+        keys[rank] = []
+        for number, event in enumerate(trace.events):
+            line = event["op"], event["site"], event["label"]
+            key = (*line, times.get(line, 0))
+            times[line] = times.get(line, 0) + 1
+            keys[rank].append(key)
+            if number in held:
+                like.setdefault(key, {})[rank] = held[number]
+    return {
+        rank: {
+            number: Collective(rank=rank, event=event, ranks=ranks, by_rank=like[key])
+            for number, (event, key) in enumerate(zip(trace.events, keys[rank], strict=True))
+            if rank in like.get(key, {}) and len(ranks := members(event)) > 1
+        }
+        for rank, trace in traces.ranks.items()
+    }
 
 
 def part_of_rank(op: Collective, whole: Tensor) -> Tensor:
