@@ -18,6 +18,7 @@ class FirstWrong:
     beside: in the forward what it is made from, in the backward what is made from it, or LOSS; the
     nearest that could be compared on every way, in the order in which a step meets them. seen: what
     is wrong of it. ratio: the gradient is right there but for this factor. lost: none reaches it.
+    emptied: none reaches a part of its vectors.
     alike: in the backward, other modules that are wrong beside the same.
     """
 
@@ -26,6 +27,7 @@ class FirstWrong:
     beside: tuple[str, ...] = ()
     ratio: float | None = None
     lost: bool = False
+    emptied: bool = False
     alike: tuple[str, ...] = ()
 
     @property
@@ -105,7 +107,8 @@ def first_wrong_backward(look: Look, failing: Sequence[str]) -> FirstWrong | Non
     # its own parameters are wrong: then the way down passed by its side.
     for module, found in odd.items():
         one_part = found.lost and any(s.backward == "right" for s in look.seen[module])
-        if module in failing or one_part or not right & look.paths.all_below(module):
+        apart = module in failing or one_part or found.emptied
+        if apart or not right & look.paths.all_below(module):
             alike = [m for m in odd if m != module and odd[m].beside == found.beside
                      and not look.paths.all_above(m) & odd.keys()]  # fmt: skip
             return replace(found, alike=tuple(alike))
@@ -121,6 +124,9 @@ def _odd(look: Look, module: str) -> FirstWrong | None:
     if wrong:
         lost = all(s.wrong is None for s in wrong)
         return FirstWrong(wrong=module, seen=tuple(wrong), beside=beside, lost=lost)
+    emptied = [e for s in look.seen[module] if (e := _emptied(look, beside, s)) is not None]
+    if emptied:
+        return FirstWrong(wrong=module, seen=tuple(emptied), beside=beside, emptied=True)
     jumps: list[tuple[Seen, float]] = []
     for s in look.seen[module]:
         factor, before = constant(s.factors), _factor_above(look, beside, s)
@@ -136,6 +142,20 @@ def _odd(look: Look, module: str) -> FirstWrong | None:
     lost = all(constant(s.factors) == 0 for s in seen)
     ratio = first if same and not lost else None
     return FirstWrong(wrong=module, seen=seen, beside=beside, ratio=ratio, lost=lost)
+
+
+def _emptied(look: Look, beside: Sequence[str], s: Seen) -> Seen | None:
+    """The same as wrong where some of its vectors have no gradient, and the others the one factor
+    of all that is made from it: a part of it is cut off."""
+    if s.backward != "right" or s.factors is None or s.where is None or s.shared:
+        return None
+    none, before = s.factors == 0, _factor_above(look, beside, s)
+    others = constant(s.factors[~none])
+    if not bool(none.any()) or not before or others is None:
+        return None
+    if abs(others - before) > SAME_FACTOR * abs(before):
+        return None
+    return replace(s, backward="wrong", wrong=s.where.picked[none])
 
 
 def _factor_above(look: Look, above: Sequence[str], s: Seen) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -174,15 +174,21 @@ class ModuleWatch:
     def _leave(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
         while self._inside and self._inside.pop() != name:
             pass  # one whose forward raised
-        parts = [t for t in _tensors(output) if _has_digits(t)]
+        parts: list[Tensor | None] = [t for t in _tensors(output) if _has_digits(t)]
+        if len(parts) > 1:  # what it only hands on, its gradient is that of other uses, too
+            given = {id(t) for t in _tensors((args, kwargs))}
+            parts = [None if id(t) in given else t for t in parts]
         for tensor in parts:
-            self._made(name, tensor)
+            if tensor is not None:
+                self._made(name, tensor)
         self._see(name, parts)
 
-    def _see(self, name: str, parts: list[Tensor]) -> None:
+    def _see(self, name: str, parts: Sequence[Tensor | None]) -> None:
         """One call. What is there already, as another module's output, is not kept twice."""
         number = self._numbers[name] = self._numbers.get(name, -1) + 1
         for part, tensor in enumerate(parts[:MAX_PARTS]):
+            if tensor is None:
+                continue
             at = len(self._calls)
             held, before = self._kept(name, tensor), self._call_of.get(tensor)
             if held is None:

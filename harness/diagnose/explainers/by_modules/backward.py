@@ -72,6 +72,8 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     if found.lost:
         cause = f"no gradient reaches the output of {at} on rank {spans(found.ranks)}"
         cause += _in_some_calls(look, found)
+    elif found.emptied:
+        cause = f"no gradient reaches a part of the output of {at} on rank {spans(found.ranks)}"
     elif found.ratio is not None:
         shown = fraction_of(found.ratio)
         symbols = group_symbols(case, found.ratio)
@@ -131,9 +133,11 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     yield from lacking_there(case, found, _ends(case, look, found))
     if not found.lost and not found.ratio:
         least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
-        yield f"wrong are {least}{places(found.seen)}"
+        yield f"{'without one' if found.emptied else 'wrong'} are {least}{places(found.seen)}"
         yield from _of_other_places(case, look, found)
-        if any(_with_factors(s) for s in found.seen):
+        if found.emptied:
+            yield "the others there are right"
+        elif any(_with_factors(s) for s in found.seen):
             yield "the others there are right but for factors of their own"
         else:
             yield from _factor_of_the_others(found)
