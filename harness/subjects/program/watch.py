@@ -16,6 +16,7 @@ from sumgrad.subjects.program.placement import WRAPPERS
 from sumgrad.subjects.program.taken_up import taken_up
 from sumgrad.subjects.program.ways import makers_of, ways_between
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -136,13 +137,17 @@ class ModuleWatch:
         return hook
 
     def _uses(self, when: str, module: str) -> None:
-        """The parameters that a module has now: a wrapper gathers those that it cuts."""
-        for own, param in self._modules[module]._parameters.items():
+        """The parameters and buffers that a module has now: a wrapper gathers those that it cuts,
+        a step moves others."""
+        held_by, params = self._modules[module], self._modules[module]._parameters
+        buffers = {} if _counts_only(held_by) else held_by._buffers
+        for own, param in (*params.items(), *buffers.items()):
             if param is None or not param.is_floating_point():
                 continue
             local = to_local(param).detach()
             name = f"{module}.{own}" if module else own
-            self._params.setdefault(param, name)
+            if own in params:
+                self._params.setdefault(param, name)
             if local.numel() != self._used_numel.setdefault(name, local.numel()):
                 continue
             try:
@@ -252,6 +257,11 @@ class ModuleWatch:
         if held is not None and held.dim() and held.numel():
             self._data.append(held)
             self._entered.append(name)
+
+
+def _counts_only(module: nn.Module) -> bool:
+    """Whether a module's buffers are statistics that it writes and does not compute with."""
+    return isinstance(module, _NormBase) and module.training
 
 
 def _has_digits(tensor: Tensor) -> bool:

@@ -15,6 +15,9 @@ from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.weights_used import OtherWeight, When, how, other_weights
 
+GATHERED = "look at what gathers them, or changes them, before it is called"
+MOVED = "it is no trained parameter: look at what changes it, between micro-batches or on a rank"
+
 
 def computed_with_other_weights(case: Case, left: Left) -> Iterator[Explanation]:
     """The first module of the forward whose weights are not the model's, and no other wrong before.
@@ -40,13 +43,18 @@ def _cause(case: Case, look: Look, module: str, found: Sequence[OtherWeight]) ->
     below = look.paths.next_below(module, lambda m: look.forward(m) == "right")
     beside = tuple(sorted(below, key=look.modules.index))
     head = f"the forward is right up to {listed(look, beside)}; " if beside else ""
-    because = [*how_they_are, "look at what gathers them, or changes them, before it is called"]
+    traces = case.record.traces
+    moved = traces is not None and not {w.name for w in found} & traces.single.params.keys()
+    kind, what, hint = "gathered_weights", "with other weights than the model's", GATHERED
+    if moved:
+        kind, what, hint = "moved_state", "with another state than the single process's", MOVED
+    because = [*how_they_are, hint]
     seen = tuple(s for s in look.seen[module] if s.rank in ranks and not s.call.recomputed)
     if seen:
         because += between(case, FirstWrong(wrong=module, seen=seen, beside=beside), back=False)
     return Diagnosis(
-        cause=f"{head}{named(look, module)} computes with other weights than the model's: {held}",
-        kind="gathered_weights",
+        cause=f"{head}{named(look, module)} computes {what}: {held}",
+        kind=kind,
         ranks=ranks,
         because=tuple(because),
     )
