@@ -173,7 +173,7 @@ class _Both:
         number = _spread(torch.arange(got.numel()).reshape(got.shape), shapes[0], targets=targets)
         if flat is None or beside is None or number is None:
             return () if got.shape == wanted.shape and torch.equal(got, wanted) else None
-        how = _differ(flat[places[0]], beside[places[1]], number[places[0]].long())
+        how = _differ(flat[places[0]], beside[places[1]], number[places[0]].long(), got.numel())
         if how is None:
             return ()
         if c.code != w.code and (how.factor is not None or min(got.numel(), wanted.numel()) == 1):
@@ -283,8 +283,9 @@ def _spread(tensor: Tensor, shape: torch.Size, *, targets: bool) -> Tensor | Non
         return None
 
 
-def _differ(got: Tensor, wanted: Tensor, number: Tensor) -> Difference | None:
-    """None where it does not. number: which element of the rank's own tensor each is."""
+def _differ(got: Tensor, wanted: Tensor, number: Tensor, size: int) -> Difference | None:
+    """None where it does not. number: which element of the rank's own tensor, of so many, each is:
+    one of several has no factor that is all of theirs."""
     scale = float(wanted.abs().max()) if len(wanted) else 0.0
     same = (got == wanted) | ((got - wanted).abs() <= CLOSE * (wanted.abs() + 1e-3 * scale))
     same |= got.isnan() & wanted.isnan()
@@ -293,7 +294,8 @@ def _differ(got: Tensor, wanted: Tensor, number: Tensor) -> Difference | None:
     live = wanted != 0
     ratios = got[live] / wanted[live]
     factor = None
-    if len(ratios) and not bool(got[~live].any()):
+    alone = size > 1 and len(number.unique()) < 2
+    if len(ratios) and not alone and not bool(got[~live].any()):
         r = float(ratios[0])
         if math.isfinite(r) and bool(((ratios - r).abs() <= CLOSE * abs(r)).all()):
             factor = r

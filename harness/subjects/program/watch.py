@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sumgrad.base.tensors import to_local
@@ -109,8 +109,8 @@ class ModuleWatch:
         came = [{k: self._calls[i][k] for k in ("operation_back", "arrivals")} for i in first]
         return Trace(
             calls=tuple(Call(**call | back) for call, back in zip(self._calls, came, strict=True)),
-            outputs=tuple(self._outputs),
-            gradients=tuple(self._gradients.get(i) for i in first),
+            outputs=tuple(_as_rows(t) for t in self._outputs),
+            gradients=tuple(_as_rows(self._gradients.get(i)) for i in first),
             sources={
                 call["module"]: self._sources[call["module"]]
                 for call in self._calls
@@ -257,6 +257,14 @@ class ModuleWatch:
         if held is not None and held.dim() and held.numel():
             self._data.append(held)
             self._entered.append(name)
+
+
+Maybe = TypeVar("Maybe", Tensor, Tensor | None)
+
+
+def _as_rows(tensor: Maybe) -> Maybe:
+    """One number for each row is a vector for each row."""
+    return tensor.unsqueeze(1) if tensor is not None and tensor.dim() == 1 else tensor
 
 
 def _counts_only(module: nn.Module) -> bool:

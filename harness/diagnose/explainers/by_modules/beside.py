@@ -36,6 +36,13 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     inside = sorted({m or "the model" for m in owners(case) if not _told_of(look, m)})
     if not known or len(known) < len(factors) or not same(known):
         return diagnosis
+    hidden = [m for m in back if any(_is_hidden(s) for s in look.seen[m])]
+    if hidden:
+        text += (
+            f", but for what reaches the output of {some_of(hidden)} in some calls, which is not "
+            f"known"
+        )
+        return replace(diagnosis, because=(*diagnosis.because, text))
     if diagnosis.kind == "open" and wrong_before_it_is_reduced(case):
         return replace(diagnosis, because=(*diagnosis.because, text))
     text += _after_the_modules(case, diagnosis, known[0])
@@ -55,6 +62,12 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
             f"{axis}"
         )
     return replace(diagnosis, because=(*diagnosis.because, text, *more))
+
+
+def _is_hidden(seen: Seen) -> bool:
+    """Whether a gradient came to a right output that could not be compared."""
+    came = seen.call.operation_back is not None and not seen.call.recomputed
+    return came and seen.forward == "right" and seen.backward == "untold"
 
 
 def _terms_differ(seen: Seen) -> bool:
