@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sumgrad.diagnose.modules.computed_otherwise import computed_otherwise
+from sumgrad.diagnose.modules.computed_otherwise import _differ, computed_otherwise
 from sumgrad.record.computed import computed_as_json, computed_from, computed_together
 from sumgrad.subjects.program.computations import Computations
 from torch.nn import functional as F
@@ -62,6 +62,7 @@ def scaled(x, scale):
         (scaled, 3.0, 1.5, ("mul", 1, 2.0, 1, 1)),
         (scaled, torch.tensor(3.0), torch.tensor(1.5), ("mul", 1, 2.0, 1, 1)),
         (scaled, X[OWN] * 0, X, ("mul", 1, 0.0, 15, 15)),
+        (masked, X[OWN, 0] * 2, X[:, 0], ("mul", 1, 2.0, 3, 3)),
     ],
 )
 def test_what_is_another(function, rank, whole, says):
@@ -315,3 +316,10 @@ def test_another_formula_may_call_the_same_function():
     some[1] += 1
     assert first(recorded(other, X[OWN], some), whole).is_sure
     assert first(recorded(other, X[OWN], y[:3]), whole).is_sure  # what belongs elsewhere
+
+
+@pytest.mark.parametrize(("size", "factor"), [(1, 2.0), (3, None)])
+def test_one_element_of_several_has_no_factor_of_all(size, factor):
+    got, wanted = (torch.tensor([n], dtype=torch.float64) for n in (2.0, 1.0))
+    how = _differ(got, wanted, torch.tensor([0]), size)
+    assert (how.factor, how.now, how.was) == (factor, 2.0, 1.0)

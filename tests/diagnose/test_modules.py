@@ -162,6 +162,24 @@ def test_a_factor_that_begins_at_a_module(factor, ratio, lost):
 FORK = {"second": (), "third": ("first",), LOSS: ("second", "third")}  # two ways to the loss
 
 
+def test_a_gradient_that_reaches_a_part_only():
+    """Zeros in some vectors beside what is right, where what is made from it has no such zeros."""
+
+    def cut(g):
+        return torch.cat([g[:2] * 0, g[2:]])
+
+    found = first_wrong_backward(look(rank(grad_second=cut)), ())
+    assert (found.wrong, found.beside, found.emptied, found.lost) == (
+        "second", ("third",), True, False,
+    )  # fmt: skip
+    assert found.seen[0].wrong.tolist() == list(range(2 * TOKENS))
+    lost = first_wrong_backward(look(rank(grad_second=cut, grad_third=cut)), ())
+    assert lost is None or not lost.emptied  # rows that the loss leaves out
+    rows = torch.tensor([0, 1, 2, 3.0])[:, None, None]
+    weighed = first_wrong_backward(look(rank(grad_second=lambda g: g * rows)), ())
+    assert weighed is None or not weighed.emptied  # factors of rows
+
+
 def forked(*ranks):
     single = replace(whole(), takes=FORK)
     traces = {i: trace(r) for i, r in enumerate(ranks)}

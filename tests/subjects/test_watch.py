@@ -218,3 +218,65 @@ def test_what_goes_in_has_room_of_its_own(monkeypatch):
     assert [c.module for c in outputs(found)] == ["first", "last", ""]
     assert f"{INTO}last" in found.left_out
     assert "last" not in found.left_out
+
+
+class HandsOn(nn.Module):
+    """A residual, and the first values that every block hands on."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x, first):
+        return self.inner(x), first
+
+
+def test_what_is_only_handed_on_is_no_output():
+    block, first = HandsOn(), torch.ones(5, 3, requires_grad=True)
+    found = seen(block, run=lambda x: sum(block(x, first * 2)))
+    assert [(c.module, c.part) for c in outputs(found)] == [("inner", 0), ("", 0)]
+
+
+def test_what_one_tensor_hands_on_is_its_output():
+    found = seen(nn.Sequential(nn.Linear(3, 4), nn.Identity()))
+    assert [c.module for c in outputs(found)] == ["0", "1", ""]
+
+
+class Score(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.score(x).squeeze(-1)
+
+
+def test_one_number_for_each_row_is_a_vector_for_each_row():
+    found = seen(Score())
+    assert [tuple(o.shape) for o in found.outputs[-1:]] == [(5, 1)]
+    assert tuple(found.gradients[-1].shape) == (5, 1)
+
+
+class Moving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("bias", torch.zeros(3))
+
+    def forward(self, x):
+        out = self.norm(self.inner(x)) + self.bias
+        self.bias += 1
+        return out
+
+
+def test_a_buffer_that_moves_between_calls_is_kept_in_each_state():
+    module = Moving()
+    found = seen(module, run=lambda x: module(x) + module(x))
+    assert [t.tolist() for t in found.used["forward/bias"]] == [[0, 0, 0], [1, 1, 1]]
+    assert len(found.used["forward/inner.weight"]) == 1
+    assert "forward/norm.running_mean" not in found.used  # written, and not computed with
+
+
+def test_statistics_that_are_computed_with_are_kept():
+    module = Moving().eval()
+    assert "forward/norm.running_mean" in seen(module).used
