@@ -68,8 +68,9 @@ def goes_on(op: Collective, tensors: Sequence[tuple[str, Tensor]]) -> GoesOn | N
             found = mixed_with(part, got, own)
             if found and _is_one_stretch(part != got, got == own):
                 return GoesOn(where=where, own=found, numel=numel)
-        if tensor.numel() == got.numel() and _has_only(tensor.double().reshape(-1), own, got):
-            return GoesOn(where=where, own=numel, numel=numel)
+        lacks = _lacking(tensor.double().reshape(-1), got) if tensor.numel() == len(got) else None
+        if lacks is not None and _is_one_stretch(lacks, got == own):
+            return GoesOn(where=where, own=int(lacks.sum()), numel=numel)
     return None
 
 
@@ -80,12 +81,16 @@ def _is_one_stretch(lacks: Tensor, own: Tensor) -> bool:
     return len(at) > 0 and bool((lacks | own)[at[0] : at[-1] + 1].all())
 
 
-def _has_only(value: Tensor, own: Tensor, got: Tensor) -> bool:
-    """Whether a tensor has the rank's own numbers and zeros, in whatever order."""
-    live, mine = value[value != 0], own[own != 0]
-    if not len(mine) or len(live) != len(mine) or len(mine) >= int(got.count_nonzero()):
-        return False
-    return torch.equal(live.sort().values, mine.sort().values)
+def _lacking(value: Tensor, got: Tensor) -> Tensor | None:
+    """(n,) which numbers of the result a tensor has not, in whatever order, zeros in their place;
+    None where it has others, or all."""
+    live = value[value != 0].sort().values
+    if not len(live):
+        return None
+    at = torch.searchsorted(live, got).clamp(max=len(live) - 1)
+    lacks = (live[at] != got) & (got != 0)
+    has = int(got.count_nonzero()) - int(lacks.sum())
+    return lacks if bool(lacks.any()) and has == len(live) else None
 
 
 def goes_on_in_sum(op: Collective, off: Tensor | None) -> GoesOn | None:

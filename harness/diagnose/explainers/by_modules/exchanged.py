@@ -27,6 +27,7 @@ BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 NEARLY = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 1e-2}
 NOTHING = "a rank that has nothing to give is right to: then look elsewhere"
 MOST = 12  # collectives in between that are looked at
+MOST_AFTER = 40  # tensors of modules after them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,12 @@ class _Looking:
         near |= {f"{INTO}{m}" for m in self.found.beside}
         if wrong:
             near |= {m for m in self.look.modules if is_in(m, wrong)}
-        near |= {*self.look.paths.next_below(wrong, lambda _: True)}
+        paths = self.look.paths
+        near |= {*paths.next_below(wrong, lambda _: True)}
+        if self.back:
+            near |= paths.all_above(wrong) & {
+                m for b in self.found.modules for m in paths.all_below(b)
+            }
         return by_module(self.traces.single, near.__contains__)
 
     def truths(self, op: Collective) -> Iterator[Truth]:
@@ -170,8 +176,7 @@ class _Looking:
             at, value = (call.operation_back, gradient) if self.back else (call.operation, output)
             if at is None or value is None or at <= number:
                 continue
-            if call.module.removeprefix(INTO) == self.found.wrong:
-                near.append((self.words(call.module), value))
+            near.append((self.words(call.module), value))
         lines = []
         if not self.back:
             for one in trace.computed.computations:
@@ -179,7 +184,7 @@ class _Looking:
                     if isinstance(argument, int):
                         value = trace.computed.values[argument]
                         lines.append((f"what `{one.code}` computes with", value))
-        return [*near, *lines]
+        return [*near[:MOST_AFTER], *lines]
 
     def words(self, module: str) -> str:
         """`the output of down`, `the gradient of what goes into down`."""
