@@ -135,7 +135,8 @@ def run(path: Path, cls: str, launcher: Launcher, *, seed: int = 0) -> dict[str,
     row["standing"] = first.standing if first else None
     row |= {"why": module.WHY, "said": said}
     if verdict.status == "unknown":
-        row["said"] = said or "\n".join(r for t in verdict.tiers for r in t.reasons)
+        tiers = (r for t in verdict.tiers for r in t.reasons)
+        row["said"] = said or "\n".join([*verdict.reasons, *tiers])
     if cls == "Buggy":
         row |= marked(said, module.EXPECT)
     return row

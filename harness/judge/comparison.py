@@ -201,7 +201,10 @@ def _power(wanted: Expected) -> dict[str, float]:
 def _seen_enough(wanted: Expected, power: dict[str, float]) -> tuple[Status, str | None]:
     """UNKNOWN where a wrong gradient would have passed."""
     if wanted.scale == 0:
-        return "unknown", "no term reaches this tensor, so nothing was checked"
+        return (
+            "unknown",
+            "no term gives this tensor a gradient: it is zero in the reference, so nothing was checked",
+        )
     if wanted.every_term:
         blind = [term for term, value in power.items() if value > BLIND_STRUCTURE]
         if blind:
