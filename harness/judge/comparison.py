@@ -203,7 +203,7 @@ def _seen_enough(wanted: Expected, power: dict[str, float]) -> tuple[Status, str
     if wanted.scale == 0:
         return (
             "unknown",
-            "no term gives this tensor a gradient: it is zero in the reference, so nothing was checked",
+            "no term reaches this tensor: its gradient is zero, so nothing was checked",
         )
     if wanted.every_term:
         blind = [term for term, value in power.items() if value > BLIND_STRUCTURE]

@@ -161,7 +161,7 @@ def test_where_no_term_reaches_nothing_was_checked():
     nothing = wanted(value=VALUE * 0, scale=0.0, terms={}, size=0.0)
     diff = diff_of(VALUE * 0, nothing)
     assert (diff.status, diff.reason) == (
-        "unknown", "no term gives this tensor a gradient: it is zero in the reference, so nothing was checked"
+        "unknown", "no term reaches this tensor: its gradient is zero, so nothing was checked"
     )  # fmt: skip
     precise = wanted(value=VALUE * 0, scale=1.0, terms={}, size=0.0, every_term=False)
     assert diff_of(VALUE * 0, precise).status == "pass"  # zero by mathematics: only noise
