@@ -271,6 +271,10 @@ def test_other_numbers_are_no_sum():
     assert fitted(numbers(50, 39)) is None  # of another size
 
 
+def test_ranks_that_put_in_the_same_are_not_told_apart():
+    assert fitted(2 * GIVEN[0] + GIVEN[2], r1=GIVEN[0]) is None
+
+
 def test_few_numbers_are_fitted_with_one_unknown_only():
     parts = torch.stack([numbers(r, 5) for r in range(4)], 1)
     ones = torch.ones(4, dtype=torch.float64)

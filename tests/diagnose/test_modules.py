@@ -175,6 +175,8 @@ def test_a_gradient_that_reaches_a_part_only():
     assert found.seen[0].wrong.tolist() == list(range(2 * TOKENS))
     lost = first_wrong_backward(look(rank(grad_second=cut, grad_third=cut)), ())
     assert lost is None or not lost.emptied  # rows that the loss leaves out
+    twice = first_wrong_backward(look(rank(grad_second=lambda g: 2 * cut(g))), ())
+    assert twice is None or not twice.emptied
     rows = torch.tensor([0, 1, 2, 3.0])[:, None, None]
     weighed = first_wrong_backward(look(rank(grad_second=lambda g: g * rows)), ())
     assert weighed is None or not weighed.emptied  # factors of rows
