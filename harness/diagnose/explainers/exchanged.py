@@ -162,7 +162,7 @@ def _given_to(traces: Traces, op: Collective, cell: Cell) -> _Told | None:
         if told is not None:
             kind, who = told
             return _Told(kind=kind, op=op, cell=cell, who=who)
-    before = {rank: _just_before(traces, op, rank) for rank in op.ranks}
+    before = {rank: _just_before(traces, op, rank, len(given[0])) for rank in op.ranks}
     results = {rank: one.own.got.double().reshape(-1) for rank, one in before.items()
                if one is not None and one.own.got is not None}  # fmt: skip
     mine = before[cell.rank]
@@ -179,12 +179,16 @@ def _given_to(traces: Traces, op: Collective, cell: Cell) -> _Told | None:
     return _Told(kind=kind, op=op if ours else mine, cell=cell, who=who)
 
 
-def _just_before(traces: Traces, op: Collective, rank: int) -> Collective | None:
-    """The last reduction of a rank before this one."""
+def _just_before(traces: Traces, op: Collective, rank: int, size: int) -> Collective | None:
+    """The last reduction of a rank before this one that gave as much."""
     if rank not in op.by_rank:
         return None
     issued = collectives(traces, rank, 0, op.by_rank[rank].number)
-    return next((one for one in reversed(issued) if one.is_sum), None)
+    for one in reversed(issued):
+        got = one.own.got if one.is_sum else None
+        if got is not None and got.numel() == size:
+            return one
+    return None
 
 
 def _deviating(

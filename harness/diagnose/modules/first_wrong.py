@@ -9,6 +9,7 @@ import torch
 from sumgrad.diagnose.modules.look import Look, Seen, constant
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.record.trace import LOSS
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,8 +146,8 @@ def _odd(look: Look, module: str) -> FirstWrong | None:
 
 
 def _emptied(look: Look, beside: Sequence[str], s: Seen) -> Seen | None:
-    """The same as wrong where some of its vectors have no gradient, and the others the one factor
-    of all that is made from it: a part of it is cut off."""
+    """The same as wrong where some of its vectors have no gradient, here or elsewhere, and the
+    others the one factor of all that is made from it: a part of it is cut off."""
     if s.backward != "right" or s.factors is None or s.where is None or s.shared:
         return None
     none, before = s.factors == 0, _factor_above(look, beside, s)
@@ -155,7 +156,22 @@ def _emptied(look: Look, beside: Sequence[str], s: Seen) -> Seen | None:
         return None
     if abs(others - before) > SAME_FACTOR * abs(before):
         return None
+    if bool((s.where.found[none].any(0) & _reached(look, s)).any()):
+        return None  # as where a table is cut, and each rank takes what others have for nothing
     return replace(s, backward="wrong", wrong=s.where.picked[none])
+
+
+def _reached(look: Look, s: Seen) -> Tensor:
+    """(N,) the single process's vectors that have a gradient on some rank."""
+    assert s.where is not None
+    out = torch.zeros(s.where.found.shape[1], dtype=torch.bool)
+    for module in look.modules:
+        for other in look.seen[module] if any(t is s for t in look.seen[module]) else ():
+            same = other.call.part == s.call.part and other.where is not None
+            if same and other.where is not None and other.factors is not None:
+                live = (other.factors != 0) & ~other.factors.isnan()
+                out |= other.where.found[live].any(0)
+    return out
 
 
 def _factor_above(look: Look, above: Sequence[str], s: Seen) -> float | None:

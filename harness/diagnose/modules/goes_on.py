@@ -68,7 +68,12 @@ def goes_on(op: Collective, tensors: Sequence[tuple[str, Tensor]]) -> GoesOn | N
             found = mixed_with(part, got, own)
             if found and _is_one_stretch(part != got, got == own):
                 return GoesOn(where=where, own=found, numel=numel)
-        lacks = _lacking(tensor.double().reshape(-1), got) if tensor.numel() == len(got) else None
+        if tensor.numel() != len(got):
+            continue
+        flat = tensor.double().reshape(-1)
+        if _has_only(flat, own, got):
+            return GoesOn(where=where, own=numel, numel=numel)
+        lacks = _lacking(flat, got)
         if lacks is not None and _is_one_stretch(lacks, got == own):
             return GoesOn(where=where, own=int(lacks.sum()), numel=numel)
     return None
@@ -79,6 +84,14 @@ def _is_one_stretch(lacks: Tensor, own: Tensor) -> bool:
     mask leaves out some of each row."""
     at = lacks.nonzero()[:, 0]
     return len(at) > 0 and bool((lacks | own)[at[0] : at[-1] + 1].all())
+
+
+def _has_only(value: Tensor, own: Tensor, got: Tensor) -> bool:
+    """Whether a tensor has the rank's own numbers and zeros, in whatever order."""
+    live, mine = value[value != 0], own[own != 0]
+    if not len(mine) or len(live) != len(mine) or len(mine) >= int(got.count_nonzero()):
+        return False
+    return torch.equal(live.sort().values, mine.sort().values)
 
 
 def _lacking(value: Tensor, got: Tensor) -> Tensor | None:
