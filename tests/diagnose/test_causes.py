@@ -117,15 +117,15 @@ def test_a_module_is_told_from_what_goes_into_it(name, words, sumgrad_launcher):
         ("hsdp", "low_precision:all_gather@shard#2", "low_precision", "runs in bfloat16"),
         ("hsdp", "low_precision:reduce_scatter@shard#2", "low_precision", "runs in bfloat16"),
         ("hsdp", "skip:reduce_scatter@shard#0", "skipped_collective", "rank 0 holds rows 0-2, 7-8"),
-        ("hsdp", "copy:allreduce@replicate#0", "unused_result", "ends with what went in"),
-        ("hsdp", "missing_wait:allreduce@replicate#1", "missing_wait", "before its reduction"),
+        ("hsdp", "copy:allreduce@replicate#0", "unused_result", "is right and is not used"),
+        ("hsdp", "missing_wait:allreduce@replicate#1", "missing_wait", "is read too early: a part"),
         # Its count is a sum of weights, and no whole number.
         ("sequence_parallel", "avg:allreduce@dp#0", "avg",
          "averages a count that every gradient is divided by"),
         ("tensor_parallel", "skip:allreduce@tp#0", "skipped_collective",
          "the sum over tp of what 0.down (Linear) gives is missing"),
-        ("tensor_parallel", "copy:allreduce@tp#0", "forward",
-         "what 0.down gives is a part on each rank, whole only when summed over tp"),
+        ("tensor_parallel", "copy:allreduce@tp#0", "unused_result",
+         "is not used on rank 0: the output of 0.down has what it has itself in its place"),
     ],
 )  # fmt: skip
 def test_a_planted_fault_alone_is_named(topology, fault, kind, words, tmp_path, sumgrad_launcher):

@@ -257,6 +257,17 @@ def test_one_number_for_each_row_is_a_vector_for_each_row():
     assert tuple(found.gradients[-1].shape) == (5, 1)
 
 
+def test_a_number_for_each_row_is_written_though_it_is_data_elsewhere(tmp_path):
+    """safetensors writes no two tensors that share memory."""
+    score, weigh = Score(), nn.Identity()
+    scores = torch.ones(5)
+    found = seen(nn.ModuleList([score, weigh]), run=lambda x: score(x) * weigh(weigh(scores)))
+    write_trace(tmp_path / "trace", found)
+    read = read_trace(tmp_path / "trace")
+    assert {tuple(o.shape) for o in read.outputs} == {(5, 1), (5, 3)}
+    assert [tuple(d.shape) for d in read.data if d.dim() == 1] == [(5,), (5,)]
+
+
 class Moving(nn.Module):
     def __init__(self):
         super().__init__()

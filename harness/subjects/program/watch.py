@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
@@ -106,11 +106,12 @@ class ModuleWatch:
         first = [self._same.get(i, i) for i in range(len(self._calls))]
         losses = [node for name, node in self._made_by if name == LOSS]
         given = [(name, node) for name, node in self._made_by if not name.startswith(INTO)]
+        held = _as_rows([*self._outputs, *(self._gradients.get(i) for i in first)])
         came = [{k: self._calls[i][k] for k in ("operation_back", "arrivals")} for i in first]
         return Trace(
             calls=tuple(Call(**call | back) for call, back in zip(self._calls, came, strict=True)),
-            outputs=tuple(_as_rows(t) for t in self._outputs),
-            gradients=tuple(_as_rows(self._gradients.get(i)) for i in first),
+            outputs=tuple(t for t in held[: len(self._outputs)] if t is not None),
+            gradients=tuple(held[len(self._outputs) :]),
             sources={
                 call["module"]: self._sources[call["module"]]
                 for call in self._calls
@@ -259,12 +260,19 @@ class ModuleWatch:
             self._entered.append(name)
 
 
-Maybe = TypeVar("Maybe", Tensor, Tensor | None)
-
-
-def _as_rows(tensor: Maybe) -> Maybe:
-    """One number for each row is a vector for each row."""
-    return tensor.unsqueeze(1) if tensor is not None and tensor.dim() == 1 else tensor
+def _as_rows(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """One number for each row is a vector for each row; what is there twice stays one tensor, and
+    no two share memory."""
+    known: dict[int, Tensor] = {}
+    out: list[Tensor | None] = []
+    for tensor in tensors:
+        if tensor is not None and tensor.dim() == 1:
+            if id(tensor) not in known:
+                known[id(tensor)] = tensor.unsqueeze(1).clone()
+            out.append(known[id(tensor)])
+        else:
+            out.append(tensor)
+    return out
 
 
 def _counts_only(module: nn.Module) -> bool:
