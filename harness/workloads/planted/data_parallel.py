@@ -47,6 +47,7 @@ class MicroBatchMean(DataParallel):
     "M02",
     "the loss is divided by all positions, padding included",
     "factor",
+    "wrong_count",
 )
 class CountPositions(DataParallel):
     def global_count(self, mine):
@@ -134,6 +135,7 @@ class AddAfterReduce(DataParallel):
     "wrong_group",
     "row_factors",
     "open",
+    "too_few_ranks",
 )
 class ReduceWhereUsed(DataParallel):
     def reduce(self, model):
@@ -151,6 +153,7 @@ class ReduceWhereUsed(DataParallel):
     "M61",
     "every token's gradient is multiplied by the first token's weight",
     "open",
+    "backward",
 )
 class FirstWeight(DataParallel):
     def step(self, model, batch, ctx):
