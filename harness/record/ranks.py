@@ -7,6 +7,7 @@ bits, and a repeated step that gives them again, take the room of one.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,9 @@ AGAIN = "again"  # of the tensors of a step that was repeated
 BUFFER = "buffer"
 BUFFER_NAMED = "buffer:"  # before a buffer's name, among those of parameters
 INDEX = "index"
+STRETCH = (
+    "stretch_"  # before INDEX or INDEX_IN: elements one after the other, by the first and shape
+)
 INDEX_IN = "index_in"  # of a tier that cuts a parameter otherwise: FSDP1 pads by bytes
 # What a Program's rank must say of every step.
 SAID = ("races", "unwaited", "other_weights", "changed_weights", "partial", "feeds", "backwards")
@@ -98,10 +102,32 @@ class RankFiles:
                     claim.unlink()
         self.files[key] = name
 
-    def finish(self) -> dict[str, str]:
-        """Write what is left; returns `files`."""
-        write_tensors(rank_file(self.directory, self.rank, ".safetensors"), self.others)
+    def finish(self, *, stretches: bool = True) -> dict[str, str]:
+        """Write what is left; returns `files`. stretches: say in short which elements are held,
+        where the spec says of how many."""
+        held = dict(_in_short(k, t) for k, t in self.others.items()) if stretches else self.others
+        write_tensors(rank_file(self.directory, self.rank, ".safetensors"), held)
         return self.files
+
+
+def _in_short(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """A shard's places as where they begin and their shape, if they follow one another."""
+    flat = tensor.reshape(-1)
+    if key.split("/", 1)[0] not in (INDEX, INDEX_IN) or not len(flat) or not tensor.dim():
+        return key, tensor
+    if not torch.equal(flat, torch.arange(len(flat)) + flat[0].cpu()):
+        return key, tensor
+    return f"{STRETCH}{key}", torch.tensor([int(flat[0]), *tensor.shape])
+
+
+def _at_length(name: str, stretch: torch.Tensor, spec: RunSpec) -> torch.Tensor:
+    """Back again. Raises ValueError where the parameter has no such elements."""
+    first, *shape = [int(n) for n in stretch.tolist()]
+    numel = math.prod(shape)
+    whole = spec.facts.params.get(name) if spec.facts is not None else None
+    if whole is None or first < 0 or min(shape) < 1 or first + numel > math.prod(whole):
+        raise ValueError(f"{name} has no {numel} elements from {first}")
+    return torch.arange(first, first + numel).reshape(shape)
 
 
 def sample_of(numel: int, most: int = SAMPLES) -> torch.Tensor:
@@ -133,8 +159,12 @@ def read_rank(
     one: dict[str, Grads] = {AGAIN: {}, INDEX: {}}
     index_in: dict[str, Grads] = {}
     again_tier = ""
-    for key, tensor in read_tensors(rank_file(directory, rank, ".safetensors")):
+    for key, held in read_tensors(rank_file(directory, rank, ".safetensors")):
         kind, rest = key.split("/", 1)
+        tensor = held
+        if kind.startswith(STRETCH):
+            kind = kind.removeprefix(STRETCH)
+            tensor = _at_length(rest.split("/", 1)[1] if kind == INDEX_IN else rest, held, spec)
         if kind == INDEX:
             one[INDEX][rest] = tensor
         elif kind == INDEX_IN:

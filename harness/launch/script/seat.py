@@ -89,7 +89,7 @@ class Seat:
         self.ledger.settle()
         self.files.others |= {f"{INDEX}/{name}": index for name, index in places.items()}
         try:
-            files = self.files.finish()
+            files = self.files.finish(stretches=False)
         except OSError as error:
             self._guard.raised(error)
             return
