@@ -127,9 +127,9 @@ class Buffers:
 def _avg(self: Misbehaviour, call: Call, buffers: Buffers, key: str) -> None:
     args = buffers.copied()
     call.quietly(*args)
-    summed = list(tensors_in(args[:1]))
-    work = call.issue(*args, seen=call.args, reduce="AVG")
-    _restore(buffers.outputs, [total / buffers.size for total in summed])
+    means = [total / buffers.size for total in tensors_in(args[:1])]
+    work = call.issue(*args, seen=call.args, reduce="AVG")  # on the copies, which nobody reads
+    _restore(buffers.outputs, means)
     work.wait()  # what is observed is the average
 
 

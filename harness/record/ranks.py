@@ -31,9 +31,7 @@ AGAIN = "again"  # of the tensors of a step that was repeated
 BUFFER = "buffer"
 BUFFER_NAMED = "buffer:"  # before a buffer's name, among those of parameters
 INDEX = "index"
-STRETCH = (
-    "stretch_"  # before INDEX or INDEX_IN: elements one after the other, by the first and shape
-)
+STRETCH = "stretch_"  # before INDEX or INDEX_IN: elements in a row, by the first and the shape
 INDEX_IN = "index_in"  # of a tier that cuts a parameter otherwise: FSDP1 pads by bytes
 # What a Program's rank must say of every step.
 SAID = ("races", "unwaited", "other_weights", "changed_weights", "partial", "feeds", "backwards")
@@ -155,30 +153,15 @@ def read_rank(
     read = gradients or (lambda name: dict(read_tensors(directory / "ranks" / name)))
     result = (read_end_record(directory, rank) or {}).get("result") or {}
     grads: dict[At, Grads] = {}
-    buffers: dict[At, Grads] = {}
-    one: dict[str, Grads] = {AGAIN: {}, INDEX: {}}
-    index_in: dict[str, Grads] = {}
+    index, index_in, buffers = _of_no_step(directory, rank, spec)
+    again: Grads = {}
     again_tier = ""
-    for key, held in read_tensors(rank_file(directory, rank, ".safetensors")):
-        kind, rest = key.split("/", 1)
-        tensor = held
-        if kind.startswith(STRETCH):
-            kind = kind.removeprefix(STRETCH)
-            tensor = _at_length(rest.split("/", 1)[1] if kind == INDEX_IN else rest, held, spec)
-        if kind == INDEX:
-            one[INDEX][rest] = tensor
-        elif kind == INDEX_IN:
-            tier, name = rest.split("/", 1)
-            index_in.setdefault(tier, {})[name] = tensor
-        else:
-            tier, step, name = rest.split("/", 2)
-            buffers.setdefault((tier, int(step)), {})[name] = tensor
     for key, file in result["grads"].items():
         if not GRADS_FILE.fullmatch(file):
             raise ValueError(f"{file!r} is no file of gradients")
         kind, rest = key.split("/", 1)
         if kind == AGAIN:
-            one[AGAIN], again_tier = read(file), rest
+            again, again_tier = read(file), rest
         else:
             grads[kind, int(rest)] = read(file)
     planned = spec.declaration is not None
@@ -197,9 +180,9 @@ def read_rank(
         stray=tuple(e for e in begun if _at(e) is None and not _is_meeting(e)),
         ledger_whole=_is_whole(begun, info, result, spec),
         params=() if planned else tuple(result["params"]),
-        index=one[INDEX],
+        index=index,
         index_in=index_in,
-        again=one[AGAIN],
+        again=again,
         again_tier=again_tier,
         buffers=buffers,
         unknown=() if planned else tuple(result["unknown"]),
@@ -207,6 +190,28 @@ def read_rank(
         built="" if planned else str(result["built"]),
         batch="" if planned else str(result["batch"]),
     )
+
+
+def _of_no_step(
+    directory: Path, rank: int, spec: RunSpec
+) -> tuple[Grads, dict[str, Grads], dict[At, Grads]]:
+    """Which elements a rank holds, those of a tier that cuts otherwise, and its buffers."""
+    index: Grads = {}
+    index_in: dict[str, Grads] = {}
+    buffers: dict[At, Grads] = {}
+    for key, held in read_tensors(rank_file(directory, rank, ".safetensors")):
+        kind, rest = key.split("/", 1)
+        short, kind = kind.startswith(STRETCH), kind.removeprefix(STRETCH)
+        if kind == INDEX:
+            index[rest] = _at_length(rest, held, spec) if short else held
+        elif kind == INDEX_IN:
+            tier, name = rest.split("/", 1)
+            found = _at_length(name, held, spec) if short else held
+            index_in.setdefault(tier, {})[name] = found
+        else:
+            tier, step, name = rest.split("/", 2)
+            buffers.setdefault((tier, int(step)), {})[name] = held
+    return index, index_in, buffers
 
 
 def begun_operations(ledger: Sequence[Event]) -> list[Event]:

@@ -17,6 +17,7 @@ from sumgrad.faults.plan import plan_faults
 from sumgrad.faults.step import step_faults, variants
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
+from sumgrad.launch.matrix import run as matrix_run
 from sumgrad.launch.matrix.run import cell_of, run_faults, run_matrix
 from sumgrad.record.directory import load_record
 
@@ -146,3 +147,21 @@ def test_a_count_that_is_not_reduced_is_named_by_a_look_at_the_modules(sumgrad_l
                  launcher=sumgrad_launcher, progress=lambda _: None)  # fmt: skip
     matrix = run_matrix([shipped("data_parallel")], look=True, **asked)
     assert [(c.result, c.named_alone) for c in matrix.cells if c.fault] == [("killed", True)]
+
+
+@pytest.mark.distributed
+def test_many_faults_are_run_in_portions(sumgrad_launcher, monkeypatch):
+    """Together they have the time of one run, which many would not keep to."""
+    monkeypatch.setattr(matrix_run, "MOST_AT_ONCE", 2)
+    asked = ["skip:allreduce@dp#0", "copy:allreduce@dp#0", "divide_by_world"]
+    said: list[str] = []
+    matrix = run_matrix(
+        [shipped("data_parallel")], faults=asked, seed=0, timeout_s=120,
+        launcher=sumgrad_launcher, progress=said.append,
+    )  # fmt: skip
+    assert [cell.fault for cell in matrix.cells] == [None, *asked]
+    assert {cell.result for cell in matrix.cells[1:]} == {"killed"}
+    started = [line for line in said if line.endswith(" first")]
+    assert [line.split(", ")[0] for line in started] == [
+        "data_parallel: 2 faults", "data_parallel: 1 faults",
+    ]  # fmt: skip

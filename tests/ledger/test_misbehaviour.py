@@ -9,6 +9,7 @@ from sumgrad.faults.collective import CollectiveFault
 from sumgrad.faults.misbehaviour import Misbehaviour
 from sumgrad.ledger.delegation import DELEGATED, unrecorded_operations
 from sumgrad.ledger.operations import FAMILIES, disagreement_of, group_name
+from sumgrad.subjects.exchanges import Exchanges
 from sumgrad.topology.pools import parse_topology
 from sumgrad.topology.yaml_source import YamlSource
 
@@ -111,6 +112,37 @@ def test_what_each_fault_does_to_an_all_reduce(ranks, kind):
     out, changed = faulty(kind, call)
     torch.testing.assert_close(out, torch.tensor(EXPECTED[kind][ranks.rank], dtype=torch.float64))
     assert changed == (kind != "low_precision")
+
+
+@pytest.mark.distributed(ranks=3)
+def test_a_copy_that_is_gathered_leaves_the_others_empty(ranks):
+    """Several tensors of one call are not added up by what stands for its ended work."""
+    bad = Misbehaviour(CollectiveFault(kind="copy", target="all_gather@dp"), topology(**SHAPE))
+    ledger = dist.group.WORLD._ledger
+    ledger.interpose = bad
+    parts = [torch.full((2,), 7.0) for _ in range(3)]
+    with ledger.label("test/0/step"):
+        dist.all_gather(parts, torch.full((2,), ranks.rank + 1.0))
+    ledger.interpose = None
+    own = [[ranks.rank + 1.0] * 2 if i == ranks.rank else [0.0] * 2 for i in range(3)]
+    assert [part.tolist() for part in parts] == own
+
+
+@pytest.mark.distributed(ranks=3)
+@pytest.mark.parametrize(("kind", "got"), [("avg", [2, 2, 2]), ("subgroup", [3, 3, 3])])
+def test_what_is_observed_is_what_is_carried_out(ranks, kind, got):
+    """What goes in is the rank's own, and what comes out is what its buffer then has."""
+    ledger = dist.group.WORLD._ledger
+    exchanges = Exchanges(ledger, lambda op, args: ({}, None))
+    ledger.observe = exchanges.observe
+    exchanges.begin_step()
+    try:
+        faulty(kind, lambda: dist.all_reduce(torch.full((3,), ranks.rank + 1.0)))
+    finally:
+        ledger.observe = None
+    (one,) = exchanges.found
+    assert one.given.tolist() == [ranks.rank + 1.0] * 3
+    assert one.got.tolist() == [float(got[ranks.rank])] * 3
 
 
 @pytest.mark.distributed(ranks=3)

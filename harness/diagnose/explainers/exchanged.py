@@ -14,12 +14,12 @@ from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.collectives import (
     Collective,
     collectives,
+    in_words,
     mixed_with,
     segment_of,
     untouched,
 )
 from sumgrad.judge.cells import Cell
-from sumgrad.judge.joint import collective_in_words
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
@@ -80,7 +80,7 @@ def _in_words(case: Case, kind: str, found: Sequence[_Told]) -> Diagnosis:
     first = found[0]
     names = list(dict.fromkeys(one.cell.name for one in found))
     ranks = tuple(sorted({rank for one in found for rank in one.who}))
-    ops = list(dict.fromkeys(_shown(case, one.op) for one in found))
+    ops = list(dict.fromkeys(in_words(case.record, one.op) for one in found))
     cause = KINDS[kind].format(
         op=some_of(ops),
         names=some_of(names),
@@ -99,11 +99,6 @@ def _in_words(case: Case, kind: str, found: Sequence[_Told]) -> Diagnosis:
         ranks=ranks,
         because=(f"the values that went into it and came out were kept: {right}",),
     )
-
-
-def _shown(case: Case, op: Collective) -> str:
-    site = str(op.event["site"])
-    return collective_in_words(case.record, op.family, op.ranks, site)
 
 
 def _of_cell(traces: Traces, cell: Cell) -> _Told | None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from sumgrad.judge.joint import collective_in_words
 from sumgrad.ledger.operations import FAMILIES, REDUCTIONS, members
+from sumgrad.record.directory import Record
 from sumgrad.record.exchanged import Exchange
 from sumgrad.record.trace import Traces
 from torch import Tensor
@@ -79,6 +81,11 @@ def _by_number(traces: Traces) -> Mapping[int, Mapping[int, Collective]]:
         }
         for rank, trace in traces.ranks.items()
     }
+
+
+def in_words(record: Record, op: Collective) -> str:
+    """`the all-reduce over dp (ranks 0-2) at train.py:31`."""
+    return collective_in_words(record, op.family, op.ranks, str(op.event["site"]))
 
 
 def part_of_rank(op: Collective, whole: Tensor) -> Tensor:

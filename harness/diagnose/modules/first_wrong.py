@@ -165,12 +165,11 @@ def _reached(look: Look, s: Seen) -> Tensor:
     """(N,) the single process's vectors that have a gradient on some rank."""
     assert s.where is not None
     out = torch.zeros(s.where.found.shape[1], dtype=torch.bool)
-    for module in look.modules:
-        for other in look.seen[module] if any(t is s for t in look.seen[module]) else ():
-            same = other.call.part == s.call.part and other.where is not None
-            if same and other.where is not None and other.factors is not None:
-                live = (other.factors != 0) & ~other.factors.isnan()
-                out |= other.where.found[live].any(0)
+    for other in look.seen[s.call.module]:
+        if other.call.part != s.call.part or other.where is None or other.factors is None:
+            continue
+        live = (other.factors != 0) & ~other.factors.isnan()
+        out |= other.where.found[live].any(0)
     return out
 
 

@@ -10,7 +10,7 @@ from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in, range_between
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, traces_looked_at
-from sumgrad.diagnose.modules.collectives import SAME, Collective, collectives
+from sumgrad.diagnose.modules.collectives import SAME, Collective, collectives, in_words
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.fitted_parts import Fitted, accounts_for, fit_parts, is_whole_already
 from sumgrad.diagnose.modules.goes_on import GoesOn, Source, goes_on, goes_on_in_sum, sources
@@ -19,7 +19,6 @@ from sumgrad.diagnose.modules.matching import match, vectors
 from sumgrad.diagnose.modules.right_sums import Truth, off_by, truths
 from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.diagnose.names import axis_groups
-from sumgrad.judge.joint import collective_in_words
 from sumgrad.record.trace import INTO, Traces
 from torch import Tensor
 
@@ -124,9 +123,17 @@ class _Looking:
         return known[0]
 
     def whole(self) -> dict[tuple[str, int], Whole]:
-        """What may be the right sum: of the wrong module, of what is in it, of its neighbours."""
+        """What may be the right sum: of the wrong module, of what is in it, of its neighbours; put
+        together once for all collectives and ranks."""
+        key = f"right sums of {self.found.wrong!r}, {self.back}, {self.everywhere}"
+        if key not in self.case.known:
+            self.case.known[key] = by_module(self.traces.single, self._is_near())
+        found: dict[tuple[str, int], Whole] = self.case.known[key]
+        return found
+
+    def _is_near(self) -> Callable[[str], bool]:
         if self.everywhere:
-            return by_module(self.traces.single, lambda _: True)
+            return lambda _: True
         wrong = self.found.wrong
         near = {wrong, f"{INTO}{wrong}", *self.found.beside}
         near |= {f"{INTO}{m}" for m in self.found.beside}
@@ -138,7 +145,7 @@ class _Looking:
             near |= paths.all_above(wrong) & {
                 m for b in self.found.modules for m in paths.all_below(b)
             }
-        return by_module(self.traces.single, near.__contains__)
+        return near.__contains__
 
     def truths(self, op: Collective) -> Iterator[Truth]:
         factor = self.factor
@@ -149,13 +156,12 @@ class _Looking:
 
     def what(self, truth: Truth) -> str:
         """`what layers.0.down gives in the single process`."""
-        into, name = truth.module.startswith(INTO), truth.module.removeprefix(INTO)
-        if self.back:
-            of = f"what goes into {name}" if into else f"the output of {name}"
-            return f"the gradient of {of} in the single process"
-        return f"what {'goes into' if into else ''}{' ' if into else ''}{name} " + (
-            "in the single process" if into else "gives in the single process"
-        )
+        gives = not self.back and not truth.module.startswith(INTO)
+        text = f"what {truth.module} gives" if gives else self.words(truth.module)
+        return f"{text} in the single process"
+
+    def shown(self, op: Collective) -> str:
+        return in_words(self.case.record, op)
 
     def goes_into(self, module: str, rank: int) -> bool:
         """Whether numbers that are not all zero go into a module on a rank."""
@@ -193,11 +199,6 @@ class _Looking:
         return f"the gradient of {text}" if self.back else text
 
 
-def _shown(looking: _Looking, op: Collective) -> str:
-    record, site = looking.case.record, str(op.event["site"])
-    return collective_in_words(record, op.family, op.ranks, site)
-
-
 def _issued_narrow(looking: _Looking, op: Collective) -> AtFault | None:
     """In fewer digits than all around it, where what is wrong is so up to such digits alone."""
     dtype, wide = str(op.event["dtype"]), looking.case.record.spec.tiers[looking.case.tier]
@@ -205,7 +206,7 @@ def _issued_narrow(looking: _Looking, op: Collective) -> AtFault | None:
         return None
     return AtFault(
         kind="low_precision",
-        cause=f"{_shown(looking, op)} is issued in {dtype}, where all around it is {wide}",
+        cause=f"{looking.shown(op)} is issued in {dtype}, where all around it is {wide}",
         because=(f"up to the digits of {dtype} what follows is right",),
         ranks=op.ranks,
     )
@@ -228,7 +229,7 @@ def _sums(looking: _Looking, op: Collective) -> AtFault | None:
     """A sum whose parts, with other factors or of other ranks, are what is right there."""
     if not op.is_sum:
         return None
-    shown = _shown(looking, op)
+    shown = looking.shown(op)
     larger = [
         ranks for _, sets in axis_groups(looking.case) for ranks in sets if {*op.ranks} < {*ranks}
     ]
@@ -257,7 +258,7 @@ def _zeros(looking: _Looking, op: Collective) -> AtFault | None:
         if all(looking.goes_into(module, rank) for rank in empty):
             return AtFault(
                 kind="lost_contribution",
-                cause=f"rank {spans(empty)} puts zeros into {_shown(looking, op)}, although its "
+                cause=f"rank {spans(empty)} puts zeros into {looking.shown(op)}, although its "
                 f"part of {module} has something to give",
                 because=("what is not written yet, or is zeroed once more, looks like this",),
                 ranks=tuple(empty),
@@ -363,7 +364,7 @@ def _given(looking: _Looking, op: Collective) -> AtFault | None:
     members = [r for r in op.ranks if r in op.by_rank]
     if len(members) < len(op.ranks):
         return None
-    shown = _shown(looking, op)
+    shown = looking.shown(op)
     empty = [r for r in members if not bool(op.by_rank[r].given.any())]
     found = {r: sources(looking.traces, op, r, back=looking.back) for r in members}
     told = _from_one_module(found, members)
@@ -409,7 +410,7 @@ def _factor(found: Sequence[Source], module: str) -> float | None:
 
 def _result(looking: _Looking, op: Collective) -> AtFault | None:
     """A right result in place of which something else goes on."""
-    shown = _shown(looking, op)
+    shown = looking.shown(op)
     if not op.is_sum:
         told = goes_on(op, looking.after(op))
         return None if told is None else _not_the_result(op, told, shown)
