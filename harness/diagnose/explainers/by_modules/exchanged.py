@@ -15,15 +15,12 @@ from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.fitted_parts import Fitted, accounts_for, fit_parts, is_whole_already
 from sumgrad.diagnose.modules.goes_on import GoesOn, Source, goes_on, goes_on_in_sum, sources
 from sumgrad.diagnose.modules.look import COARSE, TOLERANCES, Look, constant
-from sumgrad.diagnose.modules.matching import match, vectors
 from sumgrad.diagnose.modules.right_sums import Truth, off_by, truths
 from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.trace import INTO, Traces
 from torch import Tensor
 
-BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
-NEARLY = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 1e-2}
 NOTHING = "a rank that has nothing to give is right to: then look elsewhere"
 MOST = 12  # collectives in between that are looked at
 MOST_AFTER = 40  # tensors of modules after them
@@ -63,7 +60,7 @@ def _on_rank(
     if between is None:
         return None
     looking = _Looking(case=case, traces=traces, look=look, found=found, rank=rank, back=back)
-    told = _first(looking, between, (_issued_narrow, _sums, _given, _result, _zeros))
+    told = _first(looking, between, (_sums, _given, _result, _zeros))
     if told is not None or back:
         return told
     # What only some ranks have is taken for padding, and looks right where it is not summed.
@@ -197,32 +194,6 @@ class _Looking:
         name = module.removeprefix(INTO)
         text = f"what goes into {name}" if module.startswith(INTO) else f"the output of {name}"
         return f"the gradient of {text}" if self.back else text
-
-
-def _issued_narrow(looking: _Looking, op: Collective) -> AtFault | None:
-    """In fewer digits than all around it, where what is wrong is so up to such digits alone."""
-    dtype, wide = str(op.event["dtype"]), looking.case.record.spec.tiers[looking.case.tier]
-    if BITS.get(dtype, 64) >= BITS.get(wide, 0) or not _is_nearly_right(looking, NEARLY[dtype]):
-        return None
-    return AtFault(
-        kind="low_precision",
-        cause=f"{looking.shown(op)} is issued in {dtype}, where all around it is {wide}",
-        because=(f"up to the digits of {dtype} what follows is right",),
-        ranks=op.ranks,
-    )
-
-
-def _is_nearly_right(looking: _Looking, tolerance: float) -> bool:
-    s = next(s for s in looking.found.seen if s.rank == looking.rank)
-    trace = looking.traces.ranks[looking.rank]
-    at = trace.calls.index(s.call)
-    value = trace.gradients[at] if looking.back else trace.outputs[at]
-    held = looking.whole().get((s.call.module, s.call.part))
-    if value is None or held is None:
-        return False
-    wanted = held.gradients * (looking.factor or 1.0) if looking.back else held.outputs
-    found = match(vectors(value), wanted, tolerance)
-    return found is not None and bool(found.here.all())
 
 
 def _sums(looking: _Looking, op: Collective) -> AtFault | None:
