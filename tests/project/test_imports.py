@@ -37,6 +37,12 @@ def imported(path, *, all_names: bool = True) -> set[str]:
     return found
 
 
+def test_every_file_of_tests_has_a_name_of_its_own():
+    """Two of one name in two folders are one module to pytest: the second is not collected."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py")]
+    assert {name for name in names if names.count(name) > 1} <= {"__init__.py"}
+
+
 def test_the_house_keeps_its_rules():
     assert house.problems() == []
 
