@@ -27,7 +27,7 @@ from sumgrad.launch.libraries import Imports
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.probe import look_beside
 from sumgrad.launch.rank import reference_progress
-from sumgrad.launch.room import have_room
+from sumgrad.launch.room import why_references_wait
 from sumgrad.launch.second_looks import with_second_looks
 from sumgrad.launch.trace import trace_step
 from sumgrad.record.bits import bits_files
@@ -100,21 +100,21 @@ def _run_ranks(
     """How each rank ended, and which piece of the reference, made beside them, did not."""
     num_ranks, pieces = spec.topology.world_size, subject_of(spec).pieces()
     helpers = [] if options.reuse else reference_helpers(pieces)
-    beside = have_room(spec, num_ranks + len(helpers))
+    wait = why_references_wait(spec, num_ranks, len(helpers))
     job = RankJob(
         target="sumgrad.launch.rank:check_rank",
         num_ranks=num_ranks,
         directory=directory,
         pools=[spec.topology.pool_of(r).name for r in range(num_ranks)],
-        helpers=helpers if beside else [],
+        helpers=[] if wait else helpers,
         timeout_s=spec.timeout_s,
         helper_patience=3 if spec.opaque else 10,
         watch=lambda: "; ".join(reference_progress(directory)),
     )
     progress(f"starting {num_ranks} ranks")
     outcomes = launcher.run(job, progress=progress)
-    if helpers and not beside:
-        progress("the reference, after the ranks: there is no memory for both at once")
+    if helpers and wait:
+        progress(f"the reference, after the ranks: {wait}")
         outcomes += launcher.run(replace(job, num_ranks=0, helpers=helpers), progress=progress)
     problems = [
         f"the reference of {piece}: {outcome.status}, {outcome.detail}"

@@ -1,14 +1,16 @@
-"""Is there memory for every process of a check at once? Asked before they start."""
+"""Is there memory for every process of a check at once, and a core? Asked before they start."""
 
 from __future__ import annotations
 
 import math
+import os
 
 from sumgrad.base.memory import available_memory
 from sumgrad.record.spec import RunSpec
 
 # Of a rank and of a reference: what torch takes, and copies of the model in float64, measured.
 BASE_BYTES, BYTES_PER_PARAMETER = 400 << 20, 40
+LARGE = 1 << 30  # all copies of a model: their peaks together are what a check needs of memory
 
 
 def have_room(spec: RunSpec, processes: int) -> bool:
@@ -16,5 +18,29 @@ def have_room(spec: RunSpec, processes: int) -> bool:
     available = available_memory()
     if available is None or spec.facts is None:
         return True
-    numel = sum(math.prod(shape) for shape in spec.facts.params.values())
-    return processes * (BASE_BYTES + BYTES_PER_PARAMETER * numel) <= available
+    return processes * BASE_BYTES + _copies(spec, processes) <= available
+
+
+def why_references_wait(spec: RunSpec, ranks: int, references: int) -> str:
+    """What a check that does not compute references beside its ranks lacks; "" if it does.
+
+    Where the ranks have all cores, large references beside them would end no sooner.
+    """
+    if not have_room(spec, ranks + references):
+        return "there is no memory for both at once"
+    if _copies(spec, ranks + references) > LARGE and _cores() < ranks + references:
+        return "they have all cores, and their memory is needed again"
+    return ""
+
+
+def _copies(spec: RunSpec, processes: int) -> int:
+    """Bytes of a Program's parameters and what goes with them, in so many processes."""
+    shapes = spec.facts.params.values() if spec.facts else []
+    return processes * BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in shapes)
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

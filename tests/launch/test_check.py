@@ -520,19 +520,28 @@ def test_what_is_being_done_is_said_while_it_runs(tmp_path, sumgrad_launcher):
 
 
 @pytest.mark.distributed
-def test_where_memory_is_short_the_reference_comes_after_the_ranks(
+def test_where_memory_or_cores_are_short_the_reference_comes_after_the_ranks(
     tmp_path, sumgrad_launcher, monkeypatch
 ):
     said: list[str] = []
-    for room, late in ((1 << 50, False), (1 << 20, True), (None, False)):
+    for number, (room, cores, large, why) in enumerate([
+        (1 << 50, 2, 1 << 30, ""),
+        (1 << 20, 2, 1 << 30, "there is no memory for both at once"),
+        (None, 2, 1 << 30, ""),
+        (1 << 50, 2, 0, "they have all cores, and their memory is needed again"),
+        (1 << 50, 8, 0, ""),
+    ]):  # fmt: skip
         monkeypatch.setattr("sumgrad.launch.room.available_memory", lambda room=room: room)
+        monkeypatch.setattr("sumgrad.launch.room._cores", lambda cores=cores: cores)
+        monkeypatch.setattr("sumgrad.launch.room.LARGE", large)
         said.clear()
         options = CheckOptions(
-            topology=shipped("data_parallel"), out=tmp_path / str(room), timeout_s=240
+            topology=shipped("data_parallel"), out=tmp_path / str(number), timeout_s=240
         )
         verdict, directory = run_check(options, launcher=sumgrad_launcher, progress=said.append)
         assert verdict.status == "pass"
-        assert any("no memory for both at once" in text for text in said) == late
+        late = [text for text in said if "the reference, after the ranks" in text]
+        assert late == ([f"the reference, after the ranks: {why}"] if why else [])
         assert len(list((directory / "helpers" / "ranks").glob("*.json"))) == 2
         assert {o["status"] for o in verdict.data["outcomes"]} == {"ok"}
 
