@@ -20,7 +20,7 @@ from sumgrad.base.verdict import Status, Verdict, merge
 from sumgrad.judge.bits import Bits, bits_of
 from sumgrad.launch.ask import new_directory
 from sumgrad.launch.script.baseline import Baseline
-from sumgrad.launch.script.diff import OnSignal, Progress, run_diff
+from sumgrad.launch.script.diff import OnSignal, run_diff
 from sumgrad.launch.script.options import (
     AS_GIVEN,
     DiffOptions,
@@ -29,6 +29,7 @@ from sumgrad.launch.script.options import (
     script_of,
     single_command,
 )
+from sumgrad.launch.script.running import Progress
 from sumgrad.record.directory import Record, load_record
 
 SCHEMA = "sumgrad.variants/1"
