@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from sumgrad.diagnose.modules.look import TOLERANCES, Look, Seen
+from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.matching import MAX_PAIRS, vectors
+from sumgrad.diagnose.modules.seen import TOLERANCES, Seen
 from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.record.trace import Trace, Traces
 from torch import Tensor

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from sumgrad.diagnose.modules.look import Look, Seen, constant
+from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
+from sumgrad.diagnose.modules.seen import Seen, constant
 from sumgrad.record.trace import LOSS
 from torch import Tensor
 

@@ -5,53 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from sumgrad.base.tensors import hash_weights
-from sumgrad.diagnose.modules.matching import (
-    SAME_FACTOR,
-    Compared,
-    Match,
-    add_up,
-    compare_gradient,
-    match,
-    vectors,
-)
+from sumgrad.diagnose.modules.parts import Groups, with_parts, without_sums_over_rows
 from sumgrad.diagnose.modules.paths import Paths, paths_of
-from sumgrad.diagnose.modules.whole import Whole, by_module, rows_of
+from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, Seen, State, see
+from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.record.trace import INTO, Call, Trace, Traces
 from torch import Tensor
-
-TOLERANCES = {"float64": 1e-8, "float32": 1e-4}
-COARSE = 3e-2
-
-State = Literal["right", "wrong", "part", "untold"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Seen:
-    """One tensor of one call on one rank. forward: its output; backward: what reached it.
-
-    where: which vectors it is, if all of them were found; wrong: those of its vectors that are not
-    right, in the forward or else in the backward. rows: (n,) of the batch, -1 where they are not
-    told. factors: (n,) of the gradient's vectors, and terms: (n, T) of each term's. axis: over the
-    ranks of which the gradient, or else the output, adds up to the right one. shared: what all rows
-    share.
-    """
-
-    rank: int
-    call: Call
-    shape: tuple[int, ...]
-    forward: State = "untold"
-    backward: State = "untold"
-    where: Match | None = None
-    wrong: Tensor | None = None
-    rows: Tensor | None = None
-    factors: Tensor | None = None
-    terms: Tensor | None = None
-    axis: str | None = None
-    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,9 +49,6 @@ def _worst(states: Sequence[State]) -> State:
         if state in states:
             return state
     return "untold"
-
-
-Groups = Sequence[tuple[str, list[tuple[int, ...]]]]
 
 
 def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
@@ -135,41 +94,14 @@ def _on_every_rank(
     tolerance: float,
 ) -> list[Seen]:  # fmt: skip
     found = [
-        _see(rank, trace, i, whole, tolerance)
+        see(rank, trace, i, whole, tolerance)
         for rank, trace in traces.ranks.items()
         for i, call in enumerate(trace.calls)
         if call.module == module
     ]
     found = _computed_again(_without_trials(found))
-    found = _with_parts(found, traces, whole, groups, tolerance)
-    return _without_sums_over_rows(found, traces, whole, tolerance)
-
-
-def _without_sums_over_rows(
-    found: list[Seen], traces: Traces, whole: Mapping[tuple[str, int], Whole], tolerance: float
-) -> list[Seen]:
-    """An output that sums over the rows of a call is none of the single process's: together the
-    calls of all ranks are, some of them perhaps several times."""
-    out = list(found)
-    for part in {s.call.part for s in found if s.forward == "wrong"}:
-        mine = [i for i, s in enumerate(found) if s.forward == "wrong" and s.call.part == part]
-        wanted = whole[found[mine[0]].call.module, part]
-        given = [_output(traces, found[i]) for i in mine]
-        if wanted.rows is not None or len(mine) < 2 or len({g.shape for g in given}) > 1:
-            continue
-        total = vectors(torch.stack(given).sum(0))
-        for times in range(1, len(mine) + 1):
-            where = match(total / times, wanted.outputs, tolerance)
-            if where is not None and bool(where.found.any(1).all()):
-                for i in mine:
-                    out[i] = replace(found[i], forward="untold", backward="untold", wrong=None)
-                break
-    return out
-
-
-def _output(traces: Traces, seen: Seen) -> Tensor:
-    trace = traces.ranks[seen.rank]
-    return trace.outputs[trace.calls.index(seen.call)]
+    found = with_parts(found, traces, whole, groups, tolerance)
+    return without_sums_over_rows(found, traces, whole, tolerance)
 
 
 def _lacking(
@@ -289,184 +221,3 @@ def _without_trials(found: list[Seen]) -> list[Seen]:
         or s.backward == "wrong"
         or s.rank not in right
     ]
-
-
-def _see(
-    rank: int, trace: Trace, i: int, whole: Mapping[tuple[str, int], Whole], tolerance: float
-) -> Seen:
-    call, output, gradient = trace.calls[i], trace.outputs[i], trace.gradients[i]
-    seen = Seen(rank=rank, call=call, shape=tuple(output.shape))
-    if call.module in trace.left_out:
-        return seen
-    wanted, got = whole.get((call.module, call.part)), vectors(output)
-    where = None if wanted is None else match(got, wanted.outputs, tolerance)
-    if where is None or wanted is None:
-        return seen
-    if not bool(where.here.all()):
-        if _is_beside_the_loss(call, whole):
-            return seen
-        lost = (
-            gradient is None and _got_elsewhere(trace, call) and bool(wanted.gradients.any(1).all())
-        )
-        if not lost and not seen.shape:
-            return seen  # one number is no slice of another: a loss of fewer rows, a mean
-        wrong = None if lost else where.picked[~where.here]
-        back: State = "wrong" if lost else "untold"
-        return replace(seen, forward="wrong", backward=back, wrong=wrong)
-    if not bool(where.found.any()):
-        return seen  # zeros may be padding, and may be what is left of anything
-    rows = None if wanted.rows is None else rows_of(where, wanted.rows, seen.shape[0])
-    shared = wanted.rows is None and len(got) <= wanted.each and not wanted.flat
-    seen = replace(seen, forward="right", where=where, rows=rows, shared=shared)
-    if call.recomputed and gradient is None:
-        return seen
-    if gradient is None:
-        return replace(seen, backward="wrong" if _is_needed(where, wanted) else "untold")
-    found = compare_gradient(vectors(gradient), wanted.gradients, where, tolerance, wanted.by_term)
-    if not bool(found.right.all()):
-        # What all rows share has the gradient of them all; a rank has that of its own.
-        state: State = "untold" if seen.shared else "wrong"
-        factors = found.factors.masked_fill(~found.right, float("nan"))
-        return replace(seen, backward=state, wrong=where.picked[~found.right], factors=factors)
-    telling = wanted.directions > max(1, found.terms.shape[1]) or _one_factor(found)
-    mixed = bool((found.factors.isnan() & ~found.terms.isnan().all(1)).any())
-    return replace(
-        seen,
-        backward="right" if telling else "untold",
-        factors=found.factors if telling and not mixed else None,
-        terms=found.terms if telling and found.terms.shape[1] else None,
-    )
-
-
-def _got_elsewhere(trace: Trace, call: Call) -> bool:
-    """Whether another part of the same call's output got a gradient."""
-    return not call.recomputed and any(
-        (other.module, other.number) == (call.module, call.number)
-        and other.part != call.part
-        and gradient is not None
-        for other, gradient in zip(trace.calls, trace.gradients, strict=True)
-    )
-
-
-def _one_factor(found: Compared) -> bool:
-    """Of all vectors, or for each term: one number would have fitted few of them by chance."""
-    if constant(found.factors) is not None:
-        return True
-    told = [own[~own.isnan()] for own in found.terms.unbind(1)]
-    return bool(told) and all(len(own) and constant(own) is not None for own in told)
-
-
-def _is_beside_the_loss(call: Call, whole: Mapping[tuple[str, int], Whole]) -> bool:
-    """Whether no gradient reaches this part of an output and one does reach another, as of a state
-    that is handed on."""
-    live = {part: bool(held.gradients.any()) for (m, part), held in whole.items()
-            if m == call.module}  # fmt: skip
-    return any(live.values()) and not live.get(call.part, False)
-
-
-def _is_needed(where: Match, wanted: Whole) -> bool:
-    """Whether some gradient reaches these vectors in one process."""
-    held = where.found.any(0)
-    return bool(wanted.gradients[held].any())
-
-
-def constant(factors: Tensor | None) -> float | None:
-    """The one factor of all vectors that tell one."""
-    if factors is None:
-        return None
-    told = factors[~factors.isnan()]
-    if not len(told) or float((told - told[0]).abs().max()) > SAME_FACTOR * float(told[0].abs()):
-        return None
-    return float(told[0])
-
-
-def _with_parts(
-    found: list[Seen],
-    traces: Traces,
-    whole: Mapping[tuple[str, int], Whole],
-    groups: Groups,
-    tolerance: float,
-) -> list[Seen]:
-    """What is wrong by itself and right summed over the ranks of an axis is a part."""
-    out = list(found)
-    place = {_key(s.rank, s): i for i, s in enumerate(found)}
-    for axis, sets in groups:
-        for ranks in sets:
-            for s in found:
-                mine = [place.get(_key(rank, s), -1) for rank in ranks]
-                if s.rank != ranks[0] or -1 in mine:
-                    continue
-                for held in ([found[j] for j in mine], *_same_slices([found[j] for j in mine])):
-                    if not any(_may_be_part(x) for x in held):
-                        continue
-                    if all(out[place[_key(x.rank, x)]] is not x for x in held):
-                        continue  # it is whole over a smaller axis already
-                    if _adds_up(held, traces, whole, tolerance):
-                        few = (
-                            "" if len(held) == len(mine) else ", of ranks with the same part of it"
-                        )
-                        for x in held:
-                            out[place[_key(x.rank, x)]] = _as_part(x, f"{axis}{few}")
-                        if len(held) == len(mine):
-                            break
-    return out
-
-
-def _same_slices(found: Sequence[Seen]) -> list[list[Seen]]:
-    """Those of an axis that hold the same vectors, as ranks that share a head do; of several."""
-    alike: list[list[Seen]] = []
-    for s in found:
-        for others in alike:
-            known = others[0].where
-            if (
-                s.where is not None
-                and known is not None
-                and s.where.columns == known.columns
-                and (torch.equal(s.where.found, known.found))
-            ):
-                others.append(s)
-                break
-        else:
-            alike.append([s])
-    return [held for held in alike if 1 < len(held) < len(found)]
-
-
-def _may_be_part(s: Seen) -> bool:
-    """What is wrong by itself, or right in some of its vectors and nothing in others."""
-    if "wrong" in (s.forward, s.backward):
-        return True
-    told = None if s.factors is None else s.factors[~s.factors.isnan()]
-    return s.backward == "right" and told is not None and bool((told == 0).any() & told.any())
-
-
-def _key(rank: int, s: Seen) -> tuple[int, int, int, bool]:
-    return rank, s.call.number, s.call.part, s.call.recomputed
-
-
-def _as_part(s: Seen, axis: str) -> Seen:
-    if s.forward == "wrong":
-        return replace(s, forward="part", axis=axis)
-    return replace(s, backward="part", axis=axis)
-
-
-def _adds_up(
-    mine: Sequence[Seen], traces: Traces, whole: Mapping[tuple[str, int], Whole], tolerance: float
-) -> bool:
-    wanted = whole.get((mine[0].call.module, mine[0].call.part))
-    if wanted is None or len({s.shape for s in mine}) != 1:
-        return False
-    held = [(traces.ranks[s.rank], traces.ranks[s.rank].calls.index(s.call)) for s in mine]
-    if any(s.forward == "wrong" for s in mine):
-        total = torch.stack([vectors(t.outputs[i]) for t, i in held]).sum(0)
-        found = match(total, wanted.outputs, tolerance)
-        return found is not None and bool(found.here.all()) and bool(found.found.any())
-    parts = [t.gradients[i] for t, i in held]
-    if any(p is None for p in parts) or any(s.where is None for s in mine):
-        return False
-    first = mine[0].where
-    assert first is not None
-    same = all(s.where is not None and torch.equal(s.where.found, first.found) for s in mine)
-    if not any(s.backward == "wrong" for s in mine) and len({str(s.factors) for s in mine}) < 2:
-        return False  # the same lack on all of them
-    known = [vectors(p) for p in parts if p is not None]
-    return same and add_up(known, wanted.gradients, first, tolerance)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from sumgrad.base.outcome import spans
-from sumgrad.diagnose.modules.look import Look, Seen, constant
+from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
+from sumgrad.diagnose.modules.seen import Seen, constant
 from torch import Tensor
 
 LOST = 1e-9

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from sumgrad.diagnose.modules.collectives import MAX_SLICES, Collective, part_of_rank
-from sumgrad.diagnose.modules.look import Look, Seen
+from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.matching import vectors
+from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.diagnose.modules.whole import Whole
 from sumgrad.record.trace import INTO, Trace, Traces
 from torch import Tensor

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sumgrad.diagnose.modules.look import Seen
 from sumgrad.diagnose.modules.matching import vectors
+from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.diagnose.modules.whole import by_module
 from sumgrad.record.trace import Traces
 from torch import Tensor

@@ -35,9 +35,10 @@ from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_backward,
     first_wrong_forward,
 )
-from sumgrad.diagnose.modules.look import Look, Seen, State, constant
+from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import is_untold, same
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
+from sumgrad.diagnose.modules.seen import Seen, State, constant
 from sumgrad.diagnose.modules.targets import Target, other_targets
 from sumgrad.diagnose.names import group_symbols
 from sumgrad.record.trace import INTO, LOSS

@@ -11,9 +11,10 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, owners
 from sumgrad.diagnose.explainers.by_rank import wrong_before_it_is_reduced
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
-from sumgrad.diagnose.modules.look import Look, Seen
+from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
+from sumgrad.diagnose.modules.seen import Seen
 
 
 def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:

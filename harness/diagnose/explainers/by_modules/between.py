@@ -9,7 +9,8 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import looked, named
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.diagnose.modules.look import Look, Seen
+from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.seen import Seen
 
 MAX_OPERATIONS = 4
 

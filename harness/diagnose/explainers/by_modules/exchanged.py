@@ -14,8 +14,9 @@ from sumgrad.diagnose.modules.collectives import SAME, Collective, collectives, 
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.fitted_parts import Fitted, accounts_for, fit_parts, is_whole_already
 from sumgrad.diagnose.modules.goes_on import GoesOn, Source, goes_on, goes_on_in_sum, sources
-from sumgrad.diagnose.modules.look import COARSE, TOLERANCES, Look, constant
+from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.right_sums import Truth, off_by, truths
+from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, constant
 from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.trace import INTO, Traces

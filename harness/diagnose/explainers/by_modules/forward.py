@@ -22,7 +22,8 @@ from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_forward,
     first_wrong_recomputed,
 )
-from sumgrad.diagnose.modules.look import Look, Seen, State
+from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.seen import Seen, State
 from sumgrad.record.trace import INTO
 
 SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")

@@ -1,0 +1,137 @@
+"""One tensor of one call on one rank, as far as it is the single process's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sumgrad.diagnose.modules.matching import (
+    SAME_FACTOR,
+    Compared,
+    Match,
+    compare_gradient,
+    match,
+    vectors,
+)
+from sumgrad.diagnose.modules.whole import Whole, rows_of
+from sumgrad.record.trace import Call, Trace
+from torch import Tensor
+
+TOLERANCES = {"float64": 1e-8, "float32": 1e-4}
+COARSE = 3e-2
+State = Literal["right", "wrong", "part", "untold"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seen:
+    """One tensor of one call on one rank. forward: its output; backward: what reached it.
+
+    where: which vectors it is, if all of them were found; wrong: those of its vectors that are not
+    right, in the forward or else in the backward. rows: (n,) of the batch, -1 where they are not
+    told. factors: (n,) of the gradient's vectors, and terms: (n, T) of each term's. axis: over the
+    ranks of which the gradient, or else the output, adds up to the right one. shared: what all rows
+    share.
+    """
+
+    rank: int
+    call: Call
+    shape: tuple[int, ...]
+    forward: State = "untold"
+    backward: State = "untold"
+    where: Match | None = None
+    wrong: Tensor | None = None
+    rows: Tensor | None = None
+    factors: Tensor | None = None
+    terms: Tensor | None = None
+    axis: str | None = None
+    shared: bool = False
+
+
+def see(
+    rank: int, trace: Trace, i: int, whole: Mapping[tuple[str, int], Whole], tolerance: float
+) -> Seen:
+    call, output, gradient = trace.calls[i], trace.outputs[i], trace.gradients[i]
+    seen = Seen(rank=rank, call=call, shape=tuple(output.shape))
+    if call.module in trace.left_out:
+        return seen
+    wanted, got = whole.get((call.module, call.part)), vectors(output)
+    where = None if wanted is None else match(got, wanted.outputs, tolerance)
+    if where is None or wanted is None:
+        return seen
+    if not bool(where.here.all()):
+        if _is_beside_the_loss(call, whole):
+            return seen
+        lost = (
+            gradient is None and _got_elsewhere(trace, call) and bool(wanted.gradients.any(1).all())
+        )
+        if not lost and not seen.shape:
+            return seen  # one number is no slice of another: a loss of fewer rows, a mean
+        wrong = None if lost else where.picked[~where.here]
+        back: State = "wrong" if lost else "untold"
+        return replace(seen, forward="wrong", backward=back, wrong=wrong)
+    if not bool(where.found.any()):
+        return seen  # zeros may be padding, and may be what is left of anything
+    rows = None if wanted.rows is None else rows_of(where, wanted.rows, seen.shape[0])
+    shared = wanted.rows is None and len(got) <= wanted.each and not wanted.flat
+    seen = replace(seen, forward="right", where=where, rows=rows, shared=shared)
+    if call.recomputed and gradient is None:
+        return seen
+    if gradient is None:
+        return replace(seen, backward="wrong" if _is_needed(where, wanted) else "untold")
+    found = compare_gradient(vectors(gradient), wanted.gradients, where, tolerance, wanted.by_term)
+    if not bool(found.right.all()):
+        # What all rows share has the gradient of them all; a rank has that of its own.
+        state: State = "untold" if seen.shared else "wrong"
+        factors = found.factors.masked_fill(~found.right, float("nan"))
+        return replace(seen, backward=state, wrong=where.picked[~found.right], factors=factors)
+    telling = wanted.directions > max(1, found.terms.shape[1]) or _one_factor(found)
+    mixed = bool((found.factors.isnan() & ~found.terms.isnan().all(1)).any())
+    return replace(
+        seen,
+        backward="right" if telling else "untold",
+        factors=found.factors if telling and not mixed else None,
+        terms=found.terms if telling and found.terms.shape[1] else None,
+    )
+
+
+def _got_elsewhere(trace: Trace, call: Call) -> bool:
+    """Whether another part of the same call's output got a gradient."""
+    return not call.recomputed and any(
+        (other.module, other.number) == (call.module, call.number)
+        and other.part != call.part
+        and gradient is not None
+        for other, gradient in zip(trace.calls, trace.gradients, strict=True)
+    )
+
+
+def _one_factor(found: Compared) -> bool:
+    """Of all vectors, or for each term: one number would have fitted few of them by chance."""
+    if constant(found.factors) is not None:
+        return True
+    told = [own[~own.isnan()] for own in found.terms.unbind(1)]
+    return bool(told) and all(len(own) and constant(own) is not None for own in told)
+
+
+def _is_beside_the_loss(call: Call, whole: Mapping[tuple[str, int], Whole]) -> bool:
+    """Whether no gradient reaches this part of an output and one does reach another, as of a state
+    that is handed on."""
+    live = {part: bool(held.gradients.any()) for (m, part), held in whole.items()
+            if m == call.module}  # fmt: skip
+    return any(live.values()) and not live.get(call.part, False)
+
+
+def _is_needed(where: Match, wanted: Whole) -> bool:
+    """Whether some gradient reaches these vectors in one process."""
+    held = where.found.any(0)
+    return bool(wanted.gradients[held].any())
+
+
+def constant(factors: Tensor | None) -> float | None:
+    """The one factor of all vectors that tell one."""
+    if factors is None:
+        return None
+    told = factors[~factors.isnan()]
+    if not len(told) or float((told - told[0]).abs().max()) > SAME_FACTOR * float(told[0].abs()):
+        return None
+    return float(told[0])
