@@ -167,7 +167,7 @@ def _torchrun() -> int:
     add_common_flags(parser)
     args = checked(parser.parse_args())
     decide_interpreter(on_cpu=True)
-    from sumgrad.launch.torchrun import run_torchrun_rank, under_torchrun
+    from sumgrad.launch.torchrun.ranks import run_torchrun_rank, under_torchrun
     from sumgrad.topology.shipped import find_topology
 
     args.topology = find_topology(args.topology)

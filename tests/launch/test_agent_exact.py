@@ -8,8 +8,8 @@ import threading
 import time
 
 import pytest
-from sumgrad.launch import agent
-from sumgrad.launch.agent import Listener, NotSaid, Store, StoreGone
+from sumgrad.launch.torchrun import agent
+from sumgrad.launch.torchrun.agent import Listener, NotSaid, Store, StoreGone
 from torch.distributed import DistNetworkError, DistStoreError
 
 

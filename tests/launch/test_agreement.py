@@ -12,9 +12,9 @@ from datetime import timedelta
 import pytest
 from conftest import MY_STEP, shipped
 from sumgrad.base.errors import UserError
-from sumgrad.launch.agent import NotSaid, Store
-from sumgrad.launch.agreement import agree, asked_of
 from sumgrad.launch.ask import CheckOptions, make_spec
+from sumgrad.launch.torchrun.agent import NotSaid, Store
+from sumgrad.launch.torchrun.agreement import agree, asked_of
 
 ODD_RANK = """
 import os, sys

@@ -18,12 +18,12 @@ from sumgrad.base.tolerances import FLOOR_FACTOR
 from sumgrad.diagnose.verdict import judge
 from sumgrad.faults.plan import plan_faults
 from sumgrad.judge.knowledge import known_plan
-from sumgrad.launch.agent import keeps_its_agent
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import Run, finish, run_check
 from sumgrad.launch.judging import judge_directory
 from sumgrad.launch.local.ports import held_port
 from sumgrad.launch.matrix.run import Ran, cell_of, run_matrix
+from sumgrad.launch.torchrun.agent import keeps_its_agent
 from sumgrad.plan.schedule import compare_ledger
 from sumgrad.record.directory import load_record
 
@@ -283,9 +283,9 @@ class Killer(ThreePool):
 
 BLIND = """
 import os, sys
-import sumgrad.launch.torchrun
+import sumgrad.launch.torchrun.ranks
 from sumgrad.cli.main import torchrun_main
-sumgrad.launch.torchrun.sees = lambda directory: os.environ["RANK"] in ("0", "2")
+sumgrad.launch.torchrun.ranks.sees = lambda directory: os.environ["RANK"] in ("0", "2")
 sys.exit(torchrun_main())
 """
 

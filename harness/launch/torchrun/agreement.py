@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sumgrad.base.errors import UserError
-from sumgrad.launch.agent import NotSaid
+from sumgrad.launch.torchrun.agent import NotSaid
 from sumgrad.record.spec import RunSpec
 from sumgrad.subjects.loading import find_class
 from sumgrad.topology.pools import topology_to_json
