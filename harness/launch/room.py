@@ -10,7 +10,7 @@ from sumgrad.record.spec import RunSpec
 
 # Of a rank and of a reference: what torch takes, and copies of the model in float64, measured.
 BASE_BYTES, BYTES_PER_PARAMETER = 400 << 20, 40
-LARGE = 1 << 30  # all copies of a model: their peaks together are what a check needs of memory
+LARGE = 256 << 20  # copies of parameters: where they are so large, peaks of memory must not meet
 
 
 def have_room(spec: RunSpec, processes: int) -> bool:
