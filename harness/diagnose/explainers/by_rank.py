@@ -7,6 +7,7 @@ the mistake, and it is proved; see `diagnose.own_gradients`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from sumgrad.base.outcome import some_of, spans
@@ -147,7 +148,39 @@ def _in_words(found: Sequence[Weighed]) -> tuple[str, str] | None:
     return (
         "weights_of_ranks",
         f"the ranks' own gradients are weighed by {_weights(found[0], found[0].got)}, where the "
-        f"right one weighs them by {_weights(found[0], found[0].wanted)}",
+        f"right one weighs them by {_weights(found[0], found[0].wanted)}{_changed_between(found)}",
+    )
+
+
+def _changed_between(found: Sequence[Weighed]) -> str:
+    """Where later backwards of a rank count otherwise than earlier ones, what may have been done
+    to their sum in between; the last ones are right."""
+    mix, told = found[0], []
+    if any(not near(m.got, mix.got) or not near(m.wanted, mix.wanted) for m in found):
+        return ""
+    for source, got, wanted in zip(mix.sources, mix.got, mix.wanted, strict=True):
+        if not bool(got.all()) or not bool(wanted.all()) or len(got) < 2:
+            return ""
+        often = (got / wanted).tolist()
+        if abs(often[-1] - 1) > ALIKE:
+            return ""
+        if max(often) - min(often) > ALIKE:
+            told.append(f"by {multiplied_between(often, 'backward')} on rank {spans(list(source))}")
+    if not told:
+        return ""
+    more = f" and on {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    return (
+        f"; as if what a rank had added up was multiplied {'; '.join(told[:SHOWN])}{more}: look "
+        f"for a clip, a division or a reduction of .grad there"
+    )
+
+
+def multiplied_between(often: Sequence[float], which: str) -> str:
+    """By what a sum must have been multiplied after each of its parts to count them so often."""
+    factors = [a / b for a, b in pairwise(often) if b] + [often[-1]]
+    told = [(i, f) for i, f in enumerate(factors) if abs(f - 1) > ALIKE]
+    return ", ".join(
+        f"{_share(torch.tensor(f, dtype=torch.float64))} after {which} {i}" for i, f in told
     )
 
 

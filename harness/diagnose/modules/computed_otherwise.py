@@ -26,6 +26,8 @@ ATTENTION = "scaled_dot_product_attention"
 CTC = "ctc_loss"
 CLASSES = {"cross_entropy", "nll_loss"}  # their first argument has a dimension of classes
 OF_CLASSES = {"cross_entropy": 1, "nll_loss": 1, "gather": -1}  # which: targets are places in it
+ELEMENTWISE = {"add", "sub", "rsub", "mul", "div", "rdiv", "maximum", "minimum", "mse_loss",
+               "l1_loss", "smooth_l1_loss", "huber_loss"}  # fmt: skip
 NUMBERS = {"add", "sub", "rsub", "mul", "div", "rdiv", "pow", "clamp", "lerp"}
 
 
@@ -33,7 +35,8 @@ NUMBERS = {"add", "sub", "rsub", "mul", "div", "rdiv", "pow", "clamp", "lerp"}
 class Difference:
     """How an argument differs. factor: of all its numbers, where it is one. num, of: how many of
     the elements that were compared are others; now, was: the first of these. elsewhere: all its
-    numbers stand in the single process's, at other places."""
+    numbers stand in the single process's, at other places. spread: shapes of the two arguments,
+    each broadcast over the other, as they are not there."""
 
     factor: float | None
     num: int
@@ -41,6 +44,7 @@ class Difference:
     now: float
     was: float
     elsewhere: bool = False
+    spread: tuple[torch.Size, torch.Size] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +65,7 @@ class Otherwise:
     def is_sure(self) -> bool:
         """Whether what is compared is meant to be the same: the lines are the same words, or some
         of the numbers are there. Another formula may call the same function with other things."""
-        alike = self.mine.code == self.its.code
+        alike = self.mine.code == self.its.code or self.how.spread is not None
         return alike or self.how.num < self.how.of or self.how.elsewhere
 
 
@@ -163,6 +167,11 @@ class _Both:
         got, wanted = _tensor(x, self.mine), _tensor(y, self.whole)
         if got is None or wanted is None:
             return None
+        here, there = (shapes[0], got.shape), (shapes[1], wanted.shape)
+        if c.function in ELEMENTWISE and _is_spread(*here) and not _is_spread(*there):
+            n, nan = got.numel(), math.nan
+            return (Difference(factor=None, num=n, of=n, now=nan, was=nan, spread=here),)
+        same = got.shape == wanted.shape and torch.equal(got, wanted)
         told = _comparable(c.function, i, (got, wanted), shapes, places)
         if told is None:
             return None
@@ -178,10 +187,23 @@ class _Both:
             return ()
         if c.code != w.code and (how.factor is not None or min(got.numel(), wanted.numel()) == 1):
             return None
-        elsewhere = self._in_common(x, y) is not None
+        if same and got.numel() < shapes[0].numel():
+            return (
+                None  # of what all rows share none is another: what is in common stands elsewhere
+            )
+        elsewhere = same or self._in_common(x, y) is not None
         if c.function == "add" and not elsewhere and min(got.numel(), wanted.numel()) > 1:
             return None
         return (replace(how, elsewhere=elsewhere),)
+
+
+def _is_spread(a: torch.Size, b: torch.Size) -> bool:
+    """Whether two shapes are broadcast over each other: to more elements than either has."""
+    try:
+        both = torch.broadcast_shapes(a, b)
+    except RuntimeError:
+        return False
+    return both.numel() > max(a.numel(), b.numel())
 
 
 def _comparable(

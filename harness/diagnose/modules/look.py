@@ -186,18 +186,19 @@ def _terms_together(trace: Trace) -> Trace:
 
 
 def _computed_again(found: list[Seen]) -> list[Seen]:
-    """A call that no gradient reached is none that lost it, where the rank computed the same again
-    and that got it."""
+    """A call that no gradient reached is none that lost it, where the rank computed the same again,
+    in one call or in several, and that got it."""
     reached = [s for s in found if s.where is not None and s.call.operation_back is not None]
 
     def again(s: Seen) -> bool:
-        return any(
-            other.rank == s.rank
-            and other.where is not None
-            and s.where is not None
-            and torch.equal(other.where.found, s.where.found)
+        others = [
+            other.where.found.any(0)
             for other in reached
-        )
+            if other.rank == s.rank and other.call.part == s.call.part and other.where is not None
+        ]
+        if s.where is None or not others:
+            return False
+        return not bool((s.where.found.any(0) & ~torch.stack(others).any(0)).any())
 
     lost = [s.backward == "wrong" and s.call.operation_back is None for s in found]
     return [

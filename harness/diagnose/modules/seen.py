@@ -59,6 +59,7 @@ def see(
     where = None if wanted is None else match(got, wanted.outputs, tolerance)
     if where is None or wanted is None:
         return seen
+    where = _that_count(where, gradient)
     if not bool(where.here.all()):
         if _is_beside_the_loss(call, whole):
             return seen
@@ -92,6 +93,20 @@ def see(
         backward="right" if telling else "untold",
         factors=found.factors if telling and not mixed else None,
         terms=found.terms if telling and found.terms.shape[1] else None,
+    )
+
+
+def _that_count(where: Match, gradient: Tensor | None) -> Match:
+    """Without vectors that are not there, if the rank's own loss does not change with any of them,
+    as with what is computed of padding, and others of the call are there."""
+    missing = ~where.here
+    if gradient is None or not bool(missing.any()) or not bool(where.found.any()):
+        return where
+    if bool(vectors(gradient)[where.picked[missing]].any()):
+        return where
+    keep = ~missing
+    return replace(
+        where, found=where.found[keep], picked=where.picked[keep], empty=where.empty[keep]
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
@@ -118,7 +119,9 @@ def _in_words(found: Sequence[Otherwise]) -> str:
     line, code = mine.made_at[one.at]
     if line and line != mine.line:
         what += f", made at {line_and_code(line, code)},"
-    if one.how.elsewhere and mine.function != ATTENTION:
+    if one.how.spread is not None:
+        said = f"{_spread(one)} on rank {spans(sorted(o.rank for o in found))}"
+    elif one.how.elsewhere and mine.function != ATTENTION:
         said = (f"the {what} does not belong to what stands beside it, each is the single "
                 f"process's: {'; '.join(_how(found))}")  # fmt: skip
     else:
@@ -128,6 +131,16 @@ def _in_words(found: Sequence[Otherwise]) -> str:
         "" if mine.line == its.line else f", where that has {line_and_code(its.line, its.code)}"
     )
     return f"{start} {line_and_code(mine.line, mine.code)}{beside}: {said}"
+
+
+def _spread(one: Otherwise) -> str:
+    assert one.how.spread is not None
+    first, second = (f"({', '.join(map(str, shape))})" for shape in one.how.spread)
+    num = torch.broadcast_shapes(*one.how.spread).numel()
+    return (
+        f"`{one.mine.function}` of shapes {first} and {second} pairs every number of one with "
+        f"every number of the other, {num} in all; there each has its own"
+    )
 
 
 def _how(found: Sequence[Otherwise]) -> Iterator[str]:

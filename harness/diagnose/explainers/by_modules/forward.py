@@ -93,7 +93,8 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     told = any(s.forward == "right" for m in look.modules for s in look.seen[m])
     found, entered_right = _where_it_enters_wrong(case, found)
     text, look_at = _start_of_forward(case, look, found)
-    because = [f"its output is no slice of the single process's: {places(found.seen)}", *look_at]
+    because = _lacking_below(look, found)
+    because += [f"its output is no slice of the single process's: {places(found.seen)}", *look_at]
     because += _of_other_places(case, found)
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m)]
@@ -121,6 +122,21 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because = [*accused.because, f"as seen from modules: {text}", *because]
         kind, text, ranks = accused.kind, accused.cause, accused.ranks
     return Diagnosis(cause=text, kind=kind, ranks=ranks, because=tuple(because))
+
+
+def _lacking_below(look: Look, found: FirstWrong) -> list[str]:
+    """The first of the modules before it that gives the single process more than all ranks
+    together: what they gave is right, and it is not all."""
+    below = look.paths.all_below(found.wrong)
+    module = next((m for m in look.modules if m in below and m in look.lacking), None)
+    if module is None:
+        return []
+    few, every = look.lacking[module]
+    return [
+        f"before it, {few} of the {every} vectors that {named(look, module)} gives the single "
+        f"process are on no rank, and what the ranks' calls of it give is right: look at what is "
+        f"handed to it, which rows or parts of them"
+    ]
 
 
 def _of_other_places(case: Case, found: FirstWrong) -> list[str]:

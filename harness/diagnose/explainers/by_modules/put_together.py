@@ -16,6 +16,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case, explains, fails
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, parts_of_rows
+from sumgrad.diagnose.explainers.by_rank import multiplied_between
 from sumgrad.diagnose.explainers.divergent import which_step
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
@@ -173,8 +174,10 @@ def _names(case: Case) -> list[str]:
 def _own_only(
     case: Case, parts: Sequence[Part], found: Sequence[Counted], names: Sequence[str]
 ) -> tuple[str, str | None]:
-    """Every rank holds what it made itself, and nothing of others."""
+    """Every rank holds what it made itself, and nothing of others, where there are others."""
     for counted in found:
+        if all(counted.rank in part.ranks for part in parts):
+            return "", None
         for part, often in zip(parts, counted.often, strict=True):
             if (counted.rank in part.ranks) == (abs(often) < CLOSE):
                 return "", None
@@ -260,7 +263,11 @@ def _by_number(
             "counted_again",
             f"micro-batches are counted {shown} in {some_of(list(names))}: {text}",
         )
-    return "row_factors", f"micro-batches are counted {shown} in {some_of(list(names))}"
+    return "row_factors", (
+        f"micro-batches are counted {shown} in {some_of(list(names))}, as if what was added up "
+        f"was multiplied by {multiplied_between(values, 'micro-batch')}: look for a clip, a "
+        f"division or a reduction of .grad there"
+    )
 
 
 def _some_ranks(
