@@ -34,7 +34,8 @@ class Call:
     module: its name in build()'s model, INTO before it for what goes into it; number: of the call;
     part: of the output. operation, operation_back: how many collectives this rank had issued when
     it was there, and when its gradient was; None where none came. recomputed: in the backward, by
-    a checkpoint. arrivals: how many backwards its gradient came in.
+    a checkpoint. arrivals: how many backwards its gradient came in; again: how often one of these
+    came once more, the same.
     """
 
     module: str
@@ -44,6 +45,7 @@ class Call:
     operation_back: int | None
     recomputed: bool
     arrivals: int = 0
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

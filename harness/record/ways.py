@@ -11,7 +11,7 @@ MOVES = {
     "Alias", "AsStrided", "Cat", "Clone", "Expand", "Index", "IndexSelect", "Permute", "Repeat",
     "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "Stack", "T", "ToCopy",
     "Transpose", "Unbind", "UnsafeSplit", "UnsafeView", "Unsqueeze", "View", "ViewAs", "Flip",
-    "Roll", "Gather",
+    "Roll", "Gather", "_FromTorchTensor", "_ToTorchTensor",
 }  # fmt: skip
 
 Ways = Mapping[str, Mapping[str, tuple["Passed", ...]]]

@@ -172,6 +172,7 @@ def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
         "sixth": 40, "seventh": 20, "eighth": 32, "ninth": 28, "tenth": 20,
         "eleventh": 20,
         "twelfth": 20,
+        "thirteenth": 20,
     }  # fmt: skip
     for paths in halves.values():
         for path in paths:

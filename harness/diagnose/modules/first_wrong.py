@@ -110,11 +110,24 @@ def first_wrong_backward(look: Look, failing: Sequence[str]) -> FirstWrong | Non
     for module, found in odd.items():
         one_part = found.lost and any(s.backward == "right" for s in look.seen[module])
         apart = module in failing or one_part or found.emptied
-        if apart or not right & look.paths.all_below(module):
+        below = right & look.paths.all_below(module)
+        if apart or all(_is_as_wrong(look, m, found) for m in below):
             alike = [m for m in odd if m != module and odd[m].beside == found.beside
                      and not look.paths.all_above(m) & odd.keys()]  # fmt: skip
             return replace(found, alike=tuple(alike))
     return None
+
+
+def _is_as_wrong(look: Look, module: str, found: FirstWrong) -> bool:
+    """Whether what reaches a module has the factor that is too much at another: it goes on so."""
+    if found.ratio is None:
+        return False
+    there = {constant(s.factors) for s in found.seen}
+    factors = [constant(s.factors) for s in look.seen[module] if s.backward == "right"]
+    return bool(factors) and all(
+        f is not None and any(w is not None and abs(f - w) <= SAME_FACTOR * abs(w) for w in there)
+        for f in factors
+    )
 
 
 def _odd(look: Look, module: str) -> FirstWrong | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -163,14 +163,16 @@ def terms_together(traces: Traces) -> Traces:
 def _terms_together(trace: Trace) -> Trace:
     """Calls that gave the same, one for each term, as one call: with the sum of their gradients.
 
-    Not of zeros, which other rows give, too.
+    Not of zeros, which other rows give, too; nor where another module that is called as often gave
+    something else meanwhile: then it is a call for other rows.
     """
+    given = _given_by_all(trace)
     kept: dict[tuple[object, ...], int] = {}
     calls: list[Call] = []
     outputs: list[Tensor] = []
     gradients: list[Tensor | None] = []
     for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
-        key = (call.module, call.part, call.recomputed, output.shape, hash_weights({"": output}))
+        key = (call.module, call.part, call.recomputed, output.shape, given(call))
         telling = bool(output.any())
         at = kept.setdefault(key, len(calls)) if telling else len(calls)
         if at == len(calls):
@@ -183,6 +185,19 @@ def _terms_together(trace: Trace) -> Trace:
             if calls[at].operation_back is None:
                 calls[at] = replace(calls[at], operation_back=call.operation_back)
     return replace(trace, calls=tuple(calls), outputs=tuple(outputs), gradients=tuple(gradients))
+
+
+def _given_by_all(trace: Trace) -> Callable[[Call], object]:
+    """What tells calls apart: what all modules that are called as often gave in that call."""
+    often: dict[str, int] = {}
+    hashes: dict[tuple[int, int], list[tuple[int, str]]] = {}
+    for call in trace.calls:
+        often[call.module] = max(often.get(call.module, 0), call.number + 1)
+    for call, output in zip(trace.calls, trace.outputs, strict=True):
+        key = often[call.module], call.number
+        hashes.setdefault(key, []).append((call.part, hash_weights({call.module: output})))
+    told = {key: hash(tuple(found)) for key, found in hashes.items()}
+    return lambda call: told[often[call.module], call.number]
 
 
 def _computed_again(found: list[Seen]) -> list[Seen]:

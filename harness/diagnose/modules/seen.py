@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from sumgrad.diagnose.modules.matching import (
     SAME_FACTOR,
     Compared,
@@ -71,6 +72,9 @@ def see(
         wrong = None if lost else where.picked[~where.here]
         back: State = "wrong" if lost else "untold"
         return replace(seen, forward="wrong", backward=back, wrong=wrong)
+    strange = _of_other_rows(where, wanted, seen.shape)
+    if strange is not None:
+        return replace(seen, forward="wrong", wrong=where.picked[strange])
     if not bool(where.found.any()):
         return seen  # zeros may be padding, and may be what is left of anything
     rows = None if wanted.rows is None else rows_of(where, wanted.rows, seen.shape[0])
@@ -108,6 +112,31 @@ def _that_count(where: Match, gradient: Tensor | None) -> Match:
     return replace(
         where, found=where.found[keep], picked=where.picked[keep], empty=where.empty[keep]
     )
+
+
+def _of_other_rows(where: Match, wanted: Whole, shape: tuple[int, ...]) -> Tensor | None:
+    """(n,) bool: vectors that stand in a row of which others stand where they do in the single
+    process, and that none of that row's own is; None where there are none."""
+    if len(shape) != 3 or wanted.rows is None:
+        return None
+    theirs = int((wanted.rows == 0).sum())
+    num_rows = len(wanted.rows) // theirs
+    if theirs != shape[1] or not torch.equal(
+        wanted.rows, torch.arange(num_rows).repeat_interleave(theirs)
+    ):
+        return None
+    found = where.found.reshape(-1, num_rows, theirs)
+    own, at = where.picked // theirs, where.picked % theirs
+    here = found[torch.arange(len(at)), :, at]  # (n, num_rows): at its position of which rows
+    strange = torch.zeros(len(at), dtype=torch.bool)
+    for row in own.unique():
+        mine = own == row
+        often = here[mine].sum(0)
+        best = int(often.argmax())
+        if int(often[best]) < 2 or int((often == often[best]).sum()) > 1:
+            continue
+        strange |= mine & ~found[:, best].any(1) & ~where.empty
+    return strange if bool(strange.any()) else None
 
 
 def _got_elsewhere(trace: Trace, call: Call) -> bool:

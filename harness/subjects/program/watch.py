@@ -107,9 +107,11 @@ class ModuleWatch:
         losses = [node for name, node in self._made_by if name == LOSS]
         given = [(name, node) for name, node in self._made_by if not name.startswith(INTO)]
         held = _as_rows([*self._outputs, *(self._gradients.get(i) for i in first)])
-        came = [{k: self._calls[i][k] for k in ("operation_back", "arrivals")} for i in first]
+        came = [
+            {k: self._calls[i][k] for k in ("operation_back", "arrivals", "again")} for i in first
+        ]
         return Trace(
-            calls=tuple(Call(**call | back) for call, back in zip(self._calls, came, strict=True)),
+            calls=tuple(Call(**call | b) for call, b in zip(self._calls, came, strict=True)),
             outputs=tuple(t for t in held[: len(self._outputs)] if t is not None),
             gradients=tuple(held[len(self._outputs) :]),
             sources={
@@ -192,7 +194,8 @@ class ModuleWatch:
     def _see(self, name: str, parts: Sequence[Tensor | None]) -> None:
         """One call. What is there already, as another module's output, is not kept twice."""
         number = self._numbers[name] = self._numbers.get(name, -1) + 1
-        for part, tensor in enumerate(parts[:MAX_PARTS]):
+        # Of many, as one for each image of all rows, the others are other rows' on each rank.
+        for part, tensor in enumerate(parts if len(parts) <= MAX_PARTS else parts[:1]):
             if tensor is None:
                 continue
             at = len(self._calls)
@@ -208,6 +211,7 @@ class ModuleWatch:
                     "operation_back": None,
                     "recomputed": torch._C._current_graph_task_id() != -1,
                     "arrivals": 0,
+                    "again": 0,
                 }
             )
             self._outputs.append(held)
@@ -227,8 +231,11 @@ class ModuleWatch:
             if not name.startswith(INTO):
                 self._uses("backward", name)
             held = self._kept(name, gradient)
-            if held is None or (at in self._last and torch.equal(self._last[at], held)):
-                return  # passed through again, as by a backward for inputs and one for weights
+            if held is None:
+                return
+            if at in self._last and torch.equal(self._last[at], held):
+                self._calls[at]["again"] += 1  # as by a backward for inputs and one for weights
+                return
             self._last[at] = held
             self._gradients[at] = self._gradients[at] + held if at in self._gradients else held
             self._calls[at]["operation_back"] = self.operations()

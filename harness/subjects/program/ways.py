@@ -28,21 +28,26 @@ def ways_between(made: Sequence[tuple[str, Node]]) -> Ways:
 
     made: whose tensor, and the node that made it: outputs of modules, what goes into them, LOSS.
     """
-    ends: dict[Node, dict[str, None]] = {}
-    for name, node in made:
+    ends: dict[Node, dict[str, int]] = {}  # with the place where it was seen first
+    for i, (name, node) in enumerate(made):
         if name != LOSS and not name.startswith(INTO):
-            ends.setdefault(node, {})[name] = None
+            ends.setdefault(node, {}).setdefault(name, i)
     out: dict[str, dict[str, dict[Passed, None]]] = {}
     known: dict[Node, Passed] = {}
-    for name, node in dict.fromkeys(made):
-        own = ends.get(node, {})
+    places: dict[tuple[str, Node], int] = {}
+    for i, key in enumerate(made):
+        places.setdefault(key, i)
+    for (name, node), place in places.items():
+        own = {n: i for n, i in ends.get(node, {}).items() if i <= place}
         for other in own.keys() - {name}:  # a module and the last one inside it give the same
             out.setdefault(name, {})[other] = {}
         if own and name not in own:
             continue
-        for end, nodes in _nodes_between(node, ends):
+        for end, nodes in _nodes_between(node, ends, place):
             passed = [known.setdefault(n, _passed(n)) for n in nodes]
-            for start in ends[end].keys() - {name}:
+            for start, seen_at in ends[end].items():
+                if start == name or seen_at > place:
+                    continue
                 out.setdefault(name, {}).setdefault(start, {}).update(dict.fromkeys(passed))
     return {
         to: {start: tuple(passed)[:MOST_PASSED] for start, passed in found.items()}
@@ -95,14 +100,20 @@ def _that_compute(leaf: Node, above: Mapping[Node, Sequence[Node]]) -> list[Node
     return list(found)
 
 
-def _nodes_between(node: Node, ends: Mapping[Node, Any]) -> Iterator[tuple[Node, list[Node]]]:
-    """The nearest ends on every way from a node towards the leaves, each with what lies between."""
+def _nodes_between(
+    node: Node, ends: Mapping[Node, Mapping[str, int]], place: int
+) -> Iterator[tuple[Node, list[Node]]]:
+    """The nearest ends on every way from a node towards the leaves, each with what lies between.
+
+    place: when the node was seen: what is given only later, as by an outer module once more, is no
+    end before it.
+    """
     above: dict[Node, list[Node]] = {}
     found: dict[Node, None] = {}
     todo, seen = [node], {node}
     while todo and len(seen) < MOST_NODES:
         at = todo.pop()
-        if at in ends and at is not node:
+        if at is not node and any(seen_at < place for seen_at in ends.get(at, {}).values()):
             found[at] = None
             continue
         for below, _ in at.next_functions:

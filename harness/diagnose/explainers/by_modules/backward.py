@@ -154,6 +154,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     towards = _towards(case, look, found) if above else (
         f"what follows {at}: the loss, and its backward")  # fmt: skip
     loss = above and len(found.modules) < len(found.beside)
+    yield from _walked_again(look, found)
     yield f"look at {towards}" + (", and at the loss, which uses it too" if loss else "")
     yield from own_functions_between(case, found, _ends(case, look, found))
     if not above:
@@ -164,6 +165,17 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     yield from _parts_between(look, found)
     yield from between(case, found, back=True)
     yield from in_the_gradients(case)
+
+
+def _walked_again(look: Look, found: FirstWrong) -> list[str]:
+    """Where it is a whole number of times what it should be, and what it is made from was walked
+    through so often."""
+    times = round(found.ratio) if found.ratio is not None else 0
+    again = [m for m in found.modules if any(s.call.again == times - 1 for s in look.seen[m])]
+    if times < 2 or not again:
+        return []
+    return [f"the same gradient came {times} times to the output of {some_of(again)}: a second "
+            f"backward through the same graph adds all of it again"]  # fmt: skip
 
 
 def _of_other_places(case: Case, look: Look, found: FirstWrong) -> list[str]:
@@ -228,7 +240,8 @@ def _own_gradients(case: Case, look: Look, found: FirstWrong) -> Iterator[str]:
     """Modules of torch's own that are right at their outputs, and whose parameters are not."""
     wrong = {*owners(case)}
     odd = [m for m in found.modules if m in wrong and " at " not in look.sources.get(m, " at ")
-           and {s.backward for s in look.seen[m]} == {"right"}]  # fmt: skip
+           and {s.backward for s in look.seen[m]} == {"right"}
+           and not any(s.call.again for s in look.seen[m])]  # fmt: skip
     if odd and max(s.call.arrivals for s in found.seen) < 2:
         yield (f"what reaches {some_of(odd)} is right on every rank, and its own gradients are "
                f"wrong: what its backward uses, its saved input or its weight, is not what its "

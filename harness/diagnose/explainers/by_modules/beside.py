@@ -9,6 +9,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, owners
+from sumgrad.diagnose.explainers.by_modules.passed import own_makers
 from sumgrad.diagnose.explainers.by_rank import wrong_before_it_is_reduced
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
@@ -37,7 +38,7 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     inside = sorted({m or "the model" for m in owners(case) if not _told_of(look, m)})
     if not known or len(known) < len(factors) or not same(known):
         return diagnosis
-    hidden = [m for m in back if any(_is_hidden(s) for s in look.seen[m])]
+    hidden = [m for m in told if any(_is_hidden(s) for s in look.seen[m])]
     if hidden:
         text += (
             f", but for what reaches the output of {some_of(hidden)} in some calls, which is not "
@@ -50,10 +51,12 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if any(_terms_differ(s) for m in look.modules for s in look.seen[m]):
         return diagnosis
     if len(inside) == len(set(owners(case))):  # where others are wrong, too, it is none of theirs
-        text += (
+        names = list(dict.fromkeys(cell.name for cell in case.failing_cells))
+        functions = own_makers(case, names)
+        text += f"; or in the backward of {functions}" if functions else (
             f"; or in how {some_of(inside)} makes its own parameters' gradients, which no module's "
             f"output shows"
-        )
+        )  # fmt: skip
     parts = [m for m in look.modules if look.backward(m) == "part"]
     more = []
     for module in parts[:1]:

@@ -46,7 +46,7 @@ def places(seen: Sequence[Seen]) -> str:
     if len(s.shape) >= 3:
         last = s.shape[-2]
         positions = sorted({int(i) % last for i in s.wrong})
-        if len(positions) < last:
+        if len(positions) < last and len(s.wrong) == len(positions) * (total // last):
             return f"positions {spans(positions)} of {last} on rank {s.rank}{many} ({shape})"
     return f"vectors {spans([int(i) for i in s.wrong])} of {total} on rank {s.rank}{many} ({shape})"
 

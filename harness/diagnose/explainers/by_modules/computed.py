@@ -165,8 +165,10 @@ def _differs(one: Otherwise, how: Difference) -> str:
         return f"{text} ({numbers})" if isinstance(one.mine.takes[one.at], str) else text
     few = f"in {how.num} of {how.of} elements that could be compared"
     if how.elsewhere:
-        return f"{few} ({numbers})"
-    return f"another {few} ({numbers})" if how.num < how.of else f"another ({numbers})"
+        return f"{few} (the first: {numbers})"
+    if how.num < how.of:
+        return f"another {few} (the first: {numbers})"
+    return f"another ({'the first: ' if how.of > 1 else ''}{numbers})"
 
 
 def _argument(one: Otherwise) -> str:
