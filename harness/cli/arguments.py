@@ -34,6 +34,9 @@ class Parser(argparse.ArgumentParser):
             parsers = [a.choices for a in self._actions if isinstance(a.choices, dict)]
             own = parsers[0].get(verb, self) if parsers else self
             flags = [arg for arg in unknown if arg.startswith("-")]
+            scripts = [a for a in (*unknown, *getattr(found, "script", ())) if a.endswith(".py")]
+            if verb == "diff" and flags and scripts:
+                own.error(f"put -- before {scripts[0]}: what follows it is the script's own")
             own.error(f"unrecognized arguments: {' '.join(flags or unknown)}")
         return found
 
@@ -84,6 +87,7 @@ def _verb(
         help=what,
         epilog="\n".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
         **{**more, "description": textwrap.fill(about, 80)},
     )
     return parser

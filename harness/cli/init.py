@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import keyword
 import re
 from pathlib import Path
 
@@ -15,9 +16,10 @@ FILES = ("my_step.py", "my_step.yaml", "test_my_step.py")
 
 def write_start(folder: Path, name: str) -> list[Path]:
     """Write the files, none of which may be there. Raises UserError."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise UserError(
-            f"--name {name}: expected the name of a Python file: small letters, digits and _"
+            f"--name {name}: expected the name of a Python file: small letters, digits and _, "
+            f"and no keyword of Python"
         )
     paths = [folder / file.replace(NAME, name) for file in FILES]
     there = [path for path in paths if path.exists()]

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,8 @@ def _init(args: argparse.Namespace) -> int:
         say(args, "now change the step into yours, and check it:")
     say(args, f"  {command_line([*sumgrad_command(), 'run', paths[1]])}")
     if not args.quiet:
-        say(args, f"  {command_line(['pytest', '-m', 'distributed', paths[2]])}")
+        lacks = "" if find_spec("pytest") else "   # after pip install pytest"
+        say(args, f"  {command_line(['pytest', '-m', 'distributed', paths[2]])}{lacks}")
     return 0
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from sumgrad.base.errors import UserError
-from sumgrad.base.files import finite, write_bytes, write_json
+from sumgrad.base.files import finite, read_json, write_bytes, write_json
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
 from sumgrad.record.directory import load_record
 from sumgrad.record.manifest import find_changes
 from sumgrad.report.files import to_markdown
+
+SECOND_LOOKS = "second_looks.json"  # what other runs of a failed one showed, in words
 
 
 def judge_directory(
@@ -32,7 +34,11 @@ def judge_directory(
         progress("reading the ranks' records and the reference")
         record = load_record(directory, changes=changes)
         progress(f"comparing {len(record.spec.params)} gradients of {len(record.ranks)} ranks")
-        return judge(replace(record, spec=replace(record.spec, law=law or record.spec.law)))
+        verdict = judge(replace(record, spec=replace(record.spec, law=law or record.spec.law)))
+        looks = directory / SECOND_LOOKS
+        if verdict.status == "pass" or changes.files.get(looks.name) or not looks.is_file():
+            return verdict
+        return with_warnings(verdict, [str(text) for text in read_json(looks)])
     except UserError:
         raise
     except Exception as error:
@@ -40,6 +46,12 @@ def judge_directory(
             raise
         text = f"damaged, cannot be judged: {type(error).__name__}: {error}"
         raise UserError([f"{directory}: {text}", *changes.reasons]) from error
+
+
+def with_warnings(verdict: Verdict, texts: Sequence[str]) -> Verdict:
+    """The same, saying more."""
+    data = {**verdict.data, "warnings": [*verdict.data["warnings"], *texts]}
+    return replace(verdict, warnings=(*verdict.warnings, *texts), data=data)
 
 
 def written(directory: Path, verdict: Verdict) -> Verdict:

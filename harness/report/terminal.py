@@ -22,6 +22,10 @@ _OURS = re.compile(r'  File "[^"]*/(?:harness|sumgrad)/(?:cli|launch|ledger|reco
 LABEL, ROOMY = 11, 100  # characters before a text; of a terminal with room for long heads
 WITH_TIER = 88  # characters, from which a tensor's tier is shown
 MAX_LOSSES = 8  # steps whose losses are shown
+NOT_SEEN = (
+    "what the script does wrong on one process as well, as a mean of micro-batches' means: "
+    "`sumgrad init` writes a step that is compared with a loss of its own"
+)
 STANDINGS = {
     "proved": "proved: it predicts the measured gradients, or the record itself shows it",
     "likely": "likely: the evidence points there and does not prove that this is all",
@@ -44,6 +48,8 @@ def render(verdict: Verdict, *, width: int = 200) -> RenderableType:
     losses = data.get("losses")
     if losses and any(x is not None for x in losses["ranks"]):
         parts += [Text(""), _losses(losses)]
+    if losses and data["status"] == "pass":
+        parts += [Text(""), _labelled("not seen", NOT_SEEN)]
     for diagnosis in data["diagnoses"]:
         parts += [Text(""), _diagnosis(diagnosis)]
     if data["coefficients"]:
@@ -158,8 +164,13 @@ def _headline(data: Mapping[str, Any]) -> Text:
     steps = f"{data['steps']} steps" if data["steps"] > 1 else "1 step"
     return Text.assemble(
         (f" {data['status'].upper()} ", STYLES[data["status"]] + " reverse"),
-        f"  {data['workload']} on {topology['name']}: {ranks}, seed {data['seed']}, {steps}",
+        f"  {data['workload']} on {topology['name']}: {ranks}{_seed(data)}, {steps}",
     )
+
+
+def _seed(data: Mapping[str, Any]) -> str:
+    """Which one a Program was given; a script has its own."""
+    return "" if "losses" in data else f", seed {data['seed']}"
 
 
 def axes_text(axes: Mapping[str, int]) -> str:

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 import sysconfig
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sumgrad.base.errors import UserError
 from sumgrad.base.files import PACKAGE
 from sumgrad.topology.pools import Topology
 
+METHODS = ("build", "batch", "loss_sum", "step")  # of a Program
 SHIPPED = {
     "three_pool": "sumgrad.workloads.three_pool.workload:ThreePool",
     "data_parallel": "sumgrad.workloads.programs.data_parallel:DataParallel",
@@ -52,21 +54,76 @@ def find_class(spec: str, where: str) -> Any:
     """What `NAME`, `file.py:Class` or `package.module:Class` names. Raises UserError."""
     target = SHIPPED.get(spec, spec)
     module_name, colon, class_name = target.rpartition(":")
+    if not colon and spec.endswith(".py") and Path(spec).is_file():
+        raise UserError(f"{where}: got {spec!r}, expected {spec}:Class{_classes_of(spec, where)}")
     if not colon:
+        near = get_close_matches(spec, SHIPPED, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
         known = ", ".join(sorted(SHIPPED))
         raise UserError(
             f"{where}: got {spec!r}, expected one of {known}, or file.py:Class, or module:Class"
+            f"{meant}"
         )
+    module = _imported(module_name, where)
+    if not hasattr(module, class_name):
+        near = get_close_matches(class_name, _classes(module), n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{where}: {module_name} has no {class_name}{meant}")
+    found = getattr(module, class_name)
+    _check_methods(found, spec, where)
+    return found
+
+
+def _imported(module_name: str, where: str) -> Any:
     try:
         module = import_file(Path(module_name)) if module_name.endswith(".py") else None
-        module = module or importlib.import_module(module_name)
+        return module or importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise UserError(
             f"{where}: {module_name} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    if not hasattr(module, class_name):
-        raise UserError(f"{where}: {module_name} has no {class_name}")
-    return getattr(module, class_name)
+
+
+def _classes(module: Any) -> list[str]:
+    """Names of the classes that a module defines."""
+    return [name for name, cls in vars(module).items()
+            if inspect.isclass(cls) and cls.__module__ == module.__name__]  # fmt: skip
+
+
+def _classes_of(file: str, where: str) -> str:
+    """The Programs of a file, in words; of none, nothing."""
+    module = _imported(file, where)
+    known = [f"{file}:{name}" for name in _classes(module)
+             if not lacking(getattr(module, name))]  # fmt: skip
+    return f": it has {', '.join(known)}" if known else ""
+
+
+def lacking(cls: Any) -> list[str]:
+    """The methods that a Program must have and this has not."""
+    return [name for name in METHODS if not callable(getattr(cls, name, None))]
+
+
+def _check_methods(cls: Any, spec: str, where: str) -> None:
+    """UserError where something is nearly a Program: it has some of its methods, and not all."""
+    missing = lacking(cls)
+    if not missing or len(missing) > len(METHODS) // 2 or hasattr(cls, "declaration"):
+        return
+    own = [name for name in dir(cls) if callable(getattr(cls, name, None)) and name[:1] != "_"]
+    said = []
+    for name in missing:
+        near = get_close_matches(name, [n for n in own if n not in METHODS], n=1)
+        said.append(f"{name}()" + (f" (did you mean it by {near[0]}()?)" if near else ""))
+    raise UserError(f"{where}: {spec}{_place(cls)} has no {', no '.join(said)}; a Program has "
+                    f"{', '.join(METHODS)}")  # fmt: skip
+
+
+def _place(cls: Any) -> str:
+    """` (PATH:LINE)` of a class, or of the class of an object."""
+    try:
+        cls = cls if inspect.isclass(cls) else type(cls)
+        return f" ({inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]})"
+    except (OSError, TypeError):
+        return ""
 
 
 def import_file(path: Path) -> Any:

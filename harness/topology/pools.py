@@ -13,8 +13,9 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from sumgrad.base.errors import UserError
@@ -24,6 +25,7 @@ from sumgrad.topology.yaml_source import YamlSource, dotted, read_yaml
 MAX_RANKS = 1 << 20
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 Where = Callable[[tuple[str | int, ...]], str]
+FLAGS = ("fault", "law", "seed", "steps", "tiers", "timeout")  # that people write into a topology
 Model = TypeVar("Model", bound=BaseModel)
 Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 
@@ -298,9 +300,35 @@ def validate_model(
         raise UserError(
             [
                 f"{where((*prefix, *_clean_loc(item['loc'])))}: {_describe(item)}"
+                f"{_meant(model, item) if item['type'] == 'extra_forbidden' else ''}"
                 for item in error.errors()
             ]
         ) from None
+
+
+def _meant(model: type[BaseModel], item: Any) -> str:
+    """What an unknown key may have meant: a key that there is, or a flag."""
+    *outer, key = (str(part) for part in _clean_loc(item["loc"]))
+    known, inside = model, None
+    for part in outer:
+        field = known.model_fields.get(part)
+        models = [] if field is None else _models_in(field.annotation)
+        if field is None and inside is not None:
+            known, inside = inside, None
+        elif models and get_origin(field.annotation if field else None) is dict:
+            inside = models[0]
+        elif models:
+            known = models[0]
+    if model is TopologyFile and not outer and key in FLAGS:
+        return f"; it is a flag, --{key}"
+    near = get_close_matches(key, known.model_fields, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known.model_fields)}"
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]
 
 
 def _clean_loc(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:

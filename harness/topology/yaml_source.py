@@ -56,7 +56,7 @@ def read_yaml(path: Path) -> YamlSource:
         nodes = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
+        line = min(mark.line, max(0, len(text.splitlines()) - 1)) + 1 if mark else 1
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"{path}:{line}: not valid YAML: {shown(problem, 200)}") from None
     if len(nodes) != 1:

@@ -27,7 +27,9 @@ def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
     parts = mixed(case)
     found = [both for m in parts if (both := m.weighed()) is not None]
     unlike = any(m.wanted is None for m in parts)
-    said = _in_words(found) if found and not unlike else None
+    script = case.record.spec.script is not None
+    right = "the single run's" if script else "the right one"
+    said = _in_words(found, right) if found and not unlike else None
     told = {(m.rank, n) for m in found for n in m.names}
     wrong = {(c.rank, c.name) for c in case.failing_cells}
     if said is None or 2 * len(told) < len(wrong):
@@ -45,8 +47,8 @@ def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
             ranks=tuple(sorted({m.rank for m in found})),
             because=(
                 "what every rank's own backwards gave was kept before its reduction; with these "
-                "weights it gives the measured gradient, and with those the right one, both under "
-                "the threshold",
+                f"weights it gives the measured gradient, and with those {right}, both under the "
+                f"threshold",
                 *_tables(found),
             ),
             however=(f"{some_of(others)} is wrong too, and is not told",) if others else (),
@@ -95,8 +97,11 @@ def _own(names: Sequence[str]) -> str:
     return "each" if len(names) > 3 else some_of(list(names))
 
 
-def _in_words(found: Sequence[Weighed]) -> tuple[str, str] | None:
-    """Kind and cause, of the patterns that people make; None where one factor says it shorter."""
+def _in_words(found: Sequence[Weighed], right: str) -> tuple[str, str] | None:
+    """Kind and cause, of the patterns that people make; None where one factor says it shorter.
+
+    right: the gradient that it is compared with, in words.
+    """
     if all(_scaled(m) is not None for m in found):
         return None
     if all(_alone(m) for m in found):
@@ -105,7 +110,7 @@ def _in_words(found: Sequence[Weighed]) -> tuple[str, str] | None:
         return (
             "not_reduced",
             f"it is not reduced, no gradient of another rank is in it: rank {_ranks(found)} "
-            f"{keeps} own backward gave{_times(found)}; the right one has other ranks' in it",
+            f"{keeps} own backward gave{_times(found)}; {right} has other ranks' in it",
         )
     left_out = [_left_out(m) for m in found]
     if all(left_out):
@@ -142,13 +147,13 @@ def _in_words(found: Sequence[Weighed]) -> tuple[str, str] | None:
             "weights_of_ranks",
             f"every rank counts alike, as when each divides its loss by its own number of rows or "
             f"tokens, or scales it by its own factor: every rank's own gradient is weighed alike "
-            f"({_share(found[0].got[0, 0])}), where the right one weighs them by "
+            f"({_share(found[0].got[0, 0])}), where {right} weighs them by "
             f"{_weights(found[0], found[0].wanted)}",
         )
     return (
         "weights_of_ranks",
-        f"the ranks' own gradients are weighed by {_weights(found[0], found[0].got)}, where the "
-        f"right one weighs them by {_weights(found[0], found[0].wanted)}{_changed_between(found)}",
+        f"the ranks' own gradients are weighed by {_weights(found[0], found[0].got)}, where "
+        f"{right} weighs them by {_weights(found[0], found[0].wanted)}{_changed_between(found)}",
     )
 
 

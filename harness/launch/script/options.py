@@ -158,7 +158,12 @@ def fill_in(word: str, ranks: int) -> str:
             raise UserError(f"sumgrad diff: {match.group(0)}: {total} is no multiple of {ranks}")
         return str(int(total) // ranks)
 
-    return re.sub(r"\{(?:(\d+)/)?ranks\}", value, word)
+    filled = re.sub(r"\{(?:(\d+)/)?ranks\}", value, word)
+    near = re.search(r"\{(\w+/)?rank\w*\}", filled)
+    if near is not None:
+        meant = f"{{{near.group(1) or ''}ranks}}"
+        raise UserError(f"sumgrad diff: {near.group(0)}: did you mean {meant}?")
+    return filled
 
 
 def flags_of(options: DiffOptions) -> list[Any]:

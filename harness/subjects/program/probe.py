@@ -31,10 +31,12 @@ from sumgrad.subjects.program.protocol import (
     to_dtype,
     to_precision,
     trained,
+    with_place,
 )
 from torch import Tensor, nn
 
 PROBED_ROWS = 2
+SAME = 1e-6
 
 
 def probe(program: Any, *, dtype: torch.dtype = torch.float32, lift: bool = True) -> Facts:
@@ -42,7 +44,7 @@ def probe(program: Any, *, dtype: torch.dtype = torch.float32, lift: bool = True
     try:
         return _probe(program, dtype, lift)
     except Broken as error:
-        return broken_facts(str(error))
+        return broken_facts(with_place(program, str(error)))
 
 
 def broken_facts(problem: str) -> Facts:
@@ -73,6 +75,7 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
     num_rows = len(next(iter(batch.values())))
     rows_as = _rows_as(program, terms, model, batch, dtype)
     problem = _try_dtype(program, terms, rows_as, torch.float64, lift=lift)
+    problems += _means(program, terms, rows_as, model, to_dtype(batch, dtype), dtype)
     return Facts(
         params={name: tuple(p.shape) for name, p in trained(model).items()},
         num_rows=num_rows,
@@ -87,6 +90,34 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
         microbatches=microbatches_of(program),
         dtypes=tuple(sorted({str(p.dtype)[len("torch.") :] for p in trained(model).values()})),
     )
+
+
+def _means(
+    program: Any, terms: Mapping[str, Any], rows_as: RowsAs, model: nn.Module,
+    batch: Mapping[str, Tensor], dtype: torch.dtype,
+) -> list[str]:  # fmt: skip
+    """Functions that give a mean where a SUM is meant: of the same rows twice they give the same,
+    and count twice as many."""
+    once = torch.arange(min(PROBED_ROWS, len(next(iter(batch.values())))))
+    hold_batch(program, batch)
+    found = []
+    for name, term in terms.items():
+        if isinstance(term, tuple):
+            continue
+        try:
+            with default_dtype(dtype):
+                (a, n), (b, m) = (
+                    loss_of(term, name, model, cut(batch, rows, rows_as))
+                    for rows in (once, once.repeat(2))
+                )
+            same = float(a) != 0 and abs(float(b - a)) <= SAME * abs(float(a))
+        except Exception:
+            continue  # it takes no row twice
+        if n > 0 and m == 2 * n and same:
+            what = "loss_sum()" if name == "loss" else f"terms[{name!r}]"
+            text = f"{what} returns a mean, not the SUM over the rows: of the same rows twice it "
+            found.append(with_place(program, f"{text}gives the same, and counts twice as many"))
+    return found
 
 
 def _compared_buffers(program: Any, model: nn.Module) -> tuple[str, ...]:

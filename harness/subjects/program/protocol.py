@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -22,17 +23,16 @@ import torch
 from sumgrad.base.errors import Broken, UserError
 from sumgrad.base.tensors import hash_weights, own_arithmetic
 from sumgrad.record.spec import RowsAs
-from sumgrad.subjects.loading import find_class, takes
+from sumgrad.subjects.loading import find_class, lacking, takes
 from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
 
-METHODS = ("build", "batch", "loss_sum", "step")
 OPTIONAL = ("distribute", "gradient_of", "shard_of", "terms")  # that are called where they are
 
 
 def is_program(cls: Any) -> bool:
     """Whether an object or a class has a Program's methods."""
-    return all(callable(getattr(cls, name, None)) for name in METHODS)
+    return not lacking(cls)
 
 
 def misspelled(program: Any) -> list[str]:
@@ -128,6 +128,18 @@ def call(program: Any, name: str, *args: Any, **named: Any) -> Any:
         users = [f for f in frames if "/torch/" not in f.filename] or frames
         place = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
         raise Broken(f"{name}() raised {type(error).__name__}: {error}{place}") from error
+
+
+def with_place(program: Any, text: str) -> str:
+    """What is wrong with a Program, and where the method stands that it is said of."""
+    method = re.match(r"(\w+)\(\)", text)
+    if method is None or re.search(r"\.py:\d", text):
+        return text
+    try:
+        code = inspect.unwrap(getattr(program, method.group(1))).__func__.__code__
+    except AttributeError:
+        return text
+    return f"{text} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def build(program: Any) -> nn.Module:

@@ -49,6 +49,7 @@ from sumgrad.subjects.program.protocol import (
     to_precision,
     trained,
     untied,
+    with_place,
 )
 from sumgrad.subjects.program.unseen import (
     buffers_after,
@@ -186,8 +187,11 @@ class _TierRun:
             given = program.distribute(model, ctx)
         if not isinstance(given, nn.Module):
             raise TypeError(
-                f"distribute() returned {type(given).__name__}, expected the nn.Module whose "
-                f"gradients are to be read"
+                with_place(
+                    program,
+                    f"distribute() returned {type(given).__name__}, expected the nn.Module whose "
+                    f"gradients are to be read",
+                )
             )
         return given
 
