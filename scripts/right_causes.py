@@ -55,8 +55,8 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second` to `thirteenth`: each of two hands more, or one, written when what came before was known;
-    sealed as a whole.
+    `second` to `thirteenth`: each of two hands more, or one, written when what came before was
+    known; sealed as a whole.
     """
     later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij", "sixth": "kl",
              "seventh": "m", "eighth": "no", "ninth": "pq", "tenth": "rs",

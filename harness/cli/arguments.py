@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +36,8 @@ class Parser(argparse.ArgumentParser):
             own = parsers[0].get(verb, self) if parsers else self
             flags = [arg for arg in unknown if arg.startswith("-")]
             scripts = [a for a in (*unknown, *getattr(found, "script", ())) if a.endswith(".py")]
-            if verb == "diff" and flags and scripts:
+            given = next(iter(args), None) or sys.argv
+            if verb == "diff" and flags and scripts and "--" not in given:
                 own.error(f"put -- before {scripts[0]}: what follows it is the script's own")
             own.error(f"unrecognized arguments: {' '.join(flags or unknown)}")
         return found

@@ -11,9 +11,13 @@ from sumgrad.base.errors import UserError
 from sumgrad.base.verdict import Verdict
 from sumgrad.cli import output
 from sumgrad.cli.arguments import LATEST, make_parser
+from sumgrad.cli.init import write_start
 from sumgrad.cli.main import main
 from sumgrad.diagnose.verdict import judge
-from sumgrad.subjects.program.protocol import misspelled
+from sumgrad.launch.script.options import fill_in
+from sumgrad.report.terminal import _headline
+from sumgrad.subjects.loading import find_class
+from sumgrad.subjects.program.protocol import misspelled, with_place
 from sumgrad.subjects.program.reference.compute import _draws
 from torch import nn
 
@@ -97,3 +101,86 @@ def test_a_failed_test_shows_the_cause_and_how_to_run_it_again():
     unknown = Verdict(status="unknown", tiers=(), diagnoses=(), coefficients=(), reasons=("why",))
     with pytest.raises(AssertionError, match="why"):
         unknown.assert_pass()
+
+
+STEP = "    def {}(self, *args):\n        pass\n"
+FOUR = ("build", "batch", "loss_sum", "step")
+
+
+def a_class(name: str, methods: tuple[str, ...]) -> str:
+    return f"class {name}:\n" + "".join(STEP.format(m) for m in methods)
+
+
+@pytest.mark.parametrize(
+    ("methods", "workload", "said"),
+    [
+        (FOUR, "MyStepp", "mine.py has no MyStepp; did you mean MyStep?"),
+        (FOUR, "Other", "mine.py has no Other"),
+        (FOUR, "", "mine.py:Class: it has "),
+        (FOUR[:2], "", "mine.py:Class"),
+        ((*FOUR[:2], "step"), "MyStep", "mine.py:1) has no loss_sum(); a Program has build, batch"),
+        ((*FOUR[:2], "losssum", "step"), "MyStep", "has no loss_sum() (did you mean it by losssum"),
+        (FOUR[:2], "MyStep", "no loss_sum(), no step(); a Program has"),
+    ],
+)
+def test_what_is_no_program_is_told_what_it_lacks(tmp_path, methods, workload, said):
+    path = tmp_path / "mine.py"
+    path.write_text(a_class("MyStep", methods))
+    spec = f"{path}:{workload}" if workload else str(path)
+    with pytest.raises(UserError) as found:
+        find_class(spec, "--workload")
+    assert said in found.value.problems[0]
+    assert ("did you mean" in found.value.problems[0]) == ("did you mean" in said)
+
+
+def test_a_shipped_name_that_is_nearly_one_is_told():
+    with pytest.raises(UserError, match="did you mean three_pool"):
+        find_class("tree_pool", "--workload")
+
+
+def test_one_method_is_not_nearly_a_program(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(a_class("Planned", ("build",)))
+    assert find_class(f"{path}:Planned", "--workload").__name__ == "Planned"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("{12/rank}", "did you mean {12/ranks}?"), ("{rank}", "did you mean {ranks}?")],
+)
+def test_a_placeholder_that_is_nearly_one_is_told(word, said):
+    with pytest.raises(UserError) as found:
+        fill_in(f"--batch={word}", 3)
+    assert said in found.value.problems[0]
+    assert fill_in("{12/ranks} {ranks} {x}", 3) == "4 3 {x}"
+
+
+def test_flags_of_a_script_without_dashes_before_it():
+    with pytest.raises(UserError) as found:
+        make_parser().parse_args(["diff", "--ranks", "3", "train.py", "--data", "x"])
+    assert "put -- before train.py" in found.value.problems[0]
+
+
+def test_a_beginning_of_a_flag_is_none():
+    with pytest.raises(UserError, match="did you mean --steps"):
+        make_parser().parse_args(["run", "t.yaml", "--step", "3"])
+
+
+def test_a_keyword_is_no_name(tmp_path):
+    with pytest.raises(UserError, match="no keyword"):
+        write_start(tmp_path, "class")
+
+
+def test_where_a_method_stands_is_said_of_what_it_gave():
+    text = "loss_sum() returned a number, expected (sum, count)"
+    line = Step.loss_sum.__code__.co_firstlineno if hasattr(Step, "loss_sum") else 0
+    wanted = f"{text} ({__file__}:{line})" if line else text
+    assert with_place(Step(), text) == wanted
+    assert with_place(Step(), "build() raised E at mine.py:3") == "build() raised E at mine.py:3"
+    assert with_place(Step(), "no method") == "no method"
+
+
+def test_the_header_of_a_script_has_no_seed():
+    data = judge(program_record()).data
+    assert "seed 0" in _headline(data).plain
+    assert "seed" not in _headline({**data, "losses": {}}).plain

@@ -8,6 +8,7 @@ import pytest
 import torch
 from records_in_memory import compared, program_record
 from sumgrad.diagnose.diagnose import diagnose
+from sumgrad.diagnose.explainers.by_rank import multiplied_between
 from sumgrad.record.ranks import OWN, OWN_AT, SAMPLES, sample_of
 from sumgrad.record.spec import Script
 
@@ -89,7 +90,7 @@ def first_only(rank):
 
 @pytest.mark.parametrize(("tables", "kind", "words"), [
     ([EVEN] * 3, "weights_of_ranks",
-     "weighed alike (1/6), where the right one weighs them by 1/4 of rank 0, 1/8 of rank 1-2"),
+     "weighed alike (1/6), where the single run's weighs them by 1/4 of rank 0, 1/8 of rank 1-2"),
     ([only(r) for r in range(3)], "not_reduced",
      "rank 0-2 each keep what their own backward gave; the"),
     ([only(r, 0.5) for r in range(3)], "not_reduced", "own backward gave (times 1/2); the"),
@@ -99,7 +100,7 @@ def first_only(rank):
     ([without(2), without(2), only(2, 0.125)], "too_few_ranks",
      "rank 0-1 holds what rank 0-1 gave; rank 2 holds what rank 2 gave"),
     ([RIGHT + only(0, 0.25)] * 3, "weights_of_ranks",
-     "weighed by 1/2 of rank 0, 1/8 of rank 1-2, where the right one weighs them by 1/4 of"),
+     "weighed by 1/2 of rank 0, 1/8 of rank 1-2, where the single run's weighs them by 1/4 of"),
 ])  # fmt: skip
 def test_the_weights_are_recovered_and_named(tables, kind, words):
     cause = cause_of(*tables)
@@ -174,7 +175,7 @@ def test_ranks_that_give_the_same_are_one_source():
                 0
             ].sum(0) + 0.5 * own[1].sum(0)
     cause = diagnose(compared(record)).causes[0]
-    assert "weighed alike (1/2), where the right one weighs them by 1/4 of rank 0, 1/2 of" in (
+    assert "weighed alike (1/2), where the single run's weighs them by 1/4 of rank 0, 1/2 of" in (
         cause.cause
     )
 
@@ -239,3 +240,34 @@ def test_a_sample_is_evenly_apart_and_everything_of_a_small_tensor():
     assert sample_of(5).tolist() == [0, 1, 2, 3, 4]
     assert sample_of(4 * SAMPLES).tolist() == list(range(0, 4 * SAMPLES, 4))
     assert sample_of(0).numel() == 0
+
+
+def clipped(*often):
+    """Rank i's first backwards count so often, the last one once."""
+    return torch.stack([RIGHT[i] * torch.tensor([n, 1.0]) for i, n in enumerate(often)])
+
+
+@pytest.mark.parametrize(
+    ("often", "words"),
+    [
+        ((0.5, 1.0, 0.2), "; as if what a rank had added up was multiplied by 1/2 after backward 0 "
+         "on rank 0; by 1/5 after backward 0 on rank 2: look for a clip"),
+        ((1.0, 1.0, 1.0 / 3), "was multiplied by 1/3 after backward 0 on rank 2: look for a clip"),
+    ],
+)  # fmt: skip
+def test_what_was_done_to_a_sum_between_its_backwards_is_said(often, words):
+    assert words in cause_of(*[clipped(*often)] * 3).cause
+
+
+def test_of_ranks_that_count_alike_in_all_backwards_nothing_was_done_in_between():
+    table = RIGHT * torch.tensor([[2.0], [1.0], [1.0]])
+    assert "as if" not in cause_of(*[table] * 3).cause
+    late = RIGHT * torch.tensor([1.0, 2.0])
+    assert "as if" not in cause_of(*[late] * 3).cause
+
+
+def test_multiplications_after_each_part():
+    assert multiplied_between([0.25, 0.5, 1.0], "micro-batch") == (
+        "1/2 after micro-batch 0, 1/2 after micro-batch 1"
+    )
+    assert multiplied_between([1.0, 2.0], "step") == "1/2 after step 0, 2 after step 1"

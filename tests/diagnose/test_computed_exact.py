@@ -323,3 +323,25 @@ def test_one_element_of_several_has_no_factor_of_all(size, factor):
     got, wanted = (torch.tensor([n], dtype=torch.float64) for n in (2.0, 1.0))
     how = _differ(got, wanted, torch.tensor([0]), size)
     assert (how.factor, how.now, how.was) == (factor, 2.0, 1.0)
+
+
+def minus(values, returns):
+    return (values - returns).square().sum()
+
+
+@pytest.mark.parametrize("function", [minus, F.mse_loss])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_shapes_that_are_broadcast_over_each_other_are_told(function):
+    alone = recorded(function, X[:, 0], X[:, 1])
+    found = first(recorded(function, X[OWN, :1], X[OWN, 1]), alone)
+    assert found is not None
+    assert found.how.spread == (torch.Size((3, 1)), torch.Size((3,)))
+    assert found.is_sure
+    assert first(recorded(function, X[OWN, :1], X[OWN, 1:2]), alone) is None
+
+
+def test_of_what_all_rows_share_and_is_the_same_none_is_another():
+    """What is multiplied by it stands at other places: a table does not differ for that."""
+    table = torch.arange(1.0, 6.0, dtype=torch.float64).cos()
+    moved = X[OWN].roll(1, 1)
+    assert first(recorded(scaled, moved.log(), table), recorded(scaled, X.log(), table)) is None

@@ -724,3 +724,65 @@ def test_zeros_of_two_micro_batches_are_two_calls_of_a_loss_of_several_terms():
     found = both.ranks[0]
     assert [float(g[0, 0]) for g in found.gradients] == [1.0, 2.0, 4.0]
     assert [c.number for c in found.calls] == [0, 1, 2]
+
+
+def test_calls_for_other_rows_are_not_those_of_terms_though_one_module_gives_the_same():
+    same, ones = torch.full((2, 3), 3.0).double(), torch.ones(2, 3).double()
+    held = [("first", same, ones), ("second", same, ones),
+            ("first", same, 2 * ones), ("second", same + 1, ones)]  # fmt: skip
+    single = replace(trace(held), by_term={"a": (), "b": ()})
+    both = Traces(tier="structure", step=0, ranks={0: trace(held)}, single=single)
+    assert len(terms_together(both).ranks[0].calls) == 4
+    again = [*held[:2], ("first", same, 2 * ones), ("second", same, ones)]
+    both = Traces(tier="structure", step=0, ranks={0: trace(again)}, single=single)
+    assert [float(g[0, 0]) for g in terms_together(both).ranks[0].gradients] == [3.0, 2.0]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_vectors_that_no_loss_uses_accuse_nobody(used):
+    def other(x):
+        x[:, 2] += 1.0
+        return x
+
+    def none(g):
+        if not used:
+            g[:, 2] = 0
+        return g
+
+    held = {f"grad_{m}": none for m in MODULES}
+    found = look(rank(slice(0, 2), **dict.fromkeys(MODULES, other), **held))
+    wrong = first_wrong_forward(found)
+    assert (wrong is None) != used
+    if not used:
+        assert found.forward("first") == "right"
+        assert found.seen["first"][0].where.picked.tolist() == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [(3, [2]), (0, None)],  # of another row; of its own, in another order, all is as it may be
+)
+def test_a_vector_of_another_row_is_wrong_where_the_rest_of_its_row_stands(row, wrong):
+    def moved(x):
+        x[0, 2] = OUT["first"][row, 1]
+        return x
+
+    seen = look(rank(slice(0, 2), first=moved)).seen["first"][0]
+    assert seen.forward == ("wrong" if wrong else "right")
+    assert seen.wrong is None or seen.forward == "right" or seen.wrong.tolist() == wrong
+
+
+def test_a_call_without_a_gradient_lost_none_where_others_together_had_all_of_it():
+    held = [("first", OUT["first"], None), ("first", OUT["first"][:1], GRAD["first"][:1]),
+            ("first", OUT["first"][1:], GRAD["first"][1:])]  # fmt: skip
+    assert first_wrong_backward(look(trace(held)), MODULES) is None
+    lost = first_wrong_backward(look(trace(held[:2])), MODULES)
+    assert lost is not None
+    assert lost.lost
+
+
+def test_what_has_the_same_factor_further_down_is_not_right_again():
+    """A graph that is walked twice doubles all that comes after it."""
+    held = rank(grad_first=lambda g: 2 * g, grad_second=lambda g: 2 * g)
+    found = first_wrong_backward(look(held), ())
+    assert (found.wrong, found.ratio) == ("second", pytest.approx(2.0))

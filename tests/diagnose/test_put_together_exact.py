@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import weights
-from sumgrad.diagnose.explainers.by_modules.put_together import Counted, Part, _some_ranks
+from sumgrad.diagnose.explainers.by_modules.put_together import (
+    Counted,
+    Part,
+    _by_number,
+    _own_only,
+    _some_ranks,
+)
 from sumgrad.diagnose.modules.loss_weights import Share
 
 PARTS = [
@@ -102,3 +108,24 @@ def test_the_output_that_is_weighed_otherwise_is_looked_at_alone(monkeypatch, sh
     monkeypatch.setattr(weights, "_row_counts", lambda *_: None)
     case = SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(facts=None)))
     assert weights._weights_in_words(case, shares) == words
+
+
+def numbered(rank: int, *numbers: int) -> list[Part]:
+    one = torch.ones(1).double()
+    return [Part(ranks=(rank,), number=number, weights=one) for number in numbers]
+
+
+def test_what_a_sum_must_have_been_multiplied_by_is_said():
+    parts = [*numbered(0, 0, 1, 2), *numbered(1, 0, 1)]
+    often = (2 / 9, 1 / 3, 1.0, 2 / 9, 1 / 3)
+    kind, cause = _by_number(parts, held(often, often), ["w"])
+    assert kind == "row_factors"
+    assert cause == (
+        "micro-batches are counted 0: 2/9, 1: 1/3, 2: 1 in w, as if what was added up was "
+        "multiplied by 2/3 after micro-batch 0, 1/3 after micro-batch 1: look for a clip, a "
+        "division or a reduction of .grad there"
+    )
+
+
+def test_where_there_are_no_other_ranks_nothing_is_left_out():
+    assert _own_only(None, numbered(0, 0, 1), held((1.0, 1.0)), ["w"]) == ("", None)

@@ -331,3 +331,24 @@ def test_first_rows_of_the_rows_of_each_step(check):
     assert verdict.status == "pass", text(verdict)
     first, second = load_record(directory).references["structure"]
     assert first.batch != second.batch
+
+
+MEAN = """
+    def loss_sum(self, model, rows):
+        total, count = super().loss_sum(model, rows)
+        return {}, {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "mean"),
+    [("total / count", "count", True), ("total / count", "1", False), ("total", "count", False),
+     ("0 * total", "count", False)],
+)  # fmt: skip
+def test_a_mean_in_place_of_a_sum_is_said_to_be_one(check, given, count, mean):
+    verdict, _ = check(MEAN.format(given, count))
+    said = "loss_sum() returns a mean, not the SUM over the rows" in text(verdict)
+    assert said == mean
+    if mean:
+        assert verdict.status == "unknown"
+        assert ".py:" in text(verdict)

@@ -157,3 +157,31 @@ def test_ways_are_read_back(tmp_path):
     assert (again.ways, again.makers) == (found.ways, found.makers)
     assert found.makers
     assert isinstance(found.ways["second"]["first"][0], Passed)
+
+
+class GivesMore(nn.Module):
+    """Gives once more what is used inside of it, as transformers' models give hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        scaled = 3 * self.first(x)
+        return self.second(scaled), scaled
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = GivesMore()
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+def test_what_an_outer_module_gives_later_is_on_no_way_to_what_came_before():
+    found = traced(Outer())
+    assert passed(found, f"{INTO}inner.second", "inner.first") == ["Mul"]
+    assert "inner" not in found.ways[f"{INTO}inner.second"]
+    assert passed(found, LOSS, "inner") == ["Pow", "Sum"]

@@ -72,6 +72,20 @@ def write(tmp_path: Path, text: str) -> Path:
 
 BAD = {
     "unknown key": (HEAD + "pools:\n  ci: {axes: {dp: 1}, colour: red}\n", ":4: pools.ci.colour"),
+    "a key that is nearly one": (
+        HEAD + "pools:\n  ci: {axis: {dp: 1}}\n",
+        ":4: pools.ci.axis: unknown key; did you mean axes?",
+    ),
+    "nearly pools": (HEAD + "pool: {}\n", ":3: pool: unknown key; did you mean pools?"),
+    "a flag": (
+        HEAD + "steps: 3\npools:\n  ci: {axes: {dp: 1}}\n",
+        ":3: steps: unknown key; it is a flag, --steps",
+    ),
+    "another key": (
+        HEAD + "pools:\n  ci: {axes: {dp: 1}, steps: 1}\n",
+        ":4: pools.ci.steps: unknown key; known are axes, ",
+    ),
+    "a brace that is open": ("pools: {train: {axes: {dp: 3}}\n", "t.yaml:1: not valid YAML"),
     "duplicate key": (HEAD + "name: u\npools:\n  ci: {axes: {dp: 1}}\n", ":3: name: duplicate"),
     "true": (HEAD + "pools:\n  ci: {axes: {dp: true}}\n", ":4: pools.ci.axes.dp: got True"),
     "float": (HEAD + "pools:\n  ci: {axes: {dp: 2.0}}\n", ":4: pools.ci.axes.dp: got 2.0"),

@@ -48,6 +48,7 @@ CHECKS: tuple[Check, ...] = (
     beside.whole_gradients,
     beside.the_same_buffers,
     beside.said_by_the_reference,
+    beside.rows_for_every_rank,
     rescaled.nothing_hidden_before_the_optimizer,
     script.the_same_weights_after,
     script.what_was_done_to_compare,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from sumgrad.judge.finding import Compared, Finding
 from sumgrad.record.directory import Record
 from torch import Tensor
 
+READS_ROWS = ("dp", "ddp", "data", "fsdp", "hsdp", "replicate", "shard")  # axes, how they begin
 SAME_BUFFER = 1e-9  # of its largest element: a float64 buffer that is off by more is another one
 
 
@@ -49,6 +51,22 @@ def the_same_buffers(compared: Compared) -> Iterator[Finding]:
         yield Finding(level="fail", text=text)
     for text in _buffers_unseen(record):
         yield Finding(level="unknown", text=text)
+
+
+def rows_for_every_rank(compared: Compared) -> Iterator[Finding]:
+    """A user's step with fewer rows than ranks that share them: some may have read none."""
+    spec = compared.record.spec
+    if spec.facts is None or spec.script is not None:
+        return
+    for pool in spec.topology.pools:
+        sharing = math.prod(size for axis, size in pool.axes if axis.startswith(READS_ROWS))
+        if sharing > spec.facts.num_rows > 0:
+            yield Finding(
+                level="warning",
+                text=f"{spec.facts.num_rows} row{'s'[: spec.facts.num_rows > 1]} for {sharing} "
+                f"ranks of pool {pool.name} that share them: what a rank without rows would do "
+                f"wrong with some was not tried",
+            )
 
 
 def said_by_the_reference(compared: Compared) -> Iterator[Finding]:
