@@ -89,6 +89,11 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("r_08", "what goes into blocks.0.over then is another already, its numbers in other"),
         ("r_10", "look at the backward of FusedLoss (backward at tests/bugs/r_10_"),
         ("s_05", "in the single process autograd passes there tests/bugs/s_05_burgers_"),
+        ("x_01", "without one are vectors 12-13 of 14 on rank 0, in call 1"),
+        ("x_02", "the same gradient came 2 times to the output of chunks.2"),
+        ("x_03", "or in the backward of Summa (backward at tests/bugs/x_03_"),
+        ("y_06", "was multiplied by 2/3 after micro-batch 0, 1/3 after micro-batch 1"),
+        ("y_08", "`sub` of shapes (3, 1) and (3) pairs every number of one with every number"),
         ("s_06", "nothing computes between the two but LocalArgmax (backward at tests/"),
         ("o_04", "ranks (0, 1, 2, 3)"),  # both groups of the axis, not the first alone
         (

@@ -323,3 +323,16 @@ def test_libraries_find_what_torchrun_would_have_set(check):
         "        return super().distribute(model, ctx)\n"
     )
     assert verdict.status == "pass", text(verdict)[:2000]
+
+
+def test_what_other_runs_showed_is_kept_with_the_run(check):
+    verdict, directory = check(
+        "    def step(self, model, batch, ctx):\n"
+        "        super().step(model, batch, ctx)\n"
+        "        for p in model.parameters():\n"
+        "            p.grad.mul_(2)\n"
+    )
+    assert any("even on one rank" in w for w in verdict.warnings)
+    assert judge_directory(directory).data == verdict.data
+    (directory / "second_looks.json").write_text('["something else"]')
+    assert not any("something else" in w for w in judge_directory(directory).warnings)
