@@ -62,6 +62,7 @@ class ModuleWatch:
         self._handles: list[Any] = []
         self._used: dict[str, list[Tensor]] = {}
         self._used_numel: dict[str, int] = {}
+        self._modes: dict[str, dict[str, None]] = {}
         self._inside: list[str] = []  # the modules whose forward runs
         self._with_paths, self._with_ways = with_paths, with_ways
         self._made_by: list[tuple[str, Any]] = []
@@ -128,12 +129,15 @@ class ModuleWatch:
             makers=makers_of(losses, self._params.get) if self._with_ways else {},
             used={name: tuple(held) for name, held in self._used.items()},
             used_numel=self._used_numel,
+            modes={name: tuple(modes) for name, modes in self._modes.items()},
         )
 
     def _hook(self, name: str, see: Callable[..., None]) -> Callable[..., None]:
         def hook(module: nn.Module, *given: Any) -> None:
             if _is_trial():
                 return
+            mode = "training" if module.training else "eval"
+            self._modes.setdefault(name, {})[mode] = None
             with torch.no_grad():
                 see(name, *given)
 

@@ -93,7 +93,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     told = any(s.forward == "right" for m in look.modules for s in look.seen[m])
     found, entered_right = _where_it_enters_wrong(case, found)
     text, look_at = _start_of_forward(case, look, found)
-    because = _lacking_below(look, found)
+    because = [*_in_another_mode(case, found), *_lacking_below(look, found)]
     because += [f"its output is no slice of the single process's: {places(found.seen)}", *look_at]
     because += _of_other_places(case, found)
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
@@ -122,6 +122,19 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because = [*accused.because, f"as seen from modules: {text}", *because]
         kind, text, ranks = accused.kind, accused.cause, accused.ranks
     return Diagnosis(cause=text, kind=kind, ranks=ranks, because=tuple(because))
+
+
+def _in_another_mode(case: Case, found: FirstWrong) -> list[str]:
+    """Where what goes into a module is right, and it is called in another mode."""
+    traces = case.record.traces
+    if traces is None or what_goes_into(case, found) != "right":
+        return []
+    here = {mode for rank in found.ranks for mode in traces.ranks[rank].modes.get(found.wrong, ())}
+    there = {*traces.single.modes.get(found.wrong, ())}
+    if not here or not there or here <= there:
+        return []
+    return [f"it is in {' and in '.join(sorted(here))} mode there, and in "
+            f"{' and in '.join(sorted(there))} mode in the single process"]  # fmt: skip
 
 
 def _lacking_below(look: Look, found: FirstWrong) -> list[str]:
