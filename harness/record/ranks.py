@@ -46,9 +46,9 @@ class RankRecord:
     info: what it says of the step (counts and norms; races and weights that changed). params: names
     it holds; index: the elements it holds of a sharded one, index_in: in a tier where they differ.
     again: the gradients of the step that was repeated, the last of `again_tier`. unknown: what it
-    could not place. untied: names that are one parameter in build() and several here. built, batch:
-    hashes. stray: operations that belong to no step. ledger_whole:
-    every operation it started is in the ledger and ended.
+    could not place. untied: names that are one parameter in build() and several here. ddp: whether
+    a DistributedDataParallel is in its model. built, batch: hashes. stray: operations that belong
+    to no step. ledger_whole: every operation it started is in the ledger and ended.
     """
 
     rank: int
@@ -65,6 +65,7 @@ class RankRecord:
     buffers: dict[At, Grads] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     untied: tuple[tuple[str, ...], ...] = ()
+    ddp: bool = False
     built: str = ""
     batch: str = ""
 
@@ -187,6 +188,7 @@ def read_rank(
         buffers=buffers,
         unknown=() if planned else tuple(result["unknown"]),
         untied=tuple(tuple(map(str, names)) for names in result.get("untied", ())),
+        ddp=bool(result.get("ddp", False)),
         built="" if planned else str(result["built"]),
         batch="" if planned else str(result["batch"]),
     )

@@ -20,6 +20,10 @@ from sumgrad.ledger.operations import group_name
 from sumgrad.record.spec import CLIP_EPS, After
 
 CLIP_DIGITS, CLIP_NEAR = 1e-9, 1e-4
+DDP_DIVIDES = (
+    "DistributedDataParallel divides by its {0} ranks what it sums: multiply the loss by {0}, or "
+    "register a hook that sums (sumgrad.convention.ddp_sum_hook)"
+)
 MOST_FACTORS = 4  # of parameters, that are written out
 MOST_NUMBERS = 3  # of terms that count otherwise
 Explained = tuple[Diagnosis, list[tuple[tuple[int, ...], Factors]]]
@@ -143,8 +147,10 @@ def _by_a_reduction(
             return _avg(f"{words} averages (AVG) where the law sums", shown, symbol, fits, joint)
         scaled = prescaled(joint, sizes)
         if scaled and abs(scaled[0] - value) < CLOSE:
-            text = f"its gradients enter {words} already multiplied by {scaled[0]:.6g}"
-            return _avg(f"{text}, which makes the SUM an average", shown, symbol, fits, joint)
+            text = f"the gradients enter {words} already multiplied by {scaled[0]:.6g}"
+            found = _avg(f"{text}, which makes the SUM an average", shown, symbol, fits, joint)
+            by_ddp = [DDP_DIVIDES.format(size)] * any(r.ddp for r in record.ranks.values())
+            return replace(found, because=(*found.because, *by_ddp))
         if identical(joint) and abs(value - size) < CLOSE * size:
             return Diagnosis(
                 cause=f"{words} sums what is already whole: it is counted {size} times",

@@ -62,6 +62,7 @@ from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
+from torch.nn.parallel import DistributedDataParallel
 
 Result = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -246,6 +247,7 @@ class _TierRun:
         assert facts is not None
         result["built"], result["batch"] = self.built, self.batch_hash
         result["untied"] = self.untied
+        result["ddp"] = any(isinstance(m, DistributedDataParallel) for m in self.model.modules())
         for p in self.placement.placed:
             self._keep_place(p, files.others, known=p.name in result["params"])
             result["params"][p.name] = {"sharded": p.index is not None}

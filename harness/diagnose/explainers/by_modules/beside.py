@@ -91,6 +91,8 @@ def _after_the_modules(case: Case, diagnosis: Diagnosis, of_loss: float) -> str:
             ": what is wrong is which gradients reach the parameters (a penalty, a second "
             "backward), or how they are put together after it (hooks, buffers, reductions)"
         )
+        if diagnosis.standing == "proved":
+            after = ""  # it says which of these
         return after if abs(of_loss - 1) < SAME_FACTOR else _up_to(of_loss)
     try:
         measured = float(Fraction(diagnosis.factor))
