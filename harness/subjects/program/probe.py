@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,8 +76,7 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
     num_rows = len(next(iter(batch.values())))
     rows_as = _rows_as(program, terms, model, batch, dtype)
     problem = _try_dtype(program, terms, rows_as, torch.float64, lift=lift)
-    problems += _means(program, terms, rows_as, model, to_dtype(batch, dtype), dtype)
-    return Facts(
+    facts = Facts(
         params={name: tuple(p.shape) for name, p in trained(model).items()},
         num_rows=num_rows,
         terms=tuple(terms),
@@ -90,6 +90,9 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
         microbatches=microbatches_of(program),
         dtypes=tuple(sorted({str(p.dtype)[len("torch.") :] for p in trained(model).values()})),
     )
+    # Last: what a loss_sum does to its model is no fact of what build() gives.
+    means = _means(program, terms, rows_as, model, to_dtype(batch, dtype), dtype)
+    return replace(facts, problems=(*facts.problems, *means))
 
 
 def _means(
@@ -110,7 +113,8 @@ def _means(
                     loss_of(term, name, model, cut(batch, rows, rows_as))
                     for rows in (once, once.repeat(2))
                 )
-            same = float(a) != 0 and abs(float(b - a)) <= SAME * abs(float(a))
+            first, again = float(a.detach()), float(b.detach())
+            same = first != 0 and abs(again - first) <= SAME * abs(first)
         except Exception:
             continue  # it takes no row twice
         if n > 0 and m == 2 * n and same:
