@@ -7,7 +7,8 @@ escape sequences, XML has no place for most control characters, lone surrogates 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 MAX_SHOWN = 60
@@ -44,3 +45,9 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
         text = f"a huge {type(value).__name__}"
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` where a word is nearly one of these; else nothing."""
+    near = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -13,6 +13,7 @@ from typing import Any
 
 from sumgrad.base.errors import UserError
 from sumgrad.base.files import PACKAGE
+from sumgrad.base.plain_text import meant
 from sumgrad.topology.pools import Topology
 
 METHODS = ("build", "batch", "loss_sum", "step")  # of a Program
@@ -57,18 +58,15 @@ def find_class(spec: str, where: str) -> Any:
     if not colon and spec.endswith(".py") and Path(spec).is_file():
         raise UserError(f"{where}: got {spec!r}, expected {spec}:Class{_classes_of(spec, where)}")
     if not colon:
-        near = get_close_matches(spec, SHIPPED, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
         known = ", ".join(sorted(SHIPPED))
         raise UserError(
             f"{where}: got {spec!r}, expected one of {known}, or file.py:Class, or module:Class"
-            f"{meant}"
+            f"{meant(spec, SHIPPED)}"
         )
     module = _imported(module_name, where)
     if not hasattr(module, class_name):
-        near = get_close_matches(class_name, _classes(module), n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{where}: {module_name} has no {class_name}{meant}")
+        near = meant(class_name, _classes(module))
+        raise UserError(f"{where}: {module_name} has no {class_name}{near}")
     found = getattr(module, class_name)
     _check_methods(found, spec, where)
     return found

@@ -13,13 +13,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from sumgrad.base.errors import UserError
-from sumgrad.base.plain_text import shown
+from sumgrad.base.plain_text import meant, shown
 from sumgrad.topology.yaml_source import YamlSource, dotted, read_yaml
 
 MAX_RANKS = 1 << 20
@@ -321,8 +320,8 @@ def _meant(model: type[BaseModel], item: Any) -> str:
             known = models[0]
     if model is TopologyFile and not outer and key in FLAGS:
         return f"; it is a flag, --{key}"
-    near = get_close_matches(key, known.model_fields, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known.model_fields)}"
+    near = meant(key, known.model_fields)
+    return near or f"; known are {', '.join(known.model_fields)}"
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -173,9 +173,8 @@ def test_a_keyword_is_no_name(tmp_path):
 
 def test_where_a_method_stands_is_said_of_what_it_gave():
     text = "loss_sum() returned a number, expected (sum, count)"
-    line = Step.loss_sum.__code__.co_firstlineno if hasattr(Step, "loss_sum") else 0
-    wanted = f"{text} ({__file__}:{line})" if line else text
-    assert with_place(Step(), text) == wanted
+    line = Step.loss_sum.__code__.co_firstlineno
+    assert with_place(Step(), text) == f"{text} ({__file__}:{line})"
     assert with_place(Step(), "build() raised E at mine.py:3") == "build() raised E at mine.py:3"
     assert with_place(Step(), "no method") == "no method"
 

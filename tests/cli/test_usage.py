@@ -350,7 +350,7 @@ def test_the_step_of_the_readme_runs_as_printed(hook, here, sumgrad_launcher):
         for words in ("gradients enter the all-reduce over dp (ranks 0-2) at mine.py:",
                       at, "already multiplied by 0.333333, which makes the SUM an average",
                       "the reference's times 1/3 on all ranks",
-                      "DistributedDataParallel divides by its 3 ranks what it sums: multiply",
+                      "divides by its 3 ranks what it sums, unless a hook does otherwise: multiply",
                       "on one rank the step agrees with loss_sum"):  # fmt: skip
             assert words in " ".join(told.split())
             assert words in " ".join(README.split())

@@ -769,7 +769,7 @@ def test_a_vector_of_another_row_is_wrong_where_the_rest_of_its_row_stands(row, 
 
     seen = look(rank(slice(0, 2), first=moved)).seen["first"][0]
     assert seen.forward == ("wrong" if wrong else "right")
-    assert seen.wrong is None or seen.forward == "right" or seen.wrong.tolist() == wrong
+    assert (seen.wrong.tolist() if seen.forward == "wrong" else None) == wrong
 
 
 def test_a_call_without_a_gradient_lost_none_where_others_together_had_all_of_it():

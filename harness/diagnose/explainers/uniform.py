@@ -21,8 +21,8 @@ from sumgrad.record.spec import CLIP_EPS, After
 
 CLIP_DIGITS, CLIP_NEAR = 1e-9, 1e-4
 DDP_DIVIDES = (
-    "DistributedDataParallel divides by its {0} ranks what it sums: multiply the loss by {0}, or "
-    "register a hook that sums (sumgrad.convention.ddp_sum_hook)"
+    "DistributedDataParallel divides by its {0} ranks what it sums, unless a hook does otherwise: "
+    "multiply the loss by {0}, or register a hook that sums (sumgrad.convention.ddp_sum_hook)"
 )
 MOST_FACTORS = 4  # of parameters, that are written out
 MOST_NUMBERS = 3  # of terms that count otherwise

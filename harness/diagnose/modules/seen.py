@@ -15,7 +15,7 @@ from sumgrad.diagnose.modules.matching import (
     match,
     vectors,
 )
-from sumgrad.diagnose.modules.whole import Whole, rows_of
+from sumgrad.diagnose.modules.whole import Whole, rows_of, vectors_a_row
 from sumgrad.record.trace import Call, Trace
 from torch import Tensor
 
@@ -119,13 +119,10 @@ def _of_other_rows(where: Match, wanted: Whole, shape: tuple[int, ...]) -> Tenso
     process, and that none of that row's own is; None where there are none."""
     if len(shape) != 3 or wanted.rows is None:
         return None
-    theirs = int((wanted.rows == 0).sum())
-    num_rows = len(wanted.rows) // theirs
-    if theirs != shape[1] or not torch.equal(
-        wanted.rows, torch.arange(num_rows).repeat_interleave(theirs)
-    ):
+    theirs = vectors_a_row(wanted.rows)
+    if not theirs or theirs != shape[1]:
         return None
-    found = where.found.reshape(-1, num_rows, theirs)
+    found = where.found.reshape(len(where.found), -1, theirs)
     own, at = where.picked // theirs, where.picked % theirs
     here = found[torch.arange(len(at)), :, at]  # (n, num_rows): at its position of which rows
     strange = torch.zeros(len(at), dtype=torch.bool)

@@ -97,14 +97,18 @@ def rows_of(where: Match, rows: Tensor, num: int) -> Tensor:
     return out
 
 
+def vectors_a_row(rows: Tensor) -> int:
+    """How many vectors each row has, where they stand row by row; else 0."""
+    each = int((rows == 0).sum())
+    num = len(rows) // each if each else 0
+    return each if torch.equal(rows, torch.arange(num).repeat_interleave(each)) else 0
+
+
 def _whole_rows(where: Match, rows: Tensor, num: int) -> list[Tensor] | None:
     """Of each vector, the rows that all vectors of its row may be of, in their order."""
-    each, theirs = len(where.found) // max(1, num), int((rows == 0).sum())
+    each, theirs = len(where.found) // max(1, num), vectors_a_row(rows)
     wanted = len(rows) // theirs if theirs else 0
-    regular = num > 0 and len(where.picked) == num * each and torch.equal(
-        rows, torch.arange(wanted).repeat_interleave(theirs)
-    )  # fmt: skip
-    if not regular or not 0 < each <= theirs:
+    if num < 1 or len(where.picked) != num * each or not 0 < each <= theirs:
         return None
     found = where.found.reshape(num, each, wanted, theirs)
     place = torch.arange(each)

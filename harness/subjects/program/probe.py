@@ -24,6 +24,7 @@ from sumgrad.subjects.program.protocol import (
     cut,
     default_dtype,
     full_batch,
+    function_of,
     hash_model,
     hold_batch,
     loss_of,
@@ -118,9 +119,11 @@ def _means(
         except Exception:
             continue  # it takes no row twice
         if n > 0 and m == 2 * n and same:
-            what = "loss_sum()" if name == "loss" else f"terms[{name!r}]"
-            text = f"{what} returns a mean, not the SUM over the rows: of the same rows twice it "
-            found.append(with_place(program, f"{text}gives the same, and counts twice as many"))
+            text = (
+                f"{function_of(name)} returns a mean, not the SUM over the rows: of the same rows "
+                f"twice it gives the same, and counts twice as many"
+            )
+            found.append(with_place(program, text))
     return found
 
 

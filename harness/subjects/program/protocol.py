@@ -344,11 +344,16 @@ def _bound(program: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return function.__get__(program) if given == 3 else function
 
 
+def function_of(term: str) -> str:
+    """What gives a term's sum, in words."""
+    return "loss_sum()" if term == "loss" else f"terms[{term!r}]"
+
+
 def loss_of(
     term: Callable[..., Any], name: str, model: nn.Module, rows: Any
 ) -> tuple[Tensor, float]:
     """(SUM, count) of a loss_sum-like function, checked. Broken if it gives anything else."""
-    what = "loss_sum()" if name == "loss" else f"terms[{name!r}]"
+    what = function_of(name)
     result = term(model, rows)
     if not isinstance(result, tuple) or len(result) != 2:
         raise Broken(f"{what} returned {_kind(result)}, expected (sum, count)")
