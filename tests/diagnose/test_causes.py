@@ -167,7 +167,8 @@ def test_a_right_twin_that_is_cut_otherwise_in_each_tier(sumgrad_launcher):
     assert (row["status"], row["kind"]) == ("pass", None), row["said"]
 
 
-LIBRARIES = ("transformers", "accelerate", "peft")  # steps of theirs need `.[examples]`
+# Steps on these need `.[examples]`.
+LIBRARIES = ("transformers", "tokenizers", "accelerate", "peft")
 
 
 def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
