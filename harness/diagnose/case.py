@@ -30,6 +30,7 @@ from sumgrad.record.directory import Record
 from sumgrad.record.reference import Reference
 from torch import Tensor
 
+OF_MODULES = ("look", "terms_together", "gone_into")  # what is known whatever is wrong
 MIN_EXPLAINED = 0.999  # of a deviation, by a cause that is one
 
 
@@ -63,7 +64,7 @@ class Case:
 
     record: with a script's gradients as they were before torch's clip. clean: a run of the same
     that passed, if one is at hand. mismatches: where the ledgers differ from the plan. diffs,
-    again: the comparison, and that of a repeated step.
+    again: the comparison, and that of a repeated step. only: the parameters that are explained.
     """
 
     record: Record
@@ -73,6 +74,7 @@ class Case:
     mismatches: Sequence[Mismatch] = ()
     diffs: Sequence[TensorDiff] = ()
     again: Sequence[TensorDiff] = ()
+    only: frozenset[str] | None = None
     known: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -100,7 +102,12 @@ class Case:
     def cells(self) -> tuple[Cell, ...]:
         """Of all ranks, those whose gradient has the right shape."""
         found = cells(self.record, self.tier, self.reference)
-        return tuple(c for c in found if c.measured.shape == c.wanted.value.shape)
+        return tuple(
+            c
+            for c in found
+            if c.measured.shape == c.wanted.value.shape
+            and (self.only is None or c.name in self.only)
+        )
 
     @cached_property
     def failing_cells(self) -> list[Cell]:
@@ -123,6 +130,11 @@ class Case:
     def previous_sums(self) -> PartialSums | None:
         held = self.record.partials(self.tier).get(self.step - 1)
         return None if held is None else PartialSums(held)
+
+    def of(self, names: Sequence[str]) -> Case:
+        """The same for these parameters alone, with what was seen of modules."""
+        kept = {key: held for key, held in self.known.items() if key in OF_MODULES}
+        return replace(self, only=frozenset(names), known=kept)
 
     @property
     def parts(self) -> int:

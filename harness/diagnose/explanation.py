@@ -8,8 +8,9 @@ simplest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
 from sumgrad.diagnose.case import Case
 
@@ -25,12 +26,14 @@ def _nothing(_: Left) -> Sequence[RecoveredCoefficient]:
 class Explanation:
     """A cause whose predicted gradient is the measured one, or that a record shows by itself.
 
-    explains: numbers of the case's parts. contradictions: where the record says otherwise.
-    complexity: simpler causes have less. coefficients: those of some parts, measured.
+    explains: numbers of the case's parts. leaves: of a Program, parameters that are wrong by
+    something else. contradictions: where the record says otherwise. complexity: simpler causes have
+    less. coefficients: those of some parts, measured.
     """
 
     diagnosis: Diagnosis
     explains: Left
+    leaves: tuple[str, ...] = ()
     contradictions: int = 0
     complexity: int = 0
     coefficients: Callable[[Left], Sequence[RecoveredCoefficient]] = _nothing
@@ -52,10 +55,20 @@ def choose(case: Case, explainers: Sequence[Explainer]) -> Chosen:
             best = max(found, key=lambda e: _merit(e, left), default=None)
             if best is None or not best.explains & left:
                 break
-            diagnoses.append(best.diagnosis)
+            diagnoses.append(_with_the_rest(case, best, explainers))
             coefficients += best.coefficients(best.explains & left)
             left -= best.explains
     return diagnoses, coefficients
+
+
+def _with_the_rest(case: Case, best: Explanation, explainers: Sequence[Explainer]) -> Diagnosis:
+    """A cause of some parameters, and why others are wrong."""
+    if not best.leaves:
+        return best.diagnosis
+    others, _ = ([], []) if case.only else choose(case.of(best.leaves), explainers)
+    text = f"{some_of(list(best.leaves))} is wrong too and not explained by it"
+    text += f": {others[0].cause}" if others else ""
+    return replace(best.diagnosis, however=(*best.diagnosis.however, text))
 
 
 def _merit(explanation: Explanation, left: Left) -> tuple[int, int, int]:

@@ -51,8 +51,8 @@ def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
                 f"threshold",
                 *_tables(found),
             ),
-            however=(f"{some_of(others)} is wrong too, and is not told",) if others else (),
         ),
+        others,
     )
 
 

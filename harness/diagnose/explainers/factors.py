@@ -66,10 +66,16 @@ def any_factors(case: Case, left: Left) -> Iterator[Explanation]:
         yield explained(case, found[0])
 
 
-def explained(case: Case, diagnosis: Diagnosis) -> Explanation:
-    """All of a case by one cause, with the factors that were recovered whatever the cause is."""
+def explained(case: Case, diagnosis: Diagnosis, leaves: Sequence[str] = ()) -> Explanation:
+    """All of a case by one cause, with the factors that were recovered whatever the cause is.
+
+    leaves: parameters that are wrong by something else.
+    """
     return Explanation(
-        diagnosis=diagnosis, explains=frozenset({0}), coefficients=partial(_measured, case)
+        diagnosis=diagnosis,
+        explains=frozenset({0}),
+        leaves=tuple(leaves),
+        coefficients=partial(_measured, case),
     )
 
 

@@ -74,8 +74,8 @@ def held_elsewhere(case: Case, left: Left) -> Iterator[Explanation]:
                 f"{some_of(list(first.names))}",
                 "look at how gradients are put into buffers, and how they are cut or copied back",
             ),
-            however=(f"{some_of(list(others))} is wrong too, and is not told",) if others else (),
         ),
+        list(others),
     )
 
 

@@ -20,7 +20,7 @@ class FirstWrong:
     beside: in the forward what it is made from, in the backward what is made from it, or LOSS; the
     nearest that could be compared on every way, in the order in which a step meets them. seen: what
     is wrong of it. ratio: the gradient is right there but for this factor. lost: none reaches it.
-    emptied: none reaches a part of its vectors.
+    emptied: none reaches a part of its vectors. over_all: only the sum over all ranks is wrong.
     alike: in the backward, other modules that are wrong beside the same.
     """
 
@@ -30,6 +30,7 @@ class FirstWrong:
     ratio: float | None = None
     lost: bool = False
     emptied: bool = False
+    over_all: bool = False
     alike: tuple[str, ...] = ()
 
     @property
@@ -142,6 +143,9 @@ def _odd(look: Look, module: str) -> FirstWrong | None:
     emptied = [e for s in look.seen[module] if (e := _emptied(look, beside, s)) is not None]
     if emptied:
         return FirstWrong(wrong=module, seen=tuple(emptied), beside=beside, emptied=True)
+    together = [s for s in look.seen[module] if s.over_all == "wrong"]
+    if together:
+        return FirstWrong(wrong=module, seen=tuple(together), beside=beside, over_all=True)
     jumps: list[tuple[Seen, float]] = []
     for s in look.seen[module]:
         factor, before = constant(s.factors), _factor_above(look, beside, s)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from sumgrad.base.tensors import hash_weights
+from sumgrad.diagnose.modules.over_all import with_sums_over_all
 from sumgrad.diagnose.modules.parts import Groups, with_parts, without_sums_over_rows
 from sumgrad.diagnose.modules.paths import Paths, paths_of
 from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, Seen, State, see
@@ -66,6 +67,7 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
     seen = {
         m: [_unless_stage(s, seen, traces, modules) for s in found] for m, found in seen.items()
     }
+    seen = with_sums_over_all(seen, traces, whole, tolerance)
     return Look(
         modules=modules,
         seen=seen,

@@ -32,7 +32,7 @@ class Seen:
     right, in the forward or else in the backward. rows: (n,) of the batch, -1 where they are not
     told. factors: (n,) of the gradient's vectors, and terms: (n, T) of each term's. axis: over the
     ranks of which the gradient, or else the output, adds up to the right one. shared: what all rows
-    share.
+    share. over_all: of such, what reached it on all ranks together.
     """
 
     rank: int
@@ -47,6 +47,7 @@ class Seen:
     terms: Tensor | None = None
     axis: str | None = None
     shared: bool = False
+    over_all: State = "untold"
 
 
 def see(

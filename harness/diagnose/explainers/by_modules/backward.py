@@ -70,7 +70,9 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         what += f" summed over the {several} backwards that reach it,"
     shown = None
     symbols: list[str] = []
-    if found.lost:
+    if found.over_all:
+        cause = f"{what.removesuffix(',')}, summed over all ranks and calls, is wrong"
+    elif found.lost:
         cause = f"no gradient reaches the output of {at} on rank {spans(found.ranks)}"
         cause += _in_some_calls(look, found)
     elif found.emptied:
@@ -132,7 +134,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     """Which vectors, where to look, and what lies there."""
     at = named(look, found.wrong)
     yield from lacking_there(case, found, _ends(case, look, found))
-    if not found.lost and not found.ratio:
+    if not found.lost and not found.ratio and not found.over_all:
         least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
         yield f"{'without one' if found.emptied else 'wrong'} are {least}{places(found.seen)}"
         yield from _of_other_places(case, look, found)

@@ -10,12 +10,18 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, owners
 from sumgrad.diagnose.explainers.by_modules.passed import own_makers
-from sumgrad.diagnose.explainers.by_rank import wrong_before_it_is_reduced
+from sumgrad.diagnose.explainers.by_rank import on_which_side_of_the_reduction
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.modules.seen import Seen
+
+# Causes that say how gradients were put together after the modules' backward.
+PUT_TOGETHER = (
+    "lost_contribution", "late_gradient", "not_reduced", "too_few_ranks", "weights_of_ranks",
+    "held_elsewhere",
+)  # fmt: skip
 
 
 def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
@@ -45,8 +51,8 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
             f"known"
         )
         return replace(diagnosis, because=(*diagnosis.because, text))
-    if diagnosis.kind == "open" and wrong_before_it_is_reduced(case):
-        return replace(diagnosis, because=(*diagnosis.because, text))
+    if diagnosis.kind == "open" and on_which_side_of_the_reduction(case) is not None:
+        return replace(diagnosis, because=(*diagnosis.because, text))  # it is said already
     text += _after_the_modules(case, diagnosis, known[0])
     if any(_terms_differ(s) for m in look.modules for s in look.seen[m]):
         return diagnosis
@@ -71,7 +77,9 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
 def _is_hidden(seen: Seen) -> bool:
     """Whether a gradient came to a right output that could not be compared."""
     came = seen.call.operation_back is not None and not seen.call.recomputed
-    return came and seen.forward == "right" and seen.backward == "untold"
+    return (
+        seen.over_all == "untold" and came and seen.forward == "right" and seen.backward == "untold"
+    )
 
 
 def _terms_differ(seen: Seen) -> bool:
@@ -91,7 +99,7 @@ def _after_the_modules(case: Case, diagnosis: Diagnosis, of_loss: float) -> str:
             ": what is wrong is which gradients reach the parameters (a penalty, a second "
             "backward), or how they are put together after it (hooks, buffers, reductions)"
         )
-        if diagnosis.standing == "proved":
+        if diagnosis.standing == "proved" or diagnosis.kind in PUT_TOGETHER:
             after = ""  # it says which of these
         return after if abs(of_loss - 1) < SAME_FACTOR else _up_to(of_loss)
     try:

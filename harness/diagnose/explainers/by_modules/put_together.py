@@ -8,12 +8,12 @@ over ranks and micro-batches, each counted so often.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from sumgrad.base.outcome import some_of, spans
-from sumgrad.base.verdict import Diagnosis
+from sumgrad.base.verdict import Diagnosis, Standing
 from sumgrad.diagnose.case import Case, explains, fails
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, parts_of_rows
 from sumgrad.diagnose.explainers.by_rank import multiplied_between
@@ -26,6 +26,7 @@ from torch import Tensor
 
 CLOSE = 1e-5
 MAX_PARTS = 64
+MOST = 6  # ranks or parts that are written out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,9 +59,12 @@ def put_together(case: Case, left: Left) -> Iterator[Explanation]:
     ranks = {cell.rank for cell in case.failing_cells}
     if not found or {counted.rank for counted in found} != ranks:
         return
+    told = {name for counted in found for name in counted.names}
+    others = [name for name in _names(case) if name not in told]
     diagnosis = _in_words(case, parts, found)
     if diagnosis is not None:
-        yield explained(case, diagnosis)
+        standing: Standing = "likely" if others else "proved"
+        yield explained(case, replace(diagnosis, standing=standing), others)
 
 
 def _parts(case: Case) -> list[Part] | None:
@@ -144,11 +148,14 @@ def _fit(case: Case, cells: Sequence[Cell], parts: Sequence[Part]) -> tuple[floa
 def _in_words(case: Case, parts: Sequence[Part], found: Sequence[Counted]) -> Diagnosis | None:
     names = list(dict.fromkeys(name for counted in found for name in counted.names))
     ranks = tuple(counted.rank for counted in found)
-    because = [_shown(parts, counted) for counted in found[:3]]
+    alike: dict[str, list[int]] = {}
+    for counted in found:
+        alike.setdefault(_shown(parts, counted), []).append(counted.rank)
+    because = [
+        f"rank {spans(holders)} holds of {shown}" for shown, holders in list(alike.items())[:MOST]
+    ]
     because.append("so put together, what the ranks' modules gave is what each holds, within the "
                    "threshold")  # fmt: skip
-    others = [c for c in _names(case) if c not in names]
-    however = (f"{some_of(others)} is wrong too and not explained by it",) if others else ()
     own = _own_only(case, parts, found, names)
     readings = (
         _late(parts, found, names),
@@ -161,9 +168,7 @@ def _in_words(case: Case, parts: Sequence[Part], found: Sequence[Counted]) -> Di
         if cause:
             if (kind, cause) == own:
                 because.append(which_step(case, names, mixed=False)[2])
-            return Diagnosis(cause=cause, kind=kind, ranks=ranks, because=tuple(because),
-                             standing="likely" if others else "proved",
-                             however=however)  # fmt: skip
+            return Diagnosis(cause=cause, kind=kind, ranks=ranks, because=tuple(because))
     return None
 
 
@@ -302,16 +307,25 @@ def _some_ranks(
 
 
 def _shown(parts: Sequence[Part], counted: Counted) -> str:
-    by_value: dict[str, list[str]] = {}
-    several = len({part.number for part in parts}) > 1
+    """`rank 0, rank 1-2 micro-batch 0: 1/3 times; rank 1-2 micro-batch 1: 1 times`."""
+    every: dict[tuple[int, ...], set[int]] = {}
+    by_value: dict[str, dict[tuple[int, ...], set[int]]] = {}
     common = _common_weight(parts)
     for part, often in zip(parts, counted.often, strict=True):
-        label = f"rank {spans(list(part.ranks))}"
-        label += f" micro-batch {part.number}" if several else ""
-        by_value.setdefault(_number(often * common), []).append(label)
-    shown = "; ".join(f"{', '.join(labels[:6])}{' ...' if len(labels) > 6 else ''}: {value} times"
-                      for value, labels in by_value.items())  # fmt: skip
-    return f"rank {counted.rank} holds of {shown}"
+        every.setdefault(part.ranks, set()).add(part.number)
+        held = by_value.setdefault(_number(often * common), {})
+        held.setdefault(part.ranks, set()).add(part.number)
+    told = []
+    for value, held in by_value.items():
+        whose: dict[str, list[int]] = {}
+        for ranks, numbers in held.items():
+            whole = numbers == every[ranks]
+            which = "" if whole else f" micro-batch {spans(sorted(numbers))}"
+            whose.setdefault(which, []).extend(ranks)
+        labels = [f"rank {spans(sorted(ranks))}{which}" for which, ranks in whose.items()]
+        more = " ..." if len(labels) > MOST else ""
+        told.append(f"{', '.join(labels[:MOST])}{more}: {value} times")
+    return "; ".join(told)
 
 
 def _common_weight(parts: Sequence[Part]) -> float:

@@ -1,0 +1,80 @@
+"""What all rows share, as a table of positions: its gradient is whole only over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from sumgrad.diagnose.modules.matching import vectors
+from sumgrad.diagnose.modules.seen import Seen, State, constant
+from sumgrad.diagnose.modules.whole import Whole
+from sumgrad.record.trace import Traces
+from torch import Tensor
+
+SAME = 1e-6  # factors that are one
+
+
+def with_sums_over_all(
+    seen: Mapping[str, Sequence[Seen]],
+    traces: Traces,
+    whole: Mapping[tuple[str, int], Whole],
+    tolerance: float,
+) -> dict[str, Sequence[Seen]]:
+    """Whether what reaches an output that all rows share adds up, over all ranks and calls, to what
+    reaches it in one process, up to a factor.
+
+    Only where every other gradient has one factor on all ranks: a sum of gradients that each rank
+    weighs in its own way would say nothing.
+    """
+    out = dict(seen)
+    if not _weighed_alike(seen):
+        return out
+    for module, found in seen.items():
+        for part in {s.call.part for s in found if s.shared}:
+            mine = [s for s in found if s.call.part == part]
+            state = _sum_of(mine, traces, whole[module, part], tolerance)
+            if state != "untold":
+                out[module] = [
+                    replace(s, over_all=state) if s.call.part == part else s for s in out[module]
+                ]
+    return out
+
+
+def _weighed_alike(seen: Mapping[str, Sequence[Seen]]) -> bool:
+    """Whether all gradients that could be compared are right, and have one factor."""
+    told = [s for found in seen.values() for s in found if s.backward != "untold"]
+    factors = [constant(s.factors) for s in told if s.backward == "right"]
+    known = [f for f in factors if f is not None]
+    if not known or len(known) < len(told):
+        return False
+    return all(abs(f - known[0]) <= SAME * abs(known[0]) for f in known)
+
+
+def _sum_of(mine: Sequence[Seen], traces: Traces, wanted: Whole, tolerance: float) -> State:
+    if len(wanted.outputs) != wanted.each or not bool(wanted.gradients.any()):
+        return "untold"
+    total = torch.zeros_like(wanted.gradients)
+    for s in mine:
+        trace = traces.ranks[s.rank]
+        gradient = trace.gradients[trace.calls.index(s.call)]
+        if gradient is None:
+            continue
+        at = _each_at(s, len(vectors(gradient)))
+        if at is None or s.where is None:
+            return "untold"
+        total[:, slice(*s.where.columns)].index_add_(0, at, vectors(gradient))
+    factor = float((total * wanted.gradients).sum() / wanted.gradients.square().sum())
+    bound = tolerance * float(wanted.gradients.abs().max()) * max(1.0, abs(factor))
+    return "right" if float((total - factor * wanted.gradients).abs().max()) <= bound else "wrong"
+
+
+def _each_at(s: Seen, num: int) -> Tensor | None:
+    """(n,) the single process's vector that each of a call's is; None where that is not told."""
+    if s.forward != "right" or s.where is None or len(s.where.picked) != num:
+        return None
+    if s.where.found.shape == (num, num) and bool(s.where.found.diagonal().all()):
+        return torch.arange(num)  # some of them may be the same, as those of one distance are
+    if not bool((s.where.found.sum(1) == 1).all()):
+        return None
+    return s.where.found.long().argmax(1)
