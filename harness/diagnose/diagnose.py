@@ -13,7 +13,7 @@ from sumgrad.diagnose.explainers import EXPLAINERS, LAST_RESORT
 from sumgrad.diagnose.explainers.by_modules.beside import beside
 from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
 from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
-from sumgrad.diagnose.explanation import choose
+from sumgrad.diagnose.explanation import BROKEN, choose
 from sumgrad.diagnose.of_bits import first_other_bits
 from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.outright import (
@@ -53,11 +53,20 @@ def diagnose(compared: Compared, *, clean: Record | None = None) -> Found:
     return Found(causes=tuple(causes), coefficients=tuple(coefficients), where=where)
 
 
+def _beside_an_error(error: Exception, cause: Diagnosis) -> Diagnosis:
+    broken = _broken(error)
+    text = f"a part of the diagnosis failed itself: {_error(error)}, {broken.because[0]}"
+    return replace(cause, however=(*cause.however, text))
+
+
+def _error(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _broken(error: Exception) -> Diagnosis:
     place = traceback.extract_tb(error.__traceback__)[-1]
     return Diagnosis(
-        cause=f"open: the diagnosis itself failed, the verdict stands: {type(error).__name__}: "
-        f"{error}",
+        cause=f"open: the diagnosis itself failed, the verdict stands: {_error(error)}",
         kind="broken",
         standing="open",
         because=(f"raised at {place.filename}:{place.lineno}; please report it",),
@@ -105,5 +114,7 @@ def _diagnose(
     if not causes and not outright:
         causes, coefficients = choose(case, LAST_RESORT)
     causes = [with_the_line(case, beside(case, cause)) for cause in causes]
+    for error in case.known.get(BROKEN, ())[:1]:
+        causes = [_beside_an_error(error, causes[0]), *causes[1:]] if causes else [_broken(error)]
     said = [*outright, *causes] if case.has_plan else [*causes, *outright]
     return said, coefficients

@@ -14,6 +14,7 @@ from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
 from sumgrad.diagnose.case import Case
 
+BROKEN = "broken"  # of what is known of a case: errors of explainers
 Left = frozenset[int]
 Explainer = Callable[[Case, Left], Iterator["Explanation"]]
 
@@ -50,7 +51,7 @@ def choose(case: Case, explainers: Sequence[Explainer]) -> Chosen:
     for explainer in explainers:
         if not left:
             break
-        found = list(explainer(case, left))
+        found = _asked(explainer, case, left)
         while left:
             best = max(found, key=lambda e: _merit(e, left), default=None)
             if best is None or not best.explains & left:
@@ -59,6 +60,15 @@ def choose(case: Case, explainers: Sequence[Explainer]) -> Chosen:
             coefficients += best.coefficients(best.explains & left)
             left -= best.explains
     return diagnoses, coefficients
+
+
+def _asked(explainer: Explainer, case: Case, left: Left) -> list[Explanation]:
+    """What it finds; nothing where it fails itself, which is written down: others go on."""
+    try:
+        return list(explainer(case, left))
+    except Exception as error:
+        case.known.setdefault(BROKEN, []).append(error)
+        return []
 
 
 def _with_the_rest(case: Case, best: Explanation, explainers: Sequence[Explainer]) -> Diagnosis:

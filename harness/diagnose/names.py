@@ -179,7 +179,11 @@ def block_counts(found: Factors) -> str:
         else:
             parts.append(([unit.rows], value))
     shown = [
-        f"rows {list_rows(rows)}: " + ("?" if value is None else f"{value:.6g}")
+        f"rows {list_rows(rows)}: " + ("?" if value is None else _often(value))
         for rows, value in parts[:6]
     ]
     return "; ".join(shown)
+
+
+def _often(value: float) -> str:
+    return "0" if abs(value) < CLOSE else f"{value:.6g}"

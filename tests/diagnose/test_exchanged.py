@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
-from sumgrad.diagnose.modules.collectives import Collective, mixed_with, segment_of, untouched
+from sumgrad.diagnose.modules.collectives import (
+    Collective,
+    mixed_with,
+    segment_of,
+    slices,
+    untouched,
+)
 from sumgrad.diagnose.modules.fitted_parts import accounts_for, fit_parts, is_whole_already, solve
 from sumgrad.diagnose.modules.goes_on import goes_on, goes_on_in_sum
 from sumgrad.diagnose.modules.right_sums import Truth
@@ -358,9 +364,17 @@ def test_segments_and_mixtures():
     assert segment_of(buffer, buffer[13:33].clone(), 1e-9) == 13
     assert segment_of(buffer, buffer[13:33] * 2, 1e-9) is None
     assert segment_of(buffer, torch.zeros(3, dtype=torch.float64), 1e-9) is None
+
     assert segment_of(buffer, torch.cat([buffer[-5:], buffer[:5]]), 1e-9) is None
     assert mixed_with(buffer, buffer, numbers(2, 50)) == 0
     assert mixed_with(numbers(3, 50), buffer, numbers(2, 50)) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "numel", "found"), [((0, 4), 4, 0), ((2, 4), 8, 1), ((2, 4), 4, 2), ((2, 3), 4, 0)]
+)
+def test_slices_of_a_tensor_that_may_be_what_went_in(shape, numel, found):
+    assert len(list(slices(torch.ones(shape), numel))) == found
 
 
 def test_exchanges_are_read_as_they_were_written():

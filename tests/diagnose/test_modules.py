@@ -786,3 +786,35 @@ def test_what_has_the_same_factor_further_down_is_not_right_again():
     held = rank(grad_first=lambda g: 2 * g, grad_second=lambda g: 2 * g)
     found = first_wrong_backward(look(held), ())
     assert (found.wrong, found.ratio) == ("second", pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "gives", "state"),
+    [
+        (((0, 2), (2, 4)), 1.0, "right"),
+        (((0, 2), (2, 4)), 0.5, "right"),  # half of it, as of everything: a factor
+        (((0, 2), (2, 4)), None, "wrong"),
+        (((0, 2), (2, 3)), None, "untold"),  # a row is on no rank
+        (((0, 2), (1, 4)), None, "untold"),  # a row is on two
+    ],
+)
+def test_what_all_rows_share_has_its_gradient_over_all_ranks(rows, gives, state):
+    """Two ranks' parts add up to so many times a table's right gradient, or to something else."""
+    table, wanted = numbers(30)[0], numbers(31)[0]
+    single = trace([("first", table, wanted), ("second", OUT["second"], GRAD["second"])],
+                   batch=BATCH)  # fmt: skip
+    part = numbers(32)[0]
+    parts = (part, numbers(33)[0] if gives is None else gives * wanted - part)
+    mine = [
+        trace([
+            ("first", table, share),
+            ("second", OUT["second"][start:end], GRAD["second"][start:end]),
+        ])
+        for (start, end), share in zip(rows, parts, strict=True)
+    ]  # fmt: skip
+    traces = Traces(tier="structure", step=0, ranks=dict(enumerate(mine)), single=single)
+    found = look_at(traces, "float64", ())
+    assert {s.over_all for s in found.seen["first"]} == {state}
+    wrong = first_wrong_backward(found, ["first"])
+    assert (wrong is not None) == (state == "wrong")
+    assert wrong is None or (wrong.wrong, wrong.over_all) == ("first", True)

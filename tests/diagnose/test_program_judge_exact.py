@@ -9,6 +9,7 @@ import pytest
 import torch
 from records_in_memory import FLOOR, SCALE, SHAPES, program_record, with_rank
 from sumgrad.base.verdict import Verdict
+from sumgrad.diagnose.explainers import EXPLAINERS
 from sumgrad.diagnose.verdict import judge
 from sumgrad.record.trace import Trace, Traces
 
@@ -437,9 +438,27 @@ def test_a_diagnosis_that_raises_takes_no_verdict_away(record, monkeypatch):
     verdict = judge(with_rank(record, 0, grads=grads))
     assert verdict.status == "fail"
     (found,) = verdict.diagnoses
+    assert (found.kind, found.standing) == ("open", "open")
+    assert "IndexError: of ours, raised at" in found.however[-1]
+    assert "test_program_judge_exact.py" in found.however[-1]
+    monkeypatch.setattr("sumgrad.diagnose.diagnose.EXPLAINERS", ())
+    monkeypatch.setattr("sumgrad.diagnose.diagnose.LAST_RESORT", (broken,))
+    (found,) = judge(with_rank(record, 0, grads=grads)).diagnoses
     assert (found.kind, found.standing) == ("broken", "open")
     assert "IndexError: of ours" in found.cause
     assert "test_program_judge_exact.py" in found.because[0]
+
+
+def test_the_explainers_beside_one_that_raises_are_asked(record, monkeypatch):
+    def broken(case, left):
+        raise IndexError("of ours")
+
+    every = (broken, *EXPLAINERS)
+    monkeypatch.setattr("sumgrad.diagnose.diagnose.EXPLAINERS", every)
+    grads = {at: {n: 2 * g for n, g in own.items()} for at, own in record.ranks[0].grads.items()}
+    found = judge(with_rank(record, 0, grads=grads)).diagnoses[0]
+    assert found.factor == "2"
+    assert "IndexError: of ours" in found.however[-1]
 
 
 @pytest.mark.parametrize("ranks", [3, 6])

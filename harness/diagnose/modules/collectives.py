@@ -146,7 +146,7 @@ def slices(value: Tensor, numel: int) -> Iterator[Tensor]:
     flat = value.double()
     if flat.numel() == numel:
         yield flat.reshape(-1)
-    elif value.dim() and numel and flat.numel() % numel == 0:
+    elif flat.numel() and value.dim() and numel and flat.numel() % numel == 0:
         times = flat.numel() // numel
         if times <= MAX_SLICES and value.shape[-1] % times == 0:
             for part in flat.split(value.shape[-1] // times, dim=-1):

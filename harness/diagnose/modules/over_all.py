@@ -16,19 +16,22 @@ SAME = 1e-6  # factors that are one
 
 
 def with_sums_over_all(
-    seen: Mapping[str, Sequence[Seen]],
+    seen: Mapping[str, list[Seen]],
     traces: Traces,
     whole: Mapping[tuple[str, int], Whole],
     tolerance: float,
-) -> dict[str, Sequence[Seen]]:
+) -> dict[str, list[Seen]]:
     """Whether what reaches an output that all rows share adds up, over all ranks and calls, to what
     reaches it in one process, up to a factor.
 
-    Only where every other gradient has one factor on all ranks: a sum of gradients that each rank
-    weighs in its own way would say nothing.
+    Only where every other gradient has one factor on all ranks, and is there as often for each row:
+    a sum that ranks weigh in their own ways, or of some rows, would say nothing.
     """
     out = dict(seen)
-    if not _weighed_alike(seen):
+    by_rows = [[s for s in found if not s.shared] for found in seen.values()]
+    told = [found for found in by_rows if any(s.backward == "right" for s in found)]
+    even = {_is_even(f, traces, whole) for f in told}
+    if not _weighed_alike(seen) or True not in even or False in even:
         return out
     for module, found in seen.items():
         for part in {s.call.part for s in found if s.shared}:
@@ -51,13 +54,38 @@ def _weighed_alike(seen: Mapping[str, Sequence[Seen]]) -> bool:
     return all(abs(f - known[0]) <= SAME * abs(known[0]) for f in known)
 
 
+def _is_even(
+    found: Sequence[Seen], traces: Traces, whole: Mapping[tuple[str, int], Whole]
+) -> bool | None:
+    """Whether each vector that the loss uses came back from as many calls as every other; None
+    where it is not known which each is, as of one that several tokens share."""
+    for part in {s.call.part for s in found}:
+        wanted = whole[found[0].call.module, part]
+        times = torch.zeros(len(wanted.outputs))
+        for s in found:
+            gradient = _gradient(s, traces)
+            if s.call.part != part or gradient is None:
+                continue
+            at = _each_at(s, len(vectors(gradient)))
+            if at is None:
+                return None
+            times.index_add_(0, at, torch.ones(len(at)))
+        if len(times[wanted.gradients.any(1)].unique()) > 1:
+            return False
+    return True
+
+
+def _gradient(s: Seen, traces: Traces) -> Tensor | None:
+    trace = traces.ranks[s.rank]
+    return trace.gradients[trace.calls.index(s.call)]
+
+
 def _sum_of(mine: Sequence[Seen], traces: Traces, wanted: Whole, tolerance: float) -> State:
     if len(wanted.outputs) != wanted.each or not bool(wanted.gradients.any()):
         return "untold"
     total = torch.zeros_like(wanted.gradients)
     for s in mine:
-        trace = traces.ranks[s.rank]
-        gradient = trace.gradients[trace.calls.index(s.call)]
+        gradient = _gradient(s, traces)
         if gradient is None:
             continue
         at = _each_at(s, len(vectors(gradient)))
