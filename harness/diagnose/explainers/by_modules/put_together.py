@@ -56,6 +56,7 @@ def put_together(case: Case, left: Left) -> Iterator[Explanation]:
     if parts is None or case.has_plan:
         return
     found = [counted for counted in _counted(case, parts) if counted is not None]
+    found = _with_those_that_fit(case, parts, found)
     ranks = {cell.rank for cell in case.failing_cells}
     if not found or {counted.rank for counted in found} != ranks:
         return
@@ -112,34 +113,59 @@ def _counted(case: Case, parts: Sequence[Part]) -> Iterator[Counted | None]:
         )
 
 
+def _with_those_that_fit(
+    case: Case, parts: Sequence[Part], found: Sequence[Counted]
+) -> list[Counted]:
+    """With ranks that have too few numbers to tell, where what another rank counts fits them."""
+    out = list(found)
+    for rank in sorted({c.rank for c in case.failing_cells} - {one.rank for one in found}):
+        mine = [c for c in case.failing_cells if c.rank == rank and c.measured.numel()]
+        for other in found:
+            if mine and _leaves_nothing(mine, _columns(case, mine, parts), other.often):
+                names = tuple(c.name for c in mine)
+                out.append(Counted(rank=rank, names=names, often=other.often))
+                break
+    return sorted(out, key=lambda counted: counted.rank)
+
+
+def _columns(case: Case, cells: Sequence[Cell], parts: Sequence[Part]) -> list[Tensor]:
+    """(parts, n) each: what every part gives to each cell, by the cell's size."""
+    weights = torch.stack([part.weights for part in parts])
+    return [(weights @ parts_of_rows(case, cell)) / _size(cell) for cell in cells]
+
+
+def _size(cell: Cell) -> float:
+    return cell.wanted.size or cell.wanted.scale or 1.0
+
+
+def _leaves_nothing(
+    cells: Sequence[Cell], columns: Sequence[Tensor], often: Sequence[float]
+) -> bool:
+    """Whether parts that count so often are what each cell holds, under its threshold."""
+    weights = torch.tensor(often, dtype=torch.float64)
+    most = 2 * max(1.0, float(weights.abs().max()))
+    left: list[tuple[Cell, Tensor]] = []
+    for cell, column in zip(cells, columns, strict=True):
+        residual = cell.measured - (weights @ column * _size(cell)).reshape(cell.measured.shape)
+        if fails(cell, residual, factor=most):
+            return False
+        left.append((cell, residual))
+    return explains(left)
+
+
 def _fit(case: Case, cells: Sequence[Cell], parts: Sequence[Part]) -> tuple[float, ...] | None:
     """How often each part is counted, if that leaves residuals under every threshold."""
-    got, columns = [], []
-    for cell in cells:
-        size = cell.wanted.size or cell.wanted.scale or 1.0
-        rows = parts_of_rows(case, cell)
-        weights = torch.stack([part.weights for part in parts])
-        columns.append((weights @ rows) / size)
-        got.append(cell.measured.reshape(-1) / size)
-    wide, measured = torch.cat(columns, dim=1).T, torch.cat(got)
+    columns = _columns(case, cells, parts)
+    wide = torch.cat(columns, dim=1).T
+    measured = torch.cat([cell.measured.reshape(-1) / _size(cell) for cell in cells])
     if len(measured) <= len(parts):
         return None
     solved = torch.linalg.lstsq(wide, measured[:, None], driver="gelsd").solution[:, 0]
     rank = int(torch.linalg.matrix_rank(wide, rtol=1e-9))
     if rank < len(parts) or not bool(torch.isfinite(solved).all()):
         return None
-    residual, start = measured - wide @ solved, 0
-    most = 2 * max(1.0, float(solved.abs().max()))
-    left: list[tuple[Cell, Tensor]] = []
-    for cell in cells:
-        size, n = cell.wanted.size or cell.wanted.scale or 1.0, cell.measured.numel()
-        left.append((cell, (residual[start : start + n] * size).reshape(cell.measured.shape)))
-        if fails(cell, left[-1][1], factor=most):
-            return None
-        start += n
-    if not explains(left):
-        return None
-    return tuple(float(v) for v in solved)
+    often = tuple(float(v) for v in solved)
+    return often if _leaves_nothing(cells, columns, often) else None
 
 
 # ---- in words --------------------------------------------------------------------------------
