@@ -271,3 +271,18 @@ def test_multiplications_after_each_part():
         "1/2 after micro-batch 0, 1/2 after micro-batch 1"
     )
     assert multiplied_between([1.0, 2.0], "step") == "1/2 after step 0, 2 after step 1"
+
+
+@pytest.mark.parametrize(("norms", "clips"), [((3.0, 3.0, 3.0), True), ((3.0, 3.0, 3.1), False)])
+def test_sums_that_have_one_norm_after_they_were_multiplied_were_clipped(monkeypatch, norms, clips):
+    monkeypatch.setitem(SIZES, "w", (20, 30))  # all of it is kept
+    drawn = torch.Generator().manual_seed(5)
+    own = [torch.randn(RANKS, PASSES, *s, generator=drawn).double() for s in SIZES.values()]
+    table = RIGHT.clone()
+    for rank, norm in enumerate(norms):
+        first = torch.cat([g[rank, 0].reshape(-1) for g in own])
+        table[rank, 0] *= norm / float(first.norm())
+    cause = cause_of(table, table, table)
+    assert cause.kind == "weights_of_ranks"
+    said = [text for text in cause.because if "clipping to 3 does" in text]
+    assert bool(said) == clips

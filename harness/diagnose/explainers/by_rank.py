@@ -16,9 +16,10 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.fit import as_fraction
-from sumgrad.diagnose.own_gradients import ALIKE, Mixed, Weighed, mixed, near
+from sumgrad.diagnose.own_gradients import ALIKE, Mixed, Weighed, given_by_ranks, mixed, near
 from torch import Tensor
 
+SAME_NORM = 1e-5  # torch's clip adds 1e-6 to a norm
 SHOWN = 4  # ranks whose weights are written out
 
 
@@ -49,6 +50,7 @@ def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
                 "what every rank's own backwards gave was kept before its reduction; with these "
                 f"weights it gives the measured gradient, and with those {right}, both under the "
                 f"threshold",
+                *_as_a_clip(case, found),
                 *_tables(found),
             ),
         ),
@@ -180,10 +182,40 @@ def _changed_between(found: Sequence[Weighed]) -> str:
     )
 
 
+def _as_a_clip(case: Case, found: Sequence[Weighed]) -> list[str]:
+    """Where every rank's sum of backwards had the same norm each time after it was multiplied."""
+    given, mix = given_by_ranks(case), found[0]
+    if given is None or any(not near(m.got, mix.got) for m in found):
+        return []
+    norms: list[float] = []
+    for source, got, wanted in zip(mix.sources, mix.got, mix.wanted, strict=True):
+        numel = {c.name: c.measured.numel() for c in case.cells if c.rank == source[0]}
+        own, at = given[source[0]]
+        whole = all(n in own and len(at[n]) == numel[n] for n in numel)
+        if not whole or not bool(got.all()) or not bool(wanted.all()):
+            return []
+        total = torch.zeros(sum(numel.values()), dtype=torch.float64)
+        factors = dict(_factors_between((got / wanted).tolist()))
+        for k in range(len(got)):
+            total = total + torch.cat([own[n][k].double() for n in numel])
+            total = total * factors.get(k, 1.0)
+            norms += [float(total.norm())] if k in factors else []
+    if len(norms) < 2 or max(norms) - min(norms) > SAME_NORM * max(norms):
+        return []
+    return [f"each time that what a rank had added up was multiplied, its norm is {norms[0]:.4g} "
+            f"afterwards: that is what clipping to {norms[0]:.4g} does, before anything is "
+            f"reduced"]  # fmt: skip
+
+
+def _factors_between(often: Sequence[float]) -> list[tuple[int, float]]:
+    """After which parts a sum must have been multiplied to count them so often, and by what."""
+    factors = [a / b for a, b in pairwise(often) if b] + [often[-1]]
+    return [(i, f) for i, f in enumerate(factors) if abs(f - 1) > ALIKE]
+
+
 def multiplied_between(often: Sequence[float], which: str) -> str:
     """By what a sum must have been multiplied after each of its parts to count them so often."""
-    factors = [a / b for a, b in pairwise(often) if b] + [often[-1]]
-    told = [(i, f) for i, f in enumerate(factors) if abs(f - 1) > ALIKE]
+    told = _factors_between(often)
     return ", ".join(
         f"{_share(torch.tensor(f, dtype=torch.float64))} after {which} {i}" for i, f in told
     )
