@@ -154,7 +154,7 @@ def test_a_table_that_misses_by_more_than_the_threshold_is_none():
     cause = diagnose(compared(record)).causes[0]
     assert (cause.kind, cause.standing) == ("weights_of_ranks", "likely")
     assert cause.cause.startswith("b: ")
-    assert cause.however == ("w is wrong too, and is not told",)
+    assert cause.however == ("w is wrong too and not explained by it",)
     for held in record.ranks.values():
         held.grads[AT]["b"].view(-1)[0] += 1e-12
     assert diagnose(compared(record)).causes[0].kind == "open"

@@ -179,6 +179,7 @@ def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
         "eleventh": 20,
         "twelfth": 20,
         "thirteenth": 20,
+        "fourteenth": 20,
     }  # fmt: skip
     for paths in halves.values():
         for path in paths:
