@@ -60,7 +60,8 @@ def halves() -> dict[str, list[Path]]:
     """
     later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij", "sixth": "kl",
              "seventh": "m", "eighth": "no", "ninth": "pq", "tenth": "rs",
-             "eleventh": "tu", "twelfth": "vw", "thirteenth": "xy", "fourteenth": ("z", "aa")}  # fmt: skip
+             "eleventh": "tu", "twelfth": "vw", "thirteenth": "xy",
+             "fourteenth": ("z", "aa")}  # fmt: skip
     found: dict[str, list[Path]] = {half: [] for half in ("learn", "sealed", *later)}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)

@@ -138,6 +138,12 @@ class _Both:
             return None
         return self.there.places(self.mine.values[a], b)
 
+    def _is_among(self, x: int | str, y: int | str) -> bool:
+        """Whether all numbers of a rank's value stand in one of the single process's, wherever."""
+        if not isinstance(x, int) or not isinstance(y, int) or y not in self._holding(x):
+            return False
+        return self.there.has_all(self.mine.values[x], y)
+
     def _holding(self, number: int) -> frozenset[int]:
         """Values of the single process that may hold all numbers of one of the rank's."""
         if number not in self._known:
@@ -191,7 +197,7 @@ class _Both:
             return (
                 None  # of what all rows share none is another: what is in common stands elsewhere
             )
-        elsewhere = same or self._in_common(x, y) is not None
+        elsewhere = same or self._is_among(x, y)
         if c.function == "add" and not elsewhere and min(got.numel(), wanted.numel()) > 1:
             return None
         return (replace(how, elsewhere=elsewhere),)
@@ -266,11 +272,11 @@ def _are_all_keys(got: Tensor, wanted: Tensor, i: int, queries: torch.Size) -> b
 
 def _attended(given: Tensor, i: int) -> Tensor:
     """Of keys or values one number for each head, whatever their order; of a mask how many keys
-    each query sees."""
+    each query sees, or what it adds for them."""
     if i in (1, 2):
         weights = torch.arange(1, given.shape[-1] + 1).double().sqrt()
         return (given.double() @ weights).sum(-1)[..., None, None]
-    seen = given if given.dtype == torch.bool else given.isfinite()
+    seen = given.double() if given.dtype == torch.bool else given.double().exp()
     return seen.sum(-1, keepdim=True)
 
 
@@ -364,6 +370,23 @@ class _Table:
     def places(self, value: Tensor, number: int) -> tuple[Tensor, Tensor] | None:
         """(n,) which elements of a value, and (n,) which of the whole one they are; None unless
         all are there. Without numbers that stand there several times."""
+        found = self._ranges(value, number)
+        if found is None or bool((found[0] == found[1]).any()):
+            return None
+        at, end, order = found
+        flat = value.reshape(-1)
+        told = (end - at == 1).nonzero().reshape(-1)
+        if len(flat[told].unique()) < FEWEST:
+            return None
+        return told, order[at[told]]
+
+    def has_all(self, value: Tensor, number: int) -> bool:
+        found = self._ranges(value, number)
+        return found is not None and bool((found[0] < found[1]).all())
+
+    def _ranges(self, value: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(n,) from where and to where each element stands among the sorted ones of a whole value,
+        and (N,) which elements those are; None where that is too much work."""
         self._room -= value.numel()
         if self._room < 0:
             return None
@@ -373,12 +396,7 @@ class _Table:
         flat = value.reshape(-1)
         at = torch.searchsorted(numbers, flat - CLOSE * flat.abs())
         end = torch.searchsorted(numbers, flat + CLOSE * flat.abs(), right=True)
-        if bool((end == at).any()):
-            return None
-        told = (end - at == 1).nonzero().reshape(-1)
-        if len(flat[told].unique()) < FEWEST:
-            return None
-        return told, order[at[told]]
+        return at, end, order
 
 
 def _telling(flat: Tensor) -> Tensor:

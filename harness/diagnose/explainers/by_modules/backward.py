@@ -86,7 +86,7 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         cause += f", which equals {symbols[0]}" if symbols else ""
     else:
         cause = f"{what} is wrong on rank {spans(found.ranks)}"
-    because = list(_evidence(case, look, found, above))
+    because = [*_product_of_another_call(case, look, found), *_evidence(case, look, found, above)]
     weights = weights_there(case, found.modules, "backward")
     only = only_function_between(case, found, _ends(case, look, found))
     if only and found.ratio is None:
@@ -119,10 +119,8 @@ def _what_is_right(look: Look, above: str) -> str:
     lacking = next(iter(look.lacking), None)
     if lacking is not None:
         few, every = look.lacking[lacking]
-        right = all(look.forward(m) != "wrong" for m in look.modules)
-        head = "what the ranks' modules give is right, but " if right else ""
-        head += (
-            f"{few} of the {every} vectors that {named(look, lacking)} gives the single process "
+        head = (
+            f"{few} of the {every} vectors of {named(look, lacking)} that the single process uses "
             f"are on no rank (padding that is cut off, or a pass that is missing or another); "
         )
     if above:
@@ -239,16 +237,26 @@ def _token(target: Target) -> str:
 
 
 def _own_gradients(case: Case, look: Look, found: FirstWrong) -> Iterator[str]:
+    odd = _with_own_wrong(case, look, found)
+    if odd and max(s.call.arrivals for s in found.seen) < 2:
+        names = [c.name for c in case.failing_cells if c.name.rpartition(".")[0] in odd]
+        yield (f"what reaches {some_of(odd)} is right where it is called, and its gradient of "
+               f"{some_of(list(dict.fromkeys(names)))} is wrong: what its backward uses, its "
+               f"saved input or its weight, is not what its forward used, or they are changed "
+               f"afterwards")  # fmt: skip
+
+
+def _product_of_another_call(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    odd = _with_own_wrong(case, look, found)
+    return list(saved_in_words(case, [f"{m}.weight" for m in odd]))
+
+
+def _with_own_wrong(case: Case, look: Look, found: FirstWrong) -> list[str]:
     """Modules of torch's own that are right at their outputs, and whose parameters are not."""
     wrong = {*owners(case)}
-    odd = [m for m in found.modules if m in wrong and " at " not in look.sources.get(m, " at ")
-           and {s.backward for s in look.seen[m]} == {"right"}
-           and not any(s.call.again for s in look.seen[m])]  # fmt: skip
-    if odd and max(s.call.arrivals for s in found.seen) < 2:
-        yield (f"what reaches {some_of(odd)} is right on every rank, and its own gradients are "
-               f"wrong: what its backward uses, its saved input or its weight, is not what its "
-               f"forward used, or they are changed afterwards")  # fmt: skip
-        yield from saved_in_words(case, [f"{m}.weight" for m in odd])
+    return [m for m in found.modules if m in wrong and " at " not in look.sources.get(m, " at ")
+            and {s.backward for s in look.seen[m]} == {"right"}
+            and not any(s.call.again for s in look.seen[m])]  # fmt: skip
 
 
 def _towards(case: Case, look: Look, found: FirstWrong) -> str:
@@ -356,8 +364,10 @@ def losses_beside(case: Case) -> list[str]:
         up_to = "" if times == 1 else f", {fraction_of(times)} times"
         return [f"the losses that the ranks' backwards start from{of} add up to that of the single "
                 f"process{up_to}: its value may be right, and its gradient is not"]  # fmt: skip
+    ranks, ddp = len(case.record.ranks), all(r.ddp for r in case.record.ranks.values())
+    after = f"; divided by {ranks}, as DDP does, {ratio / ranks:.6g} times" if ddp else ""
     return [f"the losses that the ranks' backwards start from{of} add up to {got:.9g}, {ratio:.6g} "
-            f"times that of the single process ({wanted:.9g})"]  # fmt: skip
+            f"times that of the single process ({wanted:.9g}){after}"]  # fmt: skip
 
 
 def _each_once(losses: Sequence[tuple[float, ...]]) -> tuple[list[float], str]:

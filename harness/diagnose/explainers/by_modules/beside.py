@@ -17,12 +17,6 @@ from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.modules.seen import Seen
 
-# Causes that say how gradients were put together after the modules' backward.
-PUT_TOGETHER = (
-    "lost_contribution", "late_gradient", "not_reduced", "too_few_ranks", "weights_of_ranks",
-    "held_elsewhere",
-)  # fmt: skip
-
 
 def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause, and that the modules are right where they are: what is wrong comes after them."""
@@ -99,7 +93,7 @@ def _after_the_modules(case: Case, diagnosis: Diagnosis, of_loss: float) -> str:
             ": what is wrong is which gradients reach the parameters (a penalty, a second "
             "backward), or how they are put together after it (hooks, buffers, reductions)"
         )
-        if diagnosis.standing == "proved" or diagnosis.kind in PUT_TOGETHER:
+        if diagnosis.kind != "open":
             after = ""  # it says which of these
         return after if abs(of_loss - 1) < SAME_FACTOR else _up_to(of_loss)
     try:

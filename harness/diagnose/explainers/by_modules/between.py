@@ -60,8 +60,7 @@ def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
     if issued is None:
         return []
     if not issued:
-        return [f"rank {s.rank} issues no collective between these two (what else goes into it may "
-                f"come from before)"]  # fmt: skip
+        return [f"rank {s.rank} issues no collective between these two"]
     more = f" and {len(issued) - MAX_OPERATIONS} more" if len(issued) > MAX_OPERATIONS else ""
     return [f"in between rank {s.rank} issues {'; '.join(issued[:MAX_OPERATIONS])}{more}"]
 

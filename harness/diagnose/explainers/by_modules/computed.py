@@ -122,8 +122,8 @@ def _in_words(found: Sequence[Otherwise]) -> str:
     if one.how.spread is not None:
         said = f"{_spread(one)} on rank {spans(sorted(o.rank for o in found))}"
     elif one.how.elsewhere and mine.function != ATTENTION:
-        said = (f"the {what} does not belong to what stands beside it, each is the single "
-                f"process's: {'; '.join(_how(found))}")  # fmt: skip
+        said = (f"the {what} does not belong to what stands beside it{_made_beside(one)}, each is "
+                f"the single process's: {'; '.join(_how(found))}")  # fmt: skip
     else:
         said = f"the {what} is {'; '.join(_how(found))}"
     start = "a line computes with something else than the single process does:"
@@ -131,6 +131,13 @@ def _in_words(found: Sequence[Otherwise]) -> str:
         "" if mine.line == its.line else f", where that has {line_and_code(its.line, its.code)}"
     )
     return f"{start} {line_and_code(mine.line, mine.code)}{beside}: {said}"
+
+
+def _made_beside(one: Otherwise) -> str:
+    """Where the other one of two arguments is made."""
+    others = [i for i in range(len(one.mine.takes)) if i != one.at]
+    line, code = one.mine.made_at[others[0]] if len(others) == 1 else ("", "")
+    return f", made at {line_and_code(line, code)}" if line and line != one.mine.line else ""
 
 
 def _spread(one: Otherwise) -> str:
@@ -157,6 +164,8 @@ def _differs(one: Otherwise, how: Difference) -> str:
     if one.mine.function == ATTENTION:
         heads = "of other heads or rows" if how.elsewhere else "another"
         keys = f"another: {how.now:g} keys for a query where there it is {how.was:g}"
+        if how.now % 1 or how.was % 1:
+            keys = "another, with other numbers for the keys of a query"
         return f"{heads} in {how.num} of {how.of} heads" if one.at in (1, 2) else keys
     if one.mine.function == CTC and one.at == 1:
         return f"another in {how.num} of {how.of} rows"

@@ -10,7 +10,14 @@ from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in, range_between
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, traces_looked_at
-from sumgrad.diagnose.modules.collectives import SAME, Collective, collectives, in_words
+from sumgrad.diagnose.modules.collectives import (
+    SAME,
+    Collective,
+    collectives,
+    in_words,
+    part_of_rank,
+    times_of,
+)
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.fitted_parts import Fitted, accounts_for, fit_parts, is_whole_already
 from sumgrad.diagnose.modules.goes_on import GoesOn, Source, goes_on, goes_on_in_sum, sources
@@ -61,7 +68,7 @@ def _on_rank(
     if between is None:
         return None
     looking = _Looking(case=case, traces=traces, look=look, found=found, rank=rank, back=back)
-    told = _first(looking, between, (_sums, _given, _result, _zeros))
+    told = _first(looking, between, (_sums, _given, _result, _zeros, _weights))
     if told is not None or back:
         return told
     # What only some ranks have is taken for padding, and looks right where it is not summed.
@@ -327,6 +334,36 @@ def _from_before(fitted: Fitted, shown: str, what: str) -> AtFault | None:
         because=(f"without it what the ranks put in adds up to {what}",),
         ranks=ranks,
     )
+
+
+def _weights(looking: _Looking, op: Collective) -> AtFault | None:
+    """A sum, or a mean, that is right with weights of the ranks, and that has them all alike."""
+    got = op.own.got
+    if not op.is_sum or got is None:
+        return None
+    for truth in looking.truths(op):
+        off = looking.off_by(op, truth)
+        found = fit_parts(op, op.ranks, truth, looking.tolerance, with_before=False)
+        if off is None or found is None or len(found.factors) < len(op.ranks):
+            continue
+        used = times_of(off + part_of_rank(op, truth.target), got.double().reshape(-1))
+        right = list(found.factors.values())
+        if used is None or min(right) <= SAME or max(right) - min(right) <= SAME * max(right):
+            continue
+        times = 1 / len(op.ranks) if op.event.get("reduce") == "AVG" else 1.0
+        shares = ", ".join(fraction_of(c) for c in right)
+        return AtFault(
+            kind="weights_of_ranks",
+            cause=f"what the ranks put into {looking.shown(op)} is weighed alike, each by "
+            f"{fraction_of(used * times)}, where it is right with weights of their own: {shares} "
+            f"of rank {', '.join(map(str, found.factors))}",
+            because=(
+                f"with these weights it is {looking.what(truth)}",
+                "a mean of means of unequally many looks like this",
+            ),
+            ranks=op.ranks,
+        )
+    return None
 
 
 def _given(looking: _Looking, op: Collective) -> AtFault | None:

@@ -97,7 +97,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     because += [f"its output is no slice of the single process's: {places(found.seen)}", *look_at]
     because += _of_other_places(case, found)
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
-    shared = [m for m in below if look.shared(m)]
+    shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]
     if shared:
         because.append(
             f"{some_of(shared)} is found by its values, which are those of all rows: whether this "

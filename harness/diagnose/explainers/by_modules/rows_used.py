@@ -85,7 +85,9 @@ def reading(case: Case) -> list[str]:
     found = rows_read(case.record.traces) if case.record.traces else None
     if found is None or len({tuple(sorted(own)) for own in found.values()}) < 2:
         return []
-    return [_who_reads(found), *_along_axes(case, found)]
+    often = sum(found.values(), Counter[int]())
+    odd = len(set(often.values())) > 1
+    return [*([_who_reads(found)] if odd else []), *_along_axes(case, found)]
 
 
 def _along_axes(case: Case, found: Mapping[int, Counter[int]]) -> list[str]:
