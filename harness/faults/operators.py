@@ -144,8 +144,6 @@ RESEMBLES = {
     "mean_of_means": "M01",
     "local_count": "M01",
     "double_reduction": "M15",
-    "skipped_collective": "M13",
-    "unused_result": "M23",
     "missing_wait": "M41",
     "stale_buffer": "M37",
     "low_precision": "M64",

@@ -24,6 +24,7 @@ DDP_DIVIDES = (
     "DistributedDataParallel divides by its {0} ranks what it sums, unless a hook does otherwise: "
     "multiply the loss by {0}, or register a hook that sums (sumgrad.convention.ddp_sum_hook)"
 )
+NEITHER = "the ledger shows neither an average nor a repeated reduction of it"
 MOST_FACTORS = 4  # of parameters, that are written out
 MOST_NUMBERS = 3  # of terms that count otherwise
 Explained = tuple[Diagnosis, list[tuple[tuple[int, ...], Factors]]]
@@ -126,8 +127,8 @@ def _one_factor(
         factor=shown,
         symbol=symbols[0] if symbols else None,
         also=tuple(symbols[1:4]),
-        because=(fits, "the ledger shows neither an average nor a repeated reduction of it"),
-        however=("other sizes give the same number; unequal sizes separate them",)
+        because=(fits, NEITHER),
+        however=(f"{some_of(symbols[1:4])} gives the same number; unequal sizes separate them",)
         if len(symbols) > 1
         else (),
     )

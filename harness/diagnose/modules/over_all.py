@@ -57,20 +57,23 @@ def _weighed_alike(seen: Mapping[str, Sequence[Seen]]) -> bool:
 def _is_even(
     found: Sequence[Seen], traces: Traces, whole: Mapping[tuple[str, int], Whole]
 ) -> bool | None:
-    """Whether each vector that the loss uses came back from as many calls as every other; None
-    where it is not known which each is, as of one that several tokens share."""
+    """Whether each vector that the loss uses came back from as many calls as every other, those
+    that are the same taken together; None where that is not known."""
     for part in {s.call.part for s in found}:
         wanted = whole[found[0].call.module, part]
-        times = torch.zeros(len(wanted.outputs))
+        times = torch.zeros(len(wanted.outputs), dtype=torch.float64)
         for s in found:
             gradient = _gradient(s, traces)
             if s.call.part != part or gradient is None:
                 continue
-            at = _each_at(s, len(vectors(gradient)))
-            if at is None:
+            if s.forward != "right" or s.where is None:
                 return None
-            times.index_add_(0, at, torch.ones(len(at)))
-        if len(times[wanted.gradients.any(1)].unique()) > 1:
+            if len(s.where.picked) < len(vectors(gradient)):
+                return None  # some of its vectors were drawn
+            may_be = s.where.found.double()
+            times += (may_be / may_be.sum(1, keepdim=True).clamp(min=1)).sum(0)
+        used = times[wanted.gradients.any(1)]
+        if len(used) and float(used.max() - used.min()) > SAME:
             return False
     return True
 

@@ -37,7 +37,7 @@ from sumgrad.diagnose.modules.first_wrong import (
 )
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import is_untold, same
-from sumgrad.diagnose.modules.matching import SAME_FACTOR
+from sumgrad.diagnose.modules.matching import SAME_FACTOR, vectors
 from sumgrad.diagnose.modules.seen import Seen, State, constant
 from sumgrad.diagnose.modules.targets import Target, other_targets
 from sumgrad.diagnose.names import group_symbols
@@ -60,7 +60,7 @@ def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
 
 
 def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
-    at, above = named(look, found.wrong), listed(look, found.modules)
+    at, above = named(look, found.wrong), _listed_by_output(look, found.modules)
     what = f"the gradient that reaches the output of {at}"
     if above:
         what += ", which goes into it,"
@@ -112,6 +112,18 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     )
 
 
+def _listed_by_output(look: Look, modules: Sequence[str]) -> str:
+    """As `listed`, with which outputs are right where not all of several could be compared."""
+    text = listed(look, modules)
+    for module in (m for m in modules if m and not any(is_in(other, m) for other in modules)):
+        parts = {s.call.part for s in look.seen[module]}
+        right = {s.call.part for s in look.seen[module] if s.backward == "right"}
+        if right and right < parts:
+            text += (f" (of {module}'s {len(parts)} outputs number "
+                     f"{spans(sorted(p + 1 for p in right))} alone could be compared)")  # fmt: skip
+    return text
+
+
 def _what_is_right(look: Look, above: str) -> str:
     """The forward, and the backward down to the modules `above`."""
     told = sum(look.forward(module) == "right" for module in look.modules)
@@ -131,10 +143,14 @@ def _what_is_right(look: Look, above: str) -> str:
 def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator[str]:
     """Which vectors, where to look, and what lies there."""
     at = named(look, found.wrong)
+    beside = _parts_between(look, found, near=True)
+    yield from beside
     yield from lacking_there(case, found, _ends(case, look, found))
     if not found.lost and not found.ratio and not found.over_all:
         least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
         yield f"{'without one' if found.emptied else 'wrong'} are {least}{places(found.seen)}"
+        if not found.emptied and _is_zero(case, found):
+            yield "there it is zero, as where none is sent or received, or a buffer is not filled"
         yield from _of_other_places(case, look, found)
         if found.emptied:
             yield "the others there are right"
@@ -162,9 +178,21 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     yield from _own_gradients(case, look, found)
     yield from _untold_between(look, found)
     yield from _weighed(look, found)
-    yield from _parts_between(look, found)
+    yield from () if beside else _parts_between(look, found)
     yield from between(case, found, back=True)
     yield from in_the_gradients(case)
+
+
+def _is_zero(case: Case, found: FirstWrong) -> bool:
+    """Whether the gradient is zero in all vectors that are wrong."""
+    traces = traces_looked_at(case)
+    for s in found.seen if traces is not None else ():
+        assert traces is not None
+        trace = traces.ranks[s.rank]
+        gradient = trace.gradients[trace.calls.index(s.call)]
+        if gradient is None or s.wrong is None or bool(vectors(gradient)[s.wrong].any()):
+            return False
+    return traces is not None
 
 
 def _walked_again(look: Look, found: FirstWrong) -> list[str]:
@@ -390,15 +418,18 @@ def _untold_between(look: Look, found: FirstWrong) -> list[str]:
             f"told: it has too few directions"]  # fmt: skip
 
 
-def _parts_between(look: Look, found: FirstWrong) -> list[str]:
-    """What is there in parts on the way, which may be meant or be the fault itself."""
-    above = look.paths.all_above(found.wrong)
-    near = [m for m in look.modules if m in above and look.backward(m) == "part"]
-    if not near:
+def _parts_between(look: Look, found: FirstWrong, *, near: bool = False) -> list[str]:
+    """What is there in parts on the way, which may be meant or be the fault itself. near: only of
+    what is made from the wrong one and nothing in between."""
+    paths = look.paths
+    above = paths.next_above(found.wrong, lambda _: True) if near else paths.all_above(found.wrong)
+    parts = [m for m in look.modules if m in above and look.backward(m) == "part"]
+    if not parts:
         return []
-    axis = next(s.axis for s in look.seen[near[0]] if s.backward == "part")
-    return [f"on the way the gradient that reaches {some_of(near)} is a part, whole only when "
-            f"summed over {axis}"]  # fmt: skip
+    axis = next(s.axis for s in look.seen[parts[0]] if s.backward == "part")
+    text = f"the gradient that reaches {some_of(parts)}"
+    text += ", which is made from it," if near else ""
+    return [f"on the way {text} is a part, whole only when summed over {axis}"]
 
 
 def _parts_of_output(look: Look, found: FirstWrong) -> list[str]:

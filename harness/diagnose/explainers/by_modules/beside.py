@@ -11,6 +11,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, owners
 from sumgrad.diagnose.explainers.by_modules.passed import own_makers
 from sumgrad.diagnose.explainers.by_rank import on_which_side_of_the_reduction
+from sumgrad.diagnose.explainers.uniform import NEITHER
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
@@ -40,6 +41,7 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         return diagnosis
     hidden = [m for m in told if any(_is_hidden(s) for s in look.seen[m])]
     if hidden:
+        text += "" if abs(known[0] - 1) < SAME_FACTOR else _up_to(known[0])
         text += (
             f", but for what reaches the output of {some_of(hidden)} in some calls, which is not "
             f"known"
@@ -47,7 +49,11 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         return replace(diagnosis, because=(*diagnosis.because, text))
     if diagnosis.kind == "open" and on_which_side_of_the_reduction(case) is not None:
         return replace(diagnosis, because=(*diagnosis.because, text))  # it is said already
-    text += _after_the_modules(case, diagnosis, known[0])
+    after = _after_the_modules(case, diagnosis, known[0])
+    if "what follows multiplies" in after:  # a division by hand, or DDP's, is none of the ledger's
+        kept = (line for line in diagnosis.because if not line.startswith(NEITHER))
+        diagnosis = replace(diagnosis, because=tuple(kept))
+    text += after
     if any(_terms_differ(s) for m in look.modules for s in look.seen[m]):
         return diagnosis
     if len(inside) == len(set(owners(case))):  # where others are wrong, too, it is none of theirs

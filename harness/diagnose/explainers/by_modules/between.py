@@ -41,7 +41,7 @@ def places(seen: Sequence[Seen]) -> str:
     if alike or not others:
         many = "" if calls == [0] else f", in calls {spans(calls)}"
     if len(s.wrong) >= total:
-        return f"all vectors of it, in part at least, on rank {s.rank}{many}"
+        return f"all its {total} vectors, some elements or all, on rank {s.rank}{many}"
     shape = " x ".join(map(str, s.shape))
     if len(s.shape) >= 3:
         last = s.shape[-2]

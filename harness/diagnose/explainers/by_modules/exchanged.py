@@ -206,7 +206,7 @@ class _Looking:
 
 def _sums(looking: _Looking, op: Collective) -> AtFault | None:
     """A sum whose parts, with other factors or of other ranks, are what is right there."""
-    if not op.is_sum:
+    if not op.is_sum and op.family != "broadcast":
         return None
     shown = looking.shown(op)
     larger = [
@@ -253,6 +253,16 @@ def _other_sum(
     given = op.given(op.ranks)
     if given is None:
         return None
+    if op.family == "broadcast":
+        every = fit_parts(op, op.ranks, truth, tolerance, with_before=False)
+        told = AtFault(
+            kind="skipped_collective",
+            cause=f"{shown} hands on what one rank has, where the sum of what all of them have is "
+            f"right",
+            because=(f"what the ranks have before it adds up to {what}",),
+            ranks=op.ranks,
+        )
+        return (told, torch.stack(given).sum(0)) if every and every.all_once else None
     if is_whole_already(op, truth, tolerance):
         told = AtFault(
             kind="double_reduction",
