@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
@@ -20,6 +21,7 @@ MAX_STACK_LINES = 12
 _FRAME = re.compile(r'^(?=  File ")', flags=re.M)
 _OURS = re.compile(r'  File "[^"]*/(?:harness|sumgrad)/(?:cli|launch|ledger|record|subjects)/')
 LABEL, ROOMY = 11, 100  # characters before a text; of a terminal with room for long heads
+NAME = 12  # characters that a name has at least
 WITH_TIER = 88  # characters, from which a tensor's tier is shown
 MAX_LOSSES = 8  # steps whose losses are shown
 NOT_SEEN = (
@@ -256,22 +258,26 @@ def _diagnosis(diagnosis: Mapping[str, Any]) -> RenderableType:
     return Group(*lines)
 
 
-def _coefficients(coefficients: Sequence[Mapping[str, Any]], width: int) -> Table:
+def _coefficients(coefficients: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
+    """A table for each set of parameters, with their names above it."""
     columns: list[Column] = [
-        ("parameters", "left", 0), ("ranks", "left", 0), ("term", "left", 0),
-        ("computed by", "left", 96), ("rows", "left", 0), ("expected", "left", 72),
-        ("recovered", "right", 0), ("fraction", "right", 0),
+        ("ranks", "left", 0), ("term", "left", 0), ("computed by", "left", 96), ("rows", "left", 0),
+        ("expected", "left", 72), ("recovered", "right", 0), ("fraction", "right", 0),
     ]  # fmt: skip
-    table = _table(columns, width, "how often each term was counted")
     lines = in_few_lines(coefficients)
-    for c in lines[:MAX_COEFFICIENTS]:
-        values = (c["params"], spans(c["ranks"]), c["term"], c["producer"], c["rows_text"],
-                  c["expected"], c["recovered_text"], c["fraction"] or "-")  # fmt: skip
-        style = "" if c["fraction"] == c["expected"] else "bold"
-        table.add_row(*_row(columns, width, values), style=style)
+    tables: list[RenderableType] = []
+    for params, own in groupby(lines[:MAX_COEFFICIENTS], key=lambda c: str(c["params"])):
+        names = Text(f"how often each term was counted in {params}", style="dim")
+        table = _table(columns, width)
+        for c in own:
+            values = (spans(c["ranks"]), c["term"], c["producer"], c["rows_text"], c["expected"],
+                      c["recovered_text"], c["fraction"] or "-")  # fmt: skip
+            style = "" if c["fraction"] == c["expected"] else "bold"
+            table.add_row(*_row(columns, width, values), style=style)
+        tables += [*([Text("")] if tables else []), names, table]
     if len(lines) > MAX_COEFFICIENTS:
-        table.caption = f"and {len(lines) - MAX_COEFFICIENTS} more in verdict.json"
-    return table
+        tables.append(Text(f"and {len(lines) - MAX_COEFFICIENTS} more in verdict.json"))
+    return Group(*tables)
 
 
 def by_ranks(failed: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[int]]]:
@@ -297,6 +303,7 @@ def _tensors(failed: Sequence[Mapping[str, Any]], width: int) -> Table:
     ]  # fmt: skip
     table = _table(columns, width, "tensors that did not pass, largest max rel first")
     groups = by_ranks(failed if width >= WITH_TIER else _once(failed))
+    rows = []
     for t, ranks in groups[:MAX_TENSORS]:
         values = (
             t["name"],
@@ -310,10 +317,28 @@ def _tensors(failed: Sequence[Mapping[str, Any]], width: int) -> Table:
             number(t["threshold"]),
             str(t["index"]),
         )
-        table.add_row(*_row(columns, width, values))
+        rows.append(_row(columns, width, values))
+    heads = [column.header for column in table.columns]
+    others = zip(*[[str(x) for x in row[1:]] for row in (heads, *rows)], strict=True)
+    room = width - sum(max(len(x) for x in column) + 2 for column in others)
+    for name, *more in rows:
+        table.add_row(folded(name, max(room, NAME)), *more)
     if len(groups) > MAX_TENSORS:
         table.caption = f"and {len(groups) - MAX_TENSORS} more in verdict.json"
     return table
+
+
+def folded(name: str, room: int) -> str:
+    """A parameter's name in lines of at most `room` characters, broken after a dot, or else after
+    an underscore."""
+    lines = [""]
+    for piece in re.findall(r"[^.]*\.|[^.]+", name):
+        parts = [piece] if len(piece) <= room else re.findall(r"[^_]*_|[^_]+", piece)
+        for part in parts:
+            if lines[-1] and len(lines[-1]) + len(part) > room:
+                lines.append("")
+            lines[-1] += part
+    return "\n".join(lines)
 
 
 def _once(failed: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -10,7 +10,7 @@ from records_in_memory import planned_record, program_record
 from rich.console import Console
 from sumgrad.diagnose.verdict import judge
 from sumgrad.report.files import to_markdown
-from sumgrad.report.terminal import number, print_report
+from sumgrad.report.terminal import folded, number, print_report
 
 
 def failed(record):
@@ -72,3 +72,16 @@ def test_a_verdict_in_a_failed_assert_is_one_line(make):
     assert repr(judge(make())) == "<PASS>"
     verdict = failed(make())
     assert repr(verdict) == f"<FAIL: {verdict.diagnoses[0].cause}>"
+
+
+@pytest.mark.parametrize(
+    ("room", "lines"),
+    [
+        (40, ["transformer.layers.0.self_attention.bias"]),
+        (30, ["transformer.layers.0.", "self_attention.bias"]),
+        (12, ["transformer.", "layers.0.", "self_", "attention.", "bias"]),
+    ],
+)
+def test_a_name_is_broken_where_its_words_end(room, lines):
+    assert folded("transformer.layers.0.self_attention.bias", room).split("\n") == lines
+    assert "".join(lines) == "transformer.layers.0.self_attention.bias"
