@@ -41,8 +41,9 @@ def render(verdict: Verdict, *, width: int = 200) -> RenderableType:
     width: in characters; where it is small, tables have fewer columns, and no number is cut.
     """
     data = printable_data(verdict.data)
-    parts: list[RenderableType] = [_headline(data), Text("")]
-    parts.append(_tiers(data, width))
+    parts: list[RenderableType] = [_headline(data)]
+    if data["tiers"]:
+        parts += [Text(""), _tiers(data, width)]
     if "elements" in data["tiers"].get("bitwise", {}):
         parts += [Text(""), _labelled("bits", bits_sentence(data["tiers"]["bitwise"]))]
     if data.get("lifted"):

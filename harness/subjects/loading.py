@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 import sysconfig
+import traceback
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,15 @@ def _imported(module_name: str, where: str) -> Any:
         module = import_file(Path(module_name)) if module_name.endswith(".py") else None
         return module or importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"{where}: {module_name} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        said = f"{type(error).__name__}: {error}{_raised_at(error, module_name)}"
+        raise UserError(f"{where}: {module_name} cannot be imported: {said}") from error
+
+
+def _raised_at(error: BaseException, module_name: str) -> str:
+    """The last line of the module's own file that was running, if one was."""
+    own = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)
+           if Path(f.filename).name == Path(module_name).name]  # fmt: skip
+    return f" ({own[-1]})" if own else ""
 
 
 def _classes(module: Any) -> list[str]:
