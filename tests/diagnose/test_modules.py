@@ -772,6 +772,22 @@ def test_a_vector_of_another_row_is_wrong_where_the_rest_of_its_row_stands(row, 
     assert (seen.wrong.tolist() if seen.forward == "wrong" else None) == wrong
 
 
+@pytest.mark.parametrize(("cut", "shifted"), [(0, False), (1, True)])
+def test_a_row_that_is_padded_on_one_side_is_right_in_what_counts(cut, shifted):
+    """Numbers of positions, as logits of spans: a shorter row stands further to the right."""
+
+    def padded(x, fill):
+        x = x.clone()
+        x[0, 0] = torch.cat([torch.full((cut,), fill), of_first[fill][0, 0][: WIDTH - cut]])
+        return x
+
+    of_first = {7.5: OUT["first"], 0.0: GRAD["first"]}
+    seen = look(rank(slice(0, 2), first=lambda x: padded(x, 7.5),
+                     grad_first=lambda g: padded(g, 0.0))).seen["first"][0]  # fmt: skip
+    assert (seen.forward, seen.shifted) == ("right", shifted)
+    assert seen.backward == ("untold" if shifted else "right")
+
+
 def test_a_call_without_a_gradient_lost_none_where_others_together_had_all_of_it():
     held = [("first", OUT["first"], None), ("first", OUT["first"][:1], GRAD["first"][:1]),
             ("first", OUT["first"][1:], GRAD["first"][1:])]  # fmt: skip

@@ -42,7 +42,9 @@ class Look:
 
     def backward(self, module: str) -> State:
         """Of all ranks and calls."""
-        return _worst([s.backward for s in self.seen[module]])
+        state = _worst([s.backward for s in self.seen[module]])
+        shifted = any(s.shifted for s in self.seen[module])
+        return "untold" if shifted and state == "right" else state
 
 
 def _worst(states: Sequence[State]) -> State:

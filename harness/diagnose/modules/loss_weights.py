@@ -56,7 +56,7 @@ def is_untold(look: Look, module: str) -> bool:
     """Whether a gradient was compared there whose vectors have too few directions to tell."""
     return any(
         s.backward == "untold" and s.forward == "right" and s.call.operation_back is not None
-        and not s.call.recomputed and not s.shared
+        and not s.call.recomputed and not s.shared and not s.shifted
         for s in look.seen[module]
     )  # fmt: skip
 

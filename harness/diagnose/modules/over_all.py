@@ -28,8 +28,7 @@ def with_sums_over_all(
     a sum that ranks weigh in their own ways, or of some rows, would say nothing.
     """
     out = dict(seen)
-    by_rows = [[s for s in found if not s.shared] for found in seen.values()]
-    told = [found for found in by_rows if any(s.backward == "right" for s in found)]
+    told = [found for found in seen.values() if any(s.backward == "right" for s in found)]
     even = {_is_even(f, traces, whole) for f in told}
     if not _weighed_alike(seen) or True not in even or False in even:
         return out

@@ -40,7 +40,9 @@ def rows_through(look: Look) -> dict[str, dict[int, Counter[int]]]:
     for module in look.modules:
         calls = [s for s in look.seen[module] if s.call.part == 0 and not s.call.recomputed
                  and s.call.operation_back is not None]  # fmt: skip
-        if not calls or any(s.rows is None or bool((s.rows == -1).any()) for s in calls):
+        if not calls or any(s.shifted for s in look.seen[module]):
+            continue
+        if any(s.rows is None or bool((s.rows == -1).any()) for s in calls):
             continue
         found = out.setdefault(module, {})
         for s in calls:

@@ -21,6 +21,8 @@ from torch import Tensor
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-4}
 COARSE = 3e-2
+FEWEST_LIVE = 3  # elements of a vector that tell which it is
+MOST_MISSING = 64  # vectors of which not all elements may count
 State = Literal["right", "wrong", "part", "untold"]
 
 
@@ -32,7 +34,8 @@ class Seen:
     right, in the forward or else in the backward. rows: (n,) of the batch, -1 where they are not
     told. factors: (n,) of the gradient's vectors, and terms: (n, T) of each term's. axis: over the
     ranks of which the gradient, or else the output, adds up to the right one. shared: what all rows
-    share. over_all: of such, what reached it on all ranks together.
+    share. over_all: of such, what reached it on all ranks together. shifted: some of its vectors
+    stand further to one side, and what reaches them was not compared.
     """
 
     rank: int
@@ -48,6 +51,7 @@ class Seen:
     axis: str | None = None
     shared: bool = False
     over_all: State = "untold"
+    shifted: bool = False
 
 
 def see(
@@ -61,6 +65,9 @@ def see(
     where = None if wanted is None else match(got, wanted.outputs, tolerance)
     if where is None or wanted is None:
         return seen
+    every = len(where.picked)
+    where = _by_what_counts(where, got, wanted, gradient, tolerance)
+    shifted = len(where.picked) < every
     where = _that_count(where, gradient)
     if not bool(where.here.all()):
         if _is_beside_the_loss(call, whole):
@@ -91,6 +98,8 @@ def see(
         state: State = "untold" if seen.shared else "wrong"
         factors = found.factors.masked_fill(~found.right, float("nan"))
         return replace(seen, backward=state, wrong=where.picked[~found.right], factors=factors)
+    if shifted:
+        return replace(seen, shifted=True)
     telling = wanted.directions > max(1, found.terms.shape[1]) or _one_factor(found)
     mixed = bool((found.factors.isnan() & ~found.terms.isnan().all(1)).any())
     return replace(
@@ -99,6 +108,37 @@ def see(
         factors=found.factors if telling and not mixed else None,
         terms=found.terms if telling and found.terms.shape[1] else None,
     )
+
+
+def _by_what_counts(
+    where: Match, got: Tensor, wanted: Whole, gradient: Tensor | None, tolerance: float
+) -> Match:
+    """With vectors that are there in all elements with which the rank's own loss changes, as those
+    of a row's positions are but for its padding; and without those that are so further to the left
+    or right, as where rows are padded on one side."""
+    missing = (~where.here).nonzero()[:, 0].tolist()
+    if gradient is None or not missing or len(missing) > MOST_MISSING:
+        return where
+    live = vectors(gradient)[where.picked] != 0
+    start, end = where.columns
+    whole = wanted.outputs
+    bound = tolerance * float(whole.abs().max())
+    found, keep = where.found.clone(), torch.ones(len(live), dtype=torch.bool)
+    for i in missing:
+        here = live[i]
+        if int(here.sum()) < FEWEST_LIVE or bool(here.all()):
+            continue
+        mine = got[where.picked[i]][here]
+        found[i] = (mine - whole[:, start:end][:, here]).abs().amax(1) <= bound
+        stretches = whole.unfold(1, len(mine), 1)  # (N, places, n)
+        elsewhere = bool(((mine - stretches).abs().amax(2) <= bound).any())
+        keep[i] = bool(found[i].any()) or not (_is_one_stretch(here) and elsewhere)
+    return replace(where, found=found[keep], picked=where.picked[keep], empty=where.empty[keep])
+
+
+def _is_one_stretch(here: Tensor) -> bool:
+    at = here.nonzero()[:, 0]
+    return int(at[-1]) - int(at[0]) + 1 == len(at)
 
 
 def _that_count(where: Match, gradient: Tensor | None) -> Match:

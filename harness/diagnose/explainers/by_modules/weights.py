@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from sumgrad.base.outcome import some_of, spans
@@ -15,9 +16,13 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     owners,
     predicts,
 )
+from sumgrad.diagnose.explainers.by_modules.passed import (
+    has_functions_between,
+    own_functions_between,
+)
 from sumgrad.diagnose.explainers.factors import explained, fitted, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
+from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_backward
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import (
     Share,
@@ -36,6 +41,7 @@ from sumgrad.diagnose.modules.loss_weights import (
     usual_factor,
 )
 from sumgrad.diagnose.names import factor_symbols
+from sumgrad.record.trace import LOSS
 from torch import Tensor
 
 LOCAL_COUNTS = ("every rank divides by its own ", "each rank divides by the count of some")
@@ -116,7 +122,8 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     module, shares = found
     narrow = _single_numbers(look, module, shares)
     if narrow is not None:
-        yield explained(case, narrow)
+        own = _own_functions(case, look, module)
+        yield explained(case, replace(narrow, because=(*narrow.because, *own)))
         return
     words = _weights_in_words(case, shares)
     if words is None:
@@ -140,6 +147,14 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             ),
         ),
     )
+
+
+def _own_functions(case: Case, look: Look, module: str) -> list[str]:
+    """Functions of the user's with a backward of their own between a module and the loss."""
+    found = FirstWrong(wrong=module, seen=tuple(look.seen[module]))
+    if not has_functions_between(case, found, LOSS):
+        return []
+    return own_functions_between(case, found, [LOSS])[:1]
 
 
 def _single_numbers(
