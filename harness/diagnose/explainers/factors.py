@@ -79,6 +79,14 @@ def explained(case: Case, diagnosis: Diagnosis, leaves: Sequence[str] = ()) -> E
     )
 
 
+def only_terms_weigh_otherwise(case: Case) -> bool:
+    """Whether every gradient is that of the terms, each with one factor: then what the modules give
+    is right, and what follows them, or a model that gives its loss, has it as its ranks weigh it.
+    """
+    found = fitted(case)
+    return found is not None and found[0].kind == "term_factor"
+
+
 def in_the_gradients(case: Case) -> tuple[str, ...]:
     """What the factors say, as evidence beside a cause that something else shows."""
     found = fitted(case)

@@ -120,16 +120,18 @@ def _one_factor(
     if counted is not None:
         return counted
     symbols = factor_symbols(case, value)
-    named = f", which equals {symbols[0]}" if symbols else ""
+    plain = [s for s in symbols if not {*"*/"} & {*s}]
+    told = symbols and (whole or len(plain) < 2)  # of some parameters, any of several says nothing
+    named = f", which equals {symbols[0]}" if told else ""
     return Diagnosis(
         cause=f"{what} is multiplied by {shown}{named}",
         kind="factor",
         factor=shown,
-        symbol=symbols[0] if symbols else None,
+        symbol=symbols[0] if told else None,
         also=tuple(symbols[1:4]),
         because=(fits, NEITHER),
-        however=(f"{some_of(symbols[1:4])} gives the same number; unequal sizes separate them",)
-        if len(symbols) > 1
+        however=(f"{some_of(same)} gives the same number; unequal sizes separate them",)
+        if (same := plain[bool(told) :][:3] or symbols[1:4])
         else (),
     )
 

@@ -27,7 +27,11 @@ from sumgrad.diagnose.explainers.by_modules.passed import (
     own_functions_between,
 )
 from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
-from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
+from sumgrad.diagnose.explainers.factors import (
+    explained,
+    in_the_gradients,
+    only_terms_weigh_otherwise,
+)
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.elsewhere import Elsewhere, gradients_elsewhere
 from sumgrad.diagnose.modules.first_wrong import (
@@ -56,6 +60,8 @@ def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     if found is None:
         return
     uneven = None if found.modules else uneven_rows(case)
+    if not found.modules and only_terms_weigh_otherwise(case):
+        return  # that says all of it
     yield explained(case, uneven[0] if uneven else _backward(case, look, found))
 
 
@@ -166,7 +172,9 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     yield from _parts_of_output(look, found)
     alike = [m for m in found.alike if not is_in(found.wrong, m)]
     if alike:
-        yield f"so is that of {listed(look, alike)}, which goes into the same"
+        ranks = sorted({s.rank for m in alike for s in look.seen[m] if s.backward == "wrong"})
+        on = f" on rank {spans(ranks)}" if ranks and tuple(ranks) != found.ranks else ""
+        yield f"so is that of {listed(look, alike)}, which goes into the same{on}"
     towards = _towards(case, look, found) if above else (
         f"what follows {at}: the loss, and its backward")  # fmt: skip
     loss = above and len(found.modules) < len(found.beside)

@@ -18,6 +18,9 @@ from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.modules.seen import Seen
 
+# Causes that say how much is wrong, or where, and not what was done.
+HOW_MUCH = ("open", "factor", "param_factors", "row_factors", "block_factor", "held_elsewhere")
+
 
 def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause, and that the modules are right where they are: what is wrong comes after them."""
@@ -56,12 +59,14 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     text += after
     if any(_terms_differ(s) for m in look.modules for s in look.seen[m]):
         return diagnosis
-    if len(inside) == len(set(owners(case))):  # where others are wrong, too, it is none of theirs
+    # Where others are wrong, too, it is none of theirs.
+    if diagnosis.kind in HOW_MUCH and len(inside) == len(set(owners(case))):
         names = list(dict.fromkeys(cell.name for cell in case.failing_cells))
         functions = own_makers(case, names)
-        text += f"; or in the backward of {functions}" if functions else (
-            f"; or in how {some_of(inside)} makes its own parameters' gradients, which no module's "
-            f"output shows"
+        text += "; or in " if after else ": look at what follows them, or in "
+        text += f"the backward of {functions}" if functions else (
+            f"how {some_of(inside)} makes its own parameters' gradients, which no module's output "
+            f"shows"
         )  # fmt: skip
     parts = [m for m in look.modules if look.backward(m) == "part"]
     more = []

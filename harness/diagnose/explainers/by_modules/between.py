@@ -60,9 +60,11 @@ def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
     if issued is None:
         return []
     if not issued:
-        return [f"rank {s.rank} issues no collective between these two"]
+        way = "on the way back" if back else "in the forward"
+        return [f"{way} rank {s.rank} issues no collective between these two"]
+    shown = [w.replace(f" [{case.tier}/{case.step}/step]", "") for w in issued[:MAX_OPERATIONS]]
     more = f" and {len(issued) - MAX_OPERATIONS} more" if len(issued) > MAX_OPERATIONS else ""
-    return [f"in between rank {s.rank} issues {'; '.join(issued[:MAX_OPERATIONS])}{more}"]
+    return [f"in between rank {s.rank} issues {'; '.join(shown)}{more}"]
 
 
 def issued_between(case: Case, found: FirstWrong, *, back: bool) -> tuple[str, ...] | None:

@@ -14,9 +14,11 @@ from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked, named, traces_looked_at
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
-from sumgrad.diagnose.explainers.factors import explained, fitted
+from sumgrad.diagnose.explainers.factors import explained, only_terms_weigh_otherwise
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
+from sumgrad.diagnose.modules.entered import Odd, odd_rows
+from sumgrad.diagnose.modules.features import wrong_features
 from sumgrad.diagnose.modules.first_wrong import (
     FirstWrong,
     first_wrong_forward,
@@ -26,6 +28,7 @@ from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen, State
 from sumgrad.record.trace import INTO
 
+MOST_ROWS = 3  # that are written out
 SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")
 
 
@@ -78,15 +81,8 @@ def forward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     """An output that is no slice of the single process's, and nothing right after it."""
     look = looked(case)
     found = None if look is None else first_wrong_forward(look)
-    if look is not None and found is not None and not _only_terms_weigh_otherwise(case):
+    if look is not None and found is not None and not only_terms_weigh_otherwise(case):
         yield explained(case, _forward(case, look, found))
-
-
-def _only_terms_weigh_otherwise(case: Case) -> bool:
-    """Whether every gradient is that of the terms, each with one factor: then what the modules give
-    is right, and a model that gives its loss gives it as its ranks weigh it."""
-    found = fitted(case)
-    return found is not None and found[0].kind == "term_factor"
 
 
 def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
@@ -95,7 +91,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     text, look_at = _start_of_forward(case, look, found)
     because = [*_in_another_mode(case, found), *_lacking_below(look, found)]
     because += [f"its output is no slice of the single process's: {places(found.seen)}", *look_at]
-    because += _of_other_places(case, found)
+    because += [*_odd_data(case, found), *_features(case, found), *_of_other_places(case, found)]
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]
     if shared:
@@ -122,6 +118,46 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because = [*accused.because, f"as seen from modules: {text}", *because]
         kind, text, ranks = accused.kind, accused.cause, accused.ranks
     return Diagnosis(cause=text, kind=kind, ranks=ranks, because=tuple(because))
+
+
+def _odd_data(case: Case, found: FirstWrong) -> list[str]:
+    """Rows of whole numbers that enter the module and are none of the single process's."""
+    traces = case.record.traces
+    if traces is None:
+        return []
+    told: list[str] = []
+    for rank in found.ranks:
+        odd = list(odd_rows(traces.ranks[rank], traces.single, found.wrong))
+        words = [_odd_row(one) for one in odd[:MOST_ROWS]]
+        more = [f"{len(odd) - MOST_ROWS} more"] if len(odd) > MOST_ROWS else []
+        told += [f"on rank {rank} {', '.join([*words, *more])}"] if odd else []
+    if not told:
+        return []
+    return [f"whole numbers that enter {found.wrong or 'the model'} are no row, nor a stretch of a "
+            f"row, of those in the single process: {'; '.join(told[:MOST_ROWS])}"]  # fmt: skip
+
+
+def _odd_row(odd: Odd) -> str:
+    row = f"row {odd.row}" + (f" of call {odd.call}" if odd.call else "")
+    if odd.of is None:
+        return f"{row} is like none"
+    if odd.by:
+        places = f"{abs(odd.by)} place{'s'[: abs(odd.by) > 1]} to the "
+        return f"{row} is that one's row {odd.of} moved {places}{'right' if odd.by > 0 else 'left'}"
+    return f"{row} is that one's row {odd.of} but for {odd.others} of its elements"
+
+
+def _features(case: Case, found: FirstWrong) -> list[str]:
+    """Which features of the wrong vectors, where some are right."""
+    traces = traces_looked_at(case)
+    seen = _entered_wrong(case, found) or found.seen
+    told = traces and wrong_features(traces, seen, case.record.spec.tiers[case.tier])
+    if not told:
+        return []
+    wrong, width = told
+    what = "what goes in" if seen[0].call.module.startswith(INTO) else "its output"
+    return [f"of each such vector of {what} elements {spans(wrong)} of {width} are wrong, the "
+            f"others are right"]  # fmt: skip
 
 
 def _in_another_mode(case: Case, found: FirstWrong) -> list[str]:

@@ -1,0 +1,60 @@
+"""Whole numbers that enter a module, and the features of vectors that are wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sumgrad.diagnose.modules.entered import Odd, odd_rows
+from sumgrad.diagnose.modules.features import wrong_features
+from sumgrad.diagnose.modules.look import look_at
+from sumgrad.record.trace import Call, Trace, Traces
+
+ROWS = torch.tensor([[4, 8, 5, 9, 6], [7, 7, 2, 3, 1]])
+
+
+def trace(output: torch.Tensor, data: torch.Tensor) -> Trace:
+    call = Call(module="m", number=0, part=0, operation=0, operation_back=0, recomputed=False)
+    return Trace(calls=(call,), outputs=(output,), gradients=(torch.ones_like(output),),
+                 sources={"m": "Embedding"}, data=(data,), entered=("m",),
+                 batch={"ids": ROWS})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "odd"),
+    [
+        ([8, 5, 9], None),  # a stretch
+        ([7, 7, 2, 3, 1, 0, 0], None),  # more than the whole row, as where it is padded
+        ([0, 4, 8, 5, 9], Odd(call=0, row=0, of=0, by=1)),
+        ([2, 3, 1, 0, 0], Odd(call=0, row=0, of=1, by=-2)),
+        ([7, 2, 3, 1, 5], Odd(call=0, row=0, of=1, by=-1)),
+        ([4, 8, 0, 9, 6], Odd(call=0, row=0, of=0, others=1)),
+        ([1, 0, 0, 0, 9], Odd(call=0, row=0)),
+    ],
+)
+def test_rows_that_are_none_of_those_that_enter_there(row, odd):
+    out = torch.zeros(1, 3)
+    found = list(odd_rows(trace(out, torch.tensor([row])), trace(out, ROWS), "m"))
+    assert found == ([] if odd is None else [odd])
+
+
+@pytest.mark.parametrize("wrong", [(2, 3), (0,), (1, 2, 3, 4, 5)])
+def test_features_that_are_wrong_in_some_vector(wrong):
+    drawn = torch.Generator().manual_seed(3)
+    whole = torch.randn(6, 8, generator=drawn, dtype=torch.float64)
+    mine = whole[2:5].clone()
+    mine[:, list(wrong)] += 1
+    traces = Traces(tier="structure", step=0, single=trace(whole, ROWS),
+                    ranks={0: trace(mine, ROWS)})  # fmt: skip
+    (seen,) = look_at(traces, "float64", ()).seen["m"]
+    assert seen.forward == "wrong"
+    assert wrong_features(traces, [seen], "float64") == (list(wrong), 8)
+
+
+def test_vectors_that_are_right_in_few_features_tell_none():
+    whole = torch.arange(48, dtype=torch.float64).reshape(6, 8).sin()
+    mine = whole[2:5].clone()
+    mine[:, 1:] += 1
+    traces = Traces(tier="structure", step=0, single=trace(whole, ROWS),
+                    ranks={0: trace(mine, ROWS)})  # fmt: skip
+    (seen,) = look_at(traces, "float64", ()).seen["m"]
+    assert wrong_features(traces, [seen], "float64") is None
