@@ -68,7 +68,8 @@ class Trace:
     the places sample_of(numel, MAX_SAMPLE). used_numel: of how many elements each, by its name.
     computed: what a user's lines did outside of torch's modules. ways: of a rank, from module to
     module, what autograd passes. makers: by parameter, which functions' backwards give its
-    gradient. modes: by module, those that it was called in, `training` and `eval`.
+    gradient. modes: by module, those that it was called in, `training` and `eval`. classes: of all
+    modules, called or not, at the end.
     """
 
     calls: tuple[Call, ...]
@@ -95,6 +96,7 @@ class Trace:
     ways: Ways = field(default_factory=dict)
     makers: Mapping[str, tuple[Passed, ...]] = field(default_factory=dict)
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    classes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,6 +159,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "ways": ways_as_json(trace.ways),
         "makers": passed_as_json(trace.makers),
         "modes": {name: list(modes) for name, modes in trace.modes.items()},
+        "classes": dict(trace.classes),
     }
     write_json(path.with_suffix(".json"), said)
 
@@ -201,6 +204,7 @@ def read_trace(path: Path) -> Trace:
         ways=ways_from(said.get("ways", {})),
         makers=passed_from(said.get("makers", {})),
         modes={name: tuple(modes) for name, modes in said.get("modes", {}).items()},
+        classes=said.get("classes", {}),
         by_term={
             term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
             for term in said["terms"]

@@ -98,6 +98,24 @@ def test_calls_that_get_each_others_gradients():
     assert (found.holders, found.calls) == ((0,), ((0, 1), (1, 0)))
 
 
+@pytest.mark.parametrize(
+    ("second", "calls"), [(GRAD[:3] + GRAD[3:], ((1, 0), (1, 1))), (GRAD[:3] + GRAD[4], None)]
+)
+def test_calls_that_get_those_of_earlier_ones_too(second, calls):
+    mine = trace(OUT[:3], GRAD[:3])
+    both = replace(
+        mine,
+        calls=(*mine.calls, replace(mine.calls[0], number=1)),
+        outputs=(*mine.outputs, OUT[3:]),
+        gradients=(*mine.gradients, second),
+    )
+    traces = Traces(tier="structure", step=0, ranks={0: both}, single=WHOLE)
+    look = look_at(traces, "float64", ())
+    seen = [s for s in look.seen["m"] if s.backward == "wrong"]
+    found = gradients_elsewhere(traces, look, seen, "float64")
+    assert [(one.level, one.calls) for one in found] == ([("sums", calls)] if calls else [])
+
+
 def forward(output: torch.Tensor) -> bool:
     traces = Traces(tier="structure", step=0, ranks={0: trace(output, GRAD[:3])}, single=WHOLE)
     look = look_at(traces, "float64", ())

@@ -8,12 +8,13 @@ import pytest
 from sumgrad.diagnose.explainers.by_modules.backward import losses_beside
 
 
-def said(single, *ranks):
+def said(single, *ranks, ddp=False):
     traces = SimpleNamespace(
         single=SimpleNamespace(losses=single),
         ranks={i: SimpleNamespace(losses=own) for i, own in enumerate(ranks)},
     )
-    return losses_beside(SimpleNamespace(record=SimpleNamespace(traces=traces)))
+    held = {i: SimpleNamespace(ddp=ddp) for i in range(len(ranks))}
+    return losses_beside(SimpleNamespace(record=SimpleNamespace(traces=traces, ranks=held)))
 
 
 def test_losses_that_add_up():
@@ -29,6 +30,9 @@ def test_losses_that_do_not():
     assert "each 2 that are the same once, add up to 3.5, 1.16667 times" in text
     (text,) = said((3.0,), (1.0,), (1.0,), (2.5,))  # not all are shared by as many
     assert "start from add up to 4.5, 1.5 times" in text
+    assert "DDP" not in text
+    (text,) = said((3.0,), (1.0,), (1.0,), (2.5,), ddp=True)
+    assert text.endswith("; divided by 3, as DDP does, 0.5 times")
 
 
 @pytest.mark.parametrize("single", [(), (1.0, 2.0), (0.0,)])

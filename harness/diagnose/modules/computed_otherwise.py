@@ -37,7 +37,8 @@ class Difference:
     """How an argument differs. factor: of all its numbers, where it is one. num, of: how many of
     the elements that were compared are others; now, was: the first of these. elsewhere: all its
     numbers stand in the single process's, at other places. spread: shapes of the two arguments,
-    each broadcast over the other, as they are not there."""
+    each broadcast over the other, as they are not there. several: it is held against several
+    computations and differs from each, so that no number is known to be the right one."""
 
     factor: float | None
     num: int
@@ -46,6 +47,7 @@ class Difference:
     was: float
     elsewhere: bool = False
     spread: tuple[torch.Size, torch.Size] | None = None
+    several: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,7 +76,8 @@ def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[O
     """The computations of a rank that take something else, in the order of the rank."""
     both = _Both(mine, whole)
     for place, c in enumerate(mine.computations):
-        found = [(w, *told) for w in both.alike(c) if (told := both.compared(c, w)) is not None]
+        alike = both.alike(c)
+        found = [(w, *told) for w in alike if (told := both.compared(c, w)) is not None]
         others = [
             Otherwise(rank=rank, mine=c, its=w, at=at, how=how, place=place)
             for w, at, how in found
@@ -82,9 +85,13 @@ def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[O
         ]
         if not others or len(others) < len(found):
             continue  # it is the same as one of them
+        if len(found) < len(alike) and any(one.how.elsewhere for one in others):
+            continue  # it may belong to one that could not be compared
         own = [one for one in others if one.its.line == c.line]
         if own or len({(one.its.line, one.at, one.how) for one in others}) == 1:
-            yield (own or others)[0]
+            first, *more = own or others
+            several = any(one.how != first.how for one in more)
+            yield replace(first, how=replace(first.how, several=several))
 
 
 class _Both:

@@ -16,19 +16,21 @@ from torch import Tensor
 
 FEWEST = 6  # different numbers: fewer are found by chance
 EXACT = 1e-9  # of a number
+ONCE = torch.tensor([0.0, 1.0], dtype=torch.float64)  # how often a call is in a sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elsewhere:
     """What the wrong vectors of a rank's calls are in the single process.
 
-    level: whole vectors of other places, or only the same numbers in another order. added: the
-    right ones with such ones added. holders: the ranks whose own these vectors are. calls: number
-    of a call, and of the one of these ranks whose vectors' gradients it gets.
+    level: whole vectors of other places, only the same numbers in another order, or sums over calls
+    of the same rank. added: the right ones with such ones added. holders: the ranks whose own these
+    vectors are. calls: number of a call, and of the one of these ranks whose vectors' gradients it
+    gets; or of each that is in its sum.
     """
 
     rank: int
-    level: Literal["vectors", "numbers"]
+    level: Literal["vectors", "numbers", "sums"]
     added: bool = False
     holders: tuple[int, ...] = ()
     calls: tuple[tuple[int, int], ...] = ()
@@ -48,6 +50,10 @@ def gradients_elsewhere(
     out = []
     for rank in sorted({s.rank for s in seen}):
         own = [s for s in seen if s.rank == rank and s.call.operation_back is not None]
+        summed = _sums_of_calls(traces.ranks[rank], own, whole, look, factor)
+        if summed is not None:
+            out.append(summed)
+            continue
         told = {_of_call(traces.ranks[rank], s, whole, look, factor) for s in own}
         if len(told) == 1 and (one := told.pop()) is not None:
             out.append(one)
@@ -105,6 +111,44 @@ def _of_call(
     if _are_there(got, wanted.gradients):
         return Elsewhere(rank=s.rank, level="numbers")
     return None
+
+
+def _sums_of_calls(
+    trace: Trace, wrong: Sequence[Seen], whole: dict[tuple[str, int], Whole], look: Look, f: float
+) -> Elsewhere | None:
+    """Each wrong call's gradient as that of several calls of its rank, added up."""
+    pairs: list[tuple[int, int]] = []
+    for s in wrong:
+        wanted = whole.get((s.call.module, s.call.part))
+        given = trace.gradients[trace.calls.index(s.call)]
+        alike = [o for o in _own_calls(look, s) if o.shape == s.shape and o.where is not None]
+        alike = [
+            o for o in alike if o.where is not None and bool((o.where.found.sum(1) == 1).all())
+        ]
+        if wanted is None or given is None or s not in alike or len(alike) < 2:
+            return None
+        right = torch.stack([_right_of(o, wanted).reshape(-1) for o in alike], 1) * f
+        got = vectors(given).reshape(-1)
+        if right.shape[0] != len(got) or len(got) < 2 * len(alike):
+            return None
+        often = torch.linalg.lstsq(right, got[:, None], driver="gelsd").solution[:, 0]
+        bound = TOLERANCES["float64"] * float(right.abs().max()) * len(alike)
+        there = often.round()
+        if float((got - right @ there).abs().max()) > bound or not bool(
+            torch.isin(there, ONCE).all()
+        ):
+            return None
+        numbers = [o.call.number for o, n in zip(alike, there.tolist(), strict=True) if n]
+        if len(numbers) < 2:
+            return None
+        pairs += [(s.call.number, number) for number in numbers]
+    return Elsewhere(rank=wrong[0].rank, level="sums", calls=tuple(pairs)) if pairs else None
+
+
+def _right_of(s: Seen, wanted: Whole) -> Tensor:
+    assert s.where is not None
+    start, end = s.where.columns
+    return wanted.gradients[s.where.found.int().argmax(1), start:end]
 
 
 def _near(got: Tensor, there: Tensor, bound: float) -> Tensor:

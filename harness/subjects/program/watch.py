@@ -45,6 +45,7 @@ class ModuleWatch:
         with_ways: bool = False,
     ) -> None:
         self.operations = operations
+        self._model, self._names = model, names or {}
         self._modules = dict(_seen_modules(model, names or {}))
         self._sources = {name: source_of(module) for name, module in self._modules.items()}
         self._numbers: dict[str, int] = {}
@@ -130,6 +131,7 @@ class ModuleWatch:
             used={name: tuple(held) for name, held in self._used.items()},
             used_numel=self._used_numel,
             modes={name: tuple(modes) for name, modes in self._modes.items()},
+            classes={n: type(m).__name__ for n, m in _seen_modules(self._model, self._names)},
         )
 
     def _hook(self, name: str, see: Callable[..., None]) -> Callable[..., None]:

@@ -233,6 +233,13 @@ def _of_other_places(case: Case, look: Look, found: FirstWrong) -> list[str]:
 
 
 def _elsewhere(one: Elsewhere) -> str:
+    if one.level == "sums":
+        summed: dict[int, list[int]] = {}
+        for mine, its in one.calls:
+            summed.setdefault(mine, []).append(its)
+        which = [f"call {mine} gets those of call {spans(its)}" for mine, its in summed.items()]
+        return (f"it is what belongs to several calls, added up: {some_of(which)}: look for what "
+                f"is not cleared between them")  # fmt: skip
     if one.level == "numbers":
         return "all its numbers are among those of the right gradient, at other places or again"
     whose = f"vectors that rank {spans(one.holders)} holds"

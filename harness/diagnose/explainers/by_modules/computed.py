@@ -172,6 +172,8 @@ def _differs(one: Otherwise, how: Difference) -> str:
     if how.factor is not None and not how.elsewhere:
         text = f"{fraction_of(how.factor)} times what it is there"
         return f"{text} ({numbers})" if isinstance(one.mine.takes[one.at], str) else text
+    if how.several:
+        return "another than in any call there that has the rest of it"
     few = f"in {how.num} of {how.of} elements that could be compared"
     if how.elsewhere:
         return f"{few} (the first: {numbers})"

@@ -89,9 +89,13 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     told = any(s.forward == "right" for m in look.modules for s in look.seen[m])
     found, entered_right = _where_it_enters_wrong(case, found)
     text, look_at = _start_of_forward(case, look, found)
-    because = [*_in_another_mode(case, found), *_lacking_below(look, found)]
-    because += [f"its output is no slice of the single process's: {places(found.seen)}", *look_at]
-    because += [*_odd_data(case, found), *_features(case, found), *_of_other_places(case, found)]
+    because = [*_of_other_classes(case, found), *_in_another_mode(case, found)]
+    odd = _odd_data(case, found)
+    because += [*odd, *_lacking_below(look, found)]
+    if not odd:
+        because += [f"the output of {found.wrong or 'the model'} is no slice of the single "
+                    f"process's: {places(found.seen)}", *look_at]  # fmt: skip
+    because += [] if odd else [*_features(case, found), *_of_other_places(case, found)]
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]
     if shared:
@@ -158,6 +162,24 @@ def _features(case: Case, found: FirstWrong) -> list[str]:
     what = "what goes in" if seen[0].call.module.startswith(INTO) else "its output"
     return [f"of each such vector of {what} elements {spans(wrong)} of {width} are wrong, the "
             f"others are right"]  # fmt: skip
+
+
+def _of_other_classes(case: Case, found: FirstWrong) -> list[str]:
+    """The first module that is another thing on the wrong ranks than on others: something put it
+    there."""
+    traces = case.record.traces
+    if traces is None:
+        return []
+    there = traces.single.classes
+    wrong = [traces.ranks[rank].classes for rank in found.ranks]
+    others = [trace.classes for rank, trace in traces.ranks.items() if rank not in found.ranks]
+    for name, cls in there.items():
+        own = {classes.get(name, cls) for classes in wrong}
+        if cls not in own and any(classes.get(name) == cls for classes in others):
+            return [f"{name or 'the model'} is a {some_of(sorted(own))} on rank "
+                    f"{spans(found.ranks)}, and a {cls} in the single process: something puts "
+                    f"another module there"]  # fmt: skip
+    return []
 
 
 def _in_another_mode(case: Case, found: FirstWrong) -> list[str]:

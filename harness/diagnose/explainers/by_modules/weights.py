@@ -57,7 +57,14 @@ def tokens_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
         return
     tokens = any(s.factor is None and None in s.by_row.values() for s in found[1])
     # Where ranks or rows weigh differently, what mixes them is wrong in the backward as well.
-    if tokens or first_wrong_backward(look, owners(case)) is not None:
+    wrong = first_wrong_backward(look, owners(case))
+    if (
+        wrong is not None
+        and wrong.wrong in look.paths.all_above(found[0])
+        and _fit_by_chance(found[1])
+    ):
+        return
+    if tokens or wrong is not None:
         yield from rows_weighed_otherwise(case, left)
 
 
@@ -147,6 +154,13 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             ),
         ),
     )
+
+
+def _fit_by_chance(shares: Sequence[Share]) -> bool:
+    """Whether there are about as many factors as vectors, or a few for each: the loss reaches them
+    by one number each."""
+    factors = [f for s in shares for f in s.vectors.values()]
+    return len({f"{f:.4g}" for f in factors}) > max(MOST_SHARES, len(factors) / 8)
 
 
 def _own_functions(case: Case, look: Look, module: str) -> list[str]:
