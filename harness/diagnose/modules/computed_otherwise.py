@@ -85,7 +85,8 @@ def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[O
         ]
         if not others or len(others) < len(found):
             continue  # it is the same as one of them
-        if len(found) < len(alike) and any(one.how.elsewhere for one in others):
+        elsewhere = c.function in ELEMENTWISE and any(one.how.elsewhere for one in others)
+        if elsewhere and len(found) < len(alike):
             continue  # it may belong to one that could not be compared
         own = [one for one in others if one.its.line == c.line]
         if own or len({(one.its.line, one.at, one.how) for one in others}) == 1:
