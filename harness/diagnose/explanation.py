@@ -75,7 +75,9 @@ def _with_the_rest(case: Case, best: Explanation, explainers: Sequence[Explainer
     """A cause of some parameters, and why others are wrong."""
     if not best.leaves:
         return best.diagnosis
-    others, _ = ([], []) if case.only else choose(case.of(best.leaves), explainers)
+    rest = case.of(best.leaves)
+    others, _ = ([], []) if case.only else choose(rest, explainers)
+    case.known.setdefault(BROKEN, []).extend(rest.known.get(BROKEN, ()))
     text = f"{some_of(list(best.leaves))} is wrong too and not explained by it"
     text += f": {others[0].cause}" if others else ""
     return replace(best.diagnosis, however=(*best.diagnosis.however, text))

@@ -103,6 +103,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("x_01", "without one are vectors 12-13 of 14 on rank 0, in call 1"),
         ("x_02", "the same gradient came 2 times to the output of chunks.2"),
         ("x_03", "or in the backward of Summa (backward at tests/bugs/x_03_"),
+        ("w_07", "dp, pp gives the same number; unequal sizes separate them"),
         ("x_05", "summed over all ranks and calls, is wrong: nothing computes between the two but"),
         ("x_07", "embed.weight is wrong too and not explained by it: rows 4-7, 11-13 count on no"),
         ("y_06", "was multiplied by 2/3 after micro-batch 0, 1/3 after micro-batch 1"),

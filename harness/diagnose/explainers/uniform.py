@@ -120,8 +120,10 @@ def _one_factor(
     if counted is not None:
         return counted
     symbols = factor_symbols(case, value)
-    plain = [s for s in symbols if not {*"*/"} & {*s}]
-    told = symbols and (whole or len(plain) < 2)  # of some parameters, any of several says nothing
+    plain = [s for s in symbols if not {*"*/"} & {*s.removeprefix("1/")}]
+    # Of some parameters alone, one of several sizes says nothing.
+    told = bool(symbols) and (whole or len(plain) < 2)
+    others = [s for s in plain if not told or s != symbols[0]][:3] or symbols[1:4]
     named = f", which equals {symbols[0]}" if told else ""
     return Diagnosis(
         cause=f"{what} is multiplied by {shown}{named}",
@@ -130,8 +132,8 @@ def _one_factor(
         symbol=symbols[0] if told else None,
         also=tuple(symbols[1:4]),
         because=(fits, NEITHER),
-        however=(f"{some_of(same)} gives the same number; unequal sizes separate them",)
-        if (same := plain[bool(told) :][:3] or symbols[1:4])
+        however=(f"{some_of(others)} gives the same number; unequal sizes separate them",)
+        if others
         else (),
     )
 

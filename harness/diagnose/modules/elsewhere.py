@@ -16,7 +16,6 @@ from torch import Tensor
 
 FEWEST = 6  # different numbers: fewer are found by chance
 EXACT = 1e-9  # of a number
-ONCE = torch.tensor([0.0, 1.0], dtype=torch.float64)  # how often a call is in a sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +120,12 @@ def _sums_of_calls(
     for s in wrong:
         wanted = whole.get((s.call.module, s.call.part))
         given = trace.gradients[trace.calls.index(s.call)]
-        alike = [o for o in _own_calls(look, s) if o.shape == s.shape and o.where is not None]
         alike = [
-            o for o in alike if o.where is not None and bool((o.where.found.sum(1) == 1).all())
+            o
+            for o in _own_calls(look, s)
+            if o.shape == s.shape
+            and o.where is not None
+            and bool((o.where.found.sum(1) == 1).all())
         ]
         if wanted is None or given is None or s not in alike or len(alike) < 2:
             return None
@@ -134,9 +136,8 @@ def _sums_of_calls(
         often = torch.linalg.lstsq(right, got[:, None], driver="gelsd").solution[:, 0]
         bound = TOLERANCES["float64"] * float(right.abs().max()) * len(alike)
         there = often.round()
-        if float((got - right @ there).abs().max()) > bound or not bool(
-            torch.isin(there, ONCE).all()
-        ):
+        once = bool(((there == 0) | (there == 1)).all())
+        if not once or float((got - right @ there).abs().max()) > bound:
             return None
         numbers = [o.call.number for o, n in zip(alike, there.tolist(), strict=True) if n]
         if len(numbers) < 2:

@@ -89,7 +89,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     told = any(s.forward == "right" for m in look.modules for s in look.seen[m])
     found, entered_right = _where_it_enters_wrong(case, found)
     text, look_at = _start_of_forward(case, look, found)
-    because = [*_of_other_classes(case, found), *_in_another_mode(case, found)]
+    because = [*_of_other_classes(case, look, found), *_in_another_mode(case, found)]
     odd = _odd_data(case, found)
     because += [*odd, *_lacking_below(look, found)]
     if not odd:
@@ -164,16 +164,18 @@ def _features(case: Case, found: FirstWrong) -> list[str]:
             f"others are right"]  # fmt: skip
 
 
-def _of_other_classes(case: Case, found: FirstWrong) -> list[str]:
-    """The first module that is another thing on the wrong ranks than on others: something put it
-    there."""
+def _of_other_classes(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """The first module on the way that is another thing on the wrong ranks than on others:
+    something put it there."""
     traces = case.record.traces
     if traces is None:
         return []
     there = traces.single.classes
     wrong = [traces.ranks[rank].classes for rank in found.ranks]
     others = [trace.classes for rank, trace in traces.ranks.items() if rank not in found.ranks]
-    for name, cls in there.items():
+    known = {*found.beside}.union(*(look.paths.all_below(m) for m in found.modules))
+    way = ({found.wrong} | look.paths.all_below(found.wrong)) - known
+    for name, cls in ((n, c) for n, c in there.items() if n in way):
         own = {classes.get(name, cls) for classes in wrong}
         if cls not in own and any(classes.get(name) == cls for classes in others):
             return [f"{name or 'the model'} is a {some_of(sorted(own))} on rank "
