@@ -782,10 +782,12 @@ def test_a_row_that_is_padded_on_one_side_is_right_in_what_counts(cut, shifted):
         return x
 
     of_first = {7.5: OUT["first"], 0.0: GRAD["first"]}
-    seen = look(rank(slice(0, 2), first=lambda x: padded(x, 7.5),
-                     grad_first=lambda g: padded(g, 0.0))).seen["first"][0]  # fmt: skip
+    found = look(rank(slice(0, 2), first=lambda x: padded(x, 7.5),
+                      grad_first=lambda g: padded(g, 0.0)), rank(slice(2, 4)))  # fmt: skip
+    seen = found.seen["first"][0]
     assert (seen.forward, seen.shifted) == ("right", shifted)
     assert seen.backward == ("untold" if shifted else "right")
+    assert found.backward("first") == seen.backward  # though it is right on the other rank
 
 
 def test_a_call_without_a_gradient_lost_none_where_others_together_had_all_of_it():
