@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sumgrad.diagnose.explainers.by_modules.backward import losses_beside
+from sumgrad.diagnose.explainers.by_modules.losses import losses_beside
 
 
 def said(single, *ranks, ddp=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from sumgrad.base.outcome import some_of, spans
@@ -10,14 +9,19 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import between, is_in, listed, places
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
+from sumgrad.diagnose.explainers.by_modules.gradient_of_others import (
+    is_zero,
+    of_other_places,
+    of_other_targets,
+)
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     gone_into,
     looked,
     named,
     owners,
-    traces_looked_at,
 )
+from sumgrad.diagnose.explainers.by_modules.losses import losses_beside
 from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
 from sumgrad.diagnose.explainers.by_modules.own_backward import saved_in_words
 from sumgrad.diagnose.explainers.by_modules.passed import (
@@ -33,7 +37,6 @@ from sumgrad.diagnose.explainers.factors import (
     only_terms_weigh_otherwise,
 )
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.modules.elsewhere import Elsewhere, gradients_elsewhere
 from sumgrad.diagnose.modules.first_wrong import (
     FirstWrong,
     first_wrong_backward,
@@ -41,14 +44,10 @@ from sumgrad.diagnose.modules.first_wrong import (
 )
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import is_untold, same
-from sumgrad.diagnose.modules.matching import SAME_FACTOR, vectors
+from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.modules.seen import Seen, State, constant
-from sumgrad.diagnose.modules.targets import Target, other_targets
 from sumgrad.diagnose.names import group_symbols
 from sumgrad.record.trace import INTO, LOSS
-
-SAME_LOSS = 1e-9
-MOST_TARGETS = 3  # that are written out
 
 
 def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
@@ -155,9 +154,9 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     if not found.lost and not found.ratio and not found.over_all:
         least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
         yield f"{'without one' if found.emptied else 'wrong'} are {least}{places(found.seen)}"
-        if not found.emptied and _is_zero(case, found):
+        if not found.emptied and is_zero(case, found):
             yield "there it is zero, as where none is sent or received, or a buffer is not filled"
-        yield from _of_other_places(case, look, found)
+        yield from of_other_places(case, look, found)
         if found.emptied:
             yield "the others there are right"
         elif any(_with_factors(s) for s in found.seen):
@@ -165,7 +164,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
         else:
             yield from _factor_of_the_others(found)
         if not above:
-            yield from _other_targets(case, look, found)
+            yield from of_other_targets(case, look, found)
     if max(s.call.arrivals for s in found.seen) > 1:
         yield ("where a step discards or overwrites what one of these backwards gives, it is right "
                "to have more there: then look at what is kept")  # fmt: skip
@@ -191,18 +190,6 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     yield from in_the_gradients(case)
 
 
-def _is_zero(case: Case, found: FirstWrong) -> bool:
-    """Whether the gradient is zero in all vectors that are wrong."""
-    traces = traces_looked_at(case)
-    for s in found.seen if traces is not None else ():
-        assert traces is not None
-        trace = traces.ranks[s.rank]
-        gradient = trace.gradients[trace.calls.index(s.call)]
-        if gradient is None or s.wrong is None or bool(vectors(gradient)[s.wrong].any()):
-            return False
-    return traces is not None
-
-
 def _walked_again(look: Look, found: FirstWrong) -> list[str]:
     """Where it is a whole number of times what it should be, and what it is made from was walked
     through so often."""
@@ -212,71 +199,6 @@ def _walked_again(look: Look, found: FirstWrong) -> list[str]:
         return []
     return [f"the same gradient came {times} times to the output of {some_of(again)}: a second "
             f"backward through the same graph adds all of it again"]  # fmt: skip
-
-
-def _of_other_places(case: Case, look: Look, found: FirstWrong) -> list[str]:
-    """Gradients that are right somewhere else."""
-    traces = traces_looked_at(case)
-    if traces is None:
-        return []
-    factors = [constant(s.factors) for m in found.modules for s in look.seen[m]
-               if s.rank in found.ranks and s.backward == "right"]  # fmt: skip
-    known = [f for f in factors if f is not None]
-    factor = known[0] if known and len(known) == len(factors) and same(known) else 1.0
-    dtype = case.record.spec.tiers[case.tier]
-    told = gradients_elsewhere(traces, look, found.seen, dtype, factor)
-    alike: dict[str, list[int]] = {}
-    for one in told:
-        alike.setdefault(_elsewhere(one), []).append(one.rank)
-    shown = [f"on rank {spans(ranks)} {text}" for text, ranks in alike.items()]
-    return ["; ".join(shown[:MOST_TARGETS])] if shown else []
-
-
-def _elsewhere(one: Elsewhere) -> str:
-    if one.level == "sums":
-        summed: dict[int, list[int]] = {}
-        for mine, its in one.calls:
-            summed.setdefault(mine, []).append(its)
-        which = [f"call {mine} gets those of call {spans(its)}" for mine, its in summed.items()]
-        return (f"it is what belongs to several calls, added up: {some_of(which)}: look for what "
-                f"is not cleared between them")  # fmt: skip
-    if one.level == "numbers":
-        return "all its numbers are among those of the right gradient, at other places or again"
-    whose = f"vectors that rank {spans(one.holders)} holds"
-    if not one.holders or one.holders == (one.rank,):
-        whose = "other vectors" + (" of its own" if one.holders else "")
-    if any(mine != its for mine, its in one.calls) and not one.added:
-        which = [f"call {mine} gets that of call {its}" for mine, its in one.calls]
-        return f"it is the gradient of {whose}: {some_of(which)}"
-    if one.added:
-        return f"it is the right one with the gradient of {whose} added"
-    return f"it is the gradient of {whose}"
-
-
-def _other_targets(case: Case, look: Look, found: FirstWrong) -> list[str]:
-    """Targets of a cross entropy that are others than the single process's."""
-    traces = case.record.traces
-    told = None if traces is None else other_targets(traces, found.wrong, found.seen)
-    if not told:
-        return []
-    shown = [
-        f"class {t.now} at {_token(t)}, where that has "
-        + ("no gradient" if t.was is None else f"class {t.was}")
-        for t in told[:MOST_TARGETS]
-    ]
-    more = len(told) - len(shown)
-    text = "; ".join([*shown, f"and {more} more"] if more else shown)
-    return [f"it is the gradient of other targets than the single process's: {text}: look at how "
-            f"targets are cut, shifted and masked"]  # fmt: skip
-
-
-def _token(target: Target) -> str:
-    s, at = target.seen, f"vector {target.vector}"
-    if len(s.shape) > 2:
-        at = f"position {target.vector % s.shape[1]}"
-    where = s.where.picked.tolist().index(target.vector) if s.where is not None else 0
-    row = -1 if s.rows is None else int(s.rows[where])
-    return f"{at}{f' of row {row}' if row >= 0 else ''} on rank {s.rank}"
 
 
 def _own_gradients(case: Case, look: Look, found: FirstWrong) -> Iterator[str]:
@@ -389,37 +311,6 @@ def _weighed(look: Look, found: FirstWrong) -> list[str]:
     if ranks:
         out.append(f"on rank {spans(ranks)} it is right but for factors of its vectors")
     return out
-
-
-def losses_beside(case: Case) -> list[str]:
-    """The ranks' losses beside that of the single process, where both are known."""
-    traces = case.record.traces
-    if traces is None or len(traces.single.losses) != 1:
-        return []
-    wanted = traces.single.losses[0]
-    losses, of = _each_once([trace.losses for trace in traces.ranks.values()])
-    got = sum(losses)
-    ratio = got / wanted if wanted else 0.0
-    if not ratio:
-        return []
-    times = round(ratio) if ratio > 0.5 else 1 / round(1 / ratio) if ratio > 0 else 0.0
-    if times and abs(ratio / times - 1) < SAME_LOSS:
-        up_to = "" if times == 1 else f", {fraction_of(times)} times"
-        return [f"the losses that the ranks' backwards start from{of} add up to that of the single "
-                f"process{up_to}: its value may be right, and its gradient is not"]  # fmt: skip
-    ranks, ddp = len(case.record.ranks), all(r.ddp for r in case.record.ranks.values())
-    after = f"; divided by {ranks}, as DDP does, {ratio / ranks:.6g} times" if ddp else ""
-    return [f"the losses that the ranks' backwards start from{of} add up to {got:.9g}, {ratio:.6g} "
-            f"times that of the single process ({wanted:.9g}){after}"]  # fmt: skip
-
-
-def _each_once(losses: Sequence[tuple[float, ...]]) -> tuple[list[float], str]:
-    """The losses of all ranks; of as many that are the same, as ranks of an axis have, one."""
-    often = Counter(losses)
-    times = set(often.values())
-    if len(times) == 1 and max(times) > 1 and all(losses):
-        return [x for own in often for x in own], f", each {max(times)} that are the same once,"
-    return [x for own in losses for x in own], ""
 
 
 def _untold_between(look: Look, found: FirstWrong) -> list[str]:

@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-import torch
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.between import is_in, range_between
+from sumgrad.diagnose.explainers.by_modules.at_fault import AtFault, Looking
+from sumgrad.diagnose.explainers.by_modules.between import range_between
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked, traces_looked_at
-from sumgrad.diagnose.modules.collectives import (
-    SAME,
-    Collective,
-    collectives,
-    in_words,
-    part_of_rank,
-    times_of,
+from sumgrad.diagnose.explainers.by_modules.sums import (
+    other_sums,
+    other_weights_of_ranks,
+    zeros_put_in,
 )
+from sumgrad.diagnose.modules.collectives import SAME, Collective, collectives
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.diagnose.modules.fitted_parts import Fitted, accounts_for, fit_parts, is_whole_already
+from sumgrad.diagnose.modules.fitted_parts import fit_parts
 from sumgrad.diagnose.modules.goes_on import GoesOn, Source, goes_on, goes_on_in_sum, sources
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.right_sums import Truth, off_by, truths
-from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, constant
-from sumgrad.diagnose.modules.whole import Whole, by_module
-from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.trace import INTO, Traces
-from torch import Tensor
 
 NOTHING = "a rank that has nothing to give is right to: then look elsewhere"
 MOST = 12  # collectives in between that are looked at
-MOST_AFTER = 40  # tensors of modules after them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AtFault:
-    """One collective that does what it should not. cause, because: in words. ranks: whose part."""
-
-    kind: str
-    cause: str
-    because: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
 
 
 def collective_at_fault(case: Case, found: FirstWrong, *, back: bool) -> AtFault | None:
@@ -67,12 +49,14 @@ def _on_rank(
         between, back = _towards_the_loss(found, rank), False  # what is issued in the forward
     if between is None:
         return None
-    looking = _Looking(case=case, traces=traces, look=look, found=found, rank=rank, back=back)
-    told = _first(looking, between, (_sums, _given, _result, _zeros, _weights))
+    looking = Looking(case=case, traces=traces, look=look, found=found, rank=rank, back=back)
+    told = _first(
+        looking, between, (other_sums, _given, _result, zeros_put_in, other_weights_of_ranks)
+    )
     if told is not None or back:
         return told
     # What only some ranks have is taken for padding, and looks right where it is not summed.
-    return _first(replace(looking, everywhere=True), range(between.start), (_sums, _result))
+    return _first(replace(looking, everywhere=True), range(between.start), (other_sums, _result))
 
 
 def _towards_the_loss(found: FirstWrong, rank: int) -> range | None:
@@ -83,9 +67,9 @@ def _towards_the_loss(found: FirstWrong, rank: int) -> range | None:
 
 
 def _first(
-    looking: _Looking,
+    looking: Looking,
     numbers: range,
-    evidence: Sequence[Callable[[_Looking, Collective], AtFault | None]],
+    evidence: Sequence[Callable[[Looking, Collective], AtFault | None]],
 ) -> AtFault | None:
     """What the first kind of evidence says that tells of any of these operations."""
     asked = collectives(looking.traces, looking.rank, numbers.start, numbers.stop)[-MOST:]
@@ -93,290 +77,7 @@ def _first(
     return next((told for told in found if told is not None), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Looking:
-    """What is looked at, and from where. everywhere: any module may have the right sum, not only
-    those around the wrong one."""
-
-    case: Case
-    traces: Traces
-    look: Look
-    found: FirstWrong
-    rank: int
-    back: bool
-    everywhere: bool = False
-
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCES.get(self.case.record.spec.tiers[self.case.tier], COARSE)
-
-    @property
-    def factor(self) -> float | None:
-        """Of the gradients of this rank: that of what is right beside; None where there are
-        several."""
-        if not self.back:
-            return 1.0
-        found = [
-            constant(s.factors)
-            for m in self.found.modules
-            for s in self.look.seen[m]
-            if s.rank == self.rank and s.backward == "right"
-        ]
-        known = [f for f in found if f]
-        if not known or len(known) < len(found) or max(known) - min(known) > SAME * abs(known[0]):
-            return None
-        return known[0]
-
-    def whole(self) -> dict[tuple[str, int], Whole]:
-        """What may be the right sum: of the wrong module, of what is in it, of its neighbours; put
-        together once for all collectives and ranks."""
-        key = f"right sums of {self.found.wrong!r}, {self.back}, {self.everywhere}"
-        if key not in self.case.known:
-            self.case.known[key] = by_module(self.traces.single, self._is_near())
-        found: dict[tuple[str, int], Whole] = self.case.known[key]
-        return found
-
-    def _is_near(self) -> Callable[[str], bool]:
-        if self.everywhere:
-            return lambda _: True
-        wrong = self.found.wrong
-        near = {wrong, f"{INTO}{wrong}", *self.found.beside}
-        near |= {f"{INTO}{m}" for m in self.found.beside}
-        if wrong:
-            near |= {m for m in self.look.modules if is_in(m, wrong)}
-        paths = self.look.paths
-        near |= {*paths.next_below(wrong, lambda _: True)}
-        if self.back:
-            near |= paths.all_above(wrong) & {
-                m for b in self.found.modules for m in paths.all_below(b)
-            }
-        return near.__contains__
-
-    def truths(self, op: Collective) -> Iterator[Truth]:
-        factor = self.factor
-        if factor is not None:
-            yield from truths(
-                op, self.look, self.traces.single, self.whole(), back=self.back, factor=factor
-            )
-
-    def what(self, truth: Truth) -> str:
-        """`what layers.0.down gives in the single process`."""
-        gives = not self.back and not truth.module.startswith(INTO)
-        text = f"what {truth.module} gives" if gives else self.words(truth.module)
-        return f"{text} in the single process"
-
-    def shown(self, op: Collective) -> str:
-        return in_words(self.case.record, op)
-
-    def goes_into(self, module: str, rank: int) -> bool:
-        """Whether numbers that are not all zero go into a module on a rank."""
-        trace = self.traces.ranks[rank]
-        return any(
-            call.module == f"{INTO}{module}" and bool(output.any())
-            for call, output in zip(trace.calls, trace.outputs, strict=True)
-        )
-
-    def off_by(self, op: Collective, truth: Truth) -> Tensor | None:
-        return off_by(self.traces, op, truth, back=self.back)
-
-    def after(self, op: Collective) -> list[tuple[str, Tensor]]:
-        """What came after a collective on this rank, with what it is in words."""
-        trace, number = self.traces.ranks[self.rank], op.own.number
-        near: list[tuple[str, Tensor]] = []
-        for call, output, gradient in zip(trace.calls, trace.outputs, trace.gradients, strict=True):
-            at, value = (call.operation_back, gradient) if self.back else (call.operation, output)
-            if at is None or value is None or at <= number:
-                continue
-            near.append((self.words(call.module), value))
-        lines = []
-        if not self.back:
-            for one in trace.computed.computations:
-                for argument in one.takes:
-                    if isinstance(argument, int):
-                        value = trace.computed.values[argument]
-                        lines.append((f"what `{one.code}` computes with", value))
-        return [*near[:MOST_AFTER], *lines]
-
-    def words(self, module: str) -> str:
-        """`the output of down`, `the gradient of what goes into down`."""
-        name = module.removeprefix(INTO)
-        text = f"what goes into {name}" if module.startswith(INTO) else f"the output of {name}"
-        return f"the gradient of {text}" if self.back else text
-
-
-def _sums(looking: _Looking, op: Collective) -> AtFault | None:
-    """A sum whose parts, with other factors or of other ranks, are what is right there."""
-    if not op.is_sum and op.family != "broadcast":
-        return None
-    shown = looking.shown(op)
-    larger = [
-        ranks for _, sets in axis_groups(looking.case) for ranks in sets if {*op.ranks} < {*ranks}
-    ]
-    for truth in looking.truths(op):
-        other = _other_sum(looking, op, truth, shown, larger)
-        if other is None:
-            continue
-        told, right = other
-        if accounts_for(looking.off_by(op, truth), op, right, looking.tolerance):
-            put_right = f"with that put right {looking.words(truth.module)} is the single process's"
-            return replace(told, because=(*told.because, put_right))
-    return None
-
-
-def _zeros(looking: _Looking, op: Collective) -> AtFault | None:
-    """A sum of a linear layer's parts that is not right, into which a rank puts nothing although
-    something goes into its part of the layer."""
-    members = [r for r in op.ranks if r in op.by_rank]
-    empty = [r for r in members if not bool(op.by_rank[r].given.any())]
-    if looking.back or not op.is_sum or not empty or 2 * len(empty) > len(members):
-        return None
-    for truth in looking.truths(op):
-        off, module = looking.off_by(op, truth), truth.module
-        if off is None or not bool(off.any()) or looking.look.sources.get(module) != "Linear":
-            continue
-        if all(looking.goes_into(module, rank) for rank in empty):
-            return AtFault(
-                kind="lost_contribution",
-                cause=f"rank {spans(empty)} puts zeros into {looking.shown(op)}, although its "
-                f"part of {module} has something to give",
-                because=("what is not written yet, or is zeroed once more, looks like this",),
-                ranks=tuple(empty),
-            )
-    return None
-
-
-def _other_sum(
-    looking: _Looking, op: Collective, truth: Truth, shown: str, larger: Sequence[tuple[int, ...]]
-) -> tuple[AtFault, Tensor] | None:
-    """What a collective does otherwise if this is right there, and what it would give then."""
-    tolerance, what = looking.tolerance, looking.what(truth)
-    given = op.given(op.ranks)
-    if given is None:
-        return None
-    if op.family == "broadcast":
-        every = fit_parts(op, op.ranks, truth, tolerance, with_before=False)
-        told = AtFault(
-            kind="skipped_collective",
-            cause=f"{shown} hands on what one rank has, where the sum of what all of them have is "
-            f"right",
-            because=(f"what the ranks have before it adds up to {what}",),
-            ranks=op.ranks,
-        )
-        return (told, torch.stack(given).sum(0)) if every and every.all_once else None
-    if is_whole_already(op, truth, tolerance):
-        told = AtFault(
-            kind="double_reduction",
-            cause=f"what the ranks put into {shown} is whole already: it is counted "
-            f"{len(op.ranks)} times",
-            because=(f"every one of them puts in {what}",),
-            ranks=op.ranks,
-        )
-        return (told, given[0]) if op.event.get("reduce") != "AVG" else None
-    whole = fit_parts(op, op.ranks, truth, tolerance, with_before=False)
-    if whole is not None and whole.all_once:
-        told = AtFault(
-            kind="avg",
-            cause=f"{shown} averages (AVG), where the sum is meant",
-            because=(f"what its ranks put in adds up to {what}, so that all that follows is "
-                     f"divided by {len(op.ranks)}",),
-            ranks=op.ranks,
-        )  # fmt: skip
-        return (told, torch.stack(given).sum(0)) if op.event.get("reduce") == "AVG" else None
-    if whole is not None:
-        other = _one_rank_otherwise(whole, shown, what)
-        return None if other is None else (other, _put_together(op, whole))
-    older = fit_parts(op, op.ranks, truth, tolerance, with_before=True)
-    if older is not None and older.before:
-        stale = _from_before(older, shown, what)
-        return None if stale is None else (stale, _put_together(op, older))
-    for ranks in larger:
-        more = fit_parts(op, ranks, truth, tolerance, with_before=False)
-        if more is not None and more.all_once:
-            lacking = tuple(sorted({*ranks} - {*op.ranks}))
-            told = AtFault(
-                kind="too_few_ranks",
-                cause=f"{shown} is over too few ranks: it lacks rank {spans(lacking)}",
-                because=(f"only with what rank {spans(lacking)} has there it adds up to {what}",),
-                ranks=op.ranks,
-            )
-            return told, _put_together(op, more)
-    return None
-
-
-def _put_together(op: Collective, fitted: Fitted) -> Tensor:
-    """What ranks put in, with these factors."""
-    now = [c * op.by_rank[r].given.double().reshape(-1) for r, c in fitted.factors.items()]
-    for rank, c in fitted.before.items():
-        held = op.by_rank[rank].before
-        assert held is not None
-        now.append(c * held.double().reshape(-1))
-    return torch.stack(now).sum(0)
-
-
-def _one_rank_otherwise(fitted: Fitted, shown: str, what: str) -> AtFault | None:
-    """Parts that enter with another factor than those of most ranks, which enter once."""
-    other = {r: c for r, c in fitted.factors.items() if abs(c - 1) > SAME}
-    if 2 * len(other) > len(fitted.factors) or any(abs(c) <= SAME for c in other.values()):
-        return None
-    factors = [1 / c for c in other.values()]
-    alike = max(factors) - min(factors) <= SAME
-    named = f"{fraction_of(factors[0])} times what it should"
-    return AtFault(
-        kind="rank_factor",
-        cause=f"rank {spans(sorted(other))} puts {named if alike else 'too much or too little'} "
-        f"into {shown}",
-        because=(f"without that what the ranks put in adds up to {what}",),
-        ranks=tuple(sorted(other)),
-    )
-
-
-def _from_before(fitted: Fitted, shown: str, what: str) -> AtFault | None:
-    """What a rank put in in the step before is in it once more."""
-    if any(abs(c + 1) > SAME for c in fitted.before.values()):
-        return None
-    if any(abs(c - 1) > SAME for c in fitted.factors.values()):
-        return None
-    ranks = tuple(sorted(fitted.before))
-    return AtFault(
-        kind="stale_buffer",
-        cause=f"what rank {spans(ranks)} puts into {shown} has on top what it put in there in the "
-        f"step before: a buffer is not zeroed",
-        because=(f"without it what the ranks put in adds up to {what}",),
-        ranks=ranks,
-    )
-
-
-def _weights(looking: _Looking, op: Collective) -> AtFault | None:
-    """A sum, or a mean, that is right with weights of the ranks, and that has them all alike."""
-    got = op.own.got
-    if not op.is_sum or got is None:
-        return None
-    for truth in looking.truths(op):
-        off = looking.off_by(op, truth)
-        found = fit_parts(op, op.ranks, truth, looking.tolerance, with_before=False)
-        if off is None or found is None or len(found.factors) < len(op.ranks):
-            continue
-        used = times_of(off + part_of_rank(op, truth.target), got.double().reshape(-1))
-        right = list(found.factors.values())
-        if used is None or min(right) <= SAME or max(right) - min(right) <= SAME * max(right):
-            continue
-        times = 1 / len(op.ranks) if op.event.get("reduce") == "AVG" else 1.0
-        shares = ", ".join(fraction_of(c) for c in right)
-        return AtFault(
-            kind="weights_of_ranks",
-            cause=f"what the ranks put into {looking.shown(op)} is weighed alike, each by "
-            f"{fraction_of(used * times)}, where it is right with weights of their own: {shares} "
-            f"of rank {', '.join(map(str, found.factors))}",
-            because=(
-                f"with these weights it is {looking.what(truth)}",
-                "a mean of means of unequally many looks like this",
-            ),
-            ranks=op.ranks,
-        )
-    return None
-
-
-def _given(looking: _Looking, op: Collective) -> AtFault | None:
+def _given(looking: Looking, op: Collective) -> AtFault | None:
     """A rank that puts in something else than the others, which put in what a module gave them."""
     if op.family in ("broadcast", "scatter", "gather"):
         return None
@@ -427,7 +128,7 @@ def _factor(found: Sequence[Source], module: str) -> float | None:
     return next((s.factor for s in found if s.module == module), None)
 
 
-def _result(looking: _Looking, op: Collective) -> AtFault | None:
+def _result(looking: Looking, op: Collective) -> AtFault | None:
     """A right result in place of which something else goes on."""
     shown = looking.shown(op)
     if not op.is_sum:

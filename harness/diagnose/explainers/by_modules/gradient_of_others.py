@@ -1,0 +1,93 @@
+"""A wrong gradient that is right somewhere else, in words: of other vectors, calls, targets."""
+
+from __future__ import annotations
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import traces_looked_at
+from sumgrad.diagnose.modules.elsewhere import Elsewhere, gradients_elsewhere
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.loss_weights import same
+from sumgrad.diagnose.modules.matching import vectors
+from sumgrad.diagnose.modules.seen import constant
+from sumgrad.diagnose.modules.targets import Target, other_targets
+
+MOST_TARGETS = 3  # that are written out
+
+
+def is_zero(case: Case, found: FirstWrong) -> bool:
+    """Whether the gradient is zero in all vectors that are wrong."""
+    traces = traces_looked_at(case)
+    for s in found.seen if traces is not None else ():
+        assert traces is not None
+        trace = traces.ranks[s.rank]
+        gradient = trace.gradients[trace.calls.index(s.call)]
+        if gradient is None or s.wrong is None or bool(vectors(gradient)[s.wrong].any()):
+            return False
+    return traces is not None
+
+
+def of_other_places(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """Gradients that are right somewhere else."""
+    traces = traces_looked_at(case)
+    if traces is None:
+        return []
+    factors = [constant(s.factors) for m in found.modules for s in look.seen[m]
+               if s.rank in found.ranks and s.backward == "right"]  # fmt: skip
+    known = [f for f in factors if f is not None]
+    factor = known[0] if known and len(known) == len(factors) and same(known) else 1.0
+    dtype = case.record.spec.tiers[case.tier]
+    told = gradients_elsewhere(traces, look, found.seen, dtype, factor)
+    alike: dict[str, list[int]] = {}
+    for one in told:
+        alike.setdefault(_elsewhere(one), []).append(one.rank)
+    shown = [f"on rank {spans(ranks)} {text}" for text, ranks in alike.items()]
+    return ["; ".join(shown[:MOST_TARGETS])] if shown else []
+
+
+def _elsewhere(one: Elsewhere) -> str:
+    if one.level == "sums":
+        summed: dict[int, list[int]] = {}
+        for mine, its in one.calls:
+            summed.setdefault(mine, []).append(its)
+        which = [f"call {mine} gets those of call {spans(its)}" for mine, its in summed.items()]
+        return (f"it is what belongs to several calls, added up: {some_of(which)}: look for what "
+                f"is not cleared between them")  # fmt: skip
+    if one.level == "numbers":
+        return "all its numbers are among those of the right gradient, at other places or again"
+    whose = f"vectors that rank {spans(one.holders)} holds"
+    if not one.holders or one.holders == (one.rank,):
+        whose = "other vectors" + (" of its own" if one.holders else "")
+    if any(mine != its for mine, its in one.calls) and not one.added:
+        which = [f"call {mine} gets that of call {its}" for mine, its in one.calls]
+        return f"it is the gradient of {whose}: {some_of(which)}"
+    if one.added:
+        return f"it is the right one with the gradient of {whose} added"
+    return f"it is the gradient of {whose}"
+
+
+def of_other_targets(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """Targets of a cross entropy that are others than the single process's."""
+    traces = case.record.traces
+    told = None if traces is None else other_targets(traces, found.wrong, found.seen)
+    if not told:
+        return []
+    shown = [
+        f"class {t.now} at {_token(t)}, where that has "
+        + ("no gradient" if t.was is None else f"class {t.was}")
+        for t in told[:MOST_TARGETS]
+    ]
+    more = len(told) - len(shown)
+    text = "; ".join([*shown, f"and {more} more"] if more else shown)
+    return [f"it is the gradient of other targets than the single process's: {text}: look at how "
+            f"targets are cut, shifted and masked"]  # fmt: skip
+
+
+def _token(target: Target) -> str:
+    s, at = target.seen, f"vector {target.vector}"
+    if len(s.shape) > 2:
+        at = f"position {target.vector % s.shape[1]}"
+    where = s.where.picked.tolist().index(target.vector) if s.where is not None else 0
+    row = -1 if s.rows is None else int(s.rows[where])
+    return f"{at}{f' of row {row}' if row >= 0 else ''} on rank {s.rank}"

@@ -1,0 +1,42 @@
+"""The ranks' losses beside that of the single process, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of
+
+SAME_LOSS = 1e-9
+
+
+def losses_beside(case: Case) -> list[str]:
+    """The ranks' losses beside that of the single process, where both are known."""
+    traces = case.record.traces
+    if traces is None or len(traces.single.losses) != 1:
+        return []
+    wanted = traces.single.losses[0]
+    losses, of = _each_once([trace.losses for trace in traces.ranks.values()])
+    got = sum(losses)
+    ratio = got / wanted if wanted else 0.0
+    if not ratio:
+        return []
+    times = round(ratio) if ratio > 0.5 else 1 / round(1 / ratio) if ratio > 0 else 0.0
+    if times and abs(ratio / times - 1) < SAME_LOSS:
+        up_to = "" if times == 1 else f", {fraction_of(times)} times"
+        return [f"the losses that the ranks' backwards start from{of} add up to that of the single "
+                f"process{up_to}: its value may be right, and its gradient is not"]  # fmt: skip
+    ranks, ddp = len(case.record.ranks), all(r.ddp for r in case.record.ranks.values())
+    after = f"; divided by {ranks}, as DDP does, {ratio / ranks:.6g} times" if ddp else ""
+    return [f"the losses that the ranks' backwards start from{of} add up to {got:.9g}, {ratio:.6g} "
+            f"times that of the single process ({wanted:.9g}){after}"]  # fmt: skip
+
+
+def _each_once(losses: Sequence[tuple[float, ...]]) -> tuple[list[float], str]:
+    """The losses of all ranks; of as many that are the same, as ranks of an axis have, one."""
+    often = Counter(losses)
+    times = set(often.values())
+    if len(times) == 1 and max(times) > 1 and all(losses):
+        return [x for own in often for x in own], f", each {max(times)} that are the same once,"
+    return [x for own in losses for x in own], ""
