@@ -1,4 +1,4 @@
-"""What a step computes outside of modules: calls of torch functions, by line, with their values."""
+"""What a step computes line by line: calls of torch functions, with their values and gradients."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+
+MODULE = "module "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """One call of a torch function by a user's line.
+    """One call of a torch function by a user's line, or of one of torch's own modules.
 
-    line: `PATH:12`; code: what stands there. takes: its arguments in order: the number of a value,
-    or in words what is no tensor. made_at: of each argument, the line and the code where the tensor
-    was made, or two empty ones. inside: the modules whose forward runs, the outermost first.
-    calls: how many of the trace's calls were there already.
+    function: its name; of a torch.autograd.Function its class, of a module MODULE and its name.
+    line: `PATH:12`; code: what stands there; part: the expression, as far as it is one line. site:
+    which call in the code it is. takes: its arguments in order: the number of a value, or in words
+    what is no tensor. gives: of what it returns the numbers of the values. made_at: of each
+    argument, the line and the code where the tensor was made, or two empty ones. inside: the
+    modules whose forward runs, the outermost first. calls: how many of the trace's calls were there
+    already. written: where the backward of a Function stands, `PATH:12`. function_of: the Function
+    whose forward it is in.
     """
 
     function: str
@@ -26,22 +33,46 @@ class Computation:
     made_at: tuple[tuple[str, str], ...]
     inside: tuple[str, ...] = ()
     calls: int = 0
+    gives: tuple[int, ...] = ()
+    site: str = ""
+    part: str = ""
+    written: str = ""
+    function_of: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Computed:
-    """What one process computed, in order, and the values of the arguments."""
+    """What one process computed, in order, and the values of arguments and results.
+
+    gradients: of each term of the loss, or of all together, by number of a value what reached it.
+    with_graph: numbers of those values that autograd knows a function of.
+    """
 
     computations: tuple[Computation, ...] = ()
     values: tuple[Tensor, ...] = ()
+    gradients: tuple[Mapping[int, Tensor], ...] = ()
+    with_graph: frozenset[int] = frozenset()
 
 
-def computed_as_json(computed: Computed) -> list[dict[str, Any]]:
-    return [asdict(one) for one in computed.computations]
+def computed_as_json(computed: Computed) -> dict[str, Any]:
+    return {
+        "computations": [asdict(one) for one in computed.computations],
+        "terms": len(computed.gradients),
+        "with_graph": sorted(computed.with_graph),
+    }
 
 
-def computed_from(said: Sequence[Mapping[str, Any]], values: Sequence[Tensor]) -> Computed:
-    """Of what computed_as_json gave."""
+def computed_as_tensors(computed: Computed) -> dict[str, Tensor]:
+    gradients = {
+        f"value_gradient/{term}/{i}": gradient
+        for term, own in enumerate(computed.gradients)
+        for i, gradient in own.items()
+    }
+    return {f"value/{i}": t for i, t in enumerate(computed.values)} | gradients
+
+
+def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Computed:
+    """Of what computed_as_json and computed_as_tensors gave."""
     computations = (
         Computation(
             function=one["function"],
@@ -51,20 +82,74 @@ def computed_from(said: Sequence[Mapping[str, Any]], values: Sequence[Tensor]) -
             made_at=tuple((line, code) for line, code in one["made_at"]),
             inside=tuple(one["inside"]),
             calls=one["calls"],
+            gives=tuple(one["gives"]),
+            site=one["site"],
+            part=one["part"],
+            written=one["written"],
+            function_of=one["function_of"],
         )
-        for one in said
+        for one in said.get("computations", ())
     )
-    return Computed(computations=tuple(computations), values=tuple(values))
+    num_values = sum(key.startswith("value/") for key in held)
+    gradients: list[dict[int, Tensor]] = [{} for _ in range(said.get("terms", 0))]
+    for key, tensor in held.items():
+        if key.startswith("value_gradient/"):
+            _, term, number = key.split("/")
+            gradients[int(term)][int(number)] = tensor
+    return Computed(
+        computations=tuple(computations),
+        values=tuple(held[f"value/{i}"] for i in range(num_values)),
+        gradients=tuple(gradients),
+        with_graph=frozenset(said.get("with_graph", ())),
+    )
 
 
 def computed_together(found: Sequence[Computed]) -> Computed:
-    """Of several runs in one process, one after the other."""
+    """Of several terms' runs in one process, one after the other. A value that several of them made
+    at the same place is one, with a gradient of each."""
     computations: list[Computation] = []
     values: list[Tensor] = []
+    gradients: list[dict[int, Tensor]] = []
+    with_graph: set[int] = set()
+    made: dict[tuple[str, int, int], int] = {}
     for one in found:
-        first = len(values)
+        place = places_of(one)
+        number: dict[int, int] = {}
+        for i, value in enumerate(one.values):
+            key = place.get(i)
+            known = None if key is None else made.get(key)
+            if known is None or not same_value(values[known], value):
+                known = len(values)
+                values.append(value)
+            if key is not None:
+                made.setdefault(key, known)
+            number[i] = known
         for c in one.computations:
-            takes = tuple(t + first if isinstance(t, int) else t for t in c.takes)
-            computations.append(replace(c, takes=takes))
-        values += one.values
-    return Computed(computations=tuple(computations), values=tuple(values))
+            takes = tuple(number[t] if isinstance(t, int) else t for t in c.takes)
+            gives = tuple(number[t] for t in c.gives)
+            computations.append(replace(c, takes=takes, gives=gives))
+        for own in one.gradients:
+            gradients.append({number[i]: gradient for i, gradient in own.items()})
+        with_graph |= {number[i] for i in one.with_graph}
+    return Computed(
+        computations=tuple(computations),
+        values=tuple(values),
+        gradients=tuple(gradients),
+        with_graph=frozenset(with_graph),
+    )
+
+
+def places_of(one: Computed) -> dict[int, tuple[str, int, int]]:
+    """Number of a value -> the call that gave it: which in the code, the how manieth, which of its
+    results."""
+    times: dict[str, int] = {}
+    out: dict[int, tuple[str, int, int]] = {}
+    for c in one.computations:
+        nth = times[c.site] = times.get(c.site, -1) + 1
+        for k, number in enumerate(c.gives):
+            out.setdefault(number, (c.site, nth, k))
+    return out
+
+
+def same_value(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)

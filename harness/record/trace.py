@@ -13,7 +13,7 @@ from typing import Any
 
 from sumgrad.base.files import read_json, write_json
 from sumgrad.base.outcome import describe_operation
-from sumgrad.record.computed import Computed, computed_as_json, computed_from
+from sumgrad.record.computed import Computed, computed_as_json, computed_as_tensors, computed_from
 from sumgrad.record.endings import rank_file
 from sumgrad.record.exchanged import Exchange, exchanges_as_tensors, exchanges_from
 from sumgrad.record.reference import Grads, read_tensors, write_tensors
@@ -69,7 +69,8 @@ class Trace:
     computed: what a user's lines did outside of torch's modules. ways: of a rank, from module to
     module, what autograd passes. makers: by parameter, which functions' backwards give its
     gradient. modes: by module, those that it was called in, `training` and `eval`. classes: of all
-    modules, called or not, at the end.
+    modules, called or not, at the end. handed: by a user's module, of each of its calls what it was
+    handed, by the names of its arguments, in words.
     """
 
     calls: tuple[Call, ...]
@@ -97,6 +98,7 @@ class Trace:
     makers: Mapping[str, tuple[Passed, ...]] = field(default_factory=dict)
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     classes: Mapping[str, str] = field(default_factory=dict)
+    handed: Mapping[str, tuple[Mapping[str, str], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,7 +132,7 @@ def write_trace(path: Path, trace: Trace) -> None:
     tensors |= {
         f"used/{i}/{name}": t for name, own in trace.used.items() for i, t in enumerate(own)
     }
-    tensors |= {f"value/{i}": t for i, t in enumerate(trace.computed.values)}
+    tensors |= computed_as_tensors(trace.computed)
     tensors |= exchanges_as_tensors(trace.exchanges)
     first: dict[int, str] = {}
     again = {
@@ -160,6 +162,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "makers": passed_as_json(trace.makers),
         "modes": {name: list(modes) for name, modes in trace.modes.items()},
         "classes": dict(trace.classes),
+        "handed": {name: [dict(call) for call in calls] for name, calls in trace.handed.items()},
     }
     write_json(path.with_suffix(".json"), said)
 
@@ -170,7 +173,7 @@ def read_trace(path: Path) -> Trace:
     held = dict(read_tensors(path.with_suffix(".safetensors")))
     held |= {key: held[known] for key, known in said.get("again", {}).items()}
     calls = tuple(Call(**call) for call in said["calls"])
-    num_data, num_values = (sum(k.startswith(kind) for k in held) for kind in ("data/", "value/"))
+    num_data = sum(key.startswith("data/") for key in held)
 
     def named(kind: str) -> Grads:
         return {key.removeprefix(kind): t for key, t in held.items() if key.startswith(kind)}
@@ -198,13 +201,12 @@ def read_trace(path: Path) -> Trace:
             for name, num in said.get("used", {}).items()
         },
         used_numel=said.get("used_numel", {}),
-        computed=computed_from(
-            said.get("computed", ()), [held[f"value/{i}"] for i in range(num_values)]
-        ),
+        computed=computed_from(said.get("computed", {}), held),
         ways=ways_from(said.get("ways", {})),
         makers=passed_from(said.get("makers", {})),
         modes={name: tuple(modes) for name, modes in said.get("modes", {}).items()},
         classes=said.get("classes", {}),
+        handed={name: tuple(calls) for name, calls in said.get("handed", {}).items()},
         by_term={
             term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
             for term in said["terms"]

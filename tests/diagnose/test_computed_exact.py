@@ -9,7 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 from sumgrad.diagnose.modules.computed_otherwise import _differ, computed_otherwise
-from sumgrad.record.computed import computed_as_json, computed_from, computed_together
+from sumgrad.record.computed import (
+    computed_as_json,
+    computed_as_tensors,
+    computed_from,
+    computed_together,
+)
 from sumgrad.subjects.program.computations import Computations
 from torch.nn import functional as F
 
@@ -276,9 +281,11 @@ def test_classes_in_another_order_are_the_same_targets():
 def test_files_and_several_runs():
     one, two = recorded(scaled, X, 1.5), recorded(centred, X, X.mean(0))
     both = computed_together([one, two])
-    assert [c.function for c in both.computations] == ["mul", "sub", "div"]
-    again = computed_from(computed_as_json(both), both.values)
+    assert [c.function for c in both.computations] == ["exp", "mul", "sub", "div"]
+    again = computed_from(computed_as_json(both), computed_as_tensors(both))
     assert again.computations == both.computations
+    assert again.with_graph == both.with_graph
+    assert [g.keys() for g in again.gradients] == [g.keys() for g in both.gradients]
     assert first(recorded(centred, X[OWN], X[0]), again).mine.function == "sub"
 
 
@@ -295,7 +302,7 @@ def test_what_was_changed_in_place_is_another_value():
         y.numpy()[:] += 1  # as a collective: no torch function sees it
         return first_time, y * 2
 
-    first_time, second = recorded(in_place, X).computations
+    _, first_time, _, second = recorded(in_place, X).computations
     assert first_time.takes[0] != second.takes[0]
 
 

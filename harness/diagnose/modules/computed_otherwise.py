@@ -13,22 +13,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from sumgrad.diagnose.modules.numbers import CLOSE, Numbers
 from sumgrad.record.computed import Computation, Computed
-from sumgrad.record.ranks import sample_of
 from torch import Tensor
 
-CLOSE = 1e-9  # of the number itself
-FEWEST = 3  # different numbers: fewer are found by chance
-SAMPLES = 8
-MOST_COMPARED = 1 << 24  # elements of one rank, seconds of work; what comes later is not told
 MOST_HOLDING = 4  # values that may have all numbers of another, and are asked
-LOOKED_AT = 64  # elements of a tensor, for as many samples
 ATTENTION = "scaled_dot_product_attention"
 CTC = "ctc_loss"
 CLASSES = {"cross_entropy", "nll_loss"}  # their first argument has a dimension of classes
 OF_CLASSES = {"cross_entropy": 1, "nll_loss": 1, "gather": -1}  # which: targets are places in it
 ELEMENTWISE = {"add", "sub", "rsub", "mul", "div", "rdiv", "maximum", "minimum", "mse_loss",
                "l1_loss", "smooth_l1_loss", "huber_loss"}  # fmt: skip
+COMPARED = {
+    "add", "sub", "rsub", "mul", "div", "rdiv", "pow", "where", "masked_fill", "clamp", "maximum",
+    "minimum", "lerp", "addcmul", "addcdiv", "gt", "lt", "ge", "le", "cross_entropy", "nll_loss",
+    "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "gaussian_nll_loss", "poisson_nll_loss", "ctc_loss", "matmul",
+    "linear", "gather", "take_along_dim", "layer_norm", "rms_norm", "cosine_similarity", ATTENTION,
+}  # fmt: skip
 NUMBERS = {"add", "sub", "rsub", "mul", "div", "rdiv", "pow", "clamp", "lerp"}
 
 
@@ -76,6 +78,8 @@ def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[O
     """The computations of a rank that take something else, in the order of the rank."""
     both = _Both(mine, whole)
     for place, c in enumerate(mine.computations):
+        if c.function not in COMPARED:
+            continue
         alike = both.alike(c)
         found = [(w, *told) for w in alike if (told := both.compared(c, w)) is not None]
         others = [
@@ -100,10 +104,12 @@ class _Both:
 
     def __init__(self, mine: Computed, whole: Computed) -> None:
         self.mine, self.whole = mine, whole
-        self.there = _Table(whole.values)
+        self.there = Numbers(whole.values)
         self._known: dict[int, frozenset[int]] = {}
         self._with: dict[tuple[str, int, int], dict[int, Computation]] = {}
-        self._functions = {(c.function, len(c.takes)) for c in whole.computations}
+        self._functions = {
+            (c.function, len(c.takes)) for c in whole.computations if c.function in COMPARED
+        }
         for i, c in enumerate(whole.computations):
             for value in c.takes:
                 if isinstance(value, int):
@@ -342,74 +348,3 @@ def _differ(got: Tensor, wanted: Tensor, number: Tensor, size: int) -> Differenc
     return Difference(
         factor=factor, num=num, of=of, now=float(got[first]), was=float(wanted[first])
     )
-
-
-class _Table:
-    """All float64 numbers of the single process, in order."""
-
-    def __init__(self, values: Sequence[Tensor]) -> None:
-        self._values = values
-        self._sorted: dict[int, tuple[Tensor, Tensor]] = {}
-        self._room = MOST_COMPARED
-        floats = [(i, v.reshape(-1)) for i, v in enumerate(values) if v.dtype == torch.float64]
-        numbers = [f for _, f in floats] or [torch.empty(0, dtype=torch.float64)]
-        owners = [torch.full((len(f),), i) for i, f in floats] or [torch.empty(0, dtype=torch.long)]
-        self._numbers, order = torch.cat(numbers).sort()
-        self._owners = torch.cat(owners)[order]
-
-    def holding(self, value: Tensor) -> frozenset[int]:
-        """The numbers of values that have a sample of these, if they tell anything."""
-        if value.dtype != torch.float64:
-            return frozenset()
-        flat = value.reshape(-1)
-        sample = _telling(flat[sample_of(len(flat), LOOKED_AT)])
-        sample = _telling(flat) if len(sample) < FEWEST else sample
-        if len(sample) < FEWEST:
-            return frozenset()
-        sample = sample[sample_of(len(sample), SAMPLES)]
-        width = CLOSE * sample.abs()
-        low = torch.searchsorted(self._numbers, sample - width).tolist()
-        high = torch.searchsorted(self._numbers, sample + width).tolist()
-        held = frozenset(self._owners[low[0] : high[0]].tolist())
-        for start, end in zip(low[1:], high[1:], strict=True):
-            held &= frozenset(self._owners[start:end].tolist())
-            if not held:
-                break
-        return held
-
-    def places(self, value: Tensor, number: int) -> tuple[Tensor, Tensor] | None:
-        """(n,) which elements of a value, and (n,) which of the whole one they are; None unless
-        all are there. Without numbers that stand there several times."""
-        found = self._ranges(value, number)
-        if found is None or bool((found[0] == found[1]).any()):
-            return None
-        at, end, order = found
-        flat = value.reshape(-1)
-        told = (end - at == 1).nonzero().reshape(-1)
-        if len(flat[told].unique()) < FEWEST:
-            return None
-        return told, order[at[told]]
-
-    def has_all(self, value: Tensor, number: int) -> bool:
-        found = self._ranges(value, number)
-        return found is not None and bool((found[0] < found[1]).all())
-
-    def _ranges(self, value: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(n,) from where and to where each element stands among the sorted ones of a whole value,
-        and (N,) which elements those are; None where that is too much work."""
-        self._room -= value.numel()
-        if self._room < 0:
-            return None
-        if number not in self._sorted:
-            self._sorted[number] = self._values[number].reshape(-1).sort()
-        numbers, order = self._sorted[number]
-        flat = value.reshape(-1)
-        at = torch.searchsorted(numbers, flat - CLOSE * flat.abs())
-        end = torch.searchsorted(numbers, flat + CLOSE * flat.abs(), right=True)
-        return at, end, order
-
-
-def _telling(flat: Tensor) -> Tensor:
-    """Its different numbers that are not found anywhere, in order."""
-    distinct = flat.unique()
-    return distinct[(distinct != distinct.round()) & distinct.isfinite()]

@@ -100,7 +100,7 @@ def see(
         return replace(seen, backward=state, wrong=where.picked[~found.right], factors=factors)
     if shifted:
         return replace(seen, shifted=True)
-    telling = wanted.directions > max(1, found.terms.shape[1]) or _one_factor(found)
+    telling = wanted.directions > max(1, found.terms.shape[1]) or one_factor(found)
     mixed = bool((found.factors.isnan() & ~found.terms.isnan().all(1)).any())
     return replace(
         seen,
@@ -187,7 +187,7 @@ def _got_elsewhere(trace: Trace, call: Call) -> bool:
     )
 
 
-def _one_factor(found: Compared) -> bool:
+def one_factor(found: Compared) -> bool:
     """Of all vectors, or for each term: one number would have fitted few of them by chance."""
     if constant(found.factors) is not None:
         return True

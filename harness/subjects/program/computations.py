@@ -1,7 +1,8 @@
-"""What a user's lines compute outside of torch's own modules: arguments by value, line by line.
+"""What a user's lines compute outside of torch's own modules: by value, line by line.
 
 A step and the single process's loss are often written in the same words. Where both call the same
-function with the same tensor beside another one, that other one is where they part.
+function with the same tensor beside another one, that other one is where they part. And the first
+line that gives what the single process has nowhere, of what it has, is where a step goes wrong.
 """
 
 from __future__ import annotations
@@ -9,20 +10,27 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
+from dataclasses import replace
+from itertools import islice
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.record.computed import Computation, Computed
+from sumgrad.record.computed import MODULE, Computation, Computed, same_value
 from sumgrad.subjects.users_line import is_users
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 MOST_ELEMENTS = 1 << 16  # of a tensor that is kept
-MOST_KEPT = 1 << 22  # elements of all of them
-MOST_CALLS = 20_000
+MOST_KEPT = 1 << 23  # elements of all of them, and as many of their gradients
+MOST_CALLS = 40_000
+MOST_RESULTS = 8  # of one call
+LARGE = "a large tensor, number "
+_SITES: dict[tuple[CodeType, int], tuple[str, str]] = {}
 # On the way from a user's line to here: some of torch's own files, and the lift's function mode.
 WAYS = ("functional.py", "_tensor.py", "overrides.py", "_jit_internal.py", "program/lift.py")
 ALIASES = {
@@ -30,20 +38,7 @@ ALIASES = {
     "multiply": "mul", "rmul": "mul", "imul": "mul", "radd": "add", "iadd": "add",
     "subtract": "sub", "isub": "sub", "mm": "matmul", "bmm": "matmul",
 }  # fmt: skip
-ARITHMETIC = {
-    "add", "sub", "rsub", "mul", "div", "rdiv", "pow", "where", "masked_fill", "clamp", "maximum",
-    "minimum", "lerp", "addcmul", "addcdiv", "gt", "lt", "ge", "le",
-}  # fmt: skip
-LOSSES = {
-    "cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy", "mse_loss", "l1_loss",
-    "binary_cross_entropy_with_logits", "smooth_l1_loss", "huber_loss", "gaussian_nll_loss",
-    "poisson_nll_loss", "ctc_loss",
-}  # fmt: skip
-OTHERS = {
-    "matmul", "linear", "gather", "take_along_dim", "layer_norm", "rms_norm", "cosine_similarity",
-    "scaled_dot_product_attention",
-}  # fmt: skip
-WATCHED = ARITHMETIC | LOSSES | OTHERS
+UNSEEN = {"get", "set", "register_hook", "backward", "requires_grad", "retain_grad"}
 
 
 class Computations(TorchFunctionMode):
@@ -57,77 +52,191 @@ class Computations(TorchFunctionMode):
         self._now = now
         self._found: list[Computation] = []
         self._values: list[Tensor] = []
-        self._room = MOST_KEPT
+        self._gradients: dict[int, Tensor] = {}
+        self._with_graph: set[int] = set()
+        self._room, self._room_back = MOST_KEPT, MOST_KEPT
         self._known = WeakIdKeyDictionary()  # tensor -> number of its last value
         self._made_at = WeakIdKeyDictionary()
+        self._handles: list[Any] = []
+        self._apply: Any = None
+        self._functions: list[str] = []  # Functions whose forward runs
 
     def computed(self) -> Computed:
-        return Computed(computations=tuple(self._found), values=tuple(self._values))
+        return Computed(
+            computations=tuple(self._found),
+            values=tuple(self._values),
+            gradients=(self._gradients,),
+            with_graph=frozenset(self._with_graph),
+        )
+
+    def __enter__(self) -> Computations:
+        """A Function's `apply` is none of torch's functions: it is seen by itself."""
+        applied = Function.__dict__["apply"]
+        self._apply = applied
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() or _is_backward():
+                return applied.__get__(None, cls)(*args, **kwargs)
+            seen = self._applied(cls, args, kwargs)
+            self._functions.append(cls.__name__)
+            try:
+                out = applied.__get__(None, cls)(*args, **kwargs)
+            finally:
+                self._functions.pop()
+            self._add(seen, out)
+            return out
+
+        Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *what: Any) -> None:
+        super().__exit__(*what)
+        Function.apply = self._apply  # type: ignore[method-assign]
+        for handle in self._handles:
+            handle.remove()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling() or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_dynamo_compiling() or _is_backward():
             return func(*args, **kwargs)
         name = _name_of(func)
-        frame = _users_frame() if len(self._found) < MOST_CALLS else None
+        frame = _users_frame() if len(self._found) < MOST_CALLS and name not in UNSEEN else None
         if frame is None:
             return func(*args, **kwargs)
-        if name in WATCHED:
-            self._see(name, frame, args, kwargs)
+        seen = self._see(name, frame, args, kwargs)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and name not in ("get", "set"):
+        if isinstance(out, Tensor):
             self._made_at.setdefault(out, _words(frame))
+        if seen is not None:
+            self._add(seen, out)
         return out
 
-    def _see(self, name: str, frame: FrameType, args: tuple[Any, ...], kwargs: Any) -> None:
-        given = [*((None, a) for a in args), *sorted(kwargs.items())]
-        takes = [self._argument(key, value) for key, value in given]
-        if None in takes or not any(isinstance(t, int) for t in takes):
+    def of_module(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        """A call of one of torch's own modules, inside of which nothing is seen."""
+        if torch.compiler.is_dynamo_compiling() or _is_backward():
             return
-        (line, code), (inside, calls) = _words(frame), self._now()
-        tensors = [value if isinstance(value, Tensor) else None for _, value in given]
-        made = (None if t is None else self._made_at.get(t) for t in tensors)
-        self._found.append(
-            Computation(
-                function=name,
-                line=line,
-                code=code,
-                takes=tuple(t for t in takes if t is not None),
-                made_at=tuple(m or ("", "") for m in made),
-                inside=tuple(inside),
-                calls=calls,
-            )
+        if len(self._found) < MOST_CALLS:
+            given = [("", t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self._add(self._computation(f"{MODULE}{name}", given, ("", "")), output)
+
+    def _applied(self, cls: Any, args: Any, kwargs: Any) -> Computation | None:
+        frame = _users_frame(3) if len(self._found) < MOST_CALLS else None
+        if frame is None:
+            return None
+        given = [("", t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        code = getattr(getattr(cls, "backward", None), "__code__", None)
+        written = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+        site, part = _site(frame)
+        seen = self._computation(cls.__name__, given, _words(frame))
+        return seen and replace(seen, site=site, part=part, written=written)
+
+    def _see(
+        self, name: str, frame: FrameType, args: tuple[Any, ...], kwargs: Any
+    ) -> Computation | None:
+        given = [*((None, a) for a in args), *sorted(kwargs.items())]
+        seen = self._computation(name, given, _words(frame))
+        site, part = _site(frame)
+        return None if seen is None else replace(seen, site=site, part=part)
+
+    def _computation(
+        self, function: str, given: Sequence[tuple[str | None, Any]], at: tuple[str, str]
+    ) -> Computation | None:
+        takes = [taken for key, value in given for taken in self._arguments(key, value)]
+        tensors = [t for _, value in given for t in _several(value)]
+        if not any(isinstance(t, int) for t in takes):
+            return None
+        (line, code), (inside, calls) = at, self._now()
+        made = (self._made_at.get(t) if isinstance(t, Tensor) else None for t in tensors)
+        return Computation(
+            function=function,
+            line=line,
+            code=code,
+            takes=tuple(takes),
+            made_at=tuple(m or ("", "") for m in made),
+            inside=tuple(inside),
+            calls=calls,
+            function_of=self._functions[-1] if self._functions else "",
         )
 
-    def _argument(self, key: str | None, value: Any) -> int | str | None:
-        """The number of a tensor's value, the words of what is none; None where it is too large."""
-        if not isinstance(value, Tensor):
-            return f"{key}={value!r}" if key else repr(value)
+    def _add(self, seen: Computation | None, out: Any) -> None:
+        if seen is None:
+            return
+        tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        numbers = (self._number(t) for t in tensors[:MOST_RESULTS])
+        self._found.append(replace(seen, gives=tuple(n for n in numbers if n is not None)))
+
+    def _arguments(self, key: str | None, value: Any) -> list[int | str]:
+        """The number of a tensor's value, the words of what is none, or is too large; of a list of
+        tensors those of each."""
+        out: list[int | str] = []
+        for one in _several(value):
+            if not isinstance(one, Tensor):
+                out.append(f"{key}={one!r}" if key else repr(one))
+                continue
+            number = self._number(one)
+            out.append(f"{LARGE}{len(self._found)}" if number is None else number)
+        return out
+
+    def _number(self, value: Tensor) -> int | None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            try:
-                if any(p.is_partial() for p in getattr(value, "placements", ())):
-                    return None
-                local = to_local(value).detach()
-                if local.is_complex() or local.is_sparse or local.numel() > MOST_ELEMENTS:
-                    return None
-                held = local.to(device="cpu", copy=True).contiguous()
-            except (RuntimeError, NotImplementedError, AttributeError):
-                return None  # a tensor of a class of its own
+            held = self._held(value)
+            if held is None:
+                return None
             before = self._known.get(value)
-            if before is not None and _same(self._values[before], held):
+            graph = value.requires_grad and not isinstance(value, nn.Parameter)
+            same = before is not None and same_value(self._values[before], held)
+            if same and graph <= (
+                before in self._with_graph
+            ):  # else a Function's result, or a leaf
                 return int(before)
             self._room -= held.numel()
             if self._room < 0:
                 return None
+            number = len(self._values)
             self._values.append(held)
-            self._known[value] = len(self._values) - 1
-            return len(self._values) - 1
+            self._known[value] = number
+            if graph:
+                self._with_graph.add(number)
+                self._handles.append(value.register_hook(self._gradient_hook(number)))
+            return number
+
+    def _held(self, value: Tensor) -> Tensor | None:
+        try:
+            if any(p.is_partial() for p in getattr(value, "placements", ())):
+                return None
+            local = to_local(value).detach()
+            if local.is_complex() or local.is_sparse or local.numel() > MOST_ELEMENTS:
+                return None
+            return local.to(device="cpu", copy=True).contiguous()
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return None  # a tensor of a class of its own
+
+    def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                held = self._held(gradient)
+                if held is None:
+                    return
+                known = self._gradients.get(number)
+                self._room_back -= held.numel() if known is None else 0
+                if self._room_back >= 0:
+                    self._gradients[number] = held if known is None else known + held
+
+        return hook
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+def _several(value: Any) -> Sequence[Any]:
+    """Of a list of tensors each, else what is given."""
+    if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
+        return value
+    return (value,)
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _name_of(func: Any) -> str:
@@ -135,9 +244,9 @@ def _name_of(func: Any) -> str:
     return ALIASES.get(name, name)
 
 
-def _users_frame() -> FrameType | None:
+def _users_frame(depth: int = 2) -> FrameType | None:
     """That of the user's line that calls; None where torch itself does, as in its modules."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         name = frame.f_code.co_filename
         if is_users(name):
@@ -146,6 +255,21 @@ def _users_frame() -> FrameType | None:
             return None
         frame = frame.f_back
     return None
+
+
+def _site(frame: FrameType) -> tuple[str, str]:
+    """Which call in the code a frame is at, and the expression, where it is one line's."""
+    code, at = frame.f_code, frame.f_lasti
+    key = code, at
+    if key not in _SITES:
+        place = next(islice(code.co_positions(), at // 2, None), (None, None, None, None))
+        line, end_line, start, end = place
+        text = ""
+        if line is not None and line == end_line and start is not None and end is not None:
+            whole = linecache.getline(code.co_filename, line).encode()
+            text = whole[start:end].decode(errors="replace").strip()
+        _SITES[key] = f"{code.co_filename}:{frame.f_lineno}:{at}", text
+    return _SITES[key]
 
 
 def _words(frame: FrameType) -> tuple[str, str]:

@@ -24,6 +24,7 @@ MAX_BYTES = 1 << 28  # of outputs and gradients, on each rank
 MAX_BYTES_INTO = 1 << 27  # of what goes into modules and is no output, and its gradients
 _PREFIXES = {a + b for a in (*WRAPPERS, "") for b in WRAPPERS}
 MAX_USED = 4  # states of one parameter that differ
+MAX_HANDED = 256  # calls of one module whose arguments are kept in words
 MAX_PARTS = 4  # tensors of one output that are looked at
 
 
@@ -64,9 +65,11 @@ class ModuleWatch:
         self._used: dict[str, list[Tensor]] = {}
         self._used_numel: dict[str, int] = {}
         self._modes: dict[str, dict[str, None]] = {}
+        self._handed: dict[str, list[dict[str, str]]] = {}
         self._inside: list[str] = []  # the modules whose forward runs
         self._with_paths, self._with_ways = with_paths, with_ways
         self._made_by: list[tuple[str, Any]] = []
+        self.of_module: Callable[[str, Any, Any, Any], object] = lambda *_: None  # of torch's own
         self._anomaly = (False, True)
         self._params = WeakIdKeyDictionary()  # parameter, as its module has it -> its name
 
@@ -131,6 +134,7 @@ class ModuleWatch:
             used={name: tuple(held) for name, held in self._used.items()},
             used_numel=self._used_numel,
             modes={name: tuple(modes) for name, modes in self._modes.items()},
+            handed={name: tuple(calls) for name, calls in self._handed.items()},
             classes={n: type(m).__name__ for n, m in _seen_modules(self._model, self._names)},
         )
 
@@ -175,6 +179,10 @@ class ModuleWatch:
         self._inside.append(name)
         if torch._C._current_graph_task_id() == -1:
             self._uses("forward", name)
+        if " at " in self._sources[name] and len(self._handed.get(name, ())) < MAX_HANDED:
+            self._handed.setdefault(name, []).append(
+                _named_arguments(self._modules[name], args, kwargs)
+            )
         tensors = list(_tensors((args, kwargs)))
         for tensor in tensors:
             if tensor.grad_fn is None and not tensor.requires_grad:
@@ -195,6 +203,8 @@ class ModuleWatch:
         for tensor in parts:
             if tensor is not None:
                 self._made(name, tensor)
+        if " at " not in self._sources[name]:
+            self.of_module(name, args, kwargs, output)
         self._see(name, parts)
 
     def _see(self, name: str, parts: Sequence[Tensor | None]) -> None:
@@ -271,6 +281,28 @@ class ModuleWatch:
         if held is not None and held.dim() and held.numel():
             self._data.append(held)
             self._entered.append(name)
+
+
+def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, str]:
+    """Of a call's arguments, by name: what it is, in a word or two, and of numbers the number."""
+    forward = inspect.unwrap(type(module).forward)
+    try:
+        bound = inspect.signature(forward).bind_partial(module, *args, **kwargs)
+    except (TypeError, ValueError):
+        return {}
+    given = dict(list(bound.arguments.items())[1:])
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind == parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return {name: _in_a_word(value) for name, value in given.items()}
+
+
+def _in_a_word(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return "nothing" if value is None else repr(value)[:40]
+    return f"a {type(value).__name__}"
 
 
 def _as_rows(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.modules.collectives import SAME, Collective, in_words
+from sumgrad.diagnose.modules.computed_otherwise import COMPARED
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.right_sums import Truth, off_by, truths
@@ -127,7 +128,7 @@ class Looking:
         lines = []
         if not self.back:
             for one in trace.computed.computations:
-                for argument in one.takes:
+                for argument in one.takes if one.function in COMPARED else ():
                     if isinstance(argument, int):
                         value = trace.computed.values[argument]
                         lines.append((f"what `{one.code}` computes with", value))

@@ -14,6 +14,7 @@ from sumgrad.diagnose.explainers.by_modules.gradient_of_others import (
     of_other_places,
     of_other_targets,
 )
+from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     gone_into,
@@ -149,6 +150,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     """Which vectors, where to look, and what lies there."""
     at = named(look, found.wrong)
     beside = _parts_between(look, found, near=True)
+    yield from in_words(first_lines(case, found, back=True))
     yield from beside
     yield from lacking_there(case, found, _ends(case, look, found))
     if not found.lost and not found.ratio and not found.over_all:

@@ -176,7 +176,7 @@ def _differs(one: Otherwise, how: Difference) -> str:
         return "another than in any call there that has the rest of it"
     few = f"in {how.num} of {how.of} elements that could be compared"
     if how.elsewhere:
-        return f"{few} (the first: {numbers})"
+        return f"{few} (the first: {how.now:.6g} stands beside what has {how.was:.6g} there)"
     if how.num < how.of:
         return f"another {few} (the first: {numbers})"
     return f"another ({'the first: ' if how.of > 1 else ''}{numbers})"

@@ -11,6 +11,8 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import between, issued_between, listed, places
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
+from sumgrad.diagnose.explainers.by_modules.handed import handed_otherwise
+from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked, named, traces_looked_at
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
@@ -90,6 +92,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     found, entered_right = _where_it_enters_wrong(case, found)
     text, look_at = _start_of_forward(case, look, found)
     because = [*_of_other_classes(case, look, found), *_in_another_mode(case, found)]
+    because += handed_otherwise(case, look, found)
     odd = _odd_data(case, found)
     because += [*odd, *_lacking_below(look, found)]
     if not odd:
@@ -109,6 +112,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     elif whole:
         because.append(f"on rank {spans(whole)} it is right")
     entered = _entered_wrong(case, found)
+    because += in_words(first_lines(case, found, back=False))
     because += lines_between(case, found, f"{INTO}{found.wrong}" if entered else found.wrong)
     parts, missing = _parts_below(case, look, found)
     because += parts or between(case, replace(found, seen=entered or found.seen), back=False)

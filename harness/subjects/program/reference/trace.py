@@ -37,6 +37,7 @@ def trace_reference(
         count = single.value_and_count(name, rows)[1]
         watching = ModuleWatch(single.model, with_paths=True, with_ways=True)
         computations = Computations(watching.now)
+        watching.of_module = computations.of_module
         with watching as seen, default_dtype(single.dtype), computations:
             single.at_loss = seen.at_loss
             single.gradient(name, rows, rows, seed=1 / count)

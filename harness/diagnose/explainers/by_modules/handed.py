@@ -1,0 +1,83 @@
+"""Arguments that a module is handed in its wrong calls, and in none that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import is_in
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.look import Look
+
+Handed = Mapping[str, str]
+
+
+def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """Of the outermost module around what is wrong, or of that itself: which argument all wrong
+    calls have otherwise than the single process, and than most of those that are right."""
+    traces = case.record.traces
+    if traces is None:
+        return []
+    around = [m for m in look.modules if m == found.wrong or is_in(found.wrong, m)]
+    for module in sorted(around, key=lambda m: m.count(".") + bool(m)):
+        there = traces.single.handed.get(module, ())
+        wrong, right = _calls(case, look, found, module)
+        if not wrong or not there:
+            continue
+        for name in dict.fromkeys(n for call in (*wrong.values(), *there) for n in call):
+            has = {call.get(name, "nothing") for call in wrong.values()}
+            others = {call.get(name, "nothing") for call in there}
+            too = [call.get(name, "nothing") in has for call in right]
+            known = right or "nothing" in has | others
+            if len(has) == 1 and not has & others and known and sum(too) * 2 <= len(too):
+                return [_in_words(module, name, has.pop(), sorted(others), wrong, too)]
+    return []
+
+
+def _calls(
+    case: Case, look: Look, found: FirstWrong, module: str
+) -> tuple[dict[tuple[int, int], Handed], list[Handed]]:
+    """What a module was handed in the calls with what is wrong, by rank and number, and in those
+    that gave what is right on all ranks."""
+    wrong: dict[tuple[int, int], Handed] = {}
+    right: list[Handed] = []
+    numbers = {(s.rank, s.call.number) for s in found.seen}
+    told = {(s.rank, s.call.number): s.forward for s in look.seen[found.wrong]}
+    for rank, number, times, handed in _of_ranks(case, found.wrong, module):
+        if times != len(handed):
+            continue  # it is called more or less often than what is wrong
+        if (rank, number) in numbers:
+            wrong[rank, number] = handed[number]
+        elif told.get((rank, number)) == "right":
+            right.append(handed[number])
+    return wrong, right
+
+
+def _of_ranks(
+    case: Case, inner: str, module: str
+) -> Iterator[tuple[int, int, int, Sequence[Handed]]]:
+    """Rank, number of a call of what is wrong, how often that is called, and the module's calls."""
+    traces = case.record.traces
+    for rank, trace in traces.ranks.items() if traces is not None else ():
+        numbers = {c.number for c in trace.calls if c.module == inner and not c.recomputed}
+        for number in sorted(numbers):
+            yield rank, number, len(numbers), trace.handed.get(module, ())
+
+
+def _in_words(
+    module: str,
+    name: str,
+    has: str,
+    others: Sequence[str],
+    wrong: Mapping[tuple[int, int], Handed],
+    too: Sequence[bool],
+) -> str:
+    calls: dict[int, list[int]] = {}
+    for rank, number in wrong:
+        calls.setdefault(rank, []).append(number)
+    where = "; ".join(f"call {spans(own)} on rank {rank}" for rank, own in calls.items())
+    text = f"{module or 'the model'} is handed {has} as {name} where it is wrong ({where})"
+    if too:
+        text += f", and in {sum(too) or 'none'} of the {len(too)} calls that give what is right"
+    return f"{text}; in the single process it is {some_of(others)}"

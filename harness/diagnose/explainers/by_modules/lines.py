@@ -1,0 +1,166 @@
+"""The first line that gives what the single process has nowhere, or its backward, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, line_from_here, looked
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.lines import AtLine, Lines
+from sumgrad.diagnose.modules.seen import TOLERANCES
+from sumgrad.diagnose.names import axis_groups
+from sumgrad.record.computed import Computation
+
+ORDINALS = ("first", "second", "third", "fourth")
+MOST_LINES = 2
+
+
+def first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
+    """Of the wrong ranks the first line, where it is the same one; empty where none is known. Not
+    one that the ranks have where all is right."""
+    try:
+        return _first_lines(case, found, back=back)
+    except (RuntimeError, ValueError, IndexError):
+        return []  # as in looked(): a cause is not lost by a hint
+
+
+def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
+    lines, traces = _lines(case), case.record.traces
+    if lines is None or traces is None:
+        return []
+    asked = {rank: _asked(case, found, rank, back=back) for rank in traces.ranks}
+    if not back:
+        return _agreed(lines.first_forward, asked, found.ranks)
+    told = _agreed(lines.first_backward, asked, found.ranks)
+    if not told and not found.modules:
+        told = _agreed(lines.first_forward, asked, found.ranks)
+        # The loss is no module's: its lines are the single process's, or nothing is told by them.
+        told = [one for one in told if one.there and not one.at and not one.parts]
+    if not told and not _recomputes(case):
+        told = _agreed(lines.cuts, asked, found.ranks)
+    return told
+
+
+def _agreed(
+    search: Callable[[int, Callable[[Computation], bool]], Iterator[AtLine]],
+    asked: Mapping[int, Callable[[Computation], bool]],
+    ranks: Sequence[int],
+) -> list[AtLine]:
+    """What is the first on most of the ranks, of each of them that has it.
+
+    Not lines from which something right is made again, on whatever rank: there they are meant.
+    """
+    every = {rank: list(search(rank, own)) for rank, own in asked.items()}
+    usual = {one.mine.site for found in every.values() for one in found if one.again}
+    usual |= {one.mine.site for rank, found in every.items() if rank not in ranks for one in found}
+    kept = [[o for o in every[rank] if o.mine.site not in usual] for rank in ranks]
+    firsts = [found[0].mine.site for found in kept if found]
+    if not firsts:
+        return []
+    site = max(firsts, key=firsts.count)
+    first = (next((one for one in found if one.mine.site == site), None) for found in kept)
+    return [one for one in first if one is not None]
+
+
+def _lines(case: Case) -> Lines | None:
+    traces = case.record.traces
+    dtype = case.record.spec.tiers[case.tier]
+    if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
+        return None
+    if dtype != "float64":
+        return None
+    if "lines" not in case.known:
+        case.known["lines"] = Lines(traces, axis_groups(case), TOLERANCES[dtype])
+    found: Lines = case.known["lines"]
+    return found
+
+
+def _asked(
+    case: Case, found: FirstWrong, rank: int, *, back: bool
+) -> Callable[[Computation], bool]:
+    """Whether a rank's computation lies between what is right and what is wrong, and inside of no
+    module that gives what is right."""
+    look, traces = looked(case), case.record.traces
+    if look is None or traces is None:
+        return lambda _: False
+    calls = traces.ranks[rank].calls
+    numbers = {s.call.number for s in found.seen if s.rank == rank} or {0}
+    wrong = [i for i, c in enumerate(calls) if c.module == found.wrong and c.number in numbers]
+    if back:
+        start = min(wrong, default=-1)
+        return lambda c: c.calls > start
+    right = {
+        module
+        for module, seen in look.seen.items()
+        if {s.forward for s in seen if s.rank == rank and not s.call.recomputed} == {"right"}
+    }
+    end = max(wrong, default=len(calls))
+    return lambda c: c.calls <= end and right.isdisjoint(c.inside)
+
+
+def _recomputes(case: Case) -> bool:
+    traces = case.record.traces
+    return traces is not None and any(
+        call.recomputed for trace in traces.ranks.values() for call in trace.calls
+    )
+
+
+def in_words(found: Sequence[AtLine]) -> Iterator[str]:
+    if not found:
+        return
+    one, on = found[0], f"on rank {spans(sorted(o.rank for o in found))}"
+    line = expression(one.mine)
+    if one.cut:
+        yield (f"autograd knows nothing of what {line} gives {on}, and in the single process a "
+               f"gradient reaches the same numbers")  # fmt: skip
+    elif one.back:
+        written = one.mine.written
+        where = f" (backward at {line_from_here(written)})" if written else ""
+        others = [o for o in one.beside if o.function != one.mine.function]
+        too = f"; {some_of([_function(o) for o in others])} takes it, too" if others else ""
+        yield (f"the gradient that reaches the result of {line} is right {on}, and that of its "
+               f"{_arguments(found)}{where} is wrong{too}")  # fmt: skip
+    elif one.at:
+        made = _made(one)
+        yield (f"the {_arguments(found)} of {line}{made} is nothing that the single process has "
+               f"anywhere {on}, and no torch function that was seen gives it: look at where it "
+               f"comes from")  # fmt: skip
+    elif one.parts:
+        yield (f"{line} takes what is right only as a sum over ranks, and what it gives is none of "
+               f"the single process's, nor are its sums, {on}: right before a sum is what is "
+               f"linear, and added once")  # fmt: skip
+    else:
+        of = "of numbers that it has" if one.told else "whatever it takes"
+        beside = "" if one.there else "; the single process does not run that line"
+        yield (f"the first line that gives what the single process has nowhere, {of}, is {line}, "
+               f"{on}{beside}")  # fmt: skip
+
+
+def expression(mine: Computation) -> str:
+    """A line, with what stands there, and which part of it where it has several."""
+    text = line_and_code(mine.line, mine.code)
+    whole = mine.code.removeprefix("return ").partition(" = ")
+    if mine.part and mine.part not in (whole[0], whole[2]) and len(mine.part) < len(mine.code):
+        text += f", in it `{mine.part}`"
+    return text
+
+
+def _function(c: Computation) -> str:
+    return f"{c.function} (backward at {line_from_here(c.written)})"
+
+
+def _made(one: AtLine) -> str:
+    line, code = one.mine.made_at[one.at[0]]
+    return f", made at {line_and_code(line, code)}," if line and line != one.mine.line else ""
+
+
+def _arguments(found: Sequence[AtLine]) -> str:
+    """`second argument`, `argument` where there is one."""
+    takes = found[0].mine.takes
+    every = sorted({i for one in found for i in one.at})
+    if sum(isinstance(t, int) for t in takes) == 1:
+        return "argument"
+    words = [ORDINALS[i] if i < len(ORDINALS) else f"{i + 1}th" for i in every]
+    return f"{' and '.join(words)} argument{'s'[: len(words) > 1]}"

@@ -1,0 +1,338 @@
+"""The line where what is right becomes what the single process has nowhere, or its gradient does.
+
+What a rank's lines take and give is looked for among all that the single process has, by value: any
+slice of it, in any order, is right. A gradient is compared where its value was found, as that of a
+module is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from sumgrad.diagnose.modules.matching import add_up, compare_gradient, match, vectors
+from sumgrad.diagnose.modules.numbers import Numbers
+from sumgrad.diagnose.modules.parts import Groups
+from sumgrad.diagnose.modules.seen import State, one_factor
+from sumgrad.record.computed import MODULE, Computation, Computed, places_of, same_value
+from sumgrad.record.trace import Traces
+from torch import Tensor
+
+MOST_ALIKE = 8  # values of the single process that one is compared with
+MOST_FOLLOWED = 5000  # computations on the way from one value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AtLine:
+    """A rank's computation, number `place`, that gives what the single process has nowhere, and
+    takes only what it has. at: of its arguments, by number: in the backward those that get what is
+    wrong, where its results get what is right; in the forward one that no line gives and that the
+    single process has nowhere. cut: its results have no gradient, where there they have one. told:
+    whether what it takes is known to be right; else nothing tells. there: whether the single
+    process runs it, too.
+    """
+
+    rank: int
+    mine: Computation
+    place: int
+    at: tuple[int, ...] = ()
+    back: bool = False
+    cut: bool = False
+    told: bool = True
+    parts: bool = False
+    there: bool = True
+    again: bool = False
+    beside: tuple[Computation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ways:
+    """By number of a value: the computations that give and that take it."""
+
+    gives: dict[int, list[int]] = field(default_factory=dict)
+    takes: dict[int, list[int]] = field(default_factory=dict)
+
+
+class Lines:
+    """What the lines of every rank computed, beside the single process's.
+
+    groups: names of axes with their groups of ranks, over which parts may add up.
+    """
+
+    def __init__(self, traces: Traces, groups: Groups, tolerance: float) -> None:
+        self._ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
+        self._single = traces.single.computed
+        self._there = Numbers([*self._single.values, *traces.single.params.values()])
+        self._sets = [ranks for _, sets in groups for ranks in sets]
+        self._sites = {c.site for c in self._single.computations}
+        self._tolerance = tolerance
+        self._forward: dict[tuple[int, int], State] = {}
+        self._backward: dict[tuple[int, int], State] = {}
+        self._ways = {rank: _ways(computed) for rank, computed in self._ranks.items()}
+        self._places = {rank: places_of(computed) for rank, computed in self._ranks.items()}
+        self._at_place = {
+            rank: {place: number for number, place in found.items()}
+            for rank, found in self._places.items()
+        }
+
+    def first_forward(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
+        """Of the computations that are asked for, those that give something else than the single
+        process has, of what it has, or of parts of that."""
+        for place, c in enumerate(self._ranks[rank].computations):
+            if not asked(c) or c.function.startswith(MODULE) or "empty" in c.function:
+                continue
+            takes = [self.forward(rank, t) if isinstance(t, int) else "untold" for t in c.takes]
+            if "wrong" not in (self.forward(rank, n) for n in c.gives):
+                continue
+            at = tuple(i for i, state in enumerate(takes) if state == "wrong")
+            if any(c.takes[i] in self._ways[rank].gives for i in at) or self._moves(rank, c):
+                continue
+            if c.written and self._takes_wrong_elsewhere(c, rank):
+                continue  # a collective in it hands on what is wrong there
+            yield AtLine(
+                rank=rank,
+                mine=c,
+                place=place,
+                at=at,
+                told="right" in takes,
+                parts="part" in takes,
+                there=c.site in self._sites,
+                again=self._is_right_again(rank, c),
+            )
+
+    def first_backward(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
+        """Against the order, those whose results get what is right, and an argument does not.
+
+        Torch's formulas only where the two are of one shape, and each number is made of its own:
+        what is shared, as a matrix, has a part of its gradient from a part of the rows.
+        """
+        mine = self._ranks[rank]
+        for place, c in reversed(list(enumerate(mine.computations))):
+            if not asked(c) or c.function.startswith(MODULE) or c.function_of:
+                continue
+            reached = [self._reached(rank, c, n) for n in c.gives if n in mine.with_graph]
+            if not reached or {*reached} != {"right"}:
+                continue
+            shapes = {mine.values[n].shape for n in c.gives}
+            at = tuple(
+                i
+                for i, n in enumerate(c.takes)
+                if isinstance(n, int)
+                and n in mine.with_graph
+                and (c.written or {mine.values[n].shape} == shapes)
+                and self.backward(rank, n) == "wrong"
+                and self._is_first(rank, n)
+            )
+            if at:
+                taken = [n for i in at if isinstance(n := c.takes[i], int)]
+                others = dict.fromkeys(
+                    other
+                    for n in taken
+                    for p in self._ways[rank].takes.get(n, ())
+                    if (other := mine.computations[p]).written and p != place
+                )
+                yield AtLine(rank=rank, mine=c, place=place, at=at, back=True, beside=tuple(others))
+
+    def cuts(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
+        """Those whose results autograd does not know, as it knows what they take, where the single
+        process has a gradient of the same numbers."""
+        mine = self._ranks[rank]
+        for place, c in enumerate(mine.computations):
+            known = any(isinstance(t, int) and t in mine.with_graph for t in c.takes)
+            if not asked(c) or not known or c.function.startswith(MODULE) or c.function_of:
+                continue
+            if not c.gives or not all(self._is_cut(rank, n) for n in c.gives):
+                continue
+            if any(n in mine.with_graph for n in self._after(rank, c.gives)):  # else it is sent
+                yield AtLine(rank=rank, mine=c, place=place, back=True, cut=True)
+
+    def _moves(self, rank: int, c: Computation) -> bool:
+        """Whether all that it gives is among what it takes, as of a view or an index."""
+        values = self._ranks[rank].values
+        taken = [values[t].reshape(-1).double() for t in c.takes if isinstance(t, int)]
+        given = [values[n].reshape(-1).double() for n in c.gives]
+        return bool(torch.isin(torch.cat(given), torch.cat(taken)).all())
+
+    def _takes_wrong_elsewhere(self, c: Computation, rank: int) -> bool:
+        """Whether the same call of another rank takes what is wrong already."""
+        place = self._places[rank].get(c.gives[0]) if c.gives else None
+        for other, found in self._at_place.items() if place is not None else ():
+            number = found.get(place)  # type: ignore[arg-type]
+            if other == rank or number is None:
+                continue
+            for at in self._ways[other].gives.get(number, ()):
+                takes = self._ranks[other].computations[at].takes
+                if any(isinstance(t, int) and self.forward(other, t) == "wrong" for t in takes):
+                    return True
+        return False
+
+    def _is_right_again(self, rank: int, c: Computation) -> bool:
+        """Whether something right is made of what it gives, and not only beside what is wrong."""
+        mine, ways = self._ranks[rank], self._ways[rank]
+        for n in self._after(rank, c.gives):
+            if self.forward(rank, n) == "right" and all(
+                self.forward(rank, beside) != "wrong"
+                for place in ways.gives.get(n, ())
+                for beside in mine.computations[place].gives
+            ):
+                return True
+        return False
+
+    def _reached(self, rank: int, c: Computation, number: int) -> State:
+        """What reaches a result of it; where that is one number, only a factor may be wrong."""
+        if c.written and self._ranks[rank].values[number].numel() == 1:
+            return "right" if _gradient(self._ranks[rank], number) is not None else "untold"
+        return self.backward(rank, number)
+
+    def forward(self, rank: int, number: int) -> State:
+        key = rank, number
+        if key not in self._forward:
+            self._forward[key] = self._state(rank, number)
+        return self._forward[key]
+
+    def backward(self, rank: int, number: int) -> State:
+        key = rank, number
+        if key not in self._backward:
+            self._backward[key] = self._state_back(rank, number)
+        return self._backward[key]
+
+    def _state(self, rank: int, number: int) -> State:
+        unknown = self._there.unknown(self._ranks[rank].values[number])
+        if unknown is None:
+            return "untold"
+        if not unknown:
+            return "right"
+        for held in self._together(rank, number):
+            total = torch.stack([self._ranks[r].values[n] for r, n in held]).sum(0)
+            if 0 in (self._there.unknown(total), self._there.unknown(total / len(held))):
+                return "part"
+        return "wrong"
+
+    def _state_back(self, rank: int, number: int) -> State:
+        value, got = self._ranks[rank].values[number], _gradient(self._ranks[rank], number)
+        told: list[State] = []
+        for other in self._alike(value):
+            whole, wanted = self._single.values[other], _gradient(self._single, other)
+            where = match(vectors(value), vectors(whole), self._tolerance)
+            if wanted is None or where is None or not bool(where.here.all()):
+                continue
+            if not bool(vectors(wanted)[where.found.any(0)].any()):
+                continue
+            if got is None:
+                told.append("wrong")
+                continue
+            if got.shape != value.shape:
+                continue
+            own = [g.get(other) for g in self._single.gradients]
+            by_term = None
+            if len(own) > 1:
+                held = [torch.zeros_like(wanted) if g is None else g for g in own]
+                by_term = torch.stack([vectors(g) for g in held])
+            found = compare_gradient(vectors(got), vectors(wanted), where, self._tolerance, by_term)
+            if bool(found.right.all()):
+                if one_factor(found):
+                    return "right"
+                told.append("untold")  # weights of rows or places, which what follows may mix
+                continue
+            together = self._together(rank, number)
+            for ranks in together:
+                parts = [_gradient(self._ranks[r], n) for r, n in ranks]
+                known = [vectors(p) for p in parts if p is not None]
+                if len(known) == len(parts) and add_up(
+                    known, vectors(wanted), where, self._tolerance
+                ):
+                    return "part"
+            told.append("wrong")
+        return "wrong" if told and {*told} == {"wrong"} else "untold"
+
+    def _alike(self, value: Tensor) -> list[int]:
+        """Values of the single process that have all its numbers, of its last dimension first."""
+        held = sorted(n for n in self._there.holding(value) if n < len(self._single.values))
+        last = value.shape[-1:]
+        return sorted(held, key=lambda n: self._single.values[n].shape[-1:] != last)[:MOST_ALIKE]
+
+    def _together(self, rank: int, number: int) -> Iterator[list[tuple[int, int]]]:
+        """The same value of all ranks of a group that this one is in: rank and number of each."""
+        place, shape = self._places[rank].get(number), self._ranks[rank].values[number].shape
+        for ranks in self._sets if place is not None else ():
+            if rank not in ranks or len(ranks) < 2:
+                continue
+            held = [(r, self._at_place.get(r, {}).get(place)) for r in ranks]  # type: ignore[arg-type]
+            known = [(r, n) for r, n in held if n is not None]
+            if len(known) == len(ranks) and all(
+                self._ranks[r].values[n].shape == shape for r, n in known
+            ):
+                yield known
+
+    def _is_first(self, rank: int, number: int) -> bool:
+        """Whether all else that a value goes into gets what is right, and nothing right is met
+        further down."""
+        mine, ways = self._ranks[rank], self._ways[rank]
+        for place in ways.takes.get(number, ()):
+            c = mine.computations[place]
+            given = [n for n in c.gives if n in mine.with_graph and not c.function_of]
+            if any(self.backward(rank, n) in ("wrong", "part") for n in given):
+                return False
+        before = (n for n in self._before(rank, [number]) if n in mine.with_graph)
+        return not any(self.backward(rank, n) == "right" for n in before)
+
+    def _is_cut(self, rank: int, number: int) -> bool:
+        mine, value = self._ranks[rank], self._ranks[rank].values[number]
+        if number in mine.with_graph or not value.is_floating_point():
+            return False
+        held = self._alike(value)
+        if any(same_value(mine.values[n], value) for n in mine.with_graph if n > number):
+            return False  # a leaf from here on, whose gradient a step hands on itself
+        return bool(held) and all(
+            n in self._single.with_graph and _gradient(self._single, n) is not None for n in held
+        )
+
+    def _after(self, rank: int, numbers: Sequence[int]) -> Iterator[int]:
+        mine, ways = self._ranks[rank], self._ways[rank]
+        return _followed(numbers, ways.takes, lambda place: mine.computations[place].gives)
+
+    def _before(self, rank: int, numbers: Sequence[int]) -> Iterator[int]:
+        mine, ways = self._ranks[rank], self._ways[rank]
+        return _followed(
+            numbers,
+            ways.gives,
+            lambda place: [t for t in mine.computations[place].takes if isinstance(t, int)],
+        )
+
+
+def _followed(
+    numbers: Sequence[int], ways: dict[int, list[int]], next_ones: Callable[[int], Sequence[int]]
+) -> Iterator[int]:
+    """All values that computations lead to from these, one after the other."""
+    todo, seen, passed = [*numbers], {*numbers}, set[int]()
+    for _ in count():
+        if not todo or len(passed) > MOST_FOLLOWED:
+            return
+        for place in ways.get(todo.pop(0), ()):
+            if place in passed:
+                continue
+            passed.add(place)
+            for number in next_ones(place):
+                if number not in seen:
+                    seen.add(number)
+                    todo.append(number)
+                    yield number
+
+
+def _ways(computed: Computed) -> _Ways:
+    ways = _Ways()
+    for place, c in enumerate(computed.computations):
+        for number in c.gives:
+            ways.gives.setdefault(number, []).append(place)
+        for taken in c.takes:
+            if isinstance(taken, int):
+                ways.takes.setdefault(taken, []).append(place)
+    return ways
+
+
+def _gradient(computed: Computed, number: int) -> Tensor | None:
+    """Of all terms together."""
+    held = [own[number] for own in computed.gradients if number in own]
+    return torch.stack(held).sum(0) if held else None

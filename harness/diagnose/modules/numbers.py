@@ -1,0 +1,104 @@
+"""Where numbers of one process's values stand among those of another's, by value alone.
+
+In float64, where equal numbers are no chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from sumgrad.record.ranks import sample_of
+from torch import Tensor
+
+CLOSE = 1e-9  # of the number itself
+FEWEST = 3  # different numbers: fewer are found by chance
+SAMPLES = 8
+MOST_COMPARED = 1 << 24  # elements of one rank, seconds of work; what comes later is not told
+LOOKED_AT = 64  # elements of a tensor, for as many samples
+
+
+class Numbers:
+    """All float64 numbers of the values of one process, in order."""
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        self._values = values
+        self._sorted: dict[int, tuple[Tensor, Tensor]] = {}
+        self._room = MOST_COMPARED
+        floats = [(i, v.reshape(-1)) for i, v in enumerate(values) if v.dtype == torch.float64]
+        numbers = [f for _, f in floats] or [torch.empty(0, dtype=torch.float64)]
+        owners = [torch.full((len(f),), i) for i, f in floats] or [torch.empty(0, dtype=torch.long)]
+        self._numbers, order = torch.cat(numbers).sort()
+        self._owners = torch.cat(owners)[order]
+
+    def holding(self, value: Tensor) -> frozenset[int]:
+        """The numbers of values that have a sample of these, if they tell anything."""
+        if value.dtype != torch.float64:
+            return frozenset()
+        flat = value.reshape(-1)
+        sample = telling(flat[sample_of(len(flat), LOOKED_AT)])
+        sample = telling(flat) if len(sample) < FEWEST else sample
+        if len(sample) < FEWEST:
+            return frozenset()
+        sample = sample[sample_of(len(sample), SAMPLES)]
+        width = CLOSE * sample.abs()
+        low = torch.searchsorted(self._numbers, sample - width).tolist()
+        high = torch.searchsorted(self._numbers, sample + width).tolist()
+        held = frozenset(self._owners[low[0] : high[0]].tolist())
+        for start, end in zip(low[1:], high[1:], strict=True):
+            held &= frozenset(self._owners[start:end].tolist())
+            if not held:
+                break
+        return held
+
+    def places(self, value: Tensor, number: int) -> tuple[Tensor, Tensor] | None:
+        """(n,) which elements of a value, and (n,) which of the whole one they are; None unless
+        all are there. Without numbers that stand there several times."""
+        found = self._ranges(value, number)
+        if found is None or bool((found[0] == found[1]).any()):
+            return None
+        at, end, order = found
+        flat = value.reshape(-1)
+        told = (end - at == 1).nonzero().reshape(-1)
+        if len(flat[told].unique()) < FEWEST:
+            return None
+        return told, order[at[told]]
+
+    def unknown(self, value: Tensor) -> int | None:
+        """How many of its numbers, of up to LOOKED_AT, are none of any value here; None where they
+        are too few to tell anything."""
+        if value.dtype != torch.float64:
+            return None
+        flat = value.reshape(-1)
+        sample = telling(flat[sample_of(len(flat), LOOKED_AT)])
+        sample = telling(flat) if len(sample) < FEWEST else sample
+        if len(sample) < FEWEST:
+            return None
+        sample = sample[sample_of(len(sample), LOOKED_AT)]
+        width = CLOSE * sample.abs()
+        low = torch.searchsorted(self._numbers, sample - width)
+        return int((low == torch.searchsorted(self._numbers, sample + width, right=True)).sum())
+
+    def has_all(self, value: Tensor, number: int) -> bool:
+        found = self._ranges(value, number)
+        return found is not None and bool((found[0] < found[1]).all())
+
+    def _ranges(self, value: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(n,) from where and to where each element stands among the sorted ones of a whole value,
+        and (N,) which elements those are; None where that is too much work."""
+        self._room -= value.numel()
+        if self._room < 0:
+            return None
+        if number not in self._sorted:
+            self._sorted[number] = self._values[number].reshape(-1).sort()
+        numbers, order = self._sorted[number]
+        flat = value.reshape(-1)
+        at = torch.searchsorted(numbers, flat - CLOSE * flat.abs())
+        end = torch.searchsorted(numbers, flat + CLOSE * flat.abs(), right=True)
+        return at, end, order
+
+
+def telling(flat: Tensor) -> Tensor:
+    """Its different numbers that are not found anywhere, in order."""
+    distinct = flat.unique()
+    return distinct[(distinct != distinct.round()) & distinct.isfinite()]
