@@ -89,7 +89,24 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("f_20", "with weights of their own: 2/5, 3/10, 3/10 of rank 0, 1, 2"),
         ("g_12", "of each such vector of what goes in elements 4-11 of 16 are wrong, the others"),
         ("q_10", "initial is counted 1/3 = 1/dp times; the other terms are right"),
-        ("z_02", "what has a backward of its own there is Aggregate (backward at tests/bugs/z_02"),
+        (
+            "e_08",
+            "that it has, is tests/bugs/e_08_two_tower_logq_order.py:45 `logits = 4 * users @",
+        ),
+        ("j_07", "in it `self.entropy.apply(logits, tp)` is right on rank 0-3, and that of its"),
+        (
+            "x_06",
+            "is tests/bugs/x_06_minus_one_names_the_last_expert.py:64 `return weight.new_zeros",
+        ),
+        (
+            "z_02",
+            "is right on rank 0-2, and that of its first argument (backward at tests/bugs/z_02",
+        ),
+        (
+            "z_03",
+            "in it `total**2` takes what is right only as a sum over ranks, and what it gives",
+        ),
+        ("z_08", "in it `expert(x[at]) * gates[at, None]`, on rank 0-2"),
         ("z_05", "call 1 gets those of call 0-1, call 2 gets those of call 0-2, call 3 gets"),
         ("z_10", "what has a backward of its own there is ParallelFocal (backward at tests/bugs/"),
         ("h_10", "is another, with other numbers for the keys of a query on rank"),

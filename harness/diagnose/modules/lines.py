@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import torch
+from sumgrad.diagnose.modules.loss_weights import same
 from sumgrad.diagnose.modules.matching import add_up, compare_gradient, match, vectors
 from sumgrad.diagnose.modules.numbers import Numbers
 from sumgrad.diagnose.modules.parts import Groups
-from sumgrad.diagnose.modules.seen import State, one_factor
+from sumgrad.diagnose.modules.seen import State, constant, one_factor
 from sumgrad.record.computed import MODULE, Computation, Computed, places_of, same_value
 from sumgrad.record.trace import Traces
 from torch import Tensor
@@ -70,6 +71,7 @@ class Lines:
         self._tolerance = tolerance
         self._forward: dict[tuple[int, int], State] = {}
         self._backward: dict[tuple[int, int], State] = {}
+        self._factors: dict[tuple[int, int], float | None] = {}  # of gradients that are right
         self._ways = {rank: _ways(computed) for rank, computed in self._ranks.items()}
         self._places = {rank: places_of(computed) for rank, computed in self._ranks.items()}
         self._at_place = {
@@ -80,6 +82,7 @@ class Lines:
     def first_forward(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
         """Of the computations that are asked for, those that give something else than the single
         process has, of what it has, or of parts of that."""
+        outside: set[int] = set()
         for place, c in enumerate(self._ranks[rank].computations):
             if not asked(c) or c.function.startswith(MODULE) or "empty" in c.function:
                 continue
@@ -87,7 +90,11 @@ class Lines:
             if "wrong" not in (self.forward(rank, n) for n in c.gives):
                 continue
             at = tuple(i for i, state in enumerate(takes) if state == "wrong")
-            if any(c.takes[i] in self._ways[rank].gives for i in at) or self._moves(rank, c):
+            known = {c.takes[i] for i in at} & self._ways[rank].gives.keys()
+            if not known <= outside:
+                continue
+            if self._moves(rank, c):
+                outside.update(c.gives)  # what comes from outside is so in another place, too
                 continue
             if c.written and self._takes_wrong_elsewhere(c, rank):
                 continue  # a collective in it hands on what is wrong there
@@ -233,6 +240,7 @@ class Lines:
             found = compare_gradient(vectors(got), vectors(wanted), where, self._tolerance, by_term)
             if bool(found.right.all()):
                 if one_factor(found):
+                    self._factors[rank, number] = constant(found.factors)
                     return "right"
                 told.append("untold")  # weights of rows or places, which what follows may mix
                 continue
@@ -270,11 +278,18 @@ class Lines:
         """Whether all else that a value goes into gets what is right, and nothing right is met
         further down."""
         mine, ways = self._ranks[rank], self._ways[rank]
+        factors = []
         for place in ways.takes.get(number, ()):
             c = mine.computations[place]
-            given = [n for n in c.gives if n in mine.with_graph and not c.function_of]
-            if any(self.backward(rank, n) in ("wrong", "part") for n in given):
-                return False
+            for n in c.gives if not c.function_of else ():
+                if n not in mine.with_graph:
+                    continue
+                if self.backward(rank, n) in ("wrong", "part"):
+                    return False
+                factors.append(self._factors.get((rank, n)))
+        told = [f for f in factors if f is not None]
+        if told and not same(told):
+            return False  # right each by itself, and no sum of them
         before = (n for n in self._before(rank, [number]) if n in mine.with_graph)
         return not any(self.backward(rank, n) == "right" for n in before)
 

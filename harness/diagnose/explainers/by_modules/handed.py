@@ -79,5 +79,5 @@ def _in_words(
     where = "; ".join(f"call {spans(own)} on rank {rank}" for rank, own in calls.items())
     text = f"{module or 'the model'} is handed {has} as {name} where it is wrong ({where})"
     if too:
-        text += f", and in {sum(too) or 'none'} of the {len(too)} calls that give what is right"
+        text += f", and in {sum(too)} of {len(too)} calls that give what is right"
     return f"{text}; in the single process it is {some_of(others)}"

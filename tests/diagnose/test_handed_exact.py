@@ -1,0 +1,94 @@
+"""Arguments that a module is handed where it is wrong, and not where it is right."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sumgrad.diagnose.explainers.by_modules.handed import handed_otherwise
+from sumgrad.record.trace import Call, read_trace, write_trace
+from sumgrad.subjects.program.watch import ModuleWatch
+from torch import nn
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x, mask=None, *, scale=1.0, **others):
+        return self.inner(x) * scale
+
+
+def test_what_a_users_module_is_handed_is_kept_by_name(tmp_path):
+    model = Masked()
+    watching = ModuleWatch(model)
+    with watching:
+        model(torch.randn(2, 3))
+        model(torch.randn(2, 3), torch.ones(2), scale=2, kind="a", more=[1])
+    write_trace(tmp_path / "one", watching.trace())
+    assert read_trace(tmp_path / "one").handed == {
+        "": (
+            {"x": "a tensor of float32"},
+            {"x": "a tensor of float32", "mask": "a tensor of float32", "scale": "2",
+             "kind": "'a'", "more": "a list"},
+        )
+    }  # fmt: skip
+
+
+MASK, NONE = {"mask": "a tensor of bool"}, {"mask": "nothing"}
+
+
+def case_of(ranks, single):
+    """Two modules, `` and in it `inner`, called as often."""
+    calls = {
+        rank: [Call(module="inner", number=i, part=0, operation=0, operation_back=None,
+                    recomputed=False) for i in range(len(handed))]
+        for rank, handed in enumerate(ranks)
+    }  # fmt: skip
+    traces = SimpleNamespace(
+        ranks={
+            rank: SimpleNamespace(calls=calls[rank], handed={"": tuple(handed)})
+            for rank, handed in enumerate(ranks)
+        },
+        single=SimpleNamespace(handed={"": tuple(single)}),
+    )
+    return SimpleNamespace(record=SimpleNamespace(traces=traces)), calls
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wrong", "single", "said"),
+    [
+        ([[NONE, MASK], [NONE]], {(0, 1)}, [NONE],
+         "the model is handed a tensor of bool as mask where it is wrong (call 1 on rank 0), and "
+         "in 0 of 2 calls that give what is right; in the single process it is nothing"),
+        ([[NONE, MASK], [MASK, NONE, NONE]], {(0, 1)}, [{}],
+         "the model is handed a tensor of bool as mask where it is wrong (call 1 on rank 0), and "
+         "in 1 of 4 calls that give what is right; in the single process it is nothing"),
+        ([[NONE], [NONE]], {(0, 0), (1, 0)}, [MASK],
+         "the model is handed nothing as mask where it is wrong (call 0 on rank 0; call 0 on rank "
+         "1); in the single process it is a tensor of bool"),
+        ([[MASK, MASK], [MASK]], {(0, 1)}, [NONE], None),  # most of the right calls have it, too
+        ([[NONE, MASK]], {(0, 0), (0, 1)}, [{"mask": "a tensor of int64"}], None),  # not all of one
+        ([[MASK]], {(0, 0)}, [MASK, NONE], None),
+        ([[{"k": "2"}]], {(0, 0)}, [{"k": "3"}], None),  # sizes are other ones on ranks
+        ([[{"k": "2"}, {"k": "3"}]], {(0, 0)}, [{"k": "3"}],
+         "the model is handed 2 as k where it is wrong (call 0 on rank 0), and in 0 of 1 "
+         "calls that give what is right; in the single process it is 3"),
+        ([[MASK]], {(0, 0)}, [], None),
+    ],
+)  # fmt: skip
+def test_the_argument_that_wrong_calls_have_alone(ranks, wrong, single, said):
+    case, calls = case_of(ranks, single)
+    seen = [
+        SimpleNamespace(rank=rank, call=call,
+                        forward="wrong" if (rank, call.number) in wrong else "right")
+        for rank, own in calls.items()
+        for call in own
+    ]  # fmt: skip
+    look = SimpleNamespace(modules=("inner", ""), seen={"inner": seen})
+    found = SimpleNamespace(
+        wrong="inner", seen=tuple(s for s in seen if s.forward == "wrong"), ranks=(0, 1)
+    )
+    assert handed_otherwise(case, look, found) == ([said] if said else [])

@@ -1,0 +1,299 @@
+"""The line where what is right becomes what the single process has nowhere, or its gradient does.
+
+Both sides are what lines really computed, recorded as in a run.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sumgrad.diagnose.explainers.by_modules.lines import in_words
+from sumgrad.diagnose.modules.lines import Lines
+from sumgrad.record.computed import computed_together
+from sumgrad.subjects.program.computations import Computations
+from torch import nn
+from torch.autograd import Function
+
+G = torch.Generator().manual_seed(5)
+X = torch.randn(6, 5, generator=G, dtype=torch.float64)
+W = torch.randn(5, 5, generator=G, dtype=torch.float64)
+OWN = slice(2, 5)
+AXIS = [("dp", [(0, 1)])]
+
+
+def recorded(function, *given):
+    """What lines computed, with the gradients of the sum of what `function` gives."""
+    with Computations(lambda: ((), 0)) as computations:
+        given = [t.clone().requires_grad_() if torch.is_tensor(t) else t for t in given]
+        function(*given).sum().backward()
+    return computations.computed()
+
+
+def lines(ranks, single, groups=(), params=()):
+    traces = SimpleNamespace(
+        ranks={r: SimpleNamespace(computed=computed) for r, computed in enumerate(ranks)},
+        single=SimpleNamespace(computed=single, params=dict(enumerate(params))),
+    )
+    return Lines(traces, groups, 1e-8)
+
+
+def parts(found):
+    return [(one.mine.part, one.at) for one in found]
+
+
+def everything(_):
+    return True
+
+
+def scaled(x, scale):
+    y = x.sin()
+    z = y * scale
+    return z.cos() * x
+
+
+def test_the_first_line_that_gives_what_is_nowhere_takes_what_is_there():
+    mine = recorded(scaled, X[OWN], X.mean(1)[OWN, None] * 0 + X[0, 0])
+    there = recorded(scaled, X, X.mean(1)[:, None])
+    told = list(lines([mine], there).first_forward(0, everything))
+    assert parts(told) == [("y * scale", ())]
+    assert told[0].told
+    assert told[0].there
+
+
+def test_what_is_right_is_a_slice_in_any_order_and_shape():
+    mine = recorded(scaled, X[[4, 2]], X.mean(1)[[4, 2], None])
+    there = recorded(scaled, X, X.mean(1)[:, None])
+    both = lines([mine], there)
+    assert not list(both.first_forward(0, everything))
+    assert not list(both.first_backward(0, everything))
+    assert not list(both.cuts(0, everything))
+
+
+def test_numbers_that_come_from_outside_are_told_by_where_they_are_used():
+    odd = recorded(scaled, X[OWN], X[OWN] * 0 + torch.rand(3, 1, generator=G, dtype=torch.float64))
+    told = list(lines([odd], recorded(scaled, X, X.mean(1)[:, None])).first_forward(0, everything))
+    assert parts(told) == [("y * scale", (1,))]
+    assert "the second argument of" in next(iter(in_words(told)))
+
+
+def again(x, k):
+    y = (x + k).sin()
+    return ((x + k) - k) * 1.5 * y.dim()
+
+
+def test_what_is_right_again_is_marked():
+    mine, there = recorded(again, X[OWN], 0.25), recorded(again, X, 0.75)
+    told = list(lines([mine], there).first_forward(0, everything))
+    assert [(one.mine.part, one.again) for one in told] == [("x + k", False), ("x + k", True)]
+
+
+def test_what_only_moves_numbers_is_at_no_fault():
+    def turned(x):
+        y = torch.tensor(x.detach().numpy() + 0.1)  # from outside
+        return (y.T[1:] * x.T[1:]).exp()
+
+    mine, there = recorded(turned, X[OWN]), recorded(scaled, X, 2)
+    told = list(lines([mine], there).first_forward(0, everything))
+    assert [part for part, _ in parts(told)] == ["y.T[1:] * x.T[1:]"]
+
+
+def squared(x, cut):
+    y = x[:, cut].sum(1, keepdim=True)
+    return (y**2) * x[:1, :1]
+
+
+def test_a_line_that_is_not_linear_before_a_sum():
+    ranks = [recorded(squared, X, slice(0, 2)), recorded(squared, X, slice(2, 5))]
+    there = recorded(squared, X, slice(0, 5))
+    both = lines(ranks, there, AXIS)
+    told = [list(both.first_forward(rank, everything)) for rank in (0, 1)]
+    assert [parts(found)[0] for found in told] == [("y**2", ()), ("y**2", ())]
+    assert told[0][0].parts
+    assert not next(lines(ranks[:1], there).first_forward(0, everything)).parts
+    assert "right before a sum is what is linear" in next(iter(in_words(told[0])))
+
+
+class Doubled(Function):
+    @staticmethod
+    def forward(ctx, x, how):
+        ctx.how = how
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return {"right": 2 * g, "thrice": 3 * g, "turned": 2 * g.flip(0)}[ctx.how], None
+
+
+def with_function(x, how):
+    y = x.sin()
+    z = Doubled.apply(y, how) if how else y * 2
+    return z.exp() * x
+
+
+@pytest.mark.parametrize(("how", "found"), [("right", 0), ("thrice", 0), ("turned", 1)])
+def test_a_function_whose_own_backward_is_wrong(how, found):
+    """A factor of all of it is told elsewhere."""
+    mine, there = recorded(with_function, X[OWN], how), recorded(with_function, X, "")
+    both = lines([mine], there)
+    told = list(both.first_backward(0, everything))
+    assert parts(told) == [("Doubled.apply(y, how)", (0,))][:found]
+    if found:
+        (said,) = in_words(told)
+        assert "Doubled.apply(y, how)` is right on rank 0, and that of its argument (back" in said
+        assert "test_lines_exact.py" in said
+    assert not list(both.cuts(0, everything))
+    assert not list(both.first_forward(0, everything))
+
+
+def test_of_two_that_take_the_same_both_are_named():
+    class Again(Doubled):
+        @staticmethod
+        def backward(ctx, g):
+            return Doubled.backward(ctx, g)
+
+    def both_of_them(x, how):
+        y = x.sin()
+        first = Again.apply(y, "right") if how else y * 2
+        second = Doubled.apply(y, how) if how else y * 2
+        return first.exp() * second.cos()
+
+    mine, there = recorded(both_of_them, X[OWN], "turned"), recorded(both_of_them, X, "")
+    (one, *_) = lines([mine], there).first_backward(0, everything)
+    assert one.mine.function == "Doubled"
+    assert [other.function for other in one.beside] == ["Again"]
+    assert "; Again (backward at" in next(iter(in_words([one])))
+
+
+def test_a_loss_of_one_number_has_only_a_factor():
+    class Summed(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.square().sum()
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * ctx.saved_tensors[0].flip(1) * g
+
+    def loss(x, own):
+        y = x.sin()
+        return Summed.apply(y) if own else y.square().sum()
+
+    told = list(lines([recorded(loss, X[OWN], True)], recorded(loss, X, False))
+                .first_backward(0, everything))  # fmt: skip
+    assert parts(told) == [("Summed.apply(y)", (0,))]
+
+
+def hooked(x, hook):
+    y = x.sin()
+    if hook:
+        y.register_hook(lambda g: g.flip(0))
+    return (y * 3).exp()
+
+
+def test_a_hook_changes_what_torchs_formula_gives():
+    mine, there = recorded(hooked, X[OWN], True), recorded(hooked, X, False)
+    assert parts(lines([mine], there).first_backward(0, everything)) == [("x.sin()", (0,))]
+
+
+def shared(x, w, rows):
+    return ((x[rows] @ w) * 2).exp()
+
+
+def test_of_what_is_shared_a_part_of_the_rows_gives_a_part():
+    """And its gradient is no slice of that of all rows."""
+    there = recorded(shared, X[:5], W, slice(0, 5))
+    mine = recorded(shared, X[:5], W, slice(2, 4))
+    assert not list(lines([mine], there).first_backward(0, everything))
+
+
+def cut_off(x, how):
+    y = x.sin()
+    if how == "cut":
+        y = y.detach()
+    if how == "leaf":
+        y = y.detach().requires_grad_()
+    return (y * x).exp()
+
+
+@pytest.mark.parametrize(("how", "found"), [("", []), ("cut", ["y.detach()"]), ("leaf", [])])
+def test_a_line_that_autograd_does_not_pass(how, found):
+    mine, there = recorded(cut_off, X[OWN], how), recorded(cut_off, X, "")
+    told = list(lines([mine], there).cuts(0, everything))
+    assert [one.mine.part for one in told] == found
+    assert [one.cut for one in told] == [True] * len(found)
+    if found:
+        assert "autograd knows nothing of what" in next(iter(in_words(told)))
+
+
+def test_what_is_sent_is_detached_rightly():
+    def sent(x):
+        y = x.sin()
+        y.detach().clone()
+        return y.exp()
+
+    mine, there = recorded(sent, X[OWN]), recorded(sent, X)
+    assert not list(lines([mine], there).cuts(0, everything))
+
+
+def test_rows_that_are_weighed_otherwise_tell_nothing_of_what_mixes_them():
+    def mixed(x, weights):
+        y = x.sin()
+        return Doubled.apply(y, "turned") * weights
+
+    weights = torch.arange(1.0, 4.0, dtype=torch.float64)[:, None]
+    mine, there = recorded(mixed, X[OWN], weights), recorded(mixed, X, 1)
+    assert not list(lines([mine], there).first_backward(0, everything))
+
+
+def test_an_error_of_another_rank_is_handed_on_and_is_no_fault_of_the_line():
+    class SumOfBoth(Function):
+        @staticmethod
+        def forward(ctx, x, other):
+            return x + torch.tensor(other.detach().numpy())
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, None
+
+    def summed(x, other, add):
+        y = x.sin() + add
+        return SumOfBoth.apply(y, other)
+
+    there = recorded(lambda x: x.sin() * 2 + 0 * x, X)
+    odd = X.sin() + torch.rand(6, 5, generator=G, dtype=torch.float64)
+    ranks = [recorded(summed, X, odd, 0.0), recorded(summed, X, X.sin(), odd - X.sin())]
+    both = lines(ranks, there)
+    functions = [[o.mine.function for o in both.first_forward(r, everything)] for r in (0, 1)]
+    assert functions == [["add"], ["add"]] or "SumOfBoth" not in functions[0]
+
+
+def test_numbers_of_other_digits_tell_nothing():
+    mine, there = recorded(scaled, X[OWN].float(), 3.0), recorded(scaled, X.float(), 2.0)
+    assert not list(lines([mine], there).first_forward(0, everything))
+
+
+def test_parameters_are_known_by_the_model():
+    layer = nn.Linear(5, 5).double()
+    there = recorded(layer, X)
+    mine = recorded(lambda x: (x @ layer.weight.T + layer.bias).exp(), X[OWN])
+    told = list(lines([mine], there).first_forward(0, everything))
+    known = list(lines([mine], there, params=layer.parameters()).first_forward(0, everything))
+    assert parts(told)[0][1] != ()
+    assert parts(known)[0] == ("x @ layer.weight.T", ())
+
+
+def test_terms_of_one_place_are_one_value_with_a_gradient_of_each():
+    def term(x, k):
+        y = x.sin()
+        return y * k
+
+    two = computed_together([recorded(term, X, 2.0), recorded(term, X, 5.0)])
+    sines = [c for c in two.computations if c.function == "sin"]
+    assert len({c.gives for c in sines}) == 1
+    (number,) = sines[0].gives
+    assert [float(own[number][0, 0]) for own in two.gradients] == [2.0, 5.0]
+    mine = recorded(lambda x: term(x, 2.0) * 3 + term(x, 5.0) * 4, X[OWN])
+    assert not list(lines([mine], two).first_backward(0, everything))
