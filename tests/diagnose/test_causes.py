@@ -93,6 +93,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "e_08",
             "that it has, is tests/bugs/e_08_two_tower_logq_order.py:45 `logits = 4 * users @",
         ),
+        ("e_09", "td_target_keeps_graph.py:32 `last = reward[:, t] + DISCOUNT * mixed * goes_on"),
         ("j_07", "in it `self.entropy.apply(logits, tp)` is right on rank 0-3, and that of its"),
         (
             "x_06",
@@ -211,6 +212,7 @@ def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
         "twelfth": 20,
         "thirteenth": 20,
         "fourteenth": 20,
+        "fifteenth": 20,
     }  # fmt: skip
     for paths in halves.values():
         for path in paths:

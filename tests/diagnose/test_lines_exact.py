@@ -228,6 +228,24 @@ def test_a_line_that_autograd_does_not_pass(how, found):
         assert "autograd knows nothing of what" in next(iter(in_words(told)))
 
 
+def test_a_line_that_autograd_passes_and_does_not_in_the_single_process():
+    def towards(x, how):
+        y = x.sin()
+        with torch.set_grad_enabled(how == "kept"):
+            target = y * 3 + 1
+        return (y.cos() - target) ** 2
+
+    mine, there = recorded(towards, X[OWN], "kept"), recorded(towards, X, "")
+    (one, *more) = lines([mine], there).kept(0, everything)
+    assert (one.mine.part, one.kept) == ("y * 3", True)
+    assert [o.mine.part for o in more] == ["y * 3 + 1"]
+    assert "look for a detach or a no_grad that is missing" in next(iter(in_words([one])))
+    for same in ("kept", ""):
+        both = lines([recorded(towards, X[OWN], same)], recorded(towards, X, same))
+        assert not list(both.kept(0, everything))
+    assert not list(lines([there], mine).kept(0, everything))
+
+
 def test_what_is_sent_is_detached_rightly():
     def sent(x):
         y = x.sin()

@@ -30,7 +30,8 @@ class AtLine:
     """A rank's computation, number `place`, that gives what the single process has nowhere, and
     takes only what it has. at: of its arguments, by number: in the backward those that get what is
     wrong, where its results get what is right; in the forward one that no line gives and that the
-    single process has nowhere. cut: its results have no gradient, where there they have one. told:
+    single process has nowhere. cut: its results have no gradient, where there they have one; kept:
+    they have one, where there they have none. told:
     whether what it takes is known to be right; else nothing tells. there: whether the single
     process runs it, too.
     """
@@ -41,6 +42,7 @@ class AtLine:
     at: tuple[int, ...] = ()
     back: bool = False
     cut: bool = False
+    kept: bool = False
     told: bool = True
     parts: bool = False
     there: bool = True
@@ -154,6 +156,26 @@ class Lines:
                 continue
             if any(n in mine.with_graph for n in self._after(rank, c.gives)):  # else it is sent
                 yield AtLine(rank=rank, mine=c, place=place, back=True, cut=True)
+
+    def kept(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
+        """Those whose results get a gradient, where autograd knows nothing of the same numbers in
+        the single process."""
+        mine = self._ranks[rank]
+        for place, c in enumerate(mine.computations):
+            if not asked(c) or c.function.startswith(MODULE) or c.function_of or not c.gives:
+                continue
+            if all(self._is_kept(rank, n) for n in c.gives):
+                yield AtLine(rank=rank, mine=c, place=place, back=True, kept=True)
+
+    def _is_kept(self, rank: int, number: int) -> bool:
+        mine = self._ranks[rank]
+        got = _gradient(mine, number) if number in mine.with_graph else None
+        if got is None or not bool(got.any()):
+            return False
+        held = self._there.holding(mine.values[number])
+        return bool(held) and not any(
+            n >= len(self._single.values) or n in self._single.with_graph for n in held
+        )
 
     def _moves(self, rank: int, c: Computation) -> bool:
         """Whether all that it gives is among what it takes, as of a view or an index."""

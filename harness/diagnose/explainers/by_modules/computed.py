@@ -12,6 +12,7 @@ import torch
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.lines import in_words, lines_with_a_graph
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, line_and_code, looked, owners
 from sumgrad.diagnose.modules.computed_otherwise import (
     ATTENTION,
@@ -36,6 +37,9 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if diagnosis.kind not in (*LEADS, *BESIDE):
         return diagnosis
     found = lines_that_differ(case)
+    if not found and diagnosis.kind in BESIDE:
+        kept = tuple(in_words(lines_with_a_graph(case)))
+        return replace(diagnosis, because=(*kept, *diagnosis.because))
     if not found or (diagnosis.kind == "backward" and not _at_the_loss(case)):
         return diagnosis
     line = _in_words(found)

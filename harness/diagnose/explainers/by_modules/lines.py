@@ -38,9 +38,22 @@ def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
         told = _agreed(lines.first_forward, asked, found.ranks)
         # The loss is no module's: its lines are the single process's, or nothing is told by them.
         told = [one for one in told if one.there and not one.at and not one.parts]
+    if not told:
+        told = _agreed(lines.kept, asked, found.ranks)
     if not told and not _recomputes(case):
         told = _agreed(lines.cuts, asked, found.ranks)
     return told
+
+
+def lines_with_a_graph(case: Case) -> list[AtLine]:
+    """Of the ranks the first line that autograd passes, and does not in the single process."""
+    lines, traces = _lines(case), case.record.traces
+    if lines is None or traces is None:
+        return []
+    try:
+        return _agreed(lines.kept, {rank: lambda _: True for rank in traces.ranks}, [*traces.ranks])
+    except (RuntimeError, ValueError, IndexError):
+        return []
 
 
 def _agreed(
@@ -115,6 +128,10 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
     if one.cut:
         yield (f"autograd knows nothing of what {line} gives {on}, and in the single process a "
                f"gradient reaches the same numbers")  # fmt: skip
+    elif one.kept:
+        yield (f"a gradient reaches what {line} gives {on}, and in the single process autograd "
+               f"knows nothing of the same numbers: look for a detach or a no_grad that is missing"
+              )  # fmt: skip
     elif one.back:
         written = one.mine.written
         where = f" (backward at {line_from_here(written)})" if written else ""
