@@ -15,6 +15,8 @@ from sumgrad.plan.edges import Count
 from sumgrad.plan.schedule import Mismatch
 from sumgrad.record.directory import Record
 
+MOST_GROUPS = 3  # of tensors that are missing on the same ranks
+
 
 def law_only(record: Record, mismatches: Sequence[Mismatch]) -> Diagnosis:
     """The values are right but the ledger is not the plan's: find the plan that it is."""
@@ -141,18 +143,43 @@ def incomparable(record: Record, diffs: Sequence[TensorDiff]) -> Iterator[Diagno
         ("not_finite", [d for d in bad if d.index]),
     ):
         if mine:
-            names = list(dict.fromkeys(d.name for d in mine))
             ranks = tuple(sorted({d.rank for d in mine}))
             yield Diagnosis(
-                cause=f"{some_of(names)} on rank {spans(ranks)}: {mine[0].reason}",
+                cause=f"{_on_which_ranks(mine)}: {mine[0].reason}",
                 kind=kind,
                 standing="proved",
                 ranks=ranks,
                 because=(
                     f"{len(mine)} tensors of {len(diffs)} could not be compared",
                     *_sources(record, mine[0]),
+                    *(_own_backwards(record, mine) if kind == "missing" else ()),
                 ),
             )
+
+
+def _on_which_ranks(bad: Sequence[TensorDiff]) -> str:
+    """`a.weight, a.bias on rank 1; b.weight on rank 0`."""
+    ranks: dict[str, set[int]] = {}
+    for d in bad:
+        ranks.setdefault(d.name, set()).add(d.rank)
+    names: dict[tuple[int, ...], list[str]] = {}
+    for name, own in ranks.items():
+        names.setdefault(tuple(sorted(own)), []).append(name)
+    told = [f"{some_of(held)} on rank {spans(own)}" for own, held in names.items()]
+    more = [f"{len(told) - MOST_GROUPS} more such groups"] if len(told) > MOST_GROUPS else []
+    return "; ".join([*told[:MOST_GROUPS], *more])
+
+
+def _own_backwards(record: Record, bad: Sequence[TensorDiff]) -> list[str]:
+    """On which ranks the backward gave it one, where it did on some."""
+    traces = record.traces.ranks if record.traces is not None else {}
+    for d in bad:
+        gave = [rank for rank, trace in traces.items() if d.name in trace.own]
+        if gave and d.rank not in gave:
+            return [f"the backward of rank {spans(gave)} gives {d.name} one, that of rank {d.rank} "
+                    f"gives it none: what a rank does not use must still take part in what is "
+                    f"summed over ranks"]  # fmt: skip
+    return []
 
 
 def _sources(record: Record, diff: TensorDiff) -> list[str]:

@@ -166,6 +166,17 @@ def test_of_two_that_take_the_same_both_are_named():
     assert "; Again (backward at" in next(iter(in_words([one])))
 
 
+def test_of_a_function_and_torchs_formula_the_function_is_at_fault():
+    def beside(x, how):
+        y = x.sin()
+        first = Doubled.apply(y, how) if how else y * 2
+        return first.exp() + y * 3
+
+    mine, there = recorded(beside, X[OWN], "turned"), recorded(beside, X, "")
+    told = list(lines([mine], there).first_backward(0, everything))
+    assert [one.mine.function for one in told] == ["Doubled"]
+
+
 def test_a_loss_of_one_number_has_only_a_factor():
     class Summed(Function):
         @staticmethod

@@ -105,6 +105,7 @@ class _Both:
     def __init__(self, mine: Computed, whole: Computed) -> None:
         self.mine, self.whole = mine, whole
         self.there = Numbers(whole.values)
+        self._spread: set[tuple[str, str]] | None = None
         self._known: dict[int, frozenset[int]] = {}
         self._with: dict[tuple[str, int, int], dict[int, Computation]] = {}
         self._functions = {
@@ -166,6 +167,16 @@ class _Both:
             self._known[number] = self.there.holding(self.mine.values[number])
         return self._known[number]
 
+    def _spread_there(self) -> set[tuple[str, str]]:
+        """The single process's functions and lines that broadcast two arguments over each other."""
+        if self._spread is None:
+            self._spread = set()
+            for c in self.whole.computations:
+                shapes = [self.whole.values[t].shape for t in c.takes if isinstance(t, int)]
+                if c.function in ELEMENTWISE and len(shapes) == 2 and _is_spread(*shapes):
+                    self._spread.add((c.function, c.line))
+        return self._spread
+
     def _beside(
         self,
         c: Computation,
@@ -190,7 +201,10 @@ class _Both:
         if got is None or wanted is None:
             return None
         here, there = (shapes[0], got.shape), (shapes[1], wanted.shape)
-        if c.function in ELEMENTWISE and _is_spread(*here) and not _is_spread(*there):
+        spread = c.function in ELEMENTWISE and _is_spread(*here) and not _is_spread(*there)
+        if spread and (c.function, c.line) in self._spread_there():
+            return None  # the same line pairs all with all in the single process, too
+        if spread:
             n, nan = got.numel(), math.nan
             return (Difference(factor=None, num=n, of=n, now=nan, was=nan, spread=here),)
         same = got.shape == wanted.shape and torch.equal(got, wanted)

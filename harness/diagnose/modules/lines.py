@@ -142,7 +142,10 @@ class Lines:
                     for p in self._ways[rank].takes.get(n, ())
                     if (other := mine.computations[p]).written and p != place
                 )
-                yield AtLine(rank=rank, mine=c, place=place, at=at, back=True, beside=tuple(others))
+                if c.written or not others:  # else one of those that have a backward of their own
+                    yield AtLine(
+                        rank=rank, mine=c, place=place, at=at, back=True, beside=tuple(others)
+                    )
 
     def cuts(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
         """Those whose results autograd does not know, as it knows what they take, where the single

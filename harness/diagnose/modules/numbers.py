@@ -16,6 +16,7 @@ FEWEST = 3  # different numbers: fewer are found by chance
 SAMPLES = 8
 MOST_COMPARED = 1 << 24  # elements of one rank, seconds of work; what comes later is not told
 LOOKED_AT = 64  # elements of a tensor, for as many samples
+MOST_ASKED = 8191  # elements of a tensor that are looked for, wherever they are
 
 
 class Numbers:
@@ -65,16 +66,14 @@ class Numbers:
         return told, order[at[told]]
 
     def unknown(self, value: Tensor) -> int | None:
-        """How many of its numbers, of up to LOOKED_AT, are none of any value here; None where they
-        are too few to tell anything."""
+        """How many of its different numbers, of up to MOST_ASKED, are none of any value here; None
+        where they are too few to tell anything."""
         if value.dtype != torch.float64:
             return None
         flat = value.reshape(-1)
-        sample = telling(flat[sample_of(len(flat), LOOKED_AT)])
-        sample = telling(flat) if len(sample) < FEWEST else sample
+        sample = telling(flat[sample_of(len(flat), MOST_ASKED)])
         if len(sample) < FEWEST:
             return None
-        sample = sample[sample_of(len(sample), LOOKED_AT)]
         width = CLOSE * sample.abs()
         low = torch.searchsorted(self._numbers, sample - width)
         return int((low == torch.searchsorted(self._numbers, sample + width, right=True)).sum())
