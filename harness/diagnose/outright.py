@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import ledger_against
+from sumgrad.diagnose.explainers.by_modules.never_called import never_called
 from sumgrad.diagnose.explainers.hypotheses import hypotheses
 from sumgrad.judge.comparison import TensorDiff
 from sumgrad.judge.knowledge import known_plan, plan_of
@@ -121,17 +122,24 @@ def missing_wait(record: Record) -> Diagnosis | None:
 
 def run_to_run(again: Sequence[TensorDiff]) -> Diagnosis:
     """The repeated step gave something else."""
-    ranks = tuple(sorted({d.rank for d in again if d.status == "fail"}))
+    other = [d for d in again if d.status == "fail"]
+    names = {d.name for d in other}
+    alike = {d.name for d in again} - names
+    because = ["the last step was run twice in the same processes, and the two differ by more than "
+               "the threshold"]  # fmt: skip
+    if alike:
+        because.append(f"{some_of(sorted(alike))} is the same both times")
     return Diagnosis(
-        cause="the same step on the same weights and batch gives another gradient each time",
+        cause=f"the same step on the same weights and batch gives another gradient when it is run "
+        f"again: {_on_which_ranks(other)}",
         kind="run_to_run",
         standing="proved",
-        ranks=ranks,
-        because=(
-            "the last step was run twice in the same processes, and the two differ by more than "
-            "the threshold",
+        ranks=tuple(sorted({d.rank for d in other})),
+        because=tuple(because),
+        however=(
+            "random numbers drawn unseeded, a race, memory that is not filled (torch.empty) and "
+            "state carried over look the same",
         ),
-        however=("random numbers drawn unseeded, a race, and state carried over look the same",),
     )
 
 
@@ -143,7 +151,7 @@ def incomparable(record: Record, diffs: Sequence[TensorDiff]) -> Iterator[Diagno
         ("not_finite", [d for d in bad if d.index]),
     ):
         if mine:
-            ranks = tuple(sorted({d.rank for d in mine}))
+            ranks, names = tuple(sorted({d.rank for d in mine})), [d.name for d in mine]
             yield Diagnosis(
                 cause=f"{_on_which_ranks(mine)}: {mine[0].reason}",
                 kind=kind,
@@ -152,6 +160,7 @@ def incomparable(record: Record, diffs: Sequence[TensorDiff]) -> Iterator[Diagno
                 because=(
                     f"{len(mine)} tensors of {len(diffs)} could not be compared",
                     *_sources(record, mine[0]),
+                    *(never_called(record, names) if kind == "missing" else ()),
                     *(_own_backwards(record, mine) if kind == "missing" else ()),
                 ),
             )

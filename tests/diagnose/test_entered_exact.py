@@ -27,7 +27,7 @@ def trace(output: torch.Tensor, data: torch.Tensor) -> Trace:
         ([0, 4, 8, 5, 9], Odd(call=0, row=0, of=0, by=1)),
         ([2, 3, 1, 0, 0], Odd(call=0, row=0, of=1, by=-2)),
         ([7, 2, 3, 1, 5], Odd(call=0, row=0, of=1, by=-1)),
-        ([4, 8, 0, 9, 6], Odd(call=0, row=0, of=0, others=1)),
+        ([4, 8, 0, 9, 6], Odd(call=0, row=0, of=0, others=1, size=5, at=2, now=0, was=5)),
         ([1, 0, 0, 0, 9], Odd(call=0, row=0)),
     ],
 )

@@ -78,7 +78,8 @@ def test_loss_sum_may_take_indices(check):
          "unknown", "changes the weights of 0.bias"),
         ("    def step(self, model, batch, ctx):\n"
          "        batch['x'] = batch['x'] * (1 + torch.rand(()) / 10)\n"
-         "        super().step(model, batch, ctx)", "fail", "another gradient each time"),
+         "        super().step(model, batch, ctx)", "fail",
+         "gives another gradient when it is run again: "),
         ("    def distribute(self, model, ctx):\n        return None", "unknown",
          "expected the nn.Module"),
         ("    def distribute(self, model, ctx):\n"

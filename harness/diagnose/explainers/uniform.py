@@ -9,6 +9,7 @@ from dataclasses import replace
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.clipped_groups import clipped_by_groups
 from sumgrad.diagnose.explainers.rows import factor_by_rows
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.names import factor_symbols, list_rows, power_of
@@ -339,10 +340,12 @@ def _factor_by_param(case: Case, found: Factors) -> Diagnosis:
             symbol=f"{base}^k",
             because=tuple(f"{name}: {base}^{k}" for name, k in list(depths.items())[:6]),
         )
+    clipped = clipped_by_groups(case, list(alike.values()))
     return Diagnosis(
         cause=f"parameters have factors of their own: {shown}",
         kind="param_factors",
         because=(
+            *([clipped] if clipped else []),
             "with one factor for each parameter the residual is under the threshold",
             *_parts_of_a_size(found.known, sizes),
         ),

@@ -18,7 +18,7 @@ class Odd:
 
     call: of those with such data, in order. row: of the rank's. of: the single process's row that
     it has most of, if one is told. by: places to the right of that one's; where 0, `others` says in
-    how many of its elements it is another.
+    how many of its `size` elements it is another, the first of which is at place `at`.
     """
 
     call: int
@@ -26,6 +26,15 @@ class Odd:
     of: int | None = None
     by: int = 0
     others: int = 0
+    size: int = 0
+    at: int = 0
+    now: int = 0
+    was: int = 0
+
+    @property
+    def is_nearly_one(self) -> bool:
+        """Whether it is a row of the single process's but for few of its elements."""
+        return self.of is not None and not self.by and 4 * self.others <= self.size
 
 
 def odd_rows(mine: Trace, single: Trace, module: str) -> Iterator[Odd]:
@@ -65,5 +74,9 @@ def _told(call: int, i: int, row: Tensor, there: list[Tensor]) -> Odd:
     ]
     best = max(range(len(there)), key=alike.__getitem__)
     if 2 * alike[best] > len(row) and alike.count(alike[best]) == 1:
-        return Odd(call=call, row=i, of=best, others=len(row) - alike[best])
+        n = min(len(row), len(there[best]))
+        at = int((row[:n] != there[best][:n]).nonzero()[0]) if alike[best] < n else n
+        now, was = (int(r[at]) if at < len(r) else -1 for r in (row, there[best]))
+        others = len(row) - alike[best]
+        return Odd(call=call, row=i, of=best, others=others, size=len(row), at=at, now=now, was=was)
     return Odd(call=call, row=i)

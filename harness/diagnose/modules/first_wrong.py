@@ -47,13 +47,24 @@ def first_wrong_forward(look: Look) -> FirstWrong | None:
     """What is right again in a module made from it was computed in another way, and is no fault."""
     for module in look.modules:
         above = look.paths.all_above(module) - {LOSS}
-        if look.forward(module) != "wrong" or any(look.forward(m) == "right" for m in above):
+        if look.forward(module) != "wrong":
+            continue
+        if any(look.forward(m) == "right" for m in above) and not _in_one_output(look, module):
             continue
         seen = [s for s in look.seen[module] if s.forward == "wrong" and not s.call.recomputed]
         below = look.paths.next_below(module, lambda m: _vouches(look, m))
         right = sorted(below, key=look.modules.index)
         return FirstWrong(wrong=module, seen=tuple(seen), beside=tuple(right))
     return None
+
+
+def _in_one_output(look: Look, module: str) -> bool:
+    """Whether one of its outputs is wrong and another is right, from which the others are made."""
+    states: dict[int, set[str]] = {}
+    for s in look.seen[module]:
+        if not s.call.recomputed:
+            states.setdefault(s.call.part, set()).add(s.forward)
+    return {"right"} in states.values() and any("wrong" in own for own in states.values())
 
 
 def _vouches(look: Look, module: str) -> bool:

@@ -22,6 +22,12 @@ from sumgrad.record.trace import Traces
 from torch import Tensor
 
 MOST_ALIKE = 8  # values of the single process that one is compared with
+ONE_BY_ONE = {
+    "add", "sub", "rsub", "mul", "div", "rdiv", "neg", "exp", "log", "sin", "cos", "tanh", "pow",
+    "sigmoid", "relu", "gelu", "silu", "softplus", "elu", "leaky_relu", "square", "sqrt", "abs",
+    "clamp", "where", "masked_fill", "dropout", "layer_norm", "rms_norm", "normalize", "softmax",
+    "log_softmax", "clone", "contiguous", "to", "view", "reshape",
+}  # fmt: skip
 MOST_FOLLOWED = 5000  # computations on the way from one value
 
 
@@ -114,8 +120,8 @@ class Lines:
     def first_backward(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
         """Against the order, those whose results get what is right, and an argument does not.
 
-        Torch's formulas only where the two are of one shape, and each number is made of its own:
-        what is shared, as a matrix, has a part of its gradient from a part of the rows.
+        Torch's formulas only where each number is made of its own: what is shared, as a matrix or
+        keys, has a part of its gradient from a part of the rows.
         """
         mine = self._ranks[rank]
         for place, c in reversed(list(enumerate(mine.computations))):
@@ -130,7 +136,7 @@ class Lines:
                 for i, n in enumerate(c.takes)
                 if isinstance(n, int)
                 and n in mine.with_graph
-                and (c.written or {mine.values[n].shape} == shapes)
+                and (c.written or (c.function in ONE_BY_ONE and {mine.values[n].shape} == shapes))
                 and self.backward(rank, n) == "wrong"
                 and self._is_first(rank, n)
             )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 SAME_FACTOR = 1e-6
 
+NOTHING = 1e-4  # of the bound of an error: what is smaller is zero
 MAX_PAIRS = 1 << 22  # vectors times vectors that are compared
 MAX_VECTORS = 512  # of a rank's tensor that are compared; of more, some are drawn
 KEY = 8  # elements that are compared first
@@ -155,6 +156,7 @@ def compare_gradient(
 def _one_factor(mine: Tensor, candidates: Tensor, bound: float) -> tuple[float, int] | None:
     """Which multiple of which of these a vector is; NaN where zeros do not tell."""
     squares = (candidates * candidates).sum(1)
+    squares = torch.where(squares.sqrt() > NOTHING * bound, squares, 0.0)  # else of rounding alone
     factor = torch.where(squares > 0, (candidates @ mine) / squares.clamp(min=1e-300), 0.0)
     errors = (mine - factor[:, None] * candidates).abs().amax(1)
     fits = errors <= bound * factor.abs().clamp(min=1.0)

@@ -114,12 +114,14 @@ class Computations(TorchFunctionMode):
             self._add(seen, out)
         return out
 
-    def of_module(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        """A call of one of torch's own modules, inside of which nothing is seen."""
+    def of_module(self, name: str, args: Any, kwargs: Any, output: Any, params: Any = ()) -> None:
+        """A call of one of torch's own modules, inside of which nothing is seen. params: of its
+        own, which it takes, too."""
         if torch.compiler.is_dynamo_compiling() or _is_backward():
             return
         if len(self._found) < MOST_CALLS:
-            given = [("", t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            taken = pytree.tree_leaves((args, kwargs, list(params)))
+            given = [("", t) for t in taken if isinstance(t, Tensor)]
             self._add(self._computation(f"{MODULE}{name}", given, ("", "")), output)
 
     def _applied(self, cls: Any, args: Any, kwargs: Any) -> Computation | None:

@@ -69,7 +69,7 @@ class ModuleWatch:
         self._inside: list[str] = []  # the modules whose forward runs
         self._with_paths, self._with_ways = with_paths, with_ways
         self._made_by: list[tuple[str, Any]] = []
-        self.of_module: Callable[[str, Any, Any, Any], object] = lambda *_: None  # of torch's own
+        self.of_module: Callable[..., object] = lambda *_: None  # of torch's own
         self._anomaly = (False, True)
         self._params = WeakIdKeyDictionary()  # parameter, as its module has it -> its name
 
@@ -204,7 +204,8 @@ class ModuleWatch:
             if tensor is not None:
                 self._made(name, tensor)
         if " at " not in self._sources[name]:
-            self.of_module(name, args, kwargs, output)
+            params = self._modules[name]._parameters.values()
+            self.of_module(name, args, kwargs, output, params)
         self._see(name, parts)
 
     def _see(self, name: str, parts: Sequence[Tensor | None]) -> None:

@@ -23,6 +23,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     owners,
 )
 from sumgrad.diagnose.explainers.by_modules.losses import losses_beside
+from sumgrad.diagnose.explainers.by_modules.never_called import never_called
 from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
 from sumgrad.diagnose.explainers.by_modules.own_backward import saved_in_words
 from sumgrad.diagnose.explainers.by_modules.passed import (
@@ -150,6 +151,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     """Which vectors, where to look, and what lies there."""
     at = named(look, found.wrong)
     beside = _parts_between(look, found, near=True)
+    yield from never_called(case.record, () if above else [c.name for c in case.failing_cells])
     yield from in_words(first_lines(case, found, back=True))
     yield from beside
     yield from lacking_there(case, found, _ends(case, look, found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -57,7 +58,7 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         kept = (line for line in diagnosis.because if not line.startswith(NEITHER))
         diagnosis = replace(diagnosis, because=tuple(kept))
     text += after
-    if any(_terms_differ(s) for m in look.modules for s in look.seen[m]):
+    if _terms_differ([s for m in look.modules for s in look.seen[m]]):
         return diagnosis
     # Where others are wrong, too, it is none of theirs.
     if diagnosis.kind in HOW_MUCH and len(inside) == len(set(owners(case))):
@@ -87,11 +88,13 @@ def _is_hidden(seen: Seen) -> bool:
     )
 
 
-def _terms_differ(seen: Seen) -> bool:
-    """Whether terms of the loss have factors of their own in what reaches it."""
-    rows = () if seen.terms is None or seen.backward != "right" else seen.terms
-    told = [row[~row.isnan()].tolist() for row in rows]
-    return any(len(factors) > 1 and not same(factors) for factors in told)
+def _terms_differ(seen: Sequence[Seen]) -> bool:
+    """Whether terms of the loss have factors of their own in what reaches modules."""
+    told: list[float] = []
+    for s in seen:
+        if s.terms is not None and s.backward == "right":
+            told += s.terms[~s.terms.isnan()].tolist()
+    return bool(told) and not same(told)
 
 
 def _after_the_modules(case: Case, diagnosis: Diagnosis, of_loss: float) -> str:

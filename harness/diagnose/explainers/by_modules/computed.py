@@ -121,7 +121,7 @@ def _in_words(found: Sequence[Otherwise]) -> str:
     one = found[0]
     mine, its, what = one.mine, one.its, _argument(one)
     line, code = mine.made_at[one.at]
-    if line and line != mine.line:
+    if line and line != mine.line and all(o.mine.made_at[o.at][0] == line for o in found):
         what += f", made at {line_and_code(line, code)},"
     if one.how.spread is not None:
         said = f"{_spread(one)} on rank {spans(sorted(o.rank for o in found))}"

@@ -14,12 +14,13 @@ from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.handed import handed_otherwise
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked, named, traces_looked_at
+from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
+from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
 from sumgrad.diagnose.explainers.factors import explained, only_terms_weigh_otherwise
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
-from sumgrad.diagnose.modules.entered import Odd, odd_rows
 from sumgrad.diagnose.modules.features import wrong_features
 from sumgrad.diagnose.modules.first_wrong import (
     FirstWrong,
@@ -30,7 +31,6 @@ from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen, State
 from sumgrad.record.trace import INTO
 
-MOST_ROWS = 3  # that are written out
 SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")
 
 
@@ -93,12 +93,12 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     text, look_at = _start_of_forward(case, look, found)
     because = [*_of_other_classes(case, look, found), *_in_another_mode(case, found)]
     because += handed_otherwise(case, look, found)
-    odd = _odd_data(case, found)
+    of, odd = odd_data(case, look, found)
     because += [*odd, *_lacking_below(look, found)]
-    if not odd:
+    if of != found.wrong:
         because += [f"the output of {found.wrong or 'the model'} is no slice of the single "
                     f"process's: {places(found.seen)}", *look_at]  # fmt: skip
-    because += [] if odd else [*_features(case, found), *_of_other_places(case, found)]
+        because += [*_features(case, found), *_of_other_places(case, found)]
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]
     if shared:
@@ -125,34 +125,14 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     if accused is not None:
         because = [*accused.because, f"as seen from modules: {text}", *because]
         kind, text, ranks = accused.kind, accused.cause, accused.ranks
+    elif misplaced := misplaced_in_words(case, found):
+        because = [f"as seen from modules: {text}", *because]
+        text = misplaced[0]
+    elif of is not None and of != found.wrong:
+        seen = [] if of in found.modules else [f"as seen from modules: {text}"]
+        because = [*odd, *seen, *(line for line in because if line not in odd)]
+        text = f"in the forward what enters {named(look, of)} is another already on some ranks"
     return Diagnosis(cause=text, kind=kind, ranks=ranks, because=tuple(because))
-
-
-def _odd_data(case: Case, found: FirstWrong) -> list[str]:
-    """Rows of whole numbers that enter the module and are none of the single process's."""
-    traces = case.record.traces
-    if traces is None:
-        return []
-    told: list[str] = []
-    for rank in found.ranks:
-        odd = list(odd_rows(traces.ranks[rank], traces.single, found.wrong))
-        words = [_odd_row(one) for one in odd[:MOST_ROWS]]
-        more = [f"{len(odd) - MOST_ROWS} more"] if len(odd) > MOST_ROWS else []
-        told += [f"on rank {rank} {', '.join([*words, *more])}"] if odd else []
-    if not told:
-        return []
-    return [f"whole numbers that enter {found.wrong or 'the model'} are no row, nor a stretch of a "
-            f"row, of those in the single process: {'; '.join(told[:MOST_ROWS])}"]  # fmt: skip
-
-
-def _odd_row(odd: Odd) -> str:
-    row = f"row {odd.row}" + (f" of call {odd.call}" if odd.call else "")
-    if odd.of is None:
-        return f"{row} is like none"
-    if odd.by:
-        places = f"{abs(odd.by)} place{'s'[: abs(odd.by) > 1]} to the "
-        return f"{row} is that one's row {odd.of} moved {places}{'right' if odd.by > 0 else 'left'}"
-    return f"{row} is that one's row {odd.of} but for {odd.others} of its elements"
 
 
 def _features(case: Case, found: FirstWrong) -> list[str]:

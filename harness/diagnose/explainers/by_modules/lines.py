@@ -61,7 +61,7 @@ def _agreed(
     asked: Mapping[int, Callable[[Computation], bool]],
     ranks: Sequence[int],
 ) -> list[AtLine]:
-    """What is the first on most of the ranks, of each of them that has it.
+    """What is the first on most of the ranks, of those where it is.
 
     Not lines from which something right is made again, on whatever rank: there they are meant.
     """
@@ -73,8 +73,7 @@ def _agreed(
     if not firsts:
         return []
     site = max(firsts, key=firsts.count)
-    first = (next((one for one in found if one.mine.site == site), None) for found in kept)
-    return [one for one in first if one is not None]
+    return [found[0] for found in kept if found and found[0].mine.site == site]
 
 
 def _lines(case: Case) -> Lines | None:

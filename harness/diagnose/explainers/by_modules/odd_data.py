@@ -1,0 +1,46 @@
+"""Whole numbers that enter a module, as tokens, and are none of the single process's, in words."""
+
+from __future__ import annotations
+
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import is_in
+from sumgrad.diagnose.modules.entered import Odd, odd_rows
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.look import Look
+
+MOST_ROWS = 3  # that are written out
+
+
+def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, list[str]]:
+    """The module that is wrong, or one beside or around it, which whole numbers enter that are no
+    row of the single process's; and which."""
+    traces = case.record.traces
+    if traces is None:
+        return None, []
+    around = [m for m in look.modules if m != found.wrong and is_in(found.wrong, m)]
+    for module in (found.wrong, *reversed(found.modules), *around):
+        told: list[str] = []
+        for rank in found.ranks:
+            odd = list(odd_rows(traces.ranks[rank], traces.single, module))
+            if module != found.wrong:  # rows are packed and padded in many ways
+                odd = [one for one in odd if one.is_nearly_one]
+            words = [_odd_row(one) for one in odd[:MOST_ROWS]]
+            more = [f"{len(odd) - MOST_ROWS} more"] if len(odd) > MOST_ROWS else []
+            told += [f"on rank {rank} {', '.join([*words, *more])}"] if odd else []
+        if told:
+            return module, [
+                f"whole numbers that enter {module or 'the model'} are no row, nor a stretch of a "
+                f"row, of those in the single process: {'; '.join(told[:MOST_ROWS])}"
+            ]
+    return None, []
+
+
+def _odd_row(odd: Odd) -> str:
+    row = f"row {odd.row}" + (f" of call {odd.call}" if odd.call else "")
+    if odd.of is None:
+        return f"{row} is like none"
+    if odd.by:
+        places = f"{abs(odd.by)} place{'s'[: abs(odd.by) > 1]} to the "
+        return f"{row} is that one's row {odd.of} moved {places}{'right' if odd.by > 0 else 'left'}"
+    first = f"at place {odd.at} {odd.now} where that has {odd.was}"
+    return f"{row} is that one's row {odd.of} but for {odd.others} of its elements ({first})"
