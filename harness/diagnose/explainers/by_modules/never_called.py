@@ -18,12 +18,13 @@ def never_called(record: Record, failed: Iterable[str]) -> list[str]:
     called = {call.module for trace in traces.ranks.values() for call in trace.calls}
     owners = {name.rpartition(".")[0] for name in failed}
     there = dict.fromkeys(c.module for c in traces.single.calls if not c.module.startswith(INTO))
-    never = [m for m in there if m not in called]
+    seen = {name for trace in traces.ranks.values() for name in trace.classes}
+    never = [m for m in there if m not in called and m in seen]  # not the inside of compiled ones
     # The outermost of each, if parameters in it are not right.
     outer = [m for m in never if not any(is_in(m, other) for other in never)]
     told = [m for m in outer if any(owner == m or is_in(owner, m) for owner in owners)]
     if not told or not called:
         return []
     names = [f"{m} ({s})" if (s := traces.single.sources.get(m)) else m for m in told]
-    return [f"{some_of(names)} is called in the single process and on no rank: look at what is "
-            f"called in its place"]  # fmt: skip
+    return [f"{some_of(names)} is called in the single process and on no rank: look at what the "
+            f"ranks call in its place"]  # fmt: skip
