@@ -77,7 +77,7 @@ class Clean:
     def clip(self, optimizer):
         sets = [group["params"] for group in optimizer.param_groups]
         if self.together:
-            sets = [sum(sets, [])]
+            sets = [[param for own in sets for param in own]]
         for params in sets:
             torch.nn.utils.clip_grad_norm_(params, self.max_norm)
 
