@@ -93,6 +93,10 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "e_08",
             "that it has, is tests/bugs/e_08_two_tower_logq_order.py:45 `logits = 4 * users @",
         ),
+        ("ab_05", "in it `LongConvolution.apply(u, self.filter(u.dtype), self.turn)` is right on"),
+        ("ab_10", "the backward of rank 0, 3 gives layers.0.adapters.0.down.weight one, that of"),
+        ("ac_08", "on rank 1 features 4-7, 18-23 stand beside columns 10-19 of 30"),
+        ("ac_10", "experts.1.up, experts.1.down on rank 0, 2"),
         ("e_09", "td_target_keeps_graph.py:32 `last = reward[:, t] + DISCOUNT * mixed * goes_on"),
         ("j_07", "in it `self.entropy.apply(logits, tp)` is right on rank 0-3, and that of its"),
         (
