@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 import torch
 from sumgrad.diagnose.modules.loss_weights import same
-from sumgrad.diagnose.modules.matching import add_up, compare_gradient, match, vectors
+from sumgrad.diagnose.modules.matching import Match, add_up, compare_gradient, match, vectors
 from sumgrad.diagnose.modules.numbers import Numbers
 from sumgrad.diagnose.modules.parts import Groups
 from sumgrad.diagnose.modules.seen import State, constant, one_factor
@@ -36,10 +35,11 @@ class AtLine:
     """A rank's computation, number `place`, that gives what the single process has nowhere, and
     takes only what it has. at: of its arguments, by number: in the backward those that get what is
     wrong, where its results get what is right; in the forward one that no line gives and that the
-    single process has nowhere. cut: its results have no gradient, where there they have one; kept:
-    they have one, where there they have none. told:
-    whether what it takes is known to be right; else nothing tells. there: whether the single
-    process runs it, too.
+    single process has nowhere. back: it is told of the backward. cut: its results have no gradient,
+    where there they have one; kept: they have one, where there they have none. told: whether what
+    it takes is known to be right; else nothing tells. parts: what it takes is right only as a sum
+    over ranks. there: whether the single process runs it, too. again: something right is made of
+    what it gives. beside: Functions that take the same and get what is right, in the backward.
     """
 
     rank: int
@@ -263,11 +263,7 @@ class Lines:
                 continue
             if got.shape != value.shape:
                 continue
-            own = [g.get(other) for g in self._single.gradients]
-            by_term = None
-            if len(own) > 1:
-                held = [torch.zeros_like(wanted) if g is None else g for g in own]
-                by_term = torch.stack([vectors(g) for g in held])
+            by_term = self._by_term(other, wanted)
             found = compare_gradient(vectors(got), vectors(wanted), where, self._tolerance, by_term)
             if bool(found.right.all()):
                 if one_factor(found):
@@ -275,16 +271,25 @@ class Lines:
                     return "right"
                 told.append("untold")  # weights of rows or places, which what follows may mix
                 continue
-            together = self._together(rank, number)
-            for ranks in together:
-                parts = [_gradient(self._ranks[r], n) for r, n in ranks]
-                known = [vectors(p) for p in parts if p is not None]
-                if len(known) == len(parts) and add_up(
-                    known, vectors(wanted), where, self._tolerance
-                ):
-                    return "part"
+            if self._is_part(rank, number, vectors(wanted), where):
+                return "part"
             told.append("wrong")
         return "wrong" if told and {*told} == {"wrong"} else "untold"
+
+    def _by_term(self, number: int, wanted: Tensor) -> Tensor | None:
+        """(T, N, C) the single process's gradient of each term, where the loss has several."""
+        own = [g.get(number) for g in self._single.gradients]
+        held = [torch.zeros_like(wanted) if g is None else g for g in own]
+        return torch.stack([vectors(g) for g in held]) if len(held) > 1 else None
+
+    def _is_part(self, rank: int, number: int, wanted: Tensor, where: Match) -> bool:
+        """Whether the gradients of all ranks of a group add up to what is wanted."""
+        for ranks in self._together(rank, number):
+            parts = [_gradient(self._ranks[r], n) for r, n in ranks]
+            known = [vectors(p) for p in parts if p is not None]
+            if len(known) == len(parts) and add_up(known, wanted, where, self._tolerance):
+                return True
+        return False
 
     def _alike(self, value: Tensor) -> list[int]:
         """Values of the single process that have all its numbers, of its last dimension first."""
@@ -353,9 +358,7 @@ def _followed(
 ) -> Iterator[int]:
     """All values that computations lead to from these, one after the other."""
     todo, seen, passed = [*numbers], {*numbers}, set[int]()
-    for _ in count():
-        if not todo or len(passed) > MOST_FOLLOWED:
-            return
+    while todo and len(passed) <= MOST_FOLLOWED:
         for place in ways.get(todo.pop(0), ()):
             if place in passed:
                 continue

@@ -190,9 +190,8 @@ class Computations(TorchFunctionMode):
             before = self._known.get(value)
             graph = value.requires_grad and not isinstance(value, nn.Parameter)
             same = before is not None and same_value(self._values[before], held)
-            if same and graph <= (
-                before in self._with_graph
-            ):  # else a Function's result, or a leaf
+            known = before in self._with_graph
+            if same and (known or not graph):  # else a Function's result, or a leaf
                 return int(before)
             self._room -= held.numel()
             if self._room < 0:

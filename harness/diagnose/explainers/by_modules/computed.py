@@ -13,7 +13,13 @@ from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.lines import in_words, lines_with_a_graph
-from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, line_and_code, looked, owners
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    fraction_of,
+    line_and_code,
+    looked,
+    ordinal,
+    owners,
+)
 from sumgrad.diagnose.modules.computed_otherwise import (
     ATTENTION,
     CTC,
@@ -26,7 +32,6 @@ from sumgrad.diagnose.modules.look import Look
 from sumgrad.record.computed import Computed
 from sumgrad.record.trace import Trace
 
-ORDINALS = ("first", "second", "third", "fourth")
 LEADS = ("forward", "backward", "recomputed", "open", "own_backward")  # that say no more than where
 BESIDE = ("loss_weights", "loss_at_tokens", "row_factors", "term_factor", "factor",
           "param_factors", "term_by_rows")  # fmt: skip
@@ -191,5 +196,4 @@ def _argument(one: Otherwise) -> str:
     of = f"of `{one.mine.function}`"
     if isinstance(given, str) and "=" in given:
         return f"argument {given.partition('=')[0]} {of}"
-    number = ORDINALS[one.at] if one.at < len(ORDINALS) else f"{one.at + 1}th"
-    return f"{number} argument {of}"
+    return f"{ordinal(one.at)} argument {of}"

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, line_from_here, looked
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    line_and_code,
+    line_from_here,
+    looked,
+    ordinal,
+)
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.lines import AtLine, Lines
 from sumgrad.diagnose.modules.seen import TOLERANCES
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.computed import Computation
-
-ORDINALS = ("first", "second", "third", "fourth")
-MOST_LINES = 2
 
 
 def first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
@@ -178,5 +180,5 @@ def _arguments(found: Sequence[AtLine]) -> str:
     every = sorted({i for one in found for i in one.at})
     if sum(isinstance(t, int) for t in takes) == 1:
         return "argument"
-    words = [ORDINALS[i] if i < len(ORDINALS) else f"{i + 1}th" for i in every]
+    words = [ordinal(i) for i in every]
     return f"{' and '.join(words)} argument{'s'[: len(words) > 1]}"

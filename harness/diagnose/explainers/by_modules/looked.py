@@ -16,6 +16,7 @@ from sumgrad.judge.cells import Cell
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
+ORDINALS = ("first", "second", "third", "fourth")
 MOST_CODE = 88  # characters of a line that are shown
 
 
@@ -117,6 +118,11 @@ def line_and_code(line: str, code: str, most: int = MOST_CODE) -> str:
     """A line, and what stands there: at most so many characters of it."""
     shown = code if len(code) <= most else f"{code[: most - 3]}..."
     return f"{line_from_here(line)} `{shown}`"
+
+
+def ordinal(at: int) -> str:
+    """`second` of 1."""
+    return ORDINALS[at] if at < len(ORDINALS) else f"{at + 1}th"
 
 
 def fraction_of(value: float) -> str:
