@@ -352,3 +352,15 @@ def test_of_what_all_rows_share_and_is_the_same_none_is_another():
     table = torch.arange(1.0, 6.0, dtype=torch.float64).cos()
     moved = X[OWN].roll(1, 1)
     assert first(recorded(scaled, moved.log(), table), recorded(scaled, X.log(), table)) is None
+
+
+def test_pairs_of_all_with_all_are_meant_where_the_same_line_has_them_alone():
+    def away(x, mean):
+        return x - mean
+
+    mean = X.sin()
+    mine = recorded(lambda x, m: away(x[:, 0], m[:, None, 0]), X[OWN], mean[OWN])
+    each = recorded(lambda x, m: away(x[:, 0], m[:, 0]), X, mean)
+    both = recorded(lambda x, m: (away(x[:, 0], m[:, 0]), away(x[:, None], m[None])), X, mean)
+    assert first(mine, each).how.spread == ((3,), (3, 1))
+    assert first(mine, both) is None

@@ -58,3 +58,16 @@ def test_vectors_that_are_right_in_few_features_tell_none():
                     ranks={0: trace(mine, ROWS)})  # fmt: skip
     (seen,) = look_at(traces, "float64", ()).seen["m"]
     assert wrong_features(traces, [seen], "float64") is None
+
+
+@pytest.mark.parametrize(
+    ("odd", "nearly"),
+    [
+        (Odd(call=0, row=0, of=1, others=1, size=4), True),
+        (Odd(call=0, row=0, of=1, others=2, size=4), False),
+        (Odd(call=0, row=0, of=1, by=2, size=4), False),  # moved, as rows that are padded are
+        (Odd(call=0, row=0, size=4), False),
+    ],
+)
+def test_a_row_but_for_few_of_its_elements(odd, nearly):
+    assert odd.is_nearly_one == nearly

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sumgrad.diagnose.modules.matching import match
+from sumgrad.diagnose.modules.matching import compare_gradient, match
 
 WANTED = torch.arange(1.0, 19.0, dtype=torch.float64).reshape(6, 3)
 FILLER = torch.tensor([[0.5, 0.25, -3.0]], dtype=torch.float64)
@@ -24,3 +24,22 @@ def test_what_counts_as_padding(got, here):
     assert found is not None
     assert found.here.tolist() == here
     assert not (found.empty & found.found.any(1)).any()
+
+
+@pytest.mark.parametrize(
+    ("rounding", "got", "right"),
+    [
+        (0.0, 0.3, False),
+        (1e-18, 0.3, False),  # no factor of what is rounding alone
+        (1e-18, 2e-18, True),
+        (1e-4, 3e-4, True),  # small, and a number all the same
+    ],
+)
+def test_a_gradient_of_rounding_has_no_factor(rounding, got, right):
+    where = match(WANTED, WANTED, 1e-9)
+    wanted = torch.ones_like(WANTED)
+    wanted[2] = torch.tensor([1.0, -2.0, 0.5]) * rounding
+    mine = wanted.clone()
+    mine[2] = torch.tensor([1.0, -2.0, 0.5]) * got
+    found = compare_gradient(mine, wanted, where, 1e-9)
+    assert found.right.tolist() == [True, True, right, True, True, True]
