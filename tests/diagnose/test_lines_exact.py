@@ -263,18 +263,28 @@ def test_what_is_sent_is_detached_rightly():
         y.detach().clone()
         return y.exp()
 
-    mine, there = recorded(sent, X[OWN]), recorded(sent, X)
+    mine, there = recorded(sent, X[OWN]), recorded(lambda x: x.sin().exp(), X)
     assert not list(lines([mine], there).cuts(0, everything))
 
 
 def test_rows_that_are_weighed_otherwise_tell_nothing_of_what_mixes_them():
-    def mixed(x, weights):
-        y = x.sin()
-        return Doubled.apply(y, "turned") * weights
+    class Mixed(Function):
+        @staticmethod
+        def forward(ctx, x, matrix):
+            ctx.matrix = matrix
+            return matrix @ x
 
-    weights = torch.arange(1.0, 4.0, dtype=torch.float64)[:, None]
-    mine, there = recorded(mixed, X[OWN], weights), recorded(mixed, X, 1)
-    assert not list(lines([mine], there).first_backward(0, everything))
+        @staticmethod
+        def backward(ctx, g):
+            return ctx.matrix.T @ g, None
+
+    def mixed(x, weights):
+        return Mixed.apply(x.sin(), X @ X.T) * X.cos() * weights
+
+    weights = torch.arange(1.0, 7.0, dtype=torch.float64)[:, None]
+    there = recorded(mixed, X, 1.0)
+    for mine in (recorded(mixed, X, weights), recorded(mixed, X, 3.0)):
+        assert not list(lines([mine], there).first_backward(0, everything))
 
 
 def test_an_error_of_another_rank_is_handed_on_and_is_no_fault_of_the_line():
