@@ -42,6 +42,7 @@ def test_columns_are_those_of_the_features(features, columns, found):
 def test_a_rank_has_some_rows_of_the_matrix_and_other_numbers_tell_nothing():
     whole = recorded(lambda: F.linear(X, W))
     pairs = [(X[:, 2:5], W[1:3, 2:5]), (X[:, 2:5] + 1, W[:, :3]), (X[:, :3], W.sin()[:, 2:5])]
+    pairs.append((X[:, :4].reshape(12, 2), W[:, :2]))  # of several features each
     for pair in pairs:
         assert not list(misplaced_weights(0, recorded(partial(F.linear, *pair)), whole))
 
