@@ -62,6 +62,7 @@ class RankGuard:
         self.env, self.on_stop = env, on_stop
         self.ledger: Any = None
         self._started, self._lock, self._ended = time.monotonic(), threading.Lock(), False
+        self._counted_from = self._started
         self._main = threading.main_thread().ident
         self._reader, self._writer = os.pipe()
         self._closing = False
@@ -81,9 +82,14 @@ class RankGuard:
         )
         with self.env.file(".stack").open("w") as file:
             self._stack_fd = os.dup(file.fileno())
-        faulthandler.dump_traceback_later(self.env.timeout_s + 1, file=self._stack_fd)
+        self.renew()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="sumgrad-watchdog")
         self._thread.start()
+
+    def renew(self) -> None:
+        """Count the deadline from now: one of several runs in this process begins."""
+        self._counted_from = time.monotonic()
+        faulthandler.dump_traceback_later(self.env.timeout_s + 1, file=self._stack_fd)
 
     def finish(self, status: str, **extra: Any) -> bool:
         """Write the end record once; False if it was already written.
@@ -135,10 +141,12 @@ class RankGuard:
         Other signals that have a handler (a step's own alarm) come this way too and mean nothing.
         """
         while True:
-            left = self.env.timeout_s - (time.monotonic() - self._started)
+            left = self._counted_from + self.env.timeout_s - time.monotonic()
             ready, _, _ = select.select([self._reader], [], [], max(left, 0))
             if self._closing:
                 return None
+            if not ready and left > 0:
+                continue  # it may have been renewed meanwhile
             if not ready:
                 return 0
             if (number := os.read(self._reader, 1)[0]) in STOP_SIGNALS:

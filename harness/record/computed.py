@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 MODULE = "module "
+LARGE = "a large tensor, number "  # in place of the number of its value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

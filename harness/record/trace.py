@@ -53,7 +53,8 @@ class Trace:
     """What one process saw. outputs and gradients go with calls, which are in order.
 
     gradients: None where none came. sources: module -> its class and line. data: what entered
-    modules and no module made; entered: which module. batch: the full one, of the single process.
+    modules and no module made; entered: which module, entered_as: in which of its calls, as which
+    argument. batch: the full one, of the single process.
     operations: all collectives, in words; events: the same, as the ledger has them. exchanges: of
     those with floating numbers, what went in and came out. left_out: modules with a tensor over the
     limit of what is kept: that it is not there says nothing.
@@ -79,6 +80,7 @@ class Trace:
     sources: Mapping[str, str]
     data: tuple[Tensor, ...] = ()
     entered: tuple[str, ...] = ()
+    entered_as: tuple[tuple[int, str], ...] = ()
     batch: Mapping[str, Tensor] | None = None
     operations: tuple[str, ...] = ()
     events: tuple[Mapping[str, Any], ...] = ()
@@ -151,6 +153,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "operations": list(trace.operations),
         "events": [dict(event) for event in trace.events],
         "entered": list(trace.entered),
+        "entered_as": [list(one) for one in trace.entered_as],
         "left_out": list(trace.left_out),
         "takes": {name: list(others) for name, others in trace.takes.items()},
         "own_lines": {name: list(lines) for name, lines in trace.own_lines.items()},
@@ -189,6 +192,7 @@ def read_trace(path: Path) -> Trace:
         own=named("own/"),
         own_at=named("own_at/"),
         entered=tuple(said["entered"]),
+        entered_as=tuple((int(call), str(name)) for call, name in said.get("entered_as", ())),
         operations=tuple(said["operations"]),
         events=tuple(said.get("events", ())),
         exchanges=exchanges_from(held),

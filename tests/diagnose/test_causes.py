@@ -93,6 +93,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "e_08",
             "that it has, is tests/bugs/e_08_two_tower_logq_order.py:45 `logits = 4 * users @",
         ),
+        ("ab_01", "row 3 in call 0 has at places 0-1 those of row 3, at 2-3 those of row 12"),
         ("ab_05", "in it `LongConvolution.apply(u, self.filter(u.dtype), self.turn)` is right on"),
         ("ab_10", "the backward of rank 0, 3 gives layers.0.adapters.0.down.weight one, that of"),
         ("ac_08", "on rank 1 features 4-7, 18-23 stand beside columns 10-19 of 30"),

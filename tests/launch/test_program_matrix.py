@@ -151,7 +151,7 @@ def test_a_count_that_is_not_reduced_is_named_by_a_look_at_the_modules(sumgrad_l
 
 @pytest.mark.distributed
 def test_many_faults_are_run_in_portions(sumgrad_launcher, monkeypatch):
-    """Together they have the time of one run, which many would not keep to."""
+    """What a process has seen adds up in it, as groups and buffers do."""
     monkeypatch.setattr(matrix_run, "MOST_AT_ONCE", 2)
     asked = ["skip:allreduce@dp#0", "copy:allreduce@dp#0", "divide_by_world"]
     said: list[str] = []
@@ -165,3 +165,30 @@ def test_many_faults_are_run_in_portions(sumgrad_launcher, monkeypatch):
     assert [line.split(", ")[0] for line in started] == [
         "data_parallel: 2 faults", "data_parallel: 1 faults",
     ]  # fmt: skip
+
+
+SLOW = """
+import time
+
+from sumgrad.workloads.programs.data_parallel import DataParallel
+
+
+class Slow(DataParallel):
+    def step(self, model, batch, ctx):
+        time.sleep(2.0)
+        super().step(model, batch, ctx)
+"""
+
+
+@pytest.mark.distributed
+def test_each_fault_has_the_time_of_a_run_of_its_own(sumgrad_launcher, tmp_path):
+    """Two seconds, eight times: together more than the time of one run."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    asked = [
+        f"{kind}:allreduce@dp#{i}" for kind in ("avg", "skip", "double", "copy") for i in (0, 1)
+    ]
+    matrix = run_matrix(
+        [shipped("data_parallel")], workload=f"{tmp_path / 'slow.py'}:Slow", faults=asked, seed=0,
+        timeout_s=12, launcher=sumgrad_launcher, progress=lambda _: None,
+    )  # fmt: skip
+    assert {cell.result for cell in matrix.cells if cell.fault} == {"killed"}

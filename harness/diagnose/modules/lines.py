@@ -16,7 +16,7 @@ from sumgrad.diagnose.modules.matching import Match, add_up, compare_gradient, m
 from sumgrad.diagnose.modules.numbers import Numbers
 from sumgrad.diagnose.modules.parts import Groups
 from sumgrad.diagnose.modules.seen import State, constant, one_factor
-from sumgrad.record.computed import MODULE, Computation, Computed, places_of, same_value
+from sumgrad.record.computed import LARGE, MODULE, Computation, Computed, places_of, same_value
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
@@ -36,10 +36,11 @@ class AtLine:
     takes only what it has. at: of its arguments, by number: in the backward those that get what is
     wrong, where its results get what is right; in the forward one that no line gives and that the
     single process has nowhere. back: it is told of the backward. cut: its results have no gradient,
-    where there they have one; kept: they have one, where there they have none. told: whether what
-    it takes is known to be right; else nothing tells. parts: what it takes is right only as a sum
-    over ranks. there: whether the single process runs it, too. again: something right is made of
-    what it gives. beside: Functions that take the same and get what is right, in the backward.
+    where there they have one; kept: they have one, where there they have none. told: whether all
+    that it takes is known to be right. parts: what it takes is right only as a sum over ranks.
+    there: whether the single process runs it, too. again: something right is made of what it gives.
+    beside: Functions that take the same and get what is right, in the backward. passed: earlier
+    ones on its rank that are meant, for something right is made of them, or right ranks have them.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class AtLine:
     there: bool = True
     again: bool = False
     beside: tuple[Computation, ...] = ()
+    passed: tuple[Computation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +113,7 @@ class Lines:
                 mine=c,
                 place=place,
                 at=at,
-                told="right" in takes,
+                told=all(self._is_told(rank, t) for t in c.takes),
                 parts="part" in takes,
                 there=c.site in self._sites,
                 again=self._is_right_again(rank, c),
@@ -185,6 +187,13 @@ class Lines:
         return bool(held) and not any(
             n >= len(self._single.values) or n in self._single.with_graph for n in held
         )
+
+    def _is_told(self, rank: int, taken: int | str) -> bool:
+        """Whether it is known to be the single process's, or has no numbers with digits."""
+        if not isinstance(taken, int):
+            return not taken.startswith(LARGE)
+        value = self._ranks[rank].values[taken]
+        return not value.is_floating_point() or self.forward(rank, taken) == "right"
 
     def _moves(self, rank: int, c: Computation) -> bool:
         """Whether all that it gives is among what it takes, as of a view or an index."""

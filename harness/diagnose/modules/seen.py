@@ -21,9 +21,20 @@ from torch import Tensor
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-4}
 COARSE = 3e-2
+FEWEST_PLACES = 4  # of a row that is told by what stands at them
 FEWEST_LIVE = 3  # elements of a vector that tell which it is
 MOST_MISSING = 64  # vectors of which not all elements may count
 State = Literal["right", "wrong", "part", "untold"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """A row (P, C) of a tensor (..., P, C) of a rank, by its number. of: two rows of the single
+    process's; at: the places, of P, where it has the vectors of the first, and of the second."""
+
+    row: int
+    of: tuple[int, int]
+    at: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +46,8 @@ class Seen:
     told. factors: (n,) of the gradient's vectors, and terms: (n, T) of each term's. axis: over the
     ranks of which the gradient, or else the output, adds up to the right one. shared: what all rows
     share. over_all: of such, what reached it on all ranks together. shifted: some of its vectors
-    stand further to one side, and what reaches them was not compared.
+    stand further to one side, and what reaches them was not compared. mixed: rows of its last
+    dimensions but one, which are put together of two of the single process's; wrong are those.
     """
 
     rank: int
@@ -52,6 +64,7 @@ class Seen:
     shared: bool = False
     over_all: State = "untold"
     shifted: bool = False
+    mixed: tuple[Mixed, ...] = ()
 
 
 def see(
@@ -80,9 +93,9 @@ def see(
         wrong = None if lost else where.picked[~where.here]
         back: State = "wrong" if lost else "untold"
         return replace(seen, forward="wrong", backward=back, wrong=wrong)
-    strange = _of_other_rows(where, wanted, seen.shape)
-    if strange is not None:
-        return replace(seen, forward="wrong", wrong=where.picked[strange])
+    out_of_place = _out_of_place(seen, where, wanted)
+    if out_of_place is not None:
+        return out_of_place
     if not bool(where.found.any()):
         return seen  # zeros may be padding, and may be what is left of anything
     rows = None if wanted.rows is None else rows_of(where, wanted.rows, seen.shape[0])
@@ -155,6 +168,20 @@ def _that_count(where: Match, gradient: Tensor | None) -> Match:
     )
 
 
+def _out_of_place(seen: Seen, where: Match, wanted: Whole) -> Seen | None:
+    """What is seen of an output whose vectors are all there, if some stand where others belong."""
+    strange = _of_other_rows(where, wanted, seen.shape)
+    if strange is not None:
+        return replace(seen, forward="wrong", wrong=where.picked[strange])
+    of_two, others = _of_two_rows(where, wanted, seen.shape)
+    if of_two and not others:
+        return seen  # of another layout: whether all is in its place, is not told
+    if of_two:
+        strange = torch.isin(where.picked // wanted.inner, torch.tensor([m.row for m in of_two]))
+        return replace(seen, forward="wrong", wrong=where.picked[strange], mixed=of_two)
+    return None
+
+
 def _of_other_rows(where: Match, wanted: Whole, shape: tuple[int, ...]) -> Tensor | None:
     """(n,) bool: vectors that stand in a row of which others stand where they do in the single
     process, and that none of that row's own is; None where there are none."""
@@ -175,6 +202,35 @@ def _of_other_rows(where: Match, wanted: Whole, shape: tuple[int, ...]) -> Tenso
             continue
         strange |= mine & ~found[:, best].any(1) & ~where.empty
     return strange if bool(strange.any()) else None
+
+
+def _of_two_rows(
+    where: Match, wanted: Whole, shape: tuple[int, ...]
+) -> tuple[tuple[Mixed, ...], bool]:
+    """Rows that have at some places what one row of the single process has there, and at the others
+    what another has; and whether another row of the same call is one of theirs throughout."""
+    inner = wanted.inner
+    if inner < FEWEST_PLACES or len(shape) < 3 or shape[-2] != inner:
+        return (), False
+    found = where.found.reshape(len(where.found), -1, inner)
+    own, at = where.picked // inner, where.picked % inner
+    here = found[torch.arange(len(at)), :, at]  # (n, rows): at its place of which rows
+    out, whole = [], False
+    for row in own.unique().tolist():
+        mine = (own == row) & ~where.empty
+        has = here[mine]
+        if len(has) < FEWEST_PLACES or bool(has.all(0).any()):
+            whole |= len(has) >= FEWEST_PLACES
+            continue
+        first = int(has.sum(0).argmax())
+        rest = has[~has[:, first]]
+        second = int(rest.sum(0).argmax())
+        if min(len(has) - len(rest), len(rest)) < 2 or not bool(rest[:, second].all()):
+            continue
+        place, of_first = at[mine], has[:, first]
+        places = tuple(place[of_first].tolist()), tuple(place[~of_first].tolist())
+        out.append(Mixed(row=row, of=(first, second), at=places))
+    return tuple(out), whole
 
 
 def _got_elsewhere(trace: Trace, call: Call) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ class Whole:
     by_term: Tensor | None = None
     rows: Tensor | None = None
     each: int = 0
+    inner: int = 0
     flat: bool = False
     directions: int = 0
 
@@ -64,10 +65,16 @@ def by_module(trace: Trace, wanted: Callable[[str], bool]) -> dict[tuple[str, in
                 by_term=torch.cat(terms[key], dim=1) if key in terms else None,
                 rows=rows if known and len(rows) == len(outputs) else None,
                 each=len(pairs[0][0]),
+                inner=_inner(shapes[key]),
                 flat=_is_flat(len(pairs[0][0]), trace.batch or {}),
                 directions=_directions(gradients),
             )
     return out
+
+
+def _inner(shapes: Sequence[tuple[int, ...]]) -> int:
+    found = {shape[-2] if len(shape) > 2 else 0 for shape in shapes}
+    return found.pop() if len(found) == 1 else 0
 
 
 def _directions(gradients: Tensor) -> int:

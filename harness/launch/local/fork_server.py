@@ -126,7 +126,7 @@ def _run(ours: Conversation, request: dict[str, Any]) -> dict[str, Any] | None:
     rendezvous = Path(request["rendezvous"]).parent
     rendezvous.mkdir(parents=True)
     job = _Job(
-        request, [], deadline=time.monotonic() + request["timeout_s"],
+        request, [], deadline=time.monotonic() + request["timeout_s"] * request["runs"],
         standstill=Standstill(partial(_place, request)),
     )  # fmt: skip
     try:

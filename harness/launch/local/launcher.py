@@ -70,7 +70,7 @@ class RankJob:
 
     helpers: processes of no rank that run at the same time, recorded under `helpers/`.
     watch: says how far the job is, asked every second. pools: rank -> pool name, for the outcomes.
-    timeout_s: seconds until every rank must be done;
+    timeout_s: seconds until every rank must be done with each of its `runs`, see RankGuard.renew();
     helpers, which may be references of large batches, have `helper_patience` times as long.
     """
 
@@ -81,6 +81,7 @@ class RankJob:
     pools: Sequence[str] = ()
     helpers: Sequence[Helper] = ()
     timeout_s: float = 60.0
+    runs: int = 1
     helper_patience: int = 10
     watch: Callable[[], str] = lambda: ""
     start: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
@@ -217,6 +218,7 @@ class Launcher:
             "directory": str(job.directory.resolve()),
             "rendezvous": os.path.join(self._scratch, f"rendezvous-{self._job}", "store"),
             "timeout_s": job.timeout_s,
+            "runs": job.runs,
             "helper_patience": job.helper_patience,
             "start": job.start,
             "cwd": os.getcwd(),

@@ -36,7 +36,7 @@ from sumgrad.topology.pools import load_topology
 from sumgrad.topology.shipped import shipped_topologies
 
 STEPS = 2  # a stale buffer needs the second
-MOST_AT_ONCE = 48  # faults on warm ranks: together they have the time that one run has
+MOST_AT_ONCE = 48  # faults, one after the other on the same warm ranks
 Progress = Callable[[str], object]
 
 
@@ -221,6 +221,7 @@ def run_faults(
             pools=[topology.pool_of(r).name for r in range(topology.world_size)],
             arguments={"faults": left, "look": look},
             timeout_s=clean.spec.timeout_s,
+            runs=len(left),
             watch=_counter(topology.name, len(out), list(faults), place),
         )
         progress(f"{topology.name}: {len(left)} faults, {left[0]} first")

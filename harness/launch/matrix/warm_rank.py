@@ -34,6 +34,7 @@ def run_faults(guard: RankGuard, *, faults: list[str], look: bool = False) -> No
         spec = read_spec(directory)
         rank = Rank(spec.topology, number, ledger)
         for i, fault in enumerate(faults):
+            guard.renew()
             place = fault_directory(directory, i)
             (place / "ranks").mkdir(parents=True, exist_ok=True)
             _write_ledger_to(ledger, guard, rank_file(place, number, ".ledger.jsonl"))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.record.computed import MODULE, Computation, Computed, same_value
+from sumgrad.record.computed import LARGE, MODULE, Computation, Computed, same_value
 from sumgrad.subjects.users_line import is_users
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -29,7 +29,6 @@ MOST_ELEMENTS = 1 << 16  # of a tensor that is kept
 MOST_KEPT = 1 << 23  # elements of all of them, and as many of their gradients
 MOST_CALLS = 40_000
 MOST_RESULTS = 8  # of one call
-LARGE = "a large tensor, number "
 _SITES: dict[tuple[CodeType, int], tuple[str, str]] = {}
 # On the way from a user's line to here: some of torch's own files, and the lift's function mode.
 WAYS = ("functional.py", "_tensor.py", "overrides.py", "_jit_internal.py", "program/lift.py")

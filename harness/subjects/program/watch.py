@@ -56,6 +56,7 @@ class ModuleWatch:
         self._last: dict[int, Tensor] = {}
         self._data: list[Tensor] = []
         self._entered: list[str] = []
+        self._entered_as: list[tuple[int, str]] = []
         self._copies = WeakIdKeyDictionary()  # tensor -> its version, and what is kept of it
         self._call_of = WeakIdKeyDictionary()  # tensor -> number of the call that saw it first
         self._same: dict[int, int] = {}
@@ -126,6 +127,7 @@ class ModuleWatch:
             },
             data=tuple(self._data),
             entered=tuple(self._entered),
+            entered_as=tuple(self._entered_as),
             batch=batch,
             left_out=tuple(self._left_out),
             takes=taken_up(given) if self._with_paths else {},
@@ -179,14 +181,14 @@ class ModuleWatch:
         self._inside.append(name)
         if torch._C._current_graph_task_id() == -1:
             self._uses("forward", name)
+        named = _named_arguments(self._modules[name], args, kwargs)
         if " at " in self._sources[name] and len(self._handed.get(name, ())) < MAX_HANDED:
-            self._handed.setdefault(name, []).append(
-                _named_arguments(self._modules[name], args, kwargs)
-            )
+            self._handed.setdefault(name, []).append({n: _in_a_word(v) for n, v in named.items()})
+        called = {id(t): n for n, value in named.items() for t in _tensors(value)}
         tensors = list(_tensors((args, kwargs)))
         for tensor in tensors:
             if tensor.grad_fn is None and not tensor.requires_grad:
-                self._keep_data(name, tensor)
+                self._keep_data(name, tensor, called.get(id(tensor), ""))
         parts = [t for t in tensors if _has_digits(t)]
         if self._with_ways:
             for tensor in parts:
@@ -277,15 +279,16 @@ class ModuleWatch:
         self._copies[tensor] = (_version(tensor), held)
         return held
 
-    def _keep_data(self, name: str, tensor: Tensor) -> None:
+    def _keep_data(self, name: str, tensor: Tensor, argument: str) -> None:
         held = self._kept(name, tensor)
         if held is not None and held.dim() and held.numel():
             self._data.append(held)
             self._entered.append(name)
+            self._entered_as.append((self._numbers.get(f"{INTO}{name}", -1) + 1, argument))
 
 
-def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, str]:
-    """Of a call's arguments, by name: what it is, in a word or two, and of numbers the number."""
+def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """A call's arguments by the names that its forward gives them; empty where that is not told."""
     forward = inspect.unwrap(type(module).forward)
     try:
         bound = inspect.signature(forward).bind_partial(module, *args, **kwargs)
@@ -295,10 +298,11 @@ def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, str
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind == parameter.VAR_KEYWORD:
             given |= given.pop(name, {})
-    return {name: _in_a_word(value) for name, value in given.items()}
+    return given
 
 
 def _in_a_word(value: Any) -> str:
+    """What an argument is, in a word or two, and of numbers the number."""
     if isinstance(value, Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')}"
     if value is None or isinstance(value, bool | int | float | str):

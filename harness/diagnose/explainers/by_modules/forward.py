@@ -96,8 +96,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     of, odd = odd_data(case, look, found)
     because += [*odd, *_lacking_below(look, found)]
     if of != found.wrong:
-        because += [f"the output of {found.wrong or 'the model'} is no slice of the single "
-                    f"process's: {places(found.seen)}", *look_at]  # fmt: skip
+        because += [_no_slice(found), *look_at]
         because += [*_features(case, found), *_of_other_places(case, found)]
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]
@@ -106,7 +105,8 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
             f"{some_of(shared)} is found by its values, which are those of all rows: whether this "
             f"rank takes the positions that are its own, they do not tell"
         )
-    whole = sorted({s.rank for s in look.seen[found.wrong]} - set(found.ranks))
+    right = {s.rank for s in look.seen[found.wrong] if s.forward == "right"}
+    whole = sorted(right - set(found.ranks))
     if entered_right:
         because.append(f"on rank {spans(entered_right)} what goes into it is right")
     elif whole:
@@ -129,10 +129,24 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because = [f"as seen from modules: {text}", *because]
         text = misplaced[0]
     elif of is not None and of != found.wrong:
-        seen = [] if of in found.modules else [f"as seen from modules: {text}"]
-        because = [*odd, *seen, *(line for line in because if line not in odd)]
+        because = [*odd, *([] if of in found.modules else [f"as seen from modules: {text}"])]
         text = f"in the forward what enters {named(look, of)} is another already on some ranks"
     return Diagnosis(cause=text, kind=kind, ranks=ranks, because=tuple(because))
+
+
+def _no_slice(found: FirstWrong) -> str:
+    """Which vectors of the output are wrong, or are of two rows."""
+    output = f"the output of {found.wrong or 'the model'}"
+    mixed = next((s for s in found.seen if s.mixed), None)
+    if mixed is None:
+        return f"{output} is no slice of the single process's: {places(found.seen)}"
+    one = mixed.mixed[0]
+    (first, second), (here, there) = one.of, one.at
+    more = f", and so in {len(mixed.mixed) - 1} more" if len(mixed.mixed) > 1 else ""
+    return (f"all vectors of {output} are the single process's, and some rows of it, of "
+            f"{mixed.shape[-2]} vectors each, are put together of two rows there: on rank "
+            f"{mixed.rank} row {one.row} in call {mixed.call.number} has at places {spans(here)} "
+            f"those of row {first}, at {spans(there)} those of row {second}{more}")  # fmt: skip
 
 
 def _features(case: Case, found: FirstWrong) -> list[str]:
@@ -140,7 +154,7 @@ def _features(case: Case, found: FirstWrong) -> list[str]:
     traces = traces_looked_at(case)
     seen = _entered_wrong(case, found) or found.seen
     told = traces and wrong_features(traces, seen, case.record.spec.tiers[case.tier])
-    if not told:
+    if not told or any(s.mixed for s in seen):
         return []
     wrong, width = told
     what = "what goes in" if seen[0].call.module.startswith(INTO) else "its output"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
@@ -70,12 +71,14 @@ def _agreed(
     every = {rank: list(search(rank, own)) for rank, own in asked.items()}
     usual = {one.mine.site for found in every.values() for one in found if one.again}
     usual |= {one.mine.site for rank, found in every.items() if rank not in ranks for one in found}
-    kept = [[o for o in every[rank] if o.mine.site not in usual] for rank in ranks]
-    firsts = [found[0].mine.site for found in kept if found]
-    if not firsts:
-        return []
-    site = max(firsts, key=firsts.count)
-    return [found[0] for found in kept if found and found[0].mine.site == site]
+    firsts: list[AtLine] = []
+    for rank in ranks:
+        first = next((o for o in every[rank] if o.mine.site not in usual), None)
+        if first is not None:
+            before = every[rank][: every[rank].index(first)]
+            firsts.append(replace(first, passed=tuple(o.mine for o in before)))
+    sites = [one.mine.site for one in firsts]
+    return [one for one in firsts if one.mine.site == max(sites, key=sites.count)]
 
 
 def _lines(case: Case) -> Lines | None:
@@ -110,7 +113,7 @@ def _asked(
         for module, seen in look.seen.items()
         if {s.forward for s in seen if s.rank == rank and not s.call.recomputed} == {"right"}
     }
-    end = max(wrong, default=len(calls))
+    end = min(wrong, default=len(calls))
     return lambda c: c.calls <= end and right.isdisjoint(c.inside)
 
 
@@ -150,7 +153,12 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
                f"the single process's, nor are its sums, {on}: right before a sum is what is "
                f"linear, and added once")  # fmt: skip
     else:
-        of = "of numbers that it has" if one.told else "whatever it takes"
+        told = all(o.told for o in found)
+        of = "of numbers that it has" if told else "where not all that it takes could be told"
+        passed = {line_from_here(c.line): None for o in found for c in o.passed}
+        if passed:
+            of += f" (but for {some_of([*passed])}: something right is made of what that gives, or "
+            of += "a rank has it where all is right)"
         beside = "" if one.there else "; the single process does not run that line"
         yield (f"the first line that gives what the single process has nowhere, {of}, is {line}, "
                f"{on}{beside}")  # fmt: skip

@@ -1,9 +1,12 @@
-"""Whole numbers that enter a module, as tokens, and are none of the single process's, in words."""
+"""Data that enter a module and are none of the single process's, or of another row, in words."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
+from sumgrad.diagnose.modules import companions
 from sumgrad.diagnose.modules.entered import Odd, odd_rows
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
@@ -13,7 +16,8 @@ MOST_ROWS = 3  # that are written out
 
 def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, list[str]]:
     """The module that is wrong, or one beside or around it, which whole numbers enter that are no
-    row of the single process's; and which."""
+    row of the single process's, or are those of a row with what is not that row's beside; and
+    which."""
     traces = case.record.traces
     if traces is None:
         return None, []
@@ -32,7 +36,34 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
                 f"whole numbers that enter {module or 'the model'} are no row, nor a stretch of a "
                 f"row, of those in the single process: {'; '.join(told[:MOST_ROWS])}"
             ]
+        beside = list(_beside(case, found, module))
+        if beside:
+            return module, [
+                f"what {module or 'the model'} is handed for one row does not belong together: "
+                f"{'; '.join(beside[:MOST_ROWS])}"
+            ]
     return None, []
+
+
+def _beside(case: Case, found: FirstWrong, module: str) -> Iterator[str]:
+    """By rank, the first row with what is not its own beside, and how many there are more."""
+    traces = case.record.traces
+    if traces is None:
+        return
+    for rank in found.ranks:
+        odd = list(companions.odd_companions(traces.ranks[rank], traces.single, module))
+        if odd:
+            more = f", and so in {len(odd) - 1} more" if len(odd) > 1 else ""
+            yield f"on rank {rank} {_odd_companion(odd[0])}{more}"
+
+
+def _odd_companion(odd: companions.Odd) -> str:
+    row = f"row {odd.row}" + (f" of call {odd.call}" if odd.call else "")
+    text = f"{row} has as {odd.told} what row {odd.of} has in the single process, and as {odd.name}"
+    if odd.others:
+        return (f"{text} something else than that one at {odd.others} of {odd.size} places (at "
+                f"place {odd.at} {odd.now:g} where that has {odd.was:g})")  # fmt: skip
+    return f"{text} what is " + ("no row's there" if odd.whose is None else f"row {odd.whose}'s")
 
 
 def _odd_row(odd: Odd) -> str:
