@@ -86,15 +86,15 @@ def _mixed(case: Case) -> Iterator[Mixed]:
     for (rank, sources, passes), found in alike.items():
         groups: list[list[Columns]] = []
         for columns in sorted(found, key=lambda c: -c.own.shape[1]):
-            kind = _weights_of([columns]).kind
+            kind = weights_of([columns]).kind
             for group in groups:
-                if _weights_of(group).kind == kind == _weights_of([*group, columns]).kind:
+                if weights_of(group).kind == kind == weights_of([*group, columns]).kind:
                     group.append(columns)
                     break
             else:
                 groups.append([columns])
         for group in groups:
-            tables = _weights_of(group)
+            tables = weights_of(group)
             numbers = sum(columns.own.shape[1] for columns in group)
             few = numbers < NEEDED * len(sources) * passes
             if not any(tables.kind) or not tables.only or few:
@@ -132,7 +132,8 @@ def given_by_ranks(case: Case) -> Given | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """A parameter of a rank: what each source gave of some of its elements, (sources * passes, n),
-    and those elements of what the rank has and of what it must have, (n,)."""
+    and those elements of what the rank has and of what it must have, (n,). place: which elements
+    of the flat part that the rank holds these are."""
 
     cell: Cell
     sources: tuple[Source, ...]
@@ -140,6 +141,7 @@ class Columns:
     own: Tensor
     measured: Tensor
     wanted: Tensor
+    place: Tensor
 
     @property
     def size(self) -> float:
@@ -178,11 +180,12 @@ def columns_of(cell: Cell, given: Given) -> Columns | None:
         own=columns,
         measured=cell.measured.reshape(-1)[place],
         wanted=cell.wanted.value.reshape(-1)[place],
+        place=place,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Weights:
+class Weights:
     """One table for some parameters, (sources * passes,). only: no other gives the same."""
 
     got: Tensor | None
@@ -194,7 +197,7 @@ class _Weights:
         return self.got is not None, self.wanted is not None
 
 
-def _weights_of(together: Sequence[Columns]) -> _Weights:
+def weights_of(together: Sequence[Columns]) -> Weights:
     """The weights that give what the rank has, and what it must have."""
     matrix = torch.cat([c.own / c.size for c in together], dim=1)
     found = []
@@ -213,7 +216,7 @@ def _weights_of(together: Sequence[Columns]) -> _Weights:
             fits &= float(here.max()) <= c.cell.wanted.threshold + roundings
         found.append((weights if fits else None, only))
     (got, only), (wanted, _) = found
-    return _Weights(got=got, wanted=wanted, only=only)
+    return Weights(got=got, wanted=wanted, only=only)
 
 
 def near(a: Tensor, b: Tensor) -> bool:

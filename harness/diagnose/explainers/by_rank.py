@@ -16,7 +16,15 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.fit import as_fraction
-from sumgrad.diagnose.own_gradients import ALIKE, Mixed, Weighed, given_by_ranks, mixed, near
+from sumgrad.diagnose.own_gradients import (
+    ALIKE,
+    Mixed,
+    Source,
+    Weighed,
+    given_by_ranks,
+    mixed,
+    near,
+)
 from torch import Tensor
 
 SAME_NORM = 1e-5  # torch's clip adds 1e-6 to a norm
@@ -344,8 +352,13 @@ def _tables(found: Sequence[Weighed]) -> list[str]:
 def _weights(mix: Mixed | Weighed, table: Tensor | None) -> str:
     """`1/3 of rank 0-1 and 1/4 of rank 2`, ranks with equal weights together."""
     assert table is not None
+    return in_weights(mix.sources, table)
+
+
+def in_weights(sources: Sequence[Source], table: Tensor) -> str:
+    """The same of any (sources, passes) weights."""
     groups: list[tuple[Tensor, list[int]]] = []
-    for source, row in zip(mix.sources, table, strict=True):
+    for source, row in zip(sources, table, strict=True):
         for other, ranks in groups:
             if float((row - other).abs().max()) <= ALIKE * float(table.abs().max()):
                 ranks.extend(source)

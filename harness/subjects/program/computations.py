@@ -31,7 +31,10 @@ MOST_CALLS = 40_000
 MOST_RESULTS = 8  # of one call
 _SITES: dict[tuple[CodeType, int], tuple[str, str]] = {}
 # On the way from a user's line to here: some of torch's own files, and the lift's function mode.
-WAYS = ("functional.py", "_tensor.py", "overrides.py", "_jit_internal.py", "program/lift.py")
+WAYS = (
+    "functional.py", "_tensor.py", "overrides.py", "_jit_internal.py", "nn/utils/clip_grad.py",
+    "utils/_contextlib.py", "program/lift.py",
+)  # fmt: skip
 ALIASES = {
     "true_divide": "div", "truediv": "div", "itruediv": "div", "divide": "div", "rtruediv": "rdiv",
     "multiply": "mul", "rmul": "mul", "imul": "mul", "radd": "add", "iadd": "add",

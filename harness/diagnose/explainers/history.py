@@ -1,0 +1,86 @@
+"""What became of a wrong gradient line by line, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.lines import expression
+from sumgrad.diagnose.explainers.by_rank import in_weights
+from sumgrad.diagnose.modules.history import Held, History, history_of
+from sumgrad.diagnose.own_gradients import Columns, columns_of, given_by_ranks, near
+
+ELSEWHERE = ("forward", "backward", "recomputed", "own_backward")  # wrong before it is put together
+MOST_PARAMETERS = 6  # of a rank, that are looked at
+MOST_SHOWN = 6
+
+
+def with_history(case: Case, diagnosis: Diagnosis) -> Diagnosis:
+    """With the lines that took and gave the gradient of one wrong parameter of one rank."""
+    if diagnosis.kind in ELSEWHERE:
+        return diagnosis
+    try:
+        found = _longest(case)
+    except (RuntimeError, ValueError, IndexError):
+        return diagnosis  # as in looked(): a cause is not lost by a hint
+    if found is None:
+        return diagnosis
+    return replace(diagnosis, because=(_in_words(found), *diagnosis.because))
+
+
+def _longest(case: Case) -> History | None:
+    """Of the wrong parameters of the first rank that tells something."""
+    if "history" not in case.known:
+        case.known["history"] = max(_told(case), key=lambda h: len(h.held), default=None)
+    found: History | None = case.known["history"]
+    return found
+
+
+def _told(case: Case) -> Iterator[History]:
+    traces = case.record.traces
+    if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
+        return
+    asked: list[Columns] = _columns(case)
+    for rank in sorted({c.cell.rank for c in asked}):
+        mine = [c for c in asked if c.cell.rank == rank][:MOST_PARAMETERS]
+        found = [history_of(c, traces.ranks[rank].computed) for c in mine]
+        told = [h for h in found if len(h.held) > 1]
+        if told:
+            yield from told
+            return
+
+
+def _columns(case: Case) -> list[Columns]:
+    """Of wrong parameters, those of which most elements are known first."""
+    given = None if case.has_plan or not case.exact else given_by_ranks(case)
+    if given is None:
+        return []
+    found = [columns_of(cell, given) for cell in case.failing_cells]
+    return sorted((c for c in found if c is not None), key=lambda c: -c.own.shape[1])
+
+
+def _in_words(history: History) -> str:
+    said: list[str] = []
+    line = ""
+    for held in history.held[:MOST_SHOWN]:
+        here = expression(held.computation)
+        where = "" if here == line else f"{here} "
+        said.append(f"{where}{_weights(history, held)}")
+        line = here
+    more = len(history.held) - MOST_SHOWN
+    said += [f"{more} more"] if more > 0 else []
+    end, last = history.end, history.held[-1].weights
+    if end is not None and not near(end, last):
+        said.append(f"at the end of the step it is {in_weights(history.sources, end)}")
+    return (
+        f"what became of {history.name} on rank {history.rank}, in what the ranks' own backwards "
+        f"gave it: {'; '.join(said)}"
+    )
+
+
+def _weights(history: History, held: Held) -> str:
+    what = "gives" if held.gives else "takes"
+    part = f" (from element {held.at} of a buffer)" if held.at else ""
+    return f"{what} {in_weights(history.sources, held.weights)}{part}"

@@ -1,0 +1,124 @@
+"""What became of a gradient line by line: lines that really ran, on what backwards really gave."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.explainers import history as in_words
+from sumgrad.diagnose.modules.history import history_of
+from sumgrad.diagnose.own_gradients import Columns
+from sumgrad.subjects.program.computations import Computations
+from torch.nn.utils import clip_grad_norm_
+
+G = torch.Generator().manual_seed(3)
+GAVE = torch.randn(2, 2, 6, 7, generator=G, dtype=torch.float64)  # of two ranks, two passes each
+FIRST, SECOND = GAVE[0].unbind(0)
+BOTH, OTHERS = GAVE.sum(1).unbind(0)
+AT = torch.arange(42)
+
+
+def columns(end, rank=0):
+    wanted = SimpleNamespace(size=1.0, scale=1.0, threshold=1e-12, value=end)
+    cell = SimpleNamespace(rank=rank, name="w", measured=end, wanted=wanted)
+    return Columns(
+        cell=cell, sources=((0,), (1,)), passes=2, own=GAVE.reshape(4, 42),
+        measured=end.reshape(-1), wanted=end.reshape(-1), place=AT,
+    )  # fmt: skip
+
+
+def history(function):
+    """Of what a function does to what this rank's two backwards gave, and ends with."""
+    with Computations(lambda: ((), 0)) as computations:
+        end = function()
+    return history_of(columns(end), computations.computed())
+
+
+def told(one):
+    return [(h.computation.part, h.gives, h.weights[0].tolist(), h.at) for h in one.held]
+
+
+def overwritten():
+    """Gradients that are kept and not copied, and the second backward's in the same memory."""
+    grad = FIRST.clone()
+    kept = [grad]
+    grad.copy_(SECOND)
+    kept.append(grad)
+    return kept[0] * 2 + kept[1] * 3
+
+
+def test_what_was_kept_and_overwritten_is_seen_where_it_is_taken():
+    one = history(overwritten)
+    assert told(one) == [
+        ("FIRST.clone()", False, [1.0, 0.0], 0),
+        ("grad.copy_(SECOND)", False, [0.0, 1.0], 0),
+        ("kept[0] * 2", True, [0.0, pytest.approx(2.0)], 0),
+        ("kept[1] * 3", False, [0.0, 1.0], 0),
+        ("kept[1] * 3", True, [0.0, pytest.approx(3.0)], 0),
+        ("kept[0] * 2 + kept[1] * 3", False, [0.0, pytest.approx(2.0)], 0),
+        ("kept[0] * 2 + kept[1] * 3", False, [0.0, pytest.approx(3.0)], 0),
+        ("kept[0] * 2 + kept[1] * 3", True, [0.0, pytest.approx(5.0)], 0),
+    ]
+    assert one.end is not None
+    assert one.end[0].tolist() == [0.0, pytest.approx(5.0)]
+
+
+def flat_buffer():
+    """A buffer of several parameters, which something that no line shows changes."""
+    buffer = torch.cat([torch.ones(5).double(), BOTH.reshape(-1), torch.ones(3).double()])
+    with torch._C.DisableTorchFunction():
+        buffer[5:47] += OTHERS.reshape(-1)
+    return (buffer / 2)[5:47].view(6, 7)
+
+
+def test_it_is_followed_into_a_buffer_and_through_what_no_line_shows():
+    one = history(flat_buffer)
+    shown = [(h.computation.part, h.gives, h.weights.tolist(), h.at) for h in one.held]
+    own, both = [[1.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]]
+    assert [(g, at) for _, g, _, at in shown] == [(False, 0), (False, 5), (True, 5)]
+    for (_, _, found, _), wanted in zip(shown, (own, both, 0.5 * torch.ones(2, 2)), strict=True):
+        assert torch.allclose(torch.tensor(found), torch.as_tensor(wanted).float())
+    assert shown[2][0] == "buffer / 2"
+
+
+def clipped():
+    param = torch.nn.Parameter(torch.zeros(6, 7, dtype=torch.float64))
+    param.grad = BOTH.clone()
+    clip_grad_norm_([param], 0.5)
+    return param.grad * 1
+
+
+def test_torchs_clip_is_seen_at_the_line_that_calls_it():
+    one = history(clipped)
+    factor = 0.5 / float(BOTH.norm())
+    first, clip = one.held
+    assert first.weights[0].tolist() == pytest.approx([1, 1])
+    assert clip.computation.part == "clip_grad_norm_([param], 0.5)"
+    assert clip.weights[0].tolist() == pytest.approx([factor] * 2, rel=1e-5)
+
+
+def test_what_is_no_sum_of_what_the_backwards_gave_is_not_told():
+    squared = history(lambda: (BOTH**2) * 3)
+    assert [h.computation.part for h in squared.held] == ["BOTH**2"]  # takes it
+    assert history(lambda: torch.ones(6, 7).double() * 3).held == ()
+
+
+def test_the_words_have_the_lines_and_what_no_line_shows(monkeypatch):
+    one = history(overwritten)
+    monkeypatch.setattr(in_words, "_longest", lambda _: one)
+    cause = Diagnosis(cause="c", kind="weights_of_ranks", because=("b",))
+    said, rest = in_words.with_history(None, cause).because
+    assert rest == "b"
+    assert "in it `kept[0] * 2` gives (0, 2 by backward) of rank 0, 0 of rank 1" in said
+    assert "; 2 more" in said
+    assert "at the end" not in said
+    ended = SimpleNamespace(**{k: getattr(one, k) for k in ("name", "rank", "sources", "held")},
+                            end=torch.eye(2).double())  # fmt: skip
+    monkeypatch.setattr(in_words, "_longest", lambda _: ended)
+    said = in_words.with_history(None, cause).because[0]
+    assert said.endswith("at the end of the step it is (1, 0 by backward) of rank 0, (0, 1 by "
+                         "backward) of rank 1")  # fmt: skip
+    forward = Diagnosis(cause="c", kind="forward", because=("b",))
+    assert in_words.with_history(None, forward) is forward
