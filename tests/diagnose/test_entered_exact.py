@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sumgrad.diagnose.modules.entered import Odd, odd_rows
@@ -35,6 +37,29 @@ def test_rows_that_are_none_of_those_that_enter_there(row, odd):
     out = torch.zeros(1, 3)
     found = list(odd_rows(trace(out, torch.tensor([row])), trace(out, ROWS), "m"))
     assert found == ([] if odd is None else [odd])
+
+
+def test_a_row_is_looked_for_among_those_of_its_argument_and_told_by_its_call():
+    out = torch.zeros(1, 3)
+
+    def handed(*data):
+        named = tuple((i // 2, ("ids", "types")[i % 2]) for i in range(len(data)))
+        return replace(trace(out, data[0]), data=data, entered=("m",) * len(data),
+                       entered_as=named)  # fmt: skip
+
+    types = torch.tensor([[0, 0, 0, 1, 2], [0, 1, 2, 1, 0]])
+    mine = handed(ROWS[:1], types[:1], ROWS[1:], torch.tensor([[0, 0, 1, 2, 1]]))
+    (one,) = odd_rows(mine, handed(ROWS, types), "m")
+    assert one == Odd(call=1, row=0, name="types", of=1, by=1)
+    names = [one.name for one in odd_rows(handed(types, ROWS), handed(ROWS, types), "m")]
+    assert names == ["ids", "ids", "types", "types"]
+
+
+def test_zeros_and_ones_are_like_many_rows():
+    rows = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 0]])
+    mine = torch.tensor([[1, 0, 1, 1, 1]])
+    out = torch.zeros(1, 3)
+    assert list(odd_rows(trace(out, mine), trace(out, rows), "m")) == [Odd(call=0, row=0)]
 
 
 @pytest.mark.parametrize("wrong", [(2, 3), (0,), (1, 2, 3, 4, 5)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from sumgrad.record.trace import Trace
@@ -16,13 +16,15 @@ FEWEST = 3  # elements that are the same, of which two are different, for a row 
 class Odd:
     """A row of what enters on a rank, that is no stretch of any of the single process's.
 
-    call: of those with such data, in order. row: of the rank's. of: the single process's row that
-    it has most of, if one is told. by: places to the right of that one's; where 0, `others` says in
-    how many of its `size` elements it is another, the first of which is at place `at`.
+    call: of the module's. name: of the argument, where there are several such. row: of the rank's.
+    of: the single process's row that it has most of, if one is told. by: places to
+    the right of that one's; where 0, `others` says in how many of its `size` elements it is
+    another, the first of which is at place `at`.
     """
 
     call: int
     row: int
+    name: str = ""
     of: int | None = None
     by: int = 0
     others: int = 0
@@ -38,18 +40,26 @@ class Odd:
 
 
 def odd_rows(mine: Trace, single: Trace, module: str) -> Iterator[Odd]:
-    there = [row for data in _numbers(single, module) for row in data]
-    if not there:
-        return
-    for call, data in enumerate(_numbers(mine, module)):
-        for i, row in enumerate(data):
-            if not any(_is_stretch(row, whole) for whole in there):
-                yield _told(call, i, row, there)
+    whole, own = _numbers(single, module), _numbers(mine, module)
+    several = len(whole) > 1
+    for name, calls in own.items():
+        there = [row for _, data in whole.get(name, ()) for row in data]
+        for call, data in calls if there else ():
+            for i, row in enumerate(data):
+                if not any(_is_stretch(row, other) for other in there):
+                    yield replace(_told(call, i, row, there), name=name if several else "")
 
 
-def _numbers(trace: Trace, module: str) -> list[Tensor]:
-    pairs = zip(trace.entered, trace.data, strict=True)
-    return [d for name, d in pairs if name == module and d.dim() == 2 and _is_whole(d)]
+def _numbers(trace: Trace, module: str) -> dict[str, list[tuple[int, Tensor]]]:
+    """Argument -> the number of each call, and what is handed there. Where arguments have no
+    names, as one."""
+    out: dict[str, list[tuple[int, Tensor]]] = {}
+    named = trace.entered_as or ((None, ""),) * len(trace.entered)
+    for module_of, (call, name), data in zip(trace.entered, named, trace.data, strict=True):
+        if module_of == module and data.dim() == 2 and _is_whole(data):
+            held = out.setdefault(name, [])
+            held.append((len(held) if call is None else call, data))
+    return out
 
 
 def _is_whole(data: Tensor) -> bool:
@@ -63,6 +73,8 @@ def _is_stretch(row: Tensor, whole: Tensor) -> bool:
 
 
 def _told(call: int, i: int, row: Tensor, there: list[Tensor]) -> Odd:
+    if len(row.unique()) < FEWEST:
+        return Odd(call=call, row=i)  # zeros and ones are like many
     for by in range(1, len(row) - FEWEST + 1):
         for at, whole in enumerate(there):
             for places, part, other in ((by, row[by:], whole), (-by, row[:-by], whole[by:])):

@@ -23,6 +23,12 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
         return None, []
     around = [m for m in look.modules if m != found.wrong and is_in(found.wrong, m)]
     for module in (found.wrong, *reversed(found.modules), *around):
+        beside = list(_beside(case, found, module))
+        if beside:
+            return module, [
+                f"what {module or 'the model'} is handed for one row does not belong together: "
+                f"{'; '.join(beside[:MOST_ROWS])}"
+            ]
         told: list[str] = []
         for rank in found.ranks:
             odd = list(odd_rows(traces.ranks[rank], traces.single, module))
@@ -35,12 +41,6 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
             return module, [
                 f"whole numbers that enter {module or 'the model'} are no row, nor a stretch of a "
                 f"row, of those in the single process: {'; '.join(told[:MOST_ROWS])}"
-            ]
-        beside = list(_beside(case, found, module))
-        if beside:
-            return module, [
-                f"what {module or 'the model'} is handed for one row does not belong together: "
-                f"{'; '.join(beside[:MOST_ROWS])}"
             ]
     return None, []
 
@@ -67,7 +67,8 @@ def _odd_companion(odd: companions.Odd) -> str:
 
 
 def _odd_row(odd: Odd) -> str:
-    row = f"row {odd.row}" + (f" of call {odd.call}" if odd.call else "")
+    row = f"row {odd.row}" + (f" of {odd.name}" if odd.name else "")
+    row += f" of call {odd.call}" if odd.call else ""
     if odd.of is None:
         return f"{row} is like none"
     if odd.by:
