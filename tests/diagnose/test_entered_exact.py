@@ -47,8 +47,8 @@ def test_a_row_is_looked_for_among_those_of_its_argument_and_told_by_its_call():
         return replace(trace(out, data[0]), data=data, entered=("m",) * len(data),
                        entered_as=named)  # fmt: skip
 
-    types = torch.tensor([[0, 0, 0, 1, 2], [0, 1, 2, 1, 0]])
-    mine = handed(ROWS[:1], types[:1], ROWS[1:], torch.tensor([[0, 0, 1, 2, 1]]))
+    types = torch.tensor([[0, 0, 0, 1, 2], [3, 1, 2, 1, 0]])
+    mine = handed(ROWS[:1], types[:1], ROWS[1:], torch.tensor([[0, 3, 1, 2, 1]]))
     (one,) = odd_rows(mine, handed(ROWS, types), "m")
     assert one == Odd(call=1, row=0, name="types", of=1, by=1)
     names = [one.name for one in odd_rows(handed(types, ROWS), handed(ROWS, types), "m")]
