@@ -12,7 +12,8 @@ from sumgrad.diagnose.explainers.by_rank import in_weights
 from sumgrad.diagnose.modules.history import Held, History, history_of
 from sumgrad.diagnose.own_gradients import Columns, columns_of, given_by_ranks, near
 
-ELSEWHERE = ("forward", "backward", "recomputed", "own_backward")  # wrong before it is put together
+# Wrong before it is put together, or another when the step is run again, as it is to be looked at.
+ELSEWHERE = ("forward", "backward", "recomputed", "own_backward", "run_to_run")
 MOST_PARAMETERS = 6  # of a rank, that are looked at
 MOST_SHOWN = 6
 

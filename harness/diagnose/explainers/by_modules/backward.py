@@ -25,6 +25,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 from sumgrad.diagnose.explainers.by_modules.losses import losses_beside
 from sumgrad.diagnose.explainers.by_modules.never_called import never_called
 from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
+from sumgrad.diagnose.explainers.by_modules.others_there import the_others, with_factors
 from sumgrad.diagnose.explainers.by_modules.own_backward import saved_in_words
 from sumgrad.diagnose.explainers.by_modules.passed import (
     has_functions_between,
@@ -47,7 +48,7 @@ from sumgrad.diagnose.modules.first_wrong import (
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import is_untold, same
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
-from sumgrad.diagnose.modules.seen import Seen, State, constant
+from sumgrad.diagnose.modules.seen import State, constant
 from sumgrad.diagnose.names import group_symbols
 from sumgrad.record.trace import INTO, LOSS
 
@@ -161,12 +162,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
         if not found.emptied and is_zero(case, found):
             yield "there it is zero, as where none is sent or received, or a buffer is not filled"
         yield from of_other_places(case, look, found)
-        if found.emptied:
-            yield "the others there are right"
-        elif any(_with_factors(s) for s in found.seen):
-            yield "the others there are right but for factors of their own"
-        else:
-            yield from _factor_of_the_others(found)
+        yield from the_others(found)
         if not above:
             yield from of_other_targets(case, look, found)
     if max(s.call.arrivals for s in found.seen) > 1:
@@ -271,20 +267,6 @@ def _gradient_that_leaves(case: Case, look: Look, found: FirstWrong, module: str
     return "right" if values and same(values) else "untold"
 
 
-def _factor_of_the_others(found: FirstWrong) -> Iterator[str]:
-    """What all vectors that are not wrong have in common, where it is not 1."""
-    factors = [constant(s.factors) for s in found.seen]
-    known = [f for f in factors if f is not None]
-    if known and same(known) and abs(known[0] - 1) > SAME_FACTOR:
-        yield f"the others there have the factor {fraction_of(known[0])}"
-
-
-def _with_factors(seen: Seen) -> bool:
-    """Whether the vectors that are right are so only up to factors that differ."""
-    told = seen.factors is not None and not bool(seen.factors.isnan().all())
-    return told and constant(seen.factors) is None
-
-
 def _in_some_calls(look: Look, found: FirstWrong) -> str:
     """Where a rank calls a module several times, and only some of the calls get no gradient."""
     rank = found.seen[0].rank
@@ -311,7 +293,7 @@ def _weighed(look: Look, found: FirstWrong) -> list[str]:
             out.append(f"what reaches {module or 'the model'} has the factor "
                        f"{fraction_of(known[0])} on all ranks")  # fmt: skip
     ranks = sorted({s.rank for s in look.seen[found.wrong] if s.rank not in found.ranks
-                    and s.backward == "right" and _with_factors(s)})  # fmt: skip
+                    and s.backward == "right" and with_factors(s)})  # fmt: skip
     if ranks:
         out.append(f"on rank {spans(ranks)} it is right but for factors of its vectors")
     return out

@@ -1,0 +1,50 @@
+"""The vectors beside those whose gradient is wrong, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from sumgrad.base.outcome import spans
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.loss_weights import same
+from sumgrad.diagnose.modules.matching import SAME_FACTOR
+from sumgrad.diagnose.modules.seen import Seen, constant
+
+MOST_FACTORS = 4  # different ones that are written out
+
+
+def the_others(found: FirstWrong) -> Iterator[str]:
+    """What all vectors that are not wrong have in common, where they are not simply right."""
+    if found.emptied:
+        yield "the others there are right"
+        return
+    odd = next((s for s in found.seen if with_factors(s)), None)
+    if odd is not None:
+        yield _own_factors(odd)
+        return
+    factors = [constant(s.factors) for s in found.seen]
+    known = [f for f in factors if f is not None]
+    if known and same(known) and abs(known[0] - 1) > SAME_FACTOR:
+        yield f"the others there have the factor {fraction_of(known[0])}"
+
+
+def with_factors(seen: Seen) -> bool:
+    """Whether the vectors that are right are so only up to factors that differ."""
+    told = seen.factors is not None and not bool(seen.factors.isnan().all())
+    return told and constant(seen.factors) is None
+
+
+def _own_factors(seen: Seen) -> str:
+    """The factors of vectors that are right but for them, on one rank in one call."""
+    by_factor: dict[str, list[int]] = {}
+    if seen.where is not None and seen.factors is not None:
+        for at, factor in zip(seen.where.picked.tolist(), seen.factors.tolist(), strict=True):
+            if not math.isnan(factor):
+                by_factor.setdefault(fraction_of(factor), []).append(at)
+    where = f"on rank {seen.rank} in call {seen.call.number}"
+    if not 0 < len(by_factor) <= MOST_FACTORS:
+        return f"the others there are right but for factors of their own, {where}"
+    shown = ", ".join(f"{f} at {spans(at)}" for f, at in by_factor.items())
+    return f"the others there are right but for factors, {where}: {shown}"
