@@ -17,7 +17,7 @@ from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wro
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
-from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.diagnose.modules.seen import Seen, constant
 
 # Causes that say how much is wrong, or where, and not what was done.
 HOW_MUCH = ("open", "factor", "param_factors", "row_factors", "block_factor", "held_elsewhere")
@@ -43,9 +43,10 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     inside = sorted({m or "the model" for m in owners(case) if not _told_of(look, m)})
     if not known or len(known) < len(factors) or not same(known):
         return diagnosis
+    of_calls = _unlike_factors(look)
     hidden = [m for m in told if any(_is_hidden(s) for s in look.seen[m])]
     if hidden:
-        text += "" if abs(known[0] - 1) < SAME_FACTOR else _up_to(known[0])
+        text += of_calls or ("" if abs(known[0] - 1) < SAME_FACTOR else _up_to(known[0]))
         text += (
             f", but for what reaches the output of {some_of(hidden)} in some calls, which is not "
             f"known"
@@ -53,7 +54,7 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         return replace(diagnosis, because=(*diagnosis.because, text))
     if diagnosis.kind == "open" and on_which_side_of_the_reduction(case) is not None:
         return replace(diagnosis, because=(*diagnosis.because, text))  # it is said already
-    after = _after_the_modules(case, diagnosis, known[0])
+    after = of_calls or _after_the_modules(case, diagnosis, known[0])
     if "what follows multiplies" in after:  # a division by hand, or DDP's, is none of the ledger's
         kept = (line for line in diagnosis.because if not line.startswith(NEITHER))
         diagnosis = replace(diagnosis, because=tuple(kept))
@@ -125,6 +126,16 @@ def _after_the_modules(case: Case, diagnosis: Diagnosis, of_loss: float) -> str:
 
 def _up_to(of_loss: float) -> str:
     return f", up to the factor {fraction_of(of_loss)} that every rank's loss has"
+
+
+def _unlike_factors(look: Look) -> str:
+    """The least and the largest factor of right gradients, where calls have others than others."""
+    right = [s for m in look.modules for s in look.seen[m] if s.backward == "right"]
+    found = sorted({f for s in right if (f := constant(s.factors)) is not None})
+    if not found or same(found):
+        return ""
+    low, high = fraction_of(found[0]), fraction_of(found[-1])
+    return f", each call's up to a factor of its own, of {low} to {high}"
 
 
 def _told_of(look: Look, module: str) -> bool:
