@@ -16,6 +16,7 @@ from sumgrad.record.computed import Computation, Computed
 from torch import Tensor
 
 CLOSE = 1e-9
+NEARLY = 1e-6  # of a value: what such sums may be off, to be fitted at all
 MOST_BUFFERS = 64  # tensors, larger than the parameter, in which it is looked for
 
 
@@ -60,7 +61,7 @@ def history_of(columns: Columns, computed: Computed) -> History:
 
 
 def _held(columns: Columns, computed: Computed) -> Iterator[Held]:
-    numel = columns.cell.measured.numel()
+    numel, basis = columns.cell.measured.numel(), torch.linalg.qr(columns.own.T).Q
     starts: dict[int, int | None] = {}  # by number of elements, where it begins in such a buffer
     known: dict[int, Tensor | None] = {}
     for c in computed.computations:
@@ -78,8 +79,10 @@ def _held(columns: Columns, computed: Computed) -> Iterator[Held]:
             if at is None:
                 continue
             if number not in known:
-                flat = value.reshape(-1)[at : at + numel].double()
-                known[number] = _weights(columns, flat[columns.place])
+                here = value.reshape(-1)[at : at + numel].double()[columns.place]
+                left = here - basis @ (basis.T @ here)
+                may_be = float(left.norm()) <= NEARLY * float(here.norm())
+                known[number] = _weights(columns, here) if may_be else None
             weights = known[number]
             if weights is not None:
                 yield Held(computation=c, gives=gives, weights=weights, at=at)
