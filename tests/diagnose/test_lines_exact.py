@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules.lines import in_words
-from sumgrad.diagnose.modules.lines import Lines
-from sumgrad.record.computed import computed_together
+from sumgrad.diagnose.explainers.by_modules.lines import _agreed, in_words
+from sumgrad.diagnose.modules.lines import AtLine, Lines
+from sumgrad.record.computed import Computation, computed_together
 from sumgrad.subjects.program.computations import Computations
 from torch import nn
 from torch.autograd import Function
@@ -54,8 +54,11 @@ def scaled(x, scale):
 
 
 def test_the_first_line_that_gives_what_is_nowhere_takes_what_is_there():
-    mine = recorded(scaled, X[OWN], X.mean(1)[OWN, None] * 0 + X[0, 0])
     there = recorded(scaled, X, X.mean(1)[:, None])
+    one = recorded(scaled, X[OWN], X.mean(1)[OWN, None] * 0 + X[0, 0])
+    (told,) = lines([one], there).first_forward(0, everything)
+    assert not told.told  # one number is found anywhere
+    mine = recorded(scaled, X[OWN], X[OWN, :1])
     told = list(lines([mine], there).first_forward(0, everything))
     assert parts(told) == [("y * scale", ())]
     assert told[0].told
@@ -336,3 +339,25 @@ def test_terms_of_one_place_are_one_value_with_a_gradient_of_each():
     assert [float(own[number][0, 0]) for own in two.gradients] == [2.0, 5.0]
     mine = recorded(lambda x: term(x, 2.0) * 3 + term(x, 5.0) * 4, X[OWN])
     assert not list(lines([mine], two).first_backward(0, everything))
+
+
+def at_line(site, rank, **more):
+    mine = Computation(function="add", line=f"/x/step.py:{site}", code="a + b", takes=(0,),
+                       made_at=(), inside=(), calls=0, gives=(1,), site=str(site))  # fmt: skip
+    return AtLine(rank=rank, mine=mine, place=site, **more)
+
+
+def test_earlier_lines_that_are_meant_are_said_to_be_there():
+    """Line 3 gives new numbers of which something right is made again on rank 0, so it is meant on
+    rank 1, too; what is first after it is not the first of all."""
+    found = {0: [at_line(3, 0, again=True), at_line(7, 0)], 1: [at_line(3, 1), at_line(7, 1)]}
+    told = _agreed(lambda rank, asked: iter(found[rank]), dict.fromkeys(found, everything), [0, 1])
+    assert [(one.rank, one.mine.site, [c.site for c in one.passed]) for one in told] == [
+        (0, "7", ["3"]), (1, "7", ["3"]),
+    ]  # fmt: skip
+    (said,) = in_words(told)
+    assert (
+        "of numbers that it has (but for step.py:3: something right is made of what that " in said
+    )
+    (said,) = in_words([at_line(7, 0, told=False)])
+    assert "where not all that it takes could be told, is step.py:7" in said
