@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,13 +46,15 @@ class Computed:
     """What one process computed, in order, and the values of arguments and results.
 
     gradients: of each term of the loss, or of all together, by number of a value what reached it.
-    with_graph: numbers of those values that autograd knows a function of.
+    with_graph: numbers of those values that autograd knows a function of. arrivals: of the leaves
+    among them, the gradient that each backward gave, in order.
     """
 
     computations: tuple[Computation, ...] = ()
     values: tuple[Tensor, ...] = ()
     gradients: tuple[Mapping[int, Tensor], ...] = ()
     with_graph: frozenset[int] = frozenset()
+    arrivals: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 def computed_as_json(computed: Computed) -> dict[str, Any]:
@@ -69,7 +71,12 @@ def computed_as_tensors(computed: Computed) -> dict[str, Tensor]:
         for term, own in enumerate(computed.gradients)
         for i, gradient in own.items()
     }
-    return {f"value/{i}": t for i, t in enumerate(computed.values)} | gradients
+    arrivals = {
+        f"value_arrival/{i}/{k}": gradient
+        for i, own in computed.arrivals.items()
+        for k, gradient in enumerate(own)
+    }
+    return {f"value/{i}": t for i, t in enumerate(computed.values)} | gradients | arrivals
 
 
 def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Computed:
@@ -93,7 +100,11 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
     )
     num_values = sum(key.startswith("value/") for key in held)
     gradients: list[dict[int, Tensor]] = [{} for _ in range(said.get("terms", 0))]
+    arrivals: dict[int, dict[int, Tensor]] = {}
     for key, tensor in held.items():
+        if key.startswith("value_arrival/"):
+            _, number, nth = key.split("/")
+            arrivals.setdefault(int(number), {})[int(nth)] = tensor
         if key.startswith("value_gradient/"):
             _, term, number = key.split("/")
             gradients[int(term)][int(number)] = tensor
@@ -102,6 +113,7 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
         values=tuple(held[f"value/{i}"] for i in range(num_values)),
         gradients=tuple(gradients),
         with_graph=frozenset(said.get("with_graph", ())),
+        arrivals={n: tuple(own[k] for k in sorted(own)) for n, own in arrivals.items()},
     )
 
 

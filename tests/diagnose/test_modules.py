@@ -806,6 +806,17 @@ def test_what_has_the_same_factor_further_down_is_not_right_again():
     assert (found.wrong, found.ratio) == ("second", pytest.approx(2.0))
 
 
+def test_calls_with_vectors_of_several_lengths_say_nothing_of_what_all_rows_share():
+    """As the weights of attention over crops of two sizes."""
+    longer = torch.ones(4, 5).double()
+    held = [(m, OUT[m], GRAD[m]) for m in MODULES]
+    second = MODULES[1]
+    one = trace([*held, (second, longer, longer)], batch=BATCH)
+    both = Traces(tier="structure", step=0, ranks={0: one}, single=one)
+    found = look_at(both, "float64", ())
+    assert {s.over_all for seen in found.seen.values() for s in seen} == {"untold"}
+
+
 @pytest.mark.parametrize(
     ("rows", "gives", "state"),
     [

@@ -24,7 +24,7 @@ def with_history(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         return diagnosis
     try:
         found = _longest(case)
-    except (RuntimeError, ValueError, IndexError):
+    except (RuntimeError, ValueError, LookupError):
         return diagnosis  # as in looked(): a cause is not lost by a hint
     if found is None:
         return diagnosis

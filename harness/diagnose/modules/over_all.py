@@ -59,7 +59,9 @@ def _is_even(
     """Whether each vector that the loss uses came back from as many calls as every other, those
     that are the same taken together; None where that is not known."""
     for part in {s.call.part for s in found}:
-        wanted = whole[found[0].call.module, part]
+        wanted = whole.get((found[0].call.module, part))
+        if wanted is None:
+            return None  # its calls give vectors of several lengths
         times = torch.zeros(len(wanted.outputs), dtype=torch.float64)
         for s in found:
             gradient = _gradient(s, traces)

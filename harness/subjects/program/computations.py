@@ -56,6 +56,7 @@ class Computations(TorchFunctionMode):
         self._values: list[Tensor] = []
         self._gradients: dict[int, Tensor] = {}
         self._with_graph: set[int] = set()
+        self._arrivals: dict[int, list[Tensor]] = {}
         self._room, self._room_back = MOST_KEPT, MOST_KEPT
         self._known = WeakIdKeyDictionary()  # tensor -> number of its last value
         self._made_at = WeakIdKeyDictionary()
@@ -69,6 +70,7 @@ class Computations(TorchFunctionMode):
             values=tuple(self._values),
             gradients=(self._gradients,),
             with_graph=frozenset(self._with_graph),
+            arrivals={n: tuple(own) for n, own in self._arrivals.items()},
         )
 
     def __enter__(self) -> Computations:
@@ -203,7 +205,8 @@ class Computations(TorchFunctionMode):
             self._known[value] = number
             if graph:
                 self._with_graph.add(number)
-                self._handles.append(value.register_hook(self._gradient_hook(number)))
+                hook = self._gradient_hook(number, leaf=value.grad_fn is None)
+                self._handles.append(value.register_hook(hook))
             return number
 
     def _held(self, value: Tensor) -> Tensor | None:
@@ -217,14 +220,16 @@ class Computations(TorchFunctionMode):
         except (RuntimeError, NotImplementedError, AttributeError):
             return None  # a tensor of a class of its own
 
-    def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, number: int, *, leaf: bool) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 held = self._held(gradient)
                 if held is None:
                     return
                 known = self._gradients.get(number)
-                self._room_back -= held.numel() if known is None else 0
+                self._room_back -= held.numel() if known is None or leaf else 0
+                if leaf and self._room_back >= 0:
+                    self._arrivals.setdefault(number, []).append(held)
                 if self._room_back >= 0:
                     self._gradients[number] = held if known is None else known + held
 

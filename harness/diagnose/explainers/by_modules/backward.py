@@ -11,6 +11,7 @@ from sumgrad.diagnose.explainers.by_modules.between import between, is_in, liste
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.gradient_of_others import (
     is_zero,
+    lost_on_the_way,
     of_other_places,
     of_other_targets,
 )
@@ -153,6 +154,10 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     at = named(look, found.wrong)
     beside = _parts_between(look, found, near=True)
     yield from never_called(case.record, () if above else [c.name for c in case.failing_cells])
+    if lost := lost_on_the_way(case, look, found):
+        yield from lost  # in full: no line and no collective between the modules is at fault
+        yield from _parts_of_output(look, found)
+        return
     yield from in_words(first_lines(case, found, back=True))
     yield from beside
     yield from lacking_there(case, found, _ends(case, look, found))

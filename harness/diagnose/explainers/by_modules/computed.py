@@ -67,7 +67,7 @@ def lines_that_differ(case: Case) -> Sequence[Otherwise]:
     if "computed" not in case.known:
         try:
             case.known["computed"] = _lines_that_differ(case)
-        except (RuntimeError, ValueError, IndexError):
+        except (RuntimeError, ValueError, LookupError):
             case.known["computed"] = ()  # as in looked(): a cause is not lost by a hint
     found: Sequence[Otherwise] = case.known["computed"]
     return found

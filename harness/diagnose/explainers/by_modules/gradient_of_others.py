@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import traces_looked_at
+from sumgrad.diagnose.explainers.by_modules.lines import expression
+from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, traces_looked_at
+from sumgrad.diagnose.modules.copies import Lost, lost_at_copies
 from sumgrad.diagnose.modules.elsewhere import Elsewhere, gradients_elsewhere
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
@@ -33,17 +35,21 @@ def of_other_places(case: Case, look: Look, found: FirstWrong) -> list[str]:
     traces = traces_looked_at(case)
     if traces is None:
         return []
-    factors = [constant(s.factors) for m in found.modules for s in look.seen[m]
-               if s.rank in found.ranks and s.backward == "right"]  # fmt: skip
-    known = [f for f in factors if f is not None]
-    factor = known[0] if known and len(known) == len(factors) and same(known) else 1.0
     dtype = case.record.spec.tiers[case.tier]
-    told = gradients_elsewhere(traces, look, found.seen, dtype, factor)
+    told = gradients_elsewhere(traces, look, found.seen, dtype, _factor(look, found))
     alike: dict[str, list[int]] = {}
     for one in told:
         alike.setdefault(_elsewhere(one), []).append(one.rank)
     shown = [f"on rank {spans(ranks)} {text}" for text, ranks in alike.items()]
     return ["; ".join(shown[:MOST_TARGETS])] if shown else []
+
+
+def _factor(look: Look, found: FirstWrong) -> float:
+    """That of the right gradients beside what is wrong; 1 where it is not known."""
+    factors = [constant(s.factors) for m in found.modules for s in look.seen[m]
+               if s.rank in found.ranks and s.backward == "right"]  # fmt: skip
+    known = [f for f in factors if f is not None]
+    return known[0] if known and len(known) == len(factors) and same(known) else 1.0
 
 
 def _elsewhere(one: Elsewhere) -> str:
@@ -91,3 +97,27 @@ def _token(target: Target) -> str:
     where = s.where.picked.tolist().index(target.vector) if s.where is not None else 0
     row = -1 if s.rows is None else int(s.rows[where])
     return f"{at}{f' of row {row}' if row >= 0 else ''} on rank {s.rank}"
+
+
+def lost_on_the_way(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """What the gradient lacks, and that reached a copy of the output."""
+    traces = traces_looked_at(case)
+    if traces is None or found.over_all:
+        return []
+    try:
+        lost = lost_at_copies(traces, found.seen, _factor(look, found))
+    except (RuntimeError, ValueError, LookupError):
+        return []  # as in looked(): a cause is not lost by a hint
+    if not lost:
+        return []
+    s = lost[0].seen
+    copies = "; ".join(_copy(one) for one in lost[:MOST_TARGETS])
+    where = f"on rank {s.rank} in call {s.call.number}"
+    return [f"{where} it lacks exactly what reached {copies} and is not handed back"]
+
+
+def _copy(one: Lost) -> str:
+    line, code = one.made
+    made = f"made at {line_and_code(line, code)}" if line else f"taken at {expression(one.taken)}"
+    often = f" in {one.backwards} of {one.of} backwards" if one.of > 1 else ""
+    return f"its copy on rank {one.rank}, {made},{often}"

@@ -25,7 +25,7 @@ def first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
     one that the ranks have where all is right."""
     try:
         return _first_lines(case, found, back=back)
-    except (RuntimeError, ValueError, IndexError):
+    except (RuntimeError, ValueError, LookupError):
         return []  # as in looked(): a cause is not lost by a hint
 
 
@@ -55,7 +55,7 @@ def lines_with_a_graph(case: Case) -> list[AtLine]:
         return []
     try:
         return _agreed(lines.kept, {rank: lambda _: True for rank in traces.ranks}, [*traces.ranks])
-    except (RuntimeError, ValueError, IndexError):
+    except (RuntimeError, ValueError, LookupError):
         return []
 
 

@@ -40,7 +40,7 @@ def _look(case: Case) -> Look | None:
         return None
     try:
         return look_at(traces, case.record.spec.tiers[case.tier], axis_groups(case))
-    except (RuntimeError, ValueError, IndexError):
+    except (RuntimeError, ValueError, LookupError):
         return None  # tensors of shapes that nobody thought of take no verdict away
 
 
@@ -65,7 +65,7 @@ def gone_into(case: Case, module: str) -> list[Seen]:
         dtype = case.record.spec.tiers[case.tier]
         try:
             known[module] = look_into(traces, dtype, axis_groups(case), module)
-        except (RuntimeError, ValueError, IndexError):
+        except (RuntimeError, ValueError, LookupError):
             known[module] = []
     found: list[Seen] = known[module]
     return found

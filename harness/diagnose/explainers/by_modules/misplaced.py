@@ -20,7 +20,7 @@ def misplaced_in_words(case: Case, found: FirstWrong) -> list[str]:
             next(misplaced_weights(rank, traces.ranks[rank].computed, traces.single.computed), None)
             for rank in found.ranks
         ]
-    except (RuntimeError, ValueError, IndexError):
+    except (RuntimeError, ValueError, LookupError):
         return []  # as in looked(): a cause is not lost by a hint
     told = [one for one in every if one is not None]
     same = [one for one in told if _where(one) == _where(told[0])]
