@@ -22,7 +22,7 @@ from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
 from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, startable
-from sumgrad.launch.judging import written
+from sumgrad.launch.judging import with_second_look, written
 from sumgrad.launch.libraries import Imports
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.probe import look_beside
@@ -161,14 +161,14 @@ def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
 class Run:
     """A run whose ranks and references have ended and that is to be judged.
 
-    look: runs a failing step again, with eyes on its modules.
+    look: runs a failing step again, with eyes on its modules, and says why it could not.
     """
 
     directory: Path
     spec: RunSpec
     outcomes: Sequence[RankOutcome]
     keep_partials: bool = False
-    look: Callable[[str, int], object] | None = None
+    look: Callable[[str, int], str | None] | None = None
 
 
 def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Verdict:
@@ -192,15 +192,18 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
     if wanted is not None:
         progress("recovering the coefficients")
         tier, step = wanted
+        failed: str | None = None
         with contextlib.suppress(UserError, Broken):  # a failure that cannot be explained stands
             found = subject_of(run.spec).parts(tier, step, record.references[tier])
             for at, parts in found.items():
                 write_parts(directory, tier, at, parts)
             if run.look is not None and verdict.status == "fail":
                 with contextlib.suppress(OSError):  # as when the disk is full
-                    run.look(tier, step)
+                    failed = run.look(tier, step)
             write_manifest(directory)
             verdict = judge(load_record(directory))
+        if failed is not None:
+            verdict = with_second_look(directory, verdict, [failed])
     return written(directory, verdict)
 
 

@@ -11,7 +11,7 @@ from sumgrad.base.files import finite, read_json, write_bytes, write_json
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
 from sumgrad.record.directory import load_record
-from sumgrad.record.manifest import find_changes
+from sumgrad.record.manifest import find_changes, write_manifest
 from sumgrad.report.files import to_markdown
 
 SECOND_LOOKS = "second_looks.json"  # what other runs of a failed one showed, in words
@@ -46,6 +46,15 @@ def judge_directory(
             raise
         text = f"damaged, cannot be judged: {type(error).__name__}: {error}"
         raise UserError([f"{directory}: {text}", *changes.reasons]) from error
+
+
+def with_second_look(directory: Path, verdict: Verdict, texts: Sequence[str]) -> Verdict:
+    """The verdict with what another run of a failed one showed, which is kept with the run."""
+    path = directory / SECOND_LOOKS
+    before = read_json(path) if path.is_file() else []
+    write_json(path, [*before, *texts])
+    write_manifest(directory)
+    return with_warnings(verdict, texts)
 
 
 def with_warnings(verdict: Verdict, texts: Sequence[str]) -> Verdict:

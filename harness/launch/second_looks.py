@@ -11,8 +11,7 @@ from sumgrad.base.files import write_json
 from sumgrad.base.verdict import Verdict
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.guard import LOST_ANOTHER
-from sumgrad.launch.judging import SECOND_LOOKS, with_warnings, written
-from sumgrad.record.manifest import write_manifest
+from sumgrad.launch.judging import with_second_look, written
 from sumgrad.record.spec import read_spec
 from sumgrad.topology.pools import load_topology, topology_to_json
 
@@ -46,9 +45,7 @@ def with_second_looks(
     found = [text for text in texts if text]
     if not found:
         return verdict
-    write_json(directory / SECOND_LOOKS, found)
-    write_manifest(directory)
-    return written(directory, with_warnings(verdict, found))
+    return written(directory, with_second_look(directory, verdict, found))
 
 
 def _on_one_rank(

@@ -8,6 +8,7 @@ from typing import Any
 
 from sumgrad.base.files import write_json
 from sumgrad.base.memory import keep_freed_memory
+from sumgrad.base.outcome import first_to_fail
 from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.rank import local_group
@@ -32,8 +33,8 @@ def trace_step(
     *,
     launcher: Launcher,
     progress: Callable[[str], object],
-) -> bool:
-    """Record what goes through the modules of one step; whether all of it could be."""
+) -> str | None:
+    """Record what goes through the modules of one step. Returns why it could not be, if so."""
     folder = directory / FOLDER
     (folder / "ranks").mkdir(parents=True)
     asked: Mapping[str, Any] = {"tier": tier, "step": step}
@@ -49,10 +50,15 @@ def trace_step(
         timeout_s=spec.timeout_s,
         helper_patience=3,
     )
-    whole = all(outcome.ok for outcome in launcher.run(job, progress=progress))
-    if whole:
+    bad = [outcome for outcome in launcher.run(job, progress=progress) if not outcome.ok]
+    if not bad:
         write_json(folder / "asked.json", asked)
-    return whole
+        return None
+    first = first_to_fail(bad)
+    return (
+        f"the second run of the failing step, which looks into its modules, did not end well: rank "
+        f"{first.rank} {first.status}: {first.detail}; the cause is told without it"
+    )
 
 
 def trace_rank(guard: RankGuard, *, tier: str, step: int) -> dict[str, Any]:

@@ -582,3 +582,36 @@ def test_an_error_near_its_threshold_is_held_against_more_noise(tmp_path, sumgra
     status, said = judged_again()
     assert status == "fail"
     assert not any("noise" in line for line in said)
+
+
+SHY = """
+import torch
+
+from sumgrad.workloads.programs.data_parallel import DataParallel
+
+
+class Shy(DataParallel):
+    def step(self, model, batch, ctx):
+        if torch.is_anomaly_enabled() and ctx.rank == 1:
+            raise RuntimeError("not while somebody looks")
+        super().step(model, batch, ctx)
+        for p in model.parameters():
+            p.grad *= 2
+"""
+
+
+@pytest.mark.distributed
+def test_a_second_look_that_fails_is_said(tmp_path, sumgrad_launcher):
+    """What the cause could not be told by; and so when the run is judged again."""
+    (tmp_path / "shy.py").write_text(SHY)
+    options = CheckOptions(
+        topology=shipped("data_parallel"), workload=f"{tmp_path / 'shy.py'}:Shy", steps=1,
+        tiers=("structure",), out=tmp_path / "run",
+    )  # fmt: skip
+    verdict, directory = run_check(options, launcher=sumgrad_launcher)
+    assert verdict.status == "fail"
+    assert verdict.diagnoses[0].factor == "2"
+    for one in (verdict, judge_directory(directory)):
+        (said,) = [w for w in one.warnings if "looks into its modules" in w]
+        assert "rank 1 raised: RuntimeError: not while somebody looks" in said
+        assert any("on one rank" in w for w in one.warnings)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from sumgrad.record.trace import INTO, LOSS, read_trace, write_trace
 from sumgrad.subjects.program import watch
+from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.watch import ModuleWatch, source_of
 from torch import nn
 
@@ -291,3 +292,27 @@ def test_a_buffer_that_moves_between_calls_is_kept_in_each_state():
 def test_statistics_that_are_computed_with_are_kept():
     module = Moving().eval()
     assert "forward/norm.running_mean" in seen(module).used
+
+
+class NoGradient(torch.autograd.Function):
+    """Its backward gives the first of its arguments nothing."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        return first + second
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad
+
+
+def test_a_backward_that_gives_nothing_is_no_error():
+    """Then the hook of a leaf is called with None."""
+    layer = nn.Linear(3, 4).double()
+    x = torch.ones(5, 3, dtype=torch.float64)
+    with ModuleWatch(layer) as watching, Computations(watching.now) as computations:
+        leaf = torch.zeros(5, 4, dtype=torch.float64, requires_grad=True)
+        NoGradient.apply(leaf * 1, NoGradient.apply(layer(x), leaf)).sum().backward()
+    (call,) = [c for c in watching.trace().calls if c.module == ""]
+    assert call.operation_back is None
+    assert len(computations.computed().arrivals) == 1

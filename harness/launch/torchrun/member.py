@@ -215,7 +215,7 @@ class Member:
         )
         return finish(run, problems=problems, progress=self.progress)
 
-    def _look_again(self, tier: str, step: int) -> bool:
+    def _look_again(self, tier: str, step: int) -> str | None:
         """The failing step once more, with eyes on its modules, on ranks of this process's own."""
         with Launcher() as launcher:
             return trace_step(

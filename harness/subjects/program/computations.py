@@ -220,8 +220,10 @@ class Computations(TorchFunctionMode):
         except (RuntimeError, NotImplementedError, AttributeError):
             return None  # a tensor of a class of its own
 
-    def _gradient_hook(self, number: int, *, leaf: bool) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
+    def _gradient_hook(self, number: int, *, leaf: bool) -> Callable[[Tensor | None], None]:
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is None:
+                return  # a Function's own backward gave none
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 held = self._held(gradient)
                 if held is None:

@@ -245,8 +245,10 @@ class ModuleWatch:
         if (self._with_paths or self._with_ways) and tensor.grad_fn is not None:
             self._made_by.append((name, tensor.grad_fn))
 
-    def _gradient_hook(self, name: str, at: int) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
+    def _gradient_hook(self, name: str, at: int) -> Callable[[Tensor | None], None]:
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is None:
+                return  # a Function's own backward gave none
             if not name.startswith(INTO):
                 self._uses("backward", name)
             held = self._kept(name, gradient)
