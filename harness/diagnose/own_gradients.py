@@ -148,8 +148,9 @@ class Columns:
         return self.cell.wanted.size or self.cell.wanted.scale or 1.0
 
 
-def columns_of(cell: Cell, given: Given) -> Columns | None:
-    """None where ranks kept other elements of it."""
+def columns_of(cell: Cell, given: Given, *, uneven: bool = False) -> Columns | None:
+    """None where ranks kept other elements of it, or, unless `uneven`, where some have more passes
+    than others: then those that are not there are zeros."""
     numel = cell.measured.numel()
     index = torch.arange(numel) if cell.index is None else cell.index.reshape(-1)
     kept: dict[Source, Tensor] = {}
@@ -166,8 +167,11 @@ def columns_of(cell: Cell, given: Given) -> Columns | None:
         common, mine = at[here], own[:, here].double()
         twin = next((s for s, g in kept.items() if g.shape == mine.shape and near(g, mine)), ())
         kept[(*twin, rank)] = kept.pop(twin, mine)
-    if common is None or len({len(g) for g in kept.values()}) != 1:
+    lengths = {len(g) for g in kept.values()}
+    if common is None or (len(lengths) != 1 and not uneven):
         return None
+    for source, own in kept.items():
+        kept[source] = torch.cat([own, own.new_zeros(max(lengths) - len(own), own.shape[1])])
     columns = torch.cat([kept[source] for source in sorted(kept)])
     if not bool(torch.isfinite(columns).all()):
         return None
@@ -197,14 +201,16 @@ class Weights:
         return self.got is not None, self.wanted is not None
 
 
-def weights_of(together: Sequence[Columns]) -> Weights:
-    """The weights that give what the rank has, and what it must have."""
+def weights_of(together: Sequence[Columns], *, zeros: bool = False) -> Weights:
+    """The weights that give what the rank has, and what it must have. zeros: what a backward gave
+    may be nothing, and counts 0 times."""
     matrix = torch.cat([c.own / c.size for c in together], dim=1)
     found = []
     for values in ([c.measured for c in together], [c.wanted for c in together]):
         target = torch.cat([v / c.size for v, c in zip(values, together, strict=True)])
         fit = fit_deviation(list(matrix), target)
-        only = all(value is not None for value in fit.values)
+        nothing = (zeros & (matrix == 0).all(1)).tolist()
+        only = all(v is not None or zero for v, zero in zip(fit.values, nothing, strict=True))
         weights = torch.tensor([(v or 1.0) - 1 for v in fit.values], dtype=torch.float64)
         weights = weights.where(weights.abs() > ALIKE * weights.abs().max(), 0.0)
         left = fit.residual if not only else target - weights @ matrix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers import history as in_words
 from sumgrad.diagnose.modules.history import history_of
 from sumgrad.diagnose.own_gradients import Columns
+from sumgrad.record.computed import Computed
 from sumgrad.subjects.program.computations import Computations
 from torch.nn.utils import clip_grad_norm_
 
@@ -37,7 +39,7 @@ def history(function):
 
 
 def told(one):
-    return [(h.computation.part, h.gives, h.weights[0].tolist(), h.at) for h in one.held]
+    return [(h.computation.part, h.gives, h.weights[0].tolist(), h.elements) for h in one.held]
 
 
 def overwritten():
@@ -52,14 +54,14 @@ def overwritten():
 def test_what_was_kept_and_overwritten_is_seen_where_it_is_taken():
     one = history(overwritten)
     assert told(one) == [
-        ("FIRST.clone()", False, [1.0, 0.0], 0),
-        ("grad.copy_(SECOND)", False, [0.0, 1.0], 0),
-        ("kept[0] * 2", True, [0.0, pytest.approx(2.0)], 0),
-        ("kept[1] * 3", False, [0.0, 1.0], 0),
-        ("kept[1] * 3", True, [0.0, pytest.approx(3.0)], 0),
-        ("kept[0] * 2 + kept[1] * 3", False, [0.0, pytest.approx(2.0)], 0),
-        ("kept[0] * 2 + kept[1] * 3", False, [0.0, pytest.approx(3.0)], 0),
-        ("kept[0] * 2 + kept[1] * 3", True, [0.0, pytest.approx(5.0)], 0),
+        ("FIRST.clone()", False, [1.0, 0.0], None),
+        ("grad.copy_(SECOND)", False, [0.0, 1.0], None),
+        ("kept[0] * 2", True, [0.0, pytest.approx(2.0)], None),
+        ("kept[1] * 3", False, [0.0, 1.0], None),
+        ("kept[1] * 3", True, [0.0, pytest.approx(3.0)], None),
+        ("kept[0] * 2 + kept[1] * 3", False, [0.0, pytest.approx(2.0)], None),
+        ("kept[0] * 2 + kept[1] * 3", False, [0.0, pytest.approx(3.0)], None),
+        ("kept[0] * 2 + kept[1] * 3", True, [0.0, pytest.approx(5.0)], None),
     ]
     assert one.end is not None
     assert one.end[0].tolist() == [0.0, pytest.approx(5.0)]
@@ -75,9 +77,9 @@ def flat_buffer():
 
 def test_it_is_followed_into_a_buffer_and_through_what_no_line_shows():
     one = history(flat_buffer)
-    shown = [(h.computation.part, h.gives, h.weights.tolist(), h.at) for h in one.held]
+    shown = [(h.computation.part, h.gives, h.weights.tolist(), h.elements) for h in one.held]
     own, both = [[1.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]]
-    assert [(g, at) for _, g, _, at in shown] == [(False, 0), (False, 5), (True, 5)]
+    assert [(g, at) for _, g, _, at in shown] == [(False, None), (False, (5, 47)), (True, (5, 47))]
     for (_, _, found, _), wanted in zip(shown, (own, both, 0.5 * torch.ones(2, 2)), strict=True):
         assert torch.allclose(torch.tensor(found), torch.as_tensor(wanted).float())
     assert shown[2][0] == "buffer / 2"
@@ -105,6 +107,23 @@ def test_what_is_no_sum_of_what_the_backwards_gave_is_not_told():
     assert history(lambda: torch.ones(6, 7).double() * 3).held == ()
 
 
+def rounded():
+    return (BOTH * 2).bfloat16().double()
+
+
+def test_an_end_that_is_no_such_sum_is_told_and_only_where_it_can_be():
+    one = history(rounded)
+    assert [h.gives for h in one.held] == [False, True]
+    assert one.end is None
+    assert one.told
+    assert one.changes
+    assert not history(lambda: BOTH * 1).changes  # it ends with what it had
+    short = columns(rounded())
+    few = replace(short, own=short.own[:, :15], measured=short.measured[:15],
+                  wanted=short.wanted[:15], place=AT[:15])  # fmt: skip
+    assert not history_of(few, Computed()).told
+
+
 def test_the_words_have_the_lines_and_what_no_line_shows(monkeypatch):
     one = history(overwritten)
     monkeypatch.setattr(in_words, "_longest", lambda _: one)
@@ -114,11 +133,14 @@ def test_the_words_have_the_lines_and_what_no_line_shows(monkeypatch):
     assert "in it `kept[0] * 2` gives (0, 2 by backward) of rank 0, 0 of rank 1" in said
     assert "; 2 more" in said
     assert "at the end" not in said
-    ended = SimpleNamespace(**{k: getattr(one, k) for k in ("name", "rank", "sources", "held")},
-                            end=torch.eye(2).double())  # fmt: skip
+    ended = replace(one, end=torch.eye(2).double())
     monkeypatch.setattr(in_words, "_longest", lambda _: ended)
     said = in_words.with_history(None, cause).because[0]
     assert said.endswith("at the end of the step it is (1, 0 by backward) of rank 0, (0, 1 by "
                          "backward) of rank 1")  # fmt: skip
+    monkeypatch.setattr(in_words, "_longest", lambda _: replace(one, end=None))
+    assert "it is no sum of that" in in_words.with_history(None, cause).because[0]
+    monkeypatch.setattr(in_words, "_longest", lambda _: replace(one, end=None, told=False))
+    assert "at the end" not in in_words.with_history(None, cause).because[0]
     forward = Diagnosis(cause="c", kind="forward", because=("b",))
     assert in_words.with_history(None, forward) is forward

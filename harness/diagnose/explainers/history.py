@@ -47,7 +47,7 @@ def _told(case: Case) -> Iterator[History]:
     for rank in sorted({c.cell.rank for c in asked}):
         mine = [c for c in asked if c.cell.rank == rank][:MOST_PARAMETERS]
         found = [history_of(c, traces.ranks[rank].computed) for c in mine]
-        told = [h for h in found if len(h.held) > 1]
+        told = [h for h in found if h.changes]
         if told:
             yield from told
             return
@@ -58,7 +58,7 @@ def _columns(case: Case) -> list[Columns]:
     given = None if case.has_plan or not case.exact else given_by_ranks(case)
     if given is None:
         return []
-    found = [columns_of(cell, given) for cell in case.failing_cells]
+    found = [columns_of(cell, given, uneven=True) for cell in case.failing_cells]
     return sorted((c for c in found if c is not None), key=lambda c: -c.own.shape[1])
 
 
@@ -75,6 +75,8 @@ def _in_words(history: History) -> str:
     end, last = history.end, history.held[-1].weights
     if end is not None and not near(end, last):
         said.append(f"at the end of the step it is {in_weights(history.sources, end)}")
+    elif end is None and history.told:
+        said.append("at the end of the step it is no sum of that: look at what follows these lines")
     return (
         f"what became of {history.name} on rank {history.rank}, in what the ranks' own backwards "
         f"gave it: {'; '.join(said)}"
@@ -83,5 +85,8 @@ def _in_words(history: History) -> str:
 
 def _weights(history: History, held: Held) -> str:
     what = "gives" if held.gives else "takes"
-    part = f" (from element {held.at} of a buffer)" if held.at else ""
-    return f"{what} {in_weights(history.sources, held.weights)}{part}"
+    part = ""
+    if held.elements is not None:
+        start, end = held.elements
+        part = f"in elements {start} to {end - 1} of a larger tensor "
+    return f"{what} {part}{in_weights(history.sources, held.weights)}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from sumgrad.diagnose.own_gradients import Columns, Source, near, weights_of
+from sumgrad.diagnose.own_gradients import NEEDED, Columns, Source, near, weights_of
 from sumgrad.record.computed import Computation, Computed
 from torch import Tensor
 
@@ -24,26 +24,35 @@ MOST_BUFFERS = 64  # tensors, larger than the parameter, in which it is looked f
 class Held:
     """A line of a rank that takes, or else gives, this much of the parameter's gradient.
 
-    weights: (sources, passes), of what each source's own backwards gave. at: element of the value
-    where the parameter begins; 0 unless it is a buffer of several.
+    weights: (sources, passes), of what each source's own backwards gave. elements: of the value,
+    from where to where; None where it is all of it.
     """
 
     computation: Computation
     gives: bool
     weights: Tensor
-    at: int = 0
+    elements: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class History:
     """In order; what is held one after the other with the same weights is there once. end: the
-    weights that the rank ends with, None where it is no such sum."""
+    weights that the rank ends with, None where it is no such sum, or, not `told`, may be several.
+    """
 
     name: str
     rank: int
     sources: tuple[Source, ...]
     held: tuple[Held, ...]
     end: Tensor | None = None
+    told: bool = True
+
+    @property
+    def changes(self) -> bool:
+        """Whether the weights change between the lines, or behind the last."""
+        if len(self.held) != 1 or not self.told:
+            return len(self.held) > 1
+        return self.end is None or not near(self.end, self.held[0].weights)
 
 
 def history_of(columns: Columns, computed: Computed) -> History:
@@ -51,12 +60,14 @@ def history_of(columns: Columns, computed: Computed) -> History:
     for one in _held(columns, computed):
         if not held or not near(held[-1].weights, one.weights):
             held.append(one)
+    few = columns.own.shape[1] < NEEDED * len(columns.own)
     return History(
         name=columns.cell.name,
         rank=rank,
         sources=columns.sources,
         held=tuple(held),
         end=_weights(columns, columns.measured),
+        told=not few and weights_of([columns], zeros=True).only,
     )
 
 
@@ -85,7 +96,8 @@ def _held(columns: Columns, computed: Computed) -> Iterator[Held]:
                 known[number] = _weights(columns, here) if may_be else None
             weights = known[number]
             if weights is not None:
-                yield Held(computation=c, gives=gives, weights=weights, at=at)
+                elements = None if size == numel else (at, at + numel)
+                yield Held(computation=c, gives=gives, weights=weights, elements=elements)
 
 
 def _start(columns: Columns, flat: Tensor) -> int | None:
@@ -118,7 +130,7 @@ def _weights(columns: Columns, value: Tensor) -> Tensor | None:
     backwards gave, or is of nothing."""
     if not bool(value.any()) or not bool(torch.isfinite(value).all()):
         return None
-    found = weights_of([replace(columns, measured=value)])
-    if found.got is None or not found.only:
+    found = weights_of([replace(columns, measured=value)], zeros=True)
+    if found.got is None or not found.only or not bool(found.got.any()):
         return None
     return found.got.reshape(len(columns.sources), columns.passes)

@@ -189,4 +189,5 @@ def _arguments(found: Sequence[AtLine]) -> str:
     if sum(isinstance(t, int) for t in takes) == 1:
         return "argument"
     words = [ordinal(i) for i in every]
-    return f"{' and '.join(words)} argument{'s'[: len(words) > 1]}"
+    tensors = "tensor " if found[0].mine.written else ""  # of a Function only these are seen
+    return f"{' and '.join(words)} {tensors}argument{'s'[: len(words) > 1]}"
