@@ -14,6 +14,7 @@ from sumgrad.diagnose.explainers.by_modules.beside import beside
 from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
 from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
 from sumgrad.diagnose.explainers.history import with_history
+from sumgrad.diagnose.explainers.kept_otherwise import with_what_was_kept
 from sumgrad.diagnose.explanation import BROKEN, choose
 from sumgrad.diagnose.of_bits import first_other_bits
 from sumgrad.diagnose.of_script import other_than_the_single_run
@@ -115,6 +116,7 @@ def _diagnose(
     if not causes and not outright:
         causes, coefficients = choose(case, LAST_RESORT)
     causes = [with_history(case, with_the_line(case, beside(case, c))) for c in causes]
+    causes = [with_what_was_kept(case, c) for c in causes]
     for error in case.known.get(BROKEN, ())[:1]:
         causes = [_beside_an_error(error, causes[0]), *causes[1:]] if causes else [_broken(error)]
     said = [*outright, *causes] if case.has_plan else [*causes, *outright]

@@ -41,13 +41,24 @@ class Computation:
     function_of: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unlike:
+    """A tensor that a line kept for the backward came back as something else: `PATH:12` of the
+    line, and of the user's hooks that packed and unpacked it."""
+
+    line: str
+    pack: str
+    unpack: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Computed:
     """What one process computed, in order, and the values of arguments and results.
 
     gradients: of each term of the loss, or of all together, by number of a value what reached it.
     with_graph: numbers of those values that autograd knows a function of. arrivals: of the leaves
-    among them, the gradient that each backward gave, in order.
+    among them, the gradient that each backward gave, in order. unlike: what was kept for the
+    backward and came back as something else.
     """
 
     computations: tuple[Computation, ...] = ()
@@ -55,6 +66,7 @@ class Computed:
     gradients: tuple[Mapping[int, Tensor], ...] = ()
     with_graph: frozenset[int] = frozenset()
     arrivals: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    unlike: tuple[Unlike, ...] = ()
 
 
 def computed_as_json(computed: Computed) -> dict[str, Any]:
@@ -62,6 +74,7 @@ def computed_as_json(computed: Computed) -> dict[str, Any]:
         "computations": [asdict(one) for one in computed.computations],
         "terms": len(computed.gradients),
         "with_graph": sorted(computed.with_graph),
+        "unlike": [asdict(one) for one in computed.unlike],
     }
 
 
@@ -114,6 +127,7 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
         gradients=tuple(gradients),
         with_graph=frozenset(said.get("with_graph", ())),
         arrivals={n: tuple(own[k] for k in sorted(own)) for n, own in arrivals.items()},
+        unlike=tuple(Unlike(**one) for one in said.get("unlike", ())),
     )
 
 

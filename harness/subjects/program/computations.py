@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from sumgrad.base.tensors import to_local
 from sumgrad.record.computed import LARGE, MODULE, Computation, Computed, same_value
+from sumgrad.subjects.program.kept import Kept
 from sumgrad.subjects.users_line import is_users
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -62,6 +63,7 @@ class Computations(TorchFunctionMode):
         self._made_at = WeakIdKeyDictionary()
         self._handles: list[Any] = []
         self._apply: Any = None
+        self._kept = Kept()
         self._functions: list[str] = []  # Functions whose forward runs
 
     def computed(self) -> Computed:
@@ -71,6 +73,7 @@ class Computations(TorchFunctionMode):
             gradients=(self._gradients,),
             with_graph=frozenset(self._with_graph),
             arrivals={n: tuple(own) for n, own in self._arrivals.items()},
+            unlike=tuple(self._kept.unlike),
         )
 
     def __enter__(self) -> Computations:
@@ -91,11 +94,13 @@ class Computations(TorchFunctionMode):
             return out
 
         Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        self._kept.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *what: Any) -> None:
         super().__exit__(*what)
+        self._kept.__exit__(None, None, None)
         Function.apply = self._apply  # type: ignore[method-assign]
         for handle in self._handles:
             handle.remove()
