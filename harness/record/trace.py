@@ -67,6 +67,7 @@ class Trace:
     `backward/NAME` -> samples of the parameter or buffer of that name of build()'s model as its
     module had it when it was called, or when the gradient of its output came: those that differ, at
     the places sample_of(numel, MAX_SAMPLE). used_numel: of how many elements each, by its name.
+    frozen: by parameter that did not require a gradient then, `forward` or `backward` or both.
     computed: what a user's lines did outside of torch's modules. ways: of a rank, from module to
     module, what autograd passes. makers: by parameter, which functions' backwards give its
     gradient. modes: by module, those that it was called in, `training` and `eval`. classes: of all
@@ -95,6 +96,7 @@ class Trace:
     losses: tuple[float, ...] = ()
     used: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
     used_numel: Mapping[str, int] = field(default_factory=dict)
+    frozen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     computed: Computed = field(default_factory=Computed)
     ways: Ways = field(default_factory=dict)
     makers: Mapping[str, tuple[Passed, ...]] = field(default_factory=dict)
@@ -160,6 +162,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "losses": list(trace.losses),
         "used": {name: len(own) for name, own in trace.used.items()},
         "used_numel": dict(trace.used_numel),
+        "frozen": {name: list(when) for name, when in trace.frozen.items()},
         "computed": computed_as_json(trace.computed),
         "ways": ways_as_json(trace.ways),
         "makers": passed_as_json(trace.makers),
@@ -205,6 +208,7 @@ def read_trace(path: Path) -> Trace:
             for name, num in said.get("used", {}).items()
         },
         used_numel=said.get("used_numel", {}),
+        frozen={name: tuple(when) for name, when in said.get("frozen", {}).items()},
         computed=computed_from(said.get("computed", {}), held),
         ways=ways_from(said.get("ways", {})),
         makers=passed_from(said.get("makers", {})),

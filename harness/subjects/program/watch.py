@@ -65,6 +65,7 @@ class ModuleWatch:
         self._handles: list[Any] = []
         self._used: dict[str, list[Tensor]] = {}
         self._used_numel: dict[str, int] = {}
+        self._frozen: dict[str, dict[str, None]] = {}
         self._modes: dict[str, dict[str, None]] = {}
         self._handed: dict[str, list[dict[str, str]]] = {}
         self._inside: list[str] = []  # the modules whose forward runs
@@ -135,6 +136,7 @@ class ModuleWatch:
             makers=makers_of(losses, self._params.get) if self._with_ways else {},
             used={name: tuple(held) for name, held in self._used.items()},
             used_numel=self._used_numel,
+            frozen={name: tuple(when) for name, when in self._frozen.items()},
             modes={name: tuple(modes) for name, modes in self._modes.items()},
             handed={name: tuple(calls) for name, calls in self._handed.items()},
             classes={n: type(m).__name__ for n, m in _seen_modules(self._model, self._names)},
@@ -163,6 +165,8 @@ class ModuleWatch:
             name = f"{module}.{own}" if module else own
             if own in params:
                 self._params.setdefault(param, name)
+                if not param.requires_grad:
+                    self._frozen.setdefault(name, {})[when] = None
             if local.numel() != self._used_numel.setdefault(name, local.numel()):
                 continue
             try:

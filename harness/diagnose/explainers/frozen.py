@@ -1,0 +1,43 @@
+"""Parameters that do not require a gradient on a rank, when it should come, in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+
+WHEN = {"forward": "when its module is called", "backward": "when the backward reaches its module"}
+
+
+def with_frozen(case: Case, diagnosis: Diagnosis) -> Diagnosis:
+    """A cause, behind those wrong parameters that autograd gives nothing, and the single process
+    something."""
+    traces = case.record.traces
+    if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
+        return diagnosis
+    there = traces.single.frozen
+    found: dict[tuple[str, ...], dict[str, set[int]]] = {}
+    for cell in case.failing_cells:
+        if cell.name in there or bool(cell.measured.any()):
+            continue
+        # Where it is one at both times, the first says it.
+        for when in traces.ranks[cell.rank].frozen.get(cell.name, ())[:1]:
+            found.setdefault((when,), {}).setdefault(cell.name, set()).add(cell.rank)
+    if not found:
+        return diagnosis
+    (when,), names = max(found.items(), key=lambda item: len(item[1]))
+    ranks = sorted(set().union(*names.values()))
+    cause = (
+        f"{some_of([*names])}: requires_grad is False on rank {spans(ranks)} {WHEN[when]}, and is "
+        f"not in the single process: autograd gives it no gradient"
+    )
+    wrong = {cell.name for cell in case.failing_cells}
+    if {*names} != wrong:
+        return replace(diagnosis, because=(cause, *diagnosis.because))
+    because = ("every wrong gradient is that of such a parameter, and none came",)
+    return replace(
+        diagnosis, cause=cause, kind="frozen", because=because, ranks=tuple(ranks),
+        standing="proved",
+    )  # fmt: skip
