@@ -28,8 +28,8 @@ MOST_ARRIVALS = 32
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """Of `seen`: `backwards` of the `of` backwards that reached a copy on `rank` are missing in it.
-    taken: the first line that takes the copy; made: where it was made, and the code there, or two
-    empty ones."""
+    taken: the first line, or module, that takes the copy; made: where it was made, and the code
+    there, or two empty ones."""
 
     seen: Seen
     rank: int
@@ -127,4 +127,4 @@ def _places(held: Tensor, values: Tensor) -> Tensor | None:
 
 
 def _taken(computed: Computed, number: int) -> Computation | None:
-    return next((c for c in computed.computations if number in c.takes and c.line), None)
+    return next((c for c in computed.computations if number in c.takes), None)

@@ -14,6 +14,7 @@ from sumgrad.diagnose.modules.loss_weights import same
 from sumgrad.diagnose.modules.matching import vectors
 from sumgrad.diagnose.modules.seen import constant
 from sumgrad.diagnose.modules.targets import Target, other_targets
+from sumgrad.record.computed import MODULE
 
 MOST_TARGETS = 3  # that are written out
 
@@ -118,6 +119,8 @@ def lost_on_the_way(case: Case, look: Look, found: FirstWrong) -> list[str]:
 
 def _copy(one: Lost) -> str:
     line, code = one.made
-    made = f"made at {line_and_code(line, code)}" if line else f"taken at {expression(one.taken)}"
+    module = one.taken.function.removeprefix(MODULE)
+    taken = f"at {expression(one.taken)}" if one.taken.line else f"by {module}"
+    made = f"made at {line_and_code(line, code)}" if line else f"taken {taken}"
     often = f" in {one.backwards} of {one.of} backwards" if one.of > 1 else ""
     return f"its copy on rank {one.rank}, {made},{often}"
