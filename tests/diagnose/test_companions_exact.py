@@ -59,9 +59,16 @@ def test_types_that_are_padded_on_the_other_side():
 
 def test_an_image_of_another_row():
     assert odd(own(images=IMAGES[[1, 3]])) == [
-        Odd(call=0, row=1, told="ids", of=2, name="images", whose=3)
+        Odd(call=0, row=1, told="ids", of=2, name="images", whose=(3,))
     ]
-    assert odd(own(images=IMAGES[[1, 3]] * 2))[0].whose is None
+    assert odd(own(images=IMAGES[[1, 3]] * 2))[0].whose == ()
+
+
+def test_an_entry_of_a_list_that_several_rows_have():
+    whole = {"ids": IDS, "names": torch.tensor([7.0, 5, 8, 5])}
+    mine = {"ids": IDS[2:3], "names": torch.tensor([5.0])}
+    (found,) = odd_companions(trace(mine), trace(whole), "m")
+    assert (found.of, found.name, found.whose) == (2, "names", (1, 3))
 
 
 def test_a_mask_that_is_another_and_what_it_hides():
@@ -98,12 +105,19 @@ def test_what_a_module_is_handed_is_known_by_its_name():
         def forward(self, ids, *, images=None, **more):
             return ids.double() @ more["weight"]
 
+    names = ["north", "south"]
     model = Model()
     with ModuleWatch(model) as watch:
         weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
         for rows in (IDS[:2], IDS[2:]):
-            model(rows, images=IMAGES, weight=weight)
-    assert watch.trace().entered_as == ((0, "ids"), (0, "images"), (1, "ids"), (1, "images"))
+            model(rows, images=IMAGES, weight=weight, names=names, flags=[None])
+    seen = watch.trace()
+    each = [("names", 1), ("ids", 2), ("images", 3)]
+    assert [(*at, t.dim()) for at, t in zip(seen.entered_as, seen.data, strict=True)] == [
+        (call, name, dims) for call in (0, 1) for name, dims in each
+    ]
+    north, south = seen.data[0].tolist()
+    assert north != south
 
 
 def test_the_words_say_which_row_and_where():

@@ -1,7 +1,7 @@
 """Parts of one row that a module is handed together, and that do not belong together.
 
 A row of tokens tells by its values which row of the single process it is. What is handed beside it,
-as types of tokens, a mask, an image, must be that row's.
+as types of tokens, a mask, an image, a name in a list, must be that row's.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Arguments = Mapping[str, Tensor]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Odd:
     """Of one row of a rank's call: `told` says that it is the single process's row `of`; what it
-    is handed as `name` is not that row's, but `whose` one's, if that is told. Where both are one
-    number for each place: at `others` of `size` places, the first of which is `at`."""
+    is handed as `name` is not that row's, but that of the rows `whose`. Where both are one number
+    for each place: at `others` of `size` places, the first of which is `at`."""
 
     call: int
     row: int
     told: str
     of: int
     name: str
-    whose: int | None = None
+    whose: tuple[int, ...] = ()
     others: int = 0
     size: int = 0
     at: int = 0
@@ -139,7 +139,7 @@ def _beside(
         elif held.shape[1:] == theirs.shape[1:] and len(theirs) == len(there[told]):
             same = [_same(held[row], other) for other in theirs]
             if not same[at.row]:
-                whose = same.index(True) if same.count(True) == 1 else None
+                whose = tuple(i for i, is_same in enumerate(same) if is_same)
                 return Odd(call=call, row=row, told=told, of=at.row, name=name, whose=whose)
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ MAX_BYTES = 1 << 28  # of outputs and gradients, on each rank
 MAX_BYTES_INTO = 1 << 27  # of what goes into modules and is no output, and its gradients
 _PREFIXES = {a + b for a in (*WRAPPERS, "") for b in WRAPPERS}
 MAX_USED = 4  # states of one parameter that differ
+MOST_LISTED = 4096  # entries of a list that is kept
 MAX_HANDED = 256  # calls of one module whose arguments are kept in words
 MAX_PARTS = 4  # tensors of one output that are looked at
 
@@ -189,6 +191,9 @@ class ModuleWatch:
         if " at " in self._sources[name] and len(self._handed.get(name, ())) < MAX_HANDED:
             self._handed.setdefault(name, []).append({n: _in_a_word(v) for n, v in named.items()})
         called = {id(t): n for n, value in named.items() for t in _tensors(value)}
+        for argument, value in named.items():
+            if (listed := _as_numbers(value)) is not None:
+                self._keep_data(name, listed, argument)
         tensors = list(_tensors((args, kwargs)))
         for tensor in tensors:
             if tensor.grad_fn is None and not tensor.requires_grad:
@@ -305,6 +310,17 @@ def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any
         if parameter.kind == parameter.VAR_KEYWORD:
             given |= given.pop(name, {})
     return given
+
+
+def _as_numbers(value: Any) -> Tensor | None:
+    """(n,) a list of names or numbers, as one of each row: of a name its checksum."""
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= MOST_LISTED:
+        return None
+    if not all(isinstance(v, str | int | float) for v in value):
+        return None
+    return torch.tensor(
+        [zlib.crc32(v.encode()) if isinstance(v, str) else v for v in value], dtype=torch.float64
+    )
 
 
 def _in_a_word(value: Any) -> str:

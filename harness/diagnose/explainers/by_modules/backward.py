@@ -279,7 +279,8 @@ def _in_some_calls(look: Look, found: FirstWrong) -> str:
     without = {s.call.number for s in found.seen if s.rank == rank}
     if len(every) < 2 or every == without:
         return ""
-    return f" in call {spans(sorted(without))} of {len(every)}; in the others one does"
+    calls = f"call {spans(sorted(without))} of {len(every)} on rank {rank}"
+    return f", in {calls}; in the others one does"
 
 
 def _weighed(look: Look, found: FirstWrong) -> list[str]:

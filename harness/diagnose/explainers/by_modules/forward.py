@@ -94,7 +94,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     because = [*_of_other_classes(case, look, found), *_in_another_mode(case, found)]
     because += handed_otherwise(case, look, found)
     of, odd = odd_data(case, look, found)
-    because += [*odd, *_lacking_below(look, found)]
+    because += [*odd, *_lacking_below(look, found), *_without_a_graph(look, found)]
     if of != found.wrong:
         because += [_no_slice(found), *look_at]
         because += [*_features(case, found), *_of_other_places(case, found)]
@@ -129,7 +129,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because = [f"as seen from modules: {text}", *because]
         text = misplaced[0]
     elif of is not None and of != found.wrong:
-        because = [*odd, *([] if of in found.modules else [f"as seen from modules: {text}"])]
+        because = odd  # what is seen further on follows from it
         text = f"in the forward what enters {named(look, of)} is another already on some ranks"
     return Diagnosis(cause=text, kind=kind, ranks=ranks, because=tuple(because))
 
@@ -205,9 +205,22 @@ def _lacking_below(look: Look, found: FirstWrong) -> list[str]:
     few, every = look.lacking[module]
     return [
         f"before it, {few} of the {every} vectors that {named(look, module)} gives the single "
-        f"process are on no rank, and what the ranks' calls of it give is right: look at what is "
-        f"handed to it, which rows or parts of them"
+        f"process were found on no rank: look at what is handed to it, which rows or parts of them"
     ]
+
+
+def _without_a_graph(look: Look, found: FirstWrong) -> list[str]:
+    """The first module before it that is wrong, too, and that no gradient passes, as one that makes
+    positions: no way leads from it to what is right."""
+    for module in look.modules[: look.modules.index(found.wrong)]:
+        calls = [s for s in look.seen[module] if not s.call.recomputed]
+        wrong = tuple(s for s in calls if s.forward == "wrong")
+        if wrong and all(s.call.operation_back is None for s in calls):
+            return [
+                f"{named(look, module)}, which runs before it and no gradient passes, gives what "
+                f"it gives nowhere in the single process, too: {places(wrong)}"
+            ]
+    return []
 
 
 def _of_other_places(case: Case, found: FirstWrong) -> list[str]:

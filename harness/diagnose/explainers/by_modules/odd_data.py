@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.modules import companions
@@ -63,7 +64,10 @@ def _odd_companion(odd: companions.Odd) -> str:
     if odd.others:
         return (f"{text} something else than that one at {odd.others} of {odd.size} places (at "
                 f"place {odd.at} {odd.now:g} where that has {odd.was:g})")  # fmt: skip
-    return f"{text} what is " + ("no row's there" if odd.whose is None else f"row {odd.whose}'s")
+    if not odd.whose:
+        return f"{text} what no row has there"
+    rows = f"row{'s'[: len(odd.whose) > 1]} {spans(odd.whose)}"
+    return f"{text} what {rows} ha{'ve' if len(odd.whose) > 1 else 's'} there"
 
 
 def _odd_row(odd: Odd) -> str:
