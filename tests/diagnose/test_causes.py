@@ -96,6 +96,13 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("ab_01", "row 3 in call 0 has at places 0-1 those of row 3, at 2-3 those of row 12"),
         ("ab_05", "in it `LongConvolution.apply(u, self.filter(u.dtype), self.turn)` is right on"),
         ("ab_10", "the backward of rank 0, 3 gives layers.0.adapters.0.down.weight one, that of"),
+        (
+            "ad_01",
+            "at tests/bugs/ad_01_offload_takes_the_transpose_for_its_base.py:20 came back as ",
+        ),
+        ("ad_02", "takes 1 of rank 0, 0 of rank 1-3; at the end of the step it is no sum of that"),
+        ("ad_07", "in 1 of 2 backwards and is not handed back"),
+        ("ad_09", "the backward is right down to mixer.leave (Linear); the gradient that reaches"),
         ("ac_08", "on rank 1 features 4-7, 18-23 stand beside columns 10-19 of 30"),
         ("ac_10", "experts.1.up, experts.1.down on rank 0, 2"),
         ("e_09", "td_target_keeps_graph.py:32 `last = reward[:, t] + DISCOUNT * mixed * goes_on"),

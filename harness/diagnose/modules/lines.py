@@ -344,7 +344,7 @@ class Lines:
         if number in mine.with_graph or not value.is_floating_point():
             return False
         held = self._alike(value)
-        if any(same_value(mine.values[n], value) for n in mine.with_graph if n > number):
+        if any(same_value(mine.values[n], value) for n in mine.arrivals if n > number):
             return False  # a leaf from here on, whose gradient a step hands on itself
         return bool(held) and all(
             n in self._single.with_graph and _gradient(self._single, n) is not None for n in held

@@ -59,6 +59,20 @@ def lines_with_a_graph(case: Case) -> list[AtLine]:
         return []
 
 
+def lines_inside(case: Case, modules: Sequence[str]) -> list[AtLine]:
+    """Of all ranks, which give their parts of a gradient, the first line in the forward of one of
+    these modules whose backward goes wrong, or that cuts the graph."""
+    lines, traces = _lines(case), case.record.traces
+    if lines is None or traces is None:
+        return []
+    asked = dict.fromkeys(traces.ranks, lambda c: not {*modules}.isdisjoint(c.inside))
+    try:
+        told = _agreed(lines.first_backward, asked, [*asked])
+        return told or ([] if _recomputes(case) else _agreed(lines.cuts, asked, [*asked]))
+    except (RuntimeError, ValueError, LookupError):
+        return []
+
+
 def _agreed(
     search: Callable[[int, Callable[[Computation], bool]], Iterator[AtLine]],
     asked: Mapping[int, Callable[[Computation], bool]],

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.lines import in_words, lines_inside
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked_by_rows, named, owners
 from sumgrad.diagnose.explainers.by_modules.passed import made_by, own_makers
 from sumgrad.diagnose.explainers.by_rank import wrong_before_it_is_reduced
@@ -106,6 +107,7 @@ def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
             kind="own_backward",
             ranks=ranks,
             because=(
+                *in_words(lines_inside(case, inside)),
                 *made_by(case, names),
                 "a penalty on these parameters, or a second backward, would look the same",
             ),
