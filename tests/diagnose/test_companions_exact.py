@@ -135,11 +135,12 @@ def test_the_words_say_which_row_and_where():
     ]
 
 
-def windows(rows):
+def windows(rows, gradient=None, num_rows=3):
     """A tensor (windows, 4, C) as a trace, with its own gradient."""
+    gradient = rows.cos() if gradient is None else gradient
     call = Call(module="m", number=0, part=0, operation=0, operation_back=0, recomputed=False)
-    return Trace(calls=(call,), outputs=(rows,), gradients=(rows.cos(),), sources={"m": "Linear"},
-                 batch={"x": torch.zeros(3, 2)})  # fmt: skip
+    return Trace(calls=(call,), outputs=(rows,), gradients=(gradient,), sources={"m": "Linear"},
+                 batch={"x": torch.zeros(num_rows, 2)})  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -159,3 +160,21 @@ def test_rows_that_are_put_together_of_two(changed, state, mixed):
     traces = Traces(tier="structure", step=0, single=windows(whole), ranks={0: windows(mine)})
     (seen,) = look_at(traces, "float64", ()).seen["m"]
     assert (seen.forward, seen.mixed) == (state, mixed)
+
+
+@pytest.mark.parametrize(("places", "num_rows"), [(3, 9), (2, 3)])
+def test_vectors_that_no_gradient_reaches_may_be_of_any_row(places, num_rows):
+    """As where a table is cut by its entries: a rank takes something for those that others hold,
+    and a mask makes it nothing."""
+    whole = torch.randn(9, 4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    mine, gradient = whole[2:5].clone(), whole[2:5].cos()
+    mine[1, places:] = whole[7, places:]
+    masked = gradient.clone()
+    masked[1, places:] = 0
+    for own, state in ((gradient, "wrong"), (masked, "right")):
+        ranks = {0: windows(mine, own, num_rows)}
+        single = windows(whole, num_rows=num_rows)
+        (seen,) = look_at(Traces(tier="t", step=0, single=single, ranks=ranks), "float64", ()).seen[
+            "m"
+        ]
+        assert seen.forward == state

@@ -93,7 +93,7 @@ def see(
         wrong = None if lost else where.picked[~where.here]
         back: State = "wrong" if lost else "untold"
         return replace(seen, forward="wrong", backward=back, wrong=wrong)
-    out_of_place = _out_of_place(seen, where, wanted)
+    out_of_place = _out_of_place(seen, where, wanted, gradient)
     if out_of_place is not None:
         return out_of_place
     if not bool(where.found.any()):
@@ -168,12 +168,16 @@ def _that_count(where: Match, gradient: Tensor | None) -> Match:
     )
 
 
-def _out_of_place(seen: Seen, where: Match, wanted: Whole) -> Seen | None:
+def _out_of_place(seen: Seen, where: Match, wanted: Whole, gradient: Tensor | None) -> Seen | None:
     """What is seen of an output whose vectors are all there, if some stand where others belong."""
-    strange = _of_other_rows(where, wanted, seen.shape)
+    counts = ~where.empty
+    if gradient is not None and bool(gradient.any()):
+        # Not those that no gradient reaches, as of a table that is cut those that others hold.
+        counts &= vectors(gradient)[where.picked].any(1)
+    strange = _of_other_rows(where, wanted, seen.shape, counts)
     if strange is not None:
         return replace(seen, forward="wrong", wrong=where.picked[strange])
-    of_two, others = _of_two_rows(where, wanted, seen.shape)
+    of_two, others = _of_two_rows(where, wanted, seen.shape, counts)
     if of_two and not others:
         return seen  # of another layout: whether all is in its place, is not told
     if of_two:
@@ -182,9 +186,12 @@ def _out_of_place(seen: Seen, where: Match, wanted: Whole) -> Seen | None:
     return None
 
 
-def _of_other_rows(where: Match, wanted: Whole, shape: tuple[int, ...]) -> Tensor | None:
+def _of_other_rows(
+    where: Match, wanted: Whole, shape: tuple[int, ...], counts: Tensor
+) -> Tensor | None:
     """(n,) bool: vectors that stand in a row of which others stand where they do in the single
-    process, and that none of that row's own is; None where there are none."""
+    process, and that none of that row's own is; None where there are none. counts: (n,) bool, of
+    which vectors."""
     if len(shape) != 3 or wanted.rows is None:
         return None
     theirs = vectors_a_row(wanted.rows)
@@ -195,20 +202,21 @@ def _of_other_rows(where: Match, wanted: Whole, shape: tuple[int, ...]) -> Tenso
     here = found[torch.arange(len(at)), :, at]  # (n, num_rows): at its position of which rows
     strange = torch.zeros(len(at), dtype=torch.bool)
     for row in own.unique():
-        mine = own == row
+        mine = (own == row) & counts
         often = here[mine].sum(0)
         best = int(often.argmax())
         if int(often[best]) < 2 or int((often == often[best]).sum()) > 1:
             continue
-        strange |= mine & ~found[:, best].any(1) & ~where.empty
+        strange |= mine & ~found[:, best].any(1)
     return strange if bool(strange.any()) else None
 
 
 def _of_two_rows(
-    where: Match, wanted: Whole, shape: tuple[int, ...]
+    where: Match, wanted: Whole, shape: tuple[int, ...], counts: Tensor
 ) -> tuple[tuple[Mixed, ...], bool]:
     """Rows that have at some places what one row of the single process has there, and at the others
-    what another has; and whether another row of the same call is one of theirs throughout."""
+    what another has; and whether another row of the same call is one of theirs throughout. counts:
+    (n,) bool, of which vectors."""
     inner = wanted.inner
     if inner < FEWEST_PLACES or len(shape) < 3 or shape[-2] != inner:
         return (), False
@@ -217,7 +225,7 @@ def _of_two_rows(
     here = found[torch.arange(len(at)), :, at]  # (n, rows): at its place of which rows
     out, whole = [], False
     for row in own.unique().tolist():
-        mine = (own == row) & ~where.empty
+        mine = (own == row) & counts
         has = here[mine]
         if len(has) < FEWEST_PLACES or bool(has.all(0).any()):
             whole |= len(has) >= FEWEST_PLACES
