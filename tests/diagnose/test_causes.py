@@ -102,6 +102,10 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ),
         ("ad_02", "takes 1 of rank 0, 0 of rank 1-3; at the end of the step it is no sum of that"),
         ("ad_07", "in 1 of 2 backwards and is not handed back"),
+        (
+            "ad_10",
+            "moe.experts.1.up.weight on rank 0 lacks exactly what reached its copy on rank 0",
+        ),
         ("ad_09", "the backward is right down to mixer.leave (Linear); the gradient that reaches"),
         ("ac_08", "on rank 1 features 4-7, 18-23 stand beside columns 10-19 of 30"),
         ("ac_10", "experts.1.up, experts.1.down on rank 0, 2"),

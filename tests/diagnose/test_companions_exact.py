@@ -110,7 +110,7 @@ def test_what_a_module_is_handed_is_known_by_its_name():
     with ModuleWatch(model) as watch:
         weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
         for rows in (IDS[:2], IDS[2:]):
-            model(rows, images=IMAGES, weight=weight, names=names, flags=[None])
+            model(rows, images=IMAGES, weight=weight, names=names, flags=[None], sizes=[1 << 80])
     seen = watch.trace()
     each = [("names", 1), ("ids", 2), ("images", 3)]
     assert [(*at, t.dim()) for at, t in zip(seen.entered_as, seen.data, strict=True)] == [

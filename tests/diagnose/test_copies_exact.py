@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules.gradient_of_others import lost_on_the_way
+from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
 from sumgrad.diagnose.modules.copies import lost_at_copies
 from sumgrad.diagnose.modules.look import look_at
 from sumgrad.record.trace import Traces, read_trace, write_trace
@@ -91,7 +93,8 @@ def found_in(tmp_path, mine, other=None):
 )
 def test_what_is_not_handed_back_is_found_at_the_copy(tmp_path, times, handed, scale, lost):
     both, wrong = found_in(tmp_path, cut(times, handed, scale))
-    told = [(one.rank, one.backwards, one.of) for one in lost_at_copies(both, wrong, scale)]
+    _, found = lost_at_copies(both, wrong, scale) or (None, [])
+    told = [(one.rank, one.backwards, one.of) for one in found]
     assert told == ([] if lost is None else [(0, *lost)])
     assert bool(wrong) == (lost is not None)
 
@@ -105,7 +108,7 @@ def test_what_is_wrong_by_something_else_lacks_nothing_at_a_copy(tmp_path):
 
     both, wrong = found_in(tmp_path, step)
     assert wrong
-    assert lost_at_copies(both, wrong) == []
+    assert lost_at_copies(both, wrong) is None
 
 
 def test_the_words_name_the_copy_and_how_many_backwards(tmp_path, monkeypatch):
@@ -114,9 +117,51 @@ def test_the_words_name_the_copy_and_how_many_backwards(tmp_path, monkeypatch):
     monkeypatch.setattr(module, lambda case: both)
     found = SimpleNamespace(seen=tuple(wrong), over_all=False, modules=())
     (said,) = lost_on_the_way(None, None, found)
-    assert said.startswith("on rank 0 in call 0 it lacks exactly what reached its copy on rank 0, "
-                           "made at tests/diagnose/test_copies_exact.py:")  # fmt: skip
-    assert said.endswith("`copy = h.detach().requires_grad_()`, in 2 of 3 backwards and is not "
+    assert said.startswith("on rank 0 in call 0 it lacks exactly what reached its copy on rank 0 "
+                           "(made at tests/diagnose/test_copies_exact.py:")  # fmt: skip
+    assert said.endswith("`copy = h.detach().requires_grad_()`) in 2 of 3 backwards and is not "
                          "handed back")  # fmt: skip
     found.over_all = True
     assert lost_on_the_way(None, None, found) == []
+
+
+def test_a_parameter_whose_copy_got_what_it_lacks():
+    """As an expert that is lent: of three uses two are of copies, and one is handed back."""
+    drawn = torch.Generator().manual_seed(9)
+    weight = torch.randn(4, 3, generator=drawn, dtype=torch.float64)
+    wanted = torch.autograd.functional.jacobian(lambda w: used(w, (0, 1, 2)), weight)
+
+    def lent(numbers):
+        with Computations(lambda: ((), 0)) as computations:
+            own, copy = weight.clone().requires_grad_(), weight.detach().clone().requires_grad_()
+            used(own, (0,)).backward()
+            came = []
+            for number in (1, 2):
+                used(copy, (number,)).backward()
+                came.append(copy.grad)
+                copy.grad = None
+            measured = own.grad + sum(came[n - 1] for n in numbers)
+        return measured, computations.computed()
+
+    def told(numbers, kind="lost_rows"):
+        measured, computed = lent(numbers)
+        ranks = {0: SimpleNamespace(computed=computed)}
+        traces = SimpleNamespace(tier="t", step=0, ranks=ranks,
+                                 single=SimpleNamespace(params={"w": weight}))  # fmt: skip
+        cell = SimpleNamespace(name="w", rank=0, measured=measured, index=None,
+                               wanted=SimpleNamespace(value=wanted))  # fmt: skip
+        case = SimpleNamespace(record=SimpleNamespace(traces=traces), tier="t", step=0,
+                               has_plan=False, exact=True, failing_cells=[cell])  # fmt: skip
+        cause = Diagnosis(cause="c", kind=kind, because=("b",))
+        return with_copies_of_parameters(case, cause).because
+
+    said, rest = told((1,))
+    assert rest == "b"
+    assert said.startswith("w on rank 0 lacks exactly what reached its copy on rank 0 (made at ")
+    assert said.endswith(") in 1 of 2 backwards and is not handed back")
+    assert told((1, 2)) == ("b",)
+    assert told((1,), "forward") == ("b",)
+
+
+def used(weight, numbers):
+    return sum(((X + n) @ weight.t()).tanh().sum() for n in numbers)

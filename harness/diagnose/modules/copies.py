@@ -22,16 +22,15 @@ CLOSE = 1e-12  # of a number: those of a copy are the same
 ONCE = 1e-6
 LEFT = 1e-9  # of the largest number, that the sum may leave
 FEWEST = 6  # numbers of an output
-MOST_ARRIVALS = 32
+MOST_ARRIVALS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """Of `seen`: `backwards` of the `of` backwards that reached a copy on `rank` are missing in it.
+    """`backwards` of the `of` backwards that reached a copy on `rank` are missing in a gradient.
     taken: the first line, or module, that takes the copy; made: where it was made, and the code
     there, or two empty ones."""
 
-    seen: Seen
     rank: int
     taken: Computation
     made: tuple[str, str]
@@ -48,35 +47,49 @@ class _Arrived:
     gradient: Tensor
 
 
-def lost_at_copies(traces: Traces, found: Sequence[Seen], factor: float = 1.0) -> list[Lost]:
-    """Of the first wrong tensor that it explains. factor: that right gradients have there."""
+def lost_at_copies(
+    traces: Traces, found: Sequence[Seen], factor: float = 1.0
+) -> tuple[Seen, list[Lost]] | None:
+    """The first wrong tensor that it explains. factor: that right gradients have there."""
     for s in found:
-        lost = list(_lost(traces, s, factor))
+        lacks = _lacks(traces, s, factor)
+        lost = [] if lacks is None else lost_of(traces, *lacks)
         if lost:
-            return lost
-    return []
+            return s, lost
+    return None
 
 
-def _lost(traces: Traces, s: Seen, factor: float) -> Iterator[Lost]:
+def _lacks(traces: Traces, s: Seen, factor: float) -> tuple[Tensor, Tensor] | None:
+    """(n,) the numbers of an output, and what their gradients lack."""
     trace, whole = traces.ranks[s.rank], by_module(traces.single, s.call.module.__eq__)
     at, wanted = trace.calls.index(s.call), whole.get((s.call.module, s.call.part))
     output, got = trace.outputs[at], trace.gradients[at]
     if wanted is None or s.where is None or output.dtype != torch.float64:
-        return
+        return None
     told = s.where.found.sum(1) == 1
     start, end = s.where.columns
     picked = s.where.picked[told]
     right = wanted.gradients[s.where.found[told].int().argmax(1)][:, start:end].reshape(-1)
     reached = torch.zeros_like(output) if got is None else got
     mine, values = (vectors(t)[picked].reshape(-1) for t in (reached, output))
-    if len(values) < FEWEST or not bool(right.any()):
-        return
+    return (values, factor * right - mine) if bool(right.any()) else None
+
+
+def lost_of(traces: Traces, values: Tensor, lacks: Tensor) -> list[Lost]:
+    """Of float64 numbers (n,) whose gradients lack something, the copies that got just that."""
+    if len(values) < FEWEST:
+        return []
     arrived = [
         one for rank, t in traces.ranks.items() for one in _arrived(t.computed, rank, values)
     ]
     if not arrived or len(arrived) > MOST_ARRIVALS:
-        return
-    missing = _missing(factor * right - mine, [one.gradient for one in arrived])
+        return []
+    return list(_of_copies(traces, arrived, _missing(lacks, [one.gradient for one in arrived])))
+
+
+def _of_copies(
+    traces: Traces, arrived: Sequence[_Arrived], missing: Sequence[bool]
+) -> Iterator[Lost]:
     copies = dict.fromkeys((one.rank, one.number) for one in arrived)
     for rank, number in copies:
         own = [m for m, one in zip(missing, arrived, strict=True)
@@ -84,7 +97,7 @@ def _lost(traces: Traces, s: Seen, factor: float) -> Iterator[Lost]:
         taken = _taken(traces.ranks[rank].computed, number)
         if any(own) and taken is not None:
             made = taken.made_at[taken.takes.index(number)]
-            yield Lost(seen=s, rank=rank, taken=taken, made=made, backwards=sum(own), of=len(own))
+            yield Lost(rank=rank, taken=taken, made=made, backwards=sum(own), of=len(own))
 
 
 def _missing(lacks: Tensor, arrived: Sequence[Tensor]) -> list[bool]:

@@ -316,7 +316,7 @@ def _as_numbers(value: Any) -> Tensor | None:
     """(n,) a list of names or numbers, as one of each row: of a name its checksum."""
     if not isinstance(value, list | tuple) or not 0 < len(value) <= MOST_LISTED:
         return None
-    if not all(isinstance(v, str | int | float) for v in value):
+    if not all(isinstance(v, str) or (isinstance(v, int | float) and abs(v) < 1e15) for v in value):
         return None
     return torch.tensor(
         [zlib.crc32(v.encode()) if isinstance(v, str) else v for v in value], dtype=torch.float64

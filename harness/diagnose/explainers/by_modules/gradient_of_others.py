@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.lines import expression
@@ -109,12 +111,18 @@ def lost_on_the_way(case: Case, look: Look, found: FirstWrong) -> list[str]:
         lost = lost_at_copies(traces, found.seen, _factor(look, found))
     except (RuntimeError, ValueError, LookupError):
         return []  # as in looked(): a cause is not lost by a hint
-    if not lost:
+    if lost is None:
         return []
-    s = lost[0].seen
-    copies = "; ".join(_copy(one) for one in lost[:MOST_TARGETS])
+    s, copies = lost
     where = f"on rank {s.rank} in call {s.call.number}"
-    return [f"{where} it lacks exactly what reached {copies} and is not handed back"]
+    return [f"{where} it lacks exactly what reached {copies_in_words(copies)}"]
+
+
+def copies_in_words(lost: Sequence[Lost]) -> str:
+    """`its copy on rank 1 (made at FILE:12) and is not handed back`."""
+    shown = "; ".join(_copy(one) for one in lost[:MOST_TARGETS])
+    more = f"; {len(lost) - MOST_TARGETS} more copies" if len(lost) > MOST_TARGETS else ""
+    return f"{shown}{more} and is not handed back"
 
 
 def _copy(one: Lost) -> str:
@@ -123,4 +131,4 @@ def _copy(one: Lost) -> str:
     taken = f"at {expression(one.taken)}" if one.taken.line else f"by {module}"
     made = f"made at {line_and_code(line, code)}" if line else f"taken {taken}"
     often = f" in {one.backwards} of {one.of} backwards" if one.of > 1 else ""
-    return f"its copy on rank {one.rank}, {made},{often}"
+    return f"its copy on rank {one.rank} ({made}){often}"
