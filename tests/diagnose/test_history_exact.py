@@ -11,7 +11,6 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers import history as in_words
 from sumgrad.diagnose.modules.history import history_of
 from sumgrad.diagnose.own_gradients import Columns
-from sumgrad.record.computed import Computed
 from sumgrad.subjects.program.computations import Computations
 from torch.nn.utils import clip_grad_norm_
 
@@ -115,13 +114,15 @@ def test_an_end_that_is_no_such_sum_is_told_and_only_where_it_can_be():
     one = history(rounded)
     assert [h.gives for h in one.held] == [False, True]
     assert one.end is None
-    assert one.told
     assert one.changes
     assert not history(lambda: BOTH * 1).changes  # it ends with what it had
     short = columns(rounded())
     few = replace(short, own=short.own[:, :15], measured=short.measured[:15],
                   wanted=short.wanted[:15], place=AT[:15])  # fmt: skip
-    assert not history_of(few, Computed()).told
+    with Computations(lambda: ((), 0)) as computations:
+        assert len(BOTH * 2)
+    assert history_of(short, computations.computed()).held
+    assert not history_of(few, computations.computed()).held
 
 
 def test_the_words_have_the_lines_and_what_no_line_shows(monkeypatch):
@@ -140,7 +141,5 @@ def test_the_words_have_the_lines_and_what_no_line_shows(monkeypatch):
                          "backward) of rank 1")  # fmt: skip
     monkeypatch.setattr(in_words, "_longest", lambda _: replace(one, end=None))
     assert "it is no sum of that" in in_words.with_history(None, cause).because[0]
-    monkeypatch.setattr(in_words, "_longest", lambda _: replace(one, end=None, told=False))
-    assert "at the end" not in in_words.with_history(None, cause).because[0]
     forward = Diagnosis(cause="c", kind="forward", because=("b",))
     assert in_words.with_history(None, forward) is forward

@@ -75,7 +75,7 @@ def _in_words(history: History) -> str:
     end, last = history.end, history.held[-1].weights
     if end is not None and not near(end, last):
         said.append(f"at the end of the step it is {in_weights(history.sources, end)}")
-    elif end is None and history.told:
+    elif end is None:
         said.append("at the end of the step it is no sum of that: look at what follows these lines")
     return (
         f"what became of {history.name} on rank {history.rank}, in what the ranks' own backwards "

@@ -37,7 +37,7 @@ class Held:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class History:
     """In order; what is held one after the other with the same weights is there once. end: the
-    weights that the rank ends with, None where it is no such sum, or, not `told`, may be several.
+    weights that the rank ends with, None where it is no such sum.
     """
 
     name: str
@@ -45,29 +45,29 @@ class History:
     sources: tuple[Source, ...]
     held: tuple[Held, ...]
     end: Tensor | None = None
-    told: bool = True
 
     @property
     def changes(self) -> bool:
         """Whether the weights change between the lines, or behind the last."""
-        if len(self.held) != 1 or not self.told:
+        if len(self.held) != 1:
             return len(self.held) > 1
         return self.end is None or not near(self.end, self.held[0].weights)
 
 
 def history_of(columns: Columns, computed: Computed) -> History:
-    rank, held = columns.cell.rank, list[Held]()
-    for one in _held(columns, computed):
-        if not held or not near(held[-1].weights, one.weights):
-            held.append(one)
+    """Nothing is held where there are too few numbers to tell the weights of so many backwards."""
     few = columns.own.shape[1] < NEEDED * len(columns.own)
+    held: list[Held] = []
+    if not few and weights_of([columns], zeros=True).only:
+        for one in _held(columns, computed):
+            if not held or not near(held[-1].weights, one.weights):
+                held.append(one)
     return History(
         name=columns.cell.name,
-        rank=rank,
+        rank=columns.cell.rank,
         sources=columns.sources,
         held=tuple(held),
         end=_weights(columns, columns.measured),
-        told=not few and weights_of([columns], zeros=True).only,
     )
 
 
