@@ -12,6 +12,7 @@ from sumgrad.diagnose.modules.over_all import with_sums_over_all
 from sumgrad.diagnose.modules.parts import Groups, with_parts, without_sums_over_rows
 from sumgrad.diagnose.modules.paths import Paths, paths_of
 from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, Seen, State, see
+from sumgrad.diagnose.modules.used_inside import unless_used_inside
 from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.record.trace import INTO, Call, Trace, Traces
 from torch import Tensor
@@ -67,7 +68,8 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
     whole = by_module(traces.single, modules.__contains__)
     seen = {m: _on_every_rank(m, traces, whole, groups, tolerance) for m in modules}
     seen = {
-        m: [_unless_stage(s, seen, traces, modules) for s in found] for m, found in seen.items()
+        m: [unless_used_inside(_unless_stage(s, seen, traces, modules), traces) for s in found]
+        for m, found in seen.items()
     }
     seen = with_sums_over_all(seen, traces, whole, tolerance)
     return Look(
