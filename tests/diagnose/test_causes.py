@@ -115,10 +115,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "x_06",
             "is tests/bugs/x_06_minus_one_names_the_last_expert.py:64 `return weight.new_zeros",
         ),
-        (
-            "z_02",
-            "is right on rank 0-2, and that of its first argument (backward at tests/bugs/z_02",
-        ),
+        ("z_02", "rank 0-2, and that of its first tensor argument (backward at tests/bugs/z_02"),
         (
             "z_03",
             "in it `total**2` takes what is right only as a sum over ranks, and what it gives",
@@ -236,7 +233,7 @@ def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
             try:
                 module = right_causes.load(path)
             except ModuleNotFoundError as error:
-                if error.name not in LIBRARIES:
+                if (error.name or "").partition(".")[0] not in LIBRARIES:
                     raise
                 continue
             assert set(module.EXPECT) == {"right", "place", "wrong"}, path
