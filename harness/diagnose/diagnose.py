@@ -9,14 +9,9 @@ from typing import Any
 
 from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
 from sumgrad.diagnose.case import Case, case_of
-from sumgrad.diagnose.explainers import EXPLAINERS, LAST_RESORT
-from sumgrad.diagnose.explainers.by_modules.beside import beside
-from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
+from sumgrad.diagnose.explainers import BESIDE_A_CAUSE, EXPLAINERS, LAST_RESORT
 from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
-from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
 from sumgrad.diagnose.explainers.frozen import with_frozen
-from sumgrad.diagnose.explainers.history import with_history
-from sumgrad.diagnose.explainers.kept_otherwise import with_what_was_kept
 from sumgrad.diagnose.explanation import BROKEN, choose
 from sumgrad.diagnose.of_bits import first_other_bits
 from sumgrad.diagnose.of_script import other_than_the_single_run
@@ -117,9 +112,8 @@ def _diagnose(
     causes, coefficients = choose(case, EXPLAINERS)
     if not causes and not outright:
         causes, coefficients = choose(case, LAST_RESORT)
-    causes = [with_history(case, with_the_line(case, beside(case, c))) for c in causes]
-    causes = [with_frozen(case, with_what_was_kept(case, c)) for c in causes]
-    causes = [with_copies_of_parameters(case, c) for c in causes]
+    for step in BESIDE_A_CAUSE:
+        causes = [step(case, cause) for cause in causes]
     for error in case.known.get(BROKEN, ())[:1]:
         causes = [_beside_an_error(error, causes[0]), *causes[1:]] if causes else [_broken(error)]
     said = [*outright, *causes] if case.has_plan else [*causes, *outright]

@@ -1,13 +1,18 @@
 """The explainers: each a function from a failed step to explanations; one rule chooses.
 
 An explainer asks for what it needs (a plan, partials of rows, a ledger, a clean run) and finds
-nothing where it is not there. They are asked in this order, the most direct evidence first.
+nothing where it is not there. They are asked in this order, the most direct evidence first. What
+else a run shows beside a cause is added to it, step by step, in the order of BESIDE_A_CAUSE.
 Add one: a function here or in a new file, its line in EXPLAINERS, a test with a fault it names.
 Nothing here starts a process or needs the user's code; imports diagnose, judge, plan, record.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers import (
     blocks,
     by_rank,
@@ -34,6 +39,12 @@ from sumgrad.diagnose.explainers.by_modules import (
     rows_used,
     weights,
 )
+from sumgrad.diagnose.explainers.by_modules.beside import beside
+from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
+from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
+from sumgrad.diagnose.explainers.frozen import with_frozen
+from sumgrad.diagnose.explainers.history import with_history
+from sumgrad.diagnose.explainers.kept_otherwise import with_what_was_kept
 from sumgrad.diagnose.explanation import Explainer
 
 EXPLAINERS: tuple[Explainer, ...] = (
@@ -75,4 +86,12 @@ LAST_RESORT: tuple[Explainer, ...] = (
     own_backward.another_input_was_saved,
     own_backward.own_backward_goes_wrong,
     last.open_end,
+)
+BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
+    beside,
+    with_the_line,
+    with_history,
+    with_what_was_kept,
+    with_frozen,
+    with_copies_of_parameters,
 )
