@@ -225,7 +225,7 @@ def test_command_lines_name_this_installation(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["/x/sumgrad"])
     assert sumgrad_command() == ["sumgrad"]
     monkeypatch.setattr(sys, "argv", ["/x/sumgrad/__main__.py"])
-    assert sumgrad_command() == ["python", "-m", "sumgrad"]
+    assert sumgrad_command() == [Path(sys.executable).name, "-m", "sumgrad"]
     assert torchrun_prefix(3)[:4] == ["torchrun", "--standalone", "--nproc-per-node", "3"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert sumgrad_command() == [sys.executable, "-m", "sumgrad"]
