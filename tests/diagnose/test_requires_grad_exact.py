@@ -43,6 +43,8 @@ def test_it_is_beside_the_cause_of_others():
     assert (one.cause, one.kind) == ("what", "backward")
     assert one.because[0].startswith("a.w: requires_grad is False on rank 0")
     assert one.because[1:] == ("b",)
+    elsewhere = told([(0, "a.w", ZERO), (1, "a.w", OTHER)], [{"a.w": ("backward",)}, {}])
+    assert (elsewhere.cause, elsewhere.standing) == ("what", "likely")  # wrong on rank 1, too
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def reductions_by_value(case: Case, left: Left) -> Iterator[Explanation]:
             continue  # one number is like many
         try:
             told = _of_cell(traces, cell)
-        except (RuntimeError, ValueError, LookupError, KeyError):
+        except (RuntimeError, ValueError, LookupError):
             return  # tensors of shapes that nobody thought of
         if told is None:
             return

@@ -18,23 +18,22 @@ def with_frozen(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
         return diagnosis
     there = traces.single.frozen
-    found: dict[tuple[str, ...], dict[str, set[int]]] = {}
+    found: dict[str, list[tuple[str, int]]] = {}
     for cell in case.failing_cells:
         if cell.name in there or bool(cell.measured.any()):
             continue
         # Where it is one at both times, the first says it.
         for when in traces.ranks[cell.rank].frozen.get(cell.name, ())[:1]:
-            found.setdefault((when,), {}).setdefault(cell.name, set()).add(cell.rank)
+            found.setdefault(when, []).append((cell.name, cell.rank))
     if not found:
         return diagnosis
-    (when,), names = max(found.items(), key=lambda item: len(item[1]))
-    ranks = sorted(set().union(*names.values()))
+    when, told = max(found.items(), key=lambda item: len(item[1]))
+    names, ranks = dict.fromkeys(name for name, _ in told), sorted({rank for _, rank in told})
     cause = (
         f"{some_of([*names])}: requires_grad is False on rank {spans(ranks)} {WHEN[when]}, and is "
         f"not in the single process: autograd gives it no gradient"
     )
-    wrong = {cell.name for cell in case.failing_cells}
-    if {*names} != wrong:
+    if {*told} != {(cell.name, cell.rank) for cell in case.failing_cells}:
         return replace(diagnosis, because=(cause, *diagnosis.because))
     because = ("every wrong gradient is that of such a parameter, and none came",)
     return replace(

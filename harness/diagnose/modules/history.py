@@ -50,7 +50,7 @@ class History:
     def changes(self) -> bool:
         """Whether the weights change between the lines, or behind the last."""
         if len(self.held) != 1:
-            return len(self.held) > 1
+            return bool(self.held)
         return self.end is None or not near(self.end, self.held[0].weights)
 
 

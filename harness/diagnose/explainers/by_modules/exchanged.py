@@ -36,7 +36,7 @@ def collective_at_fault(case: Case, found: FirstWrong, *, back: bool) -> AtFault
             told = _on_rank(case, traces, look, found, rank, back=back)
             if told is not None:
                 return told
-    except (RuntimeError, ValueError, LookupError, KeyError):
+    except (RuntimeError, ValueError, LookupError):
         return None  # tensors of shapes that nobody thought of
     return None
 
