@@ -111,6 +111,23 @@ def test_what_is_wrong_by_something_else_lacks_nothing_at_a_copy(tmp_path):
     assert lost_at_copies(both, wrong) is None
 
 
+def test_a_copy_that_was_handed_back_in_part_explains_nothing(tmp_path):
+    """Of two backwards none of the first and half of the second: that is no backward forgotten."""
+
+    def step(model):
+        h = model(X[OWN])
+        copy, came = h.detach().requires_grad_(), []
+        for number in (0, 1):
+            uses(copy, number).backward()
+            came.append(copy.grad)
+            copy.grad = None
+        torch.autograd.backward([uses(h, 2), h], [None, came[1] * 0.5])
+
+    both, wrong = found_in(tmp_path, step)
+    assert wrong
+    assert lost_at_copies(both, wrong) is None
+
+
 def test_the_words_name_the_copy_and_how_many_backwards(tmp_path, monkeypatch):
     both, wrong = found_in(tmp_path, cut((0, 1, 2), (2,)))
     module = "sumgrad.diagnose.explainers.by_modules.gradient_of_others.traces_looked_at"

@@ -104,6 +104,8 @@ def test_what_is_no_sum_of_what_the_backwards_gave_is_not_told():
     squared = history(lambda: (BOTH**2) * 3)
     assert [h.computation.part for h in squared.held] == ["BOTH**2"]  # takes it
     assert history(lambda: torch.ones(6, 7).double() * 3).held == ()
+    what_was_there = torch.full((6, 7), 1e-300, dtype=torch.float64)  # as in an empty buffer
+    assert history(lambda: what_was_there * 1).held == ()
 
 
 def rounded():

@@ -361,3 +361,15 @@ def test_earlier_lines_that_are_meant_are_said_to_be_there():
     )
     (said,) = in_words([at_line(7, 0, told=False)])
     assert "where not all that it takes could be told, is step.py:7" in said
+
+
+def kept_over_calls(x, cut):
+    table = x * 2
+    kept = table.detach() if cut else table
+    again = x * 2  # the same numbers, with a graph, as in the next micro-batch
+    return kept * x.sin() + again * x
+
+
+def test_a_cut_is_one_though_the_same_numbers_have_a_graph_later():
+    both = lines([recorded(kept_over_calls, X, True)], recorded(kept_over_calls, X, False))
+    assert parts(both.cuts(0, everything)) == [("table.detach()", ())]
