@@ -15,6 +15,7 @@ from sumgrad.diagnose.modules.matching import (
     match,
     vectors,
 )
+from sumgrad.diagnose.modules.order import in_order
 from sumgrad.diagnose.modules.whole import Whole, rows_of, vectors_a_row
 from sumgrad.record.trace import Call, Trace
 from torch import Tensor
@@ -46,7 +47,8 @@ class Seen:
     told. factors: (n,) of the gradient's vectors, and terms: (n, T) of each term's. axis: over the
     ranks of which the gradient, or else the output, adds up to the right one. shared: what all rows
     share. over_all: of such, what reached it on all ranks together. shifted: some of its vectors
-    stand further to one side, and what reaches them was not compared. mixed: rows of its last
+    stand further to one side, and what reaches them was not compared. in_order: each row of a right
+    output is a stretch of one of the single process's. mixed: rows of its last
     dimensions but one, which are put together of two of the single process's; wrong are those.
     """
 
@@ -64,6 +66,7 @@ class Seen:
     shared: bool = False
     over_all: State = "untold"
     shifted: bool = False
+    in_order: bool = False
     mixed: tuple[Mixed, ...] = ()
 
 
@@ -100,7 +103,8 @@ def see(
         return seen  # zeros may be padding, and may be what is left of anything
     rows = None if wanted.rows is None else rows_of(where, wanted.rows, seen.shape[0])
     shared = wanted.rows is None and len(got) <= wanted.each and not wanted.flat
-    seen = replace(seen, forward="right", where=where, rows=rows, shared=shared)
+    ordered = in_order(where, wanted, seen.shape)
+    seen = replace(seen, forward="right", where=where, rows=rows, shared=shared, in_order=ordered)
     if call.recomputed and gradient is None:
         return seen
     if gradient is None:

@@ -21,6 +21,19 @@ def listed(look: Look, modules: Sequence[str]) -> str:
     return some_of([named(look, m) for m in reversed(inner)])
 
 
+def right_up_to(look: Look, found: FirstWrong) -> str:
+    """What is known of the modules beside what goes wrong in the forward, in words."""
+    told, near = found.modules, listed(look, found.modules)
+    seen = [s for m in told for s in look.seen[m] if s.rank in found.ranks]
+    if not all(s.in_order for s in seen if s.forward == "right"):
+        return (f"every vector that {near} gives is one of the single process's, though whether "
+                f"each stands in its place is not known")  # fmt: skip
+    before = look.modules[: look.modules.index(found.wrong)]
+    if any(look.forward(m) == "wrong" for m in before):
+        return f"in the forward what {near} gives is right"
+    return f"the forward is right up to {near}"
+
+
 def is_in(module: str, outer: str) -> bool:
     return module != outer and (not outer or module.startswith(f"{outer}."))
 

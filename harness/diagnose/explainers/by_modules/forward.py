@@ -9,7 +9,13 @@ from dataclasses import replace
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.between import between, issued_between, listed, places
+from sumgrad.diagnose.explainers.by_modules.between import (
+    between,
+    issued_between,
+    listed,
+    places,
+    right_up_to,
+)
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.handed import handed_otherwise
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
@@ -291,18 +297,17 @@ def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, l
         if into == "wrong":
             return (f"some of what goes into {at} is nothing that goes into it in the single "
                     f"process {ranks}", extra)  # fmt: skip
+    start = f"{right_up_to(look, found)};" if near else "in the forward"
     if into == "right":
-        start = f"the forward is right up to {near} and" if near else "the forward"
-        text = f"{start} goes wrong in {at} {ranks}"
+        text = f"{start} it" if near else "the forward"
+        text += f" goes wrong in {at} {ranks}"
         where = ("every vector that goes into it is one of the single process's: look at its "
                  "forward, or at what belongs where in what it is given")  # fmt: skip
     elif into == "wrong":
-        start = f"the forward is right up to {near};" if near else "in the forward"
         text = f"{start} what goes into {at} is wrong already {ranks}"
         where = (f"look between the output of {near} and the call of {called}" if near
                  else f"look at what is handed to {called}")  # fmt: skip
     else:
-        start = f"the forward is right up to {near};" if near else "in the forward"
         text, where = f"{start} the output of {at} is wrong {ranks}", ""
     if not near:
         text += "; no module whose output could be compared leads to it"

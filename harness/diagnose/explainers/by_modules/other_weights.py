@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.between import between, listed
+from sumgrad.diagnose.explainers.by_modules.between import between, right_up_to
 from sumgrad.diagnose.explainers.by_modules.looked import looked, named
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
@@ -42,7 +42,6 @@ def _cause(case: Case, look: Look, module: str, found: Sequence[OtherWeight]) ->
     ranks = tuple(sorted({w.rank for w in found}))
     below = look.paths.next_below(module, lambda m: look.forward(m) == "right")
     beside = tuple(sorted(below, key=look.modules.index))
-    head = f"the forward is right up to {listed(look, beside)}; " if beside else ""
     traces = case.record.traces
     moved = traces is not None and not {w.name for w in found} & traces.single.params.keys()
     kind, what, hint = "gathered_weights", "with other weights than the model's", GATHERED
@@ -50,8 +49,10 @@ def _cause(case: Case, look: Look, module: str, found: Sequence[OtherWeight]) ->
         kind, what, hint = "moved_state", "with another state than the single process's", MOVED
     because = [*how_they_are, hint]
     seen = tuple(s for s in look.seen[module] if s.rank in ranks and not s.call.recomputed)
+    first = FirstWrong(wrong=module, seen=seen, beside=beside)
+    head = f"{right_up_to(look, first)}; " if beside else ""
     if seen:
-        because += between(case, FirstWrong(wrong=module, seen=seen, beside=beside), back=False)
+        because += between(case, first, back=False)
     return Diagnosis(
         cause=f"{head}{named(look, module)} computes {what}: {held}",
         kind=kind,
