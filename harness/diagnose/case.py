@@ -28,6 +28,7 @@ from sumgrad.plan.proof import Coefficient, expected_terms
 from sumgrad.plan.schedule import Mismatch, compare_ledger
 from sumgrad.record.directory import Record
 from sumgrad.record.reference import Reference
+from sumgrad.record.trace import Traces
 from torch import Tensor
 
 OF_MODULES = ("look", "terms_together", "gone_into")  # what is known whatever is wrong
@@ -80,6 +81,13 @@ class Case:
     @property
     def exact(self) -> bool:
         return self.record.spec.tiers[self.tier] == "float64"
+
+    @property
+    def traces(self) -> Traces | None:
+        """What a second run of this very step recorded, if there was one."""
+        found = self.record.traces
+        here = found is not None and (found.tier, found.step) == (self.tier, self.step)
+        return found if here else None
 
     @property
     def has_plan(self) -> bool:

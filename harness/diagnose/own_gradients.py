@@ -110,7 +110,7 @@ def _mixed(case: Case) -> Iterator[Mixed]:
 
 
 def _lines(case: Case, rank: int, name: str) -> tuple[str, ...]:
-    traces = case.record.traces
+    traces = case.traces
     return () if traces is None else traces.ranks[rank].own_lines.get(name, ())
 
 
@@ -120,9 +120,8 @@ Given = Mapping[int, tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]
 def given_by_ranks(case: Case) -> Given | None:
     """By rank and parameter, what its own backwards gave, (passes, samples), and the elements that
     these are of; None where not every rank kept it."""
-    traces, own, at = case.record.traces, (OWN, case.step), (OWN_AT, case.step)
-    here = traces is not None and (traces.tier, traces.step) == (case.tier, case.step)
-    if here and traces is not None and any(trace.own for trace in traces.ranks.values()):
+    traces, own, at = case.traces, (OWN, case.step), (OWN_AT, case.step)
+    if traces is not None and any(trace.own for trace in traces.ranks.values()):
         return {rank: (trace.own, trace.own_at) for rank, trace in traces.ranks.items()}
     if any(own not in held.grads for held in case.record.ranks.values()):
         return None

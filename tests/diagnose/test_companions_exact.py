@@ -122,9 +122,9 @@ def test_what_a_module_is_handed_is_known_by_its_name():
 
 def test_the_words_say_which_row_and_where():
     types = TYPES[ROWS].flip(1)
-    case = SimpleNamespace(record=SimpleNamespace(traces=Traces(
+    case = SimpleNamespace(traces=Traces(
         tier="t", step=0, ranks={0: trace(own()), 1: trace(own(types=types))}, single=trace(WHOLE)
-    )))  # fmt: skip
+    ))  # fmt: skip
     found = SimpleNamespace(wrong="m", modules=(), ranks=(0, 1))
     module, said = odd_data(case, SimpleNamespace(modules=("m",)), found)
     assert module == "m"

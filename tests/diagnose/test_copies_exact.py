@@ -167,7 +167,7 @@ def test_a_parameter_whose_copy_got_what_it_lacks():
                                  single=SimpleNamespace(params={"w": weight}))  # fmt: skip
         cell = SimpleNamespace(name="w", rank=0, measured=measured, index=None,
                                wanted=SimpleNamespace(value=wanted))  # fmt: skip
-        case = SimpleNamespace(record=SimpleNamespace(traces=traces), tier="t", step=0,
+        case = SimpleNamespace(traces=traces,
                                has_plan=False, exact=True, failing_cells=[cell])  # fmt: skip
         cause = Diagnosis(cause="c", kind=kind, because=("b",))
         return with_copies_of_parameters(case, cause).because

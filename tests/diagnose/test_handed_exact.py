@@ -54,7 +54,7 @@ def case_of(ranks, single):
         },
         single=SimpleNamespace(handed={"": tuple(single)}),
     )
-    return SimpleNamespace(record=SimpleNamespace(traces=traces)), calls
+    return SimpleNamespace(traces=traces), calls
 
 
 @pytest.mark.parametrize(

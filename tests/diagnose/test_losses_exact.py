@@ -14,7 +14,7 @@ def said(single, *ranks, ddp=False):
         ranks={i: SimpleNamespace(losses=own) for i, own in enumerate(ranks)},
     )
     held = {i: SimpleNamespace(ddp=ddp) for i in range(len(ranks))}
-    return losses_beside(SimpleNamespace(record=SimpleNamespace(traces=traces, ranks=held)))
+    return losses_beside(SimpleNamespace(traces=traces, record=SimpleNamespace(ranks=held)))
 
 
 def test_losses_that_add_up():

@@ -31,7 +31,7 @@ def parts_below(operations, monkeypatch, *, at_head, at_down=0):
     )  # fmt: skip
     look.forward = lambda m: look.seen[m][0].forward
     traces = SimpleNamespace(ranks={0: SimpleNamespace(operations=tuple(operations))})
-    case = SimpleNamespace(record=SimpleNamespace(traces=traces), tier="structure", step=0)
+    case = SimpleNamespace(traces=traces, tier="structure", step=0)
     monkeypatch.setattr(between, "looked", lambda _: look)
     found = FirstWrong(wrong="bias", seen=tuple(look.seen["bias"]), beside=("up",))
     return forward._parts_below(case, look, found)

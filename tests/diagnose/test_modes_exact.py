@@ -44,6 +44,6 @@ def test_another_mode_is_said_where_what_goes_in_is_right(monkeypatch, ranks, si
         ranks={i: SimpleNamespace(modes={"norm": modes}) for i, modes in enumerate(ranks)},
         single=SimpleNamespace(modes={"norm": single}),
     )
-    case = SimpleNamespace(record=SimpleNamespace(traces=traces))
+    case = SimpleNamespace(traces=traces)
     found = SimpleNamespace(ranks=(0, 1), wrong="norm")
     assert forward._in_another_mode(case, found) == said

@@ -20,7 +20,7 @@ def told(cells, frozen, there=()):
     single = SimpleNamespace(frozen=dict.fromkeys(there, ("forward",)))
     traces = SimpleNamespace(tier="t", step=0, ranks=ranks, single=single)
     case = SimpleNamespace(
-        tier="t", step=0, record=SimpleNamespace(traces=traces),
+        traces=traces,
         failing_cells=[SimpleNamespace(rank=r, name=n, measured=g) for r, n, g in cells],
     )  # fmt: skip
     return with_frozen(case, Diagnosis(cause="what", kind="backward", because=("b",)))

@@ -17,8 +17,8 @@ MOST = 8  # wrong gradients that are looked at
 def with_copies_of_parameters(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause, and the first wrong gradient that lacks exactly what copies of its parameter got, as
     those that experts are lent by."""
-    traces = case.record.traces
-    if traces is None or (traces.tier, traces.step) != (case.tier, case.step) or case.has_plan:
+    traces = case.traces
+    if traces is None or case.has_plan:
         return diagnosis
     if diagnosis.kind in ELSEWHERE or not case.exact:
         return diagnosis

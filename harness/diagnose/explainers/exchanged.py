@@ -50,8 +50,8 @@ class _Told:
 
 def reductions_by_value(case: Case, left: Left) -> Iterator[Explanation]:
     """Of every wrong gradient one and the same reduction that does the same wrong."""
-    traces = case.record.traces
-    if traces is None or (traces.tier, traces.step) != (case.tier, case.step) or case.has_plan:
+    traces = case.traces
+    if traces is None or case.has_plan:
         return
     found = []
     for cell in case.failing_cells:

@@ -14,8 +14,8 @@ WHEN = {"forward": "when its module is called", "backward": "when the backward r
 def with_frozen(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause, behind those wrong parameters that autograd gives nothing, and the single process
     something."""
-    traces = case.record.traces
-    if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
+    traces = case.traces
+    if traces is None:
         return diagnosis
     there = traces.single.frozen
     found: dict[str, list[tuple[str, int]]] = {}

@@ -40,8 +40,8 @@ def _longest(case: Case) -> History | None:
 
 
 def _told(case: Case) -> Iterator[History]:
-    traces = case.record.traces
-    if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
+    traces = case.traces
+    if traces is None:
         return
     asked: list[Columns] = _columns(case)
     for rank in sorted({c.cell.rank for c in asked}):

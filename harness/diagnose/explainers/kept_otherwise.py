@@ -15,10 +15,8 @@ KINDS = ("backward", "own_backward", "open")  # that say no more than where
 
 def with_what_was_kept(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause in the backward, and the tensors that its hooks for saved ones gave back wrong."""
-    traces = case.record.traces
+    traces = case.traces
     if diagnosis.kind not in KINDS or traces is None:
-        return diagnosis
-    if (traces.tier, traces.step) != (case.tier, case.step):
         return diagnosis
     found: dict[tuple[str, str], dict[str, None]] = {}
     ranks = set()

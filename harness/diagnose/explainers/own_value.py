@@ -19,7 +19,7 @@ FEWEST = 4  # elements that one multiple has to fit
 
 def own_value_added(case: Case, left: Left) -> Iterator[Explanation]:
     """Every wrong gradient is the right one and one multiple of its parameter, added."""
-    traces = case.record.traces
+    traces = case.traces
     held = {} if traces is None else traces.single.params
     cells = [cell for cell in case.failing_cells if cell.measured.numel()]
     if case.has_plan or not cells or any(cell.name not in held for cell in cells):

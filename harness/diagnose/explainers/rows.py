@@ -138,7 +138,7 @@ def _one_term(case: Case, found: Factors, what: str) -> Diagnosis | None:
 
 
 def _rows_of_ranks(case: Case) -> dict[int, Counter[int]] | None:
-    return None if case.record.traces is None else rows_read(case.record.traces)
+    return None if case.traces is None else rows_read(case.traces)
 
 
 def _by_micro_batch(case: Case, found: Factors, what: str) -> Diagnosis | None:

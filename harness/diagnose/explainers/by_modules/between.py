@@ -66,7 +66,7 @@ def places(seen: Sequence[Seen]) -> str:
 
 def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
     """The collectives that the first wrong rank issues in between, in words."""
-    s, traces = found.seen[0], case.record.traces
+    s, traces = found.seen[0], case.traces
     if traces is not None and not found.modules:
         return _since_the_forward(s, traces.ranks[s.rank].operations) if back else []
     issued = issued_between(case, found, back=back)
@@ -83,7 +83,7 @@ def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
 def issued_between(case: Case, found: FirstWrong, *, back: bool) -> tuple[str, ...] | None:
     """The collectives that the first wrong rank issues between the modules beside and the wrong
     one; None where that is not known."""
-    rank, traces = found.seen[0].rank, case.record.traces
+    rank, traces = found.seen[0].rank, case.traces
     between = range_between(case, found, rank, back=back)
     if traces is None or between is None:
         return None

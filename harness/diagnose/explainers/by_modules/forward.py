@@ -171,7 +171,7 @@ def _features(case: Case, found: FirstWrong) -> list[str]:
 def _of_other_classes(case: Case, look: Look, found: FirstWrong) -> list[str]:
     """The first module on the way that is another thing on the wrong ranks than on others:
     something put it there."""
-    traces = case.record.traces
+    traces = case.traces
     if traces is None:
         return []
     there = traces.single.classes
@@ -190,7 +190,7 @@ def _of_other_classes(case: Case, look: Look, found: FirstWrong) -> list[str]:
 
 def _in_another_mode(case: Case, found: FirstWrong) -> list[str]:
     """Where what goes into a module is right, and it is called in another mode."""
-    traces = case.record.traces
+    traces = case.traces
     if traces is None or what_goes_into(case, found) != "right":
         return []
     here = {mode for rank in found.ranks for mode in traces.ranks[rank].modes.get(found.wrong, ())}
@@ -276,7 +276,7 @@ def _parts_below(case: Case, look: Look, found: FirstWrong) -> tuple[list[str], 
 
 def _summed_later(case: Case, look: Look, found: FirstWrong) -> str:
     """The first sum that a rank issues between what is wrong and what is made from it, in words."""
-    s, traces = found.seen[0], case.record.traces
+    s, traces = found.seen[0], case.traces
     above = look.paths.next_above(found.wrong, look.seen.__contains__)
     then = [x.call.operation for m in above for x in look.seen.get(m, ())
             if x.rank == s.rank and x.call.number == s.call.number]  # fmt: skip

@@ -78,7 +78,7 @@ def _elsewhere(one: Elsewhere) -> str:
 
 def of_other_targets(case: Case, look: Look, found: FirstWrong) -> list[str]:
     """Targets of a cross entropy that are others than the single process's."""
-    traces = case.record.traces
+    traces = case.traces
     told = None if traces is None else other_targets(traces, found.wrong, found.seen)
     if not told:
         return []

@@ -16,7 +16,7 @@ Handed = Mapping[str, str]
 def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
     """Of the outermost module around what is wrong, or of that itself: which argument all wrong
     calls have otherwise than the single process, and than most of those that are right."""
-    traces = case.record.traces
+    traces = case.traces
     if traces is None:
         return []
     around = [m for m in look.modules if m == found.wrong or is_in(found.wrong, m)]
@@ -58,7 +58,7 @@ def _of_ranks(
     case: Case, inner: str, module: str
 ) -> Iterator[tuple[int, int, int, Sequence[Handed]]]:
     """Rank, number of a call of what is wrong, how often that is called, and the module's calls."""
-    traces = case.record.traces
+    traces = case.traces
     for rank, trace in traces.ranks.items() if traces is not None else ():
         numbers = {c.number for c in trace.calls if c.module == inner and not c.recomputed}
         for number in sorted(numbers):

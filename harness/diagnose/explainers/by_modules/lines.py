@@ -30,7 +30,7 @@ def first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
 
 
 def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
-    lines, traces = _lines(case), case.record.traces
+    lines, traces = _lines(case), case.traces
     if lines is None or traces is None:
         return []
     asked = {rank: _asked(case, found, rank, back=back) for rank in traces.ranks}
@@ -50,7 +50,7 @@ def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
 
 def lines_with_a_graph(case: Case) -> list[AtLine]:
     """Of the ranks the first line that autograd passes, and does not in the single process."""
-    lines, traces = _lines(case), case.record.traces
+    lines, traces = _lines(case), case.traces
     if lines is None or traces is None:
         return []
     try:
@@ -62,7 +62,7 @@ def lines_with_a_graph(case: Case) -> list[AtLine]:
 def lines_inside(case: Case, modules: Sequence[str]) -> list[AtLine]:
     """Of all ranks, which give their parts of a gradient, the first line in the forward of one of
     these modules whose backward goes wrong, or that cuts the graph."""
-    lines, traces = _lines(case), case.record.traces
+    lines, traces = _lines(case), case.traces
     if lines is None or traces is None:
         return []
     asked = dict.fromkeys(traces.ranks, lambda c: not {*modules}.isdisjoint(c.inside))
@@ -96,11 +96,8 @@ def _agreed(
 
 
 def _lines(case: Case) -> Lines | None:
-    traces = case.record.traces
-    dtype = case.record.spec.tiers[case.tier]
-    if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
-        return None
-    if dtype != "float64":
+    traces, dtype = case.traces, case.record.spec.tiers[case.tier]
+    if traces is None or dtype != "float64":
         return None
     if "lines" not in case.known:
         case.known["lines"] = Lines(traces, axis_groups(case), TOLERANCES[dtype])
@@ -113,7 +110,7 @@ def _asked(
 ) -> Callable[[Computation], bool]:
     """Whether a rank's computation lies between what is right and what is wrong, and inside of no
     module that gives what is right."""
-    look, traces = looked(case), case.record.traces
+    look, traces = looked(case), case.traces
     if look is None or traces is None:
         return lambda _: False
     calls = traces.ranks[rank].calls
@@ -132,7 +129,7 @@ def _asked(
 
 
 def _recomputes(case: Case) -> bool:
-    traces = case.record.traces
+    traces = case.traces
     return traces is not None and any(
         call.recomputed for trace in traces.ranks.values() for call in trace.calls
     )

@@ -35,8 +35,8 @@ def looked_by_rows(case: Case) -> Look | None:
 
 
 def _look(case: Case) -> Look | None:
-    traces = case.record.traces
-    if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
+    traces = case.traces
+    if traces is None:
         return None
     try:
         return look_at(traces, case.record.spec.tiers[case.tier], axis_groups(case))
@@ -46,7 +46,7 @@ def _look(case: Case) -> Look | None:
 
 def traces_looked_at(case: Case) -> Traces | None:
     """The failing step's traces, with the calls that looked() has."""
-    traces = case.record.traces
+    traces = case.traces
     if traces is None or looked(case) is None:
         return None
     if "terms_together" not in case.known:

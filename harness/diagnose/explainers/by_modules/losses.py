@@ -13,7 +13,7 @@ SAME_LOSS = 1e-9
 
 def losses_beside(case: Case) -> list[str]:
     """The ranks' losses beside that of the single process, where both are known."""
-    traces = case.record.traces
+    traces = case.traces
     if traces is None or len(traces.single.losses) != 1:
         return []
     wanted = traces.single.losses[0]

@@ -12,8 +12,8 @@ from sumgrad.record.computed import MODULE
 
 def misplaced_in_words(case: Case, found: FirstWrong) -> list[str]:
     """Of each wrong rank the first product, where it is the same line's."""
-    traces = case.record.traces
-    if traces is None or (traces.tier, traces.step) != (case.tier, case.step):
+    traces = case.traces
+    if traces is None:
         return []
     try:
         every = [

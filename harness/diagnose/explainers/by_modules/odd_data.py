@@ -19,7 +19,7 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
     """The module that is wrong, or one beside or around it, which whole numbers enter that are no
     row of the single process's, or are those of a row with what is not that row's beside; and
     which."""
-    traces = case.record.traces
+    traces = case.traces
     if traces is None:
         return None, []
     around = [m for m in look.modules if m != found.wrong and is_in(found.wrong, m)]
@@ -48,7 +48,7 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
 
 def _beside(case: Case, found: FirstWrong, module: str) -> Iterator[str]:
     """By rank, the first row with what is not its own beside, and how many there are more."""
-    traces = case.record.traces
+    traces = case.traces
     if traces is None:
         return
     for rank in found.ranks:

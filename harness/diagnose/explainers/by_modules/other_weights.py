@@ -42,7 +42,7 @@ def _cause(case: Case, look: Look, module: str, found: Sequence[OtherWeight]) ->
     ranks = tuple(sorted({w.rank for w in found}))
     below = look.paths.next_below(module, lambda m: look.forward(m) == "right")
     beside = tuple(sorted(below, key=look.modules.index))
-    traces = case.record.traces
+    traces = case.traces
     moved = traces is not None and not {w.name for w in found} & traces.single.params.keys()
     kind, what, hint = "gathered_weights", "with other weights than the model's", GATHERED
     if moved:
@@ -66,7 +66,7 @@ def weights_there(case: Case, modules: Sequence[str], when: When) -> list[OtherW
 
     Later steps of a script start from weights that its own optimizer made, on each side.
     """
-    traces, spec = case.record.traces, case.record.spec
+    traces, spec = case.traces, case.record.spec
     if traces is None or spec.tiers[case.tier] != "float64" or (spec.script and case.step):
         return []
     return [found for module in modules for found in other_weights(traces, module, when)]

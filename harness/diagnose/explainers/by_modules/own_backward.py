@@ -58,7 +58,7 @@ def saved_in_words(case: Case, names: Sequence[str]) -> Iterator[str]:
 
 
 def _saved(case: Case, names: Sequence[str]) -> list[SavedOtherwise]:
-    traces = case.record.traces
+    traces = case.traces
     ranks = {} if traces is None else traces.ranks
     return [
         one

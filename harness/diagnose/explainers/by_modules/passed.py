@@ -68,7 +68,7 @@ def _torchs_formulas(passed: Sequence[Passed]) -> Iterator[str]:
 def lacking_there(case: Case, found: FirstWrong, ends: Sequence[str]) -> list[str]:
     """Lines that autograd passes in the single process and not here, where nothing else is passed
     in their place: the rank's way is cut there."""
-    traces, mine = case.record.traces, _trace(case, found)
+    traces, mine = case.traces, _trace(case, found)
     if traces is None or mine is None:
         return []
     there = _passed_on(traces.single, found.wrong, ends)
@@ -157,7 +157,7 @@ def own_makers(case: Case, names: Sequence[str]) -> str:
 
 
 def _makers(case: Case, names: Sequence[str]) -> list[Passed] | None:
-    traces = case.record.traces
+    traces = case.traces
     ranks = {cell.name: cell.rank for cell in case.failing_cells}
     if traces is None or not {*names} <= {*ranks}:
         return None
@@ -171,7 +171,7 @@ def _only_waits(p: Passed) -> bool:
 
 
 def _trace(case: Case, found: FirstWrong) -> Trace | None:
-    traces = case.record.traces
+    traces = case.traces
     return None if traces is None else traces.ranks.get(found.ranks[0])
 
 

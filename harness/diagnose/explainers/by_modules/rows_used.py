@@ -32,7 +32,7 @@ def rows_read_unevenly(case: Case, left: Left) -> Iterator[Explanation]:
 
 def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
     """The cause, and whether rows counted so often are the measured gradient."""
-    look, traces = looked_by_rows(case), case.record.traces
+    look, traces = looked_by_rows(case), case.traces
     num_rows = case.record.spec.facts.num_rows if case.record.spec.facts else 0
     if look is None or traces is None:
         return None
@@ -82,7 +82,7 @@ def _uneven(times: Sequence[int], usual: int, by_rank: Mapping[int, Counter[int]
 
 def reading(case: Case) -> list[str]:
     """Who reads which rows, where ranks differ in it."""
-    found = rows_read(case.record.traces) if case.record.traces else None
+    found = rows_read(case.traces) if case.traces else None
     if found is None or len({tuple(sorted(own)) for own in found.values()}) < 2:
         return []
     often = sum(found.values(), Counter[int]())
