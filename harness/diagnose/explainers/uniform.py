@@ -9,22 +9,22 @@ from dataclasses import replace
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.clipped import (
+    clipped,
+    clipped_otherwise,
+    declared_clip,
+    without_clipping,
+)
 from sumgrad.diagnose.explainers.clipped_groups import clipped_by_groups
+from sumgrad.diagnose.explainers.reduced_otherwise import by_a_counts_reduction, by_a_reduction
 from sumgrad.diagnose.explainers.rows import factor_by_rows
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.names import factor_symbols, list_rows, power_of
-from sumgrad.diagnose.reductions import CLOSE, carried_by, reductions_of
+from sumgrad.diagnose.reductions import CLOSE
 from sumgrad.diagnose.row_fit import Factors, by_param, explain
 from sumgrad.judge.cells import Cell
-from sumgrad.judge.joint import Joint, describe, identical, prescaled, sizes_of
-from sumgrad.ledger.operations import group_name
-from sumgrad.record.spec import CLIP_EPS, After
+from sumgrad.judge.joint import sizes_of
 
-CLIP_DIGITS, CLIP_NEAR = 1e-9, 1e-4
-DDP_DIVIDES = (
-    "DistributedDataParallel divides by its {0} ranks what it sums, unless a hook does otherwise: "
-    "multiply the loss by {0}, or register a hook that sums (sumgrad.convention.ddp_sum_hook)"
-)
 NEITHER = "the ledger shows neither an average nor a repeated reduction of it"
 MOST_FACTORS = 4  # of parameters, that are written out
 MOST_NUMBERS = 3  # of terms that count otherwise
@@ -103,21 +103,21 @@ def _one_factor(
     whole = len(names) == len(case.record.spec.params)
     what = "every gradient" if whole else some_of(names)
     fits = f"{what} is the reference's times {shown} on all ranks, within the threshold"
-    own = _without_clipping(case, value) if whole and not alone else None
+    own = without_clipping(case, value) if whole and not alone else None
     if own is not None:
         part = as_fraction(own, sigma)
         before = f"{what} is the reference's before it is clipped, times {own:.9g}, on all ranks"
-        found = _by_a_reduction(case, names, own, str(part or f"{own:.9g}"), before)
+        found = by_a_reduction(case, names, own, str(part or f"{own:.9g}"), before)
         if found is not None:
             return found
     if whole and not alone:
-        clipped = _clipped_otherwise(case, value, shown) or _clipped(case, value, shown, what)
-        if clipped is not None:
-            return clipped
-    found = _by_a_reduction(case, names, value, shown, fits)
+        by_clip = clipped_otherwise(case, value, shown) or clipped(case, value, shown, what)
+        if by_clip is not None:
+            return by_clip
+    found = by_a_reduction(case, names, value, shown, fits)
     if found is not None:
         return found
-    counted = None if alone else _count_counted(case, value, shown, fits)
+    counted = None if alone else by_a_counts_reduction(case, value, shown, fits)
     if counted is not None:
         return counted
     symbols = factor_symbols(case, value)
@@ -136,179 +136,6 @@ def _one_factor(
         however=(f"{some_of(others)} gives the same number; unequal sizes separate them",)
         if others
         else (),
-    )
-
-
-def _by_a_reduction(
-    case: Case, names: Sequence[str], value: float, shown: str, fits: str
-) -> Diagnosis | None:
-    """A reduction that carried these gradients and makes the factor: by an average, or twice."""
-    record, sizes = case.record, sizes_of(case.record)
-    for joint in reductions_of(case):
-        if not set(carried_by(case, joint)) & set(names):
-            continue
-        size, words = len(joint.ranks), describe(record, joint)
-        symbol = f"1/{group_name(record.spec.topology, joint.ranks)}"
-        if joint.first.get("reduce") == "AVG" and abs(value * size - 1) < CLOSE:
-            return _avg(f"{words} averages (AVG) where the law sums", shown, symbol, fits, joint)
-        scaled = prescaled(joint, sizes)
-        if scaled and abs(scaled[0] - value) < CLOSE:
-            text = f"the gradients enter {words} already multiplied by {scaled[0]:.6g}"
-            found = _avg(f"{text}, which makes the SUM an average", shown, symbol, fits, joint)
-            by_ddp = [DDP_DIVIDES.format(size)] * any(r.ddp for r in record.ranks.values())
-            return replace(found, because=(*found.because, *by_ddp))
-        if identical(joint) and abs(value - size) < CLOSE * size:
-            return Diagnosis(
-                cause=f"{words} sums what is already whole: it is counted {size} times",
-                kind="double_reduction",
-                standing="proved",
-                ranks=joint.ranks,
-                factor=shown,
-                symbol=group_name(record.spec.topology, joint.ranks),
-                because=(fits, f"its inputs are the same bits on all {size} ranks"),
-            )
-    return None
-
-
-def _clipped(case: Case, value: float, shown: str, what: str) -> Diagnosis | None:
-    """A factor below 1 that leaves a norm of two digits at most: what clipping to it does.
-
-    torch divides by the norm plus 1e-6; nobody else's factor gives such a number to nine digits.
-    """
-    norm = case.reference.norm
-    if not 0 < value < 1 or not case.exact:
-        return None
-    for total in (norm + CLIP_EPS, norm):
-        limit = value * total
-        rounded = float(f"{limit:.1e}")
-        if rounded and abs(limit / rounded - 1) < CLIP_DIGITS:
-            return Diagnosis(
-                cause=f"{what} is clipped inside the step: the global norm is {rounded:g}, the "
-                f"reference's is {norm:.6g}",
-                kind="clipped",
-                factor=shown,
-                symbol="max_norm/norm",
-                because=(
-                    f"every gradient is the reference's times {shown} = {rounded:g}/{norm:.9g} on "
-                    f"all ranks, within the threshold",
-                ),
-                however=("gradients are compared as they are before clipping: end the step "
-                         "before it",),
-            )  # fmt: skip
-    return None
-
-
-def _declared_clip(case: Case) -> After | None:
-    facts = case.record.spec.facts
-    after = facts.after if facts is not None else None
-    return after if after is not None and after.kind == "clip" else None
-
-
-def _without_clipping(case: Case, value: float) -> float | None:
-    """The factor on gradients so small by it that the declared clip leaves them as they are."""
-    clip = _declared_clip(case)
-    if clip is None:
-        return None
-    own = value * case.reference.factor
-    small = 0 < own * case.reference.norm < clip.value * (1 - CLOSE)
-    return own if small else None
-
-
-def _clipped_otherwise(case: Case, value: float, shown: str) -> Diagnosis | None:
-    """A step that says it clips, and clips by another norm than the reference's, or not at all."""
-    clip = _declared_clip(case)
-    if clip is None:
-        return None
-    norm, limit, own = case.reference.norm, clip.value, value * case.reference.factor
-    if not 0 < own <= 1 + CLOSE:
-        return None
-    says = f"the global norm is {norm:.6g} and max_norm {limit:g}"
-    if abs(own - 1) < CLOSE:
-        cause, symbols = f"the step does not clip: {says}", []
-    else:
-        theirs = limit / own - clip.eps
-        behind = limit / own - norm  # a common factor is gone behind a clip, but for its eps
-        if clip.eps and behind > 0 and abs(theirs / norm - 1) < CLIP_NEAR and case.exact:
-            return _factor_before_clipping(case, clip.eps, clip.eps / behind)
-        cause = f"the step clips by a norm of {theirs:.6g}, where {says}"
-        symbols = factor_symbols(case, (theirs / norm) ** 2)
-        if symbols:
-            cause += f": the sum of squares is {(theirs / norm) ** 2:.6g} times too large, which "
-            cause += f"equals {symbols[0]}"
-    return Diagnosis(
-        cause=cause,
-        kind="clipped",
-        factor=shown,
-        symbol=f"sqrt(1/({symbols[0]}))" if symbols else None,
-        because=(f"every gradient is the declared one's times {shown}, within the threshold",),
-    )
-
-
-def _factor_before_clipping(case: Case, eps: float, value: float) -> Diagnosis:
-    fraction, symbols = as_fraction(value, CLIP_NEAR * value), factor_symbols(case, value)
-    shown = str(fraction) if fraction is not None else f"{value:.6g}"
-    named = f", which equals {symbols[0]}" if symbols else ""
-    return Diagnosis(
-        cause=f"every gradient is multiplied by {shown}{named}, before the step clips it",
-        kind="factor",
-        factor=shown,
-        symbol=symbols[0] if symbols else None,
-        because=(f"behind the clip only its eps shows it: {eps:g} beside a norm",),
-    )
-
-
-def _count_counted(case: Case, value: float, shown: str, fits: str) -> Diagnosis | None:
-    """A reduction of a count that all gradients are divided by: repeated, or averaged.
-
-    By its value: what the ranks put in is a term's count, whole or in parts.
-    """
-    counts = [float(count) for count in case.reference.counts.values()]
-    for joint in reductions_of(case):
-        size, words = len(joint.ranks), describe(case.record, joint)
-        scalars = [float(e["scalar"]) for e in joint.events.values() if "scalar" in e]
-        if size < 2 or len(scalars) < size or carried_by(case, joint):
-            continue
-        axis = group_name(case.record.spec.topology, joint.ranks)
-        whole = any(abs(scalars[0] - count) < CLOSE * count for count in counts)
-        in_parts = any(abs(sum(scalars) - count) < CLOSE * count for count in counts)
-        if whole and identical(joint) and abs(value * size - 1) < CLOSE:
-            return Diagnosis(
-                cause=f"{words} sums what is already whole; every gradient is divided by it",
-                kind="double_reduction",
-                standing="proved",
-                ranks=joint.ranks,
-                factor=shown,
-                symbol=f"1/{axis}",
-                because=(fits, f"its inputs are the same bits on all {size} ranks"),
-            )
-        total = sum(scalars)
-        for count in counts if joint.first.get("reduce") == "SUM" and total else ():
-            if abs(value * total - count) < CLOSE * count and abs(total - count) > CLOSE * count:
-                return Diagnosis(
-                    cause=f"every gradient is divided by {total:g}, the sum that {words} gives; "
-                    f"the count of the full batch is {count:g}",
-                    kind="wrong_count",
-                    standing="proved",
-                    ranks=joint.ranks,
-                    factor=shown,
-                    because=(fits,),
-                )
-        averaged = joint.first.get("reduce") == "AVG" and abs(value - size) < CLOSE * size
-        if averaged and in_parts:
-            cause = f"{words} averages a count that every gradient is divided by"
-            return _avg(cause, shown, axis, fits, joint)
-    return None
-
-
-def _avg(cause: str, shown: str, symbol: str, fits: str, joint: Joint) -> Diagnosis:
-    return Diagnosis(
-        cause=cause,
-        kind="avg",
-        standing="proved",
-        ranks=joint.ranks,
-        factor=shown,
-        symbol=symbol,
-        because=(fits, f"the ledger shows {joint.first.get('reduce')} at {joint.site}"),
     )
 
 
@@ -455,7 +282,7 @@ def rank_scale(case: Case, by_rank: Mapping[int, Factors], names: Sequence[str])
     if others and one:
         who, right = spans(list(by_rank)), f"; rank {spans(others)} holds it right"
         clip, what = case.reference.factor, some_of(names)
-        unclipped = _declared_clip(case) is not None and abs(values[0] * clip - 1) < CLOSE
+        unclipped = declared_clip(case) is not None and abs(values[0] * clip - 1) < CLOSE
         return Diagnosis(
             cause=f"rank {who} does not clip: {what} is there as it was before{right}"
             if unclipped
