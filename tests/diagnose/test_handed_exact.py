@@ -61,21 +61,21 @@ def case_of(ranks, single):
     ("ranks", "wrong", "single", "said"),
     [
         ([[NONE, MASK], [NONE]], {(0, 1)}, [NONE],
-         "the model is handed a tensor of bool as mask where it is wrong (call 1 on rank 0), and "
-         "in 0 of 2 calls that give what is right; in the single process it is nothing"),
+         "the model is handed a tensor of bool as mask where what inner gives is wrong (call 1 on "
+         "rank 0), and in 0 of 2 calls where that is right; in the single process it is nothing"),
         ([[NONE, MASK], [MASK, NONE, NONE]], {(0, 1)}, [{}],
-         "the model is handed a tensor of bool as mask where it is wrong (call 1 on rank 0), and "
-         "in 1 of 4 calls that give what is right; in the single process it is nothing"),
+         "the model is handed a tensor of bool as mask where what inner gives is wrong (call 1 on "
+         "rank 0), and in 1 of 4 calls where that is right; in the single process it is nothing"),
         ([[NONE], [NONE]], {(0, 0), (1, 0)}, [MASK],
-         "the model is handed nothing as mask where it is wrong (call 0 on rank 0; call 0 on rank "
-         "1); in the single process it is a tensor of bool"),
+         "the model is handed nothing as mask where what inner gives is wrong (call 0 on rank 0; "
+         "call 0 on rank 1); in the single process it is a tensor of bool"),
         ([[MASK, MASK], [MASK]], {(0, 1)}, [NONE], None),  # most of the right calls have it, too
         ([[NONE, MASK]], {(0, 0), (0, 1)}, [{"mask": "a tensor of int64"}], None),  # not all of one
         ([[MASK]], {(0, 0)}, [MASK, NONE], None),
         ([[{"k": "2"}]], {(0, 0)}, [{"k": "3"}], None),  # sizes are other ones on ranks
         ([[{"k": "2"}, {"k": "3"}]], {(0, 0)}, [{"k": "3"}],
-         "the model is handed 2 as k where it is wrong (call 0 on rank 0), and in 0 of 1 "
-         "calls that give what is right; in the single process it is 3"),
+         "the model is handed 2 as k where what inner gives is wrong (call 0 on rank 0), and "
+         "in 0 of 1 calls where that is right; in the single process it is 3"),
         ([[MASK]], {(0, 0)}, [], None),
     ],
 )  # fmt: skip

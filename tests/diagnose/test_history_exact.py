@@ -66,6 +66,19 @@ def test_what_was_kept_and_overwritten_is_seen_where_it_is_taken():
     assert one.end[0].tolist() == [0.0, pytest.approx(5.0)]
 
 
+def copied_over():
+    grad = BOTH.clone()
+    grad.copy_(SECOND)
+    return grad * 2
+
+
+def test_what_a_copy_overwrites_is_not_taken():
+    one = history(copied_over)
+    assert [t for t in told(one) if "copy_" in t[0]] == [
+        ("grad.copy_(SECOND)", False, [0.0, pytest.approx(1.0)], None)
+    ]
+
+
 def flat_buffer():
     """A buffer of several parameters, which something that no line shows changes."""
     buffer = torch.cat([torch.ones(5).double(), BOTH.reshape(-1), torch.ones(3).double()])

@@ -102,6 +102,20 @@ def test_what_only_moves_numbers_is_at_no_fault():
     assert [part for part, _ in parts(told)] == ["y.T[1:] * x.T[1:]"]
 
 
+def test_copies_of_one_value_are_no_parts_of_a_sum():
+    """Half of the weight on both ranks: their sum is the weight, by chance."""
+
+    def halved(x, w):
+        return x @ (w * 0.5)
+
+    def whole(x, w):
+        return x @ (w * 0.75)
+
+    ranks = [recorded(halved, X[OWN], W), recorded(halved, X[OWN], W)]
+    told = list(lines(ranks, recorded(whole, X, W), AXIS).first_forward(0, everything))
+    assert [(one.mine.part, one.parts) for one in told] == [("w * 0.5", False)]
+
+
 def squared(x, cut):
     y = x[:, cut].sum(1, keepdim=True)
     return (y**2) * x[:1, :1]
@@ -357,7 +371,8 @@ def test_earlier_lines_that_are_meant_are_said_to_be_there():
     ]  # fmt: skip
     (said,) = in_words(told)
     assert (
-        "of numbers that it has (but for step.py:3: something right is made of what that " in said
+        "of numbers that it has (but for step.py:3 and what is made of it: something right is "
+        "made of what that " in said
     )
     (said,) = in_words([at_line(7, 0, told=False)])
     assert "where not all that it takes could be told, is step.py:7" in said

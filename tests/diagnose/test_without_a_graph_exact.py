@@ -36,6 +36,6 @@ def test_what_makes_positions_is_named_where_it_is_wrong():
 
 def test_calls_without_a_gradient_are_those_of_the_rank_that_is_named():
     found = SimpleNamespace(wrong="m", seen=[seen("m", "right", rank=2, number=1)])
-    every = [seen("m", "right", rank=r, number=n) for r in (1, 2) for n in range(3 + r)]
+    every = [seen("m", "right", back=0, rank=r, number=n) for r in (1, 2) for n in range(3 + r)]
     look = SimpleNamespace(seen={"m": every})
     assert _in_some_calls(look, found) == ", in call 1 of 5 on rank 2; in the others one does"

@@ -36,6 +36,7 @@ from sumgrad.diagnose.explainers.by_modules import (
     other_weights,
     own_backward,
     put_together,
+    recomputed,
     rows_used,
     weights,
 )
@@ -50,7 +51,7 @@ from sumgrad.diagnose.explanation import Explainer
 EXPLAINERS: tuple[Explainer, ...] = (
     plan_edges.edges_of_the_plan,
     free_factors.fewest_factors,
-    forward.recomputed_otherwise,
+    recomputed.recomputed_otherwise,
     last.unlike_each_time,
     ties.tie_that_was_cut,
     exchanged.reductions_by_value,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 CLOSE = 1e-9
 NEARLY = 1e-6  # of a value: what such sums may be off, to be fitted at all
+OVERWRITES = {"copy_"}  # what they take first, unread
 MOST_BUFFERS = 64  # tensors, larger than the parameter, in which it is looked for
 
 
@@ -77,6 +78,7 @@ def _held(columns: Columns, computed: Computed) -> Iterator[Held]:
     known: dict[int, Tensor | None] = {}
     for c in computed.computations:
         taken = [t for t in c.takes if isinstance(t, int)]
+        taken = taken[1:] if c.function in OVERWRITES else taken
         for number, gives in (*((n, False) for n in taken), *((n, True) for n in c.gives)):
             value = computed.values[number]
             if not value.is_floating_point() or value.numel() < numel:

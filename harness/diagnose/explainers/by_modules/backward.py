@@ -34,6 +34,10 @@ from sumgrad.diagnose.explainers.by_modules.passed import (
     only_function_between,
     own_functions_between,
 )
+from sumgrad.diagnose.explainers.by_modules.recomputed import (
+    is_computed_again,
+    without_a_first_graph,
+)
 from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
 from sumgrad.diagnose.explainers.factors import (
     explained,
@@ -160,14 +164,17 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
         return
     yield from in_words(first_lines(case, found, back=True))
     yield from beside
-    yield from lacking_there(case, found, _ends(case, look, found))
+    again = is_computed_again(look, found)
+    yield from without_a_first_graph(look, found)
+    yield from () if again else lacking_there(case, found, _ends(case, look, found))
     if not found.lost and not found.ratio and not found.over_all:
         least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
-        yield f"{'without one' if found.emptied else 'wrong'} are {least}{places(found.seen)}"
+        what = "without one" if found.emptied else "wrong by more than a factor"
+        yield f"{what} are {least}{places(found.seen)}"
         if not found.emptied and is_zero(case, found):
             yield "there it is zero, as where none is sent or received, or a buffer is not filled"
         yield from of_other_places(case, look, found)
-        yield from the_others(found)
+        yield from the_others(found) if len(look.terms) < 2 else ()
         if not above:
             yield from of_other_targets(case, look, found)
     if max(s.call.arrivals for s in found.seen) > 1:
@@ -184,7 +191,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     loss = above and len(found.modules) < len(found.beside)
     yield from _walked_again(look, found)
     yield f"look at {towards}" + (", and at the loss, which uses it too" if loss else "")
-    yield from own_functions_between(case, found, _ends(case, look, found))
+    yield from own_functions_between(case, found, _ends(case, look, found), again=again)
     if not above:
         yield from losses_beside(case)
     yield from _own_gradients(case, look, found)
@@ -277,10 +284,12 @@ def _in_some_calls(look: Look, found: FirstWrong) -> str:
     rank = found.seen[0].rank
     every = {s.call.number for s in look.seen[found.wrong] if s.rank == rank}
     without = {s.call.number for s in found.seen if s.rank == rank}
-    if len(every) < 2 or every == without:
+    others = [s for s in look.seen[found.wrong] if s.rank == rank and s.call.number not in without]
+    if not others:
         return ""
     calls = f"call {spans(sorted(without))} of {len(every)} on rank {rank}"
-    return f", in {calls}; in the others one does"
+    reached = all(s.call.operation_back is not None for s in others)
+    return f", in {calls}" + ("; in the others one does" if reached else "")
 
 
 def _weighed(look: Look, found: FirstWrong) -> list[str]:

@@ -28,61 +28,12 @@ from sumgrad.diagnose.explainers.factors import explained, only_terms_weigh_othe
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
 from sumgrad.diagnose.modules.features import wrong_features
-from sumgrad.diagnose.modules.first_wrong import (
-    FirstWrong,
-    first_wrong_forward,
-    first_wrong_recomputed,
-)
+from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen, State
 from sumgrad.record.trace import INTO
 
 SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")
-
-
-def recomputed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
-    """An output that is right in the forward, and another when a checkpoint computes it again."""
-    look = looked(case)
-    found = None if look is None else first_wrong_recomputed(look)
-    if look is None or found is None:
-        return
-    by_hand = [s for s in found.seen if not s.call.recomputed]
-    text = f"{named(look, found.wrong)} gives something else when it is computed again"
-    text += "" if by_hand else " in the backward"
-    first = "in the forward its output is the single process's"
-    if by_hand:
-        rank = by_hand[0].rank
-        numbers = sorted({s.call.number for s in by_hand if s.rank == rank})
-        which = f"call{'s'[: len(numbers) > 1]} {spans(numbers)}"
-        first += f", without a gradient; with one, in {which} on rank {rank}, it is another"
-    yield explained(
-        case,
-        Diagnosis(
-            cause=f"{text}, on rank {spans(found.ranks)}: what a checkpoint recomputes is not what "
-            f"the forward was",
-            kind="recomputed",
-            ranks=found.ranks,
-            because=(first, *_goes_in_again(case, found)),
-        ),
-    )
-
-
-def _goes_in_again(case: Case, found: FirstWrong) -> list[str]:
-    """Whether what goes into it the second time is another already."""
-    traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
-    calls = {(s.rank, s.call.number) for s in found.seen}
-    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls]
-    wrong = [s for s in into if s.forward == "wrong"]
-    if traces is None or not wrong:
-        return ["what goes into it then is the same"] if into and _all_right(into) else []
-    text = f"what goes into {found.wrong} then is another already"
-    if numbers_elsewhere(traces, wrong, dtype):
-        text += ", its numbers in other places: look at what is kept, and how it is put together"
-    return [text]
-
-
-def _all_right(seen: Sequence[Seen]) -> bool:
-    return all(s.forward == "right" for s in seen)
 
 
 def forward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
@@ -108,8 +59,8 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]
     if shared:
         because.append(
-            f"{some_of(shared)} is found by its values, which are those of all rows: whether this "
-            f"rank takes the positions that are its own, they do not tell"
+            f"what {some_of(shared)} gives has no rows and is found by its values, wherever they "
+            f"stand: whether it is what belongs to this rank's rows is not known"
         )
     right = {s.rank for s in look.seen[found.wrong] if s.forward == "right"}
     whole = sorted(right - set(found.ranks))
@@ -301,8 +252,8 @@ def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, l
     if into == "right":
         text = f"{start} it" if near else "the forward"
         text += f" goes wrong in {at} {ranks}"
-        where = ("every vector that goes into it is one of the single process's: look at its "
-                 "forward, or at what belongs where in what it is given")  # fmt: skip
+        where = ("all that goes into it is found in what goes into it in the single process: look "
+                 "at its forward, or at what belongs where in what it is given")  # fmt: skip
     elif into == "wrong":
         text = f"{start} what goes into {at} is wrong already {ranks}"
         where = (f"look between the output of {near} and the call of {called}" if near

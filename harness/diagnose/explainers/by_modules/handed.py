@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
@@ -31,7 +31,7 @@ def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
             too = [call.get(name, "nothing") in has for call in right]
             known = right or "nothing" in has | others
             if len(has) == 1 and not has & others and known and sum(too) * 2 <= len(too):
-                return [_in_words(module, name, has.pop(), sorted(others), wrong, too)]
+                return [_in_words(found.wrong, module, name, has.pop(), others, wrong, too)]
     return []
 
 
@@ -66,10 +66,11 @@ def _of_ranks(
 
 
 def _in_words(
+    what: str,
     module: str,
     name: str,
     has: str,
-    others: Sequence[str],
+    others: Collection[str],
     wrong: Mapping[tuple[int, int], Handed],
     too: Sequence[bool],
 ) -> str:
@@ -77,7 +78,8 @@ def _in_words(
     for rank, number in wrong:
         calls.setdefault(rank, []).append(number)
     where = "; ".join(f"call {spans(own)} on rank {rank}" for rank, own in calls.items())
-    text = f"{module or 'the model'} is handed {has} as {name} where it is wrong ({where})"
+    gives = "it" if module == what else f"what {what} gives"
+    text = f"{module or 'the model'} is handed {has} as {name} where {gives} is wrong ({where})"
     if too:
-        text += f", and in {sum(too)} of {len(too)} calls that give what is right"
-    return f"{text}; in the single process it is {some_of(others)}"
+        text += f", and in {sum(too)} of {len(too)} calls where that is right"
+    return f"{text}; in the single process it is {some_of(sorted(others))}"

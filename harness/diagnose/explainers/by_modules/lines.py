@@ -168,8 +168,8 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
         of = "of numbers that it has" if told else "where not all that it takes could be told"
         passed = {line_from_here(c.line): None for o in found for c in o.passed}
         if passed:
-            of += f" (but for {some_of([*passed])}: something right is made of what that gives, or "
-            of += "a rank has it where all is right)"
+            of += f" (but for {some_of([*passed])} and what is made of it: something right is made "
+            of += "of what that gives, or a rank has it where all is right)"
         beside = "" if one.there else "; the single process does not run that line"
         yield (f"the first line that gives what the single process has nowhere, {of}, is {line}, "
                f"{on}{beside}")  # fmt: skip

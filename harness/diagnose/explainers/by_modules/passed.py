@@ -21,10 +21,13 @@ PLAIN = {"Add", "Div", "Mul", "Sub", "Sum", "Mean"}  # what a step does with its
 MOST_CODE = 60  # characters of a line that are shown
 
 
-def own_functions_between(case: Case, found: FirstWrong, ends: Sequence[str]) -> list[str]:
+def own_functions_between(
+    case: Case, found: FirstWrong, ends: Sequence[str], *, again: bool = False
+) -> list[str]:
     """In the backward, down from `ends` (modules, what goes into them, or LOSS) to what is wrong.
 
-    Nothing where the way was not recorded.
+    Nothing where the way was not recorded. again: it is computed again in the backward, and what
+    the checkpoint passes there is not known.
     """
     trace = _trace(case, found)
     if trace is None or not trace.ways:
@@ -42,13 +45,16 @@ def own_functions_between(case: Case, found: FirstWrong, ends: Sequence[str]) ->
     if not passed:
         return []
     if not with_backward:
-        return list(_torchs_formulas(passed)) if LOSS not in ends else _computed_there(passed)
+        if again or LOSS in ends:
+            return _computed_there(passed)
+        return list(_torchs_formulas(passed))
     shown = some_of(_functions(with_backward[::-1]))
     computing = {p.function for p in passed if not p.written} - MOVES
     alone = len(with_backward) == 1 and not computing and not cut
     if alone and with_backward[0].own:
         return []  # the cause says it
-    told = f"what has a backward of its own there is {shown}; all else is torch's formulas"
+    told = f"what has a backward of its own there is {shown}"
+    told += "" if again else "; all else is torch's formulas"
     return [told, *(_computed_there(passed) if LOSS in ends else ())]
 
 

@@ -1,0 +1,77 @@
+"""What a checkpoint computes again: what goes into it then, and what has no graph before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sumgrad.diagnose.explainers.by_modules import recomputed
+from sumgrad.diagnose.explainers.by_modules.backward import _in_some_calls
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.record.trace import INTO, Call
+
+FIRST, OTHER = torch.arange(12.0).reshape(3, 4), torch.arange(12.0, 24.0).reshape(3, 4)
+
+
+def call(number: int, *, module: str = "m", again: bool = False, back: int | None = None) -> Call:
+    return Call(module=module, number=number, part=0, operation=0, operation_back=back,
+                recomputed=again)  # fmt: skip
+
+
+def seen(one: Call, state: str = "right") -> Seen:
+    return Seen(rank=0, call=one, shape=(3, 4), forward=state)
+
+
+@pytest.mark.parametrize(
+    ("entered", "state", "said"),
+    [
+        (FIRST, "right", "what goes into it then is the same"),
+        (FIRST * (1 + 1e-9), "right", "what goes into it then is the same"),
+        (OTHER, "right",
+         "all that goes into it then is found in what goes into it in the single process, and on "
+         "rank 0 it is not what went into it before: look at what is kept, or gathered, for the "
+         "second time"),
+        (OTHER, "wrong", "what goes into m then is another already"),
+        (OTHER, "untold", None),
+    ],
+)  # fmt: skip
+def test_what_goes_in_again_is_held_beside_what_went_in(monkeypatch, entered, state, said):
+    calls = call(0, module=f"{INTO}m"), call(1, module=f"{INTO}m", again=True)
+    trace = SimpleNamespace(calls=calls, outputs=(FIRST, entered))
+    monkeypatch.setattr(recomputed, "gone_into", lambda *_: [seen(calls[0]), seen(calls[1], state)])
+    monkeypatch.setattr(recomputed, "traces_looked_at", lambda _: SimpleNamespace(ranks={0: trace}))
+    monkeypatch.setattr(recomputed, "numbers_elsewhere", lambda *_: False)
+    case = SimpleNamespace(
+        tier="t", record=SimpleNamespace(spec=SimpleNamespace(tiers={"t": "float64"}))
+    )
+    found = FirstWrong(wrong="m", seen=(seen(call(1, again=True), "wrong"),))
+    assert recomputed._goes_in_again(case, found) == ([said] if said else [])
+
+
+def of(*calls: Call) -> tuple[SimpleNamespace, FirstWrong]:
+    look = SimpleNamespace(seen={"m": [seen(c) for c in calls]})
+    return look, FirstWrong(wrong="m", seen=(seen(calls[-1]),))
+
+
+def test_a_first_pass_without_a_graph_is_that_of_a_reentrant_checkpoint():
+    assert recomputed.without_a_first_graph(*of(call(0), call(1, again=True, back=3))) == [
+        "on rank 0 it is computed again in the backward (call 1), and no gradient reaches what it "
+        "gave before that: a reentrant checkpoint has no graph of its first pass, so what is taken "
+        "from there other than by what the checkpoint gives, as through a cache or a list, is cut "
+        "off"
+    ]
+    with_graph = of(call(0, back=4), call(1, again=True))
+    assert recomputed.is_computed_again(*with_graph)
+    assert recomputed.without_a_first_graph(*with_graph) == []
+    once = of(call(0), call(1))
+    assert not recomputed.is_computed_again(*once)
+    assert recomputed.without_a_first_graph(*once) == []
+
+
+def test_others_are_said_to_get_a_gradient_where_they_get_one():
+    look, found = of(call(1, back=2), call(0))
+    assert _in_some_calls(look, found) == ", in call 0 of 2 on rank 0; in the others one does"
+    look, found = of(call(1), call(0))
+    assert _in_some_calls(look, found) == ", in call 0 of 2 on rank 0"
