@@ -23,7 +23,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     named,
     owners,
 )
-from sumgrad.diagnose.explainers.by_modules.losses import losses_beside
+from sumgrad.diagnose.explainers.by_modules.losses import losses_beside, options_of_losses
 from sumgrad.diagnose.explainers.by_modules.never_called import never_called
 from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
 from sumgrad.diagnose.explainers.by_modules.others_there import the_others, with_factors
@@ -162,6 +162,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
         yield from lost  # in full: no line and no collective between the modules is at fault
         yield from _parts_of_output(look, found)
         return
+    yield from () if above else options_of_losses(case)
     yield from in_words(first_lines(case, found, back=True))
     yield from beside
     again = is_computed_again(look, found)

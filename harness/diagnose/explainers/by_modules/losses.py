@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import fraction_of
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, line_and_code
+from sumgrad.diagnose.modules.options import OtherOption, other_options
 
 SAME_LOSS = 1e-9
+MOST_OPTIONS = 3
 
 
 def losses_beside(case: Case) -> list[str]:
@@ -40,3 +43,21 @@ def _each_once(losses: Sequence[tuple[float, ...]]) -> tuple[list[float], str]:
     if len(times) == 1 and max(times) > 1 and all(losses):
         return [x for own in often for x in own], f", each {max(times)} that are the same once,"
     return [x for own in losses for x in own], ""
+
+
+def options_of_losses(case: Case) -> Iterator[str]:
+    """Losses that ranks call with other options than the single process."""
+    traces, found = case.traces, dict[tuple[str, str, str, str], list[int]]()
+    for rank, trace in traces.ranks.items() if traces is not None else ():
+        assert traces is not None
+        for one in other_options(trace.computed, traces.single.computed):
+            ranks = found.setdefault(_key(one), [])
+            ranks += [] if rank in ranks else [rank]
+    for (function, line, now, was), ranks in list(found.items())[:MOST_OPTIONS]:
+        yield (f"{function} at {line} has {now} on rank {spans(ranks)}, and in the single process "
+               f"{was} with the same numbers")  # fmt: skip
+
+
+def _key(one: OtherOption) -> tuple[str, str, str, str]:
+    line = line_and_code(one.mine.line, one.mine.code)
+    return one.mine.function, line, one.now, one.was

@@ -20,7 +20,12 @@ from sumgrad.diagnose.explainers.by_modules.passed import (
     has_functions_between,
     own_functions_between,
 )
-from sumgrad.diagnose.explainers.factors import explained, fitted, in_the_gradients
+from sumgrad.diagnose.explainers.factors import (
+    explained,
+    fitted,
+    in_the_gradients,
+    only_terms_weigh_otherwise,
+)
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_backward
 from sumgrad.diagnose.modules.look import Look
@@ -71,7 +76,7 @@ def tokens_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
 def terms_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     """Terms of a loss of several that enter with factors that others do not have."""
     look = looked_by_rows(case)
-    if look is None or len(look.terms) < 2:
+    if look is None or len(look.terms) < 2 or only_terms_weigh_otherwise(case):
         return
     found = {t: held for t in look.terms if (held := shares_of_term(look, t)) is not None}
     usual = [s.factor for _, shares in found.values() for s in shares if s.factor is not None]
@@ -125,6 +130,8 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     look = looked_by_rows(case)
     found = None if look is None else shares_at_the_loss(look)
     if look is None or found is None or case.record.spec.facts is None:
+        return
+    if only_terms_weigh_otherwise(case):
         return
     module, shares = found
     narrow = _single_numbers(look, module, shares)

@@ -1,0 +1,58 @@
+"""Losses that a rank calls with other options than the single process does, as they really ran."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from sumgrad.diagnose.explainers.by_modules.losses import options_of_losses
+from sumgrad.diagnose.modules.options import other_options
+from sumgrad.subjects.program.computations import Computations
+
+G = torch.Generator().manual_seed(2)
+X = torch.randn(6, 5, generator=G, dtype=torch.float64)
+TARGET = torch.randn(6, 5, generator=G, dtype=torch.float64).softmax(-1)
+LABELS = torch.tensor([0, 4, 2, 1, 3, 3])
+
+
+def recorded(reduction, rows=slice(None), classes="sum", x=X):
+    with Computations(lambda: ((), 0)) as computations:
+        mine = x[rows].clone().requires_grad_()
+        soft = F.kl_div(mine.log_softmax(-1), TARGET[rows], reduction=reduction)
+        hard = F.cross_entropy(mine, LABELS[rows], reduction=classes, ignore_index=2)
+        (soft + hard).backward()
+    return computations.computed()
+
+
+def told(mine, whole):
+    return [(o.mine.function, o.now, o.was) for o in other_options(mine, whole)]
+
+
+def test_another_reduction_of_the_same_numbers_is_told():
+    whole = recorded("sum")
+    assert told(recorded("batchmean", slice(1, 4)), whole) == [
+        ("kl_div", "reduction='batchmean'", "reduction='sum'")
+    ]
+    assert told(recorded("sum", [4, 0]), whole) == []
+    assert told(recorded("batchmean", slice(0, 2), classes="mean"), whole) == [
+        ("kl_div", "reduction='batchmean'", "reduction='sum'"),
+        ("cross_entropy", "reduction='mean'", "reduction='sum'"),
+    ]
+
+
+def test_other_numbers_tell_nothing():
+    assert told(recorded("batchmean", x=1.01 * X, classes="mean"), recorded("sum")) == []
+
+
+def test_in_words_with_the_ranks():
+    single = SimpleNamespace(computed=recorded("sum"))
+    ranks = {r: SimpleNamespace(computed=recorded(how, slice(r, r + 3)))
+             for r, how in enumerate(("batchmean", "sum", "batchmean"))}  # fmt: skip
+    (said,) = options_of_losses(SimpleNamespace(traces=SimpleNamespace(ranks=ranks, single=single)))
+    assert said.startswith("kl_div at ")
+    assert said.endswith(
+        "has reduction='batchmean' on rank 0, 2, and in the single process reduction='sum' with the "
+        "same numbers"
+    )
+    assert not [*options_of_losses(SimpleNamespace(traces=None))]
