@@ -52,7 +52,7 @@ def test_in_words_with_the_ranks():
     (said,) = options_of_losses(SimpleNamespace(traces=SimpleNamespace(ranks=ranks, single=single)))
     assert said.startswith("kl_div at ")
     assert said.endswith(
-        "has reduction='batchmean' on rank 0, 2, and in the single process reduction='sum' with the "
-        "same numbers"
+        "has reduction='batchmean' on rank 0, 2, and in the single process reduction='sum' with "
+        "the same numbers"
     )
     assert not [*options_of_losses(SimpleNamespace(traces=None))]
