@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sumgrad.base.outcome import some_of
 from sumgrad.base.tensors import to_local
 from sumgrad.subjects.program.numbered import Found
 from torch import Tensor, nn
@@ -67,17 +68,22 @@ def place(
     placed: list[Placed] = []
     unknown: list[str] = []
     frozen: list[str] = []
-    pieces = flat_pieces(model)
-    for shown, param in model.named_parameters():
-        held_in = _module_name(model, shown, modules or {})
+    pieces, inside = flat_pieces(model), dict(model.named_modules())
+    params = [(n, p) for n, p in model.named_parameters() if not p.is_meta]  # else on other ranks
+    named = {name for shown, _ in params for name in _by_name(shown, full)[:1]}
+    for shown, param in params:
+        held_in = _module_name(inside, shown, modules or {})
         name, index, problem = _place_one(held_in or shown, param, known, full, declared, pieces)
+        by_identity = held_in is not None or id(param) in known
+        if problem is None and not by_identity and named < full.keys():
+            problem = _one_of_several(name, full)
         if problem is not None and shown in (numbered or {}):
             name, index, problem = _as_numbered(param, full, (numbered or {})[shown], problem)
         if not param.requires_grad:
             if name is not None and problem is None:
                 frozen.append(name)
             continue
-        taken = {p.name for p in placed if p.index is None or index is None}
+        taken = {p.name for p in placed}
         if problem is not None or name is None:
             unknown.append(f"{shown} {tuple(param.shape)}: {problem}")
         elif name in taken:
@@ -116,10 +122,12 @@ def flat_pieces(model: nn.Module) -> dict[int, tuple[int, int]]:
     return {key: piece for key, piece in out.items() if None not in piece}
 
 
-def _module_name(model: nn.Module, shown: str, modules: Mapping[int, str]) -> str | None:
+def _module_name(
+    inside: Mapping[str, nn.Module], shown: str, modules: Mapping[int, str]
+) -> str | None:
     """The name that build() has for a parameter of one of its own modules."""
     path, _, leaf = shown.rpartition(".")
-    owner = modules.get(id(model.get_submodule(path)))
+    owner = modules.get(id(inside[path])) if path in inside else None
     return None if owner is None else f"{owner}.{leaf}" if owner else leaf
 
 
@@ -193,6 +201,20 @@ def _place_one(
         return named[0], index, problem
     often = "none of" if not found else "several of"
     return None, None, f"is {often} build()'s parameters by name, identity or value"
+
+
+def _one_of_several(name: str | None, full: Mapping[str, Tensor]) -> str | None:
+    """Why neither a name nor values say which parameter it is, in a part of a model that may number
+    its layers anew: others of that shape have the same values. None where none has."""
+    value = full[name] if name is not None else None
+    if value is None or not value.numel():
+        return None
+    alike = [n for n, other in full.items() if n != name and _equal(other, value)]
+    if not alike:
+        return None
+    return (f"its values are those of {name} and of {some_of(alike)}, and this rank's model is a "
+            f"part of build()'s with names of its own: which one it is can be said by shard_of, or "
+            f"by parts that are build()'s own modules")  # fmt: skip
 
 
 def _by_name(shown: str, full: Mapping[str, Tensor]) -> list[str]:

@@ -15,6 +15,7 @@ from sumgrad.subjects.program.placement import WRAPPERS, Placed
 from torch import Tensor, nn
 
 MAX_BUFFER_NUMEL = 1 << 16  # larger buffers are not looked at
+MOST_STARTS = 256  # places in a gradient at which a part of it may begin
 SAME_ROUNDINGS = 4  # of the dtype that a second gradient is kept in
 
 
@@ -28,7 +29,7 @@ def gradients_elsewhere(placed: Sequence[Placed]) -> dict[str, str]:
     for p in placed:
         for attribute, value in _second_gradients(p.param):
             held = to_local(value).detach()
-            if held.numel() == p.local().numel() and not _same_gradient(p.param.grad, held):
+            if _is_counted(held, p.local()) and not _same_gradient(p.param.grad, held):
                 out[p.name] = attribute
     return out
 
@@ -43,17 +44,33 @@ def _second_gradients(param: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{attribute}.grad", value.grad
 
 
+def _is_counted(held: Tensor, local: Tensor) -> bool:
+    """Whether it may be a gradient of a parameter: a padded one or a part, too, and no norm."""
+    return held.numel() == local.numel() or (held.dim() > 0 and held.numel() > 1)
+
+
 def _same_gradient(grad: Tensor | None, held: Tensor) -> bool:
-    """Whether a second gradient is `.grad`, but for the rounding to its dtype; zeros beside None
-    are an unused buffer."""
+    """Whether a second gradient is `.grad`, or a part of it, or that and zeros, but for the
+    rounding to its dtype; zeros beside None are an unused buffer."""
     if grad is None:
         return not bool(held.any())
     own = to_local(grad).detach()
     own = (own.to_dense() if own.is_sparse else own).double().reshape(-1)
     if not held.numel() or not held.is_floating_point():
         return True
+    if not own.numel():
+        return not bool(held.any())
     bound = SAME_ROUNDINGS * torch.finfo(held.dtype).eps * float(own.abs().max())
-    return float((held.double().reshape(-1) - own).abs().max()) <= bound
+    flat = held.double().reshape(-1)
+    if len(flat) > len(own):
+        return not bool(flat[len(own) :].any()) and _within(flat[: len(own)], own, bound)
+    last = len(own) - len(flat)
+    starts = ((own[: last + 1] - flat[0]).abs() <= bound).nonzero()[:MOST_STARTS, 0].tolist()
+    return any(_within(flat, own[i : i + len(flat)], bound) for i in starts)
+
+
+def _within(a: Tensor, b: Tensor, bound: float) -> bool:
+    return float((a - b).abs().max()) <= bound
 
 
 def trained_names(model: nn.Module) -> set[str]:

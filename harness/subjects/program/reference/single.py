@@ -35,6 +35,25 @@ from torch import Tensor, nn
 SAME = 1e-9  # of the scale: float64 runs of one term that differ by more are not one computation
 
 
+_gives_the_same: dict[int, tuple[Any, bool]] = {}  # by id of a Program, which is kept alive
+
+
+def own_model(program: Any) -> nn.Module:
+    """build()'s model, which nobody else holds: some Programs give the same object each time.
+
+    Only theirs is copied: a copy loses the hooks and attributes of its parameters, and a forward
+    that was put in place of another still leads to the original.
+    """
+    scramble(11)
+    model = build(program)
+    if id(program) not in _gives_the_same:
+        held = {id(p) for p in model.parameters()}
+        scramble(11)
+        same = any(id(p) in held for p in build(program).parameters())
+        _gives_the_same[id(program)] = program, same
+    return copy.deepcopy(model) if _gives_the_same[id(program)][1] else model
+
+
 class Single:
     """A Program's terms in one process and one dtype, at weights that are set for each run."""
 
@@ -48,8 +67,7 @@ class Single:
         lift: bool = True,
     ) -> None:
         self.lift = lift
-        scramble(11)
-        model = copy.deepcopy(build(program))  # a Program may give the same object each time
+        model = own_model(program)
         self.facts, self.dtype = facts, dtype
         self.base = {n: p.detach().clone() for n, p in trained(model).items()}
         self.built = hash_model(model)
