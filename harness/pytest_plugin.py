@@ -10,19 +10,20 @@
     def test_my_topology(sumgrad_check):       # runs once, checks a topology
         assert sumgrad_check("three_pool.yaml").status == "pass"
 
-Fixtures are made once, by pytest, and their values sent to the ranks; so are the environment, the
-working directory and sys.path as the test has them. What a fixture patches in pytest's own process
-is not, and the test fails with a word of it; a `monkeypatch` asked for by the test itself is each
-rank's own. The first failing rank's traceback and output are shown. Another project's `distributed`
-marker is left alone: this plugin takes part where `ranks=N` is given or our fixtures are used;
-`sumgrad_markers = true` in pytest's configuration makes any other use of the marker an error.
+Fixtures are made once, by pytest, and their values sent to the ranks; so are what they set in the
+test's class and module, filters of warnings, the environment, the working directory and sys.path.
+What a fixture patches elsewhere in pytest's own process is not, and the test fails with a word of
+it, as where it fills what a fixture looks at in its teardown; a `monkeypatch` asked for by the test
+itself is each rank's own. The first failing rank's traceback and output are shown. Another
+project's `distributed` marker is left alone: this plugin takes part where `ranks=N` is given or our
+fixtures are used; `sumgrad_markers = true` in pytest's configuration makes any other use of the
+marker an error.
 Coverage of ranks: `patch = ["subprocess", "fork", "_exit"]` and `parallel = true` in coverage's own
 configuration, since ranks are forked and leave by os._exit. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from sumgrad.launch.plugin_rank import Call
 
 MAX_RANKS = 512
+SET_BY_FIXTURES: pytest.StashKey[dict[Any, dict[str, Any]]] = pytest.StashKey()
 REPORT = "_sumgrad_report"  # attribute of an exception: what to show of it
 MARKER = (
     "distributed(ranks=N, timeout=60): starts real ranks; with `ranks`, the test itself runs on "
@@ -119,6 +121,7 @@ def sumgrad_ranks(
     timeout_s = float(request.config.getoption("--sumgrad-timeout"))
 
     def run(function: Callable[..., Any], num_ranks: int, **arguments: Any) -> list[RankOutcome]:
+        from sumgrad.launch.plugin_call import pickled
         from sumgrad.launch.plugin_rank import Call
 
         limit = arguments.pop("timeout_s", timeout_s)
@@ -126,7 +129,7 @@ def sumgrad_ranks(
             file=Path(function.__code__.co_filename),
             module=function.__module__,
             name=function.__qualname__,
-            arguments=_pickled(function.__qualname__, arguments),
+            arguments=pickled(function.__qualname__, arguments),
         )
         directory = Path(tempfile.mkdtemp(dir=tmp_path))
         return _run(sumgrad_launcher, call, num_ranks, limit, directory)
@@ -171,8 +174,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     _check_marker(pyfuncitem.name, marker, needs_ranks=mine)
     if marker is None or not given:
         return None
-    _refuse_patches(pyfuncitem)
-    call, num_ranks = _call_of(pyfuncitem), marker.kwargs["ranks"]
+    from sumgrad.launch.plugin_call import call_of, refuse_patches
+
+    refuse_patches(pyfuncitem)
+    ranks_as = [n for n, v in pyfuncitem.funcargs.items() if isinstance(v, _OnRanks)]
+    known = pyfuncitem.config.stash.get(SET_BY_FIXTURES, {})
+    call, num_ranks = call_of(pyfuncitem, ranks_as, known), marker.kwargs["ranks"]
     default = float(pyfuncitem.config.getoption("--sumgrad-timeout"))
     limit = float(marker.kwargs.get("timeout", default))
     launcher = pyfuncitem._request.getfixturevalue("sumgrad_launcher")
@@ -180,6 +187,24 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         outcomes = _run(launcher, call, num_ranks, limit, directory)
         _conclude(outcomes, directory)
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Remember what a fixture sets in a test's class or module: ranks import these anew."""
+    item = request._pyfuncitem
+    owners = [o for o in (getattr(item, "cls", None), getattr(item, "module", None)) if o]
+    before = [dict(vars(owner)) for owner in owners]
+    value = yield
+    if not fixturedef.argname.startswith("_xunit_"):  # setup_module and its like run there, too
+        known = item.config.stash.setdefault(SET_BY_FIXTURES, {})
+        for owner, held in zip(owners, before, strict=True):
+            known.setdefault(owner, {}).update(
+                (name, new) for name, new in vars(owner).items() if held.get(name, known) is not new
+            )
+    return value
 
 
 @pytest.hookimpl(wrapper=True)
@@ -207,91 +232,6 @@ def _check_marker(name: str, marker: pytest.Mark | None, *, needs_ranks: bool) -
             f"1 <= N <= {MAX_RANKS}",
             pytrace=False,
         )
-
-
-def _refuse_patches(item: pytest.Function) -> None:
-    """What a fixture patched in this process would silently be unpatched on the ranks."""
-    patch: Any = item.funcargs.get("monkeypatch")
-    if not isinstance(patch, pytest.MonkeyPatch):
-        return
-    patched = [f"attribute {name!r} of {_name_of(target)}" for target, name, _ in patch._setattr]
-    patched += [
-        f"key {key!r} of a {type(held).__name__}"
-        for held, key, _ in patch._setitem
-        if held is not os.environ
-    ]
-    if patched:
-        pytest.fail(
-            f"{item.name}: a fixture has patched {patched[0]} in pytest's own process, and ranks "
-            f"are processes of their own; patch it in the test itself, where `monkeypatch` is "
-            f"each rank's (environment, chdir and syspath_prepend do reach the ranks)",
-            pytrace=False,
-        )
-
-
-def _name_of(target: object) -> str:
-    return str(getattr(target, "__name__", type(target).__name__))
-
-
-def _call_of(item: pytest.Function) -> Call:
-    """What the ranks are to call: the function, its arguments, what its instance was given."""
-    from sumgrad.launch.plugin_rank import Call
-
-    names = item._fixtureinfo.argnames
-    values = {name: item.funcargs[name] for name in names}
-    ranks_as = next((n for n, v in values.items() if isinstance(v, _OnRanks)), None)
-    patch_as = next((n for n, v in values.items() if isinstance(v, pytest.MonkeyPatch)), None)
-    arguments = {n: v for n, v in values.items() if n not in (ranks_as, patch_as)}
-    option = item.config.getoption
-    return Call(
-        file=Path(str(item.path)),
-        module=item.module.__name__,
-        name=item.function.__qualname__,
-        arguments=_pickled(item.name, arguments),
-        attributes=_attributes(item),
-        ranks_as=ranks_as,
-        monkeypatch_as=patch_as,
-        rewrite_asserts=option("assertmode") == "rewrite",
-        style=str(option("tbstyle")),
-        show_locals=bool(option("showlocals")),
-    )
-
-
-def _pickled(test: str, arguments: dict[str, Any]) -> bytes:
-    import cloudpickle
-
-    for name, value in arguments.items():
-        of_pytest = type(value).__module__.partition(".")[0] in ("pytest", "_pytest")
-        problem = "acts on pytest's own process" if of_pytest else _unsendable(value)
-        if problem and not isinstance(value, os.PathLike):
-            pytest.fail(
-                f"{test}: argument {name!r} is a {type(value).__name__}, which {problem}; it "
-                f"cannot be sent to the ranks",
-                pytrace=False,
-            )
-    pickled: bytes = cloudpickle.dumps(arguments)
-    return pickled
-
-
-def _unsendable(value: object) -> str | None:
-    import cloudpickle
-
-    try:
-        cloudpickle.dumps(value)
-    except Exception as error:
-        return f"does not pickle ({type(error).__name__}: {error})"
-    return None
-
-
-def _attributes(item: pytest.Function) -> dict[str, bytes | None]:
-    """What fixtures and setups have set on a test's instance."""
-    import cloudpickle
-
-    held = vars(item.instance) if item.cls is not None else {}
-    return {
-        name: None if _unsendable(value) else cloudpickle.dumps(value)
-        for name, value in held.items()
-    }
 
 
 def _run(

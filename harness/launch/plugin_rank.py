@@ -16,7 +16,8 @@ import os
 import pickle
 import sys
 import unittest
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ from sumgrad.record.endings import rank_file
 
 CALL_FILE = "call.pickle"
 ERROR_SUFFIX = ".error.pickle"
+MUTABLE = (list, dict, set)
+MOST_SHOWN = 200  # characters of a value
 Ending = Literal["passed", "skipped", "xfailed"]
 
 
@@ -37,11 +40,12 @@ Ending = Literal["passed", "skipped", "xfailed"]
 class Call:
     """A test function to be called on every rank.
 
-    file, module: where it is defined and the name that module has in pytest's process. name:
-    qualified, within the module. arguments: pickled, as cloudpickle does. attributes: what
-    fixtures set on the test's instance, pickled one by one; None where that is not possible.
-    ranks_as, monkeypatch_as: the names of the parameters that each rank fills itself.
-    style: of pytest's tracebacks.
+    file, module: where it is defined and the name that module has in pytest's process. name: as
+    collected, within the module. arguments: pickled, as cloudpickle does. attributes, of_class,
+    of_module: what fixtures set on the test's instance, class and module, pickled one by one; None
+    where that is not possible. torn_down: arguments whose fixtures go on after the test. warnings:
+    filters as pytest writes them, and whether they are to be escaped. ranks_as, monkeypatch_as: the
+    names of the parameters that each rank fills itself. style: of pytest's tracebacks.
     """
 
     file: Path
@@ -49,6 +53,10 @@ class Call:
     name: str
     arguments: bytes
     attributes: dict[str, bytes | None] = field(default_factory=dict)
+    of_class: dict[str, bytes | None] = field(default_factory=dict)
+    of_module: dict[str, bytes | None] = field(default_factory=dict)
+    torn_down: tuple[str, ...] = ()
+    warnings: tuple[tuple[str, bool], ...] = ()
     ranks_as: str | None = "ranks"
     monkeypatch_as: str | None = None
     rewrite_asserts: bool = True
@@ -129,7 +137,9 @@ def _call(module: ModuleType, call: Call, arguments: dict[str, Any], env: RankEn
             given[call.ranks_as] = env
         if call.monkeypatch_as:
             given[call.monkeypatch_as] = patch
-        with _set_up(module, call) as function:
+        sizes = {name: len(given[name]) for name in call.torn_down
+                 if isinstance(given[name], MUTABLE)}  # fmt: skip
+        with _set_up(module, call) as function, _filtered(call):
             result = function(**given)
             if inspect.isawaitable(result) or inspect.isasyncgen(result):
                 with suppress(AttributeError):
@@ -137,6 +147,29 @@ def _call(module: ModuleType, call: Call, arguments: dict[str, Any], env: RankEn
                 raise TypeError(f"{call.name} is async: a test on ranks is a plain function")
             if inspect.isgenerator(result):
                 raise TypeError(f"{call.name} yields: a test on ranks is a plain function")
+        changed = [name for name, size in sizes.items() if len(given[name]) != size]
+        if changed:
+            raise AssertionError(
+                f"the test has changed {changed[0]!r}, {_shown(given[changed[0]])}, and the "
+                f"fixture that gave it goes on in pytest's own process, which does not see it: "
+                f"look at it in the test"
+            )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
+@contextmanager
+def _filtered(call: Call) -> Iterator[None]:
+    """Warnings as pytest's configuration and marks have them."""
+    from _pytest.config import parse_warning_filter
+
+    with warnings.catch_warnings():
+        for text, escape in call.warnings:
+            warnings.filterwarnings(*parse_warning_filter(text, escape=escape))
+        yield
 
 
 @contextmanager
@@ -147,7 +180,9 @@ def _set_up(module: ModuleType, call: Call) -> Iterator[Callable[..., Any]]:
     """
     *classes, last = call.name.split(".")
     with _between(module, ("setup_module", "setUpModule"), ("teardown_module",), module):
+        lost = _set_attributes(module, call.of_module)
         if not classes:
+            _check_attributes(module, lost, module.__name__)
             function = getattr(module, last)
             with _between(module, ("setup_function",), ("teardown_function",), function):
                 yield function
@@ -156,11 +191,12 @@ def _set_up(module: ModuleType, call: Call) -> Iterator[Callable[..., Any]]:
         for name in classes:
             cls = getattr(cls, name)
         with _between(cls, ("setup_class",), ("teardown_class",), cls):
+            lost += _set_attributes(cls, call.of_class)
             instance = cls()
-            unsent = _set_attributes(instance, call)
+            lost += _set_attributes(instance, call.attributes)
             method = getattr(instance, last)
             with _between(instance, ("setup_method",), ("teardown_method",), method):
-                _check_attributes(instance, unsent)
+                _check_attributes(instance, lost, "self")
                 yield method
 
 
@@ -182,19 +218,20 @@ def _call_first(owner: Any, names: tuple[str, ...], given: Any) -> None:
             return
 
 
-def _set_attributes(instance: Any, call: Call) -> list[str]:
-    for name, value in call.attributes.items():
+def _set_attributes(owner: Any, attributes: Mapping[str, bytes | None]) -> list[str]:
+    """Returns those that could not be sent, and are not there."""
+    for name, value in attributes.items():
         if value is not None:
-            setattr(instance, name, cloudpickle.loads(value))
-    return [name for name, value in call.attributes.items() if value is None]
+            setattr(owner, name, cloudpickle.loads(value))
+    return [name for name, value in attributes.items() if value is None]
 
 
-def _check_attributes(instance: Any, unsent: list[str]) -> None:
-    lost = [name for name in unsent if not hasattr(instance, name)]
+def _check_attributes(owner: Any, unsent: list[str], called: str) -> None:
+    lost = [name for name in unsent if not hasattr(owner, name)]
     if lost:
         raise TypeError(
-            f"self.{lost[0]} was set by a fixture in pytest's own process and cannot be sent to "
-            f"the ranks; make it in setup_method or in the test"
+            f"{called}.{lost[0]} was set by a fixture in pytest's own process and cannot be sent "
+            f"to the ranks; make it in setup_method or in the test"
         )
 
 
