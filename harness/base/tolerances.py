@@ -12,7 +12,9 @@ STRUCTURE_CAP 1e-12: in float64 an algebra error is never below the weight of on
 floor says, the structure tier must not be blinder than one part in 10^12 of the scale. Where the
 partials cancel within every row (a key bias) scale and floor are both noise, and the floor holds.
 ZERO_FACTOR 1e3: a term is zero by mathematics where two float64 runs differ by a thousandth of it;
-any other term is 10^13 times larger than that difference.
+any other term is 10^13 times larger than that difference. Where a reference has fewer digits there
+is less room between the two: bfloat16's noise is a hundredth of what is right, so there only what
+is no more than FLOOR_FACTOR times the noise is called zero, and all else must have been seen.
 BLIND_STRUCTURE 0.5: a tensor in which a halved or doubled term would have passed was not checked.
 BLIND_PRECISION 1.0: that tier asks whether the arithmetic is as good as its dtype allows, and needs
 to see no more than a lost or doubled gradient; factors are the structure tier's question.
@@ -28,6 +30,12 @@ ZERO_FACTOR = 1e3
 STRUCTURE_CAP = 1e-12
 BLIND_STRUCTURE = 0.5
 BLIND_PRECISION = 1.0
+
+
+def zero_factor(dtype: str) -> float:
+    """How often the noise of a reference in this dtype may be in what is zero by mathematics."""
+    eps = float(torch.finfo(getattr(torch, dtype)).eps)
+    return min(ZERO_FACTOR, max(FLOOR_FACTOR, 1e-2 / eps))
 
 
 def noise_floor(floor: float, scale: float, dtype: str) -> float:

@@ -62,7 +62,18 @@ def expected(record: Record, reference: Reference, pool: str, name: str, tier: s
         resolution={term: reference.resolution[term][name] for term in names},
         every_term=tier == "structure" or "structure" not in record.spec.tiers,
         size=float(value.abs().max()) if value.numel() else 0.0,
+        measured_in=_measured_in(record, tier),
     )
+
+
+def _measured_in(record: Record, tier: str) -> str:
+    """The dtype of the reference: a script's own, or float64 where a Program runs in it."""
+    facts, tiers = record.spec.facts, record.spec.tiers
+    if record.spec.script is not None:
+        return tiers[tier]
+    if facts is None or facts.float64 is None:
+        return "float64"
+    return max(tiers.values(), key=lambda dtype: torch.finfo(getattr(torch, dtype)).eps)
 
 
 def shard(wanted: Expected, index: Tensor | None) -> Expected:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from sumgrad.base.tolerances import BLIND_PRECISION, BLIND_STRUCTURE, ZERO_FACTOR
+from sumgrad.base.tolerances import BLIND_PRECISION, BLIND_STRUCTURE, zero_factor
 from sumgrad.base.verdict import Status
 from torch import Tensor
 
@@ -74,6 +74,7 @@ class Expected:
     """What a gradient of one parameter must be, and how far off it may be.
 
     value: all of it, or a rank's shard; scale and size (max|value|) are always of the whole.
+    measured_in: the dtype of the runs that its terms and their resolution are from.
     """
 
     value: Tensor
@@ -85,6 +86,7 @@ class Expected:
     resolution: dict[str, float]
     every_term: bool
     size: float
+    measured_in: str = "float64"
 
 
 def tensor_diff(
@@ -187,14 +189,14 @@ def _why_not(got: Tensor | None, wanted: Expected) -> tuple[str | None, tuple[in
 def _power(wanted: Expected) -> dict[str, float]:
     """Smallest |c - 1| on a term alone that lifts the error over the threshold for certain.
 
-    A term that is zero by mathematics, float64 noise, is left out: no factor changes it.
+    A term that is zero by mathematics, all noise, is left out: no factor changes it.
     """
     need = wanted.threshold + wanted.floor
     sizes = {t: float(v.abs().max()) for t, v in wanted.terms.items() if v.numel()}
     return {
         term: need / size
         for term, size in sizes.items()
-        if size > ZERO_FACTOR * wanted.resolution[term]
+        if size > zero_factor(wanted.measured_in) * wanted.resolution[term]
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.outcome import some_of, spans
-from sumgrad.base.tolerances import FLOOR_FACTOR, ZERO_FACTOR
+from sumgrad.base.tolerances import FLOOR_FACTOR, zero_factor
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.record.directory import Record
 from sumgrad.record.ranks import AFTER, BUFFER_NAMED
@@ -422,7 +422,10 @@ def update_error(
     def part(full: torch.Tensor) -> torch.Tensor:
         return full if index is None else full.reshape(-1)[index]
 
-    told, nothing = part(_told_by_the_gradient(reference, name)), part(reference.grads[name] == 0)
+    told, nothing = (
+        part(_told_by_the_gradient(reference, name, record.spec.tiers[tier])),
+        part(reference.grads[name] == 0),
+    )
     own = held.grads.get((tier, reference.step), {}).get(name)
     if own is None or own.shape == nothing.shape:
         told = told | (nothing if own is None else nothing & (own == 0))
@@ -431,11 +434,11 @@ def update_error(
     return _distance(got, part(whole), told), bound
 
 
-def _told_by_the_gradient(reference: Reference, name: str) -> torch.Tensor:
+def _told_by_the_gradient(reference: Reference, name: str, dtype: str) -> torch.Tensor:
     """Elements whose gradient is more than noise: an optimizer that divides by its size makes a
     whole step of noise, in either direction. (Where there is none at all, a step is made of what
     was before, and of decay: that is told too.)"""
-    return reference.grads[name].abs() > ZERO_FACTOR * reference.floor[name]
+    return reference.grads[name].abs() > zero_factor(dtype) * reference.floor[name]
 
 
 def _distance(got: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.outcome import some_of
-from sumgrad.base.tolerances import ZERO_FACTOR
+from sumgrad.base.tolerances import zero_factor
 from sumgrad.record.endings import read_end_record
 from sumgrad.record.ranks import AFTER, BUFFER_NAMED
 from sumgrad.record.reference import ALL, Grads, Parts, Reference, read_tensors
@@ -105,7 +105,7 @@ def noise_of(single: Single, runs: Sequence[Single], step: int) -> Noise:
         grad = grads.get(name)
         off = (run.after[step][name].double() - value.double()).abs()
         if grad is not None and grad.shape == off.shape:
-            off = off[(grad.abs() > ZERO_FACTOR * noise[name]) | (grad == 0)]
+            off = off[(grad.abs() > zero_factor(run.dtype) * noise[name]) | (grad == 0)]
         return float(off.max()) if off.numel() else 0.0
 
     return Noise(
@@ -142,7 +142,8 @@ def reference_of(single: Single, noise: Noise, step: int) -> Reference:
         for n, g in grads.items()
     }
     floor = noise.grads
-    nothing = {n for n, g in grads.items() if not bool((g.abs() > ZERO_FACTOR * floor[n]).any())}
+    zeros = zero_factor(single.dtype)
+    nothing = {n for n, g in grads.items() if not bool((g.abs() > zeros * floor[n]).any())}
     after = {n: t.double() for n, t in single.after[step].items()}
     most = LOUD.get(single.dtype, 0.3)
     loud = [n for n, size in scale.items() if size and floor[n] > most * size]

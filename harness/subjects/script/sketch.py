@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from sumgrad.base.files import read_json, write_json
 from sumgrad.base.outcome import some_of
-from sumgrad.base.tolerances import FLOOR_FACTOR, ZERO_FACTOR, noise_floor
+from sumgrad.base.tolerances import FLOOR_FACTOR, noise_floor, zero_factor
 from sumgrad.record.reference import Grads, read_tensors
 from sumgrad.record.spec import Changed, Since
 from sumgrad.subjects.script.asked import KEPT, START
@@ -141,7 +141,7 @@ def _floor(kept: Sketch, step: int) -> dict[str, float]:
     that is zero by mathematics is the noise of the largest."""
     size = {n: max(map(abs, values)) for n, values in kept.grads[step].items()}
     noise = {n: noise_floor(v, size[n], kept.dtype) for n, v in kept.noise[step].items()}
-    live = {n for n, v in size.items() if v > ZERO_FACTOR * noise[n]}
+    live = {n for n, v in size.items() if v > zero_factor(kept.dtype) * noise[n]}
     typical = statistics.median_low([noise[n] / size[n] for n in live] or [0.0])
     largest = max(size.values(), default=0.0)
     return {n: max(v, typical * (size[n] if n in live else largest)) for n, v in noise.items()}

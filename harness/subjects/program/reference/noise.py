@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from sumgrad.base.tolerances import STRUCTURE_CAP, ZERO_FACTOR
+from sumgrad.base.tolerances import STRUCTURE_CAP, zero_factor
 from sumgrad.subjects.noise_floor import (
     Floor,
     Grads,
@@ -51,7 +51,9 @@ def measure(exact: Exact, working: Single, coarser: Noise | None) -> Noise:
     elif dtype != torch.float64 or coarser is None:
         found = louder(floor, jittered(working, exact))
         floor = raised(floor, found, exact.scale, norm(exact.sums.total), dtype)
-    by_name = at_least_typical(floor.by_name, exact.scale, zero_by_mathematics(exact.terms))
+    by_name = at_least_typical(
+        floor.by_name, exact.scale, zero_by_mathematics(exact.terms, exact.single.dtype)
+    )
     return Noise(dtype=dtype, floor=floor, by_name=by_name, run=run)
 
 
@@ -91,15 +93,15 @@ def at_least_typical(floor: Sizes, scale: Sizes, zeros: set[str]) -> Sizes:
     }
 
 
-def zero_by_mathematics(terms: Mapping[str, Term]) -> set[str]:
-    """Parameters whose gradient is no more than what two float64 runs of it differ by."""
-    first = next(iter(terms.values()))
+def zero_by_mathematics(terms: Mapping[str, Term], dtype: torch.dtype) -> set[str]:
+    """Parameters whose gradient is no more than what two runs of it in `dtype` differ by."""
+    first, factor = next(iter(terms.values())), zero_factor(str(dtype).removeprefix("torch."))
     return {
         name
         for name, grad in first.grads.items()
         if grad.numel()
         and all(
-            float(t.grads[name].abs().max()) <= ZERO_FACTOR * error(t.again[name], t.grads[name])
+            float(t.grads[name].abs().max()) <= factor * error(t.again[name], t.grads[name])
             for t in terms.values()
         )
     }
