@@ -21,7 +21,11 @@ def case_of(*failing, others=()):
 
 def test_rows_that_never_reach_what_one_rank_holds():
     found = _lost_alone(case_of((1, "a"), (2, "b")), {1: part(1, 1, 0), 2: part(1, 0, 0)})
-    assert found.cause == "rows 2 never reach a on rank 1; rows 1-2 never reach b on rank 2"
+    assert (
+        found.cause
+        == "rows 2 are not in the gradient of a on rank 1; rows 1-2 are not in the gradient of b "
+        "on rank 2"
+    )
     assert (found.kind, found.standing, found.ranks) == ("lost_rows", "proved", (1, 2))
 
 

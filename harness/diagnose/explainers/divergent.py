@@ -87,7 +87,8 @@ def _lost_alone(case: Case, parts: Mapping[int, Factors]) -> Diagnosis | None:
     if not all(lost.values()):
         return None
     shown = [
-        f"rows {list_rows(rows)} never reach {some_of([c.name for c in failing if c.rank == rank])}"
+        f"rows {list_rows(rows)} are not in the gradient of "
+        f"{some_of([c.name for c in failing if c.rank == rank])}"
         f" on rank {rank}"
         for rank, rows in list(lost.items())[:3]
     ]

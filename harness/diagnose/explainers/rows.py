@@ -161,7 +161,7 @@ def _by_micro_batch(case: Case, found: Factors, what: str) -> Diagnosis | None:
         return None
     lost = [number for number, value in told.items() if not value]
     if lost and set(told.values()) == {0.0, 1.0}:
-        cause = f"micro-batch {spans(lost)} of every rank never reaches {what}"
+        cause = f"micro-batch {spans(lost)} of every rank is not in the gradient of {what}"
         return Diagnosis(cause=cause, kind="lost_rows", factor="0")
     shown = ", ".join(f"{number}: {fraction_of(value)}" for number, value in told.items())
     cause = f"micro-batches are counted {shown} in {what}, on every rank alike"
@@ -184,7 +184,7 @@ def _lost_rows(case: Case, found: Factors, what: str) -> Diagnosis | None:
     if empty is not None:
         return Diagnosis(
             cause=f"rank {spans(empty[0])} contributes zeros to {empty[1]}, so rows "
-            f"{list_rows(lost)} never reach {what}",
+            f"{list_rows(lost)} are not in the gradient of {what}",
             kind="lost_contribution",
             standing="proved",
             ranks=tuple(empty[0]),
@@ -192,7 +192,7 @@ def _lost_rows(case: Case, found: Factors, what: str) -> Diagnosis | None:
             because=("the ledger shows its input as zeros while the others' are not",),
         )
     return Diagnosis(
-        cause=f"rows {list_rows(lost)} never reach {what}",
+        cause=f"rows {list_rows(lost)} are not in the gradient of {what}",
         kind="lost_rows",
         factor="0",
         because=(

@@ -51,6 +51,7 @@ from sumgrad.subjects.program.protocol import (
     untied,
     with_place,
 )
+from sumgrad.subjects.program.renamed import names_of_modules
 from sumgrad.subjects.program.unseen import (
     buffers_after,
     come_alive,
@@ -105,7 +106,7 @@ class Rank:
                 exchanges.begin_step()
                 run.step(before)
             exchanges.begin_step()
-            names = {id(m): name for name, m in run.modules.items()}
+            names = names_of_modules(run.model, run.modules, run.placement)
             seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations, with_ways=True)
             computations = Computations(seen.now)
             seen.of_module = computations.of_module

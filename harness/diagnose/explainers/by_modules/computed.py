@@ -175,7 +175,11 @@ def _differs(one: Otherwise, how: Difference) -> str:
         keys = f"another: {how.now:g} keys for a query where there it is {how.was:g}"
         if how.now % 1 or how.was % 1:
             keys = "another, with other numbers for the keys of a query"
-        return f"{heads} in {how.num} of {how.of} heads" if one.at in (1, 2) else keys
+        return (
+            f"{heads} in {how.num} of the {how.of} heads of all its rows"
+            if one.at in (1, 2)
+            else keys
+        )
     if one.mine.function == CTC and one.at == 1:
         return f"another in {how.num} of {how.of} rows"
     if how.factor is not None and not how.elsewhere:

@@ -283,7 +283,7 @@ def _by_number(
     kept = {round(v, 5) for n, v in often.items() if n not in lost}
     if lost and len(kept) == 1:
         what = some_of(list(names))
-        return "lost_rows", f"micro-batch {spans(sorted(lost))} never reaches {what}"
+        return "lost_rows", f"micro-batch {spans(sorted(lost))} is not in the gradient of {what}"
     ratios = {round(b / a, 5) for a, b in pairwise(values) if a}
     if len(values) > 2 and len(ratios) == 1 and not lost:
         text = "each call rescales what was there before"

@@ -1,0 +1,200 @@
+"""More Programs that once had a wrong verdict: what a model is besides its weights, and stages."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import text
+from test_program_attacks import HAND
+
+pytestmark = pytest.mark.distributed
+
+MASKED = """
+    def build(self):
+        model = super().build()
+        mask = torch.ones(7, 5)
+        mask[:, 2] = 0
+        model[0].weight.register_hook(lambda g: g * mask.to(g))
+        return model
+"""
+STAGES = """
+    def distribute(self, model, ctx):
+        import copy
+        layers = list(model)
+        parts = (layers[:2], layers[2:4], layers[4:])
+        return nn.Sequential(*copy.deepcopy(parts[ctx.rank]))
+    def step(self, model, batch, ctx):
+        h = batch["x"]
+        if ctx.rank:
+            h = torch.empty(len(batch["x"]), 5, dtype=batch["x"].dtype)
+            dist.recv(h, ctx.rank - 1)
+            h.requires_grad_()
+        out = model(h)
+        if ctx.rank == 2:
+            error = (out - batch["y"]).square() * batch["mask"]
+            (error.sum() * FACTOR / batch["mask"].sum()).backward()
+        else:
+            dist.send(out.detach().contiguous(), ctx.rank + 1)
+            grad = torch.empty_like(out)
+            dist.recv(grad, ctx.rank + 1)
+            out.backward(grad)
+        if ctx.rank:
+            dist.send(h.grad.contiguous(), ctx.rank - 1)
+"""
+NAMED_ANEW = """
+    def build(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+        )
+        for layer in (model[0], model[2], model[4]):
+            nn.init.zeros_(layer.bias)
+        return model
+"""
+COPIES_OF_ONE = """
+    def build(self):
+        import copy
+        torch.manual_seed(0)
+        layer = nn.Linear(5, 5)
+        return nn.Sequential(*(copy.deepcopy(layer) for _ in range(4)), nn.Linear(5, 3))
+"""
+NO_KEY_BIAS = """
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.out = nn.Linear(5, 4), nn.Linear(5, 4), nn.Linear(5, 3)
+        def forward(self, x, skip=False):
+            k = nn.functional.linear(x, self.k.weight) + (0 if skip else self.k.bias)
+            return self.out(torch.softmax(self.q(x) @ k.T, -1) @ x)
+    def build(self):
+        torch.manual_seed(0)
+        return self.Attention()
+    def loss_sum(self, model, rows, **more):
+        out = torch.stack([model(x[None].sin() * torch.arange(1.0, 4)[:, None].to(x), **more)[0]
+                           for x in rows["x"]])
+        return ((out - rows["y"]).square() * rows["mask"]).sum(), rows["mask"].sum()
+    def step(self, model, batch, ctx):
+        loss, _ = self.loss_sum(model, self.mine(batch, ctx), skip=True)
+        (loss / batch["mask"].sum()).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None and name != DROPPED:
+                dist.all_reduce(p.grad)
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        MASKED,
+        """
+    def build(self):
+        model = super().build()
+        whole, part = model.forward, model[2].forward
+        model.forward = lambda x: whole(x)
+        model[2].forward = lambda x: part(x)
+        return model
+""",
+        """
+    def build(self):
+        model = super().build()
+        model[0].weight.scale_by = 3.0
+        return model
+    def loss_sum(self, model, rows):
+        out = model(rows["x"]) * getattr(model[0].weight, "scale_by", 1.0)
+        return ((out - rows["y"]).square() * rows["mask"]).sum(), rows["mask"].sum()
+""",
+        """
+    def build(self):
+        return torch.jit.script(super().build())
+""",
+        STAGES.replace("FACTOR", "1") + NAMED_ANEW,
+        STAGES.replace("FACTOR", "1") + COPIES_OF_ONE,
+        NO_KEY_BIAS.replace("DROPPED", "''"),
+        """
+    def reduce(self, model, ctx):
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            n = (p.numel() + 2) // 3
+            part = slice(ctx.rank * n, (ctx.rank + 1) * n)
+            p.main_grad = torch.cat([p.grad.reshape(-1), p.grad.new_zeros(3)])
+            p.main_param = p.detach().reshape(-1)[part].clone().requires_grad_()
+            p.main_param.grad = p.grad.reshape(-1)[part].clone()
+            p.grad_norm = p.grad.norm()
+""",
+    ],
+    ids=["tensor_hook", "wrapped_forward", "attribute", "scripted", "stages_named_anew",
+         "stages_of_copies", "zero_by_mathematics", "second_gradients"],
+)  # fmt: skip
+def test_right_programs_pass(check, body):
+    verdict, _ = check(HAND + body)
+    assert verdict.status == "pass", text(verdict)[:3000]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (MASKED + """
+    def distribute(self, model, ctx):
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+        return model
+""", "fail", "where the single process has exactly zero"),
+        (STAGES.replace("FACTOR", "(2 - ctx.rank // 2 + 1)") + NAMED_ANEW, "fail", "0.weight"),
+        (STAGES.replace("FACTOR", "2") + COPIES_OF_ONE, "fail", "multiplied by 2"),
+        (NO_KEY_BIAS.replace("DROPPED", "'k.weight'"), "fail", "k.weight"),
+        ("""
+    def reduce(self, model, ctx):
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.main_grad = torch.cat([3 * p.grad.reshape(-1), p.grad.new_zeros(1)])
+""", "unknown", "main_grad on rank 0-2 holds another gradient"),
+        ("""
+    def reduce(self, model, ctx):
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            part = slice(0, (p.numel() + 1) // 2)
+            p.main_param = p.detach().reshape(-1)[part].clone().requires_grad_()
+            p.main_param.grad = 3 * p.grad.reshape(-1)[part]
+""", "unknown", "main_param.grad on rank 0-2 holds another gradient"),
+        ("""
+    compare_buffers = True
+    class Squares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("squares", torch.zeros(5))
+        def forward(self, x):
+            self.squares += (x.detach() * torch.tensor([1e5, 1, 1, 1, 1]).to(x)).square().sum(0)
+            return x
+    def build(self):
+        torch.manual_seed(0)
+        return nn.Sequential(self.Squares(), nn.Linear(5, 3))
+    def reduce(self, model, ctx):
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        dist.all_reduce(model[0].squares)
+        model[0].squares[1:] *= 1.5
+""", "fail", "squares is not what loss_sum over the full batch leaves"),
+        ("""
+    def build(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Tanh(), nn.Linear(5, 5, bias=False),
+                              nn.Linear(5, 3))
+        model[2].weight = model[0].weight
+        return model
+    def distribute(self, model, ctx):
+        for at in (0, 2):  # two parameters that each hold the same three rows
+            layer = nn.Linear(5, 3, bias=False)
+            layer.weight = nn.Parameter(model[at].weight.detach()[:3].clone())
+            model[at] = layer
+        return model
+    def step(self, model, batch, ctx):
+        for layer in (model[0], model[2]):
+            layer.weight.grad = torch.zeros_like(layer.weight)
+""", "unknown", "another parameter of this rank is 0.weight too"),
+    ],
+    ids=["hook_lost", "last_stage", "stages_twice", "unreduced", "padded_main_grad",
+         "shard_of_main_param", "small_beside_large", "two_shards_of_one_name"],
+)  # fmt: skip
+def test_wrong_programs_do_not_pass(check, body, status, words):
+    verdict, _ = check(HAND + body)
+    assert words in text(verdict), text(verdict)[:3000]
+    assert verdict.status in (status, "fail"), text(verdict)[:3000]
+    assert verdict.status != "pass"
