@@ -295,8 +295,8 @@ def rank_scale(case: Case, by_rank: Mapping[int, Factors], names: Sequence[str])
         )
     shown = ", ".join(f"rank {r}: {f.values[0]:.6g}" for r, f in list(by_rank.items())[:4])
     return Diagnosis(
-        cause=f"each rank's gradients are the right ones times a number of its own ({shown}), as by "
-        f"a norm or a clip coefficient that is not reduced over the ranks",
+        cause=f"each rank's gradients are the right ones times a number of its own ({shown}), as "
+        f"by a norm or a clip coefficient that is not reduced over the ranks",
         kind="rank_scale",
         ranks=tuple(by_rank),
         because=(fits,),

@@ -221,7 +221,7 @@ def _own_gradients(case: Case, look: Look, found: FirstWrong) -> Iterator[str]:
         yield (f"what reaches {some_of(odd)} is right where it is called, and its gradient of "
                f"{some_of(list(dict.fromkeys(names)))} is wrong: what its backward uses, its "
                f"saved input or its weight, is not what its forward used, or they are changed "
-               f"afterwards, or another use of them is lost (a penalty without a graph)")  # fmt: skip
+               f"afterwards, or another use of them is lost (in a penalty, say)")  # fmt: skip
 
 
 def _product_of_another_call(case: Case, look: Look, found: FirstWrong) -> list[str]:
