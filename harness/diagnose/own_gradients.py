@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from sumgrad.diagnose.case import Case
@@ -107,6 +107,41 @@ def _mixed(case: Case) -> Iterator[Mixed]:
                 wanted=None if tables.wanted is None else tables.wanted.reshape(-1, passes),
                 lines=_lines(case, rank, group[0].cell.name),
             )
+
+
+def with_few_numbers(case: Case, found: Sequence[Weighed]) -> list[Weighed]:
+    """With parameters of too few numbers to tell weights, as a bias, which those of others fit."""
+    given, out = given_by_ranks(case), list(found)
+    told = {(m.rank, name) for m in found for name in m.names}
+    for cell in case.failing_cells if given is not None else ():
+        assert given is not None
+        if (cell.rank, cell.name) in told:
+            continue
+        columns = columns_of(cell, given)
+        for i, m in enumerate(out) if columns is not None else ():
+            assert columns is not None
+            if m.rank == cell.rank and _fits(m, columns):
+                out[i] = replace(m, names=(*m.names, cell.name))
+                break
+    return out
+
+
+def _fits(m: Weighed, columns: Columns) -> bool:
+    """Whether a parameter is, and should be, what the ranks gave it with these weights."""
+    if columns.passes != m.got.shape[1]:
+        return False
+    gave = columns.own.reshape(len(columns.sources), columns.passes, -1)
+    at = [next((i for i, s in enumerate(columns.sources) if source[0] in s), None)
+          for source in m.sources]  # fmt: skip
+    for weights, value in ((m.got, columns.measured), (m.wanted, columns.wanted)):
+        total = torch.zeros_like(value)
+        for i, row in zip(at, weights, strict=True):
+            total += row @ gave[i] if i is not None else 0.0
+        roundings = ROUNDINGS * EPS * float(columns.own.abs().sum(0).max())
+        bound = columns.cell.wanted.threshold + roundings * float(weights.abs().max())
+        if not float((total - value).abs().max()) <= bound:
+            return False
+    return True
 
 
 def _lines(case: Case, rank: int, name: str) -> tuple[str, ...]:

@@ -121,6 +121,41 @@ def test_a_shard_is_put_together_from_the_whole_that_each_rank_made():
     assert "by 1/4 of rank 0, 1/8 of rank 1-2" in cause.cause
 
 
+def record_with_a_bias(table, *, off=0.0):
+    """A second bias of four numbers, too few to tell weights, that ranks 1 and 2 gave the same."""
+    record = record_of([table] * 3)
+    (reference,) = record.references["structure"]
+    own = torch.randn(RANKS, PASSES, 4, generator=torch.Generator().manual_seed(9)).double()
+    own[2] = own[1]
+    right = torch.einsum("rp,rp...->...", RIGHT, own)
+    grads = {**reference.grads, "c": right}
+    reference = replace(
+        reference, grads=grads, scale=dict.fromkeys(grads, 4.0), by_term={"loss": grads},
+        floor=dict(reference.floor) | {"c": reference.floor["b"]},
+        resolution={"loss": dict.fromkeys(grads, 1e-20)},
+    )  # fmt: skip
+    for rank, held in record.ranks.items():
+        held.grads[AT]["c"] = torch.einsum("rp,rp...->...", table, own) + off
+        held.grads[OWN, 0]["c"], held.grads[OWN_AT, 0]["c"] = own[rank], torch.arange(4)
+    facts = replace(record.spec.facts, params={**SIZES, "c": (4,)})
+    spec = replace(record.spec, facts=facts)
+    ranks = {r: replace(held, params=(*held.params, "c")) for r, held in record.ranks.items()}
+    return replace(record, spec=spec, ranks=ranks, references={"structure": [reference]})
+
+
+def test_a_small_parameter_is_told_by_the_weights_of_others():
+    cause = diagnose(compared(record_with_a_bias(EVEN))).causes[0]
+    assert (cause.kind, cause.standing, cause.however) == ("weights_of_ranks", "proved", ())
+    cause = diagnose(compared(record_with_a_bias(EVEN, off=0.1))).causes[0]
+    assert (cause.kind, cause.standing) == ("weights_of_ranks", "likely")
+    assert cause.however[0].startswith("c is wrong too and not explained by it")
+
+
+def test_weights_of_one_rank_are_not_said_of_others():
+    cause = cause_of(RIGHT + only(0, 0.25), RIGHT + only(0, 0.25), RIGHT + only(1, 0.5))
+    assert cause.cause.startswith("every gradient: on rank 0-1, the ranks' own gradients are")
+
+
 def test_one_factor_on_everything_is_left_to_those_who_say_it_shorter():
     cause = cause_of(*[3 * RIGHT] * 3)
     assert cause.kind not in ("weights_of_ranks", "not_reduced")
@@ -130,7 +165,9 @@ def test_one_factor_on_everything_is_left_to_those_who_say_it_shorter():
 def test_a_wrong_gradient_of_one_rank_is_said_to_be_so_before_its_reduction():
     cause = cause_of(*[RIGHT] * 3, own_wrong=1e-3)
     assert cause.kind == "open"
-    assert any("is wrong, before anything is reduced" in text for text in cause.because), cause
+    assert any("itself gives the parameter is wrong already" in text for text in cause.because), (
+        cause
+    )
 
 
 def test_nothing_is_said_where_own_gradients_were_not_kept():

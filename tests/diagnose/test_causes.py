@@ -71,7 +71,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         (
             "l_14",
             "look at what runs between encoder (Sequential) and decoder.0 (Linear): the gradient "
-            "of what goes into decoder.0 is right, and at the loss, which uses it too",
+            "of what goes into decoder.0 is right, and at what else uses it, up to the loss",
         ),
         (
             "l_16",

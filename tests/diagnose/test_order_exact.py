@@ -86,6 +86,6 @@ def test_it_is_said_what_the_values_prove():
         words(seen("other", right=False), seen("near")) == "in the forward what near gives is right"
     )
     assert words(seen("near", ordered=False)) == (
-        "every vector that near gives is one of the single process's, though whether each stands "
-        "in its place is not known"
+        "every vector that counts of what near gives is one of the single process's, though "
+        "whether each stands in its place is not known"
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import recomputed
 from sumgrad.diagnose.explainers.by_modules.backward import _in_some_calls
+from sumgrad.diagnose.explainers.by_modules.forward import _no_slice, _right_again
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.look import _without_trials
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.record.trace import INTO, Call
 
@@ -75,3 +78,35 @@ def test_others_are_said_to_get_a_gradient_where_they_get_one():
     assert _in_some_calls(look, found) == ", in call 0 of 2 on rank 0; in the others one does"
     look, found = of(call(1), call(0))
     assert _in_some_calls(look, found) == ", in call 0 of 2 on rank 0"
+
+
+def test_what_is_right_when_it_is_computed_again_is_said():
+    first = seen(call(0), "wrong")
+    look = SimpleNamespace(seen={"m": [first, seen(call(1, again=True))]})
+    found = FirstWrong(wrong="m", seen=(first,))
+    assert _right_again(look, found) == [
+        "on rank 0 it is computed again in the backward, and is right then: look at what differs "
+        "between the two (no_grad, a mode, a state)"
+    ]
+    look.seen["m"][1] = seen(call(1, again=True), "wrong")
+    assert _right_again(look, found) == []
+    assert _right_again(SimpleNamespace(seen={"m": [first]}), found) == []
+
+
+def test_a_first_pass_is_no_trial_of_a_pipeline():
+    """A call that is wrong and gets no gradient is dropped where right ones get one, but not where
+    the rank computes it again."""
+    wrong, right = seen(call(0), "wrong"), seen(call(2, back=1))
+    assert _without_trials([wrong, right]) == [right]
+    again = seen(call(1, again=True, back=1))
+    assert _without_trials([wrong, again, right]) == [wrong, again, right]
+
+
+def test_of_several_outputs_the_wrong_one_is_named():
+    one = replace(seen(call(0), "wrong"), wrong=torch.arange(3))
+    two = replace(one, call=replace(one.call, part=1))
+    look = SimpleNamespace(seen={"m": [seen(call(0)), two]})
+    said = _no_slice(look, FirstWrong(wrong="m", seen=(two,)))
+    assert said.startswith("the output number 2 of 2 of m is no slice of the single process's: ")
+    alone = SimpleNamespace(seen={"m": [one]})
+    assert _no_slice(alone, FirstWrong(wrong="m", seen=(one,))).startswith("the output of m is no")

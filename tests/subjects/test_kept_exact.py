@@ -85,7 +85,7 @@ def test_torchs_own_hooks_and_those_behind_it_are_left_alone():
 def case(*unlike, kind="backward"):
     ranks = {r: SimpleNamespace(computed=Computed(unlike=tuple(u))) for r, u in enumerate(unlike)}
     traces = SimpleNamespace(tier="structure", step=0, ranks=ranks)
-    found = SimpleNamespace(record=SimpleNamespace(traces=traces), tier="structure", step=0)
+    found = SimpleNamespace(traces=traces)
     return with_what_was_kept(found, Diagnosis(cause="open: what", kind=kind, because=("b",)))
 
 

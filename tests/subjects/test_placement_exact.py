@@ -59,13 +59,40 @@ def test_a_whole_parameter_is_found_by_its_name_under_wrappers(shown, name):
 
 
 def test_the_longest_name_that_it_ends_with_is_tried_first():
-    full = {"weight": torch.ones(2), "a.weight": torch.ones(2), "b": torch.zeros(2)}
-    found = place(model_of(x__a__weight=torch.ones(2)), {}, full)
-    assert [p.name for p in found.placed] == ["a.weight"]
-    full["a.weight"] = torch.zeros(2)  # its values do not agree, the shorter one's do
-    full["other"] = torch.ones(2)  # by value alone it could be either
-    found = place(model_of(x__a__weight=torch.ones(2)), {}, full)
+    full = {"weight": torch.ones(2), "a.weight": torch.ones(2)}
+    whole = {"weight": torch.ones(2), "x__a__weight": torch.ones(2)}
+    found = place(model_of(**whole), {}, full)
+    assert [p.name for p in found.placed] == ["weight", "a.weight"]
+    full = {"weight": torch.ones(2), "a.weight": torch.arange(2.0)}
+    found = place(model_of(x__a__weight=torch.ones(2)), {}, full)  # the shorter one's values agree
     assert [p.name for p in found.placed] == ["weight"]
+
+
+ALIKE = {"0.weight": torch.ones(2), "1.weight": torch.ones(2), "1.bias": torch.arange(2.0)}
+
+
+def test_a_part_of_a_model_with_names_of_its_own_is_not_told_by_constant_values():
+    part = model_of(**{"0__weight": torch.ones(2)})  # the second of two stages, numbered anew
+    (text,) = place(part, {}, ALIKE).unknown
+    assert text.startswith("0.weight (2,): its values are those of 0.weight and of 1.weight, and")
+    numbered = {"0.weight": ("1.weight", None)}
+    (found,) = place(part, {}, ALIKE, numbered=numbered).placed
+    assert found.name == "1.weight"
+    (found,) = place(part, {id(getattr(part, "0").weight): "0.weight"}, ALIKE).placed
+    assert found.name == "0.weight"
+    (found,) = place(part, {}, ALIKE, modules={id(getattr(part, "0")): "1"}).placed
+    assert found.name == "1.weight"
+    whole = model_of(**{"0__weight": torch.ones(2), "1__weight": torch.ones(2),
+                        "1__bias": torch.arange(2.0)})  # fmt: skip
+    assert [p.name for p in place(whole, {}, ALIKE).placed] == [*ALIKE]
+
+
+def test_what_is_left_on_the_meta_device_is_held_by_others():
+    model = model_of(**{"0__weight": FULL["0.weight"]})
+    model.add_module("1", nn.Linear(4, 3, device="meta"))
+    found = place(model, {}, FULL)
+    assert [p.name for p in found.placed] == ["0.weight"]
+    assert found.unknown == ()
 
 
 @pytest.mark.parametrize(
@@ -126,8 +153,9 @@ def test_a_wrapper_inside_a_name_is_taken_out():
     """The values are no help: both parameters are ones."""
     full = {"0.weight": torch.ones(2), "1.weight": torch.ones(2)}
     for inner in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"):
-        found = place(model_of(**{f"1__{inner}__weight": torch.ones(2)}), {}, full)
-        assert [p.name for p in found.placed] == ["1.weight"]
+        names = (f"0__{inner}__weight", f"1__{inner}__weight")
+        found = place(model_of(**dict.fromkeys(names, torch.ones(2))), {}, full)
+        assert [p.name for p in found.placed] == ["0.weight", "1.weight"]
 
 
 def test_a_shard_without_elements_holds_none():
@@ -148,9 +176,12 @@ def test_identity_comes_before_names_and_values():
     assert [(p.name, p.index) for p in found.placed] == [("0.weight", None)]
 
 
-def test_two_parameters_for_one_only_where_both_are_parts():
+def test_of_two_parameters_for_one_the_second_has_no_place():
+    """One gradient is read for each name."""
     halves = {"a": FULL["0.weight"][:2], "b": FULL["0.weight"][2:]}
-    assert [name for name, _ in placed(**halves)] == ["0.weight", "0.weight"]
+    assert place(model_of(**halves), {}, FULL).unknown == (
+        "b: another parameter of this rank is 0.weight too",
+    )
     for second in (FULL["0.weight"], FULL["0.weight"][:2]):
         found = place(model_of(a=FULL["0.weight"], b=second), {}, FULL)
         assert [p.name for p in found.placed] == ["0.weight"]

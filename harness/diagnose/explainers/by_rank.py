@@ -24,6 +24,7 @@ from sumgrad.diagnose.own_gradients import (
     given_by_ranks,
     mixed,
     near,
+    with_few_numbers,
 )
 from torch import Tensor
 
@@ -34,7 +35,7 @@ SHOWN = 4  # ranks whose weights are written out
 def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
     """What the ranks' own gradients were weighed by, beside what they had to be weighed by."""
     parts = mixed(case)
-    found = [both for m in parts if (both := m.weighed()) is not None]
+    found = with_few_numbers(case, [w for m in parts if (w := m.weighed()) is not None])
     unlike = any(m.wanted is None for m in parts)
     script = case.record.spec.script is not None
     right = "the single run's" if script else "the right one"
@@ -90,7 +91,7 @@ def on_which_side_of_the_reduction(case: Case) -> str | None:
         return (
             f"{_own(names)} is put together from what the ranks' own backwards gave"
             f"{with_weights}, and no weights of them give the right gradient: what some backward "
-            f"itself gives the parameter is wrong, before anything is reduced"
+            f"itself gives the parameter is wrong already"
         )
     if all(m.got is None for m in found):
         shown = {_weights(m, m.wanted) for m in found}
@@ -160,11 +161,19 @@ def _in_words(found: Sequence[Weighed], right: str) -> tuple[str, str] | None:
             f"({_share(found[0].got[0, 0])}), where {right} weighs them by "
             f"{_weights(found[0], found[0].wanted)}",
         )
+    alike = [m for m in found if _same(m, found[0])]
+    on = "" if len(alike) == len(found) else f"on rank {_ranks(alike)}, "
     return (
         "weights_of_ranks",
-        f"the ranks' own gradients are weighed by {_weights(found[0], found[0].got)}, where "
+        f"{on}the ranks' own gradients are weighed by {_weights(found[0], found[0].got)}, where "
         f"{right} weighs them by {_weights(found[0], found[0].wanted)}{_changed_between(found)}",
     )
+
+
+def _same(a: Weighed, b: Weighed) -> bool:
+    """Whether two ranks have the same weights, and should."""
+    same = a.sources == b.sources and a.got.shape == b.got.shape
+    return same and near(a.got, b.got) and near(a.wanted, b.wanted)
 
 
 def _changed_between(found: Sequence[Weighed]) -> str:

@@ -183,7 +183,7 @@ def _lost_rows(case: Case, found: Factors, what: str) -> Diagnosis | None:
     empty = empty_handed(case)
     if empty is not None:
         return Diagnosis(
-            cause=f"rank {spans(empty[0])} contributes zeros to {empty[1]}, so rows "
+            cause=f"rank {spans(empty[0])} contributes zeros to {empty[1]}; rows "
             f"{list_rows(lost)} are not in the gradient of {what}",
             kind="lost_contribution",
             standing="proved",

@@ -231,9 +231,11 @@ def _computed_again(found: list[Seen]) -> list[Seen]:
 def _without_trials(found: list[Seen]) -> list[Seen]:
     """Without calls that are not right and got no gradient, where the rank has right ones.
 
-    A pipeline finds the shapes of its stages by them.
+    A pipeline finds the shapes of its stages by them. Not where a rank computes it again: then a
+    checkpoint's first pass gets no gradient.
     """
-    right = {s.rank for s in found if s.forward == "right"}
+    again = {s.rank for s in found if s.call.recomputed}
+    right = {s.rank for s in found if s.forward == "right"} - again
     return [
         s
         for s in found

@@ -143,9 +143,9 @@ def _what_is_right(look: Look, above: str) -> str:
     head = f"the forward is right in all {told} modules that could be compared; "
     lacking = next(iter(look.lacking), None)
     if lacking is not None:
-        few, every = look.lacking[lacking]
+        few, _ = look.lacking[lacking]
         head = (
-            f"{few} of the {every} vectors of {named(look, lacking)} that the single process uses "
+            f"{few} vectors of {named(look, lacking)} that the single process uses "
             f"are on no rank (padding that is cut off, or a pass that is missing or another); "
         )
     if above:
@@ -170,7 +170,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     yield from () if again else lacking_there(case, found, _ends(case, look, found))
     if not found.lost and not found.ratio and not found.over_all:
         least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
-        what = "without one" if found.emptied else "wrong by more than a factor"
+        what = "without one" if found.emptied else "seen to be wrong by more than a factor"
         yield f"{what} are {least}{places(found.seen)}"
         if not found.emptied and is_zero(case, found):
             yield "there it is zero, as where none is sent or received, or a buffer is not filled"
@@ -191,7 +191,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
         f"what follows {at}: the loss, and its backward")  # fmt: skip
     loss = above and len(found.modules) < len(found.beside)
     yield from _walked_again(look, found)
-    yield f"look at {towards}" + (", and at the loss, which uses it too" if loss else "")
+    yield f"look at {towards}" + (", and at what else uses it, up to the loss" if loss else "")
     yield from own_functions_between(case, found, _ends(case, look, found), again=again)
     if not above:
         yield from losses_beside(case)
@@ -247,7 +247,7 @@ def _towards(case: Case, look: Look, found: FirstWrong) -> str:
     wrong = [m for m, state in states.items() if state == "wrong"]
     if len(wrong) < len(states):
         return f"the backward of {above}, and of what runs between {at} and there"
-    text = f"the backward of {above}: the gradient of what goes into it is wrong already"
+    text = f"the backward of {above}: the gradient of what goes into it is another already"
     if not any(" at " in look.sources.get(m, "") for m in wrong):
         text += (", and it is torch's own: something else uses what goes into it, or what its "
                  "backward needs, its weight or its input, was changed in between")  # fmt: skip

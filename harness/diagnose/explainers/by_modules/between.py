@@ -26,8 +26,8 @@ def right_up_to(look: Look, found: FirstWrong) -> str:
     told, near = found.modules, listed(look, found.modules)
     seen = [s for m in told for s in look.seen[m] if s.rank in found.ranks]
     if not all(s.in_order for s in seen if s.forward == "right"):
-        return (f"every vector that {near} gives is one of the single process's, though whether "
-                f"each stands in its place is not known")  # fmt: skip
+        return (f"every vector that counts of what {near} gives is one of the single process's, "
+                f"though whether each stands in its place is not known")  # fmt: skip
     before = look.modules[: look.modules.index(found.wrong)]
     if any(look.forward(m) == "wrong" for m in before):
         return f"in the forward what {near} gives is right"
@@ -50,18 +50,19 @@ def places(seen: Sequence[Seen]) -> str:
     alike = all(x.wrong is not None and set(x.wrong) == set(s.wrong)
                 for x in seen if x.rank == s.rank)  # fmt: skip
     others = spans(sorted({*calls} - {s.call.number}))
-    many = f", in call {s.call.number}, and such ones in call {others}"
+    shape = " x ".join(map(str, s.shape))
+    sized = f" ({shape})" if len(s.wrong) < total else ""
+    many = f", in call {s.call.number}{sized}, and such ones in call {others}"
     if alike or not others:
-        many = "" if calls == [0] else f", in calls {spans(calls)}"
+        many = sized if calls == [0] else f", in calls {spans(calls)}{sized}"
     if len(s.wrong) >= total:
         return f"all its {total} vectors, some elements or all, on rank {s.rank}{many}"
-    shape = " x ".join(map(str, s.shape))
     if len(s.shape) >= 3:
         last = s.shape[-2]
         positions = sorted({int(i) % last for i in s.wrong})
         if len(positions) < last and len(s.wrong) == len(positions) * (total // last):
-            return f"positions {spans(positions)} of {last} on rank {s.rank}{many} ({shape})"
-    return f"vectors {spans([int(i) for i in s.wrong])} of {total} on rank {s.rank}{many} ({shape})"
+            return f"positions {spans(positions)} of {last} on rank {s.rank}{many}"
+    return f"vectors {spans([int(i) for i in s.wrong])} of {total} on rank {s.rank}{many}"
 
 
 def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:

@@ -49,11 +49,11 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     found, entered_right = _where_it_enters_wrong(case, found)
     text, look_at = _start_of_forward(case, look, found)
     because = [*_of_other_classes(case, look, found), *_in_another_mode(case, found)]
-    because += handed_otherwise(case, look, found)
+    because += [*_right_again(look, found), *handed_otherwise(case, look, found)]
     of, odd = odd_data(case, look, found)
     because += [*odd, *_lacking_below(look, found), *_without_a_graph(look, found)]
     if of != found.wrong:
-        because += [_no_slice(found), *look_at]
+        because += [_no_slice(look, found), *look_at]
         because += [*_features(case, found), *_of_other_places(case, found)]
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]
@@ -91,9 +91,12 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     return Diagnosis(cause=text, kind=kind, ranks=ranks, because=tuple(because))
 
 
-def _no_slice(found: FirstWrong) -> str:
+def _no_slice(look: Look, found: FirstWrong) -> str:
     """Which vectors of the output are wrong, or are of two rows."""
-    output = f"the output of {found.wrong or 'the model'}"
+    parts = {s.call.part for s in look.seen[found.wrong]}
+    wrong = sorted({s.call.part for s in found.seen})
+    which = f" number {spans([p + 1 for p in wrong])} of {len(parts)}" if len(parts) > 1 else ""
+    output = f"the output{which} of {found.wrong or 'the model'}"
     mixed = next((s for s in found.seen if s.mixed), None)
     if mixed is None:
         return f"{output} is no slice of the single process's: {places(found.seen)}"
@@ -152,6 +155,16 @@ def _in_another_mode(case: Case, found: FirstWrong) -> list[str]:
             f"{' and in '.join(sorted(there))} mode in the single process"]  # fmt: skip
 
 
+def _right_again(look: Look, found: FirstWrong) -> list[str]:
+    """Where a checkpoint computes it again, and then it is right."""
+    again = [s for s in look.seen[found.wrong] if s.rank in found.ranks and s.call.recomputed]
+    if not again or any(s.forward != "right" for s in again):
+        return []
+    ranks = sorted({s.rank for s in again})
+    return [f"on rank {spans(ranks)} it is computed again in the backward, and is right then: look "
+            f"at what differs between the two (no_grad, a mode, a state)"]  # fmt: skip
+
+
 def _lacking_below(look: Look, found: FirstWrong) -> list[str]:
     """The first of the modules before it that gives the single process more than all ranks
     together: what they gave is right, and it is not all."""
@@ -159,10 +172,10 @@ def _lacking_below(look: Look, found: FirstWrong) -> list[str]:
     module = next((m for m in look.modules if m in below and m in look.lacking), None)
     if module is None:
         return []
-    few, every = look.lacking[module]
+    few, _ = look.lacking[module]
     return [
-        f"before it, {few} of the {every} vectors that {named(look, module)} gives the single "
-        f"process were found on no rank: look at what is handed to it, which rows or parts of them"
+        f"before it, {few} of the vectors that {named(look, module)} gives the single process were "
+        f"found on no rank: look at what is handed to it, which rows or parts of them"
     ]
 
 

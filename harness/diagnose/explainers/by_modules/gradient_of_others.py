@@ -87,9 +87,13 @@ def of_other_targets(case: Case, look: Look, found: FirstWrong) -> list[str]:
         + ("no gradient" if t.was is None else f"class {t.was}")
         for t in told[:MOST_TARGETS]
     ]
+    if all(t.was is None for t in told):
+        what = "of tokens that have none in the single process"
+    else:
+        what = "of other targets than the single process's"
     more = len(told) - len(shown)
-    text = "; ".join([*shown, f"and {more} more"] if more else shown)
-    return [f"it is the gradient of other targets than the single process's: {text}: look at how "
+    text = "; ".join([*shown, f"and at least {more} more"] if more else shown)
+    return [f"it is the gradient {what}: {text}: look at how "
             f"targets are cut, shifted and masked"]  # fmt: skip
 
 

@@ -44,25 +44,25 @@ def _calls(
     right: list[Handed] = []
     numbers = {(s.rank, s.call.number) for s in found.seen}
     told = {(s.rank, s.call.number): s.forward for s in look.seen[found.wrong]}
-    for rank, number, times, handed in _of_ranks(case, found.wrong, module):
-        if times != len(handed):
+    for rank, calls, handed in _of_ranks(case, found.wrong, module):
+        if len(calls) != len(handed):
             continue  # it is called more or less often than what is wrong
-        if (rank, number) in numbers:
-            wrong[rank, number] = handed[number]
-        elif told.get((rank, number)) == "right":
-            right.append(handed[number])
+        for number, given in zip(calls, handed, strict=True):
+            if (rank, number) in numbers:
+                wrong[rank, number] = given
+            elif told.get((rank, number)) == "right":
+                right.append(given)
     return wrong, right
 
 
 def _of_ranks(
     case: Case, inner: str, module: str
-) -> Iterator[tuple[int, int, int, Sequence[Handed]]]:
-    """Rank, number of a call of what is wrong, how often that is called, and the module's calls."""
+) -> Iterator[tuple[int, Sequence[int], Sequence[Handed]]]:
+    """Rank, the numbers of the calls of what is wrong, and what the module was handed."""
     traces = case.traces
     for rank, trace in traces.ranks.items() if traces is not None else ():
         numbers = {c.number for c in trace.calls if c.module == inner and not c.recomputed}
-        for number in sorted(numbers):
-            yield rank, number, len(numbers), trace.handed.get(module, ())
+        yield rank, sorted(numbers), trace.handed.get(module, ())
 
 
 def _in_words(

@@ -152,8 +152,9 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
         where = f" (backward at {line_from_here(written)})" if written else ""
         others = [o for o in one.beside if o.function != one.mine.function]
         too = f"; {some_of([_function(o) for o in others])} takes it, too" if others else ""
-        yield (f"the gradient that reaches the result of {line} is right {on}, and that of its "
-               f"{_arguments(found)}{where} is wrong{too}")  # fmt: skip
+        within = f" in {one.mine.inside[-1]}" if one.mine.inside and one.mine.inside[-1] else ""
+        yield (f"the gradient that reaches the result of {line}{within} is right {on}, and that of "
+               f"its {_arguments(found)}{where} is wrong{too}")  # fmt: skip
     elif one.at:
         made = _made(one)
         yield (f"the {_arguments(found)} of {line}{made} is nothing that the single process has "

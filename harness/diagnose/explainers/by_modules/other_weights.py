@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.between import between, right_up_to
+from sumgrad.diagnose.explainers.by_modules.between import between, is_in, right_up_to
 from sumgrad.diagnose.explainers.by_modules.looked import looked, named
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
@@ -26,15 +26,21 @@ def computed_with_other_weights(case: Case, left: Left) -> Iterator[Explanation]
     """
     look = looked(case)
     wrong = None if look is None else first_wrong_forward(look)
-    for module in () if look is None else look.modules:
+    for module in _until(look, wrong) if look is not None else ():
         assert look is not None
         odd = {s.rank for s in look.seen[module] if s.forward != "right"}
         found = [w for w in weights_there(case, [module], "forward") if w.rank in odd]
         if found:
             yield explained(case, _cause(case, look, module, found))
             return
-        if wrong is not None and module == wrong.wrong:
-            return
+
+
+def _until(look: Look, wrong: FirstWrong | None) -> Sequence[str]:
+    """The modules up to the first wrong one, and those around it, which have begun before it."""
+    if wrong is None:
+        return look.modules
+    at = look.modules.index(wrong.wrong)
+    return [*look.modules[: at + 1], *(m for m in look.modules[at + 1 :] if is_in(wrong.wrong, m))]
 
 
 def _cause(case: Case, look: Look, module: str, found: Sequence[OtherWeight]) -> Diagnosis:

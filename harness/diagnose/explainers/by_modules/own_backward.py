@@ -102,7 +102,7 @@ def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
         case,
         Diagnosis(
             cause=f"forward and backward are right in all {told} modules that could be compared, "
-            f"and what the backward gives {some_of(names)} is wrong before anything is reduced: "
+            f"and what the backward gives {some_of(names)} is wrong already as it comes: "
             f"look at {', and at '.join(where)}",
             kind="own_backward",
             ranks=ranks,

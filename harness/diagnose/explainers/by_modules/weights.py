@@ -50,6 +50,7 @@ from sumgrad.record.trace import LOSS
 from torch import Tensor
 
 LOCAL_COUNTS = ("every rank divides by its own ", "each rank divides by the count of some")
+MOST_VALUES = 6  # of rows, that are written out
 MOST_WEIGHTS = 4
 MOST_SHARES = 8
 
@@ -152,7 +153,7 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             standing="proved" if proved else "likely",
             ranks=tuple(sorted({s.rank for s in shares})),
             because=(
-                f"so weighed is the gradient that reaches {named(look, module)}, the last module",
+                f"so weighed is the gradient that reaches {named(look, module)}",
                 "the rows' gradients with these weights add up to what was measured, up to one "
                 "factor on all of them"
                 if proved
@@ -278,7 +279,7 @@ def _weights_in_words(case: Case, shares: Sequence[Share], term: str | None = No
             if products and same(products):
                 return "every row is divided by its own count, not all rows by the global one"
         pairs = {row: f for s in shares for row, f in s.by_row.items() if f is not None}
-        return f"rows enter the loss with different factors: {_list(pairs)}"
+        return f"the rows' gradients at the loss have factors of their own: {_list(pairs)}"
     return _tokens_in_words(shares)
 
 
@@ -389,8 +390,9 @@ def _list(pairs: dict[int, float]) -> str:
     by_value: dict[str, list[int]] = {}
     for key, value in pairs.items():
         by_value.setdefault(f"{value:.6g}", []).append(key)
-    shown = [f"{spans(keys)}: {value}" for value, keys in list(by_value.items())[:6]]
-    return ", ".join(shown)
+    shown = [f"{spans(keys)}: {value}" for value, keys in list(by_value.items())[:MOST_VALUES]]
+    more = sum(map(len, list(by_value.values())[MOST_VALUES:]))
+    return ", ".join(shown) + (f", and {more} more with others" if more else "")
 
 
 def _row_counts(case: Case, term: str | None = None) -> Tensor | None:
