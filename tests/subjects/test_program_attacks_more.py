@@ -198,3 +198,34 @@ def test_wrong_programs_do_not_pass(check, body, status, words):
     assert words in text(verdict), text(verdict)[:3000]
     assert verdict.status in (status, "fail"), text(verdict)[:3000]
     assert verdict.status != "pass"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("""
+    def gradient_of(self, name, param, ctx):
+        return param.grad.reshape(-1)[:-1]
+""", "gradient_of() returned a tensor of (34,) for 0.weight, expected None or a tensor of (7, 5)"),
+        ("""
+    def gradient_of(self, name, param, ctx):
+        return 3.0
+""", "gradient_of() returned float for 0.weight"),
+        ("""
+    def build(self):
+        return nn.Sequential(nn.LazyLinear(7), nn.Tanh(), nn.Linear(7, 3))
+""", "0.weight of a lazy module has no shape yet"),
+        ("""
+    def build(self):
+        model = super().build()
+        model[2].bias = nn.Parameter(torch.full((1,), 0.3).expand(3))
+        return model
+""", "elements of 2.bias share memory"),
+    ],
+    ids=["of_another_size", "a_number", "lazy", "expanded"],
+)  # fmt: skip
+def test_what_is_no_gradient_or_no_parameter_is_said_with_its_line(check, body, words):
+    verdict, _ = check(HAND + body)
+    assert verdict.status == "unknown"
+    assert words in text(verdict), text(verdict)[:2000]
+    assert "mine.py:" in text(verdict)

@@ -26,6 +26,7 @@ from sumgrad.record.spec import RowsAs
 from sumgrad.subjects.loading import find_class, lacking, takes
 from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 OPTIONAL = ("distribute", "gradient_of", "shard_of", "terms")  # that are called where they are
 
@@ -149,6 +150,16 @@ def build(program: Any) -> nn.Module:
         raise Broken(f"build() returned {type(model).__name__}, expected an nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
         raise Broken("build(): no parameter requires a gradient")
+    for name, param in model.named_parameters():
+        if isinstance(param, UninitializedParameter):
+            raise Broken(
+                f"build(): {name} of a lazy module has no shape yet: call the model once in build()"
+            )
+        if any(n > 1 and not step for n, step in zip(param.shape, param.stride(), strict=True)):
+            raise Broken(
+                f"build(): elements of {name} share memory, as of an expanded view, and have no "
+                f"values of their own: clone it"
+            )
     return model
 
 

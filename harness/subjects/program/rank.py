@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from sumgrad.subjects.exchanges import Exchanges
 from sumgrad.subjects.own_gradients import Losses, OwnGradients, gathered
 from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.context import Context, make_context, make_meshes
+from sumgrad.subjects.program.held_gradients import held_gradients
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
 from sumgrad.subjects.program.numbered import Found, Numbers
 from sumgrad.subjects.program.placement import Placed, Placement, place
@@ -62,7 +64,6 @@ from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial
 from torch.nn.parallel import DistributedDataParallel
 
 Result = dict[str, Any]
@@ -386,23 +387,9 @@ class _TierRun:
 
     def _grads(self, info: Result) -> Tensors:
         """Local gradients. A DTensor that is still a partial sum is reduced here, and noted."""
-        grads = {}
-        declared = getattr(self.program, "gradient_of", None)
-        for p in self._kept_shape():
-            grad = p.param.grad
-            if declared is not None:
-                grad = declared(p.name, p.param, self.ctx)
-                if grad is not None and to_local(grad).shape != p.local().shape:
-                    grad = to_local(grad).reshape(p.local().shape)
-            if grad is None:
-                continue
-            if isinstance(grad, DTensor) and isinstance(p.param, DTensor):
-                if any(isinstance(x, Partial) for x in grad.placements):
-                    info["partial"].append(p.name)
-                with self.rank.ledger.label(f"{SETUP}/partial"):
-                    grad = grad.redistribute(placements=p.param.placements)
-            grad = grad.to_dense() if grad.is_sparse else grad
-            grads[p.name] = to_local(grad).detach()
+        label = partial(self.rank.ledger.label, f"{SETUP}/partial")
+        grads, reduced = held_gradients(self._kept_shape(), self.program, self.ctx, label)
+        info["partial"] += reduced
         return grads
 
     def _set_weights(self, step: int) -> dict[str, None]:

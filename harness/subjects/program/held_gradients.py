@@ -1,0 +1,63 @@
+"""The gradients that a rank holds when its step has ended: `.grad`, or what the Program names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from sumgrad.base.tensors import to_local
+from sumgrad.subjects.program.context import Context
+from sumgrad.subjects.program.placement import Placed
+from sumgrad.subjects.program.protocol import with_place
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+
+def held_gradients(
+    placed: Sequence[Placed],
+    program: Any,
+    ctx: Context,
+    label: Callable[[], AbstractContextManager[Any]],
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Local gradients by name, of the local shapes, and names of those that were partial sums.
+
+    A DTensor that is still a partial sum is reduced: all ranks ask in the same order. label: for
+    the operations that do this. TypeError where `gradient_of` gives something else than a gradient.
+    """
+    grads: dict[str, Tensor] = {}
+    partial: list[str] = []
+    declared = getattr(program, "gradient_of", None)
+    for p in placed:
+        grad = p.param.grad
+        if declared is not None:
+            grad = _declared(program, p, declared(p.name, p.param, ctx))
+        if grad is None:
+            continue
+        if isinstance(grad, DTensor) and isinstance(p.param, DTensor):
+            if any(isinstance(x, Partial) for x in grad.placements):
+                partial.append(p.name)
+            with label():
+                grad = grad.redistribute(placements=p.param.placements)
+        grad = grad.to_dense() if grad.is_sparse else grad
+        grads[p.name] = to_local(grad).detach()
+    return grads, partial
+
+
+def _declared(program: Any, p: Placed, grad: Any) -> Tensor | None:
+    """What gradient_of() gives for a parameter, in the shape of what the rank holds."""
+    shape = tuple(p.local().shape)
+    if grad is None:
+        return None
+    tensor = isinstance(grad, Tensor)
+    if not tensor or to_local(grad).numel() != p.local().numel():
+        got = f"a tensor of {tuple(grad.shape)}" if tensor else type(grad).__name__
+        raise TypeError(
+            with_place(
+                program,
+                f"gradient_of() returned {got} for {p.name}, expected None or a tensor of {shape}, "
+                f"what this rank holds of it",
+            )
+        )
+    given: Tensor = grad
+    return given if to_local(given).shape == shape else to_local(given).reshape(shape)
