@@ -16,7 +16,8 @@ MODULES = house.modules()
 MAY_TOUCH_DISTRIBUTED = {
     "convention", "subjects.planned.context", "subjects.planned.exchange", "subjects.planned.step",
     "subjects.planned.job", "subjects.planned.bitwise.step",
-    "subjects.program.context", "subjects.program.held_gradients", "subjects.program.rank", "subjects.program.placement",
+    "subjects.program.context", "subjects.program.held_gradients",
+    "subjects.program.rank", "subjects.program.placement",
     "ledger.process_group", "ledger.delegation",
     "faults.misbehaviour", "launch.rank", "launch.torchrun.member", "launch.torchrun.ranks",
     "launch.matrix.warm_rank",
