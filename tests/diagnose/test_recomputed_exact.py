@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules import recomputed
+from sumgrad.diagnose.explainers.by_modules import forward, recomputed
 from sumgrad.diagnose.explainers.by_modules.backward import _in_some_calls
 from sumgrad.diagnose.explainers.by_modules.forward import _no_slice, _right_again
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import _without_trials
 from sumgrad.diagnose.modules.seen import Seen
-from sumgrad.record.trace import INTO, Call
+from sumgrad.record.trace import INTO, Call, Trace
 
 FIRST, OTHER = torch.arange(12.0).reshape(3, 4), torch.arange(12.0, 24.0).reshape(3, 4)
 
@@ -110,3 +110,20 @@ def test_of_several_outputs_the_wrong_one_is_named():
     assert said.startswith("the output number 2 of 2 of m is no slice of the single process's: ")
     alone = SimpleNamespace(seen={"m": [one]})
     assert _no_slice(alone, FirstWrong(wrong="m", seen=(one,))).startswith("the output of m is no")
+
+
+def test_another_output_that_stands_there_is_named(monkeypatch):
+    """Of two outputs the second is what the first should be."""
+    calls = tuple(replace(call(0, back=0), part=p) for p in (0, 1))
+    single = Trace(calls=calls, outputs=(FIRST.double(), OTHER.double()), gradients=(None, None),
+                   sources={}, batch={"x": FIRST})  # fmt: skip
+    for given, said in ((FIRST, ["it is output number 1 of the single process that stands there"]),
+                        (OTHER + 1, [])):  # fmt: skip
+        mine = replace(single, outputs=(FIRST.double(), given.double()))
+        traces = SimpleNamespace(single=single, ranks={0: mine})
+        monkeypatch.setattr(forward, "traces_looked_at", lambda _, traces=traces: traces)
+        case = SimpleNamespace(
+            tier="t", record=SimpleNamespace(spec=SimpleNamespace(tiers={"t": "float64"}))
+        )
+        found = FirstWrong(wrong="m", seen=(replace(seen(calls[1], "wrong"), shape=(3, 4)),))
+        assert forward._another_output(case, found) == said

@@ -30,8 +30,10 @@ from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
 from sumgrad.diagnose.modules.features import wrong_features
 from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.seen import Seen, State
-from sumgrad.record.trace import INTO
+from sumgrad.diagnose.modules.matching import match, vectors
+from sumgrad.diagnose.modules.seen import TOLERANCES, Seen, State
+from sumgrad.diagnose.modules.whole import Whole, by_module
+from sumgrad.record.trace import INTO, Traces
 
 SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")
 
@@ -53,7 +55,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     of, odd = odd_data(case, look, found)
     because += [*odd, *_lacking_below(look, found), *_without_a_graph(look, found)]
     if of != found.wrong:
-        because += [_no_slice(look, found), *look_at]
+        because += [_no_slice(look, found), *_another_output(case, found), *look_at]
         because += [*_features(case, found), *_of_other_places(case, found)]
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]
@@ -107,6 +109,25 @@ def _no_slice(look: Look, found: FirstWrong) -> str:
             f"{mixed.shape[-2]} vectors each, are put together of two rows there: on rank "
             f"{mixed.rank} row {one.row} in call {mixed.call.number} has at places {spans(here)} "
             f"those of row {first}, at {spans(there)} those of row {second}{more}")  # fmt: skip
+
+
+def _another_output(case: Case, found: FirstWrong) -> list[str]:
+    """Where what is wrong is, all of it, another output of the module in the single process."""
+    traces, tolerance = traces_looked_at(case), TOLERANCES.get(case.record.spec.tiers[case.tier])
+    if traces is None or tolerance is None:
+        return []
+    there = by_module(traces.single, found.wrong.__eq__)
+    for (_, part), whole in there.items():
+        if all(part != s.call.part and _is_of(traces, s, whole, tolerance) for s in found.seen):
+            return [f"it is output number {part + 1} of the single process that stands there"]
+    return []
+
+
+def _is_of(traces: Traces, s: Seen, whole: Whole, tolerance: float) -> bool:
+    trace = traces.ranks[s.rank]
+    got = vectors(trace.outputs[trace.calls.index(s.call)])
+    where = match(got, whole.outputs, tolerance)
+    return where is not None and bool(where.found.any(1).all())
 
 
 def _features(case: Case, found: FirstWrong) -> list[str]:

@@ -1,0 +1,73 @@
+"""What one parameter's gradient has too much is what another's lacks: it was given to the wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sumgrad.base.outcome import spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.factors import explained
+from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.judge.cells import Cell
+
+FEWEST = 8  # elements, so that no two gradients are apart by the same by chance
+SHOWN = 3
+
+
+def given_to_others(case: Case, left: Left) -> Iterator[Explanation]:
+    """Pairs of parameters of one shape whose gradients are off by the same, with opposite signs."""
+    if case.has_plan or not case.exact:
+        return
+    pairs: dict[tuple[str, str], list[int]] = {}
+    for more, less in _pairs(case):
+        pairs.setdefault((more.name, less.name), []).append(more.rank)
+    if not pairs:
+        return
+    told = {name for pair in pairs for name in pair}
+    others = list(dict.fromkeys(c.name for c in case.failing_cells if c.name not in told))
+    shown = "; ".join(f"{more} has what {less} lacks" for more, less in list(pairs)[:SHOWN])
+    rest = f"; and so {len(pairs) - SHOWN} more pairs" if len(pairs) > SHOWN else ""
+    ranks = tuple(sorted({rank for held in pairs.values() for rank in held}))
+    yield explained(
+        case,
+        Diagnosis(
+            cause=f"gradients were given to other parameters: {shown}{rest}, on rank "
+            f"{spans(ranks)}",
+            kind="given_to_others",
+            standing="likely" if others else "proved",
+            ranks=ranks,
+            because=(
+                "element by element, what the one has too much is what the other lacks, within the "
+                "threshold",
+                "look at what pairs gradients with parameters: a zip of two lists of which one is "
+                "filtered (of None, say), an order, a name",
+            ),
+        ),
+        others,
+    )
+
+
+def _pairs(case: Case) -> Iterator[tuple[Cell, Cell]]:
+    """(more, less) of each rank, each cell in one pair."""
+    for rank in sorted({c.rank for c in case.failing_cells}):
+        mine = [c for c in case.failing_cells if c.rank == rank and c.measured.numel() >= FEWEST]
+        left = list(mine)
+        for cell in mine:
+            if cell not in left:
+                continue
+            other = next((o for o in left if o is not cell and _opposite(cell, o)), None)
+            if other is not None:
+                left = [o for o in left if o is not cell and o is not other]
+                yield (other, cell) if _size(cell) < _size(other) else (cell, other)
+
+
+def _opposite(a: Cell, b: Cell) -> bool:
+    if a.measured.numel() != b.measured.numel():
+        return False
+    off = (a.measured - a.wanted.value).reshape(-1) + (b.measured - b.wanted.value).reshape(-1)
+    return float(off.abs().max()) <= a.wanted.threshold + b.wanted.threshold
+
+
+def _size(cell: Cell) -> float:
+    return float(cell.measured.norm())

@@ -1,0 +1,74 @@
+"""What one gradient has too much is what another lacks, in records made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from records_in_memory import compared, program_record
+from sumgrad.diagnose.diagnose import diagnose
+
+AT = ("structure", 0)
+SIZES = {"a.de": (6, 4), "a.fr": (6, 4), "b.de": (10,), "b.fr": (10,), "tiny": (2,)}
+
+
+def cause_of(change):
+    """change: of a dict of the right gradients, in place, of every rank."""
+    one = program_record(tiers={"structure": "float64"}, ranks=2)
+    drawn = torch.Generator().manual_seed(3)
+    grads = {n: torch.randn(s, generator=drawn).double() for n, s in SIZES.items()}
+    (reference,) = one.references["structure"]
+    reference = replace(
+        reference, grads=grads, scale=dict.fromkeys(SIZES, 4.0), same_dtype={}, partials={},
+        floor=dict.fromkeys(SIZES, 1e-15), floor_by_term={"loss": dict.fromkeys(SIZES, 1e-15)},
+        by_term={"loss": grads}, resolution={"loss": dict.fromkeys(SIZES, 1e-20)},
+        kinds={"loss": "coupled"}, counts={"loss": 1}, reached=tuple(SIZES),
+    )  # fmt: skip
+    ranks = {}
+    for rank, held in one.ranks.items():
+        got = {n: g.clone() for n, g in grads.items()}
+        change(got)
+        ranks[rank] = replace(held, grads={AT: got}, params=tuple(SIZES))
+    facts = replace(one.spec.facts, params=SIZES, terms=("loss",), num_rows=1)
+    spec = replace(one.spec, facts=facts)
+    record = replace(one, spec=spec, ranks=ranks, references={"structure": [reference]})
+    return diagnose(compared(record)).causes[0]
+
+
+def given(grads, *pairs, share=1.0):
+    for more, less in pairs:
+        grads[more] += share * grads[less]
+        grads[less] *= 1 - share
+
+
+def test_what_one_lacks_and_the_other_has_is_told_in_pairs():
+    cause = cause_of(lambda g: given(g, ("a.de", "a.fr"), ("b.de", "b.fr")))
+    assert (cause.kind, cause.standing, cause.ranks) == ("given_to_others", "proved", (0, 1))
+    assert cause.cause == (
+        "gradients were given to other parameters: a.de has what a.fr lacks; b.de has what b.fr "
+        "lacks, on rank 0-1"
+    )
+    assert cause_of(lambda g: given(g, ("a.de", "a.fr"), share=0.25)).kind == "given_to_others"
+
+
+def test_what_is_wrong_besides_is_said():
+    def change(grads):
+        given(grads, ("b.de", "b.fr"))
+        grads["a.de"] += grads["a.fr"] ** 2
+
+    cause = cause_of(change)
+    assert (cause.kind, cause.standing) == ("given_to_others", "likely")
+    assert cause.however[0].startswith("a.de is wrong too and not explained by it")
+
+
+def test_almost_the_same_or_too_few_numbers_are_no_pair():
+    def almost(grads):
+        given(grads, ("a.de", "a.fr"))
+        grads["a.de"][0, 0] += 1e-9
+
+    assert cause_of(almost).kind != "given_to_others"
+
+    def swapped(grads):
+        grads["a.de"], grads["a.fr"] = grads["a.fr"], grads["a.de"]
+
+    assert cause_of(swapped).kind == "held_elsewhere"
