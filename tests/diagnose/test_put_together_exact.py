@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules import weights
+from sumgrad.diagnose.explainers.by_modules import weighed, weights
 from sumgrad.diagnose.explainers.by_modules.put_together import (
     Counted,
     Part,
@@ -107,7 +107,7 @@ def of_part(part: int, *factors: float, number: int = 0) -> list[Share]:
 def test_the_output_that_is_weighed_otherwise_is_looked_at_alone(monkeypatch, shares, words):
     monkeypatch.setattr(weights, "_row_counts", lambda *_: None)
     case = SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(facts=None)))
-    assert weights._weights_in_words(case, shares) == words
+    assert weighed.shares_in_words(case, shares) == words
 
 
 def numbered(rank: int, *numbers: int) -> list[Part]:
