@@ -14,7 +14,8 @@ from sumgrad.base.outcome import some_of
 from sumgrad.diagnose.diagnose import diagnose
 from sumgrad.diagnose.of_script import which_rows
 from sumgrad.judge.checks.drawn import other_draws
-from sumgrad.judge.checks.script import other_rows, update_error
+from sumgrad.judge.checks.script import other_rows
+from sumgrad.judge.checks.updates import update_error
 from sumgrad.judge.comparison import TensorDiff
 from sumgrad.judge.finding import Compared
 from sumgrad.record.directory import Record

@@ -17,8 +17,8 @@ from sumgrad.judge.checks.script import (
     other_rows,
     unlike_starts,
     unowned,
-    wrong_updates,
 )
+from sumgrad.judge.checks.updates import wrong_updates
 from sumgrad.judge.finding import Compared
 from sumgrad.record.directory import Record
 

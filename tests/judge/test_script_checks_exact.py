@@ -20,10 +20,10 @@ from sumgrad.judge.checks.script import (
     the_optimizers_together,
     the_same_rows,
     the_same_start,
-    the_same_weights_after,
     unlike_starts,
     unowned,
 )
+from sumgrad.judge.checks.updates import the_same_weights_after
 from sumgrad.record.ranks import AFTER
 from sumgrad.record.spec import Script
 

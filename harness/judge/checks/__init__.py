@@ -17,6 +17,7 @@ from sumgrad.judge.checks import (
     same_start,
     script,
     since,
+    updates,
 )
 from sumgrad.judge.finding import Check
 
@@ -50,7 +51,7 @@ CHECKS: tuple[Check, ...] = (
     beside.said_by_the_reference,
     beside.rows_for_every_rank,
     rescaled.nothing_hidden_before_the_optimizer,
-    script.the_same_weights_after,
+    updates.the_same_weights_after,
     script.what_was_done_to_compare,
     bitwise.the_same_bits,
 )

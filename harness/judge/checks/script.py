@@ -6,18 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-import torch
 from sumgrad.base.outcome import some_of, spans
-from sumgrad.base.tolerances import FLOOR_FACTOR, zero_factor
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.record.directory import Record
-from sumgrad.record.ranks import AFTER, BUFFER_NAMED
-from sumgrad.record.reference import Reference
+from sumgrad.record.ranks import BUFFER_NAMED
 
-MOST_NOISE = 0.5  # of an update: a step of twice the size has to be seen
 # Digests of a row and its size ("" in older records), as subjects/script/rows.py gives them.
 Row = tuple[str, str, str, str]
 
@@ -340,113 +335,6 @@ def left_behind(record: Record) -> Iterator[Unlike]:
                     f"is not brought to what its owner's step made of it before step {step}",
                 )
                 break
-
-
-def the_same_weights_after(compared: Compared) -> Iterator[Finding]:
-    """Weights that an optimizer leaves wrong though the gradients that it had were right."""
-    record = compared.record
-    if not all(d.is_within for d in compared.diffs):
-        return  # a wrong gradient moves the weights, and a clip those of the others
-    for wrong in wrong_updates(record):
-        yield Finding(level="fail", text=f"after the optimizer, {wrong.text}")
-        return
-    for name, step, noise, size in untold_updates(record):
-        yield Finding(
-            level="unknown",
-            text=f"the optimizer's own step of {name} at step {step} was not compared: runs of the "
-            f"script on one process, off by one rounding, put it {noise:.1e} apart, and the step "
-            f"itself moves it by {size:.1e}; its update is not determined by such a gradient (too "
-            f"few rows for its rank, say)",
-        )
-        return
-
-
-def untold_updates(record: Record) -> Iterator[tuple[str, int, float, float]]:
-    """Weights whose step is lost in the noise of the single run: name, step, noise, and how far
-    the steps beside it move the weight."""
-    if record.spec.script is None:
-        return
-    for references in record.references.values():
-        by_name: dict[str, list[Reference]] = {}
-        for reference in references:  # several optimizers take turns
-            for name in reference.after:
-                by_name.setdefault(name, []).append(reference)
-        for name, own in by_name.items():
-            for one, two in pairwise(own):
-                moved = float((two.after[name] - one.after[name]).abs().max())
-                for reference in (one, two):
-                    noise = FLOOR_FACTOR * reference.after_floor[name]
-                    if moved and noise > MOST_NOISE * moved:
-                        yield name, reference.step, noise, moved
-
-
-def wrong_updates(record: Record) -> Iterator[Unlike]:
-    """Weights after a step that are not the single run's, from equal weights before it."""
-    if record.spec.script is None:
-        return
-    whole = min((len(held.info) for held in record.ranks.values()), default=0)
-    unplaced = any(held.unknown for held in record.ranks.values())
-    for tier, references in record.references.items():
-        for reference in references[:whole]:  # of later ones not every gradient was there
-            if reference.problems or (reference.step and unplaced):
-                break  # a parameter without a place did not move with the others
-            off: dict[int, list[tuple[str, float, float]]] = {}
-            for rank, held in record.ranks.items():
-                for name in held.grads.get((AFTER, reference.step), {}):
-                    found = update_error(record, tier, reference, rank, name)
-                    if found is not None and not found[0] <= found[1]:
-                        off.setdefault(rank, []).append((name, *found))
-            for rank, names in off.items():
-                name, far, bound = names[0]
-                yield Unlike(
-                    rank=rank,
-                    text=f"{some_of([n for n, *_ in names])} on rank {rank} is off by {far:.1e} at "
-                    f"step {reference.step} (noise allows {bound:.1e})",
-                )
-
-
-def update_error(
-    record: Record, tier: str, reference: Reference, rank: int, name: str
-) -> tuple[float, float] | None:
-    """How far a weight after a step is from the single run's, and how far it may be; None where
-    there is nothing to compare."""
-    held = record.ranks[rank]
-    got = held.grads.get((AFTER, reference.step), {}).get(name)
-    if got is None or not got.numel():
-        return None
-    if name not in reference.after or name not in reference.grads:
-        return None
-    eps = torch.finfo(getattr(torch, record.spec.tiers[tier])).eps
-    whole, index = reference.after[name], held.index_of(tier, name)
-
-    def part(full: torch.Tensor) -> torch.Tensor:
-        return full if index is None else full.reshape(-1)[index]
-
-    told, nothing = (
-        part(_told_by_the_gradient(reference, name, record.spec.tiers[tier])),
-        part(reference.grads[name] == 0),
-    )
-    own = held.grads.get((tier, reference.step), {}).get(name)
-    if own is None or own.shape == nothing.shape:
-        told = told | (nothing if own is None else nothing & (own == 0))
-    size = 2 * eps * float(whole.abs().max())
-    bound = FLOOR_FACTOR * max(reference.after_floor[name], size)
-    return _distance(got, part(whole), told), bound
-
-
-def _told_by_the_gradient(reference: Reference, name: str, dtype: str) -> torch.Tensor:
-    """Elements whose gradient is more than noise: an optimizer that divides by its size makes a
-    whole step of noise, in either direction. (Where there is none at all, a step is made of what
-    was before, and of decay: that is told too.)"""
-    return reference.grads[name].abs() > zero_factor(dtype) * reference.floor[name]
-
-
-def _distance(got: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor) -> float:
-    """The largest difference where it is told; NaN where they cannot be compared."""
-    if got.shape != wanted.shape:
-        return float("nan")
-    off = (got.double() - wanted).abs()[told]
-    return float(off.max()) if off.numel() else 0.0
 
 
 def what_was_done_to_compare(compared: Compared) -> Iterator[Finding]:
