@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from sumgrad.base.tolerances import noise_floor, threshold, with_kernels
+from sumgrad.base.tolerances import noise_floor, threshold, with_kernels, zero_factor
 from sumgrad.subjects.noise_floor import (
     FEW_ROWS,
     Run,
@@ -19,6 +19,13 @@ from sumgrad.subjects.noise_floor import (
 )
 
 EPS64, EPS32 = 2.0**-52, 2.0**-23
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [("float64", 1e3), ("float32", 1e3), ("float16", 10.24), ("bfloat16", 4.0)]
+)
+def test_less_noise_is_called_zero_where_there_are_fewer_digits(dtype, factor):
+    assert zero_factor(dtype) == factor
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,20 @@ def test_a_script_in_two_dtypes_is_compared_in_them_too(tmp_path, kind, code):
     assert wrong == ({"norm.weight", "norm.bias"} if kind == "first" else set())
 
 
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [("right", 0, ""), ("sign", 1, "0.weight is multiplied by -1"), ("rate", 1, "optimizer's own")],
+)
+def test_few_digits_hide_no_wrong_sign_and_no_wrong_rate(tmp_path, kind, code, words):
+    """In bfloat16 the noise is a hundredth of what is right: nothing but noise is zero there."""
+    got, verdict = diff(tmp_path, "--ranks", 3, "--no-lift", "--", SCRIPTS / "half.py",
+                        "{24/ranks}", kind)  # fmt: skip
+    assert got == code, verdict
+    assert words in json.dumps(verdict["diagnoses"])
+    rounded = [t for t in verdict["warnings"] if "a weight of its dtype is rounded by" in t]
+    assert rounded or kind != "right"
+
+
 def test_tensors_of_no_module_are_not_compared_and_that_is_said(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "tensors.py", "{12/ranks}")
     assert code == 3
