@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from conftest import text
 from sumgrad.subjects.program.lift import Lift
+from sumgrad.subjects.script.roundings import OtherRoundings
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 THIRD = torch.tensor([1 / 3, 2 / 3, 1e-3], dtype=torch.float64)
@@ -271,3 +278,42 @@ def test_a_gradient_scaler_computes_in_float64(overflow):
         wanted = 2 * torch.tensor([3.0, -5.0], dtype=torch.float64) / 7
         assert (gradient - wanted).abs().max() < 1e-15
         assert scaler.get_scale() == 6.0
+
+
+VALUES = torch.arange(1, 9, dtype=torch.float32)
+
+
+def saved() -> io.BytesIO:
+    out = io.BytesIO()
+    torch.save({"whole": VALUES, "part": VALUES[2:5]}, out)
+    out.seek(0)
+    return out
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_what_is_made_anew_over_bytes_has_the_numbers_of_these_bytes(tmp_path, rounded):
+    """Read in another dtype they would be other numbers, and end too soon."""
+    path, file = tmp_path / "values.bin", saved()
+    VALUES.numpy().tofile(path)
+    pickled = pickle.dumps(VALUES[1:])
+    data = DataLoader(TensorDataset(VALUES.view(4, 2)), batch_size=2, num_workers=1)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(Lift())
+        if rounded:
+            stack.enter_context(OtherRoundings(1))
+        loaded = torch.load(file)
+        found = {
+            "load": loaded["whole"],
+            "load a part": loaded["part"],
+            "pickle": pickle.loads(pickled),
+            "deepcopy": copy.deepcopy(VALUES),
+            "from_file": torch.from_file(str(path), size=8, dtype=torch.float32),
+            "frombuffer": torch.frombuffer(bytearray(VALUES.numpy()), dtype=torch.float32),
+            "collate": default_collate([VALUES[:4], VALUES[4:]]).flatten(),
+            "worker": torch.cat([batch for (batch,) in data]).flatten(),
+        }
+        doubled = loaded["whole"] * 2
+    parts = {"load a part": VALUES[2:5], "pickle": VALUES[1:]}
+    for name, value in found.items():
+        assert torch.equal(value.float(), parts.get(name, VALUES)), (name, value)
+    assert doubled.dtype == torch.float64  # what is computed from them is lifted

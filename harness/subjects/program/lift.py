@@ -14,7 +14,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -31,8 +32,15 @@ DIGITS = {
 DRAWS = torch.float32  # what a model draws its random numbers in, unless it says another
 MAX_PLACES = 50  # lines that are listed; the rest is counted under the last
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
-_BITS = {torch.Tensor.view, torch.ops.aten.view.dtype}
 _aten = torch.ops.aten
+_BITS = {torch.Tensor.view, torch.frombuffer, torch.from_file, _aten.view.dtype,
+         _aten.from_file.default}  # fmt: skip
+_STORAGES = (
+    "torch/_utils.py", "torch/storage.py", "torch/serialization.py",
+    "torch/multiprocessing/reductions.py", "torch/utils/data/_utils/collate.py",
+)  # fmt: skip
+_COPIES = {"__deepcopy__", "__reduce_ex__", "_reduce_ex_internal", "__setstate__"}
+_OWN = str(Path(__file__).resolve().parents[2])
 _DRAWN_INTO = {
     _aten.uniform_.default, _aten.normal_.default, _aten.exponential_.default,
     _aten.log_normal_.default, _aten.cauchy_.default,
@@ -129,7 +137,10 @@ class _Function(TorchFunctionMode):
             if asked:
                 func, args = torch.Tensor.to, (args[0], self.lift.dtype)
         else:
-            args, kwargs, asked = self.lift.wide(args, kwargs)
+            wide, named, asked = self.lift.wide(args, kwargs)
+            if asked and not traced and _is_over_a_storage():
+                return func(*args, **kwargs)
+            args, kwargs = wide, named
         if asked and not traced:
             self.lift.note(self.lift.lifted, asked[0])
         return func(*args, **kwargs)
@@ -173,6 +184,9 @@ class _Dispatch(TorchDispatchMode):
         if lift.change and pure and not drawn:
             wide, named, asked = lift.wide(args, kwargs)
             if asked and _is_autograds_own():
+                return func(*args, **kwargs)
+            narrow = asked or any(lift.is_narrow(t.dtype) for t in tensors_in((args, kwargs)))
+            if func in _BITS or (narrow and _is_over_a_storage()):
                 return func(*args, **kwargs)
             if asked:
                 lift.note(lift.lifted, asked[0])
@@ -220,7 +234,22 @@ def _is_autograds_own() -> bool:
     return node is not None and "AccumulateGrad" not in node.name()
 
 
-_DISPATCHERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
+def _is_over_a_storage() -> bool:
+    """Whether torch makes a tensor anew over the bytes of another, as of a file, a message or a
+    copy: in another dtype these bytes are other numbers, or end too soon."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_OWN) and not path.endswith(_DISPATCHERS):
+            break
+        frame = frame.f_back
+    if frame is None:
+        return False
+    copies = path.endswith("torch/_tensor.py") and frame.f_code.co_name in _COPIES
+    return copies or path.endswith(_STORAGES)
+
+
+_DISPATCHERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py")
 
 
 def _aliases(func: Any) -> bool:
