@@ -165,7 +165,7 @@ def _error(got: Tensor, wanted: Expected) -> _Error:
         max_abs=max_abs,
         max_rel=max_abs / size if size else max_abs,
         l2_rel=float(error.norm()) / norm if norm else float(error.norm()),
-        ratio=float((got.double() * ref).sum()) / norm**2 if norm else None,
+        ratio=float((got.double() / norm * (ref / norm)).sum()) if norm else None,
         same=same,
         same_l2=same_l2,
     )

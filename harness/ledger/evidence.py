@@ -171,8 +171,10 @@ def _factor(part: Tensor, grad: Tensor) -> float | None:
     close = max(CLOSE, 4 * eps)
     x, y = part.double(), grad.double()
     at = int(y.abs().argmax())
-    if not float(y[at]):
+    largest = abs(float(y[at]))
+    if not largest:
         return None
+    x, y = x / largest, y / largest  # their squares may be nothing
     guess = float(x[at]) / float(y[at])
     rough = max(1e-2, close) * (abs(float(x[0])) + abs(guess * float(y[0])))
     if guess == 0 or not abs(float(x[0]) - guess * float(y[0])) <= rough:

@@ -143,11 +143,14 @@ def _lifted(lifted: list[dict[str, Any]]) -> RenderableType:
     )
 
 
-def _losses(losses: Mapping[str, Sequence[float | None]]) -> RenderableType:
+def _losses(losses: Mapping[str, Sequence[float | str | None]]) -> RenderableType:
     """The curves that people compare by eye."""
 
-    def curve(values: Sequence[float | None]) -> str:
-        return " ".join("-" if x is None else f"{x:.4g}" for x in values[:MAX_LOSSES])
+    def one(value: float | str | None) -> str:
+        return "-" if value is None else f"{float(value):.4g}"  # `nan` and `inf` are words in JSON
+
+    def curve(values: Sequence[float | str | None]) -> str:
+        return " ".join(one(x) for x in values[:MAX_LOSSES])
 
     single, ranks = curve(losses["single"]), curve(losses["ranks"])
     return _labelled(

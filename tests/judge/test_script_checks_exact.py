@@ -94,6 +94,7 @@ def test_rows_that_are_not(read, missed, uneven, foreign, cause):
     (([FOUR[0], row("x")], [row("x"), row("z")]), "unknown"),  # by chance
     (([row("x", size="8"), row("y", size="8")],) * 2, "fail"),  # and these are not
     (([FOUR[0], row("x")], [FOUR[0], row("z")]), "fail"),
+    ((FOUR[:2], [row("x"), row("z")]), "unknown"),  # the second of two ranks draws its own
     ((FOUR[:2], [FOUR[2], row("x")]), "fail"),  # one of four
     (([row("v", size="8"), row("x", size="8")], [row("y", size="8"), row("z", size="8")]),
      "unknown"),
@@ -393,3 +394,24 @@ def test_a_wrong_gradient_is_not_called_a_wrong_update():
     record.ranks[1].grads[AT]["w"] += 1
     assert list(other_than_the_single_run(compared(record))) == []
     assert texts(the_same_weights_after, record) == []
+
+
+@pytest.mark.parametrize(
+    ("stepped", "status", "words"),
+    [
+        (({"w"}, {"w"}), "pass", ""),
+        (({"w"}, {"b"}), "unknown", "the optimizer of rank 1 lacks w at step 0, and whether"),
+        (({"w", "b"}, {"w", "b"}), "unknown", "of rank 0-1 has b at step 0, and the single run's"),
+        (({"b"}, {"b"}), "fail", "no rank's optimizer has w at step 0"),
+    ],
+)
+def test_what_optimizers_have_at_the_last_step(stepped, status, words):
+    record = record_of(FOUR, FOUR[:2], FOUR[2:])
+    (reference,) = record.references["structure"]
+    reference = replace(reference, after={"w": reference.grads["w"]}, after_floor={"w": 1e-16})
+    record = replace(record, references={"structure": [reference]})
+    for rank, names in enumerate(stepped):
+        record.ranks[rank].info[AT]["stepped"] = sorted(names)
+    found = list(the_optimizers_together(compared(record)))
+    assert {f.level for f in found} == ({status} if words else set()) or status == "fail"
+    assert any(words in f.text for f in found) is bool(words), found

@@ -44,7 +44,9 @@ class OtherRows:
         known = sum(map(len, self.by_rank.values()))
         repeated = 2 * self.again >= number or 2 * len(self.uneven) > known  # more than by chance
         larger = self.ranks == self.single * len(self.by_rank) and not (known and self.missed)
-        shuffled = self.ranks == self.single and number > self.single / 2
+        # One of two ranks: all that it reads is its own, and nothing of what the other reads.
+        half = 2 * number == self.single and not any(self.by_rank[r] for r in self.foreign)
+        shuffled = self.ranks == self.single and (2 * number > self.single or half)
         return bool(number) and not repeated and (larger or shuffled)
 
     @property
@@ -76,7 +78,7 @@ def the_same_rows(compared: Compared) -> Iterator[Finding]:
         for other in other_rows(compared.record, tier)[:1]:
             if "fail" in statuses:
                 yield Finding(level="fail", text=other.text, tier=tier)
-            elif "unknown" not in statuses:
+            elif statuses and "unknown" not in statuses:
                 text = f"{other.text}; every gradient that was compared is right all the same"
                 yield Finding(level="warning", text=text)
 
@@ -302,6 +304,40 @@ def the_optimizers_together(compared: Compared) -> Iterator[Finding]:
         yield Finding(level="fail", text=text)
     for left in left_behind(compared.record):
         yield Finding(level="fail", text=left.text)
+    for text in not_together_at_the_end(compared.record):
+        yield Finding(level="unknown", text=text)
+
+
+def not_together_at_the_end(record: Record) -> Iterator[str]:
+    """Of the last step, which no other follows: parameters that a rank's optimizer lacks, and of
+    which nobody has looked whether its owner's step reaches it; and those that it has too much."""
+    last = record.spec.steps - 1
+    for tier, references in record.references.items() if record.spec.script else ():
+        if len(references) <= last:
+            continue
+        after = references[last].after.keys()
+        lacks: dict[str, list[int]] = {}
+        more: dict[str, list[int]] = {}
+        for rank, held in record.ranks.items():
+            steps = [
+                set(held.info.get((tier, step), {}).get("stepped", ())) for step in range(last + 1)
+            ]
+            if not steps[last]:
+                continue
+            looked = after - set().union(*steps) if last else set()
+            for name in sorted((after & set(held.params)) - steps[last] - looked):
+                lacks.setdefault(name, []).append(rank)
+            for name in sorted(steps[last] - after):
+                more.setdefault(name, []).append(rank)
+        for names, how in ((lacks, "lacks"), (more, "has")):
+            if names:
+                first = next(iter(names.values()))
+                alike = [n for n, ranks in names.items() if ranks == first]
+                why = ("and whether its owner's step reaches that rank is seen with a further step "
+                       "only (--steps)" if how == "lacks" else
+                       "and the single run's does not: it was not compared")  # fmt: skip
+                yield (f"the optimizer of rank {spans(first)} {how} {some_of(alike)} at step "
+                       f"{last}, {why}")  # fmt: skip
 
 
 def unowned(record: Record) -> Iterator[tuple[list[str], int]]:

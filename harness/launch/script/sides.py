@@ -154,7 +154,10 @@ def _environments(command: Command) -> AbstractContextManager[list[dict[str, str
 
 @contextmanager
 def rank_environments(ranks: int) -> Iterator[list[dict[str, str]]]:
-    """What torchrun gives each of so many ranks on one machine. The port is theirs in the block."""
+    """What torchrun gives each of so many ranks on one machine. The port is theirs in the block.
+
+    A script may ask whether torchrun has started it; there is no agent with a store of its own.
+    """
     with held_port() as port:
         yield [
             {
@@ -165,6 +168,12 @@ def rank_environments(ranks: int) -> Iterator[list[dict[str, str]]]:
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks),
                 "ROLE_WORLD_SIZE": str(ranks),
+                "GROUP_WORLD_SIZE": "1",
+                "ROLE_NAME": "default",
+                "TORCHELASTIC_RUN_ID": "none",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+                "TORCHELASTIC_USE_AGENT_STORE": "False",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }

@@ -307,17 +307,20 @@ class Watch:
 
     def _look_at_unowned(self) -> None:
         """Parameters with a gradient that no optimizer of torch's has in the single run, and that
-        something steps all the same; of others, as where a model is trained in part, it is only
-        said. (On ranks the optimizer of another one may have them.)"""
+        something steps all the same, which may have freed the gradient; of others, as where a model
+        is trained in part, it is only said. (On ranks the optimizer of another one may have them.)
+        """
         if self.asked.start is not None or self.asked.jitter:
             return
         owned = self._owned()
         for n, h in self.models.held.items():
-            if id(h.param) in owned or not h.param.requires_grad or h.param.grad is None:
+            if id(h.param) in owned or not h.param.requires_grad:
                 continue
-            self.unowned.add(n)
             if self.weights.is_changed(h):
                 self.changed_by_others.add(n)
+            elif h.param.grad is None:
+                continue
+            self.unowned.add(n)
 
     def _races(self) -> list[str]:
         """Reductions of gradients that nobody has waited for when the optimizer steps, in words."""

@@ -23,7 +23,9 @@ _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
     torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
 }  # fmt: skip
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}  # with a rate of their own
 _AT = 4  # where scaled_dot_product_attention takes dropout_p
+_RATE = 5  # and where they take it, before `train`
 _DROPPED: Any = F.scaled_dot_product_attention
 
 
@@ -52,6 +54,11 @@ class NoDropout(TorchFunctionMode):
             self.count += 1
             args = (*args[:_AT], 0.0, *args[_AT + 1 :]) if len(args) > _AT else args
             kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
+        elif func in _RECURRENT and len(args) > _RATE + 1:
+            at = _RATE if isinstance(args[3], bool) else _RATE + 1  # of packed sequences
+            if args[at] and args[at + 1]:
+                self.count += 1
+                args = (*args[:at], 0.0, *args[at + 1 :])
         result = func(*args, **kwargs)
         self.draws.seen(func, result)
         return result
