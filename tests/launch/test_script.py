@@ -300,6 +300,22 @@ def test_few_digits_hide_no_wrong_sign_and_no_wrong_rate(tmp_path, kind, code, w
     assert rounded or kind != "right"
 
 
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
+        ("lstm", 0, "dropout was switched off"),
+        ("launched", 0, "structure"),
+        ("mask", 1, "structure"),  # what torch.load gave is the file's, and weighs the ranks
+        ("probe", 3, "is stepped by nothing that is a torch.optim.Optimizer"),
+        ("nan", 1, "nan"),
+    ],
+)
+def test_odd_scripts(tmp_path, kind, code, words):
+    got, verdict = on_ranks(tmp_path, 2, "odd.py", "{12/ranks}", kind)
+    assert got == code, verdict
+    assert words in json.dumps(verdict).lower() or words in json.dumps(verdict)
+
+
 def test_tensors_of_no_module_are_not_compared_and_that_is_said(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "tensors.py", "{12/ranks}")
     assert code == 3
