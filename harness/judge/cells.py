@@ -227,6 +227,9 @@ def _as_user_left_it(record: Record, cell: Cell, diff: TensorDiff) -> TensorDiff
         and diff.status == "fail"
         and not _stepped(record, cell.rank, at, cell.name)
     ):
+        if record.ranks[cell.rank].unknown:
+            why = "that rank's optimizer has parameters that are not known, and not this one"
+            return replace(diff, status="unknown", reason=why)
         return replace(diff, reason="no rank's optimizer has it, and the single run's does")
     if cell.got is None and diff.status == "fail":
         return replace(diff, reason="the step left no gradient (None); the reference is not zero")

@@ -345,6 +345,8 @@ def unowned(record: Record) -> Iterator[tuple[list[str], int]]:
     has; of the first such step."""
     if record.spec.script is None:
         return
+    if any(rank.unknown for rank in record.ranks.values()):
+        return  # parameters that were put in the place of others may be these
     held = {name for rank in record.ranks.values() for name in rank.params}
     for tier, references in record.references.items():
         for reference in references:

@@ -11,6 +11,7 @@ from sumgrad.base.tensors import bits, to_local
 from sumgrad.subjects.program.placement import flat_pieces, where_is
 from sumgrad.subjects.program.unseen import bare_name
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -71,7 +72,10 @@ class Models:
         """
         if id(module) in self._seen or next(module.parameters(), None) is None:
             return []
-        root, whole = outermost(module), whole_of()
+        root = outermost(module)
+        if any(isinstance(p, UninitializedParameter) for p in root.parameters()):
+            return []  # a lazy module, which knows its shapes after its first call
+        whole = whole_of()
         self._seen |= {id(m) for m in root.modules()}
         known = {id(h.param) for h in self.held.values()}
         flat = [h for h in _flat_parts(root) if id(h.param) not in known]
