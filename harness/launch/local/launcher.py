@@ -32,7 +32,7 @@ from sumgrad.base.memory import kills_for_want_of_memory
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.launch.guard import HELPERS
 from sumgrad.launch.local.conversation import Conversation
-from sumgrad.launch.local.processes import end_tagged, kill
+from sumgrad.launch.local.processes import HELD, end_tagged, kill
 from sumgrad.record.endings import outcome_from_record
 
 Progress = Callable[[str], object]
@@ -366,7 +366,7 @@ def _outcome(job: RankJob, rank: int, end: dict[str, Any]) -> RankOutcome:
     if end["killed"] and outcome.status == "killed":
         detail = "did not end when it was asked to; killed by the launcher"
         if end["stopped"]:
-            detail = "its process was stopped (SIGSTOP, or a debugger); killed by the launcher"
+            detail = HELD
         return replace(outcome, detail=detail, by_launcher=True)
     return outcome
 

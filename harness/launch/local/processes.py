@@ -85,6 +85,9 @@ def children_of(parent: int) -> list[int]:
     ]
 
 
+HELD = "its process was stopped (SIGSTOP, or a debugger); killed by the launcher"
+
+
 def state_of(pid: int) -> str:
     """How a process's main thread is: R runs, S sleeps, D waits for a disk, T is stopped, t by a
     debugger; ? where the kernel does not say."""

@@ -16,13 +16,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sumgrad.base.files import PACKAGE
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.launch.local.ports import held_port
-from sumgrad.launch.local.processes import end_tagged, kill_group
+from sumgrad.launch.local.processes import HELD, end_tagged, kill_group, state_of
 from sumgrad.launch.local.rank_log import RankLog
 from sumgrad.launch.script import boot
 from sumgrad.record.endings import outcome_from_record, rank_file, read_end_record
@@ -109,6 +109,7 @@ def run_side(
             reader.start()
             _wait(processes, asked.seconds, directory, progress)
         finally:
+            held = [p.poll() is None and state_of(p.pid) in ("T", "t") for p in processes]
             for process in processes:
                 kill_group(process.pid, signal.SIGKILL)
             end_tagged(TAG, own)
@@ -119,7 +120,7 @@ def run_side(
             for log in logs:
                 log.close()
     return Ended(
-        outcomes=tuple(_outcomes(command, directory, codes)),
+        outcomes=tuple(_outcomes(command, directory, codes, held)),
         seconds=time.monotonic() - started,
         output=rank_file(directory, 0, ".log"),
     )
@@ -223,10 +224,16 @@ def _drain(logs: Sequence[RankLog], stop: threading.Event) -> None:
                 log.drain()
 
 
-def _outcomes(command: Command, directory: Path, codes: Sequence[int]) -> Iterator[RankOutcome]:
+def _outcomes(
+    command: Command, directory: Path, codes: Sequence[int], held: Sequence[bool]
+) -> Iterator[RankOutcome]:
+    """held: ranks that a signal or a debugger had stopped when their time was over."""
     if command.ranks:
-        for rank, code in enumerate(codes):
-            yield outcome_from_record(directory, rank, POOL, exit_code=code)
+        for rank, (code, was_held) in enumerate(zip(codes, held, strict=True)):
+            outcome = outcome_from_record(directory, rank, POOL, exit_code=code)
+            if was_held and outcome.status == "killed":
+                outcome = replace(outcome, detail=HELD, by_launcher=True)
+            yield outcome
         return
     claimed = [int(p.stem.removeprefix("rank_")) for p in (directory / "ranks").glob("*.claim")]
     ends = [read_end_record(directory, rank) or {} for rank in claimed]
