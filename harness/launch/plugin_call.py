@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 from sumgrad.launch.plugin_rank import Call
 
-Set = Mapping[Any, Mapping[str, Any]]
+SetThere = Mapping[Any, Mapping[str, Any]]
 
 
 def refuse_patches(item: pytest.Function) -> None:
@@ -39,7 +39,7 @@ def _name_of(target: object) -> str:
     return str(getattr(target, "__name__", type(target).__name__))
 
 
-def call_of(item: pytest.Function, ranks_as: Sequence[str], set_by_fixtures: Set) -> Call:
+def call_of(item: pytest.Function, ranks_as: Sequence[str], set_by_fixtures: SetThere) -> Call:
     """What the ranks are to call: the function as it was collected, its arguments, what fixtures
     have set. ranks_as: the argument that each rank fills itself, if there is one. set_by_fixtures:
     by class or module, all that any has set there."""
@@ -67,7 +67,7 @@ def call_of(item: pytest.Function, ranks_as: Sequence[str], set_by_fixtures: Set
     )
 
 
-def _still_there(owner: Any, set_by_fixtures: Set) -> dict[str, Any]:
+def _still_there(owner: Any, set_by_fixtures: SetThere) -> dict[str, Any]:
     """What stands in a class or module as a fixture has set it."""
     known = set_by_fixtures.get(owner, {}) if owner else {}
     return {name: new for name, new in known.items() if vars(owner).get(name, known) is new}

@@ -10,6 +10,7 @@ lifted, so that a mask is the same mask in every tier.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ _STORAGES = (
     "torch/multiprocessing/reductions.py", "torch/utils/data/_utils/collate.py",
 )  # fmt: skip
 _COPIES = {"__deepcopy__", "__reduce_ex__", "_reduce_ex_internal", "__setstate__"}
-_OWN = str(Path(__file__).resolve().parents[2])
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"  # as code objects have it, not resolved
 _DRAWN_INTO = {
     _aten.uniform_.default, _aten.normal_.default, _aten.exponential_.default,
     _aten.log_normal_.default, _aten.cauchy_.default,

@@ -35,23 +35,28 @@ from torch import Tensor, nn
 SAME = 1e-9  # of the scale: float64 runs of one term that differ by more are not one computation
 
 
-_gives_the_same: dict[int, tuple[Any, bool]] = {}  # by id of a Program, which is kept alive
+_shares: dict[int, tuple[Any, bool]] = {}  # by id of a Program, which is kept alive
 
 
 def own_model(program: Any) -> nn.Module:
-    """build()'s model, which nobody else holds: some Programs give the same object each time.
+    """build()'s model, whose memory nobody else has: some Programs give the same object each time,
+    or models over weights that they hold.
 
     Only theirs is copied: a copy loses the hooks and attributes of its parameters, and a forward
     that was put in place of another still leads to the original.
     """
     scramble(11)
     model = build(program)
-    if id(program) not in _gives_the_same:
-        held = {id(p) for p in model.parameters()}
+    if id(program) not in _shares:
         scramble(11)
-        same = any(id(p) in held for p in build(program).parameters())
-        _gives_the_same[id(program)] = program, same
-    return copy.deepcopy(model) if _gives_the_same[id(program)][1] else model
+        _shares[id(program)] = program, bool(_memory(model) & _memory(build(program)))
+    return copy.deepcopy(model) if _shares[id(program)][1] else model
+
+
+def _memory(model: nn.Module) -> set[int]:
+    """Where a model's numbers are."""
+    held = [t for t in (*model.parameters(), *model.buffers()) if t.layout == torch.strided]
+    return {t.untyped_storage().data_ptr() for t in held if t.numel() and not t.is_meta}
 
 
 class Single:
