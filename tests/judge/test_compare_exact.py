@@ -35,6 +35,12 @@ def moved(by: float, at: tuple[int, int] = (0, 1)) -> torch.Tensor:
     return out
 
 
+def test_a_ratio_is_told_of_numbers_whose_squares_are_nothing():
+    tiny = torch.tensor([1e-174], dtype=torch.float64)  # of one element the norm is there
+    diff = diff_of(3 * tiny, wanted(value=tiny, same_dtype=None))
+    assert diff.ratio == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_error_at_the_threshold_passes_and_one_above_fails(sign):
     under, over = diff_of(moved(sign * 3.99e-3)), diff_of(moved(sign * 4.01e-3))

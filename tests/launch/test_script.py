@@ -353,6 +353,12 @@ def test_a_script_that_hangs_is_ended_and_says_where(tmp_path):
     assert left.stdout == b""
 
 
+def test_a_rank_that_was_stopped_is_called_that(tmp_path):
+    code, verdict = on_ranks(tmp_path, 2, "bad.py", "stop", timeout=10)
+    assert code == 3
+    assert "its process was stopped (SIGSTOP" in verdict["outcomes"][1]["detail"]
+
+
 def test_a_diff_that_is_interrupted_leaves_nobody_and_no_changed_file(tmp_path):
     (tmp_path / "losses.csv").write_text("last week's\n")
     words = ["--ranks", "2", "--", str(SCRIPTS / "train.py"), "--bug", "slow"]

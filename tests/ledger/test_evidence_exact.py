@@ -34,6 +34,11 @@ def test_the_gradients_that_a_buffer_is_made_of(buffer, found):
     assert segments(buffer, GRADS) == found
 
 
+def test_gradients_whose_squares_are_nothing_are_found():
+    tiny = A.double() * 1e-170
+    assert segments(flat(tiny / 2), {"a": tiny}) == [("a", 0.5)]
+
+
 def test_a_gradient_that_goes_in_itself_is_no_other_of_the_same_values():
     """Two norms that weigh one product have one gradient while their weights are alike."""
     params = {n: nn.Parameter(torch.ones(3, dtype=torch.float64)) for n in ("k", "q")}

@@ -81,6 +81,21 @@ def test_attention_drops_nothing_and_what_is_off_is_not_counted():
     assert mode.count == 2
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("packed", [False, True])
+def test_recurrent_layers_drop_nothing(kind, packed):
+    layer, plain = (kind(4, 5, 2, dropout=rate) for rate in (0.9, 0.0))
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(6, 3, 4)
+    given = nn.utils.rnn.pack_padded_sequence(x, [6, 4, 2]) if packed else x
+    with NoDropout() as mode:
+        got, wanted = layer(given)[0], plain(given)[0]
+        assert mode.count == 1
+        layer.eval()(given)
+    assert mode.count == 1
+    assert torch.equal(got.data, wanted.data)
+
+
 def test_data_is_doubled_and_what_has_a_gradient_is_not():
     made = torch.randn(2, requires_grad=True)
     kwargs = {"x": [torch.ones(2)], "n": 3}
@@ -141,6 +156,14 @@ def test_a_model_is_met_whole_by_whichever_part_is_called_first():
     wrapped.add_module("module", model)
     assert label_of(wrapped) == "Part"
     assert models.meet(wrapped, none) == []
+
+
+def test_a_lazy_model_is_met_when_it_knows_its_shapes():
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    models = Models()
+    assert models.meet(model, none) == []
+    model(torch.ones(1, 4))
+    assert len(models.meet(model, none)) == 4
 
 
 def test_a_second_models_names_begin_with_its_class():

@@ -1,5 +1,7 @@
 """Scripts that do not come to an end as they should: `bad.py KIND`."""
 
+import os
+import signal
 import sys
 import time
 
@@ -18,6 +20,8 @@ for _step in range(5):
     optimizer.step()
     if kind == "raise":
         raise ValueError("out of data")
+    if kind == "stop" and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "hang" and dist.get_rank() == 1:
         time.sleep(1000)
     dist.barrier()
