@@ -88,6 +88,14 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("f_04", "hands on what one rank has, where the sum of what all of them have is right"),
         ("f_20", "with weights of their own: 2/5, 3/10, 3/10 of rank 0, 1, 2"),
         ("g_12", "of each such vector of what goes in elements 4-11 of 16 are wrong, the others"),
+        ("l_19", "policy is counted 17/27 = count of policy/count of kl times; the other terms"),
+        ("af_08", "on rank 0, 2 it is computed again in the backward, and is right then: look at"),
+        ("af_10", "of attention.inv_freq, on rank 1-2, all its elements are zeros"),
+        ("c_17", "a reentrant checkpoint has no graph of its first pass, so what is taken"),
+        (
+            "t_02",
+            "has reduction='batchmean' on rank 0-2, and in the single process reduction='sum'",
+        ),
         ("q_10", "initial is counted 1/3 = 1/dp times; the other terms are right"),
         (
             "e_08",

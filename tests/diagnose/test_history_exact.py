@@ -68,8 +68,9 @@ def test_what_was_kept_and_overwritten_is_seen_where_it_is_taken():
 
 def copied_over():
     grad = BOTH.clone()
+    beside = SECOND * 3
     grad.copy_(SECOND)
-    return grad * 2
+    return grad * 2 + beside
 
 
 def test_what_a_copy_overwrites_is_not_taken():

@@ -126,6 +126,12 @@ def test_any_slice_in_any_order_is_right(held):
     assert first_wrong_backward(found, MODULES) is None
 
 
+@pytest.mark.parametrize(("tokens", "ordered"), [(slice(1, 3), True), ([2, 0], False)])
+def test_it_is_seen_whether_rows_stand_as_they_do_there(tokens, ordered):
+    found = look(rank(slice(0, 2), tokens))
+    assert {s.in_order for m in MODULES for s in found.seen[m]} == {ordered}
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_one_wrong_element_is_seen_where_it_is(name):
     def off(x):

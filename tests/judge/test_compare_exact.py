@@ -35,6 +35,18 @@ def moved(by: float, at: tuple[int, int] = (0, 1)) -> torch.Tensor:
     return out
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size", "seen"),
+    [("float64", 900, False), ("float64", 1100, True), ("bfloat16", 3.9, False),
+     ("bfloat16", 4.1, True)],
+)  # fmt: skip
+def test_what_is_more_than_noise_has_to_be_seen(dtype, size, seen):
+    """In fewer digits it is nearer to its noise, and no less there."""
+    term = torch.full_like(VALUE, size * 1e-6)
+    diff = diff_of(VALUE, wanted(terms={"a": term}, resolution={"a": 1e-6}, measured_in=dtype))
+    assert (diff.status == "unknown") is seen
+
+
 def test_a_ratio_is_told_of_numbers_whose_squares_are_nothing():
     tiny = torch.tensor([1e-174], dtype=torch.float64)  # of one element the norm is there
     diff = diff_of(3 * tiny, wanted(value=tiny, same_dtype=None))

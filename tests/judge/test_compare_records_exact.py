@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from records_in_memory import FLOOR, SCALE, found, planned_record, texts, with_rank
+from records_in_memory import FLOOR, SCALE, found, planned_record, program_record, texts, with_rank
 from sumgrad.judge.cells import compare, expected, near_misses
 from sumgrad.judge.checks.replicas import replicas_of_a_pool
 from sumgrad.judge.checks.same_start import counts_and_norms, expect_norms
 from sumgrad.judge.knowledge import known_plan
+from sumgrad.record.spec import Script
 
 KEY = ("structure", 1)
 
@@ -219,3 +220,17 @@ def test_an_error_that_more_runs_may_allow_is_near_and_a_larger_one_is_not(recor
     lost = {k: {n: g for n, g in v.items() if n != name} if k == ("precision", 0) else v
             for k, v in close.ranks[1].grads.items()}  # fmt: skip
     assert near_misses(with_rank(close, 1, grads=lost)) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "float64", "dtype"),
+    [(True, None, "float32"), (False, None, "float64"), (False, "a kernel", "bfloat16")],
+)
+def test_the_dtype_that_a_reference_is_measured_in(script, float64, dtype):
+    one = program_record(tiers={"precision": "float32"})
+    facts = replace(one.spec.facts, float64=float64)
+    told = Script(command="c", rows=({},), losses=((1.0,),)) if script else None
+    tiers = {"precision": "float32", "coarse": "bfloat16"}
+    record = replace(one, spec=replace(one.spec, facts=facts, script=told, tiers=tiers))
+    reference = one.references["precision"][0]
+    assert expected(record, reference, "train", "w", "precision").measured_in == dtype

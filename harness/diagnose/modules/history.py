@@ -17,7 +17,7 @@ from torch import Tensor
 
 CLOSE = 1e-9
 NEARLY = 1e-6  # of a value: what such sums may be off, to be fitted at all
-OVERWRITES = {"copy_"}  # what they take first, unread
+OVERWRITES = {"copy"}  # what they take first, unread
 MOST_BUFFERS = 64  # tensors, larger than the parameter, in which it is looked for
 
 
