@@ -186,12 +186,13 @@ class _Dispatch(TorchDispatchMode):
             wide, named, asked = lift.wide(args, kwargs)
             if asked and _is_autograds_own():
                 return func(*args, **kwargs)
-            narrow = asked or any(lift.is_narrow(t.dtype) for t in tensors_in((args, kwargs)))
-            if func in _BITS or (narrow and _is_over_a_storage()):
+            wide, named = _raised(lift, wide), _raised(lift, named)
+            same = all(a is b for a, b in zip(args, wide, strict=True)) and not kwargs
+            if func in _BITS or (not same and _is_over_a_storage()):
                 return func(*args, **kwargs)
             if asked:
                 lift.note(lift.lifted, asked[0])
-            args, kwargs = _raised(lift, wide), _raised(lift, named)
+            args, kwargs = wide, named
         if lift.change and drawn and pure and _asks_for_none(func, args, kwargs):
             kwargs = {**kwargs, "dtype": DRAWS}
         stand_in = _STAND_INS.get(func) if lift.change else None
