@@ -78,7 +78,7 @@ def _with_the_rest(case: Case, best: Explanation, explainers: Sequence[Explainer
     rest = case.of(best.leaves)
     others, _ = ([], []) if case.only else choose(rest, explainers)
     case.known.setdefault(BROKEN, []).extend(rest.known.get(BROKEN, ()))
-    text = f"{some_of(list(best.leaves))} is wrong too and not explained by it"
+    text = f"{some_of(list(best.leaves))} is wrong too, and whether by the same is not known"
     text += f": {others[0].cause}" if others else ""
     return replace(best.diagnosis, however=(*best.diagnosis.however, text))
 

@@ -13,6 +13,7 @@ from sumgrad.judge.joint import joint_operations, sizes_of
 from sumgrad.ledger.operations import group_name
 
 MAX_POWER = 8
+MOST_RUNS = 6  # of rows with one factor, that are written out
 
 
 def factor_symbols(case: Case, value: float) -> list[str]:
@@ -180,9 +181,10 @@ def block_counts(found: Factors) -> str:
             parts.append(([unit.rows], value))
     shown = [
         f"rows {list_rows(rows)}: " + ("?" if value is None else _often(value))
-        for rows, value in parts[:6]
+        for rows, value in parts[:MOST_RUNS]
     ]
-    return "; ".join(shown)
+    more = len(parts) - MOST_RUNS
+    return "; ".join([*shown, f"{more} more such runs of rows"] if more > 0 else shown)
 
 
 def _often(value: float) -> str:

@@ -148,7 +148,7 @@ def test_a_small_parameter_is_told_by_the_weights_of_others():
     assert (cause.kind, cause.standing, cause.however) == ("weights_of_ranks", "proved", ())
     cause = diagnose(compared(record_with_a_bias(EVEN, off=0.1))).causes[0]
     assert (cause.kind, cause.standing) == ("weights_of_ranks", "likely")
-    assert cause.however[0].startswith("c is wrong too and not explained by it")
+    assert cause.however[0].startswith("c is wrong too, and whether by the same is not known")
 
 
 def test_weights_of_one_rank_are_not_said_of_others():
@@ -191,7 +191,7 @@ def test_a_table_that_misses_by_more_than_the_threshold_is_none():
     cause = diagnose(compared(record)).causes[0]
     assert (cause.kind, cause.standing) == ("weights_of_ranks", "likely")
     assert cause.cause.startswith("b: ")
-    assert cause.however == ("w is wrong too and not explained by it",)
+    assert cause.however == ("w is wrong too, and whether by the same is not known",)
     for held in record.ranks.values():
         held.grads[AT]["b"].view(-1)[0] += 1e-12
     assert diagnose(compared(record)).causes[0].kind == "open"

@@ -58,7 +58,7 @@ def test_what_is_wrong_besides_is_said():
 
     cause = cause_of(change)
     assert (cause.kind, cause.standing) == ("given_to_others", "likely")
-    assert cause.however[0].startswith("a.de is wrong too and not explained by it")
+    assert cause.however[0].startswith("a.de is wrong too, and whether by the same is not known")
 
 
 def test_almost_the_same_or_too_few_numbers_are_no_pair():

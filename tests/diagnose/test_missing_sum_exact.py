@@ -44,7 +44,7 @@ PART = "what down gives is a part on each rank, whole only when summed over tp"
 def test_a_sum_that_nobody_issues_is_missing(monkeypatch, operations, at_head):
     words, missing = parts_below(operations, monkeypatch, at_head=at_head)
     assert words[0] == PART
-    assert "issues no collective between these two" in words[1]
+    assert "issues no collective in between" in words[1]
     assert missing == "the sum over tp of what down gives is missing"
 
 

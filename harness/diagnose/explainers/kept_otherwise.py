@@ -32,7 +32,7 @@ def with_what_was_kept(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         f"on rank {spans(sorted(ranks))}: it goes through the hooks for saved tensors at {pack} "
         f"and {unpack}"
     )
-    because = (diagnosis.cause.removeprefix("open: "), *diagnosis.because)
+    because = (diagnosis.cause.removeprefix("open: "),)
     return replace(
         diagnosis, cause=cause, because=because, standing="likely", kind="saved_input",
         ranks=tuple(sorted(ranks)),

@@ -21,7 +21,6 @@ class FirstWrong:
     nearest that could be compared on every way, in the order in which a step meets them. seen: what
     is wrong of it. ratio: the gradient is right there but for this factor. lost: none reaches it.
     emptied: none reaches a part of its vectors. over_all: only the sum over all ranks is wrong.
-    alike: in the backward, other modules that are wrong beside the same.
     """
 
     wrong: str
@@ -31,7 +30,6 @@ class FirstWrong:
     lost: bool = False
     emptied: bool = False
     over_all: bool = False
-    alike: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -124,9 +122,7 @@ def first_wrong_backward(look: Look, failing: Sequence[str]) -> FirstWrong | Non
         apart = module in failing or one_part or found.emptied
         below = right & look.paths.all_below(module)
         if apart or all(_is_as_wrong(look, m, found) for m in below):
-            alike = [m for m in odd if m != module and odd[m].beside == found.beside
-                     and not look.paths.all_above(m) & odd.keys()]  # fmt: skip
-            return replace(found, alike=tuple(alike))
+            return found
     return None
 
 

@@ -40,8 +40,7 @@ class AtLine:
     where there they have one; kept: they have one, where there they have none. told: whether all
     that it takes is known to be right. parts: what it takes is right only as a sum over ranks.
     there: whether the single process runs it, too. again: something right is made of what it gives.
-    beside: Functions that take the same and get what is right, in the backward. passed: earlier
-    ones on its rank that are meant, for something right is made of them, or right ranks have them.
+    beside: Functions that take the same and get what is right, in the backward.
     """
 
     rank: int
@@ -56,7 +55,6 @@ class AtLine:
     there: bool = True
     again: bool = False
     beside: tuple[Computation, ...] = ()
-    passed: tuple[Computation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ class Look:
     """Modules in the order in which their outputs are there in one process, and what was seen of
     them. paths: which are made from which. terms_at: module and number of its output -> the terms
     with a gradient there. lacking: modules whose outputs are right on every rank, and that give the
-    single process others besides -> how many vectors of how many."""
+    single process others besides."""
 
     modules: tuple[str, ...]
     seen: Mapping[str, Sequence[Seen]]
@@ -31,7 +31,7 @@ class Look:
     paths: Paths
     terms: tuple[str, ...] = ()
     terms_at: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
-    lacking: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    lacking: tuple[str, ...] = ()
 
     def forward(self, module: str) -> State:
         """Of all ranks and calls that are no recomputation."""
@@ -78,7 +78,7 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
         sources=traces.single.sources,
         paths=paths_of(modules, traces.single.takes),
         terms=terms,
-        lacking={m: n for m in modules if (n := _lacking(m, seen[m], whole)) is not None},
+        lacking=tuple(m for m in modules if _is_lacking(m, seen[m], whole)),
         terms_at={
             key: tuple(t for t, g in zip(terms, held.by_term, strict=True) if bool(g.any()))
             for key, held in whole.items()
@@ -110,28 +110,25 @@ def _on_every_rank(
     return without_sums_over_rows(found, traces, whole, tolerance)
 
 
-def _lacking(
-    module: str, seen: Sequence[Seen], whole: Mapping[tuple[str, int], Whole]
-) -> tuple[int, int] | None:
-    """Of the vectors of its first output, how many no rank has; None where that cannot be told.
+def _is_lacking(module: str, seen: Sequence[Seen], whole: Mapping[tuple[str, int], Whole]) -> bool:
+    """Whether no rank has some vectors of its first output; False where that cannot be told.
 
     Vectors without a gradient, in a call that has some, are masked out: nobody needs them.
     """
     wanted, mine = whole.get((module, 0)), [s for s in seen if s.call.part == 0]
     if wanted is None or not mine or any(s.forward != "right" or s.where is None for s in mine):
-        return None
+        return False
     held = torch.zeros(len(wanted.outputs), dtype=torch.bool)
     for s in mine:
         assert s.where is not None
         if len(s.where.picked) < math.prod(s.shape[:-1]) or s.where.found.shape[1] != len(held):
-            return None  # some of its vectors were drawn
+            return False  # some of its vectors were drawn
         held |= s.where.found.any(0)
     used = torch.cat([
         own if bool(own.any()) else torch.ones_like(own)
         for own in wanted.gradients.any(1).split(wanted.each or len(held))
     ])  # fmt: skip
-    lacks = int((used & ~held).sum())
-    return (lacks, int(used.sum())) if lacks else None
+    return bool((used & ~held).any())
 
 
 def _unless_stage(

@@ -8,6 +8,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import between, is_in, listed, places
+from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.gradient_of_others import (
     is_zero,
@@ -26,7 +27,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 from sumgrad.diagnose.explainers.by_modules.losses import losses_beside, options_of_losses
 from sumgrad.diagnose.explainers.by_modules.never_called import never_called
 from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
-from sumgrad.diagnose.explainers.by_modules.others_there import the_others, with_factors
+from sumgrad.diagnose.explainers.by_modules.others_there import the_others
 from sumgrad.diagnose.explainers.by_modules.own_backward import saved_in_words
 from sumgrad.diagnose.explainers.by_modules.passed import (
     has_functions_between,
@@ -52,7 +53,6 @@ from sumgrad.diagnose.modules.first_wrong import (
 )
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import is_untold, same
-from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.modules.seen import State, constant
 from sumgrad.diagnose.names import group_symbols
 from sumgrad.record.trace import INTO, LOSS
@@ -109,7 +109,10 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         kind = "gathered_weights"
         held, how_they_are = weights_in_words(weights)
         cause += f"; in the backward {held} is not the model's"
-        because = [*how_they_are, "look at what gathers it again before the backward", *because]
+        because = [
+            *how_they_are,
+            "look at what changes it, or gathers it again, before the backward",
+        ]
     text, ranks = _what_is_right(look, above) + cause + _terms_there(look, found), found.ranks
     accused = None if weights else collective_at_fault(case, found, back=True)
     if accused is not None:
@@ -141,12 +144,10 @@ def _what_is_right(look: Look, above: str) -> str:
     """The forward, and the backward down to the modules `above`."""
     told = sum(look.forward(module) == "right" for module in look.modules)
     head = f"the forward is right in all {told} modules that could be compared; "
-    lacking = next(iter(look.lacking), None)
-    if lacking is not None:
-        few, _ = look.lacking[lacking]
+    if look.lacking:
         head = (
-            f"{few} vectors of {named(look, lacking)} that the single process uses "
-            f"are on no rank (padding that is cut off, or a pass that is missing or another); "
+            f"some of what {named(look, look.lacking[0])} gives the single process is on no "
+            f"rank (padding that is cut off, or a pass that is missing or another); "
         )
     if above:
         return f"{head}the backward is right down to {above}; "
@@ -155,7 +156,6 @@ def _what_is_right(look: Look, above: str) -> str:
 
 def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator[str]:
     """Which vectors, where to look, and what lies there."""
-    at = named(look, found.wrong)
     beside = _parts_between(look, found, near=True)
     yield from never_called(case.record, () if above else [c.name for c in case.failing_cells])
     if lost := lost_on_the_way(case, look, found):
@@ -163,7 +163,10 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
         yield from _parts_of_output(look, found)
         return
     yield from () if above else options_of_losses(case)
-    yield from in_words(first_lines(case, found, back=True))
+    # A line says where to look by itself; what else may lie between the two is no news then.
+    lines = first_lines(case, found, back=True)
+    is_told = bool(lines) or (not above and bool(lines_that_differ(case)))
+    yield from in_words(lines)
     yield from beside
     again = is_computed_again(look, found)
     yield from without_a_first_graph(look, found)
@@ -171,7 +174,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     if not found.lost and not found.ratio and not found.over_all:
         least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
         what = "without one" if found.emptied else "seen to be wrong by more than a factor"
-        yield f"{what} are {least}{places(found.seen)}"
+        yield f"{what}: {least}{places(found.seen)}"
         if not found.emptied and is_zero(case, found):
             yield "there it is zero, as where none is sent or received, or a buffer is not filled"
         yield from of_other_places(case, look, found)
@@ -182,25 +185,27 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
         yield ("where a step discards or overwrites what one of these backwards gives, it is right "
                "to have more there: then look at what is kept")  # fmt: skip
     yield from _parts_of_output(look, found)
-    alike = [m for m in found.alike if not is_in(found.wrong, m)]
-    if alike:
-        ranks = sorted({s.rank for m in alike for s in look.seen[m] if s.backward == "wrong"})
-        on = f" on rank {spans(ranks)}" if ranks and tuple(ranks) != found.ranks else ""
-        yield f"so is that of {listed(look, alike)}, which goes into the same{on}"
-    towards = _towards(case, look, found) if above else (
-        f"what follows {at}: the loss, and its backward")  # fmt: skip
-    loss = above and len(found.modules) < len(found.beside)
     yield from _walked_again(look, found)
+    if not is_told:
+        yield from _where_to_look(case, look, found, above, again=again)
+        yield from () if beside else _parts_between(look, found)
+    yield from in_the_gradients(case)
+
+
+def _where_to_look(
+    case: Case, look: Look, found: FirstWrong, above: str, *, again: bool
+) -> Iterator[str]:
+    """What lies between what is right and what is wrong, where no line is known."""
+    towards = _towards(case, look, found) if above else (
+        f"what follows {named(look, found.wrong)}: the loss, and its backward")  # fmt: skip
+    loss = above and len(found.modules) < len(found.beside)
     yield f"look at {towards}" + (", and at what else uses it, up to the loss" if loss else "")
     yield from own_functions_between(case, found, _ends(case, look, found), again=again)
     if not above:
         yield from losses_beside(case)
     yield from _own_gradients(case, look, found)
     yield from _untold_between(look, found)
-    yield from _weighed(look, found)
-    yield from () if beside else _parts_between(look, found)
     yield from between(case, found, back=True)
-    yield from in_the_gradients(case)
 
 
 def _walked_again(look: Look, found: FirstWrong) -> list[str]:
@@ -218,10 +223,9 @@ def _own_gradients(case: Case, look: Look, found: FirstWrong) -> Iterator[str]:
     odd = _with_own_wrong(case, look, found)
     if odd and max(s.call.arrivals for s in found.seen) < 2:
         names = [c.name for c in case.failing_cells if c.name.rpartition(".")[0] in odd]
-        yield (f"what reaches {some_of(odd)} is right where it is called, and its gradient of "
-               f"{some_of(list(dict.fromkeys(names)))} is wrong: what its backward uses, its "
-               f"saved input or its weight, is not what its forward used, or they are changed "
-               f"afterwards, or another use of them is lost (in a penalty, say)")  # fmt: skip
+        yield (f"what reaches {some_of(odd)} is right where it is called, and the gradient of "
+               f"{some_of(list(dict.fromkeys(names)))} is wrong: look at what its backward uses, "
+               f"and at other uses of the parameter")  # fmt: skip
 
 
 def _product_of_another_call(case: Case, look: Look, found: FirstWrong) -> list[str]:
@@ -247,10 +251,9 @@ def _towards(case: Case, look: Look, found: FirstWrong) -> str:
     wrong = [m for m, state in states.items() if state == "wrong"]
     if len(wrong) < len(states):
         return f"the backward of {above}, and of what runs between {at} and there"
-    text = f"the backward of {above}: the gradient of what goes into it is another already"
+    text = f"the backward of {above}"
     if not any(" at " in look.sources.get(m, "") for m in wrong):
-        text += (", and it is torch's own: something else uses what goes into it, or what its "
-                 "backward needs, its weight or its input, was changed in between")  # fmt: skip
+        text += ", which is torch's own, and at what else uses what goes into it"
     return text
 
 
@@ -291,28 +294,6 @@ def _in_some_calls(look: Look, found: FirstWrong) -> str:
     calls = f"call {spans(sorted(without))} of {len(every)} on rank {rank}"
     reached = all(s.call.operation_back is not None for s in others)
     return f", in {calls}" + ("; in the others one does" if reached else "")
-
-
-def _weighed(look: Look, found: FirstWrong) -> list[str]:
-    """Gradients that are right beside it but for factors, and where: one, or vectors' own."""
-    out = []
-    for module in found.modules:
-        factors = [constant(s.factors) for s in look.seen[module] if s.backward == "right"
-                   and s.factors is not None and not bool(s.factors.isnan().all())]  # fmt: skip
-        if not factors:
-            continue
-        known = [f for f in factors if f is not None]
-        if len(known) < len(factors) or not same(known):
-            out.append(f"what reaches {module or 'the model'} is right but for factors of its "
-                       f"vectors or ranks")  # fmt: skip
-        elif abs(known[0] - 1) > SAME_FACTOR:
-            out.append(f"what reaches {module or 'the model'} has the factor "
-                       f"{fraction_of(known[0])} on all ranks")  # fmt: skip
-    ranks = sorted({s.rank for s in look.seen[found.wrong] if s.rank not in found.ranks
-                    and s.backward == "right" and with_factors(s)})  # fmt: skip
-    if ranks:
-        out.append(f"on rank {spans(ranks)} it is right but for factors of its vectors")
-    return out
 
 
 def _untold_between(look: Look, found: FirstWrong) -> list[str]:

@@ -22,16 +22,16 @@ def listed(look: Look, modules: Sequence[str]) -> str:
 
 
 def right_up_to(look: Look, found: FirstWrong) -> str:
-    """What is known of the modules beside what goes wrong in the forward, in words."""
+    """What is known of the modules beside what goes wrong in the forward, in words; nothing where
+    what they give may stand in another order."""
     told, near = found.modules, listed(look, found.modules)
     seen = [s for m in told for s in look.seen[m] if s.rank in found.ranks]
-    if not all(s.in_order for s in seen if s.forward == "right"):
-        return (f"every vector that counts of what {near} gives is one of the single process's, "
-                f"though whether each stands in its place is not known")  # fmt: skip
+    if not told or not all(s.in_order for s in seen if s.forward == "right"):
+        return "in the forward"
     before = look.modules[: look.modules.index(found.wrong)]
     if any(look.forward(m) == "wrong" for m in before):
-        return f"in the forward what {near} gives is right"
-    return f"the forward is right up to {near}"
+        return f"in the forward what {near} gives is right;"
+    return f"the forward is right up to {near};"
 
 
 def is_in(module: str, outer: str) -> bool:
@@ -39,30 +39,28 @@ def is_in(module: str, outer: str) -> bool:
 
 
 def places(seen: Sequence[Seen]) -> str:
-    """Which vectors of a tensor are not right, in words."""
+    """Which vectors of a tensor are not right in one call of one rank, in words: the first where
+    some are wrong and not all, which tells more, else the first."""
     reached = [s for s in seen if s.forward == "wrong" or s.call.operation_back is not None]
     seen = reached or seen  # no gradient is wrong where none comes
-    s = seen[0]
+    s = next((x for x in seen if x.wrong is not None and len(x.wrong) < _vectors(x)), seen[0])
     if s.wrong is None or not s.shape:
         return "all of it"
-    total = math.prod(s.shape[:-1])
-    calls = sorted({x.call.number for x in seen if x.rank == s.rank})
-    alike = all(x.wrong is not None and set(x.wrong) == set(s.wrong)
-                for x in seen if x.rank == s.rank)  # fmt: skip
-    others = spans(sorted({*calls} - {s.call.number}))
-    shape = " x ".join(map(str, s.shape))
-    sized = f" ({shape})" if len(s.wrong) < total else ""
-    many = f", in call {s.call.number}{sized}, and such ones in call {others}"
-    if alike or not others:
-        many = sized if calls == [0] else f", in calls {spans(calls)}{sized}"
+    total, one = _vectors(s), "for one, " if len(seen) > 1 else ""
+    where = f"on rank {s.rank} in call {s.call.number}"
     if len(s.wrong) >= total:
-        return f"all its {total} vectors, some elements or all, on rank {s.rank}{many}"
+        return f"{one}all its {total} vectors, some elements or all, {where}"
+    where += f" ({' x '.join(map(str, s.shape))})"
     if len(s.shape) >= 3:
         last = s.shape[-2]
         positions = sorted({int(i) % last for i in s.wrong})
         if len(positions) < last and len(s.wrong) == len(positions) * (total // last):
-            return f"positions {spans(positions)} of {last} on rank {s.rank}{many}"
-    return f"vectors {spans([int(i) for i in s.wrong])} of {total} on rank {s.rank}{many}"
+            return f"{one}positions {spans(positions)} of {last} {where}"
+    return f"{one}vectors {spans([int(i) for i in s.wrong])} of {total} {where}"
+
+
+def _vectors(s: Seen) -> int:
+    return math.prod(s.shape[:-1])
 
 
 def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
@@ -75,7 +73,7 @@ def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
         return []
     if not issued:
         way = "on the way back" if back else "in the forward"
-        return [f"{way} rank {s.rank} issues no collective between these two"]
+        return [f"{way} rank {s.rank} issues no collective in between"]
     shown = [w.replace(f" [{case.tier}/{case.step}/step]", "") for w in issued[:MAX_OPERATIONS]]
     more = f" and {len(issued) - MAX_OPERATIONS} more" if len(issued) > MAX_OPERATIONS else ""
     return [f"in between rank {s.rank} issues {'; '.join(shown)}{more}"]

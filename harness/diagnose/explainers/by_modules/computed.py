@@ -50,7 +50,9 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     line = _in_words(found)
     if diagnosis.kind in BESIDE:
         return replace(diagnosis, because=(line, *diagnosis.because))
-    because = (diagnosis.cause.removeprefix("open: "), *diagnosis.because)
+    because: tuple[str, ...] = (diagnosis.cause.removeprefix("open: "),)
+    if diagnosis.kind != "open":  # that no factors fit is no news then
+        because += diagnosis.because
     ranks = tuple(sorted({*diagnosis.ranks, *(one.rank for one in found)}))
     return replace(diagnosis, cause=line, because=because, standing="likely", ranks=ranks)
 

@@ -16,6 +16,7 @@ from sumgrad.diagnose.explainers.by_modules.between import (
     places,
     right_up_to,
 )
+from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.handed import handed_otherwise
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
@@ -53,16 +54,17 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     because = [*_of_other_classes(case, look, found), *_in_another_mode(case, found)]
     because += [*_right_again(look, found), *handed_otherwise(case, look, found)]
     of, odd = odd_data(case, look, found)
-    because += [*odd, *_lacking_below(look, found), *_without_a_graph(look, found)]
+    lacking = _lacking_below(look, found)
+    because += [*odd, *lacking, *_without_a_graph(look, found)]
     if of != found.wrong:
-        because += [_no_slice(look, found), *_another_output(case, found), *look_at]
+        because += [_no_slice(look, found), *_another_output(case, found)]
+        because += [] if lacking or lines_that_differ(case) else look_at
         because += [*_features(case, found), *_of_other_places(case, found)]
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]
     if shared:
         because.append(
-            f"what {some_of(shared)} gives has no rows and is found by its values, wherever they "
-            f"stand: whether it is what belongs to this rank's rows is not known"
+            f"whether what {some_of(shared)} gives is what belongs to this rank's rows is not known"
         )
     right = {s.rank for s in look.seen[found.wrong] if s.forward == "right"}
     whole = sorted(right - set(found.ranks))
@@ -71,9 +73,11 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     elif whole:
         because.append(f"on rank {spans(whole)} it is right")
     entered = _entered_wrong(case, found)
-    because += in_words(first_lines(case, found, back=False))
-    because += lines_between(case, found, f"{INTO}{found.wrong}" if entered else found.wrong)
+    lines = first_lines(case, found, back=False)
+    because += in_words(lines)
     parts, missing = _parts_below(case, look, found)
+    if not lines_that_differ(case) and not (lines and all(one.told for one in lines)):
+        because += lines_between(case, found, f"{INTO}{found.wrong}" if entered else found.wrong)
     because += parts or between(case, replace(found, seen=entered or found.seen), back=False)
     because += reading(case)
     if missing:
@@ -82,10 +86,10 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     kind, ranks = "skipped_collective" if missing else "forward", found.ranks
     accused = None if missing else collective_at_fault(case, found, back=False)
     if accused is not None:
-        because = [*accused.because, f"as seen from modules: {text}", *because]
+        because = [*accused.because, f"as seen from modules: {text}", _no_slice(look, found)]
         kind, text, ranks = accused.kind, accused.cause, accused.ranks
     elif misplaced := misplaced_in_words(case, found):
-        because = [f"as seen from modules: {text}", *because]
+        because = [f"as seen from modules: {text}", _no_slice(look, found)]
         text = misplaced[0]
     elif of is not None and of != found.wrong:
         because = odd  # what is seen further on follows from it
@@ -193,10 +197,9 @@ def _lacking_below(look: Look, found: FirstWrong) -> list[str]:
     module = next((m for m in look.modules if m in below and m in look.lacking), None)
     if module is None:
         return []
-    few, _ = look.lacking[module]
     return [
-        f"before it, {few} of the vectors that {named(look, module)} gives the single process were "
-        f"found on no rank: look at what is handed to it, which rows or parts of them"
+        f"before it, some of what {named(look, module)} gives the single process was found on no "
+        f"rank: look at what is handed to it, which rows or parts of them"
     ]
 
 
@@ -282,9 +285,9 @@ def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, l
         if into == "wrong":
             return (f"some of what goes into {at} is nothing that goes into it in the single "
                     f"process {ranks}", extra)  # fmt: skip
-    start = f"{right_up_to(look, found)};" if near else "in the forward"
+    start = right_up_to(look, found)
     if into == "right":
-        text = f"{start} it" if near else "the forward"
+        text = f"{start} it" if start.endswith(";") else "the forward"
         text += f" goes wrong in {at} {ranks}"
         where = ("all that goes into it is found in what goes into it in the single process: look "
                  "at its forward, or at what belongs where in what it is given")  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
@@ -89,8 +88,7 @@ def _agreed(
     for rank in ranks:
         first = next((o for o in every[rank] if o.mine.site not in usual), None)
         if first is not None:
-            before = every[rank][: every[rank].index(first)]
-            firsts.append(replace(first, passed=tuple(o.mine for o in before)))
+            firsts.append(first)
     sites = [one.mine.site for one in firsts]
     return [one for one in firsts if one.mine.site == max(sites, key=sites.count)]
 
@@ -166,13 +164,10 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
                f"linear, and added once")  # fmt: skip
     else:
         told = all(o.told for o in found)
-        of = "of numbers that it has" if told else "where not all that it takes could be told"
-        passed = {line_from_here(c.line): None for o in found for c in o.passed}
-        if passed:
-            of += f" (but for {some_of([*passed])} and what is made of it: something right is made "
-            of += "of what that gives, or a rank has it where all is right)"
+        of = ", of numbers that it has" if told else ""
         beside = "" if one.there else "; the single process does not run that line"
-        yield (f"the first line that gives what the single process has nowhere, {of}, is {line}, "
+        beside += "" if told else "; not all that it takes could be told"
+        yield (f"this line gives what the single process has nowhere{of}: {line}, "
                f"{on}{beside}")  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 MOST_VALUES = 6  # of rows, that are written out
 MOST_SHARES = 8
+MOST_CALLS = 4  # of ranks, that are written out
 
 
 def shares_in_words(case: Case, shares: Sequence[Share], term: str | None = None) -> str | None:
@@ -89,7 +90,9 @@ def _tokens_in_words(shares: Sequence[Share]) -> str:
             others = f", {usual} times at all others" if usual in places else ""
             call = f" in call {s.number}" if several else ""
             words.append(f"on rank {s.rank}{call} {', '.join(odd)}{others}")
-    shown = "; ".join(list(dict.fromkeys(words))[:4])
+    words = list(dict.fromkeys(words))
+    more = [f"and {len(words) - MOST_CALLS} more such calls"] if len(words) > MOST_CALLS else []
+    shown = "; ".join([*words[:MOST_CALLS], *more])
     if any("never" in text for text in words):
         return f"tokens are lost from the loss: {shown}"
     return f"tokens count in the gradient of the loss with factors of their own: {shown}"

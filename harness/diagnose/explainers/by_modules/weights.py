@@ -145,7 +145,7 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             cause=words,
             kind="local_count" if words.startswith(LOCAL_COUNTS) else "loss_weights",
             standing="proved" if proved else "likely",
-            ranks=tuple(sorted({s.rank for s in shares})),
+            ranks=_odd_ranks(shares),
             because=(
                 f"so weighed is the gradient that reaches {named(look, module)}",
                 "the rows' gradients with these weights add up to what was measured, up to one "
@@ -156,6 +156,14 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             ),
         ),
     )
+
+
+def _odd_ranks(shares: Sequence[Share]) -> tuple[int, ...]:
+    """Those where not all tokens have the usual factor; all where there is none."""
+    usual = usual_factor(shares)
+    tokens = any(s.factor is None and None in s.by_row.values() for s in shares)
+    odd = {s.rank for s in shares if usual is not None and tokens and odd_vectors(s, usual)}
+    return tuple(sorted(odd or {s.rank for s in shares}))
 
 
 def _fit_by_chance(shares: Sequence[Share]) -> bool:

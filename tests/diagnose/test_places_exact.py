@@ -1,0 +1,78 @@
+"""Lists that a cause prints: one call in full, and what is not printed is said to be there."""
+
+from __future__ import annotations
+
+import torch
+from sumgrad.diagnose.explainers.by_modules.between import places
+from sumgrad.diagnose.explainers.by_modules.weighed import _tokens_in_words
+from sumgrad.diagnose.explainers.by_modules.weights import _odd_ranks
+from sumgrad.diagnose.modules.loss_weights import Share
+from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.diagnose.names import block_counts
+from sumgrad.diagnose.row_fit import Factors, Unit
+from sumgrad.record.trace import Call
+
+
+def seen(wrong, shape=(2, 3, 4), rank=0, number=0, state="wrong", back=None):
+    call = Call(module="m", number=number, part=0, operation=0, operation_back=back,
+                recomputed=False)  # fmt: skip
+    held = None if wrong is None else torch.tensor(wrong)
+    return Seen(rank=rank, call=call, shape=shape, forward=state, wrong=held)
+
+
+ALL = list(range(6))
+
+
+def test_one_call_is_told_and_that_there_are_others():
+    assert places([seen([0, 2])]) == "vectors 0, 2 of 6 on rank 0 in call 0 (2 x 3 x 4)"
+    told = places([seen([1, 4], rank=1, number=2), seen([5], rank=2)])
+    assert told == "for one, positions 1 of 3 on rank 1 in call 2 (2 x 3 x 4)"
+
+
+def test_a_call_of_which_some_is_wrong_tells_more_than_one_of_which_all_is():
+    told = places([seen(ALL), seen([5], rank=1, number=3)])
+    assert told == "for one, vectors 5 of 6 on rank 1 in call 3 (2 x 3 x 4)"
+    told = places([seen(ALL), seen(ALL, rank=1)])
+    assert told == "for one, all its 6 vectors, some elements or all, on rank 0 in call 0"
+
+
+def test_of_gradients_a_call_that_none_reaches_is_not_told():
+    lost = seen([0], state="right", rank=0)
+    assert places([lost, seen([1], state="right", rank=1, back=4)]).startswith("vectors 1 of 6 on")
+    assert places([lost]).startswith("vectors 0 of 6 on rank 0")
+    assert places([seen(None)]) == "all of it"
+
+
+def factors(*values):
+    units = tuple(Unit(term=None, rows=(i, i + 1)) for i in range(len(values)))
+    return Factors(level="rows", units=units, values=values, sigmas=(None,) * len(values))
+
+
+def test_runs_of_rows_that_are_not_written_out_are_counted():
+    assert block_counts(factors(1.0, 1.0, 0.5)) == "rows 0-1: 1; rows 2: 0.5"
+    told = block_counts(factors(*range(1, 9)))
+    assert told.endswith("rows 5: 6; 2 more such runs of rows")
+    assert "more" not in block_counts(factors(*range(1, 7)))
+
+
+def share(rank, number, vectors):
+    same = len({*vectors.values()}) == 1
+    return Share(rank=rank, number=number, rows=(0, 1), factor=next(iter(vectors.values()))
+                 if same else None, by_row={0: None} if not same else {}, shape=(4, 2),
+                 vectors=vectors)  # fmt: skip
+
+
+def odd(rank, number, at):
+    return share(rank, number, {i: 0.0 if i == at else 1.0 for i in range(4)})
+
+
+def test_calls_whose_tokens_are_not_written_out_are_counted():
+    told = _tokens_in_words([odd(0, number, number % 4) for number in range(5)])
+    assert told.endswith("; and 1 more such calls")
+    assert "more" not in _tokens_in_words([odd(0, number, number) for number in range(4)])
+
+
+def test_ranks_whose_tokens_are_all_weighed_alike_are_not_accused():
+    usual = share(0, 0, dict.fromkeys(range(4), 1.0))
+    assert _odd_ranks([usual, odd(1, 0, 2)]) == (1,)
+    assert _odd_ranks([usual, share(1, 0, dict.fromkeys(range(4), 2.0))]) == (0, 1)
