@@ -55,14 +55,15 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second` to `seventeenth`: each of two hands more, or one, written when what came before was
+    `second` to `eighteenth`: each of two hands more, or one, written when what came before was
     known; sealed as a whole.
     """
     later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij", "sixth": "kl",
              "seventh": "m", "eighth": "no", "ninth": "pq", "tenth": "rs",
              "eleventh": "tu", "twelfth": "vw", "thirteenth": "xy",
              "fourteenth": ("z", "aa"), "fifteenth": ("ab", "ac"),
-             "sixteenth": ("ad", "ae"), "seventeenth": ("af", "ag")}  # fmt: skip
+             "sixteenth": ("ad", "ae"), "seventeenth": ("af", "ag"),
+             "eighteenth": ("ah", "ai")}  # fmt: skip
     found: dict[str, list[Path]] = {half: [] for half in ("learn", "sealed", *later)}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
