@@ -127,3 +127,41 @@ def test_another_output_that_stands_there_is_named(monkeypatch):
         )
         found = FirstWrong(wrong="m", seen=(replace(seen(calls[1], "wrong"), shape=(3, 4)),))
         assert forward._another_output(case, found) == said
+
+
+def layers(again: dict[str, int], reached: str = "ab") -> tuple[SimpleNamespace, FirstWrong]:
+    """Layers 0 to 2, each with a and b, that run once; again: how often each runs once more."""
+    found: dict[str, list[Seen]] = {}
+    for module in (f"layers.{i}.{part}" for i in range(3) for part in "ab"):
+        back = 1 if module[-1] in reached else None
+        calls = [call(0, module=module, back=back)]
+        calls += [call(n + 1, module=module, again=True) for n in range(again.get(module, 0))]
+        found[module] = [seen(c) for c in calls]
+    look = SimpleNamespace(modules=[*found], seen=found, sources={})
+    last = found["layers.2.a"][-1]
+    return look, FirstWrong(wrong="layers.2.a", seen=(replace(last, forward="wrong"),))
+
+
+def test_a_layer_that_is_computed_again_in_place_of_others():
+    cause = recomputed.in_place_of_others(*layers({"layers.2.a": 3, "layers.2.b": 3}))
+    assert cause is not None
+    assert cause.cause == (
+        "layers.2.a is computed again in the backward in place of layers.0.a, layers.1.a, on rank 0"
+    )
+    assert cause.because[0] == (
+        "on rank 0 it runs 3 times in the backward, and in the forward 1; layers.0.a, layers.1.a "
+        "ran there and are not computed again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("again", "reached"),
+    [
+        ({"layers.2.a": 1, "layers.1.a": 1, "layers.0.a": 1}, "ab"),  # each its own
+        ({"layers.2.a": 2, "layers.1.a": 1}, "b"),  # none reaches the other: it need not run
+        ({"layers.2.a": 4}, "ab"),  # more often than others lack it
+        ({"layers.2.a": 1}, "ab"),
+    ],
+)
+def test_a_layer_that_is_computed_again_for_itself(again, reached):
+    assert recomputed.in_place_of_others(*layers(again, reached)) is None

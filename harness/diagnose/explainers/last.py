@@ -9,7 +9,8 @@ import torch
 from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case, fails
-from sumgrad.diagnose.explainers.by_rank import on_which_side_of_the_reduction
+from sumgrad.diagnose.explainers.by_modules.put_together import put_together
+from sumgrad.diagnose.explainers.by_rank import on_which_side_of_the_reduction, put_together_by_rank
 from sumgrad.diagnose.explainers.factors import explained, fitted
 from sumgrad.diagnose.explainers.ledger import something_else_goes_in
 from sumgrad.diagnose.explanation import Explanation, Left
@@ -21,11 +22,18 @@ FEWEST = 8  # different numbers that all have few digits
 
 
 def unlike_each_time(case: Case, left: Left) -> Iterator[Explanation]:
-    """The repeated step missed the reference by something else than the first."""
-    if not case.has_plan and fitted(case) is None and _differs(case):
-        found = run_to_run(case.again)
-        odd = something_else_goes_in(case)
-        yield explained(case, replace(found, because=(*found.because, *odd)))
+    """The repeated step missed the reference by something else than the first, and what the first
+    one's ranks gave, put together otherwise, is not all of it."""
+    if case.has_plan or fitted(case) is not None or not _differs(case):
+        return
+    found = run_to_run(case.again)
+    for one in (*put_together(case, left), *put_together_by_rank(case, left)):
+        if one.diagnosis.standing == "proved":  # of the first run alone, and that is enough
+            told = one.diagnosis
+            yield replace(one, diagnosis=replace(told, however=(*told.however, found.cause)))
+            return
+    odd = something_else_goes_in(case)
+    yield explained(case, replace(found, because=(*found.because, *odd)))
 
 
 def low_digits(case: Case, left: Left) -> Iterator[Explanation]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -44,16 +45,38 @@ class FirstWrong:
 def first_wrong_forward(look: Look) -> FirstWrong | None:
     """What is right again in a module made from it was computed in another way, and is no fault."""
     for module in look.modules:
-        above = look.paths.all_above(module) - {LOSS}
         if look.forward(module) != "wrong":
             continue
-        if any(look.forward(m) == "right" for m in above) and not _in_one_output(look, module):
+        if _is_right_again(look, module) and not _in_one_output(look, module):
             continue
         seen = [s for s in look.seen[module] if s.forward == "wrong" and not s.call.recomputed]
         below = look.paths.next_below(module, lambda m: _vouches(look, m))
         right = sorted(below, key=look.modules.index)
         return FirstWrong(wrong=module, seen=tuple(seen), beside=tuple(right))
     return None
+
+
+def _is_right_again(look: Look, module: str) -> bool:
+    """Whether something right is made from it. Of what is right in those vectors alone that count,
+    the others may lead on: not where something else made from it is wrong up to the end."""
+    above = look.paths.all_above(module) - {LOSS}
+    right = [m for m in above if look.forward(m) == "right"]
+    if not right or any(_in_full(look, m) for m in right):
+        return bool(right)
+    return not any(
+        look.forward(m) == "wrong"
+        and not any(look.forward(a) == "right" for a in look.paths.all_above(m) - {LOSS})
+        for m in above
+    )
+
+
+def _in_full(look: Look, module: str) -> bool:
+    """Whether all vectors of a right output were compared."""
+    return all(
+        s.where is not None and len(s.where.picked) == math.prod(s.shape[:-1])
+        for s in look.seen[module]
+        if s.forward == "right" and not s.call.recomputed
+    )
 
 
 def _in_one_output(look: Look, module: str) -> bool:

@@ -32,6 +32,7 @@ from sumgrad.diagnose.modules.features import wrong_features
 from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.matching import match, vectors
+from sumgrad.diagnose.modules.picked import picked_otherwise
 from sumgrad.diagnose.modules.seen import TOLERANCES, Seen, State
 from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.record.trace import INTO, Traces
@@ -58,6 +59,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     because += [*odd, *lacking, *_without_a_graph(look, found)]
     if of != found.wrong:
         because += [_no_slice(look, found), *_another_output(case, found)]
+        because += _picked_otherwise(case, look, found)
         because += [] if lacking or lines_that_differ(case) else look_at
         because += [*_features(case, found), *_of_other_places(case, found)]
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
@@ -124,6 +126,25 @@ def _another_output(case: Case, found: FirstWrong) -> list[str]:
     for (_, part), whole in there.items():
         if all(part != s.call.part and _is_of(traces, s, whole, tolerance) for s in found.seen):
             return [f"it is output number {part + 1} of the single process that stands there"]
+    return []
+
+
+def _picked_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """Rows that are taken at another place of what a right module gives; of the first, and how many
+    there are more."""
+    traces, seen = traces_looked_at(case), _entered_wrong(case, found) or found.seen
+    if traces is None or case.record.spec.tiers[case.tier] != "float64":
+        return []
+    told = list(picked_otherwise(traces, look, seen, found.modules))
+    if told:
+        one = told[0]
+        what = "goes in" if seen[0].call.module.startswith(INTO) else "it gives"
+        (place, wanted), (here, there) = one.places, one.of
+        more = f", and so in {len(told) - 1} more rows" if len(told) > 1 else ""
+        return [f"on rank {one.rank} in call {one.call} what {what} for row {one.row} is what "
+                f"{one.module} gives at place {place} of {here}, and in the single process what "
+                f"that gives at place {wanted} of {there}{more}: look at how the place is "
+                f"found"]  # fmt: skip
     return []
 
 

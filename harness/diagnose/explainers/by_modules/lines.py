@@ -60,14 +60,17 @@ def lines_with_a_graph(case: Case) -> list[AtLine]:
 
 def lines_inside(case: Case, modules: Sequence[str]) -> list[AtLine]:
     """Of all ranks, which give their parts of a gradient, the first line in the forward of one of
-    these modules whose backward goes wrong, or that cuts the graph."""
+    these modules, or of any where there are none, that cuts the graph, or whose backward goes
+    wrong."""
     lines, traces = _lines(case), case.traces
     if lines is None or traces is None:
         return []
-    asked = dict.fromkeys(traces.ranks, lambda c: not {*modules}.isdisjoint(c.inside))
+    asked = dict.fromkeys(
+        traces.ranks, lambda c: not modules or not {*modules}.isdisjoint(c.inside)
+    )
     try:
-        told = _agreed(lines.first_backward, asked, [*asked])
-        return told or ([] if _recomputes(case) else _agreed(lines.cuts, asked, [*asked]))
+        cuts = [] if _recomputes(case) else _agreed(lines.cuts, asked, [*asked])
+        return cuts or _agreed(lines.first_backward, asked, [*asked])
     except (RuntimeError, ValueError, LookupError):
         return []
 

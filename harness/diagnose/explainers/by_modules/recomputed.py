@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from sumgrad.base.outcome import spans
+from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked, named, traces_looked_at
@@ -26,6 +27,9 @@ def recomputed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     if look is None or found is None:
         return
     by_hand = [s for s in found.seen if not s.call.recomputed]
+    if not by_hand and (instead := in_place_of_others(look, found)):
+        yield explained(case, instead)
+        return
     text = f"{named(look, found.wrong)} gives something else when it is computed again"
     text += "" if by_hand else " in the backward"
     first = "in the forward its output is the single process's"
@@ -44,6 +48,46 @@ def recomputed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             because=(first, *_goes_in_again(case, found)),
         ),
     )
+
+
+def in_place_of_others(look: Look, found: FirstWrong) -> Diagnosis | None:
+    """Where it runs again as much too often as the same of other layers does not, that ran in the
+    forward: the function that a checkpoint runs again refers to another module by then."""
+    rank = found.ranks[0]
+    often = {m: _runs(look, m, rank) for m in look.modules}
+    first, again = often[found.wrong]
+    others = [m for m in look.modules if m != found.wrong and _alike(m, found.wrong)
+              and often[m][0] and not often[m][1] and _is_reached(look, m, rank)]  # fmt: skip
+    if again <= first or again - first != sum(often[m][0] for m in others):
+        return None
+    return Diagnosis(
+        cause=f"{named(look, found.wrong)} is computed again in the backward in place of "
+        f"{some_of(others)}, on rank {spans(found.ranks)}",
+        kind="recomputed",
+        ranks=found.ranks,
+        because=(
+            f"on rank {rank} it runs {again} times in the backward, and in the forward {first}; "
+            f"{some_of(others)} ran there and {'are' if others[1:] else 'is'} not computed again",
+            "look at what the checkpointed function refers to when it runs again, as the variable "
+            "of a loop that has gone on",
+        ),
+    )
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether two modules have the same name but for numbers, as those of two layers."""
+    return re.sub(r"\d+", "0", one) == re.sub(r"\d+", "0", other)
+
+
+def _runs(look: Look, module: str, rank: int) -> tuple[int, int]:
+    """How often it ran on a rank: in the forward, and again."""
+    calls = {(s.call.number, s.call.recomputed) for s in look.seen[module] if s.rank == rank}
+    again = sum(recomputed for _, recomputed in calls)
+    return len(calls) - again, again
+
+
+def _is_reached(look: Look, module: str, rank: int) -> bool:
+    return any(s.call.operation_back is not None for s in look.seen[module] if s.rank == rank)
 
 
 def _goes_in_again(case: Case, found: FirstWrong) -> list[str]:

@@ -1,0 +1,62 @@
+"""A row taken at another place of what a right module gives."""
+
+from __future__ import annotations
+
+import torch
+from sumgrad.diagnose.modules.look import look_at
+from sumgrad.diagnose.modules.picked import Picked, picked_otherwise
+from sumgrad.record.trace import Traces
+from test_modules import trace
+
+ROWS, PLACES, WIDTH = 4, 5, 3
+BATCH = {"x": torch.arange(ROWS * PLACES).reshape(ROWS, PLACES)}
+HIDDEN = torch.randn(ROWS, PLACES, WIDTH, generator=torch.Generator().manual_seed(3)).double()
+LAST = torch.tensor([4, 2, 3, 1])
+
+
+def traced(hidden, read, **more):
+    """A module `body` that gives hidden states, and `head`, which gives one of each row."""
+    held = [("body", hidden), ("head", read)]
+    return trace([(name, value, torch.ones_like(value)) for name, value in held], **more)
+
+
+def read(hidden, places):
+    return hidden[torch.arange(len(hidden)), places]
+
+
+def told(rows, places, hidden=None):
+    single = traced(HIDDEN, read(HIDDEN, LAST), batch=BATCH)
+    mine = HIDDEN[rows] if hidden is None else hidden
+    ranks = {0: traced(mine, read(mine, places))}
+    traces = Traces(tier="structure", step=0, ranks=ranks, single=single)
+    look = look_at(traces, "float64", ())
+    seen = [s for s in look.seen["head"] if s.forward == "wrong"]
+    return list(picked_otherwise(traces, look, seen, ("body",)))
+
+
+def test_the_place_of_each_row_that_is_another():
+    found = told([1, 2], torch.tensor([4, 3]))
+    assert found == [
+        Picked(rank=0, call=0, row=0, module="body", places=(4, 2), of=(PLACES, PLACES))
+    ]
+
+
+def test_rows_that_are_cut_have_places_of_their_own():
+    (one,) = told([1, 3], torch.tensor([0, 1]), HIDDEN[[1, 3], :3])
+    assert (one.places, one.of, one.row) == ((0, 2), (3, PLACES), 0)
+
+
+def test_nothing_is_said_where_all_is_right_or_the_vector_is_none_of_them():
+    assert told([1, 2], LAST[[1, 2]]) == []
+    single = traced(HIDDEN, read(HIDDEN, LAST), batch=BATCH)
+    ranks = {0: traced(HIDDEN[:2], read(HIDDEN[:2], LAST[:2]) + 1)}
+    traces = Traces(tier="structure", step=0, ranks=ranks, single=single)
+    look = look_at(traces, "float64", ())
+    assert [s.forward for s in look.seen["head"]] == ["wrong"]
+    assert list(picked_otherwise(traces, look, look.seen["head"], ("body",))) == []
+
+
+def test_equal_vectors_tell_no_place():
+    same = HIDDEN[[1, 2]].clone()
+    same[0, 4] = same[0, 3]
+    assert told([1, 2], torch.tensor([4, 3]), same) == []
