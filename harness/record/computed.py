@@ -20,11 +20,11 @@ class Computation:
     function: its name; of a torch.autograd.Function its class, of a module MODULE and its name.
     line: `PATH:12`; code: what stands there; part: the expression, as far as it is one line. site:
     which call in the code it is. takes: its arguments in order: the number of a value, or in words
-    what is no tensor. gives: of what it returns the numbers of the values. made_at: of each
-    argument, the line and the code where the tensor was made, or two empty ones. inside: the
-    modules whose forward runs, the outermost first. calls: how many of the trace's calls were there
-    already. written: where the backward of a Function stands, `PATH:12`. function_of: the Function
-    whose forward it is in.
+    what is no tensor; keys: the names of those that were given by name. gives: of what it returns
+    the numbers of the values. made_at: of each argument, the line and the code where the tensor was
+    made, or two empty ones. inside: the modules whose forward runs, the outermost first. calls: how
+    many of the trace's calls were there already. written: where the backward of a Function stands,
+    `PATH:12`. function_of: the Function whose forward it is in.
     """
 
     function: str
@@ -39,6 +39,7 @@ class Computation:
     part: str = ""
     written: str = ""
     function_of: str = ""
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,7 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
             line=one["line"],
             code=one["code"],
             takes=tuple(one["takes"]),
+            keys=tuple(one.get("keys", ())),
             made_at=tuple((line, code) for line, code in one["made_at"]),
             inside=tuple(one["inside"]),
             calls=one["calls"],

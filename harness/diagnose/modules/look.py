@@ -113,7 +113,7 @@ def _on_every_rank(
 def _is_lacking(module: str, seen: Sequence[Seen], whole: Mapping[tuple[str, int], Whole]) -> bool:
     """Whether no rank has some vectors of its first output; False where that cannot be told.
 
-    Vectors without a gradient, in a call that has some, are masked out: nobody needs them.
+    Vectors without a gradient, of a module that has some, are masked out: nobody needs them.
     """
     wanted, mine = whole.get((module, 0)), [s for s in seen if s.call.part == 0]
     if wanted is None or not mine or any(s.forward != "right" or s.where is None for s in mine):
@@ -124,10 +124,9 @@ def _is_lacking(module: str, seen: Sequence[Seen], whole: Mapping[tuple[str, int
         if len(s.where.picked) < math.prod(s.shape[:-1]) or s.where.found.shape[1] != len(held):
             return False  # some of its vectors were drawn
         held |= s.where.found.any(0)
-    used = torch.cat([
-        own if bool(own.any()) else torch.ones_like(own)
-        for own in wanted.gradients.any(1).split(wanted.each or len(held))
-    ])  # fmt: skip
+    used = wanted.gradients.any(1)
+    if not bool(used.any()):
+        used = torch.ones_like(used)
     return bool((used & ~held).any())
 
 

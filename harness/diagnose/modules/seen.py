@@ -82,6 +82,7 @@ def see(
     if where is None or wanted is None:
         return seen
     every = len(where.picked)
+    where = _no_padding_with_a_gradient(where, got, gradient)
     where = _by_what_counts(where, got, wanted, gradient, tolerance)
     shifted = len(where.picked) < every
     where = _that_count(where, gradient)
@@ -125,6 +126,15 @@ def see(
         factors=found.factors if telling and not mixed else None,
         terms=found.terms if telling and found.terms.shape[1] else None,
     )
+
+
+def _no_padding_with_a_gradient(where: Match, got: Tensor, gradient: Tensor | None) -> Match:
+    """What stands there again and again and counts in the loss is no padding; zeros may be a part
+    of a sum."""
+    if gradient is None or not bool(where.empty.any()):
+        return where
+    counts = vectors(gradient)[where.picked].any(1) & got[where.picked].any(1)
+    return replace(where, empty=where.empty & ~counts)
 
 
 def _by_what_counts(

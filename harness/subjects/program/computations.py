@@ -155,7 +155,9 @@ class Computations(TorchFunctionMode):
     def _computation(
         self, function: str, given: Sequence[tuple[str | None, Any]], at: tuple[str, str]
     ) -> Computation | None:
-        takes = [taken for key, value in given for taken in self._arguments(key, value)]
+        named = [(key or "", taken) for key, value in given
+                 for taken in self._arguments(key, value)]  # fmt: skip
+        takes = [taken for _, taken in named]
         tensors = [t for _, value in given for t in _several(value)]
         if not any(isinstance(t, int) for t in takes):
             return None
@@ -166,6 +168,7 @@ class Computations(TorchFunctionMode):
             line=line,
             code=code,
             takes=tuple(takes),
+            keys=tuple(key for key, _ in named),
             made_at=tuple(m or ("", "") for m in made),
             inside=tuple(inside),
             calls=calls,

@@ -11,6 +11,7 @@ from sumgrad.diagnose.explainers.by_modules.between import between, is_in, liste
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.gradient_of_others import (
+    has_none_there,
     is_zero,
     lost_on_the_way,
     of_other_places,
@@ -177,6 +178,8 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
         yield f"{what}: {least}{places(found.seen)}"
         if not found.emptied and is_zero(case, found):
             yield "there it is zero, as where none is sent or received, or a buffer is not filled"
+        elif has_none_there(case, found):
+            yield "there the single process has no gradient"
         yield from of_other_places(case, look, found)
         yield from the_others(found) if len(look.terms) < 2 else ()
         if not above:

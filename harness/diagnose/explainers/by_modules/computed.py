@@ -200,6 +200,9 @@ def _differs(one: Otherwise, how: Difference) -> str:
 def _argument(one: Otherwise) -> str:
     given = one.mine.takes[one.at]
     of = f"of `{one.mine.function}`"
+    key = one.mine.keys[one.at] if one.mine.keys else ""
     if isinstance(given, str) and "=" in given:
-        return f"argument {given.partition('=')[0]} {of}"
+        key = given.partition("=")[0]
+    if key:
+        return f"argument {key} {of}"
     return f"{ordinal(one.at)} argument {of}"

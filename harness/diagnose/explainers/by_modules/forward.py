@@ -34,6 +34,7 @@ from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.matching import match, vectors
 from sumgrad.diagnose.modules.picked import picked_otherwise
 from sumgrad.diagnose.modules.seen import TOLERANCES, Seen, State
+from sumgrad.diagnose.modules.sequences import joined_rows
 from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.record.trace import INTO, Traces
 
@@ -55,6 +56,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     because = [*_of_other_classes(case, look, found), *_in_another_mode(case, found)]
     because += [*_right_again(look, found), *handed_otherwise(case, look, found)]
     of, odd = odd_data(case, look, found)
+    because += _joined(case, found)
     lacking = _lacking_below(look, found)
     because += [*odd, *lacking, *_without_a_graph(look, found)]
     if of != found.wrong:
@@ -68,8 +70,9 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because.append(
             f"whether what {some_of(shared)} gives is what belongs to this rank's rows is not known"
         )
-    right = {s.rank for s in look.seen[found.wrong] if s.forward == "right"}
-    whole = sorted(right - set(found.ranks))
+    calls = [s for s in look.seen[found.wrong] if not s.call.recomputed]
+    whole = sorted({s.rank for s in calls}
+                   - {s.rank for s in calls if s.forward != "right" or not s.in_order})  # fmt: skip
     if entered_right:
         because.append(f"on rank {spans(entered_right)} what goes into it is right")
     elif whole:
@@ -127,6 +130,24 @@ def _another_output(case: Case, found: FirstWrong) -> list[str]:
         if all(part != s.call.part and _is_of(traces, s, whole, tolerance) for s in found.seen):
             return [f"it is output number {part + 1} of the single process that stands there"]
     return []
+
+
+def _joined(case: Case, found: FirstWrong) -> list[str]:
+    """Rows of what goes in that are put together of several, where all its vectors are right."""
+    if case.traces is None or what_goes_into(case, found) != "right":
+        return []
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls
+            and not s.call.recomputed]  # fmt: skip
+    told = joined_rows(case.traces.single, into)
+    if not told:
+        return []
+    one = told[0]
+    more = f", and so in {len(told) - 1} more" if len(told) > 1 else ""
+    shown = [f"places {spans(list(places))}" for places in one.places]
+    return [f"on rank {one.rank} in call {one.call} row {one.row} of what goes into it is put "
+            f"together of vectors that stand in {len(one.places)} rows of the single process: "
+            f"{' and '.join(shown)}{more}: look at how rows are cut, packed or folded"]  # fmt: skip
 
 
 def _picked_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
@@ -330,7 +351,11 @@ def _where_it_enters_wrong(case: Case, found: FirstWrong) -> tuple[FirstWrong, l
     into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls]
     wrong = {s.rank for s in into if s.forward == "wrong"}
     right = {*found.ranks} - wrong
-    if not wrong or not right or any(s.forward != "right" for s in into if s.rank in right):
+    if (
+        not wrong
+        or not right
+        or any(s.forward != "right" or not s.in_order for s in into if s.rank in right)
+    ):
         return found, []
     return replace(found, seen=tuple(s for s in found.seen if s.rank in wrong)), sorted(right)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.lines import expression
@@ -16,6 +17,7 @@ from sumgrad.diagnose.modules.loss_weights import same
 from sumgrad.diagnose.modules.matching import vectors
 from sumgrad.diagnose.modules.seen import constant
 from sumgrad.diagnose.modules.targets import Target, other_targets
+from sumgrad.diagnose.modules.whole import by_module
 from sumgrad.record.computed import MODULE
 
 MOST_TARGETS = 3  # that are written out
@@ -31,6 +33,22 @@ def is_zero(case: Case, found: FirstWrong) -> bool:
         if gradient is None or s.wrong is None or bool(vectors(gradient)[s.wrong].any()):
             return False
     return traces is not None
+
+
+def has_none_there(case: Case, found: FirstWrong) -> bool:
+    """Whether the single process has no gradient at any of the vectors that are wrong."""
+    traces = traces_looked_at(case)
+    if traces is None:
+        return False
+    whole = by_module(traces.single, found.wrong.__eq__)
+    for s in found.seen:
+        wanted = whole.get((s.call.module, s.call.part))
+        if wanted is None or s.where is None or s.wrong is None:
+            return False
+        mine = s.where.found[torch.isin(s.where.picked, s.wrong)].any(0)
+        if not bool(mine.any()) or bool(wanted.gradients[mine].any()):
+            return False
+    return True
 
 
 def of_other_places(case: Case, look: Look, found: FirstWrong) -> list[str]:

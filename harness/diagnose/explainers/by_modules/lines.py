@@ -156,6 +156,9 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
         within = f" in {one.mine.inside[-1]}" if one.mine.inside and one.mine.inside[-1] else ""
         yield (f"the gradient that reaches the result of {line}{within} is right {on}, and that of "
                f"its {_arguments(found)}{where} is wrong{too}")  # fmt: skip
+        if not written:
+            yield ("it is torch's own formula: look at what changes what it kept, before the "
+                   "backward, and at other uses of that argument")  # fmt: skip
     elif one.at:
         made = _made(one)
         yield (f"the {_arguments(found)} of {line}{made} is nothing that the single process has "
@@ -198,6 +201,9 @@ def _arguments(found: Sequence[AtLine]) -> str:
     every = sorted({i for one in found for i in one.at})
     if sum(isinstance(t, int) for t in takes) == 1:
         return "argument"
+    keys = found[0].mine.keys
+    if any(keys[i : i + 1] not in ((), ("",)) for i in every):
+        return f"argument{'s'[: len(every) > 1]} {some_of([keys[i] or ordinal(i) for i in every])}"
     words = [ordinal(i) for i in every]
     tensors = "tensor " if found[0].mine.written else ""  # of a Function only these are seen
-    return f"{' and '.join(words)} {tensors}argument{'s'[: len(words) > 1]}"
+    return f"{some_of(words)} {tensors}argument{'s'[: len(words) > 1]}"

@@ -18,6 +18,7 @@ from sumgrad.record.ways import MOVES, Passed
 
 MOST_LINES = 4
 PLAIN = {"Add", "Div", "Mul", "Sub", "Sum", "Mean"}  # what a step does with its loss, too
+WRITES_PLACES = {"Scatter", "IndexPut", "IndexCopy", "MaskedScatter"}
 MOST_CODE = 60  # characters of a line that are shown
 
 
@@ -65,6 +66,11 @@ def _computed_there(passed: Sequence[Passed]) -> list[str]:
 
 def _torchs_formulas(passed: Sequence[Passed]) -> Iterator[str]:
     lines = lines_of(passed)
+    written = [p for p in passed if p.function in WRITES_PLACES and p.line]
+    if written:
+        yield (f"torch's formula for {some_of([line_and_code(p.line, p.code) for p in written])} "
+               f"is right where no place is written twice: look at the places")  # fmt: skip
+        return
     if lines:
         yield (f"no function with a backward of its own runs there, torch's formulas alone: look "
                f"for what autograd does not see, as a hook, a detach, a change of .data, a "
@@ -138,7 +144,7 @@ def lines_of(passed: Sequence[Passed]) -> str:
         shown.append(words if path != before else words.removeprefix(line_from_here(path)))
         before = path
     if more > 0:
-        shown.insert(half, f"{more} more line{'s'[: more > 1]}")
+        shown.insert(half, "...")
     return "; ".join(shown)
 
 
