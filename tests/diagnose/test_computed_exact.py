@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sumgrad.diagnose.explainers.by_modules.computed import _argument
 from sumgrad.diagnose.modules.computed_otherwise import _differ, computed_otherwise
 from sumgrad.record.computed import (
     computed_as_json,
@@ -364,3 +365,23 @@ def test_pairs_of_all_with_all_are_meant_where_the_same_line_has_them_alone():
     both = recorded(lambda x, m: (away(x[:, 0], m[:, 0]), away(x[:, None], m[None])), X, mean)
     assert first(mine, each).how.spread == ((3,), (3, 1))
     assert first(mine, both) is None
+
+
+def weighed(x, labels, weight):
+    return F.binary_cross_entropy_with_logits(x, labels, reduction="sum", weight=weight)
+
+
+def test_an_argument_that_is_given_by_name_is_called_that():
+    target, weight = X.sigmoid(), torch.linspace(0.5, 2, 6, dtype=torch.float64)[:, None] * X.exp()
+    mine = recorded(weighed, X[OWN], target[OWN], weight[OWN] * 1.5)
+    one = first(mine, recorded(weighed, X, target, weight))
+    assert _argument(one) == "argument weight of `binary_cross_entropy_with_logits`"
+    mine = recorded(scaled, X[OWN], 0.25)
+    assert _argument(first(mine, recorded(scaled, X, 0.5))) == "second argument of `mul`"
+
+
+def test_names_of_arguments_are_written_and_read():
+    mine = recorded(weighed, X, X.sigmoid(), X.exp())
+    back = computed_from(computed_as_json(mine), computed_as_tensors(mine))
+    assert [c.keys for c in back.computations] == [c.keys for c in mine.computations]
+    assert "weight" in back.computations[-1].keys

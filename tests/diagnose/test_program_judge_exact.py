@@ -8,8 +8,9 @@ from fractions import Fraction
 import pytest
 import torch
 from records_in_memory import FLOOR, SCALE, SHAPES, program_record, with_rank
-from sumgrad.base.verdict import Verdict
+from sumgrad.base.verdict import Diagnosis, Verdict
 from sumgrad.diagnose.explainers import EXPLAINERS
+from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.verdict import judge
 from sumgrad.record.trace import Trace, Traces
 
@@ -494,3 +495,28 @@ def test_only_what_differs_by_more_than_a_threshold_is_unlike_each_time(apart, k
     verdict = judge(record)
     assert verdict.status == "fail"
     assert verdict.diagnoses[0].kind == kind
+
+
+@pytest.mark.parametrize(
+    ("standing", "kind"), [("proved", "not_reduced"), ("likely", "run_to_run")]
+)
+def test_what_explains_the_first_run_is_said_before_that_the_next_one_differs(
+    standing, kind, monkeypatch
+):
+    def told(case, left):
+        found = Diagnosis(cause="not reduced", kind="not_reduced", standing=standing)
+        yield explained(case, found)
+
+    monkeypatch.setattr("sumgrad.diagnose.explainers.last.put_together", told)
+    record = program_record()
+    wrong = torch.tensor([0.3, -1.7, 2.2])
+    for rank in range(3):
+        grads = {
+            key: {**g, "b": wrong.to(g["b"].dtype)} for key, g in record.ranks[rank].grads.items()
+        }
+        again = {n: g + 0.5 for n, g in grads["precision", 0].items()}
+        record = with_rank(record, rank, grads=grads, again=again, again_tier="precision")
+    found = judge(record).diagnoses[0]
+    assert found.kind == kind
+    both = (found.cause, *found.however)
+    assert any("gives another gradient when it is run again" in text for text in both)

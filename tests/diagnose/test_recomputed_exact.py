@@ -165,3 +165,9 @@ def test_a_layer_that_is_computed_again_in_place_of_others():
 )
 def test_a_layer_that_is_computed_again_for_itself(again, reached):
     assert recomputed.in_place_of_others(*layers(again, reached)) is None
+
+
+def test_of_a_module_that_no_gradient_reaches_no_call_is_a_trial():
+    """As of a target network: a wrong call beside right ones is a wrong one."""
+    wrong, right = seen(call(1), "wrong"), seen(call(0))
+    assert _without_trials([right, wrong]) == [right, wrong]

@@ -96,6 +96,6 @@ def test_it_leads_where_the_backward_is_wrong():
     told = case([], [one])
     assert told.cause.startswith("what autograd kept for the backward at tests/subjects/")
     assert "came back as something else on rank 1: it goes through the hooks" in told.cause
-    assert (told.because, told.kind, told.ranks) == (("what", "b"), "saved_input", (1,))
+    assert (told.because, told.kind, told.ranks) == (("what",), "saved_input", (1,))
     assert case([], []).kind == "backward"
     assert case([one], [], kind="factor").kind == "factor"

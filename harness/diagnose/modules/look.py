@@ -113,7 +113,8 @@ def _on_every_rank(
 def _is_lacking(module: str, seen: Sequence[Seen], whole: Mapping[tuple[str, int], Whole]) -> bool:
     """Whether no rank has some vectors of its first output; False where that cannot be told.
 
-    Vectors without a gradient, of a module that has some, are masked out: nobody needs them.
+    Vectors without a gradient, of a module that has some, are masked out: nobody needs them, but
+    for a call of which no rank has anything.
     """
     wanted, mine = whole.get((module, 0)), [s for s in seen if s.call.part == 0]
     if wanted is None or not mine or any(s.forward != "right" or s.where is None for s in mine):
@@ -127,6 +128,10 @@ def _is_lacking(module: str, seen: Sequence[Seen], whole: Mapping[tuple[str, int
     used = wanted.gradients.any(1)
     if not bool(used.any()):
         used = torch.ones_like(used)
+    each = wanted.each or len(held)
+    for own, mine_of_it in zip(used.split(each), held.split(each), strict=True):
+        if not bool(own.any() | mine_of_it.any()):
+            return True  # a whole pass
     return bool((used & ~held).any())
 
 
@@ -225,13 +230,15 @@ def _computed_again(found: list[Seen]) -> list[Seen]:
 
 
 def _without_trials(found: list[Seen]) -> list[Seen]:
-    """Without calls that are not right and got no gradient, where the rank has right ones.
+    """Without calls that are not right and got no gradient, where the rank has right ones with one.
 
     A pipeline finds the shapes of its stages by them. Not where a rank computes it again: then a
     checkpoint's first pass gets no gradient.
     """
     again = {s.rank for s in found if s.call.recomputed}
-    right = {s.rank for s in found if s.forward == "right"} - again
+    right = {
+        s.rank for s in found if s.forward == "right" and s.call.operation_back is not None
+    } - again
     return [
         s
         for s in found

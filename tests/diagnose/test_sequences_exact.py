@@ -1,0 +1,115 @@
+"""Rows put together of several; padding that counts; what right vectors alone can vouch for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from sumgrad.diagnose.modules.first_wrong import first_wrong_forward
+from sumgrad.diagnose.modules.look import look_at
+from sumgrad.diagnose.modules.sequences import Joined, joined_rows
+from sumgrad.record.trace import LOSS, Traces
+from test_modules import trace
+
+ROWS, PLACES, WIDTH = 3, 4, 5
+BATCH = {"x": torch.arange(ROWS * PLACES).reshape(ROWS, PLACES)}
+G = torch.Generator().manual_seed(7)
+X = torch.randn(ROWS, PLACES, WIDTH, generator=G, dtype=torch.float64)
+LIVE = torch.ones_like(X)
+
+
+def looked(single, mine):
+    traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+    return look_at(traces, "float64", ()), single
+
+
+def joined(given, single=None):
+    look, whole = looked(
+        single or trace([("m", X, LIVE)], batch=BATCH),
+        trace([("m", given, torch.ones_like(given))]),
+    )
+    return joined_rows(whole, look.seen["m"])
+
+
+def test_a_row_that_has_vectors_of_two():
+    mixed = torch.cat([X[0, 3:], X[1, :2]])[None]
+    found = joined(torch.cat([X[:1, :3], mixed]))
+    assert found == [Joined(rank=0, call=0, row=1, places=((0,), (1, 2)))]
+
+
+def test_rows_as_they_are_or_cut_are_not_put_together():
+    assert joined(X[1:]) == []
+    assert joined(X[1:, 1:3]) == []
+    each = trace([("m", X[i : i + 1], LIVE[:1]) for i in range(ROWS)], batch=BATCH)
+    assert joined(X[:2], each) == []
+
+
+def test_rows_of_single_calls_are_apart():
+    each = trace([("m", X[i : i + 1, : 2 + i], LIVE[:1, : 2 + i]) for i in range(2)], batch=BATCH)
+    (one,) = joined(torch.stack([torch.stack([X[0, 1], X[1, 2]])]), each)
+    assert one.places == ((0,), (1,))
+
+
+def test_vectors_that_several_rows_have_tell_nothing():
+    same = X.clone()
+    same[1, 0] = same[0, 0]
+    single = trace([("m", same, LIVE)], batch=BATCH)
+    assert joined(torch.stack([torch.stack([same[0, 0], same[2, 1]])]), single) == []
+
+
+def state(given, gradient):
+    look, _ = looked(trace([("m", X, LIVE)], batch=BATCH), trace([("m", given, gradient)]))
+    return look.forward("m")
+
+
+def test_what_stands_there_again_and_again_is_padding_unless_it_counts():
+    given = X[:2].clone()
+    given[1, 2:] = 0.5
+    masked = LIVE[:2].clone()
+    masked[1, 2:] = 0
+    assert state(given, masked) == "right"
+    assert state(given, LIVE[:2]) == "wrong"
+    assert state(given, None) == "right"  # nobody knows what counts
+    given[1, 2:] = 0
+    assert state(given, LIVE[:2]) == "right"  # zeros may be a part of a sum
+
+
+def vouched(query_gradient):
+    """`keys` and `query` are made from `body`, which is wrong in its last place."""
+    body, keys, query = X, X * 2, X * 3
+    takes = {"keys": ("body",), "query": ("body",), "last": ("keys", "query"), LOSS: ("last",)}
+    held = [("body", body), ("keys", keys), ("query", query), ("last", X * 5)]
+    single = trace([(n, v, LIVE) for n, v in held], batch=BATCH)
+    single = replace(single, takes=takes)
+
+    def off(value):
+        out = value.clone()
+        out[:, -1] += 1
+        return out
+
+    gradients = [LIVE, LIVE, query_gradient, LIVE]
+    mine = trace([(n, off(v), g) for (n, v), g in zip(held, gradients, strict=True)])
+    look, _ = looked(single, mine)
+    found = first_wrong_forward(look)
+    return look.forward("query"), found and found.wrong
+
+
+def test_what_is_right_where_it_counts_does_not_clear_what_leads_elsewhere():
+    masked = LIVE.clone()
+    masked[:, -1] = 0
+    assert vouched(masked) == ("right", "body")
+    assert vouched(LIVE) == ("wrong", "body")
+
+
+def test_what_is_right_in_full_clears_what_it_is_made_from():
+    """Computed in another way: `body` differs, and all that is made from it is right again."""
+    single = replace(
+        trace([("body", X, LIVE), ("last", X * 2, LIVE)], batch=BATCH),
+        takes={"last": ("body",), LOSS: ("last",)},
+    )
+    other, cut = X + 1, LIVE.clone()
+    cut[:, -1] = 0
+    for given, gradient in ((X * 2, LIVE), (X * 2, cut)):
+        look, _ = looked(single, trace([("body", other, LIVE), ("last", given, gradient)]))
+        assert look.forward("last") == "right"
+        assert first_wrong_forward(look) is None
