@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
+from sumgrad.diagnose.explainers.by_modules import wrong_outputs
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import look_at
 from sumgrad.diagnose.modules.picked import Picked, picked_otherwise
 from sumgrad.record.trace import Traces
@@ -60,3 +64,23 @@ def test_equal_vectors_tell_no_place():
     same = HIDDEN[[1, 2]].clone()
     same[0, 4] = same[0, 3]
     assert told([1, 2], torch.tensor([4, 3]), same) == []
+
+
+def test_in_words_where_it_is_taken(monkeypatch):
+    single = traced(HIDDEN, read(HIDDEN, LAST), batch=BATCH)
+    mine = HIDDEN[[1, 2, 0]]
+    ranks = {0: traced(mine, read(mine, torch.tensor([4, 3, 1])))}
+    traces = Traces(tier="t", step=0, ranks=ranks, single=single)
+    look = look_at(traces, "float64", ())
+    monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda _: traces)
+    monkeypatch.setattr(wrong_outputs, "entered_wrong", lambda *_: ())
+    found = FirstWrong(wrong="head", seen=tuple(look.seen["head"]), beside=("body",))
+    for dtype, said in (
+        ("float64", ["on rank 0 in call 0 what it gives for row 0 is what body gives at place 4 of "
+                     "5, and in the single process what that gives at place 2 of 5, and so in 1 "
+                     "more: look at how the place is found"]),
+        ("float32", []),
+    ):  # fmt: skip
+        record = SimpleNamespace(spec=SimpleNamespace(tiers={"t": dtype}))
+        case = SimpleNamespace(tier="t", record=record)
+        assert wrong_outputs.picked_in_words(case, look, found) == said

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules import forward, recomputed
+from sumgrad.diagnose.explainers.by_modules import recomputed, wrong_outputs
 from sumgrad.diagnose.explainers.by_modules.backward import _in_some_calls
-from sumgrad.diagnose.explainers.by_modules.forward import _no_slice, _right_again
+from sumgrad.diagnose.explainers.by_modules.forward import _right_again
+from sumgrad.diagnose.explainers.by_modules.wrong_outputs import no_slice
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import _without_trials
 from sumgrad.diagnose.modules.seen import Seen
@@ -106,10 +107,10 @@ def test_of_several_outputs_the_wrong_one_is_named():
     one = replace(seen(call(0), "wrong"), wrong=torch.arange(3))
     two = replace(one, call=replace(one.call, part=1))
     look = SimpleNamespace(seen={"m": [seen(call(0)), two]})
-    said = _no_slice(look, FirstWrong(wrong="m", seen=(two,)))
+    said = no_slice(look, FirstWrong(wrong="m", seen=(two,)))
     assert said.startswith("the output number 2 of 2 of m is no slice of the single process's: ")
     alone = SimpleNamespace(seen={"m": [one]})
-    assert _no_slice(alone, FirstWrong(wrong="m", seen=(one,))).startswith("the output of m is no")
+    assert no_slice(alone, FirstWrong(wrong="m", seen=(one,))).startswith("the output of m is no")
 
 
 def test_another_output_that_stands_there_is_named(monkeypatch):
@@ -121,12 +122,12 @@ def test_another_output_that_stands_there_is_named(monkeypatch):
                         (OTHER + 1, [])):  # fmt: skip
         mine = replace(single, outputs=(FIRST.double(), given.double()))
         traces = SimpleNamespace(single=single, ranks={0: mine})
-        monkeypatch.setattr(forward, "traces_looked_at", lambda _, traces=traces: traces)
+        monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda _, traces=traces: traces)
         case = SimpleNamespace(
             tier="t", record=SimpleNamespace(spec=SimpleNamespace(tiers={"t": "float64"}))
         )
         found = FirstWrong(wrong="m", seen=(replace(seen(calls[1], "wrong"), shape=(3, 4)),))
-        assert forward._another_output(case, found) == said
+        assert wrong_outputs.another_output(case, found) == said
 
 
 def layers(again: dict[str, int], reached: str = "ab") -> tuple[SimpleNamespace, FirstWrong]:

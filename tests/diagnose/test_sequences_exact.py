@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
-from sumgrad.diagnose.modules.first_wrong import first_wrong_forward
+from sumgrad.diagnose.explainers.by_modules import wrong_outputs
+from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
 from sumgrad.diagnose.modules.look import look_at
 from sumgrad.diagnose.modules.sequences import Joined, joined_rows
 from sumgrad.record.trace import LOSS, Traces
@@ -113,3 +115,22 @@ def test_what_is_right_in_full_clears_what_it_is_made_from():
         look, _ = looked(single, trace([("body", other, LIVE), ("last", given, gradient)]))
         assert look.forward("last") == "right"
         assert first_wrong_forward(look) is None
+
+
+def test_in_words_which_row_is_put_together(monkeypatch):
+    mixed = torch.cat([X[0, 3:], X[1, :2]])[None]
+    given = torch.cat([X[:1, :3], mixed])
+    look, whole = looked(
+        trace([("m", X, LIVE)], batch=BATCH), trace([("m", given, torch.ones_like(given))])
+    )
+    monkeypatch.setattr(wrong_outputs, "gone_into", lambda *_: look.seen["m"])
+    case = SimpleNamespace(traces=SimpleNamespace(single=whole))
+    found = FirstWrong(wrong="m", seen=tuple(look.seen["m"]))
+    for state, said in (
+        ("right", ["on rank 0 in call 0 row 1 of what goes into it is put together of vectors that "
+                   "stand in 2 rows of the single process: places 0 and places 1-2: look at how "
+                   "rows are cut, packed or folded"]),
+        ("wrong", []),
+    ):  # fmt: skip
+        monkeypatch.setattr(wrong_outputs, "what_goes_into", lambda *_, state=state: state)
+        assert wrong_outputs.joined_in_words(case, found) == said

@@ -17,26 +17,33 @@ from sumgrad.diagnose.explainers.by_modules.between import (
     right_up_to,
 )
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
+from sumgrad.diagnose.explainers.by_modules.entering import (
+    entered_wrong,
+    what_goes_into,
+    where_it_enters_wrong,
+)
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.handed import handed_otherwise
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
-from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked, named, traces_looked_at
+from sumgrad.diagnose.explainers.by_modules.looked import looked, named
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
+from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
+    another_output,
+    features_in_words,
+    in_other_places,
+    joined_in_words,
+    no_slice,
+    picked_in_words,
+)
 from sumgrad.diagnose.explainers.factors import explained, only_terms_weigh_otherwise
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
-from sumgrad.diagnose.modules.features import wrong_features
 from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.matching import match, vectors
-from sumgrad.diagnose.modules.picked import picked_otherwise
-from sumgrad.diagnose.modules.seen import TOLERANCES, Seen, State
-from sumgrad.diagnose.modules.sequences import joined_rows
-from sumgrad.diagnose.modules.whole import Whole, by_module
-from sumgrad.record.trace import INTO, Traces
+from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.record.trace import INTO
 
 SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")
 
@@ -51,19 +58,19 @@ def forward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
 
 def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     told = any(s.forward == "right" for m in look.modules for s in look.seen[m])
-    found, entered_right = _where_it_enters_wrong(case, found)
+    found, entered_right = where_it_enters_wrong(case, found)
     text, look_at = _start_of_forward(case, look, found)
     because = [*_of_other_classes(case, look, found), *_in_another_mode(case, found)]
     because += [*_right_again(look, found), *handed_otherwise(case, look, found)]
     of, odd = odd_data(case, look, found)
-    because += _joined(case, found)
+    because += joined_in_words(case, found)
     lacking = _lacking_below(look, found)
     because += [*odd, *lacking, *_without_a_graph(look, found)]
     if of != found.wrong:
-        because += [_no_slice(look, found), *_another_output(case, found)]
-        because += _picked_otherwise(case, look, found)
+        because += [no_slice(look, found), *another_output(case, found)]
+        because += picked_in_words(case, look, found)
         because += [] if lacking or lines_that_differ(case) else look_at
-        because += [*_features(case, found), *_of_other_places(case, found)]
+        because += [*features_in_words(case, found), *in_other_places(case, found)]
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]
     if shared:
@@ -77,7 +84,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because.append(f"on rank {spans(entered_right)} what goes into it is right")
     elif whole:
         because.append(f"on rank {spans(whole)} it is right")
-    entered = _entered_wrong(case, found)
+    entered = entered_wrong(case, found)
     lines = first_lines(case, found, back=False)
     because += in_words(lines)
     parts, missing = _parts_below(case, look, found)
@@ -91,102 +98,15 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     kind, ranks = "skipped_collective" if missing else "forward", found.ranks
     accused = None if missing else collective_at_fault(case, found, back=False)
     if accused is not None:
-        because = [*accused.because, f"as seen from modules: {text}", _no_slice(look, found)]
+        because = [*accused.because, f"as seen from modules: {text}", no_slice(look, found)]
         kind, text, ranks = accused.kind, accused.cause, accused.ranks
     elif misplaced := misplaced_in_words(case, found):
-        because = [f"as seen from modules: {text}", _no_slice(look, found)]
+        because = [f"as seen from modules: {text}", no_slice(look, found)]
         text = misplaced[0]
     elif of is not None and of != found.wrong:
         because = odd  # what is seen further on follows from it
         text = f"in the forward what enters {named(look, of)} is another already on some ranks"
     return Diagnosis(cause=text, kind=kind, ranks=ranks, because=tuple(because))
-
-
-def _no_slice(look: Look, found: FirstWrong) -> str:
-    """Which vectors of the output are wrong, or are of two rows."""
-    parts = {s.call.part for s in look.seen[found.wrong]}
-    wrong = sorted({s.call.part for s in found.seen})
-    which = f" number {spans([p + 1 for p in wrong])} of {len(parts)}" if len(parts) > 1 else ""
-    output = f"the output{which} of {found.wrong or 'the model'}"
-    mixed = next((s for s in found.seen if s.mixed), None)
-    if mixed is None:
-        return f"{output} is no slice of the single process's: {places(found.seen)}"
-    one = mixed.mixed[0]
-    (first, second), (here, there) = one.of, one.at
-    more = f", and so in {len(mixed.mixed) - 1} more" if len(mixed.mixed) > 1 else ""
-    return (f"all vectors of {output} are the single process's, and some rows of it, of "
-            f"{mixed.shape[-2]} vectors each, are put together of two rows there: on rank "
-            f"{mixed.rank} row {one.row} in call {mixed.call.number} has at places {spans(here)} "
-            f"those of row {first}, at {spans(there)} those of row {second}{more}")  # fmt: skip
-
-
-def _another_output(case: Case, found: FirstWrong) -> list[str]:
-    """Where what is wrong is, all of it, another output of the module in the single process."""
-    traces, tolerance = traces_looked_at(case), TOLERANCES.get(case.record.spec.tiers[case.tier])
-    if traces is None or tolerance is None:
-        return []
-    there = by_module(traces.single, found.wrong.__eq__)
-    for (_, part), whole in there.items():
-        if all(part != s.call.part and _is_of(traces, s, whole, tolerance) for s in found.seen):
-            return [f"it is output number {part + 1} of the single process that stands there"]
-    return []
-
-
-def _joined(case: Case, found: FirstWrong) -> list[str]:
-    """Rows of what goes in that are put together of several, where all its vectors are right."""
-    if case.traces is None or what_goes_into(case, found) != "right":
-        return []
-    calls = {(s.rank, s.call.number) for s in found.seen}
-    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls
-            and not s.call.recomputed]  # fmt: skip
-    told = joined_rows(case.traces.single, into)
-    if not told:
-        return []
-    one = told[0]
-    more = f", and so in {len(told) - 1} more" if len(told) > 1 else ""
-    shown = [f"places {spans(list(places))}" for places in one.places]
-    return [f"on rank {one.rank} in call {one.call} row {one.row} of what goes into it is put "
-            f"together of vectors that stand in {len(one.places)} rows of the single process: "
-            f"{' and '.join(shown)}{more}: look at how rows are cut, packed or folded"]  # fmt: skip
-
-
-def _picked_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
-    """Rows that are taken at another place of what a right module gives; of the first, and how many
-    there are more."""
-    traces, seen = traces_looked_at(case), _entered_wrong(case, found) or found.seen
-    if traces is None or case.record.spec.tiers[case.tier] != "float64":
-        return []
-    told = list(picked_otherwise(traces, look, seen, found.modules))
-    if told:
-        one = told[0]
-        what = "goes in" if seen[0].call.module.startswith(INTO) else "it gives"
-        (place, wanted), (here, there) = one.places, one.of
-        more = f", and so in {len(told) - 1} more rows" if len(told) > 1 else ""
-        return [f"on rank {one.rank} in call {one.call} what {what} for row {one.row} is what "
-                f"{one.module} gives at place {place} of {here}, and in the single process what "
-                f"that gives at place {wanted} of {there}{more}: look at how the place is "
-                f"found"]  # fmt: skip
-    return []
-
-
-def _is_of(traces: Traces, s: Seen, whole: Whole, tolerance: float) -> bool:
-    trace = traces.ranks[s.rank]
-    got = vectors(trace.outputs[trace.calls.index(s.call)])
-    where = match(got, whole.outputs, tolerance)
-    return where is not None and bool(where.found.any(1).all())
-
-
-def _features(case: Case, found: FirstWrong) -> list[str]:
-    """Which features of the wrong vectors, where some are right."""
-    traces = traces_looked_at(case)
-    seen = _entered_wrong(case, found) or found.seen
-    told = traces and wrong_features(traces, seen, case.record.spec.tiers[case.tier])
-    if not told or any(s.mixed for s in seen):
-        return []
-    wrong, width = told
-    what = "what goes in" if seen[0].call.module.startswith(INTO) else "its output"
-    return [f"of each such vector of {what} elements {spans(wrong)} of {width} are wrong, the "
-            f"others are right"]  # fmt: skip
 
 
 def _of_other_classes(case: Case, look: Look, found: FirstWrong) -> list[str]:
@@ -259,22 +179,6 @@ def _without_a_graph(look: Look, found: FirstWrong) -> list[str]:
     return []
 
 
-def _of_other_places(case: Case, found: FirstWrong) -> list[str]:
-    """Numbers that are right, and in another order."""
-    traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
-    if traces is None:
-        return []
-    calls = {(s.rank, s.call.number) for s in found.seen}
-    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls
-            and s.forward == "wrong"]  # fmt: skip
-    for seen, what in ((into, "what goes into it"), (found.seen, "its output")):
-        if numbers_elsewhere(traces, seen, dtype):
-            return [f"all numbers of {what} are there in the single process, and stand in other "
-                    f"places: look at what orders them (a split, a reshape, a transpose, an "
-                    f"index)"]  # fmt: skip
-    return []
-
-
 def _parts_below(case: Case, look: Look, found: FirstWrong) -> tuple[list[str], str]:
     """What it is made from that is there in parts, and what is issued next; and which sum is
     missing, if nothing is."""
@@ -342,46 +246,6 @@ def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, l
     if not near:
         text += "; no module whose output could be compared leads to it"
     return text, [line for line in (where, *extra) if line]
-
-
-def _where_it_enters_wrong(case: Case, found: FirstWrong) -> tuple[FirstWrong, list[int]]:
-    """The same of those ranks alone where what goes into it is wrong already, if some are; and the
-    ranks where it is right: what such a rank gives may be its part of a sum."""
-    calls = {(s.rank, s.call.number) for s in found.seen}
-    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls]
-    wrong = {s.rank for s in into if s.forward == "wrong"}
-    right = {*found.ranks} - wrong
-    if (
-        not wrong
-        or not right
-        or any(s.forward != "right" or not s.in_order for s in into if s.rank in right)
-    ):
-        return found, []
-    return replace(found, seen=tuple(s for s in found.seen if s.rank in wrong)), sorted(right)
-
-
-def _entered_wrong(case: Case, found: FirstWrong) -> tuple[Seen, ...]:
-    """What is wrong already as it goes in, of the calls whose outputs are: what a module issues
-    itself comes after it."""
-    if what_goes_into(case, found) != "wrong":
-        return ()
-    calls = {(s.rank, s.call.number) for s in found.seen}
-    return tuple(s for s in gone_into(case, found.wrong)
-                 if (s.rank, s.call.number) in calls and s.forward == "wrong")  # fmt: skip
-
-
-def what_goes_into(case: Case, found: FirstWrong) -> State:
-    """Of the calls whose outputs are wrong, on their ranks."""
-    calls = {(s.rank, s.call.number) for s in found.seen}
-    into = [
-        s
-        for s in gone_into(case, found.wrong)
-        if (s.rank, s.call.number) in calls and not s.call.recomputed
-    ]
-    if any(s.forward == "wrong" for s in into):
-        return "wrong"
-    told = {(s.rank, s.call.number) for s in into if s.forward == "right"}
-    return "right" if told == calls and all(s.forward == "right" for s in into) else "untold"
 
 
 def _is_the_lesser_part(seen: Sequence[Seen]) -> bool:

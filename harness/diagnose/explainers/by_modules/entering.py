@@ -1,0 +1,50 @@
+"""What goes into the first wrong module: whether it is right, and on which ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import gone_into
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.seen import Seen, State
+
+
+def what_goes_into(case: Case, found: FirstWrong) -> State:
+    """Of the calls whose outputs are wrong, on their ranks."""
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    into = [
+        s
+        for s in gone_into(case, found.wrong)
+        if (s.rank, s.call.number) in calls and not s.call.recomputed
+    ]
+    if any(s.forward == "wrong" for s in into):
+        return "wrong"
+    told = {(s.rank, s.call.number) for s in into if s.forward == "right"}
+    return "right" if told == calls and all(s.forward == "right" for s in into) else "untold"
+
+
+def entered_wrong(case: Case, found: FirstWrong) -> tuple[Seen, ...]:
+    """What is wrong already as it goes in, of the calls whose outputs are: what a module issues
+    itself comes after it."""
+    if what_goes_into(case, found) != "wrong":
+        return ()
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    return tuple(s for s in gone_into(case, found.wrong)
+                 if (s.rank, s.call.number) in calls and s.forward == "wrong")  # fmt: skip
+
+
+def where_it_enters_wrong(case: Case, found: FirstWrong) -> tuple[FirstWrong, list[int]]:
+    """The same of those ranks alone where what goes into it is wrong already, if some are; and the
+    ranks where it is right: what such a rank gives may be its part of a sum."""
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls]
+    wrong = {s.rank for s in into if s.forward == "wrong"}
+    right = {*found.ranks} - wrong
+    if (
+        not wrong
+        or not right
+        or any(s.forward != "right" or not s.in_order for s in into if s.rank in right)
+    ):
+        return found, []
+    return replace(found, seen=tuple(s for s in found.seen if s.rank in wrong)), sorted(right)

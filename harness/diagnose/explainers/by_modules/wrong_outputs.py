@@ -1,0 +1,123 @@
+"""What the output of the first wrong module is, and what goes into it, in words: which vectors are
+wrong, and what they are instead."""
+
+from __future__ import annotations
+
+from sumgrad.base.outcome import spans
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import places
+from sumgrad.diagnose.explainers.by_modules.entering import entered_wrong, what_goes_into
+from sumgrad.diagnose.explainers.by_modules.looked import gone_into, traces_looked_at
+from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
+from sumgrad.diagnose.modules.features import wrong_features
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.matching import match, vectors
+from sumgrad.diagnose.modules.picked import picked_otherwise
+from sumgrad.diagnose.modules.seen import TOLERANCES, Seen
+from sumgrad.diagnose.modules.sequences import joined_rows
+from sumgrad.diagnose.modules.whole import Whole, by_module
+from sumgrad.record.trace import INTO, Traces
+
+
+def no_slice(look: Look, found: FirstWrong) -> str:
+    """Which vectors of the output are wrong, or are of two rows."""
+    parts = {s.call.part for s in look.seen[found.wrong]}
+    wrong = sorted({s.call.part for s in found.seen})
+    which = f" number {spans([p + 1 for p in wrong])} of {len(parts)}" if len(parts) > 1 else ""
+    output = f"the output{which} of {found.wrong or 'the model'}"
+    mixed = next((s for s in found.seen if s.mixed), None)
+    if mixed is None:
+        return f"{output} is no slice of the single process's: {places(found.seen)}"
+    one = mixed.mixed[0]
+    (first, second), (here, there) = one.of, one.at
+    more = f", and so in {len(mixed.mixed) - 1} more" if len(mixed.mixed) > 1 else ""
+    return (f"all vectors of {output} are the single process's, and some rows of it, of "
+            f"{mixed.shape[-2]} vectors each, are put together of two rows there: on rank "
+            f"{mixed.rank} row {one.row} in call {mixed.call.number} has at places {spans(here)} "
+            f"those of row {first}, at {spans(there)} those of row {second}{more}")  # fmt: skip
+
+
+def another_output(case: Case, found: FirstWrong) -> list[str]:
+    """Where what is wrong is, all of it, another output of the module in the single process."""
+    traces, tolerance = traces_looked_at(case), TOLERANCES.get(case.record.spec.tiers[case.tier])
+    if traces is None or tolerance is None:
+        return []
+    there = by_module(traces.single, found.wrong.__eq__)
+    for (_, part), whole in there.items():
+        if all(part != s.call.part and _is_of(traces, s, whole, tolerance) for s in found.seen):
+            return [f"it is output number {part + 1} of the single process that stands there"]
+    return []
+
+
+def joined_in_words(case: Case, found: FirstWrong) -> list[str]:
+    """Rows of what goes in that are put together of several, where all its vectors are right."""
+    if case.traces is None or what_goes_into(case, found) != "right":
+        return []
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls
+            and not s.call.recomputed]  # fmt: skip
+    told = joined_rows(case.traces.single, into)
+    if not told:
+        return []
+    one = told[0]
+    more = f", and so in {len(told) - 1} more" if len(told) > 1 else ""
+    shown = [f"places {spans(list(places))}" for places in one.places]
+    return [f"on rank {one.rank} in call {one.call} row {one.row} of what goes into it is put "
+            f"together of vectors that stand in {len(one.places)} rows of the single process: "
+            f"{' and '.join(shown)}{more}: look at how rows are cut, packed or folded"]  # fmt: skip
+
+
+def picked_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """Rows that are taken at another place of what a right module gives; of the first, and how many
+    there are more."""
+    traces, seen = traces_looked_at(case), entered_wrong(case, found) or found.seen
+    if traces is None or case.record.spec.tiers[case.tier] != "float64":
+        return []
+    told = list(picked_otherwise(traces, look, seen, found.modules))
+    if told:
+        one = told[0]
+        what = "goes in" if seen[0].call.module.startswith(INTO) else "it gives"
+        (place, wanted), (here, there) = one.places, one.of
+        more = f", and so in {len(told) - 1} more" if len(told) > 1 else ""
+        return [f"on rank {one.rank} in call {one.call} what {what} for row {one.row} is what "
+                f"{one.module} gives at place {place} of {here}, and in the single process what "
+                f"that gives at place {wanted} of {there}{more}: look at how the place is "
+                f"found"]  # fmt: skip
+    return []
+
+
+def _is_of(traces: Traces, s: Seen, whole: Whole, tolerance: float) -> bool:
+    trace = traces.ranks[s.rank]
+    got = vectors(trace.outputs[trace.calls.index(s.call)])
+    where = match(got, whole.outputs, tolerance)
+    return where is not None and bool(where.found.any(1).all())
+
+
+def features_in_words(case: Case, found: FirstWrong) -> list[str]:
+    """Which features of the wrong vectors, where some are right."""
+    traces = traces_looked_at(case)
+    seen = entered_wrong(case, found) or found.seen
+    told = traces and wrong_features(traces, seen, case.record.spec.tiers[case.tier])
+    if not told or any(s.mixed for s in seen):
+        return []
+    wrong, width = told
+    what = "what goes in" if seen[0].call.module.startswith(INTO) else "its output"
+    return [f"of each such vector of {what} elements {spans(wrong)} of {width} are wrong, the "
+            f"others are right"]  # fmt: skip
+
+
+def in_other_places(case: Case, found: FirstWrong) -> list[str]:
+    """Numbers that are right, and in another order."""
+    traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
+    if traces is None:
+        return []
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls
+            and s.forward == "wrong"]  # fmt: skip
+    for seen, what in ((into, "what goes into it"), (found.seen, "its output")):
+        if numbers_elsewhere(traces, seen, dtype):
+            return [f"all numbers of {what} are there in the single process, and stand in other "
+                    f"places: look at what orders them (a split, a reshape, a transpose, an "
+                    f"index)"]  # fmt: skip
+    return []
