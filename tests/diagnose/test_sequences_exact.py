@@ -134,3 +134,19 @@ def test_in_words_which_row_is_put_together(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(wrong_outputs, "what_goes_into", lambda *_, state=state: state)
         assert wrong_outputs.joined_in_words(case, found) == said
+
+
+def backward_of(*calls):
+    """Of the last call of `m`; the single process passes X once with a gradient, once without."""
+    single = trace([("m", X, LIVE), ("m", X, None)], batch=BATCH)
+    look, _ = looked(single, trace([("m", *one) for one in calls]))
+    return look.seen["m"][-1].backward
+
+
+def test_a_pass_without_a_gradient_beside_one_with_it_is_meant():
+    assert backward_of((X[:2], LIVE[:2]), (X[:2], None)) == "untold"
+
+
+def test_a_pass_that_lost_its_gradient_is_wrong():
+    assert backward_of((X[:2], None)) == "wrong"
+    assert backward_of((X[:2], LIVE[:2]), (X[2:], None)) == "wrong"  # another micro-batch's
