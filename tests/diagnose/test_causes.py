@@ -149,6 +149,11 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ),
         ("ah_08", "is wrong already on rank 1, 3"),
         ("ai_08", "autograd knows nothing of what tests/bugs/ai_08_table_rows_cut_to_length"),
+        (
+            "aj_09",
+            "issues allreduce(MAX) of 10 float64 over ranks 0-1, at aj_09_ignored_labels_pay",
+        ),
+        ("aj_09", "ranks (0, 1, 2, 3)"),  # zeros of targets that others hold accuse nobody
         ("x_07", "whether by the same is not known: rows 4-7, 11-13 count on no"),
         ("y_06", "was multiplied by 2/3 after micro-batch 0, 1/3 after micro-batch 1"),
         ("y_08", "`sub` of shapes (3, 1) and (3) pairs every number of one with every number"),

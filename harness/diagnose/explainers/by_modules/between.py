@@ -67,16 +67,22 @@ def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
     """The collectives that the first wrong rank issues in between, in words."""
     s, traces = found.seen[0], case.traces
     if traces is not None and not found.modules:
-        return _since_the_forward(s, traces.ranks[s.rank].operations) if back else []
+        every = [_without_place(case, w) for w in traces.ranks[s.rank].operations]
+        return _since_the_forward(s, every) if back else []
     issued = issued_between(case, found, back=back)
     if issued is None:
         return []
     if not issued:
         way = "on the way back" if back else "in the forward"
         return [f"{way} rank {s.rank} issues no collective in between"]
-    shown = [w.replace(f" [{case.tier}/{case.step}/step]", "") for w in issued[:MAX_OPERATIONS]]
+    shown = [_without_place(case, w) for w in issued[:MAX_OPERATIONS]]
     more = f" and {len(issued) - MAX_OPERATIONS} more" if len(issued) > MAX_OPERATIONS else ""
     return [f"in between rank {s.rank} issues {'; '.join(shown)}{more}"]
+
+
+def _without_place(case: Case, operation: str) -> str:
+    """Without the tier and the step, which are those of the case."""
+    return operation.replace(f" [{case.tier}/{case.step}/step]", "")
 
 
 def issued_between(case: Case, found: FirstWrong, *, back: bool) -> tuple[str, ...] | None:

@@ -45,14 +45,14 @@ def _on_rank(
     case: Case, traces: Traces, look: Look, found: FirstWrong, rank: int, *, back: bool
 ) -> AtFault | None:
     between = range_between(case, found, rank, back=back)
+    evidence = [other_sums, _given, _result, zeros_put_in, other_weights_of_ranks]
     if between is None and back and not found.modules:
         between, back = _towards_the_loss(found, rank), False  # what is issued in the forward
+        evidence.remove(zeros_put_in)  # of scores of targets, say, that other ranks hold
     if between is None:
         return None
     looking = Looking(case=case, traces=traces, look=look, found=found, rank=rank, back=back)
-    told = _first(
-        looking, between, (other_sums, _given, _result, zeros_put_in, other_weights_of_ranks)
-    )
+    told = _first(looking, between, evidence)
     if told is not None or back:
         return told
     # What only some ranks have is taken for padding, and looks right where it is not summed.
