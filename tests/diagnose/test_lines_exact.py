@@ -375,6 +375,10 @@ def test_lines_that_are_meant_on_one_rank_are_meant_on_every():
     (said,) = in_words([at_line(7, 0, told=False)])
     assert said.startswith("this line gives what the single process has nowhere: step.py:7")
     assert said.endswith(", on rank 0; not all that it takes could be told")
+    (said,) = in_words([at_line(7, 0, there=False)])
+    assert said.startswith(
+        "this line, which the single process does not run, gives what was not seen there, of "
+    )
 
 
 def kept_over_calls(x, cut):

@@ -31,10 +31,11 @@ def found(*factors, **more):
         (([1, NAN, 1], [1, 1, NAN]), []),
         (([NAN, NAN], [NAN, NAN]), []),
         (([3, NAN, 3], [NAN, 3, 3]), ["the others there have the factor 3"]),
-        (([3, NAN, 3], [NAN, 2, 2]), []),
+        (([3, NAN, 3], [NAN, 2, 2]), ["the others there have the factor 3"]),  # of what is told
+        (([1, NAN, 1], [1, 1, 0, 1, NAN]), []),
         (
-            ([1, NAN, 1], [1, 1, 0, 1, NAN]),
-            ["the others there are right but for factors, on rank 1 in call 2: 1 at 10-11, 13, 0 "
+            ([1, 1, 0, 1, NAN], [1, NAN, 1]),
+            ["the others there are right but for factors, on rank 0 in call 2: 1 at 10-11, 13, 0 "
              "at 12"],
         ),
         (

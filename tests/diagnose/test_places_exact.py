@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from sumgrad.diagnose.explainers.by_modules.between import places
 from sumgrad.diagnose.explainers.by_modules.weighed import _tokens_in_words
@@ -36,9 +38,18 @@ def test_a_call_of_which_some_is_wrong_tells_more_than_one_of_which_all_is():
     assert told == "for one, all its 6 vectors, some elements or all, on rank 0 in call 0"
 
 
+def test_of_several_outputs_it_is_said_which():
+    one, two = seen(ALL), seen([0, 2])
+    two = replace(two, call=replace(two.call, part=1))
+    assert places([one, two]) == (
+        "for one, vectors 0, 2 of 6 on rank 0 in call 0, output number 2 (2 x 3 x 4)"
+    )
+
+
 def test_of_gradients_a_call_that_none_reaches_is_not_told():
     lost = seen([0], state="right", rank=0)
-    assert places([lost, seen([1], state="right", rank=1, back=4)]).startswith("vectors 1 of 6 on")
+    told = places([lost, seen([1], state="right", rank=1, back=4)])
+    assert told.startswith("for one, vectors 1 of 6 on rank 1")
     assert places([lost]).startswith("vectors 0 of 6 on rank 0")
     assert places([seen(None)]) == "all of it"
 

@@ -39,15 +39,14 @@ def is_in(module: str, outer: str) -> bool:
 
 
 def places(seen: Sequence[Seen]) -> str:
-    """Which vectors of a tensor are not right in one call of one rank, in words: the first where
-    some are wrong and not all, which tells more, else the first."""
-    reached = [s for s in seen if s.forward == "wrong" or s.call.operation_back is not None]
-    seen = reached or seen  # no gradient is wrong where none comes
-    s = next((x for x in seen if x.wrong is not None and len(x.wrong) < _vectors(x)), seen[0])
+    """Which vectors of a tensor are not right in the call that is told of, in words."""
+    s = told_of(seen)
     if s.wrong is None or not s.shape:
         return "all of it"
     total, one = _vectors(s), "for one, " if len(seen) > 1 else ""
     where = f"on rank {s.rank} in call {s.call.number}"
+    if any(x.call.part != s.call.part for x in seen):
+        where += f", output number {s.call.part + 1}"
     if len(s.wrong) >= total:
         return f"{one}all its {total} vectors, some elements or all, {where}"
     where += f" ({' x '.join(map(str, s.shape))})"
@@ -57,6 +56,14 @@ def places(seen: Sequence[Seen]) -> str:
         if len(positions) < last and len(s.wrong) == len(positions) * (total // last):
             return f"{one}positions {spans(positions)} of {last} {where}"
     return f"{one}vectors {spans([int(i) for i in s.wrong])} of {total} {where}"
+
+
+def told_of(seen: Sequence[Seen]) -> Seen:
+    """The call that stands for all: the first where some vectors are wrong and not all, which tells
+    more, else the first; of gradients not one that none reaches, if others are reached."""
+    reached = [s for s in seen if s.forward == "wrong" or s.call.operation_back is not None]
+    some = (s for s in reached or seen if s.wrong is not None and len(s.wrong) < _vectors(s))
+    return next(some, (reached or seen)[0])
 
 
 def _vectors(s: Seen) -> int:

@@ -133,8 +133,8 @@ def _in_words(found: Sequence[Otherwise]) -> str:
     if one.how.spread is not None:
         said = f"{_spread(one)} on rank {spans(sorted(o.rank for o in found))}"
     elif one.how.elsewhere and mine.function != ATTENTION:
-        said = (f"the {what} does not belong to what stands beside it{_made_beside(one)}, each is "
-                f"the single process's: {'; '.join(_how(found))}")  # fmt: skip
+        said = (f"the {what} does not belong to what stands beside it{_made_beside(one)}, though "
+                f"the numbers of each are there: {'; '.join(_how(found))}")  # fmt: skip
     else:
         said = f"the {what} is {'; '.join(_how(found))}"
     start = "a line computes with something else than the single process does:"

@@ -243,7 +243,7 @@ def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, l
                  else f"look at what is handed to {called}")  # fmt: skip
     else:
         text, where = f"{start} the output of {at} is wrong {ranks}", ""
-    if not near:
+    if not near and not look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right"):
         text += "; no module whose output could be compared leads to it"
     return text, [line for line in (where, *extra) if line]
 

@@ -171,10 +171,13 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
     else:
         told = all(o.told for o in found)
         of = ", of numbers that it has" if told else ""
-        beside = "" if one.there else "; the single process does not run that line"
-        beside += "" if told else "; not all that it takes could be told"
-        yield (f"this line gives what the single process has nowhere{of}: {line}, "
-               f"{on}{beside}")  # fmt: skip
+        beside = "" if told else "; not all that it takes could be told"
+        if one.there:
+            yield (f"this line gives what the single process has nowhere{of}: {line}, "
+                   f"{on}{beside}")  # fmt: skip
+        else:
+            yield (f"this line, which the single process does not run, gives what was not seen "
+                   f"there{of}: {line}, {on}{beside}")  # fmt: skip
 
 
 def expression(mine: Computation) -> str:

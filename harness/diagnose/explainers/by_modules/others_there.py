@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from sumgrad.base.outcome import spans
+from sumgrad.diagnose.explainers.by_modules.between import told_of
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.diagnose.modules.loss_weights import same
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.modules.seen import Seen, constant
 
@@ -20,14 +20,13 @@ def the_others(found: FirstWrong) -> Iterator[str]:
     if found.emptied:
         yield "the others there are right"
         return
-    odd = next((s for s in found.seen if with_factors(s)), None)
-    if odd is not None:
-        yield _own_factors(odd)
+    there = told_of(found.seen)
+    if with_factors(there):
+        yield _own_factors(there)
         return
-    factors = [constant(s.factors) for s in found.seen]
-    known = [f for f in factors if f is not None]
-    if known and same(known) and abs(known[0] - 1) > SAME_FACTOR:
-        yield f"the others there have the factor {fraction_of(known[0])}"
+    factor = constant(there.factors)
+    if factor is not None and abs(factor - 1) > SAME_FACTOR:
+        yield f"the others there have the factor {fraction_of(factor)}"
 
 
 def with_factors(seen: Seen) -> bool:

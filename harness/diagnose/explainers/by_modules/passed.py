@@ -90,9 +90,10 @@ def lacking_there(case: Case, found: FirstWrong, ends: Sequence[str]) -> list[st
     computed = [p for p in lacks if p.function not in PLAIN | MOVES]
     if not here or not computed or instead:
         return []
-    return [f"in the single process autograd passes there {lines_of(computed)}, and on rank "
-            f"{found.ranks[0]} nothing in its place: look for a detach, a no_grad, or a graph that "
-            f"is not kept (create_graph)"]  # fmt: skip
+    names = some_of(list(dict.fromkeys(p.function for p in computed)))
+    return [f"in the single process autograd passes there {names} of {lines_of(computed)}, and on "
+            f"rank {found.ranks[0]} not: look for a detach, a no_grad, or a graph that is not kept "
+            f"(create_graph)"]  # fmt: skip
 
 
 def _passed_on(trace: Trace, start: str, ends: Sequence[str]) -> dict[tuple[str, str], Passed]:

@@ -117,7 +117,7 @@ def in_other_places(case: Case, found: FirstWrong) -> list[str]:
             and s.forward == "wrong"]  # fmt: skip
     for seen, what in ((into, "what goes into it"), (found.seen, "its output")):
         if numbers_elsewhere(traces, seen, dtype):
-            return [f"all numbers of {what} are there in the single process, and stand in other "
-                    f"places: look at what orders them (a split, a reshape, a transpose, an "
-                    f"index)"]  # fmt: skip
+            return [f"all numbers of the wrong vectors of {what} are there in the single process, "
+                    f"not all of them at these places: look at what cuts and orders them (a split, "
+                    f"a padding, a reshape, a transpose, an index)"]  # fmt: skip
     return []
