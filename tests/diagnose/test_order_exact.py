@@ -81,10 +81,10 @@ def words(*modules: Seen) -> str:
 
 
 def test_it_is_said_what_the_values_prove():
-    assert words(seen("near")) == "the forward is right up to near;"
+    assert words(seen("near")) == "the forward is right up to near"
     behind = words(seen("other", right=False), seen("near"))
-    assert behind == "in the forward what near gives is right;"
+    assert behind == "in the forward what near gives is right"
 
 
 def test_what_may_stand_in_another_order_is_not_cleared():
-    assert words(seen("near", ordered=False)) == "in the forward"
+    assert words(seen("near", ordered=False)) == ""

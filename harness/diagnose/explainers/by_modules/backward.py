@@ -203,7 +203,9 @@ def _where_to_look(
         f"what follows {named(look, found.wrong)}: the loss, and its backward")  # fmt: skip
     loss = above and len(found.modules) < len(found.beside)
     yield f"look at {towards}" + (", and at what else uses it, up to the loss" if loss else "")
-    yield from own_functions_between(case, found, _ends(case, look, found), again=again)
+    unwanted = has_none_there(case, found)
+    ends = _ends(case, look, found)
+    yield from own_functions_between(case, found, ends, again=again, unwanted=unwanted)
     if not above:
         yield from losses_beside(case)
     yield from _own_gradients(case, look, found)

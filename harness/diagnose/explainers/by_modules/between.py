@@ -27,11 +27,11 @@ def right_up_to(look: Look, found: FirstWrong) -> str:
     told, near = found.modules, listed(look, found.modules)
     seen = [s for m in told for s in look.seen[m] if s.rank in found.ranks]
     if not told or not all(s.in_order for s in seen if s.forward == "right"):
-        return "in the forward"
+        return ""
     before = look.modules[: look.modules.index(found.wrong)]
     if any(look.forward(m) == "wrong" for m in before):
-        return f"in the forward what {near} gives is right;"
-    return f"the forward is right up to {near};"
+        return f"in the forward what {near} gives is right"
+    return f"the forward is right up to {near}"
 
 
 def is_in(module: str, outer: str) -> bool:

@@ -231,9 +231,10 @@ def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, l
         if into == "wrong":
             return (f"some of what goes into {at} is nothing that goes into it in the single "
                     f"process {ranks}", extra)  # fmt: skip
-    start = right_up_to(look, found)
+    known = right_up_to(look, found)
+    start = f"{known};" if known else "in the forward"
     if into == "right":
-        text = f"{start} it" if start.endswith(";") else "the forward"
+        text = f"{start} it" if known else "the forward"
         text += f" goes wrong in {at} {ranks}"
         where = ("all that goes into it is found in what goes into it in the single process: look "
                  "at its forward, or at what belongs where in what it is given")  # fmt: skip

@@ -56,7 +56,8 @@ def _cause(case: Case, look: Look, module: str, found: Sequence[OtherWeight]) ->
     because = [*how_they_are, hint]
     seen = tuple(s for s in look.seen[module] if s.rank in ranks and not s.call.recomputed)
     first = FirstWrong(wrong=module, seen=seen, beside=beside)
-    head = f"{right_up_to(look, first)} " if beside else ""
+    known = right_up_to(look, first)
+    head = f"{known}; " if known else ""
     if seen:
         because += between(case, first, back=False)
     return Diagnosis(

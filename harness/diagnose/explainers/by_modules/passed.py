@@ -23,12 +23,18 @@ MOST_CODE = 60  # characters of a line that are shown
 
 
 def own_functions_between(
-    case: Case, found: FirstWrong, ends: Sequence[str], *, again: bool = False
+    case: Case,
+    found: FirstWrong,
+    ends: Sequence[str],
+    *,
+    again: bool = False,
+    unwanted: bool = False,
 ) -> list[str]:
     """In the backward, down from `ends` (modules, what goes into them, or LOSS) to what is wrong.
 
     Nothing where the way was not recorded. again: it is computed again in the backward, and what
-    the checkpoint passes there is not known.
+    the checkpoint passes there is not known. unwanted: it is wrong where the single process has no
+    gradient, as of what is written over.
     """
     trace = _trace(case, found)
     if trace is None or not trace.ways:
@@ -48,7 +54,7 @@ def own_functions_between(
     if not with_backward:
         if again or LOSS in ends:
             return _computed_there(passed)
-        return list(_torchs_formulas(passed))
+        return list(_torchs_formulas(passed, unwanted=unwanted))
     shown = some_of(_functions(with_backward[::-1]))
     computing = {p.function for p in passed if not p.written} - MOVES
     alone = len(with_backward) == 1 and not computing and not cut
@@ -64,10 +70,10 @@ def _computed_there(passed: Sequence[Passed]) -> list[str]:
     return [f"computed there, as far as autograd knows: {lines}"] if lines else []
 
 
-def _torchs_formulas(passed: Sequence[Passed]) -> Iterator[str]:
+def _torchs_formulas(passed: Sequence[Passed], *, unwanted: bool) -> Iterator[str]:
     lines = lines_of(passed)
     written = [p for p in passed if p.function in WRITES_PLACES and p.line]
-    if written:
+    if written and unwanted:
         yield (f"torch's formula for {some_of([line_and_code(p.line, p.code) for p in written])} "
                f"is right where no place is written twice: look at the places")  # fmt: skip
         return
