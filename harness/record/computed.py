@@ -41,6 +41,13 @@ class Computation:
     function_of: str = ""
     keys: tuple[str, ...] = ()
 
+    def key(self, at: int) -> str:
+        """The name of argument `at`; empty where it was given by its place."""
+        given = self.takes[at]
+        if isinstance(given, str) and "=" in given:
+            return given.partition("=")[0]
+        return self.keys[at] if self.keys else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unlike:

@@ -155,6 +155,16 @@ def test_a_layer_that_is_computed_again_in_place_of_others():
     )
 
 
+def test_it_is_said_of_ranks_where_it_is_so_alone():
+    look, found = layers({"layers.2.a": 3})
+    assert recomputed.in_place_of_others(look, found) is not None
+    other, _ = layers({"layers.2.a": 1, "layers.1.a": 1, "layers.0.a": 1})
+    for module, seen_there in other.seen.items():
+        look.seen[module] += [replace(s, rank=1) for s in seen_there]
+    both = replace(found, seen=(*found.seen, replace(found.seen[0], rank=1)))
+    assert recomputed.in_place_of_others(look, both) is None
+
+
 @pytest.mark.parametrize(
     ("again", "reached"),
     [

@@ -39,6 +39,16 @@ def test_a_row_that_has_vectors_of_two():
     assert found == [Joined(rank=0, call=0, row=1, places=((0,), (1, 2)))]
 
 
+def test_rows_behind_vectors_that_do_not_count_are_looked_at_too():
+    """Of row 0 nothing counts, and is not compared: row 1 is the last one all the same."""
+    given = torch.stack([X[0, :3] + 9, torch.stack([X[0, 3], X[1, 0], X[1, 1]])])
+    masked = torch.ones_like(given)
+    masked[0] = 0
+    look, whole = looked(trace([("m", X, LIVE)], batch=BATCH), trace([("m", given, masked)]))
+    (one,) = joined_rows(whole, look.seen["m"])
+    assert (one.row, one.places) == (1, ((0,), (1, 2)))
+
+
 def test_rows_as_they_are_or_cut_are_not_put_together():
     assert joined(X[1:]) == []
     assert joined(X[1:, 1:3]) == []
@@ -123,8 +133,10 @@ def test_in_words_which_row_is_put_together(monkeypatch):
     look, whole = looked(
         trace([("m", X, LIVE)], batch=BATCH), trace([("m", given, torch.ones_like(given))])
     )
-    monkeypatch.setattr(wrong_outputs, "gone_into", lambda *_: look.seen["m"])
-    case = SimpleNamespace(traces=SimpleNamespace(single=whole))
+    monkeypatch.setattr(wrong_outputs, "into_the_calls", lambda *_: look.seen["m"])
+    looked_at = SimpleNamespace(single=whole)
+    monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda _: looked_at)
+    case = SimpleNamespace()
     found = FirstWrong(wrong="m", seen=tuple(look.seen["m"]))
     for state, said in (
         ("right", ["on rank 0 in call 0 row 1 of what goes into it is put together of vectors that "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,12 +26,15 @@ def joined_rows(single: Trace, seen: Sequence[Seen]) -> list[Joined]:
     """Of tensors (..., places, C) all of whose vectors are found, the rows that no row of one call
     of the single process has by itself. Vectors that several rows there have tell nothing."""
     out: list[Joined] = []
+    every = {
+        key: _row_of_each(single, *key) for key in {(s.call.module, s.call.part) for s in seen}
+    }
     for s in seen:
-        of = _row_of_each(single, s.call.module, s.call.part)
+        of = every[s.call.module, s.call.part]
         if of is None or s.where is None or len(s.shape) < 3 or len(of) != s.where.found.shape[1]:
             continue
         each = s.shape[-2]
-        for row in range(len(s.where.picked) // each if s.where.picked.numel() else 0):
+        for row in range(math.prod(s.shape[:-2])):
             mine = (s.where.picked // each == row).nonzero()[:, 0].tolist()
             held = [of[s.where.found[i]].unique().tolist() for i in mine]
             if any(len(rows) != 1 for rows in held):

@@ -100,7 +100,6 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         cause += f", which equals {symbols[0]}" if symbols else ""
     else:
         cause = f"{what} is wrong on rank {spans(found.ranks)}"
-    because = [*_product_of_another_call(case, look, found), *_evidence(case, look, found, above)]
     weights = weights_there(case, found.modules, "backward")
     only = only_function_between(case, found, _ends(case, look, found))
     if only and found.ratio is None:
@@ -113,6 +112,11 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because = [
             *how_they_are,
             "look at what changes it, or gathers it again, before the backward",
+        ]
+    else:
+        because = [
+            *_product_of_another_call(case, look, found),
+            *_evidence(case, look, found, above),
         ]
     text, ranks = _what_is_right(look, above) + cause + _terms_there(look, found), found.ranks
     accused = None if weights else collective_at_fault(case, found, back=True)
@@ -169,7 +173,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     is_told = bool(lines) or (not above and bool(lines_that_differ(case)))
     yield from in_words(lines)
     yield from beside
-    again = is_computed_again(look, found)
+    again, unwanted = is_computed_again(look, found), has_none_there(case, found)
     yield from without_a_first_graph(look, found)
     yield from () if again else lacking_there(case, found, _ends(case, look, found))
     if not found.lost and not found.ratio and not found.over_all:
@@ -178,7 +182,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
         yield f"{what}: {least}{places(found.seen)}"
         if not found.emptied and is_zero(case, found):
             yield "there it is zero, as where none is sent or received, or a buffer is not filled"
-        elif has_none_there(case, found):
+        elif unwanted:
             yield "there the single process has no gradient"
         yield from of_other_places(case, look, found)
         yield from the_others(found) if len(look.terms) < 2 else ()
@@ -190,20 +194,20 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     yield from _parts_of_output(look, found)
     yield from _walked_again(look, found)
     if not is_told:
-        yield from _where_to_look(case, look, found, above, again=again)
+        yield from _where_to_look(case, look, found, above, again=again, unwanted=unwanted)
         yield from () if beside else _parts_between(look, found)
     yield from in_the_gradients(case)
 
 
 def _where_to_look(
-    case: Case, look: Look, found: FirstWrong, above: str, *, again: bool
+    case: Case, look: Look, found: FirstWrong, above: str, *, again: bool, unwanted: bool
 ) -> Iterator[str]:
-    """What lies between what is right and what is wrong, where no line is known."""
+    """What lies between what is right and what is wrong, where no line is known. unwanted: it is
+    wrong where the single process has no gradient."""
     towards = _towards(case, look, found) if above else (
         f"what follows {named(look, found.wrong)}: the loss, and its backward")  # fmt: skip
     loss = above and len(found.modules) < len(found.beside)
     yield f"look at {towards}" + (", and at what else uses it, up to the loss" if loss else "")
-    unwanted = has_none_there(case, found)
     ends = _ends(case, look, found)
     yield from own_functions_between(case, found, ends, again=again, unwanted=unwanted)
     if not above:

@@ -74,8 +74,8 @@ def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
     """The collectives that the first wrong rank issues in between, in words."""
     s, traces = found.seen[0], case.traces
     if traces is not None and not found.modules:
-        every = [_without_place(case, w) for w in traces.ranks[s.rank].operations]
-        return _since_the_forward(s, every) if back else []
+        every = traces.ranks[s.rank].operations if back else ()
+        return _since_the_forward(s, [_without_place(case, w) for w in every])
     issued = issued_between(case, found, back=back)
     if issued is None:
         return []

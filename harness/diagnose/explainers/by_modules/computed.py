@@ -198,11 +198,7 @@ def _differs(one: Otherwise, how: Difference) -> str:
 
 
 def _argument(one: Otherwise) -> str:
-    given = one.mine.takes[one.at]
     of = f"of `{one.mine.function}`"
-    key = one.mine.keys[one.at] if one.mine.keys else ""
-    if isinstance(given, str) and "=" in given:
-        key = given.partition("=")[0]
-    if key:
+    if key := one.mine.key(one.at):
         return f"argument {key} {of}"
     return f"{ordinal(one.at)} argument {of}"

@@ -10,14 +10,16 @@ from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.seen import Seen, State
 
 
+def into_the_calls(case: Case, found: FirstWrong) -> list[Seen]:
+    """What went into the calls whose outputs are wrong."""
+    calls = {(s.rank, s.call.number) for s in found.seen}
+    return [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls]
+
+
 def what_goes_into(case: Case, found: FirstWrong) -> State:
     """Of the calls whose outputs are wrong, on their ranks."""
     calls = {(s.rank, s.call.number) for s in found.seen}
-    into = [
-        s
-        for s in gone_into(case, found.wrong)
-        if (s.rank, s.call.number) in calls and not s.call.recomputed
-    ]
+    into = into_the_calls(case, found)
     if any(s.forward == "wrong" for s in into):
         return "wrong"
     told = {(s.rank, s.call.number) for s in into if s.forward == "right"}
@@ -27,18 +29,13 @@ def what_goes_into(case: Case, found: FirstWrong) -> State:
 def entered_wrong(case: Case, found: FirstWrong) -> tuple[Seen, ...]:
     """What is wrong already as it goes in, of the calls whose outputs are: what a module issues
     itself comes after it."""
-    if what_goes_into(case, found) != "wrong":
-        return ()
-    calls = {(s.rank, s.call.number) for s in found.seen}
-    return tuple(s for s in gone_into(case, found.wrong)
-                 if (s.rank, s.call.number) in calls and s.forward == "wrong")  # fmt: skip
+    return tuple(s for s in into_the_calls(case, found) if s.forward == "wrong")
 
 
 def where_it_enters_wrong(case: Case, found: FirstWrong) -> tuple[FirstWrong, list[int]]:
     """The same of those ranks alone where what goes into it is wrong already, if some are; and the
     ranks where it is right: what such a rank gives may be its part of a sum."""
-    calls = {(s.rank, s.call.number) for s in found.seen}
-    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls]
+    into = into_the_calls(case, found)
     wrong = {s.rank for s in into if s.forward == "wrong"}
     right = {*found.ranks} - wrong
     if (

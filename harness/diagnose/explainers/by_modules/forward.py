@@ -60,53 +60,80 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     told = any(s.forward == "right" for m in look.modules for s in look.seen[m])
     found, entered_right = where_it_enters_wrong(case, found)
     text, look_at = _start_of_forward(case, look, found)
-    because = [*_of_other_classes(case, look, found), *_in_another_mode(case, found)]
-    because += [*_right_again(look, found), *handed_otherwise(case, look, found)]
+    parts, missing = _parts_below(case, look, found)
+    text += f": {missing}" if missing else ""
+    text += "" if told else "; no module's output is the single process's"
+    accused = None if missing else collective_at_fault(case, found, back=False)
+    seen = (f"as seen from modules: {text}", no_slice(look, found))
+    if accused is not None:
+        because = (*accused.because, *seen)
+        return Diagnosis(
+            cause=accused.cause, kind=accused.kind, ranks=accused.ranks, because=because
+        )
+    kind = "skipped_collective" if missing else "forward"
+    if misplaced := misplaced_in_words(case, found):
+        return Diagnosis(cause=misplaced[0], kind=kind, ranks=found.ranks, because=seen)
     of, odd = odd_data(case, look, found)
-    because += joined_in_words(case, found)
+    if of is not None and of != found.wrong:  # what is seen further on follows from it
+        text = f"in the forward what enters {named(look, of)} is another already on some ranks"
+        return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=tuple(odd))
+    because = (
+        *_of_other_classes(case, look, found),
+        *_in_another_mode(case, found),
+        *_right_again(look, found),
+        *handed_otherwise(case, look, found),
+        *joined_in_words(case, found),
+        *odd,
+        *_output(case, look, found, look_at, enters=of is not None),
+        *_ranks_that_are_right(look, found, entered_right),
+        *_in_between(case, found, parts),
+        *reading(case),
+    )
+    return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
+
+
+def _output(
+    case: Case, look: Look, found: FirstWrong, look_at: Sequence[str], *, enters: bool
+) -> Iterator[str]:
+    """What the output is, and what led to it. enters: odd data enter it, which says it."""
     lacking = _lacking_below(look, found)
-    because += [*odd, *lacking, *_without_a_graph(look, found)]
-    if of != found.wrong:
-        because += [no_slice(look, found), *another_output(case, found)]
-        because += picked_in_words(case, look, found)
-        because += [] if lacking or lines_that_differ(case) else look_at
-        because += [*features_in_words(case, found), *in_other_places(case, found)]
+    yield from lacking
+    yield from _without_a_graph(look, found)
+    if not enters:
+        yield no_slice(look, found)
+        yield from another_output(case, found)
+        yield from picked_in_words(case, look, found)
+        yield from () if lacking or lines_that_differ(case) else look_at
+        yield from features_in_words(case, found)
+        yield from in_other_places(case, found)
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]
     if shared:
-        because.append(
-            f"whether what {some_of(shared)} gives is what belongs to this rank's rows is not known"
-        )
+        what = some_of(shared)
+        yield f"whether what {what} gives is what belongs to this rank's rows is not known"
+
+
+def _ranks_that_are_right(
+    look: Look, found: FirstWrong, entered_right: Sequence[int]
+) -> Iterator[str]:
+    """Ranks where it, or else what goes into it, is right in every call, row by row."""
     calls = [s for s in look.seen[found.wrong] if not s.call.recomputed]
-    whole = sorted({s.rank for s in calls}
-                   - {s.rank for s in calls if s.forward != "right" or not s.in_order})  # fmt: skip
+    wrong = {s.rank for s in calls if s.forward != "right" or not s.in_order}
+    whole = sorted({s.rank for s in calls} - wrong)
     if entered_right:
-        because.append(f"on rank {spans(entered_right)} what goes into it is right")
+        yield f"on rank {spans(entered_right)} what goes into it is right"
     elif whole:
-        because.append(f"on rank {spans(whole)} it is right")
+        yield f"on rank {spans(whole)} it is right"
+
+
+def _in_between(case: Case, found: FirstWrong, parts: Sequence[str]) -> Iterator[str]:
+    """Lines and collectives on the way. parts: what is said of what is there in parts."""
     entered = entered_wrong(case, found)
     lines = first_lines(case, found, back=False)
-    because += in_words(lines)
-    parts, missing = _parts_below(case, look, found)
+    yield from in_words(lines)
     if not lines_that_differ(case) and not (lines and all(one.told for one in lines)):
-        because += lines_between(case, found, f"{INTO}{found.wrong}" if entered else found.wrong)
-    because += parts or between(case, replace(found, seen=entered or found.seen), back=False)
-    because += reading(case)
-    if missing:
-        text += f": {missing}"
-    text += "" if told else "; no module's output is the single process's"
-    kind, ranks = "skipped_collective" if missing else "forward", found.ranks
-    accused = None if missing else collective_at_fault(case, found, back=False)
-    if accused is not None:
-        because = [*accused.because, f"as seen from modules: {text}", no_slice(look, found)]
-        kind, text, ranks = accused.kind, accused.cause, accused.ranks
-    elif misplaced := misplaced_in_words(case, found):
-        because = [f"as seen from modules: {text}", no_slice(look, found)]
-        text = misplaced[0]
-    elif of is not None and of != found.wrong:
-        because = odd  # what is seen further on follows from it
-        text = f"in the forward what enters {named(look, of)} is another already on some ranks"
-    return Diagnosis(cause=text, kind=kind, ranks=ranks, because=tuple(because))
+        yield from lines_between(case, found, f"{INTO}{found.wrong}" if entered else found.wrong)
+    yield from parts or between(case, replace(found, seen=entered or found.seen), back=False)
 
 
 def _of_other_classes(case: Case, look: Look, found: FirstWrong) -> list[str]:

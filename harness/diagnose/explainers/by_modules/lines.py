@@ -204,9 +204,9 @@ def _arguments(found: Sequence[AtLine]) -> str:
     every = sorted({i for one in found for i in one.at})
     if sum(isinstance(t, int) for t in takes) == 1:
         return "argument"
-    keys = found[0].mine.keys
-    if any(keys[i : i + 1] not in ((), ("",)) for i in every):
-        return f"argument{'s'[: len(every) > 1]} {some_of([keys[i] or ordinal(i) for i in every])}"
+    if any(found[0].mine.key(i) for i in every):
+        names = [found[0].mine.key(i) or ordinal(i) for i in every]
+        return f"argument{'s'[: len(names) > 1]} {some_of(names)}"
     words = [ordinal(i) for i in every]
     tensors = "tensor " if found[0].mine.written else ""  # of a Function only these are seen
     return f"{some_of(words)} {tensors}argument{'s'[: len(words) > 1]}"

@@ -52,14 +52,13 @@ def recomputed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
 
 def in_place_of_others(look: Look, found: FirstWrong) -> Diagnosis | None:
     """Where it runs again as much too often as the same of other layers does not, that ran in the
-    forward: the function that a checkpoint runs again refers to another module by then."""
-    rank = found.ranks[0]
-    often = {m: _runs(look, m, rank) for m in look.modules}
-    first, again = often[found.wrong]
-    others = [m for m in look.modules if m != found.wrong and _alike(m, found.wrong)
-              and often[m][0] and not often[m][1] and _is_reached(look, m, rank)]  # fmt: skip
-    if again <= first or again - first != sum(often[m][0] for m in others):
+    forward, on every wrong rank: the function that a checkpoint runs again refers to another module
+    by then."""
+    every = {rank: _lacks(look, found.wrong, rank) for rank in found.ranks}
+    rank, others = found.ranks[0], every[found.ranks[0]]
+    if not others or any(own != others for own in every.values()):
         return None
+    first, again = _runs(look, found.wrong, rank)
     return Diagnosis(
         cause=f"{named(look, found.wrong)} is computed again in the backward in place of "
         f"{some_of(others)}, on rank {spans(found.ranks)}",
@@ -72,6 +71,15 @@ def in_place_of_others(look: Look, found: FirstWrong) -> Diagnosis | None:
             "of a loop that has gone on",
         ),
     )
+
+
+def _lacks(look: Look, module: str, rank: int) -> list[str]:
+    """Those of other layers in place of which it runs again on a rank; none where it does not."""
+    often = {m: _runs(look, m, rank) for m in look.modules}
+    first, again = often[module]
+    others = [m for m in look.modules if m != module and _alike(m, module)
+              and often[m][0] and not often[m][1] and _is_reached(look, m, rank)]  # fmt: skip
+    return others if again > first and again - first == sum(often[m][0] for m in others) else []
 
 
 def _alike(one: str, other: str) -> bool:

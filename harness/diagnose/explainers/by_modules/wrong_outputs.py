@@ -6,8 +6,12 @@ from __future__ import annotations
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import places
-from sumgrad.diagnose.explainers.by_modules.entering import entered_wrong, what_goes_into
-from sumgrad.diagnose.explainers.by_modules.looked import gone_into, traces_looked_at
+from sumgrad.diagnose.explainers.by_modules.entering import (
+    entered_wrong,
+    into_the_calls,
+    what_goes_into,
+)
+from sumgrad.diagnose.explainers.by_modules.looked import traces_looked_at
 from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
 from sumgrad.diagnose.modules.features import wrong_features
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
@@ -52,12 +56,10 @@ def another_output(case: Case, found: FirstWrong) -> list[str]:
 
 def joined_in_words(case: Case, found: FirstWrong) -> list[str]:
     """Rows of what goes in that are put together of several, where all its vectors are right."""
-    if case.traces is None or what_goes_into(case, found) != "right":
+    traces = traces_looked_at(case)
+    if traces is None or what_goes_into(case, found) != "right":
         return []
-    calls = {(s.rank, s.call.number) for s in found.seen}
-    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls
-            and not s.call.recomputed]  # fmt: skip
-    told = joined_rows(case.traces.single, into)
+    told = joined_rows(traces.single, into_the_calls(case, found))
     if not told:
         return []
     one = told[0]
@@ -112,10 +114,10 @@ def in_other_places(case: Case, found: FirstWrong) -> list[str]:
     traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
     if traces is None:
         return []
-    calls = {(s.rank, s.call.number) for s in found.seen}
-    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls
-            and s.forward == "wrong"]  # fmt: skip
-    for seen, what in ((into, "what goes into it"), (found.seen, "its output")):
+    for seen, what in (
+        (entered_wrong(case, found), "what goes into it"),
+        (found.seen, "its output"),
+    ):
         if numbers_elsewhere(traces, seen, dtype):
             return [f"all numbers of the wrong vectors of {what} are there in the single process, "
                     f"not all of them at these places: look at what cuts and orders them (a split, "
