@@ -494,6 +494,13 @@ def test_outputs_of_the_single_process_that_no_rank_has_are_missed():
     assert look(rank(slice(0, 2))).lacking == tuple(MODULES)
 
 
+def test_outputs_of_a_module_that_no_gradient_reaches_are_missed_too():
+    single = trace([("first", OUT["first"], None)], batch=BATCH)
+    mine = trace([("first", OUT["first"][:2], None)])
+    traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+    assert look_at(traces, "float64", ()).lacking == ("first",)
+
+
 def test_outputs_that_are_masked_out_are_missed_by_nobody():
     masked = GRAD["first"].clone()
     masked[2:] = 0

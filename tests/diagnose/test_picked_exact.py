@@ -60,6 +60,33 @@ def test_nothing_is_said_where_all_is_right_or_the_vector_is_none_of_them():
     assert list(picked_otherwise(traces, look, look.seen["head"], ("body",))) == []
 
 
+def test_rows_that_are_told_by_nothing_have_no_place():
+    """Two rows of one text: which of them it is, and what it should read, is not known."""
+    same = HIDDEN.clone()
+    same[2] = same[1]
+    single = traced(same, read(same, LAST), batch=BATCH)
+    ranks = {0: traced(same[[1, 0]], read(same[[1, 0]], torch.tensor([4, 1])))}
+    traces = Traces(tier="structure", step=0, ranks=ranks, single=single)
+    look = look_at(traces, "float64", ())
+    found = picked_otherwise(traces, look, look.seen["head"], ("body",))
+    assert [one.row for one in found] == [1]
+
+
+def test_each_call_is_held_against_the_same_call_of_the_module():
+    single = traced(HIDDEN, read(HIDDEN, LAST), batch=BATCH)
+    calls = []
+    for rows, places in (([0, 1], LAST[[0, 1]]), ([2, 3], torch.tensor([3, 0]))):
+        own = HIDDEN[rows]
+        calls += [("body", own), ("head", read(own, places))]
+    mine = trace([(name, value, torch.ones_like(value)) for name, value in calls])
+    traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+    look = look_at(traces, "float64", ())
+    (one,) = picked_otherwise(
+        traces, look, [s for s in look.seen["head"] if s.forward == "wrong"], ("body",)
+    )
+    assert (one.call, one.row, one.places) == (1, 1, (0, 1))
+
+
 def test_equal_vectors_tell_no_place():
     same = HIDDEN[[1, 2]].clone()
     same[0, 4] = same[0, 3]

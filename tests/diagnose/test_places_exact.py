@@ -87,3 +87,5 @@ def test_ranks_whose_tokens_are_all_weighed_alike_are_not_accused():
     usual = share(0, 0, dict.fromkeys(range(4), 1.0))
     assert _odd_ranks([usual, odd(1, 0, 2)]) == (1,)
     assert _odd_ranks([usual, share(1, 0, dict.fromkeys(range(4), 2.0))]) == (0, 1)
+    by_rank = [usual, replace(usual, rank=1), share(2, 0, dict.fromkeys(range(4), 2.0))]
+    assert _odd_ranks(by_rank) == (0, 1, 2)  # ranks that are weighed, and no tokens

@@ -170,6 +170,7 @@ def test_it_is_said_of_ranks_where_it_is_so_alone():
     [
         ({"layers.2.a": 1, "layers.1.a": 1, "layers.0.a": 1}, "ab"),  # each its own
         ({"layers.2.a": 2, "layers.1.a": 1}, "b"),  # none reaches the other: it need not run
+        ({"layers.2.a": 3, "layers.0.a": 1}, "ab"),  # that one runs again itself
         ({"layers.2.a": 4}, "ab"),  # more often than others lack it
         ({"layers.2.a": 1}, "ab"),
     ],

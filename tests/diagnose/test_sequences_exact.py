@@ -86,6 +86,13 @@ def test_what_stands_there_again_and_again_is_padding_unless_it_counts():
     assert state(given, LIVE[:2]) == "right"  # zeros may be a part of a sum
 
 
+def test_padding_that_does_not_count_is_compared_as_padding():
+    given, counts = X[:2].clone(), LIVE[:2].clone()
+    given[1, 2:], counts[1, 2:] = 0.5, 0
+    look, _ = looked(trace([("m", X, LIVE)], batch=BATCH), trace([("m", given, counts)]))
+    assert len(look.seen["m"][0].where.picked) == 2 * PLACES
+
+
 def vouched(query_gradient):
     """`keys` and `query` are made from `body`, which is wrong in its last place."""
     body, keys, query = X, X * 2, X * 3
@@ -127,6 +134,19 @@ def test_what_is_right_in_full_clears_what_it_is_made_from():
         assert first_wrong_forward(look) is None
 
 
+def test_what_is_right_where_it_counts_clears_what_leads_nowhere_else():
+    single = replace(
+        trace([("body", X, LIVE), ("last", X * 2, LIVE)], batch=BATCH),
+        takes={"last": ("body",), LOSS: ("last",)},
+    )
+    given, cut = X * 2, LIVE.clone()
+    given[:, -1] += 1
+    cut[:, -1] = 0
+    look, _ = looked(single, trace([("body", X + 1, LIVE), ("last", given, cut)]))
+    assert (look.forward("body"), look.forward("last")) == ("wrong", "right")
+    assert first_wrong_forward(look) is None
+
+
 def test_in_words_which_row_is_put_together(monkeypatch):
     mixed = torch.cat([X[0, 3:], X[1, :2]])[None]
     given = torch.cat([X[:1, :3], mixed])
@@ -156,7 +176,14 @@ def backward_of(*calls):
 
 
 def test_a_pass_without_a_gradient_beside_one_with_it_is_meant():
+    """Also where it has more, which gets no gradient in the single process: the next observation
+    of what is looked at, say."""
     assert backward_of((X[:2], LIVE[:2]), (X[:2], None)) == "untold"
+    single = trace([("m", X[:, :-1], LIVE[:, :-1]), ("m", X[:, 1:], None)], batch=BATCH)
+    calls = [("m", X[:2, :-1], LIVE[:2, :-1]), ("m", X[:2, 1:], None)]
+    assert looked(single, trace(calls))[0].backward("m") == "right"
+    lost = [calls[0], ("m", X[2:, :-1], None)]
+    assert looked(single, trace(lost))[0].backward("m") == "wrong"
 
 
 def test_a_pass_that_lost_its_gradient_is_wrong():

@@ -105,7 +105,7 @@ def _on_every_rank(
         for i, call in enumerate(trace.calls)
         if call.module == module
     ]
-    found = _computed_again(_without_trials(found))
+    found = _computed_again(_without_trials(found), whole)
     found = with_parts(found, traces, whole, groups, tolerance)
     return without_sums_over_rows(found, traces, whole, tolerance)
 
@@ -207,9 +207,9 @@ def _given_by_all(trace: Trace) -> Callable[[Call], object]:
     return lambda call: told[often[call.module], call.number]
 
 
-def _computed_again(found: list[Seen]) -> list[Seen]:
+def _computed_again(found: list[Seen], whole: Mapping[tuple[str, int], Whole]) -> list[Seen]:
     """A call that no gradient reached is none that lost it, where the rank computed the same again,
-    in one call or in several, and that got it."""
+    in one call or in several, and that got it: all of it that gets one in the single process."""
     reached = [s for s in found if s.where is not None and s.call.operation_back is not None]
 
     def again(s: Seen) -> bool:
@@ -218,9 +218,11 @@ def _computed_again(found: list[Seen]) -> list[Seen]:
             for other in reached
             if other.rank == s.rank and other.call.part == s.call.part and other.where is not None
         ]
-        if s.where is None or not others:
+        wanted = whole.get((s.call.module, s.call.part))
+        if s.where is None or wanted is None or not others:
             return False
-        return not bool((s.where.found.any(0) & ~torch.stack(others).any(0)).any())
+        mine = s.where.found.any(0) & wanted.gradients.any(1)
+        return not bool((mine & ~torch.stack(others).any(0)).any())
 
     lost = [s.backward == "wrong" and s.call.operation_back is None for s in found]
     return [

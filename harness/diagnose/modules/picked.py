@@ -46,11 +46,9 @@ def _is_source(m: Seen, s: Seen) -> bool:
     rows, width = s.shape
     return (
         (m.rank, m.call.number, m.call.part) == (s.rank, s.call.number, 0)
-        and m.forward == "right"
         and not m.call.recomputed
         and len(m.shape) == 3
         and (m.shape[0], m.shape[2]) == (rows, width)
-        and m.rows is not None
     )
 
 

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 from sumgrad.diagnose.modules.matching import (
-    MAX_PAIRS,
     SAME_FACTOR,
     Compared,
     Match,
@@ -110,7 +109,7 @@ def see(
     if call.recomputed and gradient is None:
         return seen
     if gradient is None:
-        return replace(seen, backward="wrong" if _is_needed(trace, i, where, wanted) else "untold")
+        return replace(seen, backward="wrong" if _is_needed(where, wanted) else "untold")
     found = compare_gradient(vectors(gradient), wanted.gradients, where, tolerance, wanted.by_term)
     if not bool(found.right.all()):
         # What all rows share has the gradient of them all; a rank has that of its own.
@@ -282,28 +281,10 @@ def _is_beside_the_loss(call: Call, whole: Mapping[tuple[str, int], Whole]) -> b
     return any(live.values()) and not live.get(call.part, False)
 
 
-def _is_needed(trace: Trace, i: int, where: Match, wanted: Whole) -> bool:
-    """Whether some gradient reaches these vectors in one process. Of what passes there once with a
-    gradient and once without, not where another call of the rank has the same with one."""
-    live = wanted.gradients.any(1)
-    needed = (where.found & live).any(1)
-    both = needed & (where.found & ~live).any(1)
-    if not bool(both.any()):
-        return bool(needed.any())
-    mine = vectors(trace.outputs[i])[where.picked]
-    others = [
-        vectors(output)
-        for j, (call, output) in enumerate(zip(trace.calls, trace.outputs, strict=True))
-        if (call.module, call.part) == (trace.calls[i].module, trace.calls[i].part)
-        and j != i
-        and trace.gradients[j] is not None
-        and output.shape[-1:] == trace.outputs[i].shape[-1:]
-    ]
-    if others and len(mine) * sum(map(len, others)) <= MAX_PAIRS:
-        bound = TOLERANCES["float64"] * float(wanted.outputs.abs().max())
-        near = torch.cdist(mine, torch.cat(others), p=float("inf")) <= bound
-        needed &= ~(both & near.any(1))
-    return bool(needed.any())
+def _is_needed(where: Match, wanted: Whole) -> bool:
+    """Whether some gradient reaches these vectors in one process."""
+    held = where.found.any(0)
+    return bool(wanted.gradients[held].any())
 
 
 def constant(factors: Tensor | None) -> float | None:

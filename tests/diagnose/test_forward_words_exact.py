@@ -1,0 +1,132 @@
+"""What is said of a wrong forward, and what is idle beside something that says more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.explainers.by_modules import computed, entering, forward
+from sumgrad.diagnose.explainers.by_modules.lines import in_words
+from sumgrad.diagnose.explainers.by_modules.passed import _torchs_formulas
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.lines import AtLine
+from sumgrad.diagnose.modules.paths import paths_of
+from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.record.computed import Computation
+from sumgrad.record.trace import Call
+from sumgrad.record.ways import Passed
+
+CASE = SimpleNamespace()
+
+
+def seen(rank, state="wrong", *, module="m", ordered=True, number=0):
+    call = Call(module=module, number=number, part=0, operation=0, operation_back=0,
+                recomputed=False)  # fmt: skip
+    return Seen(rank=rank, call=call, shape=(2, 3), forward=state, in_order=ordered)
+
+
+def right_ranks(*held):
+    look = SimpleNamespace(seen={"m": held})
+    return list(forward._ranks_that_are_right(look, FirstWrong(wrong="m", seen=()), ()))
+
+
+def test_a_rank_is_right_where_all_its_calls_are_row_by_row():
+    assert right_ranks(seen(0), seen(1, "right")) == ["on rank 1 it is right"]
+    assert right_ranks(seen(0), seen(1, "right"), seen(1, "untold", number=1)) == []
+    assert right_ranks(seen(0), seen(1, "right", ordered=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "ordered", "ranks", "right"),
+    [("right", True, (0,), [1]), ("right", False, (0, 1), []), ("untold", True, (0, 1), [])],
+)
+def test_only_ranks_where_it_enters_wrong_are_told_of(state, ordered, ranks, right, monkeypatch):
+    into = [seen(0), seen(1, state, ordered=ordered)]
+    monkeypatch.setattr(entering, "gone_into", lambda *_: into)
+    found, entered = entering.where_it_enters_wrong(
+        CASE, FirstWrong(wrong="m", seen=(seen(0), seen(1)))
+    )
+    assert (found.ranks, entered) == (ranks, right)
+
+
+def output(monkeypatch, *, lacking=(), differ=(), enters=False):
+    for name, said in (("_lacking_below", [*lacking]), ("_without_a_graph", []),
+                       ("another_output", []), ("picked_in_words", []), ("features_in_words", []),
+                       ("in_other_places", []), ("lines_that_differ", differ)):  # fmt: skip
+        monkeypatch.setattr(forward, name, lambda *_, said=said: said)
+    monkeypatch.setattr(forward, "no_slice", lambda *_: "no slice")
+    look = SimpleNamespace(paths=paths_of(("m",), {}), forward=lambda _: "wrong")
+    found = FirstWrong(wrong="m", seen=(seen(0),))
+    return list(forward._output(CASE, look, found, ["look there"], enters=enters))
+
+
+def test_where_to_look_is_idle_beside_a_line_or_what_is_missing(monkeypatch):
+    assert output(monkeypatch) == ["no slice", "look there"]
+    assert output(monkeypatch, differ=[1]) == ["no slice"]
+    assert output(monkeypatch, lacking=["some is missing"]) == ["some is missing", "no slice"]
+    assert output(monkeypatch, enters=True) == []
+
+
+def line(**more):
+    mine = Computation(function="mul", line="/x/step.py:7", code="a * b", takes=(0, 1),
+                       made_at=(("", ""),) * 2, gives=(2,), site="7")  # fmt: skip
+    return AtLine(rank=0, mine=mine, place=0, **more)
+
+
+def in_between(monkeypatch, lines=(), differ=()):
+    monkeypatch.setattr(forward, "first_lines", lambda *_, back: list(lines))
+    monkeypatch.setattr(forward, "lines_that_differ", lambda _: differ)
+    monkeypatch.setattr(forward, "entered_wrong", lambda *_: ())
+    monkeypatch.setattr(forward, "lines_between", lambda *_: ["lines"])
+    return list(forward._in_between(CASE, FirstWrong(wrong="m", seen=(seen(0),)), ["parts"]))
+
+
+def test_lines_in_between_are_idle_beside_the_one(monkeypatch):
+    assert in_between(monkeypatch) == ["lines", "parts"]
+    assert in_between(monkeypatch, differ=[1]) == ["parts"]
+    assert in_between(monkeypatch, [line()])[1:] == ["parts"]
+    assert in_between(monkeypatch, [line(told=False)])[1:] == ["lines", "parts"]
+
+
+@pytest.mark.parametrize(("below", "told"), [("right", False), ("untold", True)])
+def test_that_nothing_leads_to_it_is_said_where_nothing_right_does(below, told, monkeypatch):
+    monkeypatch.setattr(forward, "what_goes_into", lambda *_: "untold")
+    look = SimpleNamespace(
+        paths=paths_of(("near", "m"), {"m": ("near",)}), sources={}, seen={},
+        forward=lambda m: below if m == "near" else "wrong",
+    )  # fmt: skip
+    text, _ = forward._start_of_forward(CASE, look, FirstWrong(wrong="m", seen=(seen(0),)))
+    assert ("no module whose output could be compared leads to it" in text) == told
+
+
+def test_beside_a_line_an_open_end_says_no_more(monkeypatch):
+    monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=0)])
+    monkeypatch.setattr(computed, "_in_words", lambda _: "a line")
+    for kind, because in (("open", ("w is wrong",)), ("forward", ("w is wrong", "no factor"))):
+        asked = Diagnosis(cause="open: w is wrong", kind=kind, because=("no factor",))
+        assert computed.with_the_line(CASE, asked).because == because
+
+
+def test_of_torchs_own_formula_what_it_kept_is_looked_at():
+    said = list(in_words([line(back=True, at=(1,))]))
+    assert said[0].endswith("is right on rank 0, and that of its second argument is wrong")
+    assert said[1].startswith("it is torch's own formula: look at what changes what it kept")
+    one = line(back=True, at=(1,))
+    own = replace(one, mine=replace(one.mine, written="/x/step.py:3"))
+    assert len(list(in_words([own]))) == 1
+
+
+def test_arguments_in_a_line_are_called_by_their_names():
+    one = line(back=True, at=(0, 1))
+    (said, _) = in_words([replace(one, mine=replace(one.mine, keys=("", "weight")))])
+    assert "that of its arguments first, weight is wrong" in said
+
+
+@pytest.mark.parametrize("unwanted", [True, False])
+def test_places_are_asked_for_where_what_comes_back_belongs_nowhere(unwanted):
+    passed = [Passed(function="Scatter", line="/x/step.py:9", code="x.scatter(1, at, y)")]
+    (said,) = _torchs_formulas(passed, unwanted=unwanted)
+    assert ("is right where no place is written twice" in said) == unwanted
+    assert ("look for what autograd does not see" in said) == (not unwanted)
