@@ -59,6 +59,16 @@ class Unlike:
     unpack: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A tensor that a line changed in place: the numbers of its values before it and after it."""
+
+    before: int
+    after: int
+    line: str
+    code: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Computed:
     """What one process computed, in order, and the values of arguments and results.
@@ -66,7 +76,8 @@ class Computed:
     gradients: of each term of the loss, or of all together, by number of a value what reached it.
     with_graph: numbers of those values that autograd knows a function of. arrivals: of the leaves
     among them, the gradient that each backward gave, in order. unlike: what was kept for the
-    backward and came back as something else.
+    backward and came back as something else. again: what the same lines and modules computed when
+    the backward ran them once more, with numbers of values_again. changes: of the forward.
     """
 
     computations: tuple[Computation, ...] = ()
@@ -75,6 +86,9 @@ class Computed:
     with_graph: frozenset[int] = frozenset()
     arrivals: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
     unlike: tuple[Unlike, ...] = ()
+    again: tuple[Computation, ...] = ()
+    values_again: tuple[Tensor, ...] = ()
+    changes: tuple[Change, ...] = ()
 
 
 def computed_as_json(computed: Computed) -> dict[str, Any]:
@@ -83,6 +97,8 @@ def computed_as_json(computed: Computed) -> dict[str, Any]:
         "terms": len(computed.gradients),
         "with_graph": sorted(computed.with_graph),
         "unlike": [asdict(one) for one in computed.unlike],
+        "again": [asdict(one) for one in computed.again],
+        "changes": [asdict(one) for one in computed.changes],
     }
 
 
@@ -97,30 +113,15 @@ def computed_as_tensors(computed: Computed) -> dict[str, Tensor]:
         for i, own in computed.arrivals.items()
         for k, gradient in enumerate(own)
     }
-    return {f"value/{i}": t for i, t in enumerate(computed.values)} | gradients | arrivals
+    again = {f"value_again/{i}": t for i, t in enumerate(computed.values_again)}
+    values = {f"value/{i}": t for i, t in enumerate(computed.values)}
+    return values | gradients | arrivals | again
 
 
 def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Computed:
     """Of what computed_as_json and computed_as_tensors gave."""
-    computations = (
-        Computation(
-            function=one["function"],
-            line=one["line"],
-            code=one["code"],
-            takes=tuple(one["takes"]),
-            keys=tuple(one.get("keys", ())),
-            made_at=tuple((line, code) for line, code in one["made_at"]),
-            inside=tuple(one["inside"]),
-            calls=one["calls"],
-            gives=tuple(one["gives"]),
-            site=one["site"],
-            part=one["part"],
-            written=one["written"],
-            function_of=one["function_of"],
-        )
-        for one in said.get("computations", ())
-    )
     num_values = sum(key.startswith("value/") for key in held)
+    num_again = sum(key.startswith("value_again/") for key in held)
     gradients: list[dict[int, Tensor]] = [{} for _ in range(said.get("terms", 0))]
     arrivals: dict[int, dict[int, Tensor]] = {}
     for key, tensor in held.items():
@@ -131,12 +132,33 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
             _, term, number = key.split("/")
             gradients[int(term)][int(number)] = tensor
     return Computed(
-        computations=tuple(computations),
+        computations=tuple(map(_computation_from, said.get("computations", ()))),
         values=tuple(held[f"value/{i}"] for i in range(num_values)),
         gradients=tuple(gradients),
         with_graph=frozenset(said.get("with_graph", ())),
         arrivals={n: tuple(own[k] for k in sorted(own)) for n, own in arrivals.items()},
         unlike=tuple(Unlike(**one) for one in said.get("unlike", ())),
+        again=tuple(map(_computation_from, said.get("again", ()))),
+        values_again=tuple(held[f"value_again/{i}"] for i in range(num_again)),
+        changes=tuple(Change(**one) for one in said.get("changes", ())),
+    )
+
+
+def _computation_from(one: Mapping[str, Any]) -> Computation:
+    return Computation(
+        function=one["function"],
+        line=one["line"],
+        code=one["code"],
+        takes=tuple(one["takes"]),
+        keys=tuple(one.get("keys", ())),
+        made_at=tuple((line, code) for line, code in one["made_at"]),
+        inside=tuple(one["inside"]),
+        calls=one["calls"],
+        gives=tuple(one["gives"]),
+        site=one["site"],
+        part=one["part"],
+        written=one["written"],
+        function_of=one["function_of"],
     )
 
 

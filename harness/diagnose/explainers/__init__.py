@@ -39,6 +39,7 @@ from sumgrad.diagnose.explainers.by_modules import (
     put_together,
     recomputed,
     rows_used,
+    run_again,
     weights,
 )
 from sumgrad.diagnose.explainers.by_modules.beside import beside
@@ -53,6 +54,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     plan_edges.edges_of_the_plan,
     free_factors.fewest_factors,
     recomputed.recomputed_otherwise,
+    run_again.lines_run_otherwise,
     last.unlike_each_time,
     ties.tie_that_was_cut,
     exchanged.reductions_by_value,

@@ -7,27 +7,27 @@ line that gives what the single process has nowhere, of what it has, is where a 
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from sumgrad.base.tensors import to_local
-from sumgrad.record.computed import LARGE, MODULE, Computation, Computed, same_value
+from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed
 from sumgrad.subjects.program.kept import Kept
+from sumgrad.subjects.program.kept_values import KeptValues
 from sumgrad.subjects.users_line import is_users
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-MOST_ELEMENTS = 1 << 16  # of a tensor that is kept
-MOST_KEPT = 1 << 23  # elements of all of them, and as many of their gradients
 MOST_CALLS = 40_000
 MOST_RESULTS = 8  # of one call
 _SITES: dict[tuple[CodeType, int], tuple[str, str]] = {}
@@ -41,11 +41,13 @@ ALIASES = {
     "multiply": "mul", "rmul": "mul", "imul": "mul", "radd": "add", "iadd": "add",
     "subtract": "sub", "isub": "sub", "mm": "matmul", "bmm": "matmul",
 }  # fmt: skip
+ENGINE = "_engine_run_backward"  # what every backward ends in
 UNSEEN = {"get", "set", "register_hook", "backward", "requires_grad", "retain_grad"}
 
 
 class Computations(TorchFunctionMode):
-    """Between `with` and its end, what a user's lines compute in the forward.
+    """Between `with` and its end, what a user's lines compute in the forward, and of these lines
+    and modules what they compute when the backward runs them again.
 
     now: the modules whose forward runs, and how many calls of modules there were.
     """
@@ -53,27 +55,28 @@ class Computations(TorchFunctionMode):
     def __init__(self, now: Callable[[], tuple[Sequence[str], int]]) -> None:
         super().__init__()
         self._now = now
-        self._found: list[Computation] = []
-        self._values: list[Tensor] = []
-        self._gradients: dict[int, Tensor] = {}
-        self._with_graph: set[int] = set()
-        self._arrivals: dict[int, list[Tensor]] = {}
-        self._room, self._room_back = MOST_KEPT, MOST_KEPT
-        self._known = WeakIdKeyDictionary()  # tensor -> number of its last value
+        self._forward = _Calls(KeptValues())
+        self._backward = _Calls(KeptValues(with_gradients=False))
+        self._sites: set[str] = set()  # of what is in the forward
+        self._changes: list[Change] = []
         self._made_at = WeakIdKeyDictionary()
-        self._handles: list[Any] = []
         self._apply: Any = None
+        self._engine: Any = None
         self._kept = Kept()
         self._functions: list[str] = []  # Functions whose forward runs
 
     def computed(self) -> Computed:
+        kept = self._forward.values
         return Computed(
-            computations=tuple(self._found),
-            values=tuple(self._values),
-            gradients=(self._gradients,),
-            with_graph=frozenset(self._with_graph),
-            arrivals={n: tuple(own) for n, own in self._arrivals.items()},
+            computations=tuple(self._forward.found),
+            values=tuple(kept.values),
+            gradients=(kept.gradients,),
+            with_graph=frozenset(kept.with_graph),
+            arrivals={n: tuple(own) for n, own in kept.arrivals.items()},
             unlike=tuple(self._kept.unlike),
+            again=tuple(self._backward.found),
+            values_again=tuple(self._backward.values.values),
+            changes=tuple(self._changes),
         )
 
     def __enter__(self) -> Computations:
@@ -82,7 +85,7 @@ class Computations(TorchFunctionMode):
         self._apply = applied
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling() or _is_backward():
+            if torch.compiler.is_dynamo_compiling():
                 return applied.__get__(None, cls)(*args, **kwargs)
             seen = self._applied(cls, args, kwargs)
             self._functions.append(cls.__name__)
@@ -94,48 +97,100 @@ class Computations(TorchFunctionMode):
             return out
 
         Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        self._engine = engine = getattr(torch.autograd, ENGINE, None)
+        if engine is not None:
+            setattr(torch.autograd, ENGINE, functools.wraps(engine)(partial(self._run, engine)))
         self._kept.__enter__()
         super().__enter__()
         return self
+
+    def _run(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A backward is one of torch's functions, in which a mode is off; what runs again in it is
+        to be seen."""
+        if self in _get_current_function_mode_stack():
+            return engine(*args, **kwargs)
+        super().__enter__()
+        try:
+            return engine(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def __exit__(self, *what: Any) -> None:
         super().__exit__(*what)
         self._kept.__exit__(None, None, None)
         Function.apply = self._apply  # type: ignore[method-assign]
-        for handle in self._handles:
-            handle.remove()
+        if self._engine is not None:
+            setattr(torch.autograd, ENGINE, self._engine)
+        self._forward.values.close()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling() or _is_backward():
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         name = _name_of(func)
-        frame = _users_frame() if len(self._found) < MOST_CALLS and name not in UNSEEN else None
-        if frame is None:
+        frame = _users_frame() if name not in UNSEEN else None
+        if frame is None or not self._is_asked(_site(frame)[0]):
             return func(*args, **kwargs)
+        before = [] if _is_backward() else self._versions(args, kwargs)
         seen = self._see(name, frame, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             self._made_at.setdefault(out, _words(frame))
         if seen is not None:
+            self._changed(before, seen)
             self._add(seen, out)
         return out
+
+    def _here(self) -> _Calls:
+        return self._backward if _is_backward() else self._forward
+
+    def _is_asked(self, site: str) -> bool:
+        """Whether a call there is kept: of the backward those alone that the forward has, too."""
+        if len(self._here().found) >= MOST_CALLS:
+            return False
+        if _is_backward():
+            return site in self._sites
+        self._sites.add(site)
+        return True
+
+    def _versions(self, args: Any, kwargs: Any) -> list[tuple[Tensor, int, int | None]]:
+        """Of a call's tensors, before it: how often each was changed in place, and the number of
+        the last value that was seen in it."""
+        values = self._forward.values
+        with torch._C.DisableTorchFunction():
+            return [
+                (t, t._version, values.known(t))
+                for t in pytree.tree_leaves((args, kwargs))
+                if isinstance(t, Tensor) and not t.is_inference()
+            ]
+
+    def _changed(self, before: Sequence[tuple[Tensor, int, int | None]], by: Computation) -> None:
+        """What a call changed in place. Where it is there before, as by `x[0] += 1`, which changes
+        a view of it first, from what was seen in it."""
+        values = self._forward.values
+        for tensor, version, last in before:
+            with torch._C.DisableTorchFunction():
+                if tensor._version == version:
+                    continue
+            was, now = values.known(tensor), values.number(tensor)
+            was = last if was == now else was
+            if was is not None and now is not None and was != now:
+                self._changes.append(Change(before=was, after=now, line=by.line, code=by.code))
 
     def of_module(self, name: str, args: Any, kwargs: Any, output: Any, params: Any = ()) -> None:
         """A call of one of torch's own modules, inside of which nothing is seen. params: of its
         own, which it takes, too."""
-        if torch.compiler.is_dynamo_compiling() or _is_backward():
+        if torch.compiler.is_dynamo_compiling() or not self._is_asked(f"{MODULE}{name}"):
             return
-        if len(self._found) < MOST_CALLS:
-            taken = pytree.tree_leaves((args, kwargs, list(params)))
-            given = [("", t) for t in taken if isinstance(t, Tensor)]
-            self._add(self._computation(f"{MODULE}{name}", given, ("", "")), output)
+        taken = pytree.tree_leaves((args, kwargs, list(params)))
+        given = [("", t) for t in taken if isinstance(t, Tensor)]
+        self._add(self._computation(f"{MODULE}{name}", given, ("", "")), output)
 
     def _applied(self, cls: Any, args: Any, kwargs: Any) -> Computation | None:
-        frame = _users_frame(3) if len(self._found) < MOST_CALLS else None
-        if frame is None:
+        frame = _users_frame(3)
+        if frame is None or not self._is_asked(_site(frame)[0]):
             return None
         given = [("", t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         code = getattr(getattr(cls, "backward", None), "__code__", None)
@@ -178,72 +233,29 @@ class Computations(TorchFunctionMode):
     def _add(self, seen: Computation | None, out: Any) -> None:
         if seen is None:
             return
+        here = self._here()
         tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        numbers = (self._number(t) for t in tensors[:MOST_RESULTS])
-        self._found.append(replace(seen, gives=tuple(n for n in numbers if n is not None)))
+        numbers = (here.values.number(t) for t in tensors[:MOST_RESULTS])
+        here.found.append(replace(seen, gives=tuple(n for n in numbers if n is not None)))
 
     def _arguments(self, key: str | None, value: Any) -> list[int | str]:
         """The number of a tensor's value, the words of what is none, or is too large; of a list of
         tensors those of each."""
         out: list[int | str] = []
+        here = self._here()
         for one in _several(value):
             if not isinstance(one, Tensor):
                 out.append(f"{key}={one!r}" if key else repr(one))
                 continue
-            number = self._number(one)
-            out.append(f"{LARGE}{len(self._found)}" if number is None else number)
+            number = here.values.number(one)
+            out.append(f"{LARGE}{len(here.found)}" if number is None else number)
         return out
 
-    def _number(self, value: Tensor) -> int | None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            held = self._held(value)
-            if held is None:
-                return None
-            before = self._known.get(value)
-            graph = value.requires_grad and not isinstance(value, nn.Parameter)
-            same = before is not None and same_value(self._values[before], held)
-            known = before in self._with_graph
-            if same and (known or not graph):  # else a Function's result, or a leaf
-                return int(before)
-            self._room -= held.numel()
-            if self._room < 0:
-                return None
-            number = len(self._values)
-            self._values.append(held)
-            self._known[value] = number
-            if graph:
-                self._with_graph.add(number)
-                hook = self._gradient_hook(number, leaf=value.grad_fn is None)
-                self._handles.append(value.register_hook(hook))
-            return number
 
-    def _held(self, value: Tensor) -> Tensor | None:
-        try:
-            if any(p.is_partial() for p in getattr(value, "placements", ())):
-                return None
-            local = to_local(value).detach()
-            if local.is_complex() or local.is_sparse or local.numel() > MOST_ELEMENTS:
-                return None
-            return local.to(device="cpu", copy=True).contiguous()
-        except (RuntimeError, NotImplementedError, AttributeError):
-            return None  # a tensor of a class of its own
-
-    def _gradient_hook(self, number: int, *, leaf: bool) -> Callable[[Tensor | None], None]:
-        def hook(gradient: Tensor | None) -> None:
-            if gradient is None:
-                return  # a Function's own backward gave none
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                held = self._held(gradient)
-                if held is None:
-                    return
-                known = self._gradients.get(number)
-                self._room_back -= held.numel() if known is None or leaf else 0
-                if leaf and self._room_back >= 0:
-                    self._arrivals.setdefault(number, []).append(held)
-                if self._room_back >= 0:
-                    self._gradients[number] = held if known is None else known + held
-
-        return hook
+@dataclass(slots=True)
+class _Calls:
+    values: KeptValues
+    found: list[Computation] = field(default_factory=list)
 
 
 def _several(value: Any) -> Sequence[Any]:

@@ -6,6 +6,7 @@ import inspect
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -92,6 +93,9 @@ class ModuleWatch:
         for name, module in self._modules.items():
             before, after = self._hook(name, self._enter), self._hook(name, self._leave)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(
+                module.register_forward_hook(partial(self._ends, name), always_call=True)
+            )
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
         return self
 
@@ -204,9 +208,14 @@ class ModuleWatch:
                 self._made(f"{INTO}{name}", tensor)
         self._see(f"{INTO}{name}", parts)
 
+    def _ends(self, name: str, *_: Any) -> None:
+        """Also of a forward that raised, as a checkpoint's does when all is computed again that
+        the backward needs."""
+        if name in self._inside and not _is_trial():
+            while self._inside.pop() != name:
+                pass
+
     def _leave(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        while self._inside and self._inside.pop() != name:
-            pass  # one whose forward raised
         parts: list[Tensor | None] = [t for t in _tensors(output) if _has_digits(t)]
         if len(parts) > 1:  # what it only hands on, its gradient is that of other uses, too
             given = {id(t) for t in _tensors((args, kwargs))}

@@ -9,6 +9,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked, named, traces_looked_at
+from sumgrad.diagnose.explainers.by_modules.run_again import how_it_ran_otherwise
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
@@ -38,6 +39,7 @@ def recomputed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
         numbers = sorted({s.call.number for s in by_hand if s.rank == rank})
         which = f"call{'s'[: len(numbers) > 1]} {spans(numbers)}"
         first += f", without a gradient; with one, in {which} on rank {rank}, it is another"
+    how = how_it_ran_otherwise(case, look, found.wrong, found.ranks)
     yield explained(
         case,
         Diagnosis(
@@ -45,7 +47,7 @@ def recomputed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             f"the forward was",
             kind="recomputed",
             ranks=found.ranks,
-            because=(first, *_goes_in_again(case, found)),
+            because=(first, *(how or _goes_in_again(case, found))),
         ),
     )
 
