@@ -12,6 +12,11 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parents[1]  # harness/, or sumgrad/ where it is installed
 
 
+def is_librarys(path: str) -> bool:
+    """Whether a file is one of an installed package."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file atomically within its directory. OSError leaves no partial file behind."""
     if path.exists() and not path.is_file():  # a pipe or a device is written to, never replaced

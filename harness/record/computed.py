@@ -60,6 +60,17 @@ class Unlike:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Uncleared:
+    """A leaf whose gradient was read, and was there still when the next backward gave more of it.
+
+    made: `PATH:12` and what stands there, empty where that is not known; read: the same.
+    """
+
+    made: tuple[str, str]
+    read: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A tensor that a line changed in place: the numbers of its values before it and after it."""
 
@@ -78,6 +89,7 @@ class Computed:
     among them, the gradient that each backward gave, in order. unlike: what was kept for the
     backward and came back as something else. again: what the same lines and modules computed when
     the backward ran them once more, with numbers of values_again. changes: of the forward.
+    uncleared: leaves that are no parameters.
     """
 
     computations: tuple[Computation, ...] = ()
@@ -89,6 +101,7 @@ class Computed:
     again: tuple[Computation, ...] = ()
     values_again: tuple[Tensor, ...] = ()
     changes: tuple[Change, ...] = ()
+    uncleared: tuple[Uncleared, ...] = ()
 
 
 def computed_as_json(computed: Computed) -> dict[str, Any]:
@@ -99,6 +112,7 @@ def computed_as_json(computed: Computed) -> dict[str, Any]:
         "unlike": [asdict(one) for one in computed.unlike],
         "again": [asdict(one) for one in computed.again],
         "changes": [asdict(one) for one in computed.changes],
+        "uncleared": [asdict(one) for one in computed.uncleared],
     }
 
 
@@ -141,7 +155,16 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
         again=tuple(map(_computation_from, said.get("again", ()))),
         values_again=tuple(held[f"value_again/{i}"] for i in range(num_again)),
         changes=tuple(Change(**one) for one in said.get("changes", ())),
+        uncleared=tuple(
+            Uncleared(made=_line(one["made"]), read=_line(one["read"]))
+            for one in said.get("uncleared", ())
+        ),
     )
+
+
+def _line(held: Sequence[str]) -> tuple[str, str]:
+    line, code = held
+    return line, code
 
 
 def _computation_from(one: Mapping[str, Any]) -> Computation:

@@ -28,14 +28,25 @@ MAX_SAMPLE = 2039  # elements of a parameter: a prime, or evenly apart may be al
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """What ran when a module was called. lines: a user's, `PATH:12` and what stands there, the
+    innermost first; inside: the modules whose forward, the outermost first. made: the line that
+    made what goes in, where it is a user's."""
+
+    lines: tuple[tuple[str, str], ...] = ()
+    inside: tuple[str, ...] = ()
+    made: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One tensor that one call of a module gave, or that went into it.
 
     module: its name in build()'s model, INTO before it for what goes into it; number: of the call;
     part: of the output. operation, operation_back: how many collectives this rank had issued when
     it was there, and when its gradient was; None where none came. recomputed: in the backward, by
-    a checkpoint. arrivals: how many backwards its gradient came in; again: how often one of these
-    came once more, the same.
+    a checkpoint. stack: which of the trace's. arrivals: how many backwards its gradient came in;
+    again: how often one of these came once more, the same.
     """
 
     module: str
@@ -46,6 +57,7 @@ class Call:
     recomputed: bool
     arrivals: int = 0
     again: int = 0
+    stack: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +84,7 @@ class Trace:
     module, what autograd passes. makers: by parameter, which functions' backwards give its
     gradient. modes: by module, those that it was called in, `training` and `eval`. classes: of all
     modules, called or not, at the end. handed: by a user's module, of each of its calls what it was
-    handed, by the names of its arguments, in words.
+    handed, by the names of its arguments, in words. stacks: of calls.
     """
 
     calls: tuple[Call, ...]
@@ -103,6 +115,11 @@ class Trace:
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     classes: Mapping[str, str] = field(default_factory=dict)
     handed: Mapping[str, tuple[Mapping[str, str], ...]] = field(default_factory=dict)
+    stacks: tuple[Stack, ...] = ()
+
+    def stack(self, call: Call) -> Stack:
+        """What ran when a module was called; nothing where it was not recorded."""
+        return self.stacks[call.stack] if 0 <= call.stack < len(self.stacks) else Stack()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -168,6 +185,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "makers": passed_as_json(trace.makers),
         "modes": {name: list(modes) for name, modes in trace.modes.items()},
         "classes": dict(trace.classes),
+        "stacks": [asdict(stack) for stack in trace.stacks],
         "handed": {name: [dict(call) for call in calls] for name, calls in trace.handed.items()},
     }
     write_json(path.with_suffix(".json"), said)
@@ -215,6 +233,14 @@ def read_trace(path: Path) -> Trace:
         modes={name: tuple(modes) for name, modes in said.get("modes", {}).items()},
         classes=said.get("classes", {}),
         handed={name: tuple(calls) for name, calls in said.get("handed", {}).items()},
+        stacks=tuple(
+            Stack(
+                lines=tuple((line, code) for line, code in stack["lines"]),
+                inside=tuple(stack["inside"]),
+                made=(stack["made"][0], stack["made"][1]),
+            )
+            for stack in said.get("stacks", ())
+        ),
         by_term={
             term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
             for term in said["terms"]

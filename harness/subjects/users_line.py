@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 from pathlib import Path
+from types import FrameType
 
 import torch
+from sumgrad.base.files import is_librarys
 
+MOST_LINES = 6  # of a stack that is kept
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PACKAGE = Path(os.path.abspath(__file__)).parents[1]  # as the names of its files begin
 _OURS, _STEPS = str(_PACKAGE) + os.sep, str(_PACKAGE / "workloads") + os.sep
@@ -17,6 +21,20 @@ def is_users(name: str) -> bool:
     """Whether a file's name is none of torch's, and none that only observes."""
     ours = name.startswith(_OURS) and not name.startswith(_STEPS)
     return not ours and not name.startswith(_TORCH) and "contextlib" not in name
+
+
+def users_lines() -> tuple[tuple[str, str], ...]:
+    """(`PATH:12`, what stands there) of a user's lines that run, the innermost first: of those of
+    libraries the innermost alone."""
+    found: list[tuple[str, str]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < MOST_LINES:
+        name = frame.f_code.co_filename
+        if is_users(name) and not name.startswith("<") and not (found and is_librarys(name)):
+            code = linecache.getline(name, frame.f_lineno).strip()
+            found.append((f"{name}:{frame.f_lineno}", code))
+        frame = frame.f_back
+    return tuple(found)
 
 
 def users_line() -> str:

@@ -48,6 +48,7 @@ from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_para
 from sumgrad.diagnose.explainers.frozen import with_frozen
 from sumgrad.diagnose.explainers.history import with_history
 from sumgrad.diagnose.explainers.kept_otherwise import with_what_was_kept
+from sumgrad.diagnose.explainers.uncleared import with_what_was_not_cleared
 from sumgrad.diagnose.explanation import Explainer
 
 EXPLAINERS: tuple[Explainer, ...] = (
@@ -97,6 +98,7 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_the_line,
     with_history,
     with_what_was_kept,
+    with_what_was_not_cleared,
     with_frozen,
     with_copies_of_parameters,
 )

@@ -23,6 +23,8 @@ def given_to_others(case: Case, left: Left) -> Iterator[Explanation]:
     for more, less in _pairs(case):
         pairs.setdefault((more.name, less.name), []).append(more.rank)
     if not pairs:
+        if added := _added(case):
+            yield explained(case, added)
         return
     told = {name for pair in pairs for name in pair}
     others = list(dict.fromkeys(c.name for c in case.failing_cells if c.name not in told))
@@ -46,6 +48,51 @@ def given_to_others(case: Case, left: Left) -> Iterator[Explanation]:
         ),
         others,
     )
+
+
+def _added(case: Case) -> Diagnosis | None:
+    """Where every wrong gradient is its own and all of one other parameter's."""
+    of = {(c.rank, c.name): _what_it_has_too(case, c) for c in case.failing_cells}
+    if not of or None in of.values():
+        return None
+    by_name = {name: other for (_, name), other in of.items()}
+    if any(other != by_name[name] for (_, name), other in of.items()):
+        return None
+    shown = "; ".join(
+        f"{name} has that of {other}" for name, other in list(by_name.items())[:SHOWN]
+    )
+    rest = f"; and so {len(by_name) - SHOWN} more" if len(by_name) > SHOWN else ""
+    ranks = tuple(sorted({rank for rank, _ in of}))
+    return Diagnosis(
+        cause=f"gradients of two parameters were added up: besides its own gradient {shown}{rest}, "
+        f"on rank {spans(ranks)}",
+        kind="given_to_others",
+        standing="proved",
+        ranks=ranks,
+        because=(
+            "element by element, what each has too much is the other's right gradient, within the "
+            "threshold",
+            "look at what collects gradients by a name or a number: two parameters under one key",
+        ),
+    )
+
+
+def _what_it_has_too(case: Case, cell: Cell) -> str | None:
+    """The one other parameter whose right gradient it has besides its own."""
+    if cell.measured.numel() < FEWEST:
+        return None
+    more = (cell.measured - cell.wanted.value).reshape(-1)
+    found = [
+        c.name
+        for c in case.cells
+        if c.rank == cell.rank
+        and c.name != cell.name
+        and c.wanted.value.numel() == len(more)
+        and float(c.wanted.value.norm()) > c.wanted.threshold
+        and float((more - c.wanted.value.reshape(-1)).abs().max())
+        <= cell.wanted.threshold + c.wanted.threshold
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _pairs(case: Case) -> Iterator[tuple[Cell, Cell]]:

@@ -21,6 +21,7 @@ import torch
 from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed
 from sumgrad.subjects.program.kept import Kept
 from sumgrad.subjects.program.kept_values import KeptValues
+from sumgrad.subjects.program.leaves import Leaves
 from sumgrad.subjects.users_line import is_users
 from torch import Tensor
 from torch.autograd import Function
@@ -63,6 +64,7 @@ class Computations(TorchFunctionMode):
         self._apply: Any = None
         self._engine: Any = None
         self._kept = Kept()
+        self._leaves = Leaves()
         self._functions: list[str] = []  # Functions whose forward runs
 
     def computed(self) -> Computed:
@@ -77,6 +79,7 @@ class Computations(TorchFunctionMode):
             again=tuple(self._backward.found),
             values_again=tuple(self._backward.values.values),
             changes=tuple(self._changes),
+            uncleared=tuple(self._leaves.uncleared),
         )
 
     def __enter__(self) -> Computations:
@@ -122,6 +125,7 @@ class Computations(TorchFunctionMode):
         if self._engine is not None:
             setattr(torch.autograd, ENGINE, self._engine)
         self._forward.values.close()
+        self._leaves.close()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -130,6 +134,8 @@ class Computations(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         name = _name_of(func)
+        if getattr(func, "__self__", None) is Tensor.grad and name == "get":
+            self._read_a_gradient(args[0])
         frame = _users_frame() if name not in UNSEEN else None
         if frame is None or not self._is_asked(_site(frame)[0]):
             return func(*args, **kwargs)
@@ -142,6 +148,11 @@ class Computations(TorchFunctionMode):
             self._changed(before, seen)
             self._add(seen, out)
         return out
+
+    def _read_a_gradient(self, tensor: Tensor) -> None:
+        frame = _users_frame(3)
+        if frame is not None:
+            self._leaves.read(tensor, _words(frame), self.made_at(tensor))
 
     def _here(self) -> _Calls:
         return self._backward if _is_backward() else self._forward
@@ -187,6 +198,10 @@ class Computations(TorchFunctionMode):
         taken = pytree.tree_leaves((args, kwargs, list(params)))
         given = [("", t) for t in taken if isinstance(t, Tensor)]
         self._add(self._computation(f"{MODULE}{name}", given, ("", "")), output)
+
+    def made_at(self, tensor: Tensor) -> tuple[str, str]:
+        """The line of a user's that made a tensor; empty where none did."""
+        return self._made_at.get(tensor) or ("", "")
 
     def _applied(self, cls: Any, args: Any, kwargs: Any) -> Computation | None:
         frame = _users_frame(3)

@@ -111,6 +111,7 @@ class Rank:
             seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations, with_ways=True)
             computations = Computations(seen.now)
             seen.of_module = computations.of_module
+            seen.made_at = computations.made_at
             with seen, Losses(seen.at_loss) as losses, run.own_gradients() as own, computations:
                 run.step(step)
             gave, at = own.taken(p.name for p in run.placement.placed)

@@ -6,6 +6,7 @@ import inspect
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from sumgrad.base.tensors import to_local
 from sumgrad.record.ranks import sample_of
-from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Trace
+from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Stack, Trace
 from sumgrad.subjects.program.placement import WRAPPERS
 from sumgrad.subjects.program.taken_up import taken_up
 from sumgrad.subjects.program.ways import makers_of, ways_between
+from sumgrad.subjects.users_line import users_lines
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
@@ -71,10 +73,12 @@ class ModuleWatch:
         self._frozen: dict[str, dict[str, None]] = {}
         self._modes: dict[str, dict[str, None]] = {}
         self._handed: dict[str, list[dict[str, str]]] = {}
+        self._stacks: dict[Stack, int] = {}
         self._inside: list[str] = []  # the modules whose forward runs
         self._with_paths, self._with_ways = with_paths, with_ways
         self._made_by: list[tuple[str, Any]] = []
         self.of_module: Callable[..., object] = lambda *_: None  # of torch's own
+        self.made_at: Callable[[Tensor], tuple[str, str]] = lambda _: ("", "")
         self._anomaly = (False, True)
         self._params = WeakIdKeyDictionary()  # parameter, as its module has it -> its name
 
@@ -145,6 +149,7 @@ class ModuleWatch:
             frozen={name: tuple(when) for name, when in self._frozen.items()},
             modes={name: tuple(modes) for name, modes in self._modes.items()},
             handed={name: tuple(calls) for name, calls in self._handed.items()},
+            stacks=tuple(self._stacks),
             classes={n: type(m).__name__ for n, m in _seen_modules(self._model, self._names)},
         )
 
@@ -231,11 +236,14 @@ class ModuleWatch:
     def _see(self, name: str, parts: Sequence[Tensor | None]) -> None:
         """One call. What is there already, as another module's output, is not kept twice."""
         number = self._numbers[name] = self._numbers.get(name, -1) + 1
+        ran = Stack(lines=users_lines(), inside=tuple(self._inside))
+        goes_in = name.startswith(INTO)
         # Of many, as one for each image of all rows, the others are other rows' on each rank.
         for part, tensor in enumerate(parts if len(parts) <= MAX_PARTS else parts[:1]):
             if tensor is None:
                 continue
             at = len(self._calls)
+            own = replace(ran, made=self.made_at(tensor)) if goes_in else ran
             held, before = self._kept(name, tensor), self._call_of.get(tensor)
             if held is None:
                 continue
@@ -249,6 +257,7 @@ class ModuleWatch:
                     "recomputed": torch._C._current_graph_task_id() != -1,
                     "arrivals": 0,
                     "again": 0,
+                    "stack": self._stacks.setdefault(own, len(self._stacks)),
                 }
             )
             self._outputs.append(held)

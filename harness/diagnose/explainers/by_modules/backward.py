@@ -8,6 +8,11 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import between, is_in, listed, places
+from sumgrad.diagnose.explainers.by_modules.called_from import (
+    called_from,
+    line_of_wrong_calls,
+    without_modules_not_entered,
+)
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.gradient_of_others import (
@@ -70,6 +75,7 @@ def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     uneven = None if found.modules else uneven_rows(case)
     if not found.modules and only_terms_weigh_otherwise(case):
         return  # that says all of it
+    found = without_modules_not_entered(case, found)
     yield explained(case, uneven[0] if uneven else _backward(case, look, found))
 
 
@@ -115,6 +121,7 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         ]
     else:
         because = [
+            *called_from(case, look, found, back=True),
             *_product_of_another_call(case, look, found),
             *_evidence(case, look, found, above),
         ]
@@ -209,7 +216,8 @@ def _where_to_look(
     loss = above and len(found.modules) < len(found.beside)
     yield f"look at {towards}" + (", and at what else uses it, up to the loss" if loss else "")
     ends = _ends(case, look, found)
-    yield from own_functions_between(case, found, ends, again=again, unwanted=unwanted)
+    if not line_of_wrong_calls(case, look, found, back=True):  # the way is that of other calls, too
+        yield from own_functions_between(case, found, ends, again=again, unwanted=unwanted)
     if not above:
         yield from losses_beside(case)
     yield from _own_gradients(case, look, found)

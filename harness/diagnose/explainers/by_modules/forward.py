@@ -15,7 +15,9 @@ from sumgrad.diagnose.explainers.by_modules.between import (
     listed,
     places,
     right_up_to,
+    told_of,
 )
+from sumgrad.diagnose.explainers.by_modules.called_from import called_from
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
 from sumgrad.diagnose.explainers.by_modules.entering import (
     entered_wrong,
@@ -25,7 +27,7 @@ from sumgrad.diagnose.explainers.by_modules.entering import (
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.handed import handed_otherwise
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
-from sumgrad.diagnose.explainers.by_modules.looked import looked, named
+from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, looked, named
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between
@@ -77,16 +79,18 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     if of is not None and of != found.wrong:  # what is seen further on follows from it
         text = f"in the forward what enters {named(look, of)} is another already on some ranks"
         return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=tuple(odd))
+    joined = joined_in_words(case, look, found)
     because = (
         *_of_other_classes(case, look, found),
         *_in_another_mode(case, found),
         *_right_again(look, found),
         *handed_otherwise(case, look, found),
-        *joined_in_words(case, found),
+        *joined,
+        *called_from(case, look, found, back=False),
         *odd,
-        *_output(case, look, found, look_at, enters=of is not None),
+        *_output(case, look, found, () if joined else look_at, enters=of is not None),
         *_ranks_that_are_right(look, found, entered_right),
-        *_in_between(case, found, parts),
+        *(() if joined else _in_between(case, found, parts)),
         *reading(case),
     )
     return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
@@ -132,8 +136,20 @@ def _in_between(case: Case, found: FirstWrong, parts: Sequence[str]) -> Iterator
     lines = first_lines(case, found, back=False)
     yield from in_words(lines)
     if not lines_that_differ(case) and not (lines and all(one.told for one in lines)):
-        yield from lines_between(case, found, f"{INTO}{found.wrong}" if entered else found.wrong)
+        ways = lines_between(case, found, f"{INTO}{found.wrong}" if entered else found.wrong)
+        yield from ways or _made(case, entered)
     yield from parts or between(case, replace(found, seen=entered or found.seen), back=False)
+
+
+def _made(case: Case, entered: Sequence[Seen]) -> list[str]:
+    """The line that made what goes in, of the call that is told of."""
+    traces = case.traces
+    if traces is None or not entered:
+        return []
+    s = told_of(entered)
+    made = traces.ranks[s.rank].stack(s.call).made
+    where = f"on rank {s.rank} in call {s.call.number}"
+    return [f"{where} what goes in was made at {line_and_code(*made)}"] if made[0] else []
 
 
 def _of_other_classes(case: Case, look: Look, found: FirstWrong) -> list[str]:

@@ -28,8 +28,9 @@ def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
         for name in dict.fromkeys(n for call in (*wrong.values(), *there) for n in call):
             has = {call.get(name, "nothing") for call in wrong.values()}
             others = {call.get(name, "nothing") for call in there}
-            too = [call.get(name, "nothing") in has for call in right]
-            known = right or "nothing" in has | others
+            given = [call.get(name, "nothing") for call in right]
+            too = [one in has for one in given]
+            known = (right or "nothing" in has | others) and {*given} <= has | others
             if len(has) == 1 and not has & others and known and sum(too) * 2 <= len(too):
                 return [_in_words(found.wrong, module, name, has.pop(), others, wrong, too)]
     return []

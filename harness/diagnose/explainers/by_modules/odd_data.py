@@ -31,10 +31,13 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
                 f"{'; '.join(beside[:MOST_ROWS])}"
             ]
         told: list[str] = []
+        usual = _is_usual(case, look, found, module)
         for rank in found.ranks:
             odd = list(odd_rows(traces.ranks[rank], traces.single, module))
             if module != found.wrong:  # rows are packed and padded in many ways
                 odd = [one for one in odd if one.is_nearly_one]
+            if usual:
+                odd = [one for one in odd if one.of is not None]
             words = [_odd_row(one) for one in odd[:MOST_ROWS]]
             more = [f"{len(odd) - MOST_ROWS} more"] if len(odd) > MOST_ROWS else []
             told += [f"on rank {rank} {', '.join([*words, *more])}"] if odd else []
@@ -44,6 +47,18 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
                 f"row, of those in the single process: {'; '.join(told[:MOST_ROWS])}"
             ]
     return None, []
+
+
+def _is_usual(case: Case, look: Look, found: FirstWrong, module: str) -> bool:
+    """Whether rows that are like none enter where it is right, too, as numbers that each
+    micro-batch counts anew."""
+    right = {(s.rank, s.call.number) for s in look.seen[found.wrong] if s.forward == "right"}
+    traces = case.traces
+    return traces is not None and any(
+        odd.of is None and (rank, odd.call) in right
+        for rank, trace in traces.ranks.items()
+        for odd in odd_rows(trace, traces.single, module)
+    )
 
 
 def _beside(case: Case, found: FirstWrong, module: str) -> Iterator[str]:

@@ -11,7 +11,12 @@ from sumgrad.diagnose.explainers.by_modules.entering import (
     into_the_calls,
     what_goes_into,
 )
-from sumgrad.diagnose.explainers.by_modules.looked import traces_looked_at
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    gone_into,
+    line_and_code,
+    named,
+    traces_looked_at,
+)
 from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
 from sumgrad.diagnose.modules.features import wrong_features
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
@@ -54,7 +59,7 @@ def another_output(case: Case, found: FirstWrong) -> list[str]:
     return []
 
 
-def joined_in_words(case: Case, found: FirstWrong) -> list[str]:
+def joined_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
     """Rows of what goes in that are put together of several, where all its vectors are right."""
     traces = traces_looked_at(case)
     if traces is None or what_goes_into(case, found) != "right":
@@ -64,10 +69,27 @@ def joined_in_words(case: Case, found: FirstWrong) -> list[str]:
         return []
     one = told[0]
     more = f", and so in {len(told) - 1} more" if len(told) > 1 else ""
+    first = _first_joined(case, look, found, one.rank)
     shown = [f"places {spans(list(places))}" for places in one.places]
     return [f"on rank {one.rank} in call {one.call} row {one.row} of what goes into it is put "
             f"together of vectors that stand in {len(one.places)} rows of the single process: "
-            f"{' and '.join(shown)}{more}: look at how rows are cut, packed or folded"]  # fmt: skip
+            f"{' and '.join(shown)}{more}: look at how rows are cut, packed or folded",
+            *first]  # fmt: skip
+
+
+def _first_joined(case: Case, look: Look, found: FirstWrong, rank: int) -> list[str]:
+    """The first module on a rank that such rows go into, and the line that made them."""
+    traces = traces_looked_at(case)
+    for module in look.modules[: look.modules.index(found.wrong)] if traces else ():
+        into = [s for s in gone_into(case, module) if s.rank == rank and s.forward == "right"]
+        told = joined_rows(traces.single, into) if traces else []
+        if not told:
+            continue
+        call = next(s.call for s in into if s.call.number == told[0].call)
+        made = traces.ranks[rank].stack(call).made if traces else ("", "")
+        at = f", made at {line_and_code(*made)}" if made[0] else ""
+        return [f"the first module that such a row goes into there is {named(look, module)}{at}"]
+    return []
 
 
 def picked_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
@@ -76,7 +98,8 @@ def picked_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
     traces, seen = traces_looked_at(case), entered_wrong(case, found) or found.seen
     if traces is None or case.record.spec.tiers[case.tier] != "float64":
         return []
-    told = list(picked_otherwise(traces, look, seen, found.modules))
+    others = [m for m in look.modules if look.forward(m) == "right" and m not in found.modules]
+    told = list(picked_otherwise(traces, look, seen, [*found.modules, *reversed(others)]))
     if told:
         one = told[0]
         what = "goes in" if seen[0].call.module.startswith(INTO) else "it gives"

@@ -38,6 +38,7 @@ def trace_reference(
         watching = ModuleWatch(single.model, with_paths=True, with_ways=True)
         computations = Computations(watching.now)
         watching.of_module = computations.of_module
+        watching.made_at = computations.made_at
         with watching as seen, default_dtype(single.dtype), computations:
             single.at_loss = seen.at_loss
             single.gradient(name, rows, rows, seed=1 / count)
