@@ -103,7 +103,7 @@ def test_that_nothing_leads_to_it_is_said_where_nothing_right_does(below, told, 
 
 def test_beside_a_line_an_open_end_says_no_more(monkeypatch):
     monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=0)])
-    monkeypatch.setattr(computed, "_in_words", lambda _: "a line")
+    monkeypatch.setattr(computed, "_in_words", lambda *_: "a line")
     for kind, because in (("open", ("w is wrong",)), ("forward", ("w is wrong", "no factor"))):
         asked = Diagnosis(cause="open: w is wrong", kind=kind, because=("no factor",))
         assert computed.with_the_line(CASE, asked).because == because

@@ -72,3 +72,41 @@ def test_almost_the_same_or_too_few_numbers_are_no_pair():
         grads["a.de"], grads["a.fr"] = grads["a.fr"], grads["a.de"]
 
     assert cause_of(swapped).kind == "held_elsewhere"
+
+
+def added(grads, *pairs):
+    right = {name: grad.clone() for name, grad in grads.items()}
+    for one, other in pairs:
+        grads[one] += right[other]
+        grads[other] += right[one]
+
+
+def test_two_under_one_key_have_each_the_others_too():
+    cause = cause_of(lambda g: added(g, ("a.de", "a.fr"), ("b.de", "b.fr")))
+    assert (cause.kind, cause.standing, cause.ranks) == ("given_to_others", "proved", (0, 1))
+    assert cause.cause == (
+        "gradients of two parameters were added up: besides its own gradient a.de has that of "
+        "a.fr; a.fr has that of a.de; b.de has that of b.fr; and so 1 more, on rank 0-1"
+    )
+
+
+def test_one_that_has_anothers_besides():
+    def change(grads):
+        grads["a.de"] += grads["a.fr"]
+
+    assert cause_of(change).cause == (
+        "gradients of two parameters were added up: besides its own gradient a.de has that of "
+        "a.fr, on rank 0-1"
+    )
+
+
+def test_all_that_is_wrong_has_to_be_so():
+    def change(grads):
+        grads["a.de"] += grads["a.fr"]
+        grads["b.de"] += 0.5 * grads["b.fr"]
+
+    assert cause_of(change).kind != "given_to_others"
+
+
+def test_two_numbers_are_like_many():
+    assert cause_of(lambda g: g["tiny"].add_(g["tiny"].flip(0))).kind != "given_to_others"

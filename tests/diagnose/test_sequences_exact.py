@@ -165,7 +165,33 @@ def test_in_words_which_row_is_put_together(monkeypatch):
         ("wrong", []),
     ):  # fmt: skip
         monkeypatch.setattr(wrong_outputs, "what_goes_into", lambda *_, state=state: state)
-        assert wrong_outputs.joined_in_words(case, found) == said
+        assert wrong_outputs.joined_in_words(case, look, found) == said
+
+
+def test_the_first_module_that_such_a_row_goes_into_and_what_made_it(monkeypatch):
+    mixed = torch.cat([X[0, 3:], X[1, :2]])[None]
+    given = torch.cat([X[:1, :3], mixed])
+    names = ("first", "near", "m")
+    look, whole = looked(
+        trace([(name, X, LIVE) for name in names], batch=BATCH),
+        trace([("first", X[:2, :3], LIVE[:2, :3]),
+               *((name, given, torch.ones_like(given)) for name in names[1:])]),
+    )  # fmt: skip
+    stack = SimpleNamespace(made=("/x/fold.py:8", "x.reshape(2, 3, 5)"))
+    ranks = {0: SimpleNamespace(stack=lambda _: stack)}
+    looked_at = SimpleNamespace(single=whole, ranks=ranks)
+    monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda _: looked_at)
+    monkeypatch.setattr(wrong_outputs, "gone_into", lambda _, module: look.seen[module])
+    found = FirstWrong(wrong="m", seen=tuple(look.seen["m"]))
+    told = wrong_outputs._first_joined(SimpleNamespace(), look, found, 0)
+    assert told == [
+        "the first module that such a row goes into there is near, made at fold.py:8 "
+        "`x.reshape(2, 3, 5)`"
+    ]
+    assert wrong_outputs._first_joined(SimpleNamespace(), look, found, 1) == []
+    stack.made = ("", "")
+    (told,) = wrong_outputs._first_joined(SimpleNamespace(), look, found, 0)
+    assert told == "the first module that such a row goes into there is near"
 
 
 def backward_of(*calls):

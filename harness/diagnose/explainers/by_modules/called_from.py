@@ -21,8 +21,9 @@ def called_from(case: Case, look: Look, found: FirstWrong, *, back: bool) -> lis
     """The line that all wrong calls come from and no right one does; else, of what a library calls,
     the line outside of it."""
     if line := line_of_wrong_calls(case, look, found, back=back):
+        right = "where a gradient that is not zero is right" if back else "that is right"
         return [f"all calls of it that are seen to be wrong come from {line_and_code(*line)}, and "
-                f"none that is right does"]  # fmt: skip
+                f"none {right} does"]  # fmt: skip
     always = _in_all(case, found)
     own = [line for line in always if not _is_librarys(line)]
     if own and _is_librarys(_lines(case, found.seen[0])[0]):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from sumgrad.base.files import is_librarys
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
@@ -32,6 +33,7 @@ from sumgrad.diagnose.modules.look import Look
 from sumgrad.record.computed import Computed
 from sumgrad.record.trace import Trace
 
+MOST_STEPS = 16  # from what a library made back to what it was made of
 LEADS = ("forward", "backward", "recomputed", "open", "own_backward")  # that say no more than where
 BESIDE = ("loss_weights", "loss_at_tokens", "row_factors", "term_factor", "factor",
           "param_factors", "term_by_rows")  # fmt: skip
@@ -47,7 +49,7 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         return replace(diagnosis, because=(*kept, *diagnosis.because))
     if not found or (diagnosis.kind == "backward" and not _at_the_loss(case)):
         return diagnosis
-    line = _in_words(found)
+    line = _in_words(case, found)
     if diagnosis.kind in BESIDE:
         return replace(diagnosis, because=(line, *diagnosis.because))
     because: tuple[str, ...] = (diagnosis.cause.removeprefix("open: "),)
@@ -124,12 +126,12 @@ def _line(one: Otherwise) -> tuple[str, str, int]:
     return one.mine.line, one.mine.function, one.at
 
 
-def _in_words(found: Sequence[Otherwise]) -> str:
+def _in_words(case: Case, found: Sequence[Otherwise]) -> str:
     one = found[0]
     mine, its, what = one.mine, one.its, _argument(one)
     line, code = mine.made_at[one.at]
     if line and line != mine.line and all(o.mine.made_at[o.at][0] == line for o in found):
-        what += f", made at {line_and_code(line, code)},"
+        what += f", made at {line_and_code(line, code)}{_made_of(case, one)},"
     if one.how.spread is not None:
         said = f"{_spread(one)} on rank {spans(sorted(o.rank for o in found))}"
     elif one.how.elsewhere and mine.function != ATTENTION:
@@ -142,6 +144,23 @@ def _in_words(found: Sequence[Otherwise]) -> str:
         "" if mine.line == its.line else f", where that has {line_and_code(its.line, its.code)}"
     )
     return f"{start} {line_and_code(mine.line, mine.code)}{beside}: {said}"
+
+
+def _made_of(case: Case, one: Otherwise) -> str:
+    """Of what a library's line made of one tensor, and that of one, the line of the step's own."""
+    traces, number = case.traces, one.mine.takes[one.at]
+    if traces is None or not is_librarys(one.mine.made_at[one.at][0]):
+        return ""
+    makers = {n: c for c in reversed(traces.ranks[one.rank].computed.computations) for n in c.gives}
+    for _ in range(MOST_STEPS):
+        maker = makers.get(number) if isinstance(number, int) else None
+        if maker is None:
+            return ""
+        if maker.line and not is_librarys(maker.line):
+            return f" of what {line_and_code(maker.line, maker.code)} gives"
+        taken = [t for t in maker.takes if isinstance(t, int)]
+        number = taken[0] if len(taken) == 1 else ""
+    return ""
 
 
 def _made_beside(one: Otherwise) -> str:
