@@ -126,6 +126,12 @@ def with_few_numbers(case: Case, found: Sequence[Weighed]) -> list[Weighed]:
     return out
 
 
+def has_few_numbers(cell: Cell, given: Given) -> bool:
+    """Whether it has too few numbers to tell weights by themselves."""
+    columns = columns_of(cell, given)
+    return columns is not None and columns.own.shape[1] < NEEDED * len(columns.own)
+
+
 def _fits(m: Weighed, columns: Columns) -> bool:
     """Whether a parameter is, and should be, what the ranks gave it with these weights."""
     if columns.passes != m.got.shape[1]:

@@ -39,6 +39,19 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A backward that starts at what a call gave, from a gradient that it is handed.
+
+    call: its place among the trace's calls. line: a user's, that calls the backward; made: the one
+    that made the gradient, where it is a user's.
+    """
+
+    call: int
+    line: tuple[str, str]
+    made: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One tensor that one call of a module gave, or that went into it.
 
@@ -84,7 +97,8 @@ class Trace:
     module, what autograd passes. makers: by parameter, which functions' backwards give its
     gradient. modes: by module, those that it was called in, `training` and `eval`. classes: of all
     modules, called or not, at the end. handed: by a user's module, of each of its calls what it was
-    handed, by the names of its arguments, in words. stacks: of calls.
+    handed, by the names of its arguments, in words. stacks: of calls. started: backwards that
+    start at what modules gave. entered_at: the lines that made the data, where they are a user's.
     """
 
     calls: tuple[Call, ...]
@@ -94,6 +108,7 @@ class Trace:
     data: tuple[Tensor, ...] = ()
     entered: tuple[str, ...] = ()
     entered_as: tuple[tuple[int, str], ...] = ()
+    entered_at: tuple[tuple[str, str], ...] = ()
     batch: Mapping[str, Tensor] | None = None
     operations: tuple[str, ...] = ()
     events: tuple[Mapping[str, Any], ...] = ()
@@ -116,6 +131,7 @@ class Trace:
     classes: Mapping[str, str] = field(default_factory=dict)
     handed: Mapping[str, tuple[Mapping[str, str], ...]] = field(default_factory=dict)
     stacks: tuple[Stack, ...] = ()
+    started: tuple[Started, ...] = ()
 
     def stack(self, call: Call) -> Stack:
         """What ran when a module was called; nothing where it was not recorded."""
@@ -173,6 +189,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "events": [dict(event) for event in trace.events],
         "entered": list(trace.entered),
         "entered_as": [list(one) for one in trace.entered_as],
+        "entered_at": [list(one) for one in trace.entered_at],
         "left_out": list(trace.left_out),
         "takes": {name: list(others) for name, others in trace.takes.items()},
         "own_lines": {name: list(lines) for name, lines in trace.own_lines.items()},
@@ -185,6 +202,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "makers": passed_as_json(trace.makers),
         "modes": {name: list(modes) for name, modes in trace.modes.items()},
         "classes": dict(trace.classes),
+        "started": [asdict(one) for one in trace.started],
         "stacks": [asdict(stack) for stack in trace.stacks],
         "handed": {name: [dict(call) for call in calls] for name, calls in trace.handed.items()},
     }
@@ -214,6 +232,7 @@ def read_trace(path: Path) -> Trace:
         own_at=named("own_at/"),
         entered=tuple(said["entered"]),
         entered_as=tuple((int(call), str(name)) for call, name in said.get("entered_as", ())),
+        entered_at=tuple(map(_line, said.get("entered_at", ()))),
         operations=tuple(said["operations"]),
         events=tuple(said.get("events", ())),
         exchanges=exchanges_from(held),
@@ -235,17 +254,26 @@ def read_trace(path: Path) -> Trace:
         handed={name: tuple(calls) for name, calls in said.get("handed", {}).items()},
         stacks=tuple(
             Stack(
-                lines=tuple((line, code) for line, code in stack["lines"]),
+                lines=tuple(map(_line, stack["lines"])),
                 inside=tuple(stack["inside"]),
-                made=(stack["made"][0], stack["made"][1]),
+                made=_line(stack["made"]),
             )
             for stack in said.get("stacks", ())
+        ),
+        started=tuple(
+            Started(call=one["call"], line=_line(one["line"]), made=_line(one["made"]))
+            for one in said.get("started", ())
         ),
         by_term={
             term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
             for term in said["terms"]
         },
     )
+
+
+def _line(held: Sequence[str]) -> tuple[str, str]:
+    line, code = held
+    return line, code
 
 
 def rank_trace(folder: Path, rank: int) -> Path:

@@ -91,6 +91,7 @@ LAST_RESORT: tuple[Explainer, ...] = (
     last.low_digits,
     own_backward.another_input_was_saved,
     own_backward.own_backward_goes_wrong,
+    own_backward.a_line_goes_wrong,
     last.open_end,
 )
 BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (

@@ -22,6 +22,7 @@ from sumgrad.diagnose.own_gradients import (
     Source,
     Weighed,
     given_by_ranks,
+    has_few_numbers,
     mixed,
     near,
     with_few_numbers,
@@ -68,15 +69,19 @@ def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
 
 
 def wrong_before_it_is_reduced(case: Case) -> bool:
-    """Whether every wrong gradient is a sum of the ranks' own ones, and no sum of them is right."""
+    """Whether every wrong gradient is a sum of the ranks' own ones, and no sum of them is right;
+    those of too few numbers aside, of which any sum may be."""
     found = mixed(case)
-    return _covers(case, found) and all(m.wanted is None for m in found)
+    return _covers(case, found, few=True) and all(m.wanted is None for m in found)
 
 
-def _covers(case: Case, found: Sequence[Mixed]) -> bool:
-    return {(m.rank, n) for m in found for n in m.names} == {
-        (c.rank, c.name) for c in case.failing_cells
-    }
+def _covers(case: Case, found: Sequence[Mixed], *, few: bool = False) -> bool:
+    told = {(m.rank, n) for m in found for n in m.names}
+    given = given_by_ranks(case)
+    left = [c for c in case.failing_cells if (c.rank, c.name) not in told]
+    if not few or not told or given is None:
+        return not left
+    return all(has_few_numbers(c, given) for c in left)
 
 
 def on_which_side_of_the_reduction(case: Case) -> str | None:

@@ -31,6 +31,8 @@ KINDS = {
     "missing_wait": "the result of {op} is read too early: a part of {names} is what the rank had "
     "itself",
     "double_reduction": "the result of {op} is counted {times} times in {names}",
+    "summed_again": "what the ranks put into {op} for {names} is summed already: it is counted "
+    "{times} times",
     "lost_contribution": "rank {ranks} puts zeros into {op} in place of its gradient of {names}",
     "stale_buffer": "rank {ranks} puts into {op}, on top of its gradient of {names}, what it put "
     "in there in the step before: a buffer is not zeroed",
@@ -91,10 +93,11 @@ def _in_words(case: Case, kind: str, found: Sequence[_Told]) -> Diagnosis:
     right = {
         "lost_contribution": "with what these ranks should put in it gives the right gradient",
         "stale_buffer": "without that it gives the right gradient",
+        "summed_again": "each puts in the right gradient, which a reduction before it gave",
     }.get(kind, "with what it gives in its place the gradient is the right one")
     return Diagnosis(
         cause=cause,
-        kind=kind,
+        kind="double_reduction" if kind == "summed_again" else kind,
         standing="proved",
         ranks=ranks,
         because=(f"the values that went into it and came out were kept: {right}",),
@@ -108,7 +111,11 @@ def _of_cell(traces: Traces, cell: Cell) -> _Told | None:
         return None
     issued = [j for j in collectives(traces, cell.rank, 0, len(trace.events)) if j.is_sum][-MOST:]
     for i, op in reversed(list(enumerate(issued))):
-        told = _result_of(op, issued[:i], cell) or _given_to(traces, op, cell)
+        told = (
+            _result_of(op, issued[:i], cell)
+            or _summed_again(op, issued[:i], cell)
+            or _given_to(traces, op, cell)
+        )
         if told is not None:
             return told
     return None
@@ -135,6 +142,25 @@ def _result_of(op: Collective, earlier: Sequence[Collective], cell: Cell) -> _To
         if factor == 1 and again and _same(has, wanted * len(op.ranks)):
             return _Told(kind="double_reduction", op=op, cell=cell, who=op.ranks)
     return None
+
+
+def _summed_again(op: Collective, earlier: Sequence[Collective], cell: Cell) -> _Told | None:
+    """All its ranks put in the right gradient, which a sum before it gave, and have as many of it
+    as there are ranks."""
+    given, times = op.given(op.ranks), len(op.ranks)
+    wanted, has = cell.wanted.value.reshape(-1), cell.measured.reshape(-1)
+    if op.family != "allreduce" or op.event.get("reduce") != "SUM" or given is None:
+        return None
+    at = segment_of(given[0], wanted, CLOSE)
+    if at is None or not _same(has, times * wanted):
+        return None
+    if not all(_same(held[at : at + len(wanted)], wanted) for held in given):
+        return None
+    results = (e.own.got for e in earlier)
+    if not any(got is not None and segment_of(got.double().reshape(-1), wanted, CLOSE) is not None
+               for got in results):  # fmt: skip
+        return None
+    return _Told(kind="summed_again", op=op, cell=cell, who=op.ranks)
 
 
 def _given_to(traces: Traces, op: Collective, cell: Cell) -> _Told | None:

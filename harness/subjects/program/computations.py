@@ -22,7 +22,7 @@ from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed
 from sumgrad.subjects.program.kept import Kept
 from sumgrad.subjects.program.kept_values import KeptValues
 from sumgrad.subjects.program.leaves import Leaves
-from sumgrad.subjects.users_line import is_users
+from sumgrad.subjects.users_line import is_users, users_lines
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -66,6 +66,7 @@ class Computations(TorchFunctionMode):
         self._kept = Kept()
         self._leaves = Leaves()
         self._functions: list[str] = []  # Functions whose forward runs
+        self.starts: Callable[..., object] = lambda *_: None  # a backward from a gradient
 
     def computed(self) -> Computed:
         kept = self._forward.values
@@ -110,6 +111,8 @@ class Computations(TorchFunctionMode):
     def _run(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A backward is one of torch's functions, in which a mode is off; what runs again in it is
         to be seen."""
+        if not _is_backward():
+            self._at_roots(*args[:2])
         if self in _get_current_function_mode_stack():
             return engine(*args, **kwargs)
         super().__enter__()
@@ -117,6 +120,13 @@ class Computations(TorchFunctionMode):
             return engine(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
+
+    def _at_roots(self, roots: Sequence[Any] = (), gradients: Sequence[Any] | None = None) -> None:
+        lines = users_lines()
+        for root, gradient in zip(roots, gradients or (), strict=False):
+            made = self._made_at.get(gradient) if isinstance(gradient, Tensor) else None
+            if made and lines and isinstance(root, Tensor):
+                self.starts(root, lines[0], made)
 
     def __exit__(self, *what: Any) -> None:
         super().__exit__(*what)

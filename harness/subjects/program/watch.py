@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sumgrad.base.tensors import to_local
 from sumgrad.record.ranks import sample_of
-from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Stack, Trace
+from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Stack, Started, Trace
 from sumgrad.subjects.program.placement import WRAPPERS
 from sumgrad.subjects.program.taken_up import taken_up
 from sumgrad.subjects.program.ways import makers_of, ways_between
@@ -62,6 +62,8 @@ class ModuleWatch:
         self._data: list[Tensor] = []
         self._entered: list[str] = []
         self._entered_as: list[tuple[int, str]] = []
+        self._entered_at: list[tuple[str, str]] = []
+        self._started: list[Started] = []
         self._copies = WeakIdKeyDictionary()  # tensor -> its version, and what is kept of it
         self._call_of = WeakIdKeyDictionary()  # tensor -> number of the call that saw it first
         self._same: dict[int, int] = {}
@@ -81,6 +83,11 @@ class ModuleWatch:
         self.made_at: Callable[[Tensor], tuple[str, str]] = lambda _: ("", "")
         self._anomaly = (False, True)
         self._params = WeakIdKeyDictionary()  # parameter, as its module has it -> its name
+
+    def starts(self, root: Tensor, line: tuple[str, str], made: tuple[str, str]) -> None:
+        """A backward starts at a tensor, from a gradient that it is handed."""
+        if (call := self._call_of.get(root)) is not None:
+            self._started.append(Started(call=call, line=line, made=made))
 
     def at_loss(self, loss: Tensor) -> None:
         """What the modules' outputs end in."""
@@ -139,6 +146,8 @@ class ModuleWatch:
             data=tuple(self._data),
             entered=tuple(self._entered),
             entered_as=tuple(self._entered_as),
+            entered_at=tuple(self._entered_at),
+            started=tuple(self._started),
             batch=batch,
             left_out=tuple(self._left_out),
             takes=taken_up(given) if self._with_paths else {},
@@ -202,11 +211,12 @@ class ModuleWatch:
         called = {id(t): n for n, value in named.items() for t in _tensors(value)}
         for argument, value in named.items():
             if (listed := _as_numbers(value)) is not None:
-                self._keep_data(name, listed, argument)
+                self._keep_data(name, listed, argument, ("", ""))
         tensors = list(_tensors((args, kwargs)))
         for tensor in tensors:
             if tensor.grad_fn is None and not tensor.requires_grad:
-                self._keep_data(name, tensor, called.get(id(tensor), ""))
+                made = self.made_at(tensor)
+                self._keep_data(name, tensor, called.get(id(tensor), ""), made)
         parts = [t for t in tensors if _has_digits(t)]
         if self._with_ways:
             for tensor in parts:
@@ -308,12 +318,13 @@ class ModuleWatch:
         self._copies[tensor] = (_version(tensor), held)
         return held
 
-    def _keep_data(self, name: str, tensor: Tensor, argument: str) -> None:
+    def _keep_data(self, name: str, tensor: Tensor, argument: str, made: tuple[str, str]) -> None:
         held = self._kept(name, tensor)
         if held is not None and held.dim() and held.numel():
             self._data.append(held)
             self._entered.append(name)
             self._entered_as.append((self._numbers.get(f"{INTO}{name}", -1) + 1, argument))
+            self._entered_at.append(made)
 
 
 def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.between import between, is_in, listed, places
+from sumgrad.diagnose.explainers.by_modules.between import between, is_in, listed, places, told_of
 from sumgrad.diagnose.explainers.by_modules.called_from import (
     called_from,
     line_of_wrong_calls,
@@ -26,6 +26,7 @@ from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     gone_into,
+    line_and_code,
     looked,
     named,
     owners,
@@ -122,6 +123,7 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     else:
         because = [
             *called_from(case, look, found, back=True),
+            *_handed(case, found),
             *_product_of_another_call(case, look, found),
             *_evidence(case, look, found, above),
         ]
@@ -138,6 +140,21 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         symbol=symbols[0] if symbols else None,
         because=tuple(because),
     )
+
+
+def _handed(case: Case, found: FirstWrong) -> list[str]:
+    """Where the gradient of the call that is told of is not autograd's: a line hands it on."""
+    traces = case.traces
+    if traces is None:
+        return []
+    s = told_of(found.seen)
+    trace = traces.ranks[s.rank]
+    at = next((one for one in trace.started if trace.calls[one.call] == s.call), None)
+    if at is None:
+        return []
+    made = "" if at.made == at.line else f", made at {line_and_code(*at.made)}"
+    return [f"on rank {s.rank} in call {s.call.number} {line_and_code(*at.line)} hands this "
+            f"gradient to autograd{made}"]  # fmt: skip
 
 
 def _listed_by_output(look: Look, modules: Sequence[str]) -> str:
@@ -181,7 +198,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     yield from in_words(lines)
     yield from beside
     again, unwanted = is_computed_again(look, found), has_none_there(case, found)
-    yield from without_a_first_graph(look, found)
+    yield from () if is_told else without_a_first_graph(look, found)
     yield from () if again else lacking_there(case, found, _ends(case, look, found))
     if not found.lost and not found.ratio and not found.over_all:
         least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
+from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
 from sumgrad.diagnose.modules import companions
 from sumgrad.diagnose.modules.entered import Odd, odd_rows
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.record.trace import Trace
 
 MOST_ROWS = 3  # that are written out
 
@@ -31,6 +33,7 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
                 f"{'; '.join(beside[:MOST_ROWS])}"
             ]
         told: list[str] = []
+        made: dict[tuple[str, str], None] = {}
         usual = _is_usual(case, look, found, module)
         for rank in found.ranks:
             odd = list(odd_rows(traces.ranks[rank], traces.single, module))
@@ -41,12 +44,25 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
             words = [_odd_row(one) for one in odd[:MOST_ROWS]]
             more = [f"{len(odd) - MOST_ROWS} more"] if len(odd) > MOST_ROWS else []
             told += [f"on rank {rank} {', '.join([*words, *more])}"] if odd else []
+            made |= dict.fromkeys(_made(traces.ranks[rank], module, one) for one in odd)
         if told:
             return module, [
                 f"whole numbers that enter {module or 'the model'} are no row, nor a stretch of a "
-                f"row, of those in the single process: {'; '.join(told[:MOST_ROWS])}"
-            ]
+                f"row, of those in the single process: {'; '.join(told[:MOST_ROWS])}",
+                *([f"they were made at {line_and_code(*next(iter(made)))}"]
+                  if len(made) == 1 and next(iter(made))[0] else []),
+            ]  # fmt: skip
     return None, []
+
+
+def _made(trace: Trace, module: str, odd: Odd) -> tuple[str, str]:
+    """The line that made what a row is of; empty where that is not known."""
+    for of, (call, name), at in zip(
+        trace.entered, trace.entered_as, trace.entered_at, strict=False
+    ):
+        if (of, call) == (module, odd.call) and odd.name in ("", name):
+            return at
+    return "", ""
 
 
 def _is_usual(case: Case, look: Look, found: FirstWrong, module: str) -> bool:

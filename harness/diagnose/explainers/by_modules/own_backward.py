@@ -83,12 +83,13 @@ def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     modules = list(dict.fromkeys(owners(case)))
     if look is None or first_wrong_forward(look) or first_wrong_backward(look, modules):
         return
-    if not wrong_before_it_is_reduced(case):
-        return
     ranks = tuple(sorted({cell.rank for cell in case.failing_cells}))
     inside = [m for m in modules if any(s.rank in ranks for s in look.seen.get(m, ()))]
     names = list(dict.fromkeys(cell.name for cell in case.failing_cells))
     functions = own_makers(case, names)
+    as_it_comes = wrong_before_it_is_reduced(case)
+    if not as_it_comes and not (functions and _are_right_beside(case, names)):
+        return
     if any(not _is_right_through(case, look, m) for m in inside) and not functions:
         return
     told = sum(look.forward(m) == "right" for m in look.modules)
@@ -98,21 +99,49 @@ def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
         where = [f"the backward of {functions}"]
     elif elsewhere:
         where.append(f"the backward of what these ranks run in place of {some_of(elsewhere)}")
+    what = f"what the backward gives {some_of(names)} is wrong already as it comes"
+    if not as_it_comes:
+        what = f"of the parameters {some_of(names)} alone is wrong"
     yield explained(
         case,
         Diagnosis(
             cause=f"forward and backward are right in all {told} modules that could be compared, "
-            f"and what the backward gives {some_of(names)} is wrong already as it comes: "
-            f"look at {', and at '.join(where)}",
+            f"and {what}: look at {', and at '.join(where)}",
             kind="own_backward",
             ranks=ranks,
             because=(
                 *in_words(lines_inside(case, inside)),
-                *made_by(case, names),
+                *(() if functions else made_by(case, names)),
                 "a penalty on these parameters, or a second backward, would look the same",
             ),
         ),
     )
+
+
+def _are_right_beside(case: Case, names: Sequence[str]) -> bool:
+    """Whether all other parameters are right on every rank, and there are more than one."""
+    return len({*case.record.spec.params} - {*names}) > 1
+
+
+def a_line_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
+    """No module's gradient tells anything, and a line's does: right at its result, and wrong at
+    what it is made from."""
+    look = looked_by_rows(case)
+    if look is None or first_wrong_forward(look) or first_wrong_backward(look, owners(case)):
+        return
+    found = [one for one in lines_inside(case, ()) if one.at]
+    if found:
+        said, *more = in_words(found)
+        told = sum(look.forward(m) == "right" for m in look.modules)
+        yield explained(
+            case,
+            Diagnosis(
+                cause=f"the forward is right in all {told} modules that could be compared; {said}",
+                kind="backward",
+                ranks=tuple(sorted({one.rank for one in found})),
+                because=tuple(more),
+            ),
+        )
 
 
 def _is_right_through(case: Case, look: Look, module: str) -> bool:

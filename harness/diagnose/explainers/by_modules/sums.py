@@ -24,15 +24,20 @@ def other_sums(looking: Looking, op: Collective) -> AtFault | None:
     larger = [
         ranks for _, sets in axis_groups(looking.case) for ranks in sets if {*op.ranks} < {*ranks}
     ]
+    whole_already = None
     for truth in looking.truths(op):
         other = _other_sum(looking, op, truth, shown, larger)
         if other is None:
             continue
         told, right = other
-        if accounts_for(looking.off_by(op, truth), op, right, looking.tolerance):
+        off = looking.off_by(op, truth)
+        if accounts_for(off, op, right, looking.tolerance):
             put_right = f"with that put right {looking.words(truth.module)} is the single process's"
             return replace(told, because=(*told.because, put_right))
-    return None
+        # A hook of the step's own on what a module gives comes after what is seen of it here.
+        if off is None and looking.back and told.kind == "double_reduction":
+            whole_already = whole_already or told
+    return whole_already
 
 
 def zeros_put_in(looking: Looking, op: Collective) -> AtFault | None:
