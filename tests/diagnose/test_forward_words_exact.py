@@ -54,7 +54,8 @@ def test_only_ranks_where_it_enters_wrong_are_told_of(state, ordered, ranks, rig
 def output(monkeypatch, *, lacking=(), differ=(), enters=False):
     for name, said in (("_lacking_below", [*lacking]), ("_without_a_graph", []),
                        ("another_output", []), ("picked_in_words", []), ("features_in_words", []),
-                       ("in_other_places", []), ("lines_that_differ", differ)):  # fmt: skip
+                       ("in_other_places", []), ("scaled_in_words", []),
+                       ("lines_that_differ", differ)):  # fmt: skip
         monkeypatch.setattr(forward, name, lambda *_, said=said: said)
     monkeypatch.setattr(forward, "no_slice", lambda *_: "no slice")
     look = SimpleNamespace(paths=paths_of(("m",), {}), forward=lambda _: "wrong")
@@ -75,10 +76,11 @@ def line(**more):
     return AtLine(rank=0, mine=mine, place=0, **more)
 
 
-def in_between(monkeypatch, lines=(), differ=()):
+def in_between(monkeypatch, lines=(), differ=(), made=()):
     monkeypatch.setattr(forward, "first_lines", lambda *_, back: list(lines))
     monkeypatch.setattr(forward, "lines_that_differ", lambda _: differ)
     monkeypatch.setattr(forward, "entered_wrong", lambda *_: ())
+    monkeypatch.setattr(forward, "_made", lambda *_: list(made))
     monkeypatch.setattr(forward, "lines_between", lambda *_: ["lines"])
     return list(forward._in_between(CASE, FirstWrong(wrong="m", seen=(seen(0),)), ["parts"]))
 
@@ -88,6 +90,15 @@ def test_lines_in_between_are_idle_beside_the_one(monkeypatch):
     assert in_between(monkeypatch, differ=[1]) == ["parts"]
     assert in_between(monkeypatch, [line()])[1:] == ["parts"]
     assert in_between(monkeypatch, [line(told=False)])[1:] == ["lines", "parts"]
+
+
+def test_what_made_what_goes_in_comes_before_what_a_library_makes_of_it(monkeypatch):
+    assert in_between(monkeypatch, made=["made"]) == ["made", "parts"]
+    assert len(in_between(monkeypatch, [line()], made=["made"])) == 2  # the line, and parts
+    own = line()
+    of_library = replace(own, mine=replace(own.mine, line="/v/site-packages/lib/model.py:3"))
+    assert in_between(monkeypatch, [of_library], made=["made"]) == ["made", "parts"]
+    assert len(in_between(monkeypatch, [of_library])) == 2
 
 
 @pytest.mark.parametrize(("below", "told"), [("right", False), ("untold", True)])

@@ -97,6 +97,6 @@ def places_of_elements(elements: Tensor, shape: tuple[int, ...]) -> str:
 
 def _times(factor: float) -> str:
     if abs(factor) < 1e-9:
-        return "no gradient reaches them"
+        return "they are zero"
     fraction = as_fraction(factor, 1e-9)
     return f"{fraction if fraction is not None else format(factor, '.6g')} times what it should be"

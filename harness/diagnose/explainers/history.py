@@ -76,7 +76,10 @@ def _in_words(history: History) -> str:
     if end is not None and not near(end, last):
         said.append(f"at the end of the step it is {in_weights(history.sources, end)}")
     elif end is None:
-        said.append("at the end of the step it is no sum of that: look at what follows these lines")
+        said.append(
+            "at the end of the step it is no sum of that: look at the last of these lines and at "
+            "what follows it"
+        )
     return (
         f"what became of {history.name} on rank {history.rank}, in what the ranks' own backwards "
         f"gave it: {'; '.join(said)}"

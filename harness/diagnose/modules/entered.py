@@ -50,6 +50,19 @@ def odd_rows(mine: Trace, single: Trace, module: str) -> Iterator[Odd]:
                     yield replace(_told(call, i, row, there), name=name if several else "")
 
 
+def row_of(trace: Trace, module: str, odd: Odd, field: Tensor) -> int | None:
+    """Of (rows, n) the one row that a row of what enters is, or is a stretch of."""
+    if field.dim() != 2 or not _is_whole(field):
+        return None
+    held = _numbers(trace, module)
+    of = held.get(odd.name) if odd.name else next(iter(held.values()), None)
+    row = next((data[odd.row] for call, data in of or () if call == odd.call), None)
+    if row is None or len(row.unique()) < FEWEST:
+        return None
+    found = [i for i, whole in enumerate(field) if _is_stretch(row, whole.to(row))]
+    return found[0] if len(found) == 1 else None
+
+
 def _numbers(trace: Trace, module: str) -> dict[str, list[tuple[int, Tensor]]]:
     """Argument -> the number of each call, and what is handed there. Where arguments have no
     names, as one."""

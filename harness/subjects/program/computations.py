@@ -22,12 +22,12 @@ from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed
 from sumgrad.subjects.program.kept import Kept
 from sumgrad.subjects.program.kept_values import KeptValues
 from sumgrad.subjects.program.leaves import Leaves
+from sumgrad.subjects.program.made_at import MadeAt
 from sumgrad.subjects.users_line import is_users, users_lines
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
 MOST_CALLS = 40_000
 MOST_RESULTS = 8  # of one call
@@ -60,7 +60,7 @@ class Computations(TorchFunctionMode):
         self._backward = _Calls(KeptValues(with_gradients=False))
         self._sites: set[str] = set()  # of what is in the forward
         self._changes: list[Change] = []
-        self._made_at = WeakIdKeyDictionary()
+        self._lines = MadeAt()
         self._apply: Any = None
         self._engine: Any = None
         self._kept = Kept()
@@ -124,8 +124,8 @@ class Computations(TorchFunctionMode):
     def _at_roots(self, roots: Sequence[Any] = (), gradients: Sequence[Any] | None = None) -> None:
         lines = users_lines()
         for root, gradient in zip(roots, gradients or (), strict=False):
-            made = self._made_at.get(gradient) if isinstance(gradient, Tensor) else None
-            if made and lines and isinstance(root, Tensor):
+            made = self.made_at(gradient) if isinstance(gradient, Tensor) else ("", "")
+            if made[0] and lines and isinstance(root, Tensor):
                 self.starts(root, lines[0], made)
 
     def __exit__(self, *what: Any) -> None:
@@ -153,7 +153,7 @@ class Computations(TorchFunctionMode):
         seen = self._see(name, frame, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
-            self._made_at.setdefault(out, _words(frame))
+            self._lines.made(out, args, _words(frame))
         if seen is not None:
             self._changed(before, seen)
             self._add(seen, out)
@@ -195,6 +195,7 @@ class Computations(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 if tensor._version == version:
                     continue
+            self._lines.written(tensor, (by.line, by.code))
             was, now = values.known(tensor), values.number(tensor)
             was = last if was == now else was
             if was is not None and now is not None and was != now:
@@ -210,8 +211,8 @@ class Computations(TorchFunctionMode):
         self._add(self._computation(f"{MODULE}{name}", given, ("", "")), output)
 
     def made_at(self, tensor: Tensor) -> tuple[str, str]:
-        """The line of a user's that made a tensor; empty where none did."""
-        return self._made_at.get(tensor) or ("", "")
+        """The line of a user's that made a tensor, or wrote into it last; empty where none did."""
+        return self._lines.of(tensor)
 
     def _applied(self, cls: Any, args: Any, kwargs: Any) -> Computation | None:
         frame = _users_frame(3)
@@ -242,14 +243,14 @@ class Computations(TorchFunctionMode):
         if not any(isinstance(t, int) for t in takes):
             return None
         (line, code), (inside, calls) = at, self._now()
-        made = (self._made_at.get(t) if isinstance(t, Tensor) else None for t in tensors)
+        made = (self._lines.of(t) if isinstance(t, Tensor) else ("", "") for t in tensors)
         return Computation(
             function=function,
             line=line,
             code=code,
             takes=tuple(takes),
             keys=tuple(key for key, _ in named),
-            made_at=tuple(m or ("", "") for m in made),
+            made_at=tuple(made),
             inside=tuple(inside),
             calls=calls,
             function_of=self._functions[-1] if self._functions else "",

@@ -130,7 +130,9 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     text, ranks = _what_is_right(look, above) + cause + _terms_there(look, found), found.ranks
     accused = None if weights else collective_at_fault(case, found, back=True)
     if accused is not None:
-        because = [*accused.because, f"as seen from modules: {text}", *because]
+        told = found.ratio is None and not found.over_all and not found.lost
+        seen = [f"wrong there: {places(found.seen)}"] if told else []
+        because = [*accused.because, f"as seen from modules: {text}", *seen]
         kind, text, ranks = accused.kind, accused.cause, accused.ranks
     return Diagnosis(
         cause=text,

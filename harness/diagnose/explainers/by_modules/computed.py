@@ -208,7 +208,7 @@ def _differs(one: Otherwise, how: Difference) -> str:
         return f"{text} ({numbers})" if isinstance(one.mine.takes[one.at], str) else text
     if how.several:
         return "another than in any call there that has the rest of it"
-    few = f"in {how.num} of {how.of} elements that could be compared"
+    few = f"in {how.num} of {how.of} elements that could be compared in one call"
     if how.elsewhere:
         return f"{few} (the first: {how.now:.6g} stands beside what has {how.was:.6g} there)"
     if how.num < how.of:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from sumgrad.base.files import is_librarys
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
@@ -25,7 +26,10 @@ from sumgrad.diagnose.explainers.by_modules.entering import (
     where_it_enters_wrong,
 )
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
-from sumgrad.diagnose.explainers.by_modules.handed import handed_otherwise
+from sumgrad.diagnose.explainers.by_modules.handed import (
+    handed_for_wrong_rows_in_words,
+    handed_otherwise,
+)
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, looked, named
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
@@ -39,6 +43,7 @@ from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
     joined_in_words,
     no_slice,
     picked_in_words,
+    scaled_in_words,
 )
 from sumgrad.diagnose.explainers.factors import explained, only_terms_weigh_otherwise
 from sumgrad.diagnose.explanation import Explanation, Left
@@ -80,6 +85,11 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         text = f"in the forward what enters {named(look, of)} is another already on some ranks"
         return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=tuple(odd))
     joined = joined_in_words(case, look, found)
+    if handed := handed_for_wrong_rows_in_words(case, look, found):
+        called = called_from(case, look, found, back=False)
+        return Diagnosis(
+            cause=handed[0], kind=kind, ranks=found.ranks, because=(seen[0], *called, seen[1])
+        )
     because = (
         *_of_other_classes(case, look, found),
         *_in_another_mode(case, found),
@@ -108,6 +118,7 @@ def _output(
         yield from another_output(case, found)
         yield from picked_in_words(case, look, found)
         yield from () if lacking or lines_that_differ(case) else look_at
+        yield from scaled_in_words(case, found)
         yield from features_in_words(case, found)
         yield from in_other_places(case, found)
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
@@ -133,23 +144,27 @@ def _ranks_that_are_right(
 def _in_between(case: Case, found: FirstWrong, parts: Sequence[str]) -> Iterator[str]:
     """Lines and collectives on the way. parts: what is said of what is there in parts."""
     entered = entered_wrong(case, found)
-    lines = first_lines(case, found, back=False)
+    lines, made = first_lines(case, found, back=False), _made(case, entered)
+    if made and all(is_librarys(one.mine.line) for one in lines):
+        lines = []  # what it makes of that is the library's
     yield from in_words(lines)
     if not lines_that_differ(case) and not (lines and all(one.told for one in lines)):
         ways = lines_between(case, found, f"{INTO}{found.wrong}" if entered else found.wrong)
-        yield from ways or _made(case, entered)
+        yield from made or ways
     yield from parts or between(case, replace(found, seen=entered or found.seen), back=False)
 
 
 def _made(case: Case, entered: Sequence[Seen]) -> list[str]:
-    """The line that made what goes in, of the call that is told of."""
+    """The line of a user's own that made what goes in, of the call that is told of."""
     traces = case.traces
     if traces is None or not entered:
         return []
     s = told_of(entered)
     made = traces.ranks[s.rank].stack(s.call).made
     where = f"on rank {s.rank} in call {s.call.number}"
-    return [f"{where} what goes in was made at {line_and_code(*made)}"] if made[0] else []
+    if not made[0] or is_librarys(made[0]):
+        return []
+    return [f"{where} what goes in was made at {line_and_code(*made)}"]
 
 
 def _of_other_classes(case: Case, look: Look, found: FirstWrong) -> list[str]:

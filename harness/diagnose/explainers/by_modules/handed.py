@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
+from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.rows_handed import handed_for_wrong_rows
 
 Handed = Mapping[str, str]
 
@@ -34,6 +36,26 @@ def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
             if len(has) == 1 and not has & others and known and sum(too) * 2 <= len(too):
                 return [_in_words(found.wrong, module, name, has.pop(), others, wrong, too)]
     return []
+
+
+def handed_for_wrong_rows_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """What a module around what is wrong, or that itself, is handed otherwise for its wrong rows,
+    and for no other."""
+    traces = case.traces
+    if traces is None:
+        return []
+    around = [m for m in look.modules if m == found.wrong or is_in(found.wrong, m)]
+    one = handed_for_wrong_rows(traces, look, found, sorted(around, key=len))
+    if one is None:
+        return []
+    rank, call, row = one.places[0]
+    more = f", and so in {len(one.places) - 1} more" if one.places[1:] else ""
+    made = f", made at {line_and_code(*one.made)}," if one.made[0] else ""
+    what = f"what {one.module or 'the model'} is handed as {one.name}{made}"
+    return [
+        f"{what} is another than in the single process for rows that come out wrong, and for "
+        f"none that comes out right: row {row} on rank {rank} in call {call}{more}"
+    ]
 
 
 def _calls(

@@ -154,8 +154,9 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
         others = [o for o in one.beside if o.function != one.mine.function]
         too = f"; {some_of([_function(o) for o in others])} takes it, too" if others else ""
         within = f" in {one.mine.inside[-1]}" if one.mine.inside and one.mine.inside[-1] else ""
-        yield (f"the gradient that reaches the result of {line}{within} is right {on}, and that of "
-               f"its {_arguments(found)}{where} is wrong{too}")  # fmt: skip
+        yield (f"where it goes wrong first, the gradient that reaches the result of {line}{within} "
+               f"is right {on}, and that of its {_arguments(found)}{where} is wrong{too}"
+              )  # fmt: skip
         if not written:
             yield ("it is torch's own formula: look at what changes what it kept, before the "
                    "backward, and at other uses of that argument")  # fmt: skip

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
 from sumgrad.diagnose.modules import companions
-from sumgrad.diagnose.modules.entered import Odd, odd_rows
+from sumgrad.diagnose.modules.entered import Odd, odd_rows, row_of
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.rows_handed import as_often, wrong_and_right_rows
 from sumgrad.record.trace import Trace
 
 MOST_ROWS = 3  # that are written out
@@ -26,12 +28,16 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
         return None, []
     around = [m for m in look.modules if m != found.wrong and is_in(found.wrong, m)]
     for module in (found.wrong, *reversed(found.modules), *around):
-        beside = list(_beside(case, found, module))
+        beside = [] if _comes_out_right(case, look, found, module) else (
+            list(_beside(case, found, module))
+        )  # fmt: skip
         if beside:
             return module, [
                 f"what {module or 'the model'} is handed for one row does not belong together: "
                 f"{'; '.join(beside[:MOST_ROWS])}"
             ]
+        if other := _of_another_field(case, found, module):
+            return module, other
         told: list[str] = []
         made: dict[tuple[str, str], None] = {}
         usual = _is_usual(case, look, found, module)
@@ -39,6 +45,7 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
             odd = list(odd_rows(traces.ranks[rank], traces.single, module))
             if module != found.wrong:  # rows are packed and padded in many ways
                 odd = [one for one in odd if one.is_nearly_one]
+            odd = _without_chance(odd)
             if usual:
                 odd = [one for one in odd if one.of is not None]
             words = [_odd_row(one) for one in odd[:MOST_ROWS]]
@@ -53,6 +60,36 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
                   if len(made) == 1 and next(iter(made))[0] else []),
             ]  # fmt: skip
     return None, []
+
+
+def _without_chance(odd: Sequence[Odd]) -> list[Odd]:
+    """What a row has moved it may have by chance: where most rows are not moved so far."""
+    moved = [one.by for one in odd if one.by]
+    often = max((moved.count(by) for by in moved), default=0)
+    if 2 * often > len(odd) > 1:
+        return [*odd]
+    return [replace(one, of=None, by=0) if one.by else one for one in odd]
+
+
+def _of_another_field(case: Case, found: FirstWrong, module: str) -> list[str]:
+    """Where all rows that are none of those that enter there are rows of another field of the
+    batch."""
+    traces = case.traces
+    if traces is None or not traces.single.batch:
+        return []
+    for rank in found.ranks:
+        trace = traces.ranks[rank]
+        odd = list(odd_rows(trace, traces.single, module))
+        for name, field in traces.single.batch.items():
+            of = [row_of(trace, module, one, field) for one in odd]
+            if len(odd) > 1 and None not in of:
+                shown = "; ".join(f"row {one.row} of call {one.call} is row {row} of it"
+                                  for one, row in list(zip(odd, of, strict=True))[:2])  # fmt: skip
+                made = _made(trace, module, odd[0])
+                at = f", made at {line_and_code(*made)}" if made[0] else ""
+                return [f"what enters {module or 'the model'} on rank {rank}{at} is `{name}` of "
+                        f"the batch: {shown}"]  # fmt: skip
+    return []
 
 
 def _made(trace: Trace, module: str, odd: Odd) -> tuple[str, str]:
@@ -87,6 +124,19 @@ def _beside(case: Case, found: FirstWrong, module: str) -> Iterator[str]:
         if odd:
             more = f", and so in {len(odd) - 1} more" if len(odd) > 1 else ""
             yield f"on rank {rank} {_odd_companion(odd[0])}{more}"
+
+
+def _comes_out_right(case: Case, look: Look, found: FirstWrong, module: str) -> bool:
+    """Whether a row with what is not its own beside comes out right all the same: then that tells
+    nothing."""
+    traces = case.traces
+    _, right = wrong_and_right_rows(look, found)
+    return traces is not None and any(
+        (rank, odd.call, odd.row) in right
+        for rank, trace in traces.ranks.items()
+        if as_often(trace, module, found.wrong)
+        for odd in companions.odd_companions(trace, traces.single, module)
+    )
 
 
 def _odd_companion(odd: companions.Odd) -> str:

@@ -105,8 +105,8 @@ def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     yield explained(
         case,
         Diagnosis(
-            cause=f"forward and backward are right in all {told} modules that could be compared, "
-            f"and {what}: look at {', and at '.join(where)}",
+            cause=f"what all {told} modules that could be compared give is right, and so is the "
+            f"gradient that reaches it; {what}: look at {', and at '.join(where)}",
             kind="own_backward",
             ranks=ranks,
             because=(

@@ -9,11 +9,17 @@ import torch
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import looked_by_rows, named, predicts
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    line_and_code,
+    looked_by_rows,
+    named,
+    predicts,
+)
 from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.rows_read import rows_read, rows_through
 from sumgrad.diagnose.names import axis_groups
+from sumgrad.record.trace import Traces
 
 
 def rows_not_read_once(case: Case, left: Left) -> Iterator[Explanation]:
@@ -56,6 +62,7 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
             because.append(f"at {named(look, even)} every row is there as often as others")
         because.append("rows counted so often are the measured gradient, up to one factor" if proved
                        else "whether this alone is the measured gradient is not known")  # fmt: skip
+        because += _where_they_enter(traces, by_rank)
         cause = f"not every row goes through {where} once: {words}"
         return (
             Diagnosis(
@@ -68,6 +75,22 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
             proved,
         )
     return None
+
+
+def _where_they_enter(traces: Traces, by_rank: Mapping[int, Counter[int]]) -> list[str]:
+    """The one line that made what enters the first module, on the ranks that have rows."""
+    entered = {
+        (module, made)
+        for rank, own in by_rank.items()
+        for module, made in zip(
+            traces.ranks[rank].entered, traces.ranks[rank].entered_at, strict=False
+        )
+        if own and module == traces.ranks[rank].entered[0]
+    }
+    (module, made), *others = sorted(entered) or [("", ("", ""))]
+    if others or not made[0]:
+        return []
+    return [f"what enters {module or 'the model'} was made at {line_and_code(*made)}"]
 
 
 def _uneven(times: Sequence[int], usual: int, by_rank: Mapping[int, Counter[int]]) -> str:

@@ -12,17 +12,20 @@ from sumgrad.diagnose.explainers.by_modules.entering import (
     what_goes_into,
 )
 from sumgrad.diagnose.explainers.by_modules.looked import (
+    fraction_of,
     gone_into,
     line_and_code,
     named,
     traces_looked_at,
 )
+from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
 from sumgrad.diagnose.modules.features import wrong_features
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.matching import match, vectors
 from sumgrad.diagnose.modules.picked import picked_otherwise
+from sumgrad.diagnose.modules.scaled import one_factor
 from sumgrad.diagnose.modules.seen import TOLERANCES, Seen
 from sumgrad.diagnose.modules.sequences import joined_rows
 from sumgrad.diagnose.modules.whole import Whole, by_module
@@ -130,6 +133,22 @@ def features_in_words(case: Case, found: FirstWrong) -> list[str]:
     what = "what goes in" if seen[0].call.module.startswith(INTO) else "its output"
     return [f"of each such vector of {what} elements {spans(wrong)} of {width} are wrong, the "
             f"others are right"]  # fmt: skip
+
+
+def scaled_in_words(case: Case, found: FirstWrong) -> list[str]:
+    """Where all wrong vectors are the single process's but for one factor."""
+    traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
+    seen = entered_wrong(case, found) or found.seen
+    if traces is None or dtype != "float64":
+        return []
+    factor = one_factor(traces, seen, TOLERANCES[dtype])
+    if factor is None:
+        return []
+    square = as_fraction(factor * factor, 1e-9) if as_fraction(factor, 1e-9) is None else None
+    shown = fraction_of(factor) + (f" (the square root of {square})" if square else "")
+    what = "what goes in" if seen[0].call.module.startswith(INTO) else "its output"
+    return [f"each such vector of {what} is {shown} times one that is there in the single process: "
+            f"look for a factor that is missing, or one more"]  # fmt: skip
 
 
 def in_other_places(case: Case, found: FirstWrong) -> list[str]:
