@@ -154,6 +154,30 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "issues allreduce(MAX) of 10 float64 over ranks 0-1, at aj_09_ignored_labels_pay",
         ),
         ("aj_09", "ranks (0, 1, 2, 3)"),  # zeros of targets that others hold accuse nobody
+        (
+            "ah_04",
+            "had made of it in place, on rank 0-1\nwhat is kept for the second run was changed",
+        ),
+        (
+            "aj_05",
+            "takes as its first argument, when the backward runs it again, not what it took in "
+            "the forward but what tests/bugs/aj_05_checkpointed_block_adds_into_its_own_input.py"
+            ":30 `x += self.places` had made of it in place",
+        ),
+        ("ak_09", "ak_09_residual_added_into_the_kept_input.py:62 `x = x.add_(y) if self.in_pl"),
+        ("ai_10", "96 `back[:, halo] = inbox.grad` reads was there still when the next backward"),
+        ("ai_07", "what goes in was made at tests/bugs/ai_07_next_observation_after_the_automat"),
+        ("al_03", "`labels` of the batch: row 0 of call 0 is row 0 of it; row 1 of call 0 is row"),
+        ("al_04", "of the parameters features.weight alone is wrong: look at the backward of Bag"),
+        ("al_05", "in is 2.44949 (the square root of 6) times one that is there in the single"),
+        (
+            "al_06",
+            "al_06_places_scaled_back_by_the_other_side.py:82 `read = Sample.apply(values, places, "
+            "self.swapped)` is right on rank 1-2, and that of its second tensor argument",
+        ),
+        ("al_08", "both_branches_hang_a_hook_on_it.py:33 is whole already: it is counted 3 times"),
+        ("al_09", "layers.10.linear.weight and 5 more is summed already: it is counted 3 times"),
+        ("al_10", "what enters the model was made at tests/bugs/al_10_rows_left_in_the_fixed_buf"),
         ("x_07", "whether by the same is not known: rows 4-7, 11-13 count on no"),
         ("y_06", "was multiplied by 2/3 after micro-batch 0, 1/3 after micro-batch 1"),
         ("y_08", "`sub` of shapes (3, 1) and (3) pairs every number of one with every number"),

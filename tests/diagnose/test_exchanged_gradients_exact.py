@@ -96,6 +96,19 @@ def test_twice_what_is_right_is_no_repeated_reduction():
     assert told(2 * SUM, traces(again, (event(1), again[1]), own=twice)) is None
 
 
+def test_what_is_summed_already_and_is_summed_again():
+    """As part of another message: all ranks put in the right gradient, which the first sum gave."""
+    once = reduced()
+    message = {r: (flat(SUM), 2 * flat(SUM), flat(BEFORE[r])) for r in OWN}
+    again = (event(1, site="a.py:2"), message)
+    assert told(2 * SUM, traces(once, again)) == ("summed_again", (0, 1), "a.py:2")
+    assert told(3 * SUM, traces(once, again)) is None  # something else came on top
+    alone = {r: (flat(SUM), 2 * flat(SUM), flat(BEFORE[r])) for r in OWN}
+    assert told(2 * SUM, traces((event(0, site="a.py:2"), alone), own=None)) is None
+    half = {**message, 1: (flat(OWN[1]), 2 * flat(SUM), flat(BEFORE[1]))}
+    assert told(2 * SUM, traces(once, (event(1, site="a.py:2"), half))) is None
+
+
 def test_zeros_in_place_of_a_gradient():
     found = traces(reduced({0: OWN[0], 1: torch.zeros(SIZE, dtype=torch.float64)}))
     assert told(OWN[0], found) == ("lost_contribution", (1,), "a.py:1")

@@ -1,0 +1,81 @@
+"""Which line made a tensor, or wrote into it; which gradient a backward is handed."""
+
+from __future__ import annotations
+
+import torch
+from sumgrad.record.trace import read_trace, write_trace
+from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.made_at import MadeAt
+from sumgrad.subjects.program.watch import ModuleWatch
+from torch import nn
+
+A, B, C = ("/x/a.py:1", "a"), ("/x/a.py:2", "b"), ("/x/a.py:3", "c")
+
+
+def test_the_later_of_what_made_it_and_what_wrote_into_it():
+    lines, base = MadeAt(), torch.zeros(4)
+    lines.made(base, (), A)
+    assert lines.of(base) == A
+    lines.written(base[:2], B)
+    assert lines.of(base) == B
+    view = base[1:]
+    lines.made(view, (base,), C)
+    assert lines.of(view) == C  # the cut came after it
+    lines.written(base, A)
+    assert lines.of(view) == A
+    assert lines.of(torch.ones(2)) == ("", "")  # by no line that is known
+
+
+def test_memory_that_is_given_out_again_is_new():
+    lines, base = MadeAt(), torch.zeros(4)
+    lines.made(base, (), A)
+    lines.written(base, B)
+    other = base.detach()  # has the same memory, as what is allocated where it was
+    lines.made(other, (), C)
+    lines.made(other, (), A)  # what returns what it was given makes nothing
+    assert lines.of(other) == C
+    assert lines.of(base) == A
+
+
+def test_lines_of_a_step_that_fills_a_buffer():
+    def step():
+        buffer = torch.zeros(4)
+        buffer[:2].copy_(torch.ones(2))
+        return buffer
+
+    with Computations(lambda: ((), 0)) as computations:
+        made = computations.made_at(step())
+    assert made[1] == "buffer[:2].copy_(torch.ones(2))"
+
+
+def test_a_gradient_that_is_handed_to_a_backward(tmp_path):
+    layer = nn.Linear(3, 3)
+    watching = ModuleWatch(layer)
+    with watching, Computations(watching.now) as computations:
+        watching.made_at, computations.starts = computations.made_at, watching.starts
+        out = layer(torch.ones(2, 3))
+        back = torch.full((2, 3), 2.0)
+        out.backward(back)
+        layer(torch.ones(2, 3)).sum().backward()  # autograd begins with ones of its own
+    write_trace(tmp_path / "one", watching.trace())
+    (one,) = read_trace(tmp_path / "one").started
+    trace = watching.trace()
+    assert (trace.calls[one.call].module, trace.calls[one.call].number) == ("", 0)
+    assert one.line[1] == "out.backward(back)"
+    assert one.made[1] == "back = torch.full((2, 3), 2.0)"
+
+
+def test_data_are_kept_with_the_line_that_made_them(tmp_path):
+    layer = nn.Embedding(5, 2)
+    watching = ModuleWatch(layer)
+    with watching, Computations(watching.now) as computations:
+        watching.made_at = computations.made_at
+        layer(torch.arange(6).reshape(2, 3) % 5)
+        layer(torch.tensor([[1, 2]]))
+    write_trace(tmp_path / "one", watching.trace())
+    trace = read_trace(tmp_path / "one")
+    assert trace.entered == ("", "")
+    assert [code for _, code in trace.entered_at] == [
+        "layer(torch.arange(6).reshape(2, 3) % 5)",
+        "layer(torch.tensor([[1, 2]]))",
+    ]
