@@ -287,6 +287,21 @@ class Lines:
             told.append("wrong")
         return "wrong" if told and {*told} == {"wrong"} else "untold"
 
+    def beside(self, rank: int, number: int) -> tuple[Tensor, Tensor] | None:
+        """(n, C) both: what reaches a value, and what reaches it in the single process, of the
+        vectors that are there once; None where that is not known."""
+        value, got = self._ranks[rank].values[number], _gradient(self._ranks[rank], number)
+        for other in self._alike(value) if got is not None and got.shape == value.shape else ():
+            wanted = _gradient(self._single, other)
+            where = match(vectors(value), vectors(self._single.values[other]), self._tolerance)
+            if wanted is None or where is None or got is None:
+                continue
+            alone = where.found.sum(1) == 1
+            start, end = where.columns
+            its = vectors(wanted)[where.found[alone].long().argmax(1), start:end]
+            return vectors(got)[where.picked[alone]], its
+        return None
+
     def _by_term(self, number: int, wanted: Tensor) -> Tensor | None:
         """(T, N, C) the single process's gradient of each term, where the loss has several."""
         own = [g.get(number) for g in self._single.gradients]

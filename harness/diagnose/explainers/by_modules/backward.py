@@ -22,7 +22,8 @@ from sumgrad.diagnose.explainers.by_modules.gradient_of_others import (
     of_other_places,
     of_other_targets,
 )
-from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
+from sumgrad.diagnose.explainers.by_modules.how_it_is_off import off_at_a_line, off_at_a_module
+from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words, known_lines
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     gone_into,
@@ -198,6 +199,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     lines = first_lines(case, found, back=True)
     is_told = bool(lines) or (not above and bool(lines_that_differ(case)))
     yield from in_words(lines)
+    yield from off_at_a_line(known_lines(case), [one for one in lines if one.back])
     yield from beside
     again, unwanted = is_computed_again(look, found), has_none_there(case, found)
     yield from () if is_told else without_a_first_graph(look, found)
@@ -211,6 +213,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
         elif unwanted:
             yield "there the single process has no gradient"
         yield from of_other_places(case, look, found)
+        yield from off_at_a_module(case, found)
         yield from the_others(found) if len(look.terms) < 2 else ()
         if not above:
             yield from of_other_targets(case, look, found)

@@ -29,7 +29,7 @@ def first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
 
 
 def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
-    lines, traces = _lines(case), case.traces
+    lines, traces = known_lines(case), case.traces
     if lines is None or traces is None:
         return []
     asked = {rank: _asked(case, found, rank, back=back) for rank in traces.ranks}
@@ -49,7 +49,7 @@ def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
 
 def lines_with_a_graph(case: Case) -> list[AtLine]:
     """Of the ranks the first line that autograd passes, and does not in the single process."""
-    lines, traces = _lines(case), case.traces
+    lines, traces = known_lines(case), case.traces
     if lines is None or traces is None:
         return []
     try:
@@ -62,7 +62,7 @@ def lines_inside(case: Case, modules: Sequence[str]) -> list[AtLine]:
     """Of all ranks, which give their parts of a gradient, the first line in the forward of one of
     these modules, or of any where there are none, that cuts the graph, or whose backward goes
     wrong."""
-    lines, traces = _lines(case), case.traces
+    lines, traces = known_lines(case), case.traces
     if lines is None or traces is None:
         return []
     asked = dict.fromkeys(
@@ -96,7 +96,7 @@ def _agreed(
     return [one for one in firsts if one.mine.site == max(sites, key=sites.count)]
 
 
-def _lines(case: Case) -> Lines | None:
+def known_lines(case: Case) -> Lines | None:
     traces, dtype = case.traces, case.record.spec.tiers[case.tier]
     if traces is None or dtype != "float64":
         return None

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.lines import in_words, lines_inside
+from sumgrad.diagnose.explainers.by_modules.how_it_is_off import off_at_a_line
+from sumgrad.diagnose.explainers.by_modules.lines import in_words, known_lines, lines_inside
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked_by_rows, named, owners
 from sumgrad.diagnose.explainers.by_modules.passed import made_by, own_makers
 from sumgrad.diagnose.explainers.by_rank import wrong_before_it_is_reduced
@@ -139,7 +140,7 @@ def a_line_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
                 cause=f"the forward is right in all {told} modules that could be compared; {said}",
                 kind="backward",
                 ranks=tuple(sorted({one.rank for one in found})),
-                because=tuple(more),
+                because=(*off_at_a_line(known_lines(case), found), *more),
             ),
         )
 

@@ -1,0 +1,78 @@
+"""In which way a gradient is wrong, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sumgrad.base.outcome import spans
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import told_of
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, traces_looked_at
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.how_off import SAME_FACTOR, HowOff, how_off
+from sumgrad.diagnose.modules.lines import AtLine, Lines
+from sumgrad.diagnose.modules.matching import vectors
+from sumgrad.diagnose.modules.whole import by_module
+
+MOST_GROUPS = 4
+MOST_MOVED = 4
+
+
+def off_at_a_module(case: Case, found: FirstWrong) -> list[str]:
+    """Of the call that is told of."""
+    traces = traces_looked_at(case)
+    s = told_of(found.seen)
+    if traces is None or s.where is None or found.lost or found.over_all:
+        return []
+    trace = traces.ranks[s.rank]
+    gradient = trace.gradients[trace.calls.index(s.call)]
+    whole = by_module(traces.single, s.call.module.__eq__).get((s.call.module, s.call.part))
+    alone = s.where.found.sum(1) == 1
+    start, end = s.where.columns
+    if gradient is None or whole is None or not bool(alone.any()):
+        return []
+    got = vectors(gradient)[s.where.picked[alone]]
+    wanted = whole.gradients[s.where.found[alone].long().argmax(1), start:end]
+    return _in_words(how_off(got, wanted), f"on rank {s.rank} in call {s.call.number}")
+
+
+def off_at_a_line(lines: Lines | None, found: Sequence[AtLine]) -> list[str]:
+    """Of the argument that gets what is wrong, of the first rank that tells."""
+    for one in found if lines is not None else ():
+        for at in one.at:
+            number = one.mine.takes[at]
+            pair = lines.beside(one.rank, number) if lines and isinstance(number, int) else None
+            said = _in_words(how_off(*pair), f"on rank {one.rank}") if pair else []
+            if said:
+                return said
+    return []
+
+
+def _in_words(how: HowOff | None, where: str) -> list[str]:
+    if how is None:
+        return []
+    if how.is_moved:
+        moved = [f"{j} what belongs to {k}" for j, k in enumerate(how.columns) if k not in (-1, j)]
+        more = f" and {len(moved) - MOST_MOVED} more" if len(moved) > MOST_MOVED else ""
+        return [f"for one, {where} its columns are in other places: column "
+                f"{', '.join(moved[:MOST_MOVED])}{more}"]  # fmt: skip
+    if how.wrong:
+        right = [j for j, k in enumerate(how.columns) if k == j]
+        return [f"for one, {where} columns {spans(list(how.wrong))} of {len(how.columns)} are "
+                f"wrong, and columns {spans(right)} are the single process's up to one factor"
+               ]  # fmt: skip
+    groups: list[tuple[float, list[int]]] = []
+    for j, c in enumerate(how.factors):
+        if math.isnan(c):  # of nothing
+            continue
+        near = next((own for f, own in groups if abs(f - c) <= SAME_FACTOR * max(abs(f), abs(c))),
+                    None)  # fmt: skip
+        if near is None:
+            groups.append((c, [j]))
+        else:
+            near.append(j)
+    if len(groups) > MOST_GROUPS:
+        return [f"for one, {where} each of its columns has a factor of its own"]
+    shown = ", ".join(f"{fraction_of(c)} in columns {spans(own)}" for c, own in groups)
+    return [f"for one, {where} it is the single process's but for factors by columns: {shown}"]

@@ -1,0 +1,78 @@
+"""In which way a gradient is wrong: columns with factors, in other places, or some of them."""
+
+from __future__ import annotations
+
+from math import isnan
+
+import pytest
+import torch
+from sumgrad.diagnose.explainers.by_modules.how_it_is_off import _in_words
+from sumgrad.diagnose.modules.how_off import how_off
+
+W = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+FACTORS = torch.tensor([3.0, 3.0, 0.5, 2.0], dtype=torch.float64)
+
+
+def test_columns_with_factors_of_their_own():
+    how = how_off(W * FACTORS, W)
+    assert how.columns == (0, 1, 2, 3)
+    assert how.factors == pytest.approx((3.0, 3.0, 0.5, 2.0))
+    assert _in_words(how, "on rank 1") == [
+        "for one, on rank 1 it is the single process's but for factors by columns: 3 in columns "
+        "0-1, 1/2 in columns 2, 2 in columns 3"
+    ]
+
+
+def test_many_factors_are_not_listed():
+    w = torch.cat([W, W + 1], 1)
+    how = how_off(w * torch.arange(1.0, 9.0, dtype=torch.float64), w)
+    assert _in_words(how, "on rank 0") == [
+        "for one, on rank 0 each of its columns has a factor of its own"
+    ]
+
+
+def test_columns_in_other_places():
+    how = how_off(W[:, [1, 0, 2, 3]] * 2, W)
+    assert (how.columns, how.is_moved) == ((1, 0, 2, 3), True)
+    assert _in_words(how, "on rank 0") == [
+        "for one, on rank 0 its columns are in other places: column 0 what belongs to 1, 1 what "
+        "belongs to 0"
+    ]
+
+
+def test_some_columns_wrong():
+    got = W.clone()
+    got[2, 1] += 1
+    how = how_off(got, W)
+    assert (how.columns, how.wrong, isnan(how.factors[1])) == ((0, -1, 2, 3), (1,), True)
+    assert _in_words(how, "on rank 0") == [
+        "for one, on rank 0 columns 1 of 4 are wrong, and columns 0, 2-3 are the single process's "
+        "up to one factor"
+    ]
+
+
+def test_a_column_of_nothing_tells_nothing():
+    w = W.clone()
+    w[:, 2] = 0
+    how = how_off(w * FACTORS, w)
+    assert how.columns == (0, 1, -1, 3)
+    assert "columns 2" not in _in_words(how, "on rank 0")[0]
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted"),
+    [
+        (W, W),
+        (3 * W, W),  # one factor, which is told elsewhere
+        (W[:2] * FACTORS, W[:2]),  # of two vectors it is told by too little
+        (W[:, :1] * 2, W[:, :1]),
+        (W.sin(), W),
+        (W, W[:5]),
+        (torch.zeros_like(W), W),
+        (W[:, [1, 0, 2, 3]] * FACTORS, W),  # moved, and with several factors: anything
+    ],
+)
+def test_what_is_not_told(got, wanted):
+    how = how_off(got, wanted)
+    assert how is None
+    assert _in_words(how, "on rank 0") == []
