@@ -7,7 +7,8 @@ import torch
 from sumgrad.record.trace import INTO, LOSS, read_trace, write_trace
 from sumgrad.subjects.program import watch
 from sumgrad.subjects.program.computations import Computations
-from sumgrad.subjects.program.watch import ModuleWatch, source_of
+from sumgrad.subjects.program.seen_modules import source_of
+from sumgrad.subjects.program.watch import ModuleWatch
 from torch import nn
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -15,20 +13,18 @@ import torch
 from sumgrad.base.tensors import to_local
 from sumgrad.record.ranks import sample_of
 from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Stack, Started, Trace
-from sumgrad.subjects.program.placement import WRAPPERS
+from sumgrad.subjects.program.arguments import as_numbers, in_a_word, named_arguments, tensors_in
+from sumgrad.subjects.program.seen_modules import seen_modules, source_of
 from sumgrad.subjects.program.taken_up import taken_up
 from sumgrad.subjects.program.ways import makers_of, ways_between
 from sumgrad.subjects.users_line import users_lines
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 MAX_BYTES = 1 << 28  # of outputs and gradients, on each rank
 MAX_BYTES_INTO = 1 << 27  # of what goes into modules and is no output, and its gradients
-_PREFIXES = {a + b for a in (*WRAPPERS, "") for b in WRAPPERS}
 MAX_USED = 4  # states of one parameter that differ
-MOST_LISTED = 4096  # entries of a list that is kept
 MAX_HANDED = 256  # calls of one module whose arguments are kept in words
 MAX_PARTS = 4  # tensors of one output that are looked at
 
@@ -52,7 +48,7 @@ class ModuleWatch:
     ) -> None:
         self.operations = operations
         self._model, self._names = model, names or {}
-        self._modules = dict(_seen_modules(model, names or {}))
+        self._modules = dict(seen_modules(model, names or {}))
         self._sources = {name: source_of(module) for name, module in self._modules.items()}
         self._numbers: dict[str, int] = {}
         self._calls: list[dict[str, Any]] = []
@@ -159,7 +155,7 @@ class ModuleWatch:
             modes={name: tuple(modes) for name, modes in self._modes.items()},
             handed={name: tuple(calls) for name, calls in self._handed.items()},
             stacks=tuple(self._stacks),
-            classes={n: type(m).__name__ for n, m in _seen_modules(self._model, self._names)},
+            classes={n: type(m).__name__ for n, m in seen_modules(self._model, self._names)},
         )
 
     def _hook(self, name: str, see: Callable[..., None]) -> Callable[..., None]:
@@ -205,14 +201,14 @@ class ModuleWatch:
         self._inside.append(name)
         if torch._C._current_graph_task_id() == -1:
             self._uses("forward", name)
-        named = _named_arguments(self._modules[name], args, kwargs)
+        named = named_arguments(self._modules[name], args, kwargs)
         if " at " in self._sources[name] and len(self._handed.get(name, ())) < MAX_HANDED:
-            self._handed.setdefault(name, []).append({n: _in_a_word(v) for n, v in named.items()})
-        called = {id(t): n for n, value in named.items() for t in _tensors(value)}
+            self._handed.setdefault(name, []).append({n: in_a_word(v) for n, v in named.items()})
+        called = {id(t): n for n, value in named.items() for t in tensors_in(value)}
         for argument, value in named.items():
-            if (listed := _as_numbers(value)) is not None:
+            if (listed := as_numbers(value)) is not None:
                 self._keep_data(name, listed, argument, ("", ""))
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         for tensor in tensors:
             if tensor.grad_fn is None and not tensor.requires_grad:
                 made = self.made_at(tensor)
@@ -231,9 +227,9 @@ class ModuleWatch:
                 pass
 
     def _leave(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        parts: list[Tensor | None] = [t for t in _tensors(output) if _has_digits(t)]
+        parts: list[Tensor | None] = [t for t in tensors_in(output) if _has_digits(t)]
         if len(parts) > 1:  # what it only hands on, its gradient is that of other uses, too
-            given = {id(t) for t in _tensors((args, kwargs))}
+            given = {id(t) for t in tensors_in((args, kwargs))}
             parts = [None if id(t) in given else t for t in parts]
         for tensor in parts:
             if tensor is not None:
@@ -327,40 +323,6 @@ class ModuleWatch:
             self._entered_at.append(made)
 
 
-def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """A call's arguments by the names that its forward gives them; empty where that is not told."""
-    forward = inspect.unwrap(type(module).forward)
-    try:
-        bound = inspect.signature(forward).bind_partial(module, *args, **kwargs)
-    except (TypeError, ValueError):
-        return {}
-    given = dict(list(bound.arguments.items())[1:])
-    for name, parameter in bound.signature.parameters.items():
-        if parameter.kind == parameter.VAR_KEYWORD:
-            given |= given.pop(name, {})
-    return given
-
-
-def _as_numbers(value: Any) -> Tensor | None:
-    """(n,) a list of names or numbers, as one of each row: of a name its checksum."""
-    if not isinstance(value, list | tuple) or not 0 < len(value) <= MOST_LISTED:
-        return None
-    if not all(isinstance(v, str) or (isinstance(v, int | float) and abs(v) < 1e15) for v in value):
-        return None
-    return torch.tensor(
-        [zlib.crc32(v.encode()) if isinstance(v, str) else v for v in value], dtype=torch.float64
-    )
-
-
-def _in_a_word(value: Any) -> str:
-    """What an argument is, in a word or two, and of numbers the number."""
-    if isinstance(value, Tensor):
-        return f"a tensor of {str(value.dtype).removeprefix('torch.')}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return "nothing" if value is None else repr(value)[:40]
-    return f"a {type(value).__name__}"
-
-
 def _as_rows(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     """One number for each row is a vector for each row; what is there twice stays one tensor, and
     no two share memory."""
@@ -404,49 +366,3 @@ def _is_trial() -> bool:
             return "pipelining" in code.co_filename
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of a module's output or arguments, in order."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif not isinstance(leaf, str | bytes | int | float | type(None)):
-            held = getattr(leaf, "__dict__", {})
-            yield from (v for v in held.values() if isinstance(v, Tensor))
-
-
-def _seen_modules(model: nn.Module, names: Mapping[int, str]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by the names of build()'s model; of a compiled one its border alone."""
-    found: dict[str, nn.Module] = {}
-    compiled: list[str] = []
-    for shown, module in model.named_modules():
-        if any(shown.startswith(inside) for inside in compiled):
-            continue
-        if type(module).__name__ == "OptimizedModule":
-            compiled.append(f"{shown}." if shown else "")
-            if not shown:
-                compiled[-1] = "_orig_mod"
-        if names and not shown and not _is_whole(module, names):
-            continue  # a stage of a pipeline is not the model
-        name = f"{shown}."
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
-        found[names.get(id(module), name.rstrip("."))] = module  # the innermost of wrapped ones
-    yield from found.items()
-
-
-def _is_whole(module: nn.Module, names: Mapping[int, str]) -> bool:
-    """Whether the outermost module is build()'s model, or a wrapper around it alone."""
-    inside = [module, *(m for n, m in module.named_modules() if f"{n}." in _PREFIXES)]
-    return any(names.get(id(m)) == "" for m in inside)
-
-
-def source_of(module: nn.Module) -> str:
-    """A module's class, and the line of its forward where it is not torch's own."""
-    cls = type(module)
-    forward = inspect.unwrap(cls.forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or (forward.__module__ or "").startswith("torch."):  # inherited, perhaps
-        return cls.__name__
-    return f"{cls.__name__} at {code.co_filename}:{code.co_firstlineno}"

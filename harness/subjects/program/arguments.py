@@ -1,0 +1,58 @@
+"""What a module's call is handed: by name, in a word, as numbers, and the tensors in it."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+MOST_LISTED = 4096  # entries of a list that is kept
+
+
+def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """A call's arguments by the names that its forward gives them; empty where that is not told."""
+    forward = inspect.unwrap(type(module).forward)
+    try:
+        bound = inspect.signature(forward).bind_partial(module, *args, **kwargs)
+    except (TypeError, ValueError):
+        return {}
+    given = dict(list(bound.arguments.items())[1:])
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind == parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
+
+
+def as_numbers(value: Any) -> Tensor | None:
+    """(n,) a list of names or numbers, as one of each row: of a name its checksum."""
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= MOST_LISTED:
+        return None
+    if not all(isinstance(v, str) or (isinstance(v, int | float) and abs(v) < 1e15) for v in value):
+        return None
+    return torch.tensor(
+        [zlib.crc32(v.encode()) if isinstance(v, str) else v for v in value], dtype=torch.float64
+    )
+
+
+def in_a_word(value: Any) -> str:
+    """What an argument is, in a word or two, and of numbers the number."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return "nothing" if value is None else repr(value)[:40]
+    return f"a {type(value).__name__}"
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a module's output or arguments, in order."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif not isinstance(leaf, str | bytes | int | float | type(None)):
+            held = getattr(leaf, "__dict__", {})
+            yield from (v for v in held.values() if isinstance(v, Tensor))
