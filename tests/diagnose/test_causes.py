@@ -273,6 +273,7 @@ def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
         "eighteenth": 20,
         "nineteenth": 20,
         "twentieth": 20,
+        "twenty-first": 20,
     }  # fmt: skip
     for paths in halves.values():
         for path in paths:

@@ -82,37 +82,17 @@ def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
 
 
 def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
-    at, above = named(look, found.wrong), _listed_by_output(look, found.modules)
-    what = f"the gradient that reaches the output of {at}"
-    if above:
-        what += ", which goes into it,"
-    several = max(s.call.arrivals for s in found.seen)
-    if several > 1:
-        what += "" if above else ","
-        what += f" summed over the {several} backwards that reach it,"
-    shown = None
-    symbols: list[str] = []
-    if found.over_all:
-        cause = f"{what.removesuffix(',')}, summed over all ranks and calls, is wrong"
-    elif found.lost:
-        cause = f"no gradient reaches the output of {at} on rank {spans(found.ranks)}"
-        cause += _in_some_calls(look, found)
-    elif found.emptied:
-        cause = f"no gradient reaches a part of the output of {at} on rank {spans(found.ranks)}"
-    elif found.ratio is not None:
-        shown = fraction_of(found.ratio)
-        symbols = group_symbols(case, found.ratio)
-        measured = f", measured by what reaches {some_of(found.modules)}," if above else ""
-        cause = (f"{what} is{measured} {shown} times that of the single process on rank "
-                 f"{spans(found.ranks)}")  # fmt: skip
-        cause += f", which equals {symbols[0]}" if symbols else ""
-    else:
-        cause = f"{what} is wrong on rank {spans(found.ranks)}"
+    above = _listed_by_output(look, found.modules)
+    factor = _factor(found)
+    shown = None if factor is None else fraction_of(factor)
+    symbols = [] if factor is None else group_symbols(case, factor)
+    cause = _what_is_wrong(look, found, above)
+    cause += f", which equals {symbols[0]}" if symbols else ""
     weights = weights_there(case, found.modules, "backward")
     only = only_function_between(case, found, _ends(case, look, found))
     if only and found.ratio is None:
         cause += f": nothing computes between the two but {only}"
-    kind = "backward"
+    kind, ranks = "backward", found.ranks
     if weights:
         kind = "gathered_weights"
         held, how_they_are = weights_in_words(weights)
@@ -128,7 +108,7 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
             *_product_of_another_call(case, look, found),
             *_evidence(case, look, found, above),
         ]
-    text, ranks = _what_is_right(look, above) + cause + _terms_there(look, found), found.ranks
+    text = _what_is_right(look, above) + cause + _terms_there(look, found)
     accused = None if weights else collective_at_fault(case, found, back=True)
     if accused is not None:
         told = found.ratio is None and not found.over_all and not found.lost
@@ -143,6 +123,33 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         symbol=symbols[0] if symbols else None,
         because=tuple(because),
     )
+
+
+def _factor(found: FirstWrong) -> float | None:
+    """What it is off by, where that is all."""
+    return None if found.over_all or found.lost or found.emptied else found.ratio
+
+
+def _what_is_wrong(look: Look, found: FirstWrong, above: str) -> str:
+    """The gradient of what is wrong first, in words, and whether it is off by one factor."""
+    at, ranks = named(look, found.wrong), f"on rank {spans(found.ranks)}"
+    what = f"the gradient that reaches the output of {at}"
+    what += ", which goes into it," if above else ""
+    several = max(s.call.arrivals for s in found.seen)
+    if several > 1:
+        what += "" if above else ","
+        what += f" summed over the {several} backwards that reach it,"
+    if found.over_all:
+        return f"{what.removesuffix(',')}, summed over all ranks and calls, is wrong"
+    if found.lost:
+        return f"no gradient reaches the output of {at} {ranks}{_in_some_calls(look, found)}"
+    if found.emptied:
+        return f"no gradient reaches a part of the output of {at} {ranks}"
+    if found.ratio is None:
+        return f"{what} is wrong {ranks}"
+    measured = f", measured by what reaches {some_of(found.modules)}," if above else ""
+    times = fraction_of(found.ratio)
+    return f"{what} is{measured} {times} times that of the single process {ranks}"
 
 
 def _handed(case: Case, found: FirstWrong) -> list[str]:
@@ -236,6 +243,10 @@ def _where_to_look(
     towards = _towards(case, look, found) if above else (
         f"what follows {named(look, found.wrong)}: the loss, and its backward")  # fmt: skip
     loss = above and len(found.modules) < len(found.beside)
+    if _handed(case, found):
+        yield f"look at how it is brought there from the backward of {above or 'the loss'}"
+        yield from between(case, found, back=True)
+        return
     yield f"look at {towards}" + (", and at what else uses it, up to the loss" if loss else "")
     ends = _ends(case, look, found)
     if not line_of_wrong_calls(case, look, found, back=True):  # the way is that of other calls, too
