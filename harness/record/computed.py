@@ -22,9 +22,10 @@ class Computation:
     which call in the code it is. takes: its arguments in order: the number of a value, or in words
     what is no tensor; keys: the names of those that were given by name. gives: of what it returns
     the numbers of the values. made_at: of each argument, the line and the code where the tensor was
-    made, or two empty ones. inside: the modules whose forward runs, the outermost first. calls: how
-    many of the trace's calls were there already. written: where the backward of a Function stands,
-    `PATH:12`. function_of: the Function whose forward it is in.
+    made, or two empty ones; written_at: that which had written into its memory before. inside: the
+    modules whose forward runs, the outermost first. calls: how many of the trace's calls were there
+    already. written: where the backward of a Function stands, `PATH:12`. function_of: the Function
+    whose forward it is in.
     """
 
     function: str
@@ -40,6 +41,7 @@ class Computation:
     written: str = ""
     function_of: str = ""
     keys: tuple[str, ...] = ()
+    written_at: tuple[tuple[str, str], ...] = ()
 
     def key(self, at: int) -> str:
         """The name of argument `at`; empty where it was given by its place."""
@@ -71,6 +73,14 @@ class Uncleared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetGrad:
+    """A line that put something in place of a parameter's `.grad`: `PATH:12`, what stands there."""
+
+    name: str
+    line: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A tensor that a line changed in place: the numbers of its values before it and after it."""
 
@@ -89,7 +99,7 @@ class Computed:
     among them, the gradient that each backward gave, in order. unlike: what was kept for the
     backward and came back as something else. again: what the same lines and modules computed when
     the backward ran them once more, with numbers of values_again. changes: of the forward.
-    uncleared: leaves that are no parameters.
+    uncleared: leaves that are no parameters. set_grads: of parameters, not what clears them.
     """
 
     computations: tuple[Computation, ...] = ()
@@ -102,6 +112,7 @@ class Computed:
     values_again: tuple[Tensor, ...] = ()
     changes: tuple[Change, ...] = ()
     uncleared: tuple[Uncleared, ...] = ()
+    set_grads: tuple[SetGrad, ...] = ()
 
 
 def computed_as_json(computed: Computed) -> dict[str, Any]:
@@ -112,6 +123,7 @@ def computed_as_json(computed: Computed) -> dict[str, Any]:
         "unlike": [asdict(one) for one in computed.unlike],
         "again": [asdict(one) for one in computed.again],
         "changes": [asdict(one) for one in computed.changes],
+        "set_grads": [asdict(one) for one in computed.set_grads],
         "uncleared": [asdict(one) for one in computed.uncleared],
     }
 
@@ -155,6 +167,9 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
         again=tuple(map(_computation_from, said.get("again", ()))),
         values_again=tuple(held[f"value_again/{i}"] for i in range(num_again)),
         changes=tuple(Change(**one) for one in said.get("changes", ())),
+        set_grads=tuple(
+            SetGrad(name=one["name"], line=_line(one["line"])) for one in said.get("set_grads", ())
+        ),
         uncleared=tuple(
             Uncleared(made=_line(one["made"]), read=_line(one["read"]))
             for one in said.get("uncleared", ())
@@ -174,7 +189,8 @@ def _computation_from(one: Mapping[str, Any]) -> Computation:
         code=one["code"],
         takes=tuple(one["takes"]),
         keys=tuple(one.get("keys", ())),
-        made_at=tuple((line, code) for line, code in one["made_at"]),
+        made_at=tuple(map(_line, one["made_at"])),
+        written_at=tuple(map(_line, one.get("written_at", ()))),
         inside=tuple(one["inside"]),
         calls=one["calls"],
         gives=tuple(one["gives"]),

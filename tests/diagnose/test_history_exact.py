@@ -11,6 +11,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers import history as in_words
 from sumgrad.diagnose.modules.history import history_of
 from sumgrad.diagnose.own_gradients import Columns
+from sumgrad.record.computed import SetGrad
 from sumgrad.subjects.program.computations import Computations
 from torch.nn.utils import clip_grad_norm_
 
@@ -141,21 +142,39 @@ def test_an_end_that_is_no_such_sum_is_told_and_only_where_it_can_be():
     assert not history_of(few, computations.computed()).held
 
 
+CASE = SimpleNamespace(failing_cells=(), traces=None)
+
+
 def test_the_words_have_the_lines_and_what_no_line_shows(monkeypatch):
     one = history(overwritten)
     monkeypatch.setattr(in_words, "_longest", lambda _: one)
     cause = Diagnosis(cause="c", kind="weights_of_ranks", because=("b",))
-    said, rest = in_words.with_history(None, cause).because
+    said, rest = in_words.with_history(CASE, cause).because
     assert rest == "b"
     assert "in it `kept[0] * 2` gives (0, 2 by backward) of rank 0, 0 of rank 1" in said
     assert "; 2 more" in said
     assert "at the end" not in said
     ended = replace(one, end=torch.eye(2).double())
     monkeypatch.setattr(in_words, "_longest", lambda _: ended)
-    said = in_words.with_history(None, cause).because[0]
+    said = in_words.with_history(CASE, cause).because[0]
     assert said.endswith("at the end of the step it is (1, 0 by backward) of rank 0, (0, 1 by "
                          "backward) of rank 1")  # fmt: skip
     monkeypatch.setattr(in_words, "_longest", lambda _: replace(one, end=None))
-    assert "it is no sum of that" in in_words.with_history(None, cause).because[0]
+    assert "it is no sum of that" in in_words.with_history(CASE, cause).because[0]
     forward = Diagnosis(cause="c", kind="forward", because=("b",))
-    assert in_words.with_history(None, forward) is forward
+    assert in_words.with_history(CASE, forward) is forward
+
+
+def test_lines_that_set_a_gradient_are_told_of_wrong_parameters(monkeypatch):
+    monkeypatch.setattr(in_words, "_longest", lambda _: None)
+    cause = Diagnosis(cause="c", kind="micro_batches", because=("b",))
+    set_at = ("/x/step.py:8", "p.grad = main[p]")
+    held = tuple(SetGrad(name=name, line=set_at) for name in ("a", "right", "b"))
+    trace = SimpleNamespace(computed=SimpleNamespace(set_grads=held))
+    cells = [SimpleNamespace(name=name) for name in ("a", "b")]
+    case = SimpleNamespace(failing_cells=cells, traces=SimpleNamespace(ranks={0: trace, 1: trace}))
+    assert in_words.with_history(case, cause).because == (
+        "the .grad of a, b is set at step.py:8 `p.grad = main[p]`",
+        "b",
+    )
+    assert in_words.with_history(CASE, cause) is cause

@@ -356,6 +356,17 @@ def test_what_is_computed_again_by_hand(calls, wrong):
     assert [s.call.number for s in found.seen] == wrong if wrong else found is None
 
 
+def test_another_output_is_not_what_is_done_again():
+    """A right one of an earlier call, without a gradient, in place of a wrong one: as a teacher's
+    beside a student's."""
+    calls = in_turn((ONE, True, False), (ONE, False, True))
+    parts = tuple(
+        replace(c, part=1) if (c.module, c.number) == ("second", 0) else c for c in calls.calls
+    )
+    assert first_wrong_recomputed(look(calls)) is not None
+    assert first_wrong_recomputed(look(replace(calls, calls=parts))) is None
+
+
 def test_what_a_checkpoint_computes_again_has_the_gradient():
     """With reentrance the first call has no graph, and the second one gets the gradients."""
     first = trace([(n, o, None) for n, o, _ in rank()])

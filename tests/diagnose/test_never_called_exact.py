@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sumgrad.diagnose.explainers.by_modules.never_called import never_called
+from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone, never_called
 
 
 def trace(called, seen=(), sources=None):
@@ -33,6 +33,27 @@ def test_the_outermost_that_no_rank_calls(ranks, seen, failed, said):
     )
     (told,) = never_called(SimpleNamespace(traces=traces), failed) or [""]
     assert told.startswith(said) if said else not told
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([["a", "head.old"]], ["head.old is called on rank 0, and not in the single process"]),
+        ([["a", "head.old"], ["a"]], []),  # not on every wrong rank
+        ([["a", "twin"]], []),  # the ranks' own, which build() did not make
+        ([["a", "head.old", "head.old.A", "z"]],
+         ["head.old, z are called on rank 0, and not in the single process"]),
+    ],
+)  # fmt: skip
+def test_what_the_ranks_alone_call(ranks, said):
+    single = trace(["a", "what goes into head", "head"], seen=["head.old", "head.old.A", "z"])
+    single.left_out = ()
+    traces = SimpleNamespace(ranks={i: trace(own) for i, own in enumerate(ranks)}, single=single)
+    found = SimpleNamespace(ranks=tuple(range(len(ranks))))
+    assert called_on_ranks_alone(SimpleNamespace(traces=traces), found) == said
+    single.left_out = ("head.old", "z")
+    assert not [t for t in called_on_ranks_alone(SimpleNamespace(traces=traces), found)
+                if t.startswith("head.old,") or " z" in t]  # fmt: skip
 
 
 def test_nothing_without_a_second_look():

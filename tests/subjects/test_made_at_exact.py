@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from sumgrad.record.trace import read_trace, write_trace
 from sumgrad.subjects.program.computations import Computations
@@ -24,6 +26,22 @@ def test_the_later_of_what_made_it_and_what_wrote_into_it():
     lines.written(base, A)
     assert lines.of(view) == A
     assert lines.of(torch.ones(2)) == ("", "")  # by no line that is known
+
+
+def test_what_had_written_into_the_memory_of_a_view_before_it_was_made():
+    lines, base = MadeAt(), torch.zeros(4)
+    lines.made(base, (), A)
+    assert lines.before(base) == ("", "")
+    lines.written(base[:2], B)
+    assert lines.before(base) == ("", "")  # after it was made
+    view = base[1:]
+    lines.made(view, (base,), C)
+    assert lines.before(view) == B
+    lines.written(view, A)
+    assert lines.before(view) == ("", "")
+    copy = base.clone()
+    lines.made(copy, (base,), C)
+    assert lines.before(copy) == ("", "")
 
 
 def test_memory_that_is_given_out_again_is_new():
@@ -63,6 +81,24 @@ def test_a_gradient_that_is_handed_to_a_backward(tmp_path):
     assert (trace.calls[one.call].module, trace.calls[one.call].number) == ("", 0)
     assert one.line[1] == "out.backward(back)"
     assert one.made[1] == "back = torch.full((2, 3), 2.0)"
+
+
+def test_lines_that_put_something_in_place_of_a_gradient(tmp_path):
+    layer = nn.Linear(3, 3)
+    watching = ModuleWatch(layer)
+    with watching, Computations(watching.now) as computations:
+        computations.name_of = watching.name_of
+        layer(torch.ones(2, 3)).sum().backward()
+        held = layer.weight.grad
+        layer.weight.grad = None
+        for _ in range(2):
+            layer.weight.grad = held * 2
+        other = torch.zeros(3, requires_grad=True)
+        other.grad = torch.ones(3)  # of no parameter
+    trace = replace(watching.trace(), computed=computations.computed())
+    write_trace(tmp_path / "one", trace)
+    (one,) = read_trace(tmp_path / "one").computed.set_grads
+    assert (one.name, one.line[1]) == ("weight", "layer.weight.grad = held * 2")
 
 
 def test_data_are_kept_with_the_line_that_made_them(tmp_path):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.lines import expression
+from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
 from sumgrad.diagnose.explainers.by_rank import in_weights
 from sumgrad.diagnose.modules.history import Held, History, history_of
 from sumgrad.diagnose.own_gradients import Columns, columns_of, given_by_ranks, near
@@ -16,6 +18,7 @@ from sumgrad.diagnose.own_gradients import Columns, columns_of, given_by_ranks, 
 ELSEWHERE = ("forward", "backward", "recomputed", "own_backward", "run_to_run")
 MOST_PARAMETERS = 6  # of a rank, that are looked at
 MOST_SHOWN = 6
+MOST_LINES = 2  # that set it
 
 
 def with_history(case: Case, diagnosis: Diagnosis) -> Diagnosis:
@@ -26,9 +29,23 @@ def with_history(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         found = _longest(case)
     except (RuntimeError, ValueError, LookupError):
         return diagnosis  # as in looked(): a cause is not lost by a hint
-    if found is None:
-        return diagnosis
-    return replace(diagnosis, because=(_in_words(found), *diagnosis.because))
+    said = [*([] if found is None else [_in_words(found)]), *_where_it_is_set(case)]
+    return replace(diagnosis, because=(*said, *diagnosis.because)) if said else diagnosis
+
+
+def _where_it_is_set(case: Case) -> list[str]:
+    """The lines that put something in place of what the backward gave wrong parameters."""
+    names = {cell.name for cell in case.failing_cells}
+    ranks = {} if case.traces is None else case.traces.ranks
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for trace in ranks.values():
+        for one in trace.computed.set_grads:
+            if one.name in names:
+                found.setdefault(one.line, {})[one.name] = None
+    return [
+        f"the .grad of {some_of([*held])} is set at {line_and_code(*line)}"
+        for line, held in list(found.items())[:MOST_LINES]
+    ]
 
 
 def _longest(case: Case) -> History | None:

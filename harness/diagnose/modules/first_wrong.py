@@ -125,8 +125,10 @@ def _again_by_hand(found: Sequence[Seen]) -> tuple[Seen, ...]:
         ]
         if not wrong:
             continue
-        if sorted(s.shape for s in wrong) != sorted(s.shape for s in left):
-            return ()
+        if sorted((s.call.part, s.shape) for s in wrong) != sorted(
+            (s.call.part, s.shape) for s in left
+        ):
+            return ()  # another output of the same calls, or a part of them
         if min(s.call.number for s in wrong) < min(s.call.number for s in left):
             return ()
         out += wrong

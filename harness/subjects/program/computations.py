@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed
+from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed, SetGrad
 from sumgrad.subjects.program.kept import Kept
 from sumgrad.subjects.program.kept_values import KeptValues
 from sumgrad.subjects.program.leaves import Leaves
@@ -65,6 +65,8 @@ class Computations(TorchFunctionMode):
         self._engine: Any = None
         self._kept = Kept()
         self._leaves = Leaves()
+        self._set_grads: dict[SetGrad, None] = {}
+        self.name_of: Callable[[Tensor], str] = lambda _: ""  # of a parameter
         self._functions: list[str] = []  # Functions whose forward runs
         self.starts: Callable[..., object] = lambda *_: None  # a backward from a gradient
 
@@ -81,6 +83,7 @@ class Computations(TorchFunctionMode):
             values_again=tuple(self._backward.values.values),
             changes=tuple(self._changes),
             uncleared=tuple(self._leaves.uncleared),
+            set_grads=tuple(self._set_grads),
         )
 
     def __enter__(self) -> Computations:
@@ -144,8 +147,8 @@ class Computations(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         name = _name_of(func)
-        if getattr(func, "__self__", None) is Tensor.grad and name == "get":
-            self._read_a_gradient(args[0])
+        if getattr(func, "__self__", None) is Tensor.grad:
+            self._at_a_gradient(name, args)
         frame = _users_frame() if name not in UNSEEN else None
         if frame is None or not self._is_asked(_site(frame)[0]):
             return func(*args, **kwargs)
@@ -159,9 +162,14 @@ class Computations(TorchFunctionMode):
             self._add(seen, out)
         return out
 
-    def _read_a_gradient(self, tensor: Tensor) -> None:
-        frame = _users_frame(3)
-        if frame is not None:
+    def _at_a_gradient(self, name: str, args: tuple[Any, ...]) -> None:
+        """A line reads a tensor's `.grad`, or puts something in its place."""
+        frame, tensor = _users_frame(3), args[0]
+        if frame is None:
+            return
+        if name == "set" and args[1] is not None and (param := self.name_of(tensor)):
+            self._set_grads[SetGrad(name=param, line=_words(frame))] = None
+        elif name == "get":
             self._leaves.read(tensor, _words(frame), self.made_at(tensor))
 
     def _here(self) -> _Calls:
@@ -244,6 +252,7 @@ class Computations(TorchFunctionMode):
             return None
         (line, code), (inside, calls) = at, self._now()
         made = (self._lines.of(t) if isinstance(t, Tensor) else ("", "") for t in tensors)
+        before = (self._lines.before(t) if isinstance(t, Tensor) else ("", "") for t in tensors)
         return Computation(
             function=function,
             line=line,
@@ -251,6 +260,7 @@ class Computations(TorchFunctionMode):
             takes=tuple(takes),
             keys=tuple(key for key, _ in named),
             made_at=tuple(made),
+            written_at=tuple(before),
             inside=tuple(inside),
             calls=calls,
             function_of=self._functions[-1] if self._functions else "",

@@ -42,6 +42,12 @@ class MadeAt:
             return NONE
         return max(made, self._written.get(_memory(tensor), made))[1]
 
+    def before(self, tensor: Tensor) -> Line:
+        """Of a tensor that a line made of memory, the line that had written into it before."""
+        made: tuple[int, Line] | None = self._made.get(tensor)
+        written = self._written.get(_memory(tensor))
+        return NONE if made is None or written is None or written > made else written[1]
+
 
 def _memory(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunction():

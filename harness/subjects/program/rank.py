@@ -112,7 +112,7 @@ class Rank:
             computations = Computations(seen.now)
             seen.of_module = computations.of_module
             seen.made_at = computations.made_at
-            computations.starts = seen.starts
+            computations.starts, computations.name_of = seen.starts, seen.name_of
             with seen, Losses(seen.at_loss) as losses, run.own_gradients() as own, computations:
                 run.step(step)
             gave, at = own.taken(p.name for p in run.placement.placed)

@@ -80,6 +80,10 @@ class ModuleWatch:
         self._anomaly = (False, True)
         self._params = WeakIdKeyDictionary()  # parameter, as its module has it -> its name
 
+    def name_of(self, param: Tensor) -> str:
+        """A parameter's, as its module has it; empty where it is none that was seen."""
+        return self._params.get(param) or ""
+
     def starts(self, root: Tensor, line: tuple[str, str], made: tuple[str, str]) -> None:
         """A backward starts at a tensor, from a gradient that it is handed."""
         if (call := self._call_of.get(root)) is not None:

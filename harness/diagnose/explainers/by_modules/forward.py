@@ -33,6 +33,7 @@ from sumgrad.diagnose.explainers.by_modules.handed import (
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, looked, named
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
+from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
@@ -94,6 +95,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *_of_other_classes(case, look, found),
         *_in_another_mode(case, found),
         *_right_again(look, found),
+        *called_on_ranks_alone(case, found),
         *handed_otherwise(case, look, found),
         *joined,
         *called_from(case, look, found, back=False),

@@ -173,6 +173,7 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
         told = all(o.told for o in found)
         of = ", of numbers that it has" if told else ""
         beside = "" if told else "; not all that it takes could be told"
+        beside += _written(one)
         if one.there:
             yield (f"this line gives what the single process has nowhere{of}: {line}, "
                    f"{on}{beside}")  # fmt: skip
@@ -192,6 +193,16 @@ def expression(mine: Computation) -> str:
 
 def _function(c: Computation) -> str:
     return f"{c.function} (backward at {line_from_here(c.written)})"
+
+
+def _written(one: AtLine) -> str:
+    """Of what it takes, the first whose memory another line had written into before."""
+    for at, (line, code) in enumerate(one.mine.written_at):
+        if line:
+            made = line_and_code(*one.mine.made_at[at])
+            return (f"; its {ordinal(at)} argument, made at {made}, is of memory that "
+                    f"{line_and_code(line, code)} had written into")  # fmt: skip
+    return ""
 
 
 def _made(one: AtLine) -> str:

@@ -4,10 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sumgrad.base.outcome import some_of
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.record.directory import Record
 from sumgrad.record.trace import INTO
+
+
+def called_on_ranks_alone(case: Case, found: FirstWrong) -> list[str]:
+    """Modules of build()'s model that the wrong ranks call, and the single process does not."""
+    traces = case.traces
+    if traces is None:
+        return []
+    there = {call.module.removeprefix(INTO) for call in traces.single.calls}
+    left_out = {*traces.single.left_out}
+    every = [
+        {c.module for c in traces.ranks[r].calls if not c.module.startswith(INTO)} - there
+        for r in found.ranks
+    ]
+    mine = set.intersection(*every) & {*traces.single.classes} - left_out
+    outer = sorted(m for m in mine if not any(is_in(m, other) for other in mine))
+    if not outer:
+        return []
+    is_are = "is" if len(outer) == 1 else "are"
+    return [f"{some_of(outer)} {is_are} called on rank {spans(found.ranks)}, and not in the single "
+            f"process"]  # fmt: skip
 
 
 def never_called(record: Record, failed: Iterable[str]) -> list[str]:

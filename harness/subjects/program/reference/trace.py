@@ -39,7 +39,7 @@ def trace_reference(
         computations = Computations(watching.now)
         watching.of_module = computations.of_module
         watching.made_at = computations.made_at
-        computations.starts = watching.starts
+        computations.starts, computations.name_of = watching.starts, watching.name_of
         with watching as seen, default_dtype(single.dtype), computations:
             single.at_loss = seen.at_loss
             single.gradient(name, rows, rows, seed=1 / count)
