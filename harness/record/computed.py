@@ -100,6 +100,7 @@ class Computed:
     backward and came back as something else. again: what the same lines and modules computed when
     the backward ran them once more, with numbers of values_again. changes: of the forward.
     uncleared: leaves that are no parameters. set_grads: of parameters, not what clears them.
+    found_none: lines that read parameters' `.grad`, each time where there was none.
     """
 
     computations: tuple[Computation, ...] = ()
@@ -113,6 +114,7 @@ class Computed:
     changes: tuple[Change, ...] = ()
     uncleared: tuple[Uncleared, ...] = ()
     set_grads: tuple[SetGrad, ...] = ()
+    found_none: tuple[tuple[str, str], ...] = ()
 
 
 def computed_as_json(computed: Computed) -> dict[str, Any]:
@@ -123,6 +125,7 @@ def computed_as_json(computed: Computed) -> dict[str, Any]:
         "unlike": [asdict(one) for one in computed.unlike],
         "again": [asdict(one) for one in computed.again],
         "changes": [asdict(one) for one in computed.changes],
+        "found_none": [list(line) for line in computed.found_none],
         "set_grads": [asdict(one) for one in computed.set_grads],
         "uncleared": [asdict(one) for one in computed.uncleared],
     }
@@ -167,6 +170,7 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
         again=tuple(map(_computation_from, said.get("again", ()))),
         values_again=tuple(held[f"value_again/{i}"] for i in range(num_again)),
         changes=tuple(Change(**one) for one in said.get("changes", ())),
+        found_none=tuple(map(_line, said.get("found_none", ()))),
         set_grads=tuple(
             SetGrad(name=one["name"], line=_line(one["line"])) for one in said.get("set_grads", ())
         ),

@@ -170,10 +170,13 @@ def test_lines_that_set_a_gradient_are_told_of_wrong_parameters(monkeypatch):
     cause = Diagnosis(cause="c", kind="micro_batches", because=("b",))
     set_at = ("/x/step.py:8", "p.grad = main[p]")
     held = tuple(SetGrad(name=name, line=set_at) for name in ("a", "right", "b"))
-    trace = SimpleNamespace(computed=SimpleNamespace(set_grads=held))
+    empty = ("/x/step.py:5", "if p.grad is not None:")
+    trace = SimpleNamespace(computed=SimpleNamespace(set_grads=held, found_none=(empty,)))
     cells = [SimpleNamespace(name=name) for name in ("a", "b")]
     case = SimpleNamespace(failing_cells=cells, traces=SimpleNamespace(ranks={0: trace, 1: trace}))
     assert in_words.with_history(case, cause).because == (
+        "step.py:5 `if p.grad is not None:` reads the .grad of parameters, and finds none each "
+        "time",
         "the .grad of a, b is set at step.py:8 `p.grad = main[p]`",
         "b",
     )

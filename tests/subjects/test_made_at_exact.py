@@ -101,6 +101,26 @@ def test_lines_that_put_something_in_place_of_a_gradient(tmp_path):
     assert (one.name, one.line[1]) == ("weight", "layer.weight.grad = held * 2")
 
 
+def test_lines_that_find_no_gradient(tmp_path):
+    layer = nn.Linear(3, 3)
+    watching = ModuleWatch(layer)
+    with watching, Computations(watching.now) as computations:
+        computations.name_of = watching.name_of
+        for _ in range(2):
+            layer(torch.ones(2, 3)).sum().backward()
+            never = layer.bias.grad
+            layer.bias.grad = None
+            none = layer.bias.grad
+            if torch.is_tensor(never) and layer.weight.grad is None:
+                raise AssertionError
+            layer.weight.grad = None
+    assert none is None
+    trace = replace(watching.trace(), computed=computations.computed())
+    write_trace(tmp_path / "one", trace)
+    (line,) = read_trace(tmp_path / "one").computed.found_none
+    assert line[1] == "none = layer.bias.grad"
+
+
 def test_data_are_kept_with_the_line_that_made_them(tmp_path):
     layer = nn.Embedding(5, 2)
     watching = ModuleWatch(layer)

@@ -34,7 +34,8 @@ def with_history(case: Case, diagnosis: Diagnosis) -> Diagnosis:
 
 
 def _where_it_is_set(case: Case) -> list[str]:
-    """The lines that put something in place of what the backward gave wrong parameters."""
+    """The lines that put something in place of what the backward gave wrong parameters, and those
+    that look for it and find nothing."""
     names = {cell.name for cell in case.failing_cells}
     ranks = {} if case.traces is None else case.traces.ranks
     found: dict[tuple[str, str], dict[str, None]] = {}
@@ -42,7 +43,12 @@ def _where_it_is_set(case: Case) -> list[str]:
         for one in trace.computed.set_grads:
             if one.name in names:
                 found.setdefault(one.line, {})[one.name] = None
-    return [
+    none = dict.fromkeys(line for trace in ranks.values() for line in trace.computed.found_none)
+    told = [
+        f"{line_and_code(*line)} reads the .grad of parameters, and finds none each time"
+        for line in list(none)[:MOST_LINES]
+    ]
+    return told + [
         f"the .grad of {some_of([*held])} is set at {line_and_code(*line)}"
         for line, held in list(found.items())[:MOST_LINES]
     ]

@@ -65,6 +65,7 @@ class Computations(TorchFunctionMode):
         self._engine: Any = None
         self._kept = Kept()
         self._leaves = Leaves()
+        self._reads: dict[tuple[str, str], set[bool]] = {}  # of parameters' gradients: any there
         self._set_grads: dict[SetGrad, None] = {}
         self.name_of: Callable[[Tensor], str] = lambda _: ""  # of a parameter
         self._functions: list[str] = []  # Functions whose forward runs
@@ -84,6 +85,7 @@ class Computations(TorchFunctionMode):
             changes=tuple(self._changes),
             uncleared=tuple(self._leaves.uncleared),
             set_grads=tuple(self._set_grads),
+            found_none=tuple(line for line, some in self._reads.items() if some == {False}),
         )
 
     def __enter__(self) -> Computations:
@@ -169,6 +171,9 @@ class Computations(TorchFunctionMode):
             return
         if name == "set" and args[1] is not None and (param := self.name_of(tensor)):
             self._set_grads[SetGrad(name=param, line=_words(frame))] = None
+        elif name == "get" and self.name_of(tensor):
+            with torch._C.DisableTorchFunction():
+                self._reads.setdefault(_words(frame), set()).add(tensor.grad is not None)
         elif name == "get":
             self._leaves.read(tensor, _words(frame), self.made_at(tensor))
 
