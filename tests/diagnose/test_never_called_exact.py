@@ -56,5 +56,13 @@ def test_what_the_ranks_alone_call(ranks, said):
                 if t.startswith("head.old,") or " z" in t]  # fmt: skip
 
 
+def test_what_is_not_called_in_a_module_that_is_right_all_the_same():
+    single = trace(["a", "head.A", "head"])
+    traces = SimpleNamespace(ranks={0: trace(["a", "head"], ["head.A"])}, single=single)
+    record = SimpleNamespace(traces=traces)
+    assert never_called(record, ["head.A.weight"])
+    assert not never_called(record, ["head.A.weight"], right=["a", "head"])
+
+
 def test_nothing_without_a_second_look():
     assert not never_called(SimpleNamespace(traces=None), ["a.weight"])

@@ -11,6 +11,7 @@ from sumgrad.diagnose.explainers.by_modules.put_together import (
     Counted,
     Part,
     _by_number,
+    _late,
     _own_only,
     _some_ranks,
 )
@@ -43,6 +44,31 @@ def held(*often: tuple[float, ...]) -> list[Counted]:
 )  # fmt: skip
 def test_parts_of_some_ranks(often, kind, cause):
     assert _some_ranks(PARTS, held(*often), ["w"]) == (kind, cause)
+
+
+def turns(*each):
+    """Micro-batches of two ranks, so many of each."""
+    row = iter(torch.eye(sum(each)).double())
+    return [Part(ranks=(rank,), number=n, weights=next(row))
+            for rank, num in enumerate(each) for n in range(num)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("each", "often", "cause"),
+    [
+        ((2, 2), [(1, 1, 1, 0), (1, 0, 1, 1)],
+         "w is reduced too early: micro-batch 1 is added after its reduction and stays on its own "
+         "rank, micro-batch 0 is reduced"),
+        ((3, 2), [(1, 1, 1, 1, 0), (1, 1, 0, 1, 1)],
+         "w is reduced too early: micro-batch 2 of rank 0; 1 of rank 1 is added after its "
+         "reduction and stays on its own rank, those before are reduced"),
+        ((3, 2), [(1, 1, 1, 0, 1), (1, 1, 0, 1, 1)], None),  # of one rank it is the first
+        ((3, 2), [(1, 1, 1, 1, 0), (1, 1, 0, 1, 0)], None),  # it is not on its own rank either
+    ],
+)  # fmt: skip
+def test_what_the_last_backwards_gave_stays_on_its_rank(each, often, cause):
+    kind, said = _late(turns(*each), held(*often), ["w"])
+    assert (said, kind) == (cause, "late_gradient" if cause else "")
 
 
 def share(rank: int, vectors: dict[int, float], by_row: dict[int, float | None]) -> Share:

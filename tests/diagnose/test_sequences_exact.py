@@ -194,6 +194,20 @@ def test_the_first_module_that_such_a_row_goes_into_and_what_made_it(monkeypatch
     assert told == "the first module that such a row goes into there is near"
 
 
+def test_numbers_that_two_rows_have_tell_no_factor():
+    """One number for each row: any factor fits, of whichever row it is."""
+    out = torch.tensor([[1.0], [2.0], [2.0]]).double()
+    for second, told in ((3.0, False), (5.0, True)):
+        gradients = torch.tensor([[4.0], [5.0], [second]]).double()
+        look, _ = looked(
+            trace([("m", out, gradients)], batch={"x": torch.arange(3)}),
+            trace([("m", out[:2], 2 * gradients[:2])]),
+        )
+        (seen,) = look.seen["m"]
+        assert seen.backward == "right"
+        assert [bool(f == 2) for f in seen.factors] == [True, told]
+
+
 def backward_of(*calls):
     """Of the last call of `m`; the single process passes X once with a gradient, once without."""
     single = trace([("m", X, LIVE), ("m", X, None)], batch=BATCH)

@@ -120,12 +120,25 @@ def see(
         return replace(seen, shifted=True)
     telling = wanted.directions > max(1, found.terms.shape[1]) or one_factor(found)
     mixed = bool((found.factors.isnan() & ~found.terms.isnan().all(1)).any())
+    factors = found.factors.masked_fill(_of_which_is_not_told(where, wanted), float("nan"))
     return replace(
         seen,
         backward="right" if telling else "untold",
-        factors=found.factors if telling and not mixed else None,
+        factors=factors if telling and not mixed else None,
         terms=found.terms if telling and found.terms.shape[1] else None,
     )
+
+
+def _of_which_is_not_told(where: Match, wanted: Whole) -> Tensor:
+    """(n,) bool: single numbers that several rows have, whose gradients differ: any may be meant,
+    and any factor fits."""
+    out = torch.zeros(len(where.picked), dtype=torch.bool)
+    if wanted.gradients.shape[1] > 1:
+        return out
+    for i in (where.found.sum(1) > 1).nonzero()[:, 0].tolist():
+        its = wanted.gradients[where.found[i]]
+        out[i] = bool((its - its[0]).abs().max() > SAME_FACTOR * its.abs().max())
+    return out
 
 
 def _no_padding_with_a_gradient(where: Match, got: Tensor, gradient: Tensor | None) -> Match:

@@ -190,13 +190,15 @@ def _what_is_right(look: Look, above: str) -> str:
         )
     if above:
         return f"{head}the backward is right down to {above}; "
-    return f"{head}the loss itself, outside of the modules, is another or has another gradient: "
+    return f"{head}what follows them, up to the loss, is another or has another gradient: "
 
 
 def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator[str]:
     """Which vectors, where to look, and what lies there."""
     beside = _parts_between(look, found, near=True)
-    yield from never_called(case.record, () if above else [c.name for c in case.failing_cells])
+    right = [m for m in look.modules if look.forward(m) == "right"]
+    wrong = () if above else [c.name for c in case.failing_cells]
+    yield from never_called(case.record, wrong, right=right)
     if lost := lost_on_the_way(case, look, found):
         yield from lost  # in full: no line and no collective between the modules is at fault
         yield from _parts_of_output(look, found)

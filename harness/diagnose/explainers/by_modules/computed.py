@@ -205,7 +205,9 @@ def _differs(one: Otherwise, how: Difference) -> str:
         return f"another in {how.num} of {how.of} rows"
     if how.factor is not None and not how.elsewhere:
         text = f"{fraction_of(how.factor)} times what it is there"
-        return f"{text} ({numbers})" if isinstance(one.mine.takes[one.at], str) else text
+        if isinstance(one.mine.takes[one.at], str):
+            return f"{text} ({numbers})"
+        return f"{text} in one call"
     if how.several:
         return "another than in any call there that has the rest of it"
     few = f"in {how.num} of {how.of} elements that could be compared in one call"

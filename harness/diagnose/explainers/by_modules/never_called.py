@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
@@ -32,8 +32,11 @@ def called_on_ranks_alone(case: Case, found: FirstWrong) -> list[str]:
             f"process"]  # fmt: skip
 
 
-def never_called(record: Record, failed: Iterable[str]) -> list[str]:
-    """failed: names of parameters whose gradients are wrong or missing."""
+def never_called(
+    record: Record, failed: Iterable[str], *, right: Collection[str] = ()
+) -> list[str]:
+    """failed: names of parameters whose gradients are wrong or missing. right: modules that give
+    what they should, whatever is called in them."""
     traces = record.traces
     if traces is None:
         return []
@@ -43,7 +46,7 @@ def never_called(record: Record, failed: Iterable[str]) -> list[str]:
     seen = {name for trace in traces.ranks.values() for name in trace.classes}
     never = [m for m in there if m not in called and m in seen]  # not the inside of compiled ones
     # The outermost of each, if parameters in it are not right.
-    outer = [m for m in never if not any(is_in(m, other) for other in never)]
+    outer = [m for m in never if not any(is_in(m, other) for other in (*never, *right))]
     told = [m for m in outer if any(owner == m or is_in(owner, m) for owner in owners)]
     if not told or not called:
         return []

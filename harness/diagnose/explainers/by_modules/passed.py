@@ -97,9 +97,12 @@ def lacking_there(case: Case, found: FirstWrong, ends: Sequence[str]) -> list[st
     if not here or not computed or instead:
         return []
     names = some_of(list(dict.fromkeys(p.function for p in computed)))
-    return [f"in the single process autograd passes there {names} of {lines_of(computed)}, and on "
-            f"rank {found.ranks[0]} not: look for a detach, a no_grad, or a graph that is not kept "
-            f"(create_graph)"]  # fmt: skip
+    text = (f"in the single process autograd passes there {names} of {lines_of(computed)}, and on "
+            f"rank {found.ranks[0]} not")  # fmt: skip
+    run = {c.line for c in mine.computed.computations}
+    if run and not run & {p.line for p in computed}:
+        return [f"{text}, where no such line is run"]
+    return [f"{text}: look for a detach, a no_grad, or a graph that is not kept (create_graph)"]
 
 
 def _passed_on(trace: Trace, start: str, ends: Sequence[str]) -> dict[tuple[str, str], Passed]:

@@ -229,13 +229,36 @@ def _late(
                     return "", None
                 continue
             (late if abs(often) < CLOSE else early).add(part.number)
-    if not late or not early or late & early:
+    if late & early:
+        return _late_of_each(parts, found, names)
+    if not late or not early:
         return "", None
     how = "after" if min(late) > min(early) else "outside"
     return "late_gradient", (
         f"{some_of(list(names))} is reduced too early: micro-batch {spans(sorted(late))} is added "
         f"{how} its reduction and stays on its own rank, micro-batch {spans(sorted(early))} is "
         f"reduced"
+    )
+
+
+def _late_of_each(
+    parts: Sequence[Part], found: Sequence[Counted], names: Sequence[str]
+) -> tuple[str, str | None]:
+    """The same where ranks have unequally many: of each rank its last ones."""
+    late: dict[int, set[int]] = {}
+    early: dict[int, set[int]] = {}
+    for counted in found:
+        for part, often in zip(parts, counted.often, strict=True):
+            if counted.rank not in part.ranks:
+                held = late if abs(often) < CLOSE else early
+                for rank in part.ranks:
+                    held.setdefault(rank, set()).add(part.number)
+    if late.keys() != early.keys() or any(min(late[r]) <= max(early[r]) for r in late):
+        return "", None
+    shown = "; ".join(f"{spans(sorted(late[rank]))} of rank {rank}" for rank in sorted(late))
+    return "late_gradient", (
+        f"{some_of(list(names))} is reduced too early: micro-batch {shown} is added after its "
+        f"reduction and stays on its own rank, those before are reduced"
     )
 
 
