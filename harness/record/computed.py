@@ -170,18 +170,20 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
         again=tuple(map(_computation_from, said.get("again", ()))),
         values_again=tuple(held[f"value_again/{i}"] for i in range(num_again)),
         changes=tuple(Change(**one) for one in said.get("changes", ())),
-        found_none=tuple(map(_line, said.get("found_none", ()))),
+        found_none=tuple(map(line_of, said.get("found_none", ()))),
         set_grads=tuple(
-            SetGrad(name=one["name"], line=_line(one["line"])) for one in said.get("set_grads", ())
+            SetGrad(name=one["name"], line=line_of(one["line"]))
+            for one in said.get("set_grads", ())
         ),
         uncleared=tuple(
-            Uncleared(made=_line(one["made"]), read=_line(one["read"]))
+            Uncleared(made=line_of(one["made"]), read=line_of(one["read"]))
             for one in said.get("uncleared", ())
         ),
     )
 
 
-def _line(held: Sequence[str]) -> tuple[str, str]:
+def line_of(held: Sequence[str]) -> tuple[str, str]:
+    """A line, `PATH:12`, and what stands there, as JSON gives them back."""
     line, code = held
     return line, code
 
@@ -193,8 +195,8 @@ def _computation_from(one: Mapping[str, Any]) -> Computation:
         code=one["code"],
         takes=tuple(one["takes"]),
         keys=tuple(one.get("keys", ())),
-        made_at=tuple(map(_line, one["made_at"])),
-        written_at=tuple(map(_line, one.get("written_at", ()))),
+        made_at=tuple(map(line_of, one["made_at"])),
+        written_at=tuple(map(line_of, one.get("written_at", ()))),
         inside=tuple(one["inside"]),
         calls=one["calls"],
         gives=tuple(one["gives"]),

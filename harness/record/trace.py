@@ -13,7 +13,13 @@ from typing import Any
 
 from sumgrad.base.files import read_json, write_json
 from sumgrad.base.outcome import describe_operation
-from sumgrad.record.computed import Computed, computed_as_json, computed_as_tensors, computed_from
+from sumgrad.record.computed import (
+    Computed,
+    computed_as_json,
+    computed_as_tensors,
+    computed_from,
+    line_of,
+)
 from sumgrad.record.endings import rank_file
 from sumgrad.record.exchanged import Exchange, exchanges_as_tensors, exchanges_from
 from sumgrad.record.reference import Grads, read_tensors, write_tensors
@@ -232,7 +238,7 @@ def read_trace(path: Path) -> Trace:
         own_at=named("own_at/"),
         entered=tuple(said["entered"]),
         entered_as=tuple((int(call), str(name)) for call, name in said.get("entered_as", ())),
-        entered_at=tuple(map(_line, said.get("entered_at", ()))),
+        entered_at=tuple(map(line_of, said.get("entered_at", ()))),
         operations=tuple(said["operations"]),
         events=tuple(said.get("events", ())),
         exchanges=exchanges_from(held),
@@ -254,14 +260,14 @@ def read_trace(path: Path) -> Trace:
         handed={name: tuple(calls) for name, calls in said.get("handed", {}).items()},
         stacks=tuple(
             Stack(
-                lines=tuple(map(_line, stack["lines"])),
+                lines=tuple(map(line_of, stack["lines"])),
                 inside=tuple(stack["inside"]),
-                made=_line(stack["made"]),
+                made=line_of(stack["made"]),
             )
             for stack in said.get("stacks", ())
         ),
         started=tuple(
-            Started(call=one["call"], line=_line(one["line"]), made=_line(one["made"]))
+            Started(call=one["call"], line=line_of(one["line"]), made=line_of(one["made"]))
             for one in said.get("started", ())
         ),
         by_term={
@@ -269,11 +275,6 @@ def read_trace(path: Path) -> Trace:
             for term in said["terms"]
         },
     )
-
-
-def _line(held: Sequence[str]) -> tuple[str, str]:
-    line, code = held
-    return line, code
 
 
 def rank_trace(folder: Path, rank: int) -> Path:
