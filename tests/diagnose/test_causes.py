@@ -166,7 +166,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ),
         ("ak_09", "ak_09_residual_added_into_the_kept_input.py:62 `x = x.add_(y) if self.in_pl"),
         ("ai_10", "96 `back[:, halo] = inbox.grad` reads was there still when the next backward"),
-        ("ai_07", "what goes in was made at tests/bugs/ai_07_next_observation_after_the_automat"),
+        ("ai_07", "next_observation_after_the_automatic_reset.py:39 `after = rows["),
         ("al_03", "`labels` of the batch: row 0 of call 0 is row 0 of it; row 1 of call 0 is row"),
         ("al_04", "of the parameters features.weight alone is wrong: look at the backward of Bag"),
         ("al_05", "in is 2.44949 (the square root of 6) times one that is there in the single"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,17 @@ def test_only_what_goes_with_the_wrong_rows_is_told(ranks):
 
 def test_a_wrong_row_may_have_another_cause_beside():
     assert told(rank(one([0, 1], spoil=[0, 1], mask=[1]), one([2]))).places == ((0, 0, 1),)
+
+
+def test_several_tensors_under_one_name_are_not_told_apart():
+    """As of a dictionary: which of them it was, is not known."""
+    mine = rank(one([0, 1], spoil=[1], mask=[1]), one([2]))
+    twice = replace(
+        mine, data=mine.data * 2, entered=mine.entered * 2, entered_as=mine.entered_as * 2,
+        entered_at=mine.entered_at * 2,
+    )  # fmt: skip
+    assert told(mine) is not None
+    assert told(twice) is None
 
 
 def test_a_stretch_of_the_mask_is_the_same():

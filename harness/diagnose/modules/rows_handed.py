@@ -93,14 +93,16 @@ def _handed(
     trace: Trace, module: str
 ) -> Mapping[str, Mapping[int, tuple[Tensor, tuple[str, str]]]]:
     """By argument and call, what it is handed and the line that made it; without arguments that
-    have no name."""
+    have no name, and those that are several tensors."""
     out: dict[str, dict[int, tuple[Tensor, tuple[str, str]]]] = {}
+    several: set[str] = set()
     for of, (call, name), made, data in zip(
         trace.entered, trace.entered_as, trace.entered_at, trace.data, strict=False
     ):
         if of == module and name:
+            several |= {name} if call in out.get(name, {}) else set()
             out.setdefault(name, {})[call] = data, made
-    return out
+    return {name: calls for name, calls in out.items() if name not in several}
 
 
 def _rows_of_batch(look: Look) -> dict[Place, int]:
