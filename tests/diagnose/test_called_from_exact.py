@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +86,16 @@ def test_a_gradient_of_zeros_is_right_on_every_way(gradient, told):
     if told:
         (text,) = said(*calls, back=True)
         assert text.endswith("and none where a gradient that is not zero is right does")
+
+
+def test_a_call_that_stands_for_several_terms_is_found_by_its_place():
+    """In a look its operation may be another's."""
+    calls = [(at(LONG), "right", "wrong", 1.0), (at(SHORT), "right", "right", 1.0)]
+    case, look, seen = case_of(*calls)
+    merged = replace(seen[1], call=replace(seen[1].call, operation_back=7))
+    look.seen["lm.head"] = (seen[0], merged)
+    found = FirstWrong(wrong="lm.head", seen=seen[:1])
+    assert called_from.called_from(case, look, found, back=True)
 
 
 def test_a_wrong_call_outside_of_a_module_does_not_go_into_it():

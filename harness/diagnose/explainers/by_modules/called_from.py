@@ -66,7 +66,13 @@ def _is_right(case: Case, s: Seen, *, back: bool) -> bool:
     if traces is None or not back:
         return s.forward == "right" and s.in_order
     trace = traces.ranks[s.rank]
-    gradient = trace.gradients[trace.calls.index(s.call)]
+    # What terms gave is one call in a look: it has the place of its first, and their gradients.
+    gradients = (
+        g
+        for call, g in zip(trace.calls, trace.gradients, strict=True)
+        if (call.module, call.number, call.part) == (s.call.module, s.call.number, s.call.part)
+    )
+    gradient = next(gradients, None)
     return s.backward == "right" and gradient is not None and bool(gradient.any())
 
 
