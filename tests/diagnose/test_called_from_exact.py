@@ -9,6 +9,7 @@ import pytest
 import torch
 from sumgrad.base.files import is_librarys
 from sumgrad.diagnose.explainers.by_modules import called_from, forward
+from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.record.trace import INTO, LOSS, Call, Stack, Trace, read_trace, write_trace
@@ -155,3 +156,16 @@ def test_which_files_are_a_librarys():
     assert is_librarys("/v/lib/python3.11/site-packages/transformers/x.py:3")
     assert is_librarys("/usr/lib/python3/dist-packages/x.py")
     assert not is_librarys("/home/me/site/packages.py")
+
+
+@pytest.mark.parametrize("error", [ValueError, LookupError, RuntimeError])
+def test_a_hint_that_fails_is_no_hint(error):
+    def fails(x):
+        if x:
+            raise error("of a shape that nobody thought of")
+        return ["a hint"]
+
+    assert as_a_hint(fails)(0) == ["a hint"]
+    assert as_a_hint(fails)(1) == []
+    with pytest.raises(TypeError):
+        as_a_hint(fails)()

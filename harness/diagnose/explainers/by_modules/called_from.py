@@ -8,7 +8,7 @@ from dataclasses import replace
 from sumgrad.base.files import is_librarys
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
-from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
+from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
@@ -17,6 +17,7 @@ from sumgrad.record.trace import LOSS
 Line = tuple[str, str]  # `PATH:12`, and what stands there
 
 
+@as_a_hint
 def called_from(case: Case, look: Look, found: FirstWrong, *, back: bool) -> list[str]:
     """The line that all wrong calls come from and no right one does; else, of what a library calls,
     the line outside of it."""

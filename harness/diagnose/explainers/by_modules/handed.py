@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
-from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
+from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.rows_handed import handed_for_wrong_rows
@@ -38,6 +38,7 @@ def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
     return []
 
 
+@as_a_hint
 def handed_for_wrong_rows_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
     """What a module around what is wrong, or that itself, is handed otherwise for its wrong rows,
     and for no other."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import told_of
-from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, traces_looked_at
+from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, fraction_of, traces_looked_at
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.how_off import SAME_FACTOR, HowOff, how_off
 from sumgrad.diagnose.modules.lines import AtLine, Lines
@@ -19,6 +19,7 @@ MOST_GROUPS = 4
 MOST_MOVED = 4
 
 
+@as_a_hint
 def off_at_a_module(case: Case, found: FirstWrong) -> list[str]:
     """Of the call that is told of."""
     traces = traces_looked_at(case)
@@ -37,6 +38,7 @@ def off_at_a_module(case: Case, found: FirstWrong) -> list[str]:
     return _in_words(how_off(got, wanted), f"on rank {s.rank} in call {s.call.number}")
 
 
+@as_a_hint
 def off_at_a_line(lines: Lines | None, found: Sequence[AtLine]) -> list[str]:
     """Of the argument that gets what is wrong, of the first rank that tells."""
     for one in found if lines is not None else ():

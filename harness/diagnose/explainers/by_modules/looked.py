@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec
 
 import torch
 from sumgrad.diagnose.case import Case, explains, fails
@@ -16,8 +19,23 @@ from sumgrad.judge.cells import Cell
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
+P = ParamSpec("P")
 ORDINALS = ("first", "second", "third", "fourth")
 MOST_CODE = 88  # characters of a line that are shown
+
+
+def as_a_hint(function: Callable[P, list[str]]) -> Callable[P, list[str]]:
+    """Lines of words that may be lacking: tensors of shapes that nobody thought of take no cause
+    away."""
+
+    @functools.wraps(function)
+    def hint(*args: P.args, **kwargs: P.kwargs) -> list[str]:
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, ValueError, LookupError):
+            return []
+
+    return hint
 
 
 def looked(case: Case) -> Look | None:

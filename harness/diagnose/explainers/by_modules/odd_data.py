@@ -8,7 +8,7 @@ from dataclasses import replace
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
-from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
+from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code
 from sumgrad.diagnose.modules import companions
 from sumgrad.diagnose.modules.entered import Odd, odd_rows, row_of
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
@@ -71,6 +71,7 @@ def _without_chance(odd: Sequence[Odd]) -> list[Odd]:
     return [replace(one, of=None, by=0) if one.by else one for one in odd]
 
 
+@as_a_hint
 def _of_another_field(case: Case, found: FirstWrong, module: str) -> list[str]:
     """Where all rows that are none of those that enter there are rows of another field of the
     batch."""

@@ -10,6 +10,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
     line_and_code,
     looked_by_rows,
     named,
@@ -77,6 +78,7 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
     return None
 
 
+@as_a_hint
 def _where_they_enter(traces: Traces, by_rank: Mapping[int, Counter[int]]) -> list[str]:
     """The one line that made what enters the first module, on the ranks that have rows."""
     entered = {

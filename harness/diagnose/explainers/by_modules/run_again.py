@@ -9,6 +9,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
     line_and_code,
     looked,
     named,
@@ -62,6 +63,7 @@ def lines_run_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     )
 
 
+@as_a_hint
 def how_it_ran_otherwise(case: Case, look: Look, module: str, ranks: Sequence[int]) -> list[str]:
     """Of a module of torch's own that gives something else when it is computed again: what went
     into it then, or the line that ran otherwise last before it in the modules around it."""

@@ -12,6 +12,7 @@ from sumgrad.diagnose.explainers.by_modules.entering import (
     what_goes_into,
 )
 from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
     fraction_of,
     gone_into,
     line_and_code,
@@ -62,6 +63,7 @@ def another_output(case: Case, found: FirstWrong) -> list[str]:
     return []
 
 
+@as_a_hint
 def joined_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
     """Rows of what goes in that are put together of several, where all its vectors are right."""
     traces = traces_looked_at(case)
@@ -135,6 +137,7 @@ def features_in_words(case: Case, found: FirstWrong) -> list[str]:
             f"others are right"]  # fmt: skip
 
 
+@as_a_hint
 def scaled_in_words(case: Case, found: FirstWrong) -> list[str]:
     """Where all wrong vectors are the single process's but for one factor."""
     traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
