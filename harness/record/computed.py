@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Line = tuple[str, str]  # `PATH:12`, and what stands there
+NO_LINE: Line = ("", "")
 MODULE = "module "
 LARGE = "a large tensor, number "  # in place of the number of its value
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from sumgrad.diagnose.modules.run_again import run_otherwise
 from sumgrad.record.computed import computed_as_json, computed_as_tensors, computed_from
+from sumgrad.subjects.program import kept_values
 from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.watch import ModuleWatch
 from torch import nn
@@ -65,6 +66,20 @@ def drops(weight):
     return lambda x: (F.dropout(x, 0.5) @ weight).sin()
 
 
+class Turns:
+    """Another slope when it runs again."""
+
+    def __init__(self):
+        self.slope = 0.5
+
+    def __call__(self, weight):
+        def block(x):
+            slope, self.slope = self.slope, 0.25
+            return F.leaky_relu(x @ weight, slope).sin()
+
+        return block
+
+
 def lines(found):
     return [(one.again.code, one.argument, [c.code for c in one.changes]) for one in found]
 
@@ -84,6 +99,18 @@ def lines(found):
 def test_lines_that_are_run_again(function, options, expected):
     torch.manual_seed(0)
     assert lines(run_otherwise(computed_of(function, **options))) == expected
+
+
+def test_of_other_options_it_may_give_something_else():
+    assert lines(run_otherwise(computed_of(Turns()))) == []
+
+
+def test_arguments_that_are_too_large_are_not_said_to_be_the_same(monkeypatch):
+    monkeypatch.setattr(kept_values, "MOST_ELEMENTS", 11)
+    torch.manual_seed(0)
+    computed = computed_of(drops, preserve_rng_state=False)
+    assert all(isinstance(c.takes[0], str) for c in computed.again if c.function == "dropout")
+    assert lines(run_otherwise(computed)) == []
 
 
 def test_a_kept_product_that_is_changed_in_place():

@@ -90,7 +90,7 @@ def _gives_same(computed: Computed, first: Computation, again: Computation) -> b
 
 def _is_same(computed: Computed, first: int | str, again: int | str) -> bool:
     if isinstance(first, str) or isinstance(again, str):
-        return isinstance(first, str) and isinstance(again, str)  # no tensor, or not kept
+        return first == again  # no tensor; one that is too large to be kept is like no other
     return close(computed.values[first], computed.values_again[again])
 
 

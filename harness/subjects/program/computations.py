@@ -158,7 +158,7 @@ class Computations(TorchFunctionMode):
         seen = self._see(name, frame, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
-            self._lines.made(out, args, _words(frame))
+            self._lines.made(out, _words(frame))
         if seen is not None:
             self._changed(before, seen)
             self._add(seen, out)
