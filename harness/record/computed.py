@@ -34,7 +34,7 @@ class Computation:
     line: str
     code: str
     takes: tuple[int | str, ...]
-    made_at: tuple[tuple[str, str], ...]
+    made_at: tuple[Line, ...]
     inside: tuple[str, ...] = ()
     calls: int = 0
     gives: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class Computation:
     written: str = ""
     function_of: str = ""
     keys: tuple[str, ...] = ()
-    written_at: tuple[tuple[str, str], ...] = ()
+    written_at: tuple[Line, ...] = ()
 
     def key(self, at: int) -> str:
         """The name of argument `at`; empty where it was given by its place."""
@@ -70,8 +70,8 @@ class Uncleared:
     made: `PATH:12` and what stands there, empty where that is not known; read: the same.
     """
 
-    made: tuple[str, str]
-    read: tuple[str, str]
+    made: Line
+    read: Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class SetGrad:
     """A line that put something in place of a parameter's `.grad`: `PATH:12`, what stands there."""
 
     name: str
-    line: tuple[str, str]
+    line: Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Computed:
     changes: tuple[Change, ...] = ()
     uncleared: tuple[Uncleared, ...] = ()
     set_grads: tuple[SetGrad, ...] = ()
-    found_none: tuple[tuple[str, str], ...] = ()
+    found_none: tuple[Line, ...] = ()
 
 
 def computed_as_json(computed: Computed) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
     )
 
 
-def line_of(held: Sequence[str]) -> tuple[str, str]:
+def line_of(held: Sequence[str]) -> Line:
     """A line, `PATH:12`, and what stands there, as JSON gives them back."""
     line, code = held
     return line, code

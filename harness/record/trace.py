@@ -14,7 +14,9 @@ from typing import Any
 from sumgrad.base.files import read_json, write_json
 from sumgrad.base.outcome import describe_operation
 from sumgrad.record.computed import (
+    NO_LINE,
     Computed,
+    Line,
     computed_as_json,
     computed_as_tensors,
     computed_from,
@@ -39,9 +41,9 @@ class Stack:
     innermost first; inside: the modules whose forward, the outermost first. made: the line that
     made what goes in, where it is a user's."""
 
-    lines: tuple[tuple[str, str], ...] = ()
+    lines: tuple[Line, ...] = ()
     inside: tuple[str, ...] = ()
-    made: tuple[str, str] = ("", "")
+    made: Line = NO_LINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +55,8 @@ class Started:
     """
 
     call: int
-    line: tuple[str, str]
-    made: tuple[str, str]
+    line: Line
+    made: Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ class Trace:
     data: tuple[Tensor, ...] = ()
     entered: tuple[str, ...] = ()
     entered_as: tuple[tuple[int, str], ...] = ()
-    entered_at: tuple[tuple[str, str], ...] = ()
+    entered_at: tuple[Line, ...] = ()
     batch: Mapping[str, Tensor] | None = None
     operations: tuple[str, ...] = ()
     events: tuple[Mapping[str, Any], ...] = ()

@@ -75,18 +75,6 @@ def wrong_before_it_is_reduced(case: Case) -> bool:
     return _covers(case, found, few=True) and all(m.wanted is None for m in found)
 
 
-def right_before_it_is_reduced(case: Case) -> bool:
-    """Whether the ranks' own gradients, each once, add up to the right one up to a factor, and what
-    ranks hold is no sum of them."""
-    found = mixed(case)
-    return _covers(case, found, few=True) and all(
-        m.got is None
-        and m.wanted is not None
-        and float(m.wanted.max() - m.wanted.min()) <= ALIKE * float(m.wanted.abs().max())
-        for m in found
-    )
-
-
 def _covers(case: Case, found: Sequence[Mixed], *, few: bool = False) -> bool:
     told = {(m.rank, n) for m in found for n in m.names}
     given = given_by_ranks(case)

@@ -13,6 +13,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
 from sumgrad.diagnose.explainers.by_rank import in_weights
 from sumgrad.diagnose.modules.history import Held, History, history_of
 from sumgrad.diagnose.own_gradients import Columns, columns_of, given_by_ranks, near
+from sumgrad.record.computed import Line
 
 # Wrong before it is put together, or another when the step is run again, as it is to be looked at.
 ELSEWHERE = ("forward", "backward", "recomputed", "own_backward", "run_to_run")
@@ -38,7 +39,7 @@ def _where_it_is_set(case: Case) -> list[str]:
     that look for it and find nothing."""
     names = {cell.name for cell in case.failing_cells}
     ranks = {} if case.traces is None else case.traces.ranks
-    found: dict[tuple[str, str], dict[str, None]] = {}
+    found: dict[Line, dict[str, None]] = {}
     for trace in ranks.values():
         for one in trace.computed.set_grads:
             if one.name in names:

@@ -46,7 +46,7 @@ def odd_rows(mine: Trace, single: Trace, module: str) -> Iterator[Odd]:
         there = [row for _, data in whole.get(name, ()) for row in data]
         for call, data in calls if there else ():
             for i, row in enumerate(data):
-                if not any(_is_stretch(row, other) for other in there):
+                if not any(is_stretch(row, other) for other in there):
                     yield replace(_told(call, i, row, there), name=name if several else "")
 
 
@@ -59,7 +59,7 @@ def row_of(trace: Trace, module: str, odd: Odd, field: Tensor) -> int | None:
     row = next((data[odd.row] for call, data in of or () if call == odd.call), None)
     if row is None or len(row.unique()) < FEWEST:
         return None
-    found = [i for i, whole in enumerate(field) if _is_stretch(row, whole.to(row))]
+    found = [i for i, whole in enumerate(field) if is_stretch(row, whole.to(row))]
     return found[0] if len(found) == 1 else None
 
 
@@ -79,7 +79,8 @@ def _is_whole(data: Tensor) -> bool:
     return not data.is_floating_point() and data.dtype != torch.bool and data.numel() > 0
 
 
-def _is_stretch(row: Tensor, whole: Tensor) -> bool:
+def is_stretch(row: Tensor, whole: Tensor) -> bool:
+    """Whether (n,) is a stretch of (N,), or the other way round."""
     if len(row) > len(whole):
         row, whole = whole, row
     return bool((whole.unfold(0, len(row), 1) == row).all(1).any())

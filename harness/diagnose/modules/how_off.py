@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from torch import Tensor
 
 SAME = 1e-9  # of the largest number
-SAME_FACTOR = 1e-6
 FEWEST = 3  # vectors: of fewer a factor of a column is told by too little
 
 

@@ -10,9 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sumgrad.diagnose.modules.entered import is_stretch
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.record.computed import Line
 from sumgrad.record.trace import INTO, Trace, Traces
 from torch import Tensor
 
@@ -27,7 +29,7 @@ class Handed:
     module: str
     name: str
     places: tuple[Place, ...]
-    made: tuple[str, str]
+    made: Line
 
 
 def wrong_and_right_rows(look: Look, found: FirstWrong) -> tuple[set[Place], set[Place]]:
@@ -89,12 +91,10 @@ def handed_for_wrong_rows(
     return None
 
 
-def _handed(
-    trace: Trace, module: str
-) -> Mapping[str, Mapping[int, tuple[Tensor, tuple[str, str]]]]:
+def _handed(trace: Trace, module: str) -> Mapping[str, Mapping[int, tuple[Tensor, Line]]]:
     """By argument and call, what it is handed and the line that made it; without arguments that
     have no name, and those that are several tensors."""
-    out: dict[str, dict[int, tuple[Tensor, tuple[str, str]]]] = {}
+    out: dict[str, dict[int, tuple[Tensor, Line]]] = {}
     several: set[str] = set()
     for of, (call, name), made, data in zip(
         trace.entered, trace.entered_as, trace.entered_at, trace.data, strict=False
@@ -133,8 +133,4 @@ def _is_there(data: Tensor, row: int, of: int, whole: Sequence[Tensor]) -> bool 
     if not data.dim() or row >= len(data) or of >= len(whole):
         return None
     mine, its = data[row].reshape(-1), whole[of].reshape(-1)
-    if not mine.numel() or not its.numel():
-        return None
-    if len(mine) > len(its):
-        mine, its = its, mine
-    return bool((its.unfold(0, len(mine), 1) == mine.to(its)).all(1).any())
+    return is_stretch(mine.to(its), its) if mine.numel() and its.numel() else None

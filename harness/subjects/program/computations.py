@@ -18,11 +18,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed, SetGrad
+from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed, Line, SetGrad
 from sumgrad.subjects.program.kept import Kept
 from sumgrad.subjects.program.kept_values import KeptValues
 from sumgrad.subjects.program.leaves import Leaves
 from sumgrad.subjects.program.made_at import MadeAt
+from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.subjects.users_line import is_users, users_lines
 from torch import Tensor
 from torch.autograd import Function
@@ -65,7 +66,7 @@ class Computations(TorchFunctionMode):
         self._engine: Any = None
         self._kept = Kept()
         self._leaves = Leaves()
-        self._reads: dict[tuple[str, str], set[bool]] = {}  # of parameters' gradients: any there
+        self._reads: dict[Line, set[bool]] = {}  # of parameters' gradients: any there
         self._set_grads: dict[SetGrad, None] = {}
         self.name_of: Callable[[Tensor], str] = lambda _: ""  # of a parameter
         self._functions: list[str] = []  # Functions whose forward runs
@@ -223,7 +224,7 @@ class Computations(TorchFunctionMode):
         given = [("", t) for t in taken if isinstance(t, Tensor)]
         self._add(self._computation(f"{MODULE}{name}", given, ("", "")), output)
 
-    def made_at(self, tensor: Tensor) -> tuple[str, str]:
+    def made_at(self, tensor: Tensor) -> Line:
         """The line of a user's that made a tensor, or wrote into it last; empty where none did."""
         return self._lines.of(tensor)
 
@@ -247,7 +248,7 @@ class Computations(TorchFunctionMode):
         return None if seen is None else replace(seen, site=site, part=part)
 
     def _computation(
-        self, function: str, given: Sequence[tuple[str | None, Any]], at: tuple[str, str]
+        self, function: str, given: Sequence[tuple[str | None, Any]], at: Line
     ) -> Computation | None:
         named = [(key or "", taken) for key, value in given
                  for taken in self._arguments(key, value)]  # fmt: skip
@@ -291,6 +292,14 @@ class Computations(TorchFunctionMode):
             number = here.values.number(one)
             out.append(f"{LARGE}{len(here.found)}" if number is None else number)
         return out
+
+
+def computations_beside(watching: ModuleWatch) -> Computations:
+    """What lines compute while modules are watched; each tells the other what it sees."""
+    computations = Computations(watching.now)
+    watching.of_module, watching.made_at = computations.of_module, computations.made_at
+    computations.starts, computations.name_of = watching.starts, watching.name_of
+    return computations
 
 
 @dataclass(slots=True)
@@ -343,6 +352,6 @@ def _site(frame: FrameType) -> tuple[str, str]:
     return _SITES[key]
 
 
-def _words(frame: FrameType) -> tuple[str, str]:
+def _words(frame: FrameType) -> Line:
     code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}", code

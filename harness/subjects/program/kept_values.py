@@ -91,10 +91,8 @@ def _held(value: Tensor) -> Tensor | None:
         if any(p.is_partial() for p in getattr(value, "placements", ())):
             return None
         local = to_local(value).detach()
-        if local.is_sparse or local.numel() > MOST_ELEMENTS:
+        if local.is_complex() or local.is_sparse or local.numel() > MOST_ELEMENTS:
             return None
-        if local.is_complex():  # as twice as many numbers
-            local = torch.view_as_real(local.resolve_conj()).flatten(-2)
         return local.to(device="cpu", copy=True).contiguous()
     except (RuntimeError, NotImplementedError, AttributeError):
         return None  # a tensor of a class of its own

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sumgrad.record.computed import Uncleared
+from sumgrad.record.computed import Line, Uncleared
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-
-Line = tuple[str, str]  # `PATH:12`, and what stands there
 
 
 class Leaves:

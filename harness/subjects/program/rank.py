@@ -29,7 +29,7 @@ from sumgrad.record.spec import RunSpec
 from sumgrad.record.trace import Trace
 from sumgrad.subjects.exchanges import Exchanges
 from sumgrad.subjects.own_gradients import Losses, OwnGradients, gathered
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.computations import computations_beside
 from sumgrad.subjects.program.context import Context, make_context, make_meshes
 from sumgrad.subjects.program.held_gradients import held_gradients
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
@@ -109,10 +109,7 @@ class Rank:
             exchanges.begin_step()
             names = names_of_modules(run.model, run.modules, run.placement)
             seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations, with_ways=True)
-            computations = Computations(seen.now)
-            seen.of_module = computations.of_module
-            seen.made_at = computations.made_at
-            computations.starts, computations.name_of = seen.starts, seen.name_of
+            computations = computations_beside(seen)
             with seen, Losses(seen.at_loss) as losses, run.own_gradients() as own, computations:
                 run.step(step)
             gave, at = own.taken(p.name for p in run.placement.placed)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
+from sumgrad.record.computed import NO_LINE, Line
 from sumgrad.record.ranks import sample_of
 from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Stack, Started, Trace
 from sumgrad.subjects.program.arguments import as_numbers, in_a_word, named_arguments, tensors_in
@@ -58,7 +59,7 @@ class ModuleWatch:
         self._data: list[Tensor] = []
         self._entered: list[str] = []
         self._entered_as: list[tuple[int, str]] = []
-        self._entered_at: list[tuple[str, str]] = []
+        self._entered_at: list[Line] = []
         self._started: list[Started] = []
         self._copies = WeakIdKeyDictionary()  # tensor -> its version, and what is kept of it
         self._call_of = WeakIdKeyDictionary()  # tensor -> number of the call that saw it first
@@ -76,7 +77,7 @@ class ModuleWatch:
         self._with_paths, self._with_ways = with_paths, with_ways
         self._made_by: list[tuple[str, Any]] = []
         self.of_module: Callable[..., object] = lambda *_: None  # of torch's own
-        self.made_at: Callable[[Tensor], tuple[str, str]] = lambda _: ("", "")
+        self.made_at: Callable[[Tensor], Line] = lambda _: NO_LINE
         self._anomaly = (False, True)
         self._params = WeakIdKeyDictionary()  # parameter, as its module has it -> its name
 
@@ -84,7 +85,7 @@ class ModuleWatch:
         """A parameter's, as its module has it; empty where it is none that was seen."""
         return self._params.get(param) or ""
 
-    def starts(self, root: Tensor, line: tuple[str, str], made: tuple[str, str]) -> None:
+    def starts(self, root: Tensor, line: Line, made: Line) -> None:
         """A backward starts at a tensor, from a gradient that it is handed."""
         if (call := self._call_of.get(root)) is not None:
             self._started.append(Started(call=call, line=line, made=made))
@@ -318,7 +319,7 @@ class ModuleWatch:
         self._copies[tensor] = (_version(tensor), held)
         return held
 
-    def _keep_data(self, name: str, tensor: Tensor, argument: str, made: tuple[str, str]) -> None:
+    def _keep_data(self, name: str, tensor: Tensor, argument: str, made: Line) -> None:
         held = self._kept(name, tensor)
         if held is not None and held.dim() and held.numel():
             self._data.append(held)

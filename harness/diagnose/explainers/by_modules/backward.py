@@ -242,13 +242,13 @@ def _where_to_look(
 ) -> Iterator[str]:
     """What lies between what is right and what is wrong, where no line is known. unwanted: it is
     wrong where the single process has no gradient."""
-    towards = _towards(case, look, found) if above else (
-        f"what follows {named(look, found.wrong)}: the loss, and its backward")  # fmt: skip
-    loss = above and len(found.modules) < len(found.beside)
     if _handed(case, found):
         yield f"look at how it is brought there from the backward of {above or 'the loss'}"
         yield from between(case, found, back=True)
         return
+    towards = _towards(case, look, found) if above else (
+        f"what follows {named(look, found.wrong)}: the loss, and its backward")  # fmt: skip
+    loss = above and len(found.modules) < len(found.beside)
     yield f"look at {towards}" + (", and at what else uses it, up to the loss" if loss else "")
     ends = _ends(case, look, found)
     if not line_of_wrong_calls(case, look, found, back=True):  # the way is that of other calls, too

@@ -12,9 +12,8 @@ from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_co
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.record.computed import Line
 from sumgrad.record.trace import LOSS
-
-Line = tuple[str, str]  # `PATH:12`, and what stands there
 
 
 @as_a_hint

@@ -10,9 +10,9 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import told_of
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, fraction_of, traces_looked_at
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.diagnose.modules.how_off import SAME_FACTOR, HowOff, how_off
+from sumgrad.diagnose.modules.how_off import HowOff, how_off
 from sumgrad.diagnose.modules.lines import AtLine, Lines
-from sumgrad.diagnose.modules.matching import vectors
+from sumgrad.diagnose.modules.matching import SAME_FACTOR, vectors
 from sumgrad.diagnose.modules.whole import by_module
 
 MOST_GROUPS = 4

@@ -14,6 +14,7 @@ from sumgrad.diagnose.modules.entered import Odd, odd_rows, row_of
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.rows_handed import as_often, wrong_and_right_rows
+from sumgrad.record.computed import Line
 from sumgrad.record.trace import Trace
 
 MOST_ROWS = 3  # that are written out
@@ -39,7 +40,7 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
         if other := _of_another_field(case, found, module):
             return module, other
         told: list[str] = []
-        made: dict[tuple[str, str], None] = {}
+        made: dict[Line, None] = {}
         usual = _is_usual(case, look, found, module)
         for rank in found.ranks:
             odd = list(odd_rows(traces.ranks[rank], traces.single, module))
@@ -93,7 +94,7 @@ def _of_another_field(case: Case, found: FirstWrong, module: str) -> list[str]:
     return []
 
 
-def _made(trace: Trace, module: str, odd: Odd) -> tuple[str, str]:
+def _made(trace: Trace, module: str, odd: Odd) -> Line:
     """The line that made what a row is of; empty where that is not known."""
     for of, (call, name), at in zip(
         trace.entered, trace.entered_as, trace.entered_at, strict=False

@@ -15,10 +15,8 @@ from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
 from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_recomputed
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.run_again import close
 from sumgrad.record.trace import Call, Trace
-from torch import Tensor
-
-SAME = 1e-6  # of the largest element: what a second computation may round otherwise
 
 
 def recomputed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
@@ -130,15 +128,9 @@ def _went_in_before(trace: Trace, rank: int, again: Call, calls: set[tuple[int, 
         call.module == again.module
         and call.part == again.part
         and (rank, call.number) not in calls
-        and _same(mine, output)
+        and close(mine, output)
         for call, output in zip(trace.calls, trace.outputs, strict=True)
     )
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or not a.numel():
-        return a.shape == b.shape
-    return float((a - b).abs().max()) <= SAME * float(a.abs().max())
 
 
 def is_computed_again(look: Look, found: FirstWrong) -> bool:

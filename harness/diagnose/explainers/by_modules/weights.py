@@ -20,7 +20,6 @@ from sumgrad.diagnose.explainers.by_modules.passed import (
     own_functions_between,
 )
 from sumgrad.diagnose.explainers.by_modules.weighed import shares_in_words
-from sumgrad.diagnose.explainers.by_rank import right_before_it_is_reduced
 from sumgrad.diagnose.explainers.factors import (
     explained,
     fitted,
@@ -127,7 +126,7 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     found = None if look is None else shares_at_the_loss(look)
     if look is None or found is None or case.record.spec.facts is None:
         return
-    if only_terms_weigh_otherwise(case) or right_before_it_is_reduced(case):
+    if only_terms_weigh_otherwise(case):
         return
     module, shares = found
     narrow = _single_numbers(look, module, shares)

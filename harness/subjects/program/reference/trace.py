@@ -11,7 +11,7 @@ from sumgrad.record.computed import computed_together
 from sumgrad.record.spec import Facts
 from sumgrad.record.trace import Call, Trace
 from sumgrad.record.ways import Passed, Ways
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.computations import computations_beside
 from sumgrad.subjects.program.protocol import coarsest, default_dtype, trained
 from sumgrad.subjects.program.reference.single import Single
 from sumgrad.subjects.program.watch import MAX_BYTES, ModuleWatch
@@ -36,10 +36,7 @@ def trace_reference(
     for name in single.terms:
         count = single.value_and_count(name, rows)[1]
         watching = ModuleWatch(single.model, with_paths=True, with_ways=True)
-        computations = Computations(watching.now)
-        watching.of_module = computations.of_module
-        watching.made_at = computations.made_at
-        computations.starts, computations.name_of = watching.starts, watching.name_of
+        computations = computations_beside(watching)
         with watching as seen, default_dtype(single.dtype), computations:
             single.at_loss = seen.at_loss
             single.gradient(name, rows, rows, seed=1 / count)
