@@ -66,6 +66,7 @@ def case_of(ranks, single):
         ([[NONE, MASK], [MASK, NONE, NONE]], {(0, 1)}, [{}],
          "the model is handed a tensor of bool as mask where what inner gives is wrong (call 1 on "
          "rank 0), and in 1 of 4 calls where that is right; in the single process it is nothing"),
+        ([[NONE, MASK], [{"mask": "4"}]], {(0, 1)}, [NONE], ""),  # what is right has another, too
         ([[NONE], [NONE]], {(0, 0), (1, 0)}, [MASK],
          "the model is handed nothing as mask where what inner gives is wrong (call 0 on rank 0; "
          "call 0 on rank 1); in the single process it is a tensor of bool"),

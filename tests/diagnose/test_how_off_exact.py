@@ -69,6 +69,7 @@ def test_a_column_of_nothing_tells_nothing():
         (W.sin(), W),
         (W, W[:5]),
         (torch.zeros_like(W), W),
+        (torch.cat([W[:, [1, 0, 2]], 0 * W[:, :1]], 1), W),  # moved, and one of them lost
         (W[:, [1, 0, 2, 3]] * FACTORS, W),  # moved, and with several factors: anything
     ],
 )

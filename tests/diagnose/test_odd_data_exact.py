@@ -90,6 +90,13 @@ def test_rows_like_none_tell_nothing_where_they_come_out_right_too():
     assert "like none" not in text
 
 
+def test_a_row_that_is_moved_by_chance_is_like_none():
+    moved = torch.tensor([[9, 0, 4, 8, 5], [9, 9, 1, 0, 9]])
+    _, (text, _) = said(trace(moved))
+    assert "row 0 is like none" in text
+    assert "moved" not in text
+
+
 def test_which_row_of_a_field_it_is():
     odd = Odd(call=0, row=0)
     assert row_of(trace(LABELS[1:2]), "m", odd, LABELS) == 1

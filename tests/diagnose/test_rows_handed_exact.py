@@ -11,7 +11,7 @@ from sumgrad.diagnose.explainers.by_modules import handed, wrong_outputs
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import look_at
 from sumgrad.diagnose.modules.rows_handed import handed_for_wrong_rows, wrong_and_right_rows
-from sumgrad.diagnose.modules.scaled import one_factor
+from sumgrad.diagnose.modules.scaled import _factors, one_factor
 from sumgrad.record.trace import Call, Trace, Traces
 
 ROWS, PLACES, WIDTH = 4, 3, 5
@@ -136,6 +136,34 @@ def scaled(*factors):
 def test_vectors_that_are_off_by_one_factor(factors, expected):
     found, _, _ = scaled(*factors)
     assert found is None if expected is None else found == pytest.approx(expected, rel=1e-12)
+
+
+def test_of_two_numbers_or_of_two_rows_no_factor_is_told():
+    traces, _, found = found_in(trace((X[:2], X[:2].sin() * 2), masks=[]))
+    assert one_factor(traces, found.seen, 1e-9) == pytest.approx(2)
+    mixed = tuple(replace(s, mixed=("of two",)) for s in found.seen)
+    assert one_factor(traces, mixed, 1e-9) is None
+    assert _factors(torch.ones(1, 2).double(), torch.ones(3, 2).double() * 2, 1e-9) is None
+    assert _factors(torch.ones(1, 3).double(), torch.ones(3, 3).double() * 2, 1e-9) is not None
+
+
+def test_only_calls_that_go_together_are_told_of():
+    mine = rank(one([0, 1], spoil=[1], mask=[1]), one([2]))
+    more = replace(mine.calls[0], module="outer")
+    odd = replace(
+        mine, calls=(*mine.calls, more), outputs=(*mine.outputs, X[:2]),
+        gradients=(*mine.gradients, None), entered=("outer",) * 2,
+    )  # fmt: skip
+    traces, look, found = found_in(odd)
+    traces = replace(traces, single=replace(traces.single, entered=("outer",)))
+    assert handed_for_wrong_rows(traces, look, found, ["outer"]) is None
+
+
+def test_a_wrong_row_of_which_nothing_is_known_is_not_passed_over():
+    mine = rank(one([0, 1], spoil=[0, 1], mask=[0, 1]), one([2]))
+    assert told(mine) is not None
+    short = replace(mine, data=(mine.data[0][:1], mine.data[1]))
+    assert told(short) is None
 
 
 def test_what_is_off_by_more_than_a_factor_has_none():

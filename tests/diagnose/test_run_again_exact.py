@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sumgrad.diagnose.modules.run_again import run_otherwise
-from sumgrad.record.computed import computed_as_json, computed_as_tensors, computed_from
+from sumgrad.record.computed import (
+    Computation,
+    Computed,
+    computed_as_json,
+    computed_as_tensors,
+    computed_from,
+)
 from sumgrad.subjects.program import kept_values
 from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.watch import ModuleWatch
@@ -80,6 +88,17 @@ class Turns:
         return block
 
 
+def two_are_others(weight):
+    held = [torch.ones(3, dtype=torch.float64)]
+
+    def block(x):
+        x += weight[0]
+        held.append(held[-1] * 2)
+        return (x * held[-1]).sin()
+
+    return block
+
+
 def lines(found):
     return [(one.again.code, one.argument, [c.code for c in one.changes]) for one in found]
 
@@ -99,6 +118,24 @@ def lines(found):
 def test_lines_that_are_run_again(function, options, expected):
     torch.manual_seed(0)
     assert lines(run_otherwise(computed_of(function, **options))) == expected
+
+
+def test_of_two_other_arguments_neither_is_told():
+    found = lines(run_otherwise(computed_of(two_are_others)))
+    assert [code for code, _, _ in found] == ["x += weight[0]"]
+
+
+def test_what_only_has_what_was_there_tells_nothing():
+    call = Computation(function="empty_like", line="a:1", code="", takes=(0,), gives=(1,),
+                       made_at=(("", ""),), site="1")  # fmt: skip
+    values = (torch.zeros(2), torch.ones(2), torch.zeros(2))
+    for function, num in (("empty_like", 0), ("rand_like", 1)):
+        c = replace(call, function=function)
+        computed = Computed(
+            computations=(c,), values=values[:2],
+            again=(replace(c, gives=(1,)),), values_again=(values[0], values[2]),
+        )  # fmt: skip
+        assert len(list(run_otherwise(computed))) == num
 
 
 def test_of_other_options_it_may_give_something_else():

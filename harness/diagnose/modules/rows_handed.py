@@ -67,8 +67,6 @@ def handed_for_wrong_rows(
     """Of these modules the first that is handed something so."""
     wrong, right = wrong_and_right_rows(look, found)
     rows = _rows_of_batch(look)
-    if not wrong or not right:
-        return None
     for module in modules:
         there = _handed(traces.single, module)
         here = {rank: _handed(trace, module) for rank, trace in traces.ranks.items()}
@@ -81,7 +79,8 @@ def handed_for_wrong_rows(
                 for place in (*sorted(wrong), *sorted(right))
                 if place in rows and name in (own := here[place[0]]) and place[1] in own[name]
             }
-            odd = {place for place, same in told.items() if same is False}
+            told = {place: same for place, same in told.items() if same is not None}
+            odd = {place for place, same in told.items() if not same}
             if odd and odd <= wrong and {*told} >= wrong and {*told} & right:
                 rank, call, _ = first = min(odd)
                 return Handed(
