@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from sumgrad.record.derivative import Derivative, derivative_from
 from torch import Tensor
 
 Line = tuple[str, str]  # `PATH:12`, and what stands there
@@ -102,7 +103,8 @@ class Computed:
     backward and came back as something else. again: what the same lines and modules computed when
     the backward ran them once more, with numbers of values_again. changes: of the forward.
     uncleared: leaves that are no parameters. set_grads: of parameters, not what clears them.
-    found_none: lines that read parameters' `.grad`, each time where there was none.
+    found_none: lines that read parameters' `.grad`, each time where there was none. derivatives: of
+    Functions' backwards, held against their forwards.
     """
 
     computations: tuple[Computation, ...] = ()
@@ -117,6 +119,7 @@ class Computed:
     uncleared: tuple[Uncleared, ...] = ()
     set_grads: tuple[SetGrad, ...] = ()
     found_none: tuple[Line, ...] = ()
+    derivatives: tuple[Derivative, ...] = ()
 
 
 def computed_as_json(computed: Computed) -> dict[str, Any]:
@@ -130,6 +133,7 @@ def computed_as_json(computed: Computed) -> dict[str, Any]:
         "found_none": [list(line) for line in computed.found_none],
         "set_grads": [asdict(one) for one in computed.set_grads],
         "uncleared": [asdict(one) for one in computed.uncleared],
+        "derivatives": [asdict(one) for one in computed.derivatives],
     }
 
 
@@ -172,6 +176,7 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
         again=tuple(map(_computation_from, said.get("again", ()))),
         values_again=tuple(held[f"value_again/{i}"] for i in range(num_again)),
         changes=tuple(Change(**one) for one in said.get("changes", ())),
+        derivatives=tuple(map(derivative_from, said.get("derivatives", ()))),
         found_none=tuple(map(line_of, said.get("found_none", ()))),
         set_grads=tuple(
             SetGrad(name=one["name"], line=line_of(one["line"]))
@@ -241,6 +246,7 @@ def computed_together(found: Sequence[Computed]) -> Computed:
         values=tuple(values),
         gradients=tuple(gradients),
         with_graph=frozenset(with_graph),
+        derivatives=tuple(d for one in found for d in one.derivatives),
     )
 
 

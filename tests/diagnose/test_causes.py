@@ -175,6 +175,12 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "al_06_places_scaled_back_by_the_other_side.py:82 `read = Sample.apply(values, places, "
             "self.swapped)` is right on rank 1-2, and that of its second tensor argument",
         ),
+        ("al_07", "is 1 times its first result's, 0 times its second result's share of the der"),
+        (
+            "an_05",
+            "wrong on rank 0-1: the backward of HalfSpectrum (backward at tests/bugs/an_05_interior"
+            "_bins_come_back_twice.py:55) there is not the derivative of its forward",
+        ),
         ("al_08", "both_branches_hang_a_hook_on_it.py:33 is whole already: it is counted 3 times"),
         ("al_09", "layers.10.linear.weight and 5 more is summed already: it is counted 3 times"),
         ("al_10", "what enters the model was made at tests/bugs/al_10_rows_left_in_the_fixed_buf"),

@@ -44,6 +44,7 @@ from sumgrad.diagnose.explainers.by_modules import (
 )
 from sumgrad.diagnose.explainers.by_modules.beside import beside
 from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
+from sumgrad.diagnose.explainers.by_modules.derivatives import with_formulas
 from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
 from sumgrad.diagnose.explainers.frozen import with_frozen
 from sumgrad.diagnose.explainers.history import with_history
@@ -97,6 +98,7 @@ LAST_RESORT: tuple[Explainer, ...] = (
 BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     beside,
     with_the_line,
+    with_formulas,
     with_history,
     with_what_was_kept,
     with_what_was_not_cleared,

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed, Line, SetGrad
+from sumgrad.subjects.program.derivatives import Derivatives
 from sumgrad.subjects.program.kept import Kept
 from sumgrad.subjects.program.kept_values import KeptValues
 from sumgrad.subjects.program.leaves import Leaves
@@ -51,12 +52,16 @@ class Computations(TorchFunctionMode):
     """Between `with` and its end, what a user's lines compute in the forward, and of these lines
     and modules what they compute when the backward runs them again.
 
-    now: the modules whose forward runs, and how many calls of modules there were.
+    now: the modules whose forward runs, and how many calls of modules there were. derivatives:
+    keeps what Functions were given and gave.
     """
 
-    def __init__(self, now: Callable[[], tuple[Sequence[str], int]]) -> None:
+    def __init__(
+        self, now: Callable[[], tuple[Sequence[str], int]], derivatives: Derivatives | None = None
+    ) -> None:
         super().__init__()
         self._now = now
+        self._derivatives = derivatives or Derivatives()
         self._forward = _Calls(KeptValues())
         self._backward = _Calls(KeptValues(with_gradients=False))
         self._sites: set[str] = set()  # of what is in the forward
@@ -73,6 +78,7 @@ class Computations(TorchFunctionMode):
         self.starts: Callable[..., object] = lambda *_: None  # a backward from a gradient
 
     def computed(self) -> Computed:
+        """Once the step is over: forwards of Functions are run once more for it."""
         kept = self._forward.values
         return Computed(
             computations=tuple(self._forward.found),
@@ -87,6 +93,7 @@ class Computations(TorchFunctionMode):
             uncleared=tuple(self._leaves.uncleared),
             set_grads=tuple(self._set_grads),
             found_none=tuple(line for line, some in self._reads.items() if some == {False}),
+            derivatives=tuple(self._derivatives.found()),
         )
 
     def __enter__(self) -> Computations:
@@ -98,12 +105,16 @@ class Computations(TorchFunctionMode):
             if torch.compiler.is_dynamo_compiling():
                 return applied.__get__(None, cls)(*args, **kwargs)
             seen = self._applied(cls, args, kwargs)
+            before = self._derivatives.before(args)
             self._functions.append(cls.__name__)
             try:
                 out = applied.__get__(None, cls)(*args, **kwargs)
             finally:
                 self._functions.pop()
             self._add(seen, out)
+            if seen is not None and not kwargs and not _is_backward():
+                place = seen.line, seen.code, seen.written
+                self._derivatives.applied(cls, place, before, out)
             return out
 
         Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
@@ -296,7 +307,7 @@ class Computations(TorchFunctionMode):
 
 def computations_beside(watching: ModuleWatch) -> Computations:
     """What lines compute while modules are watched; each tells the other what it sees."""
-    computations = Computations(watching.now)
+    computations = Computations(watching.now, Derivatives(watching.operations))
     watching.of_module, watching.made_at = computations.of_module, computations.made_at
     computations.starts, computations.name_of = watching.starts, watching.name_of
     return computations

@@ -21,6 +21,7 @@ from sumgrad.base.tensors import bits, hash_weights, same_bits, to_local
 from sumgrad.faults.collective import CollectiveFault
 from sumgrad.faults.misbehaviour import Misbehaviour
 from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
+from sumgrad.ledger.aside import without_operations
 from sumgrad.ledger.delegation import operations_elsewhere
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import Ledger, Observer
@@ -112,6 +113,8 @@ class Rank:
             computations = computations_beside(seen)
             with seen, Losses(seen.at_loss) as losses, run.own_gradients() as own, computations:
                 run.step(step)
+            with without_operations(self.ledger):
+                computed = computations.computed()
             gave, at = own.taken(p.name for p in run.placement.placed)
             return replace(
                 seen.trace(),
@@ -119,7 +122,7 @@ class Rank:
                 own_at=at,
                 own_lines=own.lines(),
                 losses=tuple(losses.values),
-                computed=computations.computed(),
+                computed=computed,
                 exchanges=exchanges.found,
             )
         finally:

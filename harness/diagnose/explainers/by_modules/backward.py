@@ -14,6 +14,11 @@ from sumgrad.diagnose.explainers.by_modules.called_from import (
     without_modules_not_entered,
 )
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
+from sumgrad.diagnose.explainers.by_modules.derivatives import (
+    SAID,
+    functions_in_words,
+    how_they_are_off,
+)
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.gradient_of_others import (
     has_none_there,
@@ -42,6 +47,7 @@ from sumgrad.diagnose.explainers.by_modules.passed import (
     lacking_there,
     only_function_between,
     own_functions_between,
+    wrong_formulas_between,
 )
 from sumgrad.diagnose.explainers.by_modules.recomputed import (
     is_computed_again,
@@ -89,8 +95,12 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     cause = _what_is_wrong(look, found, above)
     cause += f", which equals {symbols[0]}" if symbols else ""
     weights = weights_there(case, found.modules, "backward")
-    only = only_function_between(case, found, _ends(case, look, found))
-    if only and found.ratio is None:
+    ends = _ends(case, look, found)
+    only = only_function_between(case, found, ends)
+    formulas = wrong_formulas_between(case, found, ends)
+    if formulas:
+        cause += f": the backward of {functions_in_words(formulas)} there is {SAID}"
+    elif only and found.ratio is None:
         cause += f": nothing computes between the two but {only}"
     kind, ranks = "backward", found.ranks
     if weights:
@@ -106,7 +116,8 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
             *called_from(case, look, found, back=True),
             *_handed(case, found),
             *_product_of_another_call(case, look, found),
-            *_evidence(case, look, found, above),
+            *how_they_are_off(formulas),
+            *_evidence(case, look, found, above, known=bool(formulas)),
         ]
     text = _what_is_right(look, above) + cause + _terms_there(look, found)
     accused = None if weights else collective_at_fault(case, found, back=True)
@@ -193,8 +204,10 @@ def _what_is_right(look: Look, above: str) -> str:
     return f"{head}what follows them, up to the loss, is another or has another gradient: "
 
 
-def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator[str]:
-    """Which vectors, where to look, and what lies there."""
+def _evidence(
+    case: Case, look: Look, found: FirstWrong, above: str, *, known: bool
+) -> Iterator[str]:
+    """Which vectors, where to look, and what lies there. known: the cause says where."""
     beside = _parts_between(look, found, near=True)
     right = [m for m in look.modules if look.forward(m) == "right"]
     wrong = () if above else [c.name for c in case.failing_cells]
@@ -206,7 +219,7 @@ def _evidence(case: Case, look: Look, found: FirstWrong, above: str) -> Iterator
     yield from () if above else options_of_losses(case)
     # A line says where to look by itself; what else may lie between the two is no news then.
     lines = first_lines(case, found, back=True)
-    is_told = bool(lines) or (not above and bool(lines_that_differ(case)))
+    is_told = known or bool(lines) or (not above and bool(lines_that_differ(case)))
     yield from in_words(lines)
     yield from off_at_a_line(known_lines(case), [one for one in lines if one.back])
     yield from beside

@@ -10,7 +10,12 @@ from collections.abc import Iterator, Sequence
 
 from sumgrad.base.outcome import some_of
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.derivatives import (
+    are_the_derivative,
+    not_the_derivative,
+)
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, line_from_here
+from sumgrad.diagnose.modules.derivatives import OwnFormula
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.on_the_way import passed_between
 from sumgrad.record.trace import INTO, LOSS, Trace
@@ -48,21 +53,26 @@ def own_functions_between(
             f"for a detach, a no_grad, or a collective without a backward there"
         ]
     passed = [p for one in ways.values() for p in one or ()]
-    with_backward = list(dict.fromkeys(p for p in passed if p.written and not _only_waits(p)))
     if not passed:
         return []
+    own = list(dict.fromkeys(p for p in passed if p.written and not _only_waits(p)))
+    proven = are_the_derivative(case)
+    with_backward = [p for p in own if (p.function, p.written) not in proven]
+    right = list(dict.fromkeys(p.function for p in own if p not in with_backward))
+    text = [f"the backward of {some_of(right)} there is the derivative of its forward, in the "
+            f"calls that were looked at"] if right else []  # fmt: skip
     if not with_backward:
         if again or LOSS in ends:
-            return _computed_there(passed)
-        return list(_torchs_formulas(passed, unwanted=unwanted))
+            return [*text, *_computed_there(passed)]
+        return [*text, *_torchs_formulas(passed, unwanted=unwanted)]
     shown = some_of(_functions(with_backward[::-1]))
     computing = {p.function for p in passed if not p.written} - MOVES
-    alone = len(with_backward) == 1 and not computing and not cut
+    alone = len(own) == 1 and not computing and not cut
     if alone and with_backward[0].own:
         return []  # the cause says it
     told = f"what has a backward of its own there is {shown}"
     told += "" if again else "; the other functions there are torch's (hooks aside)"
-    return [told, *(_computed_there(passed) if LOSS in ends else ())]
+    return [told, *text, *(_computed_there(passed) if LOSS in ends else ())]
 
 
 def _computed_there(passed: Sequence[Passed]) -> list[str]:
@@ -81,6 +91,15 @@ def _torchs_formulas(passed: Sequence[Passed], *, unwanted: bool) -> Iterator[st
         yield (f"no function with a backward of its own runs there, torch's formulas alone: look "
                f"for what autograd does not see, as a hook, a detach, a change of .data, a "
                f"collective without a backward; lines: {lines}")  # fmt: skip
+
+
+def wrong_formulas_between(case: Case, found: FirstWrong, ends: Sequence[str]) -> list[OwnFormula]:
+    """Functions of the user's there that do not give the derivative of their forwards, where that
+    explains what is wrong."""
+    trace = _trace(case, found)
+    ways = [passed_between(trace, found.wrong, end) for end in ends] if trace is not None else []
+    passed = [p for one in ways for p in one or ()]
+    return not_the_derivative(case, passed, found.ratio)
 
 
 def lacking_there(case: Case, found: FirstWrong, ends: Sequence[str]) -> list[str]:
@@ -176,6 +195,11 @@ def own_makers(case: Case, names: Sequence[str]) -> str:
     passed = [p for p in _makers(case, names) or () if p.own]
     each = all(any(p.own for p in _makers(case, [name]) or ()) for name in names)
     return some_of(_functions(passed)) if passed and each else ""
+
+
+def wrong_makers(case: Case, names: Sequence[str]) -> list[OwnFormula]:
+    """Of these those that do not give the derivative of their forwards."""
+    return not_the_derivative(case, _makers(case, names) or (), None)
 
 
 def _makers(case: Case, names: Sequence[str]) -> list[Passed] | None:

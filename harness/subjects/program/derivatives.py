@@ -1,0 +1,265 @@
+"""Whether what a user's Function gives in its backward is the derivative of its forward.
+
+A Function whose formula is its author's own is held against finite differences of its forward, run
+once more by itself when the step is over: in float64, without a collective, and only where it gives
+once more what it gave in the step. What a forward does not depend on is not told.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sumgrad.record.derivative import Derivative, Off
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter
+from torch.utils import _pytree as pytree
+
+MOST_NUMBERS = 200_000  # of one call, in arguments and results
+MOST_CALLS = 6  # of one place
+MOST_ALIKE = 2  # of these with arguments of the same shapes
+MOST_ELEMENTS = 512  # of an argument whose derivative is taken element by element
+SECONDS = 2.0
+STEP = 1e-6  # of the largest number of an argument
+LEAST = 1e-2  # in place of that, where all are smaller
+DIRECTIONS = 3
+EQUAL = 1e-5  # of the largest number: two of them are the same
+PLAIN = (Tensor, Parameter)
+NOISE = 1e-7  # of what is multiplied: less is rounding
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Applied:
+    """One call: what it was given and gave, and what came back, once the backward has run it."""
+
+    cls: Any
+    place: tuple[str, str, str]  # the line, what stands there, where the backward stands
+    number: int  # of the calls at this line
+    given: tuple[Any, ...]
+    gave: tuple[Tensor, ...]
+    began: int = 0  # operations when its backward began
+    came: tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]] | None = None
+
+
+class Derivatives:
+    """Calls of Functions, kept while a step runs. operations: how many collectives so far."""
+
+    def __init__(self, operations: Callable[[], int] = lambda: 0) -> None:
+        self.operations = operations
+        self._kept: dict[tuple[str, str, str], list[_Applied]] = {}
+        self._numbers: dict[tuple[str, str, str], int] = {}
+
+    def before(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
+        """What is kept of a call's arguments: it may change them."""
+        return tuple(_kept(a) if isinstance(a, Tensor) else a for a in args), self.operations()
+
+    def applied(
+        self, cls: Any, place: tuple[str, str, str], before: tuple[tuple[Any, ...], int], out: Any
+    ) -> None:
+        """A call has ended. place: its line, what stands there, and where its backward stands."""
+        number = self._numbers[place] = self._numbers.get(place, -1) + 1
+        given, operations = before
+        gave = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        node = next((t.grad_fn for t in gave if type(t.grad_fn).__name__ == _node(cls)), None)
+        held = self._kept.setdefault(place, [])
+        like = [one for one in held if _shapes(one.given) == _shapes(given)]
+        if node is None or operations != self.operations() or len(held) >= MOST_CALLS:
+            return
+        if len(like) >= MOST_ALIKE or _numel((*given, *gave)) > MOST_NUMBERS:
+            return
+        if any(type(t) not in PLAIN for t in (*given, *gave) if isinstance(t, Tensor)):
+            return
+        one = _Applied(
+            cls=cls, place=place, number=number, given=given, gave=tuple(map(_kept, gave))
+        )
+        held.append(one)
+
+        def begins(_: Any) -> None:
+            one.began = self.operations()
+
+        def ends(inner: Sequence[Tensor | None], outer: Sequence[Tensor | None]) -> None:
+            if one.came is None and one.began == self.operations():
+                one.came = tuple(map(_kept_or_none, outer)), tuple(map(_kept_or_none, inner))
+
+        node.register_prehook(begins)
+        node.register_hook(ends)
+
+    def found(self) -> Iterator[Derivative]:
+        """Of each argument that could be told. The step is over: the forwards run once more."""
+        until = time.monotonic() + SECONDS
+        calls = [one for own in self._kept.values() for one in own if one.came is not None]
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for one in calls:
+                try:
+                    yield from _told(one, until)
+                except Exception:  # a user's forward out of its step: it cannot be told
+                    continue
+
+
+def _told(one: _Applied, until: float) -> Iterator[Derivative]:
+    assert one.came is not None
+    outer, inner = one.came
+    places = [i for i, value in enumerate(one.given) if isinstance(value, Tensor)]
+    if not _is_as_it_was(one, _run(one, {})):
+        return
+    for at, came in zip(places, inner, strict=True):
+        value = one.given[at]
+        if not value.requires_grad or value.dtype != torch.float64 or time.monotonic() > until:
+            continue
+        value = value.detach()
+        gradient = torch.zeros_like(value) if came is None else came
+        agrees = _agrees(one, at, gradient, outer)
+        if agrees is None:
+            continue
+        looked = not agrees and value.numel() <= MOST_ELEMENTS and time.monotonic() < until
+        yield Derivative(
+            function=one.cls.__name__,
+            line=one.place[:2],
+            written=one.place[2],
+            call=one.number,
+            argument=_name(one.cls, at),
+            agrees=agrees,
+            off=_off(gradient, _shares(one, at, outer)) if looked else None,
+        )
+
+
+def _slopes(
+    one: _Applied, at: int, outer: Sequence[Tensor | None], direction: Tensor, step: float
+) -> list[float] | None:
+    """What each result adds to the derivative along a direction of an argument, by a central
+    difference; None where no result is another."""
+    value = one.given[at].detach()
+    up, down = (_run(one, {at: value + s * step * direction}) for s in (1, -1))
+    if all(torch.equal(a, b) for a, b in zip(up, down, strict=True)):
+        return None
+    return [
+        0.0 if g is None or not a.is_floating_point() else float((g * (a - b)).sum()) / (2 * step)
+        for g, a, b in zip(outer, up, down, strict=True)
+    ]
+
+
+def _step(value: Tensor) -> float:
+    return STEP * max(float(value.detach().abs().max()), LEAST)
+
+
+def _agrees(
+    one: _Applied, at: int, gradient: Tensor, outer: Sequence[Tensor | None]
+) -> bool | None:
+    """Whether a gradient is the derivative, along some directions; None where that cannot be told,
+    as at a kink."""
+    step = _step(one.given[at])
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(DIRECTIONS):
+        v = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
+        near, far = (_slopes(one, at, outer, v, s) for s in (step, 4 * step))
+        if near is None or far is None:
+            return None
+        found.append((sum(near), sum(far), float((gradient * v).sum())))
+    scale = max(abs(x) for three in found for x in three)
+    least = NOISE * max(float(g.abs().max()) for g in (gradient, *outer) if g is not None)
+    if any(abs(near - far) > EQUAL * scale + least for near, far, _ in found):
+        return None
+    return all(abs(near - given) <= 10 * EQUAL * scale + least for near, _, given in found)
+
+
+def _shares(one: _Applied, at: int, outer: Sequence[Tensor | None]) -> Tensor:
+    """The derivative, element by element: [results, *the argument's shape]."""
+    value = one.given[at].detach()
+    shares = torch.zeros(len(outer), value.numel(), dtype=value.dtype)
+    for i in range(value.numel()):
+        direction = torch.zeros(value.numel(), dtype=value.dtype)
+        direction[i] = 1
+        found = _slopes(one, at, outer, direction.view(value.shape), _step(value))
+        if found is not None:
+            shares[:, i] = torch.tensor(found, dtype=value.dtype)
+    return shares.view(-1, *value.shape)
+
+
+def _off(gradient: Tensor, shares: Tensor) -> Off:
+    whole = shares.sum(0)
+    scale = 10 * EQUAL * float(torch.stack([gradient.abs(), whole.abs()]).max())
+    differ = (gradient - whole).abs() > scale
+    where = []
+    for dim in range(gradient.dim()):
+        others = [d for d in range(gradient.dim()) if d != dim]
+        held = differ.any(dim=others) if others else differ
+        if not held.all():
+            where.append((dim, tuple(held.nonzero().flatten().tolist())))
+    ordered = (gradient.flatten().sort().values - whole.flatten().sort().values).abs()
+    return Off(
+        differ=int(differ.sum()),
+        numel=gradient.numel(),
+        where=tuple(where),
+        zero=bool((gradient[differ] == 0).all()),
+        moved=bool((ordered <= scale).all()) and bool(whole.abs().max() > scale),
+        factors=_factors(gradient, shares, scale),
+    )
+
+
+def _factors(gradient: Tensor, shares: Tensor, scale: float) -> tuple[float, ...]:
+    """Of each result's share in what a backward gave; empty where none fit, or several do."""
+    columns = shares.flatten(1).T
+    live = columns.abs().max(0).values > scale
+    if not live.any() or columns.shape[0] < 2 * int(live.sum()):
+        return ()
+    found = torch.linalg.lstsq(columns[:, live], gradient.flatten())
+    rest = (columns[:, live] @ found.solution - gradient.flatten()).abs().max()
+    if int(torch.linalg.matrix_rank(columns[:, live])) < int(live.sum()) or float(rest) > scale:
+        return ()
+    factors = torch.ones(shares.shape[0], dtype=gradient.dtype)
+    factors[live] = found.solution
+    return tuple(factors.tolist())
+
+
+def _run(one: _Applied, other: dict[int, Tensor]) -> list[Tensor]:
+    """The forward once more, with other values of some arguments."""
+    args = [
+        other.get(i, a).detach().clone().requires_grad_(a.requires_grad)
+        if isinstance(a, Tensor)
+        else a
+        for i, a in enumerate(one.given)
+    ]
+    return [t for t in pytree.tree_leaves(one.cls.apply(*args)) if isinstance(t, Tensor)]
+
+
+def _is_as_it_was(one: _Applied, again: Sequence[Tensor]) -> bool:
+    return len(again) == len(one.gave) and all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+        for a, b in zip(again, one.gave, strict=True)
+    )
+
+
+def _name(cls: Any, at: int) -> str:
+    """Of an argument of the forward, which has a ctx before it unless there is a setup_context."""
+    aside = cls.setup_context is Function.setup_context
+    names = list(inspect.signature(cls.forward).parameters.values())[aside:]
+    known = at < len(names) and names[at].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return names[at].name if known else f"number {at + 1}"
+
+
+def _node(cls: Any) -> str:
+    return f"{cls.__name__}Backward"
+
+
+def _shapes(given: Sequence[Any]) -> list[torch.Size]:
+    return [value.shape for value in given if isinstance(value, Tensor)]
+
+
+def _numel(values: Sequence[Any]) -> int:
+    return sum(value.numel() for value in values if isinstance(value, Tensor))
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        held = tensor.detach().clone()
+        return held.requires_grad_(tensor.requires_grad) if held.is_floating_point() else held
+
+
+def _kept_or_none(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _kept(tensor).detach()

@@ -1,0 +1,134 @@
+"""A Function that gives something else than the derivative of its forward: which, and in words."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.explainers.by_modules import derivatives as words
+from sumgrad.diagnose.modules.derivatives import no_derivatives, own_formulas
+from sumgrad.record.computed import Computed
+from sumgrad.record.derivative import Derivative, Off
+from sumgrad.record.ways import Passed
+
+AT, BACK = ("/x/a.py:7", "y = Own.apply(x)"), "/x/a.py:3"
+MIXED = Off(differ=4, numel=12)
+SCALED = Off(differ=12, numel=12, factors=(2.0,))
+OWN = Passed(function="Own", written=BACK, own=True)
+
+
+def one(agrees=False, *, function="Own", off=MIXED, argument="x", call=0):
+    return Derivative(
+        function=function, line=AT, written=BACK, call=call, argument=argument, agrees=agrees,
+        off=None if agrees else off,
+    )  # fmt: skip
+
+
+def traces(*ranks, single=()):
+    held = [SimpleNamespace(computed=Computed(derivatives=own)) for own in (*ranks, single)]
+    return SimpleNamespace(ranks=dict(enumerate(held[:-1])), single=held[-1])
+
+
+def case(*ranks, single=()):
+    return SimpleNamespace(traces=traces(*ranks, single=single))
+
+
+def test_what_is_no_derivative_in_the_single_process_either_is_meant_so():
+    wrong = no_derivatives(traces((one(),), (one(True, argument="y"), one())))
+    assert [(o.function, [rank for rank, _ in o.wrong]) for o in wrong.values()] == [
+        ("Own", [0, 1])
+    ]
+    assert not no_derivatives(traces((one(),), single=(one(),)))
+    assert no_derivatives(traces((one(),), single=(one(True),)))
+    assert no_derivatives(traces((one(),), single=(one(function="Other"),)))
+    assert not no_derivatives(traces((one(True),)))
+
+
+@pytest.mark.parametrize(
+    ("told", "scale"),
+    [
+        ((one(off=SCALED),), 2.0),
+        ((one(off=SCALED), one(True, argument="y")), 2.0),
+        ((one(off=SCALED), one(off=Off(differ=2, numel=2, factors=(2.00001, 2.0)))), 2.0),
+        ((one(off=SCALED), one(off=Off(differ=2, numel=2, factors=(3.0,)))), None),
+        ((one(off=SCALED), one()), None),
+        ((one(off=SCALED), one(off=None)), None),
+        ((one(off=Off(differ=2, numel=2, factors=(1.0, 0.0))),), None),
+    ],
+)
+def test_a_scale_is_the_one_factor_of_all_that_is_wrong(told, scale):
+    (formula,) = own_formulas(traces(told).ranks).values()
+    assert formula.scale == scale
+
+
+@pytest.mark.parametrize(
+    ("off", "ratio", "accused"),
+    [
+        (MIXED, None, True),
+        (MIXED, 2.0, False),  # it is off by a factor alone
+        (SCALED, None, False),  # by more than that
+        (SCALED, 2.0, True),
+        (SCALED, 3.0, False),
+    ],
+)
+def test_what_only_scales_is_accused_of_that_factor_alone(off, ratio, accused):
+    found = words.not_the_derivative(case((one(off=off),)), [OWN], ratio)
+    assert bool(found) == accused
+
+
+def test_only_what_is_on_the_way_and_the_users_own_is_accused():
+    at = case((one(),))
+    assert not words.not_the_derivative(at, [], None)
+    assert not words.not_the_derivative(at, [Passed(function="Own", written=BACK)], None)
+    assert not words.not_the_derivative(at, [Passed(function="Mul", own=True)], None)
+    assert words.are_the_derivative(case((one(True),))) == {("Own", BACK)}
+    assert words.are_the_derivative(case((one(True),), (one(),))) == set()
+
+
+@pytest.mark.parametrize(
+    ("off", "said"),
+    [
+        (MIXED, "differs from it in 4 of 12 numbers"),
+        (
+            Off(differ=4, numel=12, where=((0, (1, 2)), (1, (0,))), zero=True),
+            "differs from it in 4 of 12 numbers, all at 1-2 of dimension 0 and 0 of dimension 1, "
+            "which are zero",
+        ),
+        (Off(differ=4, numel=12, moved=True), "has the numbers of the derivative in other places"),
+        (Off(differ=4, numel=12, factors=(-0.5000001,)), "is -1/2 times the derivative"),
+        (
+            Off(differ=4, numel=12, factors=(1.0, -1e-9)),
+            "is 1 times its first result's, 0 times its second result's share of the derivative",
+        ),
+    ],
+)
+def test_in_which_way_in_words(off, said):
+    told = (one(True, argument="y"), one(off=None), one(off=off, call=3), one(off=off, call=4))
+    formulas = [*no_derivatives(traces((), told)).values()]
+    first, second = words.how_they_are_off(formulas)
+    assert first == (
+        "what the backward of Own gives for x is not the derivative of its forward, by finite "
+        "differences; for y it is; it is called at a.py:7 `y = Own.apply(x)`"
+    )
+    assert second == f"for one, in call 3 of a.py:7 on rank 1 what it gives for x {said}"
+    assert words.functions_in_words(formulas) == "Own (backward at a.py:3)"
+
+
+def test_where_no_numbers_are_known_no_more_is_said():
+    formulas = [*no_derivatives(traces((one(off=None),))).values()]
+    assert len([*words.how_they_are_off(formulas)]) == 1
+
+
+def test_beside_a_cause_that_leaves_it_open():
+    def beside(at, **more):
+        held = Diagnosis(**{"cause": "the backward", "kind": "backward", **more})
+        return words.with_formulas(at, held).because
+
+    assert len(beside(case((one(),)))) == 2
+    assert beside(case((one(),)), because=("first",))[0] == "first"
+    assert not beside(case((one(),)), kind="forward")
+    assert not beside(case((one(off=SCALED),)))
+    assert not beside(case((one(True),)))
+    assert not beside(case((one(),)), cause=f"it is {words.SAID}")
+    assert not beside(SimpleNamespace(traces=None))
