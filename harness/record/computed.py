@@ -7,7 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from sumgrad.record.derivative import Derivative, derivative_from
+from sumgrad.record.derivative import (
+    Back,
+    Derivative,
+    back_as_json,
+    back_as_tensors,
+    back_from,
+    derivative_from,
+)
 from torch import Tensor
 
 Line = tuple[str, str]  # `PATH:12`, and what stands there
@@ -104,7 +111,7 @@ class Computed:
     the backward ran them once more, with numbers of values_again. changes: of the forward.
     uncleared: leaves that are no parameters. set_grads: of parameters, not what clears them.
     found_none: lines that read parameters' `.grad`, each time where there was none. derivatives: of
-    Functions' backwards, held against their forwards.
+    Functions' backwards, held against their forwards. backs: what these were given and gave.
     """
 
     computations: tuple[Computation, ...] = ()
@@ -120,6 +127,7 @@ class Computed:
     set_grads: tuple[SetGrad, ...] = ()
     found_none: tuple[Line, ...] = ()
     derivatives: tuple[Derivative, ...] = ()
+    backs: tuple[Back, ...] = ()
 
 
 def computed_as_json(computed: Computed) -> dict[str, Any]:
@@ -134,6 +142,7 @@ def computed_as_json(computed: Computed) -> dict[str, Any]:
         "set_grads": [asdict(one) for one in computed.set_grads],
         "uncleared": [asdict(one) for one in computed.uncleared],
         "derivatives": [asdict(one) for one in computed.derivatives],
+        "backs": [back_as_json(one) for one in computed.backs],
     }
 
 
@@ -150,7 +159,10 @@ def computed_as_tensors(computed: Computed) -> dict[str, Tensor]:
     }
     again = {f"value_again/{i}": t for i, t in enumerate(computed.values_again)}
     values = {f"value/{i}": t for i, t in enumerate(computed.values)}
-    return values | gradients | arrivals | again
+    backs: dict[str, Tensor] = {}
+    for i, one in enumerate(computed.backs):
+        backs |= back_as_tensors(i, one)
+    return values | gradients | arrivals | again | backs
 
 
 def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Computed:
@@ -177,6 +189,7 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
         values_again=tuple(held[f"value_again/{i}"] for i in range(num_again)),
         changes=tuple(Change(**one) for one in said.get("changes", ())),
         derivatives=tuple(map(derivative_from, said.get("derivatives", ()))),
+        backs=tuple(back_from(i, one, held) for i, one in enumerate(said.get("backs", ()))),
         found_none=tuple(map(line_of, said.get("found_none", ()))),
         set_grads=tuple(
             SetGrad(name=one["name"], line=line_of(one["line"]))
@@ -222,7 +235,9 @@ def computed_together(found: Sequence[Computed]) -> Computed:
     gradients: list[dict[int, Tensor]] = []
     with_graph: set[int] = set()
     made: dict[tuple[str, int, int], int] = {}
+    backs: list[Back] = []
     for one in found:
+        backs += [replace(b, computation=b.computation + len(computations)) for b in one.backs]
         place = places_of(one)
         number: dict[int, int] = {}
         for i, value in enumerate(one.values):
@@ -247,6 +262,7 @@ def computed_together(found: Sequence[Computed]) -> Computed:
         gradients=tuple(gradients),
         with_graph=frozenset(with_graph),
         derivatives=tuple(d for one in found for d in one.derivatives),
+        backs=tuple(backs),
     )
 
 

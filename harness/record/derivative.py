@@ -1,10 +1,22 @@
-"""Whether a Function's backward gave the derivative of its forward, in one call."""
+"""What a Function's backward was given and gave, and whether that is its forward's derivative."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Back:
+    """One call's backward. computation: the call's number among what was computed. outer: what each
+    result was given; inner: what it gave for each tensor that it takes."""
+
+    computation: int
+    outer: tuple[Tensor | None, ...]
+    inner: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +62,26 @@ def derivative_from(said: Mapping[str, Any]) -> Derivative:
         where = tuple((dim, tuple(places)) for dim, places in off["where"])
         off = Off(**{**off, "where": where, "factors": tuple(off["factors"])})
     return Derivative(**{**said, "line": (line, code), "off": off})
+
+
+def back_as_json(one: Back) -> dict[str, Any]:
+    return {"computation": one.computation, "outer": len(one.outer), "inner": len(one.inner)}
+
+
+def back_as_tensors(number: int, one: Back) -> dict[str, Tensor]:
+    sides = {"outer": one.outer, "inner": one.inner}
+    return {
+        f"value_back/{number}/{side}/{i}": gradient
+        for side, own in sides.items()
+        for i, gradient in enumerate(own)
+        if gradient is not None
+    }
+
+
+def back_from(number: int, said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Back:
+    """Of what back_as_json and back_as_tensors gave."""
+    outer, inner = (
+        tuple(held.get(f"value_back/{number}/{side}/{i}") for i in range(said[side]))
+        for side in ("outer", "inner")
+    )
+    return Back(computation=said["computation"], outer=outer, inner=inner)

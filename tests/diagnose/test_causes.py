@@ -175,6 +175,17 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "al_06_places_scaled_back_by_the_other_side.py:82 `read = Sample.apply(values, places, "
             "self.swapped)` is right on rank 1-2, and that of its second tensor argument",
         ),
+        (
+            "al_01",
+            "gets in place of what is given at (0, 0, 9) of the result on rank 1 what is given at "
+            "(0, 0, 0) of the result on rank 1, where number (0, 0, 5) of rank 0 went",
+        ),
+        ("e_07", "at (0, 0) of the result on rank 3, where number (0, 0) of rank 2 went"),
+        (
+            "h_06",
+            "Halo (backward at tests/bugs/h_06_halo_gradient_overwrites_the_edge.py:40) there "
+            "does not take gradients back the way that its forward takes numbers",
+        ),
         ("al_07", "is 1 times its first result's, 0 times its second result's share of the der"),
         (
             "an_05",

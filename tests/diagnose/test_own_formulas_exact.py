@@ -31,7 +31,7 @@ def traces(*ranks, single=()):
 
 
 def case(*ranks, single=()):
-    return SimpleNamespace(traces=traces(*ranks, single=single))
+    return SimpleNamespace(traces=traces(*ranks, single=single), known={})
 
 
 def test_what_is_no_derivative_in_the_single_process_either_is_meant_so():
@@ -73,15 +73,20 @@ def test_a_scale_is_the_one_factor_of_all_that_is_wrong(told, scale):
     ],
 )
 def test_what_only_scales_is_accused_of_that_factor_alone(off, ratio, accused):
-    found = words.not_the_derivative(case((one(off=off),)), [OWN], ratio)
-    assert bool(found) == accused
+    found = words.wrong_functions(case((one(off=off),)), [OWN], ratio)
+    assert (found is not None) == accused
+    if found is not None:
+        assert found.said == (
+            "the backward of Own (backward at a.py:3) there is not the derivative of its forward"
+        )
+        assert len(found.because) == 2
 
 
 def test_only_what_is_on_the_way_and_the_users_own_is_accused():
     at = case((one(),))
-    assert not words.not_the_derivative(at, [], None)
-    assert not words.not_the_derivative(at, [Passed(function="Own", written=BACK)], None)
-    assert not words.not_the_derivative(at, [Passed(function="Mul", own=True)], None)
+    assert not words.wrong_functions(at, [], None)
+    assert not words.wrong_functions(at, [Passed(function="Own", written=BACK)], None)
+    assert not words.wrong_functions(at, [Passed(function="Mul", own=True)], None)
     assert words.are_the_derivative(case((one(True),))) == {("Own", BACK)}
     assert words.are_the_derivative(case((one(True),), (one(),))) == set()
 

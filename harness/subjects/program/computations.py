@@ -94,6 +94,7 @@ class Computations(TorchFunctionMode):
             set_grads=tuple(self._set_grads),
             found_none=tuple(line for line, some in self._reads.items() if some == {False}),
             derivatives=tuple(self._derivatives.found()),
+            backs=tuple(self._derivatives.backs()),
         )
 
     def __enter__(self) -> Computations:
@@ -113,8 +114,8 @@ class Computations(TorchFunctionMode):
                 self._functions.pop()
             self._add(seen, out)
             if seen is not None and not kwargs and not _is_backward():
-                place = seen.line, seen.code, seen.written
-                self._derivatives.applied(cls, place, before, out)
+                number = len(self._forward.found) - 1
+                self._derivatives.applied(cls, seen, number, before, out)
             return out
 
         Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]

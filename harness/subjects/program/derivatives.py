@@ -2,7 +2,8 @@
 
 A Function whose formula is its author's own is held against finite differences of its forward, run
 once more by itself when the step is over: in float64, without a collective, and only where it gives
-once more what it gave in the step. What a forward does not depend on is not told.
+once more what it gave in the step. What a forward does not depend on is not told. Of every call,
+also of one that communicates, what its backward was given and gave is kept.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sumgrad.record.derivative import Derivative, Off
+from sumgrad.record.computed import Computation, Line
+from sumgrad.record.derivative import Back, Derivative, Off
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 MOST_NUMBERS = 200_000  # of one call, in arguments and results
-MOST_CALLS = 6  # of one place
+MOST_KEPT = 1 << 22  # of all of them
+MOST_CALLS = 6  # of one place, that are run again
 MOST_ALIKE = 2  # of these with arguments of the same shapes
 MOST_ELEMENTS = 512  # of an argument whose derivative is taken element by element
 SECONDS = 2.0
@@ -38,10 +41,12 @@ class _Applied:
     """One call: what it was given and gave, and what came back, once the backward has run it."""
 
     cls: Any
-    place: tuple[str, str, str]  # the line, what stands there, where the backward stands
+    made: Computation
+    computation: int  # number of `made`
     number: int  # of the calls at this line
     given: tuple[Any, ...]
     gave: tuple[Tensor, ...]
+    is_alone: bool  # it does not communicate
     began: int = 0  # operations when its backward began
     came: tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]] | None = None
 
@@ -51,54 +56,77 @@ class Derivatives:
 
     def __init__(self, operations: Callable[[], int] = lambda: 0) -> None:
         self.operations = operations
-        self._kept: dict[tuple[str, str, str], list[_Applied]] = {}
-        self._numbers: dict[tuple[str, str, str], int] = {}
+        self._kept: dict[Line, list[_Applied]] = {}
+        self._numbers: dict[Line, int] = {}
+        self._room = MOST_KEPT
 
     def before(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
         """What is kept of a call's arguments: it may change them."""
         return tuple(_kept(a) if isinstance(a, Tensor) else a for a in args), self.operations()
 
     def applied(
-        self, cls: Any, place: tuple[str, str, str], before: tuple[tuple[Any, ...], int], out: Any
+        self,
+        cls: Any,
+        made: Computation,
+        computation: int,
+        before: tuple[tuple[Any, ...], int],
+        out: Any,
     ) -> None:
-        """A call has ended. place: its line, what stands there, and where its backward stands."""
+        """A call has ended. made: what is known of it, and computation, its number there."""
+        place = made.line, made.code
         number = self._numbers[place] = self._numbers.get(place, -1) + 1
         given, operations = before
         gave = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         node = next((t.grad_fn for t in gave if type(t.grad_fn).__name__ == _node(cls)), None)
-        held = self._kept.setdefault(place, [])
-        like = [one for one in held if _shapes(one.given) == _shapes(given)]
-        if node is None or operations != self.operations() or len(held) >= MOST_CALLS:
+        numel = _numel((*given, *gave))
+        tensors = [t for t in (*given, *gave) if isinstance(t, Tensor)]
+        if node is None or numel > min(self._room, MOST_NUMBERS):
             return
-        if len(like) >= MOST_ALIKE or _numel((*given, *gave)) > MOST_NUMBERS:
+        if any(type(t) not in PLAIN for t in tensors):
             return
-        if any(type(t) not in PLAIN for t in (*given, *gave) if isinstance(t, Tensor)):
-            return
+        self._room -= numel
         one = _Applied(
-            cls=cls, place=place, number=number, given=given, gave=tuple(map(_kept, gave))
-        )
-        held.append(one)
+            cls=cls, made=made, computation=computation, number=number, given=given,
+            gave=tuple(map(_kept, gave)), is_alone=operations == self.operations(),
+        )  # fmt: skip
+        self._kept.setdefault(place, []).append(one)
 
         def begins(_: Any) -> None:
             one.began = self.operations()
 
         def ends(inner: Sequence[Tensor | None], outer: Sequence[Tensor | None]) -> None:
-            if one.came is None and one.began == self.operations():
+            if one.came is None:
                 one.came = tuple(map(_kept_or_none, outer)), tuple(map(_kept_or_none, inner))
+                one.is_alone = one.is_alone and one.began == self.operations()
 
         node.register_prehook(begins)
         node.register_hook(ends)
 
+    def backs(self) -> Iterator[Back]:
+        """What every call's backward was given, and gave."""
+        for one in (one for own in self._kept.values() for one in own):
+            if one.came is not None:
+                yield Back(computation=one.computation, outer=one.came[0], inner=one.came[1])
+
     def found(self) -> Iterator[Derivative]:
         """Of each argument that could be told. The step is over: the forwards run once more."""
         until = time.monotonic() + SECONDS
-        calls = [one for own in self._kept.values() for one in own if one.came is not None]
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            for one in calls:
+            for one in (one for own in self._kept.values() for one in _to_be_run(own)):
                 try:
                     yield from _told(one, until)
                 except Exception:  # a user's forward out of its step: it cannot be told
                     continue
+
+
+def _to_be_run(calls: Sequence[_Applied]) -> list[_Applied]:
+    """Some calls of each shape."""
+    kept: list[_Applied] = []
+    for one in calls:
+        like = [other for other in kept if _shapes(other.given) == _shapes(one.given)]
+        if one.is_alone and one.came is not None and len(like) < MOST_ALIKE:
+            kept.append(one)
+    return kept[:MOST_CALLS]
 
 
 def _told(one: _Applied, until: float) -> Iterator[Derivative]:
@@ -119,8 +147,8 @@ def _told(one: _Applied, until: float) -> Iterator[Derivative]:
         looked = not agrees and value.numel() <= MOST_ELEMENTS and time.monotonic() < until
         yield Derivative(
             function=one.cls.__name__,
-            line=one.place[:2],
-            written=one.place[2],
+            line=(one.made.line, one.made.code),
+            written=one.made.written,
             call=one.number,
             argument=_name(one.cls, at),
             agrees=agrees,

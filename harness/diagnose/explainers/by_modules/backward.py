@@ -14,11 +14,6 @@ from sumgrad.diagnose.explainers.by_modules.called_from import (
     without_modules_not_entered,
 )
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
-from sumgrad.diagnose.explainers.by_modules.derivatives import (
-    SAID,
-    functions_in_words,
-    how_they_are_off,
-)
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.gradient_of_others import (
     has_none_there,
@@ -47,7 +42,7 @@ from sumgrad.diagnose.explainers.by_modules.passed import (
     lacking_there,
     only_function_between,
     own_functions_between,
-    wrong_formulas_between,
+    wrong_functions_between,
 )
 from sumgrad.diagnose.explainers.by_modules.recomputed import (
     is_computed_again,
@@ -97,9 +92,9 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     weights = weights_there(case, found.modules, "backward")
     ends = _ends(case, look, found)
     only = only_function_between(case, found, ends)
-    formulas = wrong_formulas_between(case, found, ends)
-    if formulas:
-        cause += f": the backward of {functions_in_words(formulas)} there is {SAID}"
+    functions = wrong_functions_between(case, found, ends)
+    if functions and functions.said:
+        cause += f": {functions.said}"
     elif only and found.ratio is None:
         cause += f": nothing computes between the two but {only}"
     kind, ranks = "backward", found.ranks
@@ -116,8 +111,8 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
             *called_from(case, look, found, back=True),
             *_handed(case, found),
             *_product_of_another_call(case, look, found),
-            *how_they_are_off(formulas),
-            *_evidence(case, look, found, above, known=bool(formulas)),
+            *(functions.because if functions else ()),
+            *_evidence(case, look, found, above, known=bool(functions and functions.said)),
         ]
     text = _what_is_right(look, above) + cause + _terms_there(look, found)
     accused = None if weights else collective_at_fault(case, found, back=True)

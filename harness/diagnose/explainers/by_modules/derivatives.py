@@ -1,9 +1,12 @@
-"""A user's Function that gives something else than the derivative of its forward, in words."""
+"""A user's Function that gives something else than the derivative of its forward, in words.
+
+Either by finite differences of its forward, or, where it only moves numbers, by where they went.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
@@ -15,32 +18,83 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     ordinal,
 )
 from sumgrad.diagnose.modules.derivatives import NEAR, OwnFormula, no_derivatives, own_formulas
+from sumgrad.diagnose.modules.moved import Brought, Element, Mover, movers
 from sumgrad.record.derivative import Derivative, Off
 from sumgrad.record.ways import Passed
 
 OTHERS = ("forward", "recomputed", "rows_read", "loss_rows")  # causes that no formula explains
 SAID = "not the derivative of its forward"
+OTHER_WAY = "does not take gradients back the way that its forward takes numbers"
 
 
-def not_the_derivative(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongFunctions:
+    """said: which, and that they are wrong; because: how. Nothing is
+    said where it may be meant so."""
+
+    said: str
+    because: tuple[str, ...]
+
+
+def wrong_functions(
     case: Case, passed: Sequence[Passed], ratio: float | None
-) -> list[OwnFormula]:
+) -> WrongFunctions | None:
     """Of Functions on the way those that explain what is wrong there. ratio: it is off by that
     factor alone; one that only scales explains nothing else, and may be meant."""
     traces = case.traces
     if traces is None:
-        return []
-    wrong = no_derivatives(traces)
-    keys = dict.fromkeys((p.function, p.written) for p in passed if p.own)
-    found = [wrong[key] for key in keys if key in wrong]
-    return [one for one in found if _explains(one.scale, ratio)]
+        return None
+    formulas = no_derivatives(traces)
+    keys = [*dict.fromkeys((p.function, p.written) for p in passed if p.own)]
+    found = [formulas[key] for key in keys if key in formulas]
+    found = [one for one in found if _explains(one.scale, ratio)]
+    if found:
+        return WrongFunctions(
+            said=f"the backward of {functions_in_words(found)} there is {SAID}",
+            because=tuple(how_they_are_off(found)),
+        )
+    moving = wrong_movers(case)
+    wrong = [moving[key] for key in keys if key in moving]
+    wrong = [one for one in wrong if _explains(one.wrong[0].times, ratio)]
+    sure = [one for one in wrong if not all(map(_may_be_meant, one.wrong))]
+    if sure:
+        return WrongFunctions(
+            said=f"the backward of {functions_in_words(sure)} there {OTHER_WAY}",
+            because=tuple(how_they_bring_back(sure)),
+        )
+    return WrongFunctions(said="", because=tuple(how_they_bring_back(wrong))) if wrong else None
+
+
+def _may_be_meant(w: Brought) -> bool:
+    """Of copies in replicas that a step counts as one."""
+    return w.replicas and w.foreign is None and bool(w.lacks)
+
+
+def moved(case: Case) -> dict[tuple[str, str], Mover]:
+    """Functions that only move numbers, and how their backwards bring gradients back."""
+    if "movers" not in case.known:
+        traces = case.traces
+        case.known["movers"] = movers(traces.ranks) if traces is not None else {}
+    found: dict[tuple[str, str], Mover] = case.known["movers"]
+    return found
+
+
+def wrong_movers(case: Case) -> dict[tuple[str, str], Mover]:
+    """Those that bring other gradients back, and do not so in the single process."""
+    traces = case.traces
+    wrong = {key: one for key, one in moved(case).items() if one.off}
+    if not wrong or traces is None:
+        return {}
+    single = movers({0: traces.single})
+    return {key: one for key, one in wrong.items() if key not in single or not single[key].off}
 
 
 def are_the_derivative(case: Case) -> set[tuple[str, str]]:
     """Functions of which all that was told on the ranks is right."""
     traces = case.traces
     ranks = own_formulas(traces.ranks) if traces is not None else {}
-    return {key for key, one in ranks.items() if not one.wrong}
+    right = {key for key, one in ranks.items() if not one.wrong}
+    return right | {key for key, one in moved(case).items() if one.is_right}
 
 
 def _explains(scale: float | None, ratio: float | None) -> bool:
@@ -49,8 +103,48 @@ def _explains(scale: float | None, ratio: float | None) -> bool:
     return abs(scale - ratio) <= 10 * NEAR * abs(ratio)
 
 
-def functions_in_words(found: Sequence[OwnFormula]) -> str:
+def functions_in_words(found: Sequence[OwnFormula | Mover]) -> str:
     return some_of([f"{one.function} (backward at {line_from_here(one.written)})" for one in found])
+
+
+def how_they_bring_back(found: Sequence[Mover]) -> Iterator[str]:
+    """What becomes of the gradients of what each has moved."""
+    for one in found:
+        lines = some_of([line_and_code(*line) for line in one.lines])
+        yield (f"the forward of {one.function} only moves numbers, and {one.off} of "
+               f"{one.told} that it takes do not get back the sum of what their copies were given; "
+               f"it is called at {lines}")  # fmt: skip
+        told = [w for w in one.wrong if w.foreign or w.lacks or w.times is not None]
+        told.sort(key=_may_be_meant)
+        yield from _brought_in_words(one, told[0]) if told else ()
+
+
+def _brought_in_words(one: Mover, w: Brought) -> Iterator[str]:
+    e = w.element
+    text = f"for one, number {_at(e.index)} that {one.function} takes on rank {e.rank} in its call "
+    text += f"{e.call} goes to {_places(w.copies) or 'no place'}, and gets "
+    if w.times is not None:
+        yield f"{text}{_short(w.times)} times what is given there"
+        return
+    if w.foreign is None:
+        text += f"nothing of what is given at {_places(w.lacks)}"
+        text += ", which is right where all these ranks compute the same" if w.replicas else ""
+        yield text
+        return
+    own = f"in place of what is given at {_places(w.lacks)} " if w.lacks else ""
+    own = own or ("besides that " if w.copies else "")
+    text += f"{own}what is given at {_places([w.foreign])}"
+    if w.owner is not None:
+        text += f", where number {_at(w.owner.index)} of rank {w.owner.rank} went"
+    yield text
+
+
+def _places(places: Sequence[Element]) -> str:
+    return some_of([f"{_at(e.index)} of the result on rank {e.rank}" for e in places])
+
+
+def _at(index: Sequence[int]) -> str:
+    return f"({', '.join(map(str, index))})"
 
 
 def how_they_are_off(found: Sequence[OwnFormula]) -> Iterator[str]:
@@ -102,7 +196,14 @@ def with_formulas(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     traces = case.traces
     if traces is None or diagnosis.kind in OTHERS or diagnosis.standing == "proved":
         return diagnosis
-    if any(SAID in line for line in (diagnosis.cause, *diagnosis.because)):
+    said = " ".join((diagnosis.cause, *diagnosis.because))
+    if SAID in said or OTHER_WAY in said:
         return diagnosis
     found = [one for one in no_derivatives(traces).values() if one.scale is None]
-    return replace(diagnosis, because=(*diagnosis.because, *how_they_are_off(found)))
+    moving = [
+        one
+        for one in wrong_movers(case).values()
+        if one.wrong[0].times is None and not all(map(_may_be_meant, one.wrong))
+    ]
+    because = (*diagnosis.because, *how_they_are_off(found), *how_they_bring_back(moving))
+    return replace(diagnosis, because=because)

@@ -7,11 +7,6 @@ from collections.abc import Iterator, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.derivatives import (
-    SAID,
-    functions_in_words,
-    how_they_are_off,
-)
 from sumgrad.diagnose.explainers.by_modules.how_it_is_off import off_at_a_line
 from sumgrad.diagnose.explainers.by_modules.lines import in_words, known_lines, lines_inside
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked_by_rows, named, owners
@@ -101,9 +96,9 @@ def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     told = sum(look.forward(m) == "right" for m in look.modules)
     elsewhere = [m or "the model" for m in modules if m not in inside]
     where = [f"the backward of {some_of([named(look, m) for m in inside])}"] if inside else []
-    formulas = wrong_makers(case, names)
-    if formulas:
-        where = [f"the backward of {functions_in_words(formulas)}, which is {SAID}"]
+    wrong = wrong_makers(case, names)
+    if wrong and wrong.said:
+        where = [wrong.said]
     elif functions:
         where = [f"the backward of {functions}"]
     elif elsewhere:
@@ -119,7 +114,7 @@ def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
             kind="own_backward",
             ranks=ranks,
             because=(
-                *how_they_are_off(formulas),
+                *(wrong.because if wrong else ()),
                 *in_words(lines_inside(case, inside)),
                 *(() if functions else made_by(case, names)),
                 "a penalty on these parameters, or a second backward, would look the same",

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from sumgrad.base.outcome import some_of
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.derivatives import (
+    WrongFunctions,
     are_the_derivative,
-    not_the_derivative,
+    wrong_functions,
 )
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, line_from_here
-from sumgrad.diagnose.modules.derivatives import OwnFormula
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.on_the_way import passed_between
 from sumgrad.record.trace import INTO, LOSS, Trace
@@ -93,13 +93,15 @@ def _torchs_formulas(passed: Sequence[Passed], *, unwanted: bool) -> Iterator[st
                f"collective without a backward; lines: {lines}")  # fmt: skip
 
 
-def wrong_formulas_between(case: Case, found: FirstWrong, ends: Sequence[str]) -> list[OwnFormula]:
+def wrong_functions_between(
+    case: Case, found: FirstWrong, ends: Sequence[str]
+) -> WrongFunctions | None:
     """Functions of the user's there that do not give the derivative of their forwards, where that
     explains what is wrong."""
     trace = _trace(case, found)
     ways = [passed_between(trace, found.wrong, end) for end in ends] if trace is not None else []
     passed = [p for one in ways for p in one or ()]
-    return not_the_derivative(case, passed, found.ratio)
+    return wrong_functions(case, passed, found.ratio)
 
 
 def lacking_there(case: Case, found: FirstWrong, ends: Sequence[str]) -> list[str]:
@@ -197,9 +199,9 @@ def own_makers(case: Case, names: Sequence[str]) -> str:
     return some_of(_functions(passed)) if passed and each else ""
 
 
-def wrong_makers(case: Case, names: Sequence[str]) -> list[OwnFormula]:
+def wrong_makers(case: Case, names: Sequence[str]) -> WrongFunctions | None:
     """Of these those that do not give the derivative of their forwards."""
-    return not_the_derivative(case, _makers(case, names) or (), None)
+    return wrong_functions(case, _makers(case, names) or (), None)
 
 
 def _makers(case: Case, names: Sequence[str]) -> list[Passed] | None:
