@@ -198,7 +198,10 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("x_07", "whether by the same is not known: rows 4-7, 11-13 count on no"),
         ("y_06", "was multiplied by 2/3 after micro-batch 0, 1/3 after micro-batch 1"),
         ("y_08", "`sub` of shapes (3, 1) and (3) pairs every number of one with every number"),
-        ("s_06", "nothing computes between the two but LocalArgmax (backward at tests/"),
+        (
+            "s_06",
+            "goes to no place, and gets what is given at (0, 1) of the result on rank 0, where",
+        ),
         ("o_04", "ranks (0, 1, 2, 3)"),  # both groups of the axis, not the first alone
         (
             "o_03",
@@ -291,6 +294,7 @@ def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
         "nineteenth": 20,
         "twentieth": 20,
         "twenty-first": 20,
+        "twenty-second": 20,
     }  # fmt: skip
     for paths in halves.values():
         for path in paths:
