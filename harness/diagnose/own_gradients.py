@@ -19,6 +19,7 @@ from sumgrad.judge.cells import Cell
 from sumgrad.record.ranks import OWN, OWN_AT
 from torch import Tensor
 
+SAME_FACTOR = 1e-5  # of several parameters
 ALIKE = 1e-6  # of the largest weight: weights that are the same
 NEEDED = 4  # numbers for each weight that is fitted
 ROUNDINGS, EPS = 64, torch.finfo(torch.float64).eps  # of the largest term, that a fit leaves
@@ -33,6 +34,7 @@ class Mixed:
 
     got, wanted: (sources, passes). Of the two one may be None: no weights of the ranks' own
     gradients give what the rank holds, or what it must. lines: of a user's, that called each pass.
+    only: no other weights do the same; where both are known there are none.
     """
 
     rank: int
@@ -41,6 +43,7 @@ class Mixed:
     got: Tensor | None
     wanted: Tensor | None
     lines: tuple[str, ...] = ()
+    only: bool = True
 
     def weighed(self) -> Weighed | None:
         """The same where both are known."""
@@ -97,7 +100,7 @@ def _mixed(case: Case) -> Iterator[Mixed]:
             tables = weights_of(group)
             numbers = sum(columns.own.shape[1] for columns in group)
             few = numbers < NEEDED * len(sources) * passes
-            if not any(tables.kind) or not tables.only or few:
+            if not any(tables.kind) or (all(tables.kind) and not tables.only) or few:
                 continue
             yield Mixed(
                 rank=rank,
@@ -106,6 +109,7 @@ def _mixed(case: Case) -> Iterator[Mixed]:
                 got=None if tables.got is None else tables.got.reshape(-1, passes),
                 wanted=None if tables.wanted is None else tables.wanted.reshape(-1, passes),
                 lines=_lines(case, rank, group[0].cell.name),
+                only=tables.only,
             )
 
 
@@ -124,6 +128,28 @@ def with_few_numbers(case: Case, found: Sequence[Weighed]) -> list[Weighed]:
                 out[i] = replace(m, names=(*m.names, cell.name))
                 break
     return out
+
+
+def add_up_evenly(case: Case) -> bool:
+    """Whether of every wrong gradient the sum of what all ranks' own backwards gave is the right
+    one, up to one factor: then no row counts other than it should before they are reduced."""
+    given = given_by_ranks(case)
+    if given is None or not case.exact:
+        return False
+    factors = []
+    for cell in case.failing_cells:
+        columns = columns_of(cell, given, uneven=True)
+        if columns is None:
+            return False
+        often = torch.tensor([len(source) for source in columns.sources]).double()
+        total = often.repeat_interleave(columns.passes) @ columns.own
+        squares = float(total @ total)
+        factor = float(total @ columns.wanted) / squares if squares else 1.0
+        left = (columns.wanted - factor * total).abs().max()
+        if float(left) > cell.wanted.threshold:
+            return False
+        factors += [factor] if squares else []
+    return bool(factors) and max(factors) - min(factors) <= SAME_FACTOR * abs(factors[0])
 
 
 def has_few_numbers(cell: Cell, given: Given) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -111,7 +111,8 @@ class Computed:
     the backward ran them once more, with numbers of values_again. changes: of the forward.
     uncleared: leaves that are no parameters. set_grads: of parameters, not what clears them.
     found_none: lines that read parameters' `.grad`, each time where there was none. derivatives: of
-    Functions' backwards, held against their forwards. backs: what these were given and gave.
+    Functions' backwards, held against their forwards. backs: what these were given and gave. hooks:
+    what hooks of the user's compute in a backward, and after how many of the computations.
     """
 
     computations: tuple[Computation, ...] = ()
@@ -128,6 +129,16 @@ class Computed:
     found_none: tuple[Line, ...] = ()
     derivatives: tuple[Derivative, ...] = ()
     backs: tuple[Back, ...] = ()
+    hooks: tuple[tuple[int, Computation], ...] = ()
+
+    def in_order(self) -> Iterator[Computation]:
+        """What lines computed, those of hooks among the others."""
+        hooks = [*self.hooks]
+        for i, one in enumerate(self.computations):
+            while hooks and hooks[0][0] <= i:
+                yield hooks.pop(0)[1]
+            yield one
+        yield from (one for _, one in hooks)
 
 
 def computed_as_json(computed: Computed) -> dict[str, Any]:
@@ -142,6 +153,7 @@ def computed_as_json(computed: Computed) -> dict[str, Any]:
         "set_grads": [asdict(one) for one in computed.set_grads],
         "uncleared": [asdict(one) for one in computed.uncleared],
         "derivatives": [asdict(one) for one in computed.derivatives],
+        "hooks": [[at, asdict(one)] for at, one in computed.hooks],
         "backs": [back_as_json(one) for one in computed.backs],
     }
 
@@ -189,6 +201,7 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
         values_again=tuple(held[f"value_again/{i}"] for i in range(num_again)),
         changes=tuple(Change(**one) for one in said.get("changes", ())),
         derivatives=tuple(map(derivative_from, said.get("derivatives", ()))),
+        hooks=tuple((at, _computation_from(one)) for at, one in said.get("hooks", ())),
         backs=tuple(back_from(i, one, held) for i, one in enumerate(said.get("backs", ()))),
         found_none=tuple(map(line_of, said.get("found_none", ()))),
         set_grads=tuple(

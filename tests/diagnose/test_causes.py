@@ -192,6 +192,15 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "wrong on rank 0-1: the backward of HalfSpectrum (backward at tests/bugs/an_05_interior"
             "_bins_come_back_twice.py:55) there is not the derivative of its forward",
         ),
+        ("an_04", "it was changed after the backward, where gradients are reduced"),
+        (
+            "an_07",
+            "`return torch.cat(every)` gives on rank 1 vectors 0-1 of what image gives on ra",
+        ),
+        (
+            "aj_06",
+            "aj_06_hook_weights_what_it_finds_by_the_latest_count.py:42 `buffer = bucket.buf",
+        ),
         ("al_08", "both_branches_hang_a_hook_on_it.py:33 is whole already: it is counted 3 times"),
         ("al_09", "layers.10.linear.weight and 5 more is summed already: it is counted 3 times"),
         ("al_10", "what enters the model was made at tests/bugs/al_10_rows_left_in_the_fixed_buf"),

@@ -88,11 +88,12 @@ def on_which_side_of_the_reduction(case: Case) -> str | None:
     """Where the mistake is, as far as the sums of the ranks' own gradients say it."""
     found = mixed(case)
     names = list(dict.fromkeys(n for m in found for n in m.names))
-    if not _covers(case, found):
+    if not _covers(case, found, few=True):
         return None
     if wrong_before_it_is_reduced(case):
         shown = {_weights(m, m.got) for m in found}
-        with_weights = f", with the weights {shown.pop()}" if len(shown) == 1 else ""
+        only = len(shown) == 1 and all(m.only for m in found)
+        with_weights = f", with the weights {shown.pop()}" if only else ""
         return (
             f"{_own(names)} is put together from what the ranks' own backwards gave"
             f"{with_weights}, and no weights of them give the right gradient: what some backward "
@@ -100,7 +101,8 @@ def on_which_side_of_the_reduction(case: Case) -> str | None:
         )
     if all(m.got is None for m in found):
         shown = {_weights(m, m.wanted) for m in found}
-        with_weights = f"with the weights {shown.pop()} " if len(shown) == 1 else ""
+        only = len(shown) == 1 and all(m.only for m in found)
+        with_weights = f"with the weights {shown.pop()} " if only else ""
         return (
             f"what the ranks' own backwards gave {_own(names)} is right: {with_weights}"
             f"it adds up to the right gradient; what the ranks hold is no such sum: it was changed "

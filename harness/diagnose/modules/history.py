@@ -76,7 +76,7 @@ def _held(columns: Columns, computed: Computed) -> Iterator[Held]:
     numel, basis = columns.cell.measured.numel(), torch.linalg.qr(columns.own.T).Q
     starts: dict[int, int | None] = {}  # by number of elements, where it begins in such a buffer
     known: dict[int, Tensor | None] = {}
-    for c in computed.computations:
+    for c in computed.in_order():
         taken = [t for t in c.takes if isinstance(t, int)]
         taken = taken[1:] if c.function in OVERWRITES else taken
         for number, gives in (*((n, False) for n in taken), *((n, True) for n in c.gives)):

@@ -44,6 +44,8 @@ ALIASES = {
     "multiply": "mul", "rmul": "mul", "imul": "mul", "radd": "add", "iadd": "add",
     "subtract": "sub", "isub": "sub", "mm": "matmul", "bmm": "matmul",
 }  # fmt: skip
+# Torch's own files on the way to the backward of a Function, and to what a checkpoint runs again.
+BACKWARDS = ("autograd/function.py", "utils/checkpoint.py")
 ENGINE = "_engine_run_backward"  # what every backward ends in
 UNSEEN = {"get", "set", "register_hook", "backward", "requires_grad", "retain_grad"}
 
@@ -64,6 +66,9 @@ class Computations(TorchFunctionMode):
         self._derivatives = derivatives or Derivatives()
         self._forward = _Calls(KeptValues())
         self._backward = _Calls(KeptValues(with_gradients=False))
+        self._hooks = _Calls(self._forward.values)
+        self._hooks_at: list[int] = []
+        self._in_a_hook = False
         self._sites: set[str] = set()  # of what is in the forward
         self._changes: list[Change] = []
         self._lines = MadeAt()
@@ -87,6 +92,7 @@ class Computations(TorchFunctionMode):
             with_graph=frozenset(kept.with_graph),
             arrivals={n: tuple(own) for n, own in kept.arrivals.items()},
             unlike=tuple(self._kept.unlike),
+            hooks=tuple(zip(self._hooks_at, self._hooks.found, strict=True)),
             again=tuple(self._backward.found),
             values_again=tuple(self._backward.values.values),
             changes=tuple(self._changes),
@@ -165,7 +171,7 @@ class Computations(TorchFunctionMode):
         if getattr(func, "__self__", None) is Tensor.grad:
             self._at_a_gradient(name, args)
         frame = _users_frame() if name not in UNSEEN else None
-        if frame is None or not self._is_asked(_site(frame)[0]):
+        if frame is None or not self._is_asked(_site(frame)[0], frame):
             return func(*args, **kwargs)
         before = [] if _is_backward() else self._versions(args, kwargs)
         seen = self._see(name, frame, args, kwargs)
@@ -175,6 +181,7 @@ class Computations(TorchFunctionMode):
         if seen is not None:
             self._changed(before, seen)
             self._add(seen, out)
+        self._in_a_hook = False
         return out
 
     def _at_a_gradient(self, name: str, args: tuple[Any, ...]) -> None:
@@ -191,14 +198,19 @@ class Computations(TorchFunctionMode):
             self._leaves.read(tensor, _words(frame), self.made_at(tensor))
 
     def _here(self) -> _Calls:
+        if self._in_a_hook:
+            return self._hooks
         return self._backward if _is_backward() else self._forward
 
-    def _is_asked(self, site: str) -> bool:
-        """Whether a call there is kept: of the backward those alone that the forward has, too."""
-        if len(self._here().found) >= MOST_CALLS:
-            return False
+    def _is_asked(self, site: str, frame: FrameType | None = None) -> bool:
+        """Whether a call there is kept: of the backward those alone that the forward has, too, and
+        those of hooks."""
         if _is_backward():
-            return site in self._sites
+            known = site in self._sites
+            self._in_a_hook = not known and frame is not None and not _is_functions(frame)
+            return (known or self._in_a_hook) and len(self._here().found) < MOST_CALLS
+        if len(self._forward.found) >= MOST_CALLS:
+            return False
         self._sites.add(site)
         return True
 
@@ -289,6 +301,8 @@ class Computations(TorchFunctionMode):
             return
         here = self._here()
         tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        if self._in_a_hook:
+            self._hooks_at.append(len(self._forward.found))
         numbers = (here.values.number(t) for t in tensors[:MOST_RESULTS])
         here.found.append(replace(seen, gives=tuple(n for n in numbers if n is not None)))
 
@@ -329,6 +343,15 @@ def _several(value: Any) -> Sequence[Any]:
 
 def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_functions(frame: FrameType | None) -> bool:
+    """Whether it is in the backward of a Function, or in a graph that the backward builds."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(BACKWARDS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _name_of(func: Any) -> str:

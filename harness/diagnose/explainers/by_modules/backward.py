@@ -15,6 +15,7 @@ from sumgrad.diagnose.explainers.by_modules.called_from import (
 )
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
+from sumgrad.diagnose.explainers.by_modules.gathered_twice import vectors_twice
 from sumgrad.diagnose.explainers.by_modules.gradient_of_others import (
     has_none_there,
     is_zero,
@@ -214,7 +215,9 @@ def _evidence(
     yield from () if above else options_of_losses(case)
     # A line says where to look by itself; what else may lie between the two is no news then.
     lines = first_lines(case, found, back=True)
-    is_told = known or bool(lines) or (not above and bool(lines_that_differ(case)))
+    twice = [] if above else vectors_twice(case, found.ranks)
+    yield from twice
+    is_told = known or bool(twice) or bool(lines) or (not above and bool(lines_that_differ(case)))
     yield from in_words(lines)
     yield from off_at_a_line(known_lines(case), [one for one in lines if one.back])
     yield from beside

@@ -18,8 +18,11 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 )
 from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 from sumgrad.diagnose.modules.rows_read import rows_read, rows_through
 from sumgrad.diagnose.names import axis_groups
+from sumgrad.diagnose.own_gradients import add_up_evenly
 from sumgrad.record.trace import Traces
 
 
@@ -57,6 +60,8 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
         words = _uneven(times, usual, by_rank)
         weights = torch.tensor(times, dtype=torch.float64)
         proved = predicts(case, weights)
+        if not proved and (_count_alike(look, num_rows) or add_up_evenly(case)):
+            continue  # as where a rank without rows takes one and weighs it with nought
         where = f"{named(look, module)} on each rank" if module else "the modules"
         because = [_who_reads(by_rank)]
         if module and even is not None:
@@ -76,6 +81,17 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
             proved,
         )
     return None
+
+
+def _count_alike(look: Look, num_rows: int) -> bool:
+    """Whether all rows have one factor in what reaches the last module, over ranks and calls."""
+    found = shares_at_the_loss(look)
+    if found is None or any(f is None for s in found[1] for f in s.by_row.values()):
+        return False
+    totals = [0.0] * num_rows
+    for row, factor in (pair for s in found[1] for pair in s.by_row.items()):
+        totals[row] += factor or 0.0
+    return bool(num_rows) and same(totals)
 
 
 @as_a_hint
