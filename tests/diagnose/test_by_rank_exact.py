@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from records_in_memory import compared, program_record
+from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.diagnose import diagnose
 from sumgrad.diagnose.explainers.by_rank import multiplied_between
+from sumgrad.diagnose.own_gradients import add_up_evenly, mixed
 from sumgrad.record.ranks import OWN, OWN_AT, SAMPLES, sample_of
 from sumgrad.record.spec import Script
 
@@ -323,3 +325,64 @@ def test_sums_that_have_one_norm_after_they_were_multiplied_were_clipped(monkeyp
     assert cause.kind == "weights_of_ranks"
     said = [text for text in cause.because if "clipping to 3 does" in text]
     assert bool(said) == clips
+
+
+def strange(record):
+    """What ranks hold is none of any sum."""
+    drawn = torch.Generator().manual_seed(9)
+    ranks = {
+        r: replace(held, grads={
+            **held.grads, AT: {n: torch.randn(g.shape, generator=drawn).double()
+                               for n, g in held.grads[AT].items()}})
+        for r, held in record.ranks.items()
+    }  # fmt: skip
+    return replace(record, ranks=ranks)
+
+
+def case_of(record):
+    return Case(record=record, tier="structure", step=0, diffs=compared(record).diffs)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "even"),
+    [
+        (EVEN, True),
+        (EVEN * 6, True),
+        (RIGHT, False),
+        (torch.where(EVEN > 0, torch.tensor([[1.0, 2.0]] * 3).double(), 0.0), False),
+    ],
+)
+def test_own_gradients_that_add_up_evenly(wanted, even):
+    case = case_of(strange(record_of([RIGHT] * RANKS, wanted=wanted)))
+    assert add_up_evenly(case) == even
+    assert not add_up_evenly(case_of(strange(record_of([RIGHT] * RANKS, wanted, keep=False))))
+
+
+def test_they_are_not_even_where_parameters_differ_in_the_factor():
+    record = strange(record_of([RIGHT] * RANKS, wanted=EVEN))
+    (reference,) = record.references["structure"]
+    grads = {n: g * (2 if n == "b" else 1) for n, g in reference.grads.items()}
+    other = replace(reference, grads=grads, by_term={"loss": grads})
+    assert not add_up_evenly(case_of(replace(record, references={"structure": [other]})))
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_of_a_backward_that_gave_nothing_no_weight_is_said(empty):
+    record = record_of([RIGHT] * RANKS, wanted=EVEN)
+    if empty:
+        nothing = {n: own * torch.tensor([0.0, 1.0])[:, None]
+                   for n, own in record.ranks[1].grads[OWN, 0].items()}  # fmt: skip
+        ranks = {**record.ranks}
+        ranks[1] = replace(ranks[1], grads={**ranks[1].grads, (OWN, 0): nothing})
+        record = replace(record, ranks=ranks)
+        own = {n: [ranks[r].grads[OWN, 0][n] for r in range(RANKS)] for n in SIZES}
+        (reference,) = record.references["structure"]
+        # All of `b` is sampled: it alone is the sum of what is there now.
+        b = sum(o.sum(0) for o in own["b"]).reshape(SIZES["b"]) / 6
+        grads = {**reference.grads, "b": b}
+        other = replace(reference, grads=grads, by_term={"loss": grads})
+        record = replace(record, references={"structure": [other]})
+    case = case_of(strange(record))
+    found = [m for m in mixed(case) if m.names == ("b",) or not empty]
+    assert found
+    assert all(m.got is None and m.wanted is not None and m.only != empty for m in found)

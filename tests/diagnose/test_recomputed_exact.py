@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import recomputed, wrong_outputs
-from sumgrad.diagnose.explainers.by_modules.backward import _in_some_calls
 from sumgrad.diagnose.explainers.by_modules.forward import _right_again
+from sumgrad.diagnose.explainers.by_modules.way_back import in_some_calls
 from sumgrad.diagnose.explainers.by_modules.wrong_outputs import no_slice
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import _without_trials
@@ -76,9 +76,9 @@ def test_a_first_pass_without_a_graph_is_that_of_a_reentrant_checkpoint():
 
 def test_others_are_said_to_get_a_gradient_where_they_get_one():
     look, found = of(call(1, back=2), call(0))
-    assert _in_some_calls(look, found) == ", in call 0 of 2 on rank 0; in the others one does"
+    assert in_some_calls(look, found) == ", in call 0 of 2 on rank 0; in the others one does"
     look, found = of(call(1), call(0))
-    assert _in_some_calls(look, found) == ", in call 0 of 2 on rank 0"
+    assert in_some_calls(look, found) == ", in call 0 of 2 on rank 0"
 
 
 def test_what_is_right_when_it_is_computed_again_is_said():

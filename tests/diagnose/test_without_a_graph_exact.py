@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from sumgrad.diagnose.explainers.by_modules.backward import _in_some_calls
 from sumgrad.diagnose.explainers.by_modules.forward import _without_a_graph
+from sumgrad.diagnose.explainers.by_modules.way_back import in_some_calls
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.record.trace import Call
 
@@ -38,4 +38,4 @@ def test_calls_without_a_gradient_are_those_of_the_rank_that_is_named():
     found = SimpleNamespace(wrong="m", seen=[seen("m", "right", rank=2, number=1)])
     every = [seen("m", "right", back=0, rank=r, number=n) for r in (1, 2) for n in range(3 + r)]
     look = SimpleNamespace(seen={"m": every})
-    assert _in_some_calls(look, found) == ", in call 1 of 5 on rank 2; in the others one does"
+    assert in_some_calls(look, found) == ", in call 1 of 5 on rank 2; in the others one does"

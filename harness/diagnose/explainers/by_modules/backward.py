@@ -50,6 +50,13 @@ from sumgrad.diagnose.explainers.by_modules.recomputed import (
     without_a_first_graph,
 )
 from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
+from sumgrad.diagnose.explainers.by_modules.way_back import (
+    in_some_calls,
+    parts_between,
+    parts_of_output,
+    terms_there,
+    untold_between,
+)
 from sumgrad.diagnose.explainers.factors import (
     explained,
     in_the_gradients,
@@ -62,7 +69,7 @@ from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_forward,
 )
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.loss_weights import is_untold, same
+from sumgrad.diagnose.modules.loss_weights import same
 from sumgrad.diagnose.modules.seen import State, constant
 from sumgrad.diagnose.names import group_symbols
 from sumgrad.record.trace import INTO, LOSS
@@ -115,7 +122,7 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
             *(functions.because if functions else ()),
             *_evidence(case, look, found, above, known=bool(functions and functions.said)),
         ]
-    text = _what_is_right(look, above) + cause + _terms_there(look, found)
+    text = _what_is_right(look, above) + cause + terms_there(look, found)
     accused = None if weights else collective_at_fault(case, found, back=True)
     if accused is not None:
         told = found.ratio is None and not found.over_all and not found.lost
@@ -149,7 +156,7 @@ def _what_is_wrong(look: Look, found: FirstWrong, above: str) -> str:
     if found.over_all:
         return f"{what.removesuffix(',')}, summed over all ranks and calls, is wrong"
     if found.lost:
-        return f"no gradient reaches the output of {at} {ranks}{_in_some_calls(look, found)}"
+        return f"no gradient reaches the output of {at} {ranks}{in_some_calls(look, found)}"
     if found.emptied:
         return f"no gradient reaches a part of the output of {at} {ranks}"
     if found.ratio is None:
@@ -204,13 +211,13 @@ def _evidence(
     case: Case, look: Look, found: FirstWrong, above: str, *, known: bool
 ) -> Iterator[str]:
     """Which vectors, where to look, and what lies there. known: the cause says where."""
-    beside = _parts_between(look, found, near=True)
+    beside = parts_between(look, found, near=True)
     right = [m for m in look.modules if look.forward(m) == "right"]
     wrong = () if above else [c.name for c in case.failing_cells]
     yield from never_called(case.record, wrong, right=right)
     if lost := lost_on_the_way(case, look, found):
         yield from lost  # in full: no line and no collective between the modules is at fault
-        yield from _parts_of_output(look, found)
+        yield from parts_of_output(look, found)
         return
     yield from () if above else options_of_losses(case)
     # A line says where to look by itself; what else may lie between the two is no news then.
@@ -240,11 +247,11 @@ def _evidence(
     if max(s.call.arrivals for s in found.seen) > 1:
         yield ("where a step discards or overwrites what one of these backwards gives, it is right "
                "to have more there: then look at what is kept")  # fmt: skip
-    yield from _parts_of_output(look, found)
+    yield from parts_of_output(look, found)
     yield from _walked_again(look, found)
     if not is_told:
         yield from _where_to_look(case, look, found, above, again=again, unwanted=unwanted)
-        yield from () if beside else _parts_between(look, found)
+        yield from () if beside else parts_between(look, found)
     yield from in_the_gradients(case)
 
 
@@ -267,7 +274,7 @@ def _where_to_look(
     if not above:
         yield from losses_beside(case)
     yield from _own_gradients(case, look, found)
-    yield from _untold_between(look, found)
+    yield from untold_between(look, found)
     yield from between(case, found, back=True)
 
 
@@ -344,69 +351,3 @@ def _gradient_that_leaves(case: Case, look: Look, found: FirstWrong, module: str
         return "untold"
     values = [f for f in (*here, *there) if f is not None]
     return "right" if values and same(values) else "untold"
-
-
-def _in_some_calls(look: Look, found: FirstWrong) -> str:
-    """Where a rank calls a module several times, and only some of the calls get no gradient."""
-    rank = found.seen[0].rank
-    every = {s.call.number for s in look.seen[found.wrong] if s.rank == rank}
-    without = {s.call.number for s in found.seen if s.rank == rank}
-    others = [s for s in look.seen[found.wrong] if s.rank == rank and s.call.number not in without]
-    if not others:
-        return ""
-    calls = f"call {spans(sorted(without))} of {len(every)} on rank {rank}"
-    reached = all(s.call.operation_back is not None for s in others)
-    return f", in {calls}" + ("; in the others one does" if reached else "")
-
-
-def _untold_between(look: Look, found: FirstWrong) -> list[str]:
-    """What lies on the way and could not be told, so it may be wrong there already."""
-    above = look.paths.all_above(found.wrong)
-    right = {m for module in found.modules for m in (module, *look.paths.all_above(module))}
-    near = [m for m in look.modules if m in above and m not in right and is_untold(look, m)]
-    if not near:
-        return []
-    return [f"on the way, whether the gradient that reaches {some_of(near)} is right could not be "
-            f"told: it has too few directions"]  # fmt: skip
-
-
-def _parts_between(look: Look, found: FirstWrong, *, near: bool = False) -> list[str]:
-    """What is there in parts on the way, which may be meant or be the fault itself. near: only of
-    what is made from the wrong one and nothing in between."""
-    paths = look.paths
-    above = paths.next_above(found.wrong, lambda _: True) if near else paths.all_above(found.wrong)
-    parts = [m for m in look.modules if m in above and look.backward(m) == "part"]
-    if not parts:
-        return []
-    axis = next(s.axis for s in look.seen[parts[0]] if s.backward == "part")
-    text = f"the gradient that reaches {some_of(parts)}"
-    text += ", which is made from it," if near else ""
-    return [f"on the way {text} is a part, whole only when summed over {axis}"]
-
-
-def _parts_of_output(look: Look, found: FirstWrong) -> list[str]:
-    """Which of a module's several outputs it is."""
-    every = look.seen[found.wrong]
-    parts, wrong = {s.call.part for s in every}, {s.call.part for s in found.seen}
-    others = [s for s in every if s.call.part not in wrong and s.rank in found.ranks]
-    if len(parts) < 2 or not others or any(s.backward != "right" for s in others):
-        return []
-    return [f"of its {len(parts)} outputs number {spans(sorted(p + 1 for p in wrong))} alone"]
-
-
-def _terms_there(look: Look, found: FirstWrong) -> str:
-    """Which terms of a loss of several are met there first, in words; what came before is right."""
-    parts = {s.call.part for s in found.seen}
-    live = {t for part in parts for t in look.terms_at.get((found.wrong, part), ())}
-    met = {
-        term
-        for module in (found.wrong, *look.paths.all_above(found.wrong))
-        for s in look.seen.get(module, ())
-        if s.backward == "right" and (module, s.call.part) != (found.wrong, min(parts))
-        for term in look.terms_at.get((module, s.call.part), ())
-    }
-    new = sorted(live - met)
-    if not new or len(look.terms) < 2:
-        return ""
-    text = f", where {some_of(new)} comes in"
-    return text + (f"; {some_of(sorted(met))} is right behind it" if met else "")
