@@ -185,6 +185,7 @@ def _agrees(
     found = []
     for _ in range(DIRECTIONS):
         v = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
+        v = v.to(gradient.device)
         near, far = (_slopes(one, at, outer, v, s) for s in (step, 4 * step))
         if near is None or far is None:
             return None
@@ -199,13 +200,13 @@ def _agrees(
 def _shares(one: _Applied, at: int, outer: Sequence[Tensor | None]) -> Tensor:
     """The derivative, element by element: [results, *the argument's shape]."""
     value = one.given[at].detach()
-    shares = torch.zeros(len(outer), value.numel(), dtype=value.dtype)
+    shares = torch.zeros(len(outer), value.numel(), dtype=value.dtype, device=value.device)
     for i in range(value.numel()):
-        direction = torch.zeros(value.numel(), dtype=value.dtype)
+        direction = torch.zeros(value.numel(), dtype=value.dtype, device=value.device)
         direction[i] = 1
         found = _slopes(one, at, outer, direction.view(value.shape), _step(value))
         if found is not None:
-            shares[:, i] = torch.tensor(found, dtype=value.dtype)
+            shares[:, i] = torch.tensor(found, dtype=value.dtype, device=value.device)
     return shares.view(-1, *value.shape)
 
 
