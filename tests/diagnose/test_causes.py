@@ -192,7 +192,10 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "wrong on rank 0-1: the backward of HalfSpectrum (backward at tests/bugs/an_05_interior"
             "_bins_come_back_twice.py:55) there is not the derivative of its forward",
         ),
-        ("an_04", "it was changed after the backward, where gradients are reduced"),
+        (
+            "an_04",
+            "what hooks of the step compute while the backward runs: tests/bugs/an_04_scales",
+        ),
         (
             "an_07",
             "`return torch.cat(every)` gives on rank 1 vectors 0-1 of what image gives on ra",

@@ -9,9 +9,10 @@ import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers import history as in_words
+from sumgrad.diagnose.explainers.by_modules.hooks import lines_of_hooks
 from sumgrad.diagnose.modules.history import history_of
 from sumgrad.diagnose.own_gradients import Columns
-from sumgrad.record.computed import SetGrad
+from sumgrad.record.computed import Computation, Computed, SetGrad
 from sumgrad.subjects.program.computations import Computations
 from torch.nn.utils import clip_grad_norm_
 
@@ -181,3 +182,23 @@ def test_lines_that_set_a_gradient_are_told_of_wrong_parameters(monkeypatch):
         "b",
     )
     assert in_words.with_history(CASE, cause) is cause
+
+
+def test_lines_of_hooks_in_words():
+    def lines(*numbers):
+        return tuple(
+            (0, Computation(function="mul", line=f"/x/a.py:{n}", code=f"line({n})", takes=(0,),
+                            made_at=()))
+            for n in numbers
+        )  # fmt: skip
+
+    def said(*ranks):
+        held = {r: SimpleNamespace(computed=Computed(hooks=own)) for r, own in enumerate(ranks)}
+        return lines_of_hooks(SimpleNamespace(traces=SimpleNamespace(ranks=held)))
+
+    what = "what hooks of the step compute while the backward runs: "
+    assert said(lines(3, 5), lines(5)) == [f"{what}a.py:3 `line(3)`; :5 `line(5)`"]
+    (many,) = said(lines(1, 2, 3, 4, 5))
+    assert many == f"{what}a.py:1 `line(1)`; :2 `line(2)`; ...; :4 `line(4)`; :5 `line(5)`"
+    assert not said((), ())
+    assert not lines_of_hooks(SimpleNamespace(traces=None))

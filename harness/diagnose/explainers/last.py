@@ -9,6 +9,7 @@ import torch
 from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case, fails
+from sumgrad.diagnose.explainers.by_modules.hooks import lines_of_hooks
 from sumgrad.diagnose.explainers.by_modules.put_together import put_together
 from sumgrad.diagnose.explainers.by_rank import on_which_side_of_the_reduction, put_together_by_rank
 from sumgrad.diagnose.explainers.factors import explained, fitted
@@ -69,6 +70,7 @@ def open_end(case: Case, left: Left) -> Iterator[Explanation]:
                 or "one factor on everything, on a parameter, on a term or on stretches of rows "
                 "does not leave a residual under the threshold",
                 *([place] if place else []),
+                *lines_of_hooks(case),
             ),
             however=_right(case),
         ),

@@ -106,7 +106,8 @@ class Derivatives:
         """What every call's backward was given, and gave."""
         for one in (one for own in self._kept.values() for one in own):
             if one.came is not None:
-                yield Back(computation=one.computation, outer=one.came[0], inner=one.came[1])
+                outer, inner = (tuple(map(_on_cpu, side)) for side in one.came)
+                yield Back(computation=one.computation, outer=outer, inner=inner)
 
     def found(self) -> Iterator[Derivative]:
         """Of each argument that could be told. The step is over: the forwards run once more."""
@@ -292,3 +293,7 @@ def _kept(tensor: Tensor) -> Tensor:
 
 def _kept_or_none(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else _kept(tensor).detach()
+
+
+def _on_cpu(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.cpu()
