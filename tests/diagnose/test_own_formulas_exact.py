@@ -114,10 +114,18 @@ def test_in_which_way_in_words(off, said):
     first, second = words.how_they_are_off(formulas)
     assert first == (
         "what the backward of Own gives for x is not the derivative of its forward, by finite "
-        "differences; for y it is; it is called at a.py:7 `y = Own.apply(x)`"
+        "differences, in all 3 calls that were looked at; for y it is; it is called "
+        "at a.py:7 `y = Own.apply(x)`"
     )
     assert second == f"for one, in call 3 of a.py:7 on rank 1 what it gives for x {said}"
     assert words.functions_in_words(formulas) == "Own (backward at a.py:3)"
+
+
+def test_in_how_many_calls():
+    told = (one(call=0), one(call=0, argument="y"), one(True, call=1), one(call=2))
+    (text, _) = words.how_they_are_off([*no_derivatives(traces(told, told[2:3])).values()])
+    assert "finite differences, in 2 of 4 calls that were looked at; for" not in text
+    assert "finite differences, in 2 of 4 calls that were looked at; it is called at" in text
 
 
 def test_where_no_numbers_are_known_no_more_is_said():
