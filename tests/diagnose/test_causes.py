@@ -183,14 +183,14 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("e_07", "at (0, 0) of the result on rank 3, where number (0, 0) of rank 2 went"),
         (
             "h_06",
-            "Halo (backward at tests/bugs/h_06_halo_gradient_overwrites_the_edge.py:40) there "
+            "Halo (backward at tests/bugs/h_06_halo_gradient_overwrites_the_edge.py:40) "
             "does not take gradients back the way that its forward takes numbers",
         ),
         ("al_07", "is 1 times its first result's, 0 times its second result's share of the der"),
         (
             "an_05",
             "wrong on rank 0-1: the backward of HalfSpectrum (backward at tests/bugs/an_05_interior"
-            "_bins_come_back_twice.py:55) there is not the derivative of its forward",
+            "_bins_come_back_twice.py:55) is not the derivative of its forward",
         ),
         (
             "an_04",

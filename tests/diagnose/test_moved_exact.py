@@ -273,7 +273,7 @@ def test_who_is_accused(back, ratio, said):
     assert words.wrong_functions(case(halos(back)), [], ratio) is None
     if said:
         assert found.said == (
-            "the backward of Halo (backward at a.py:3) there does not take gradients back the way "
+            "the backward of Halo (backward at a.py:3) does not take gradients back the way "
             "that its forward takes numbers"
         )
 

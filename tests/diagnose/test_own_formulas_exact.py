@@ -77,7 +77,7 @@ def test_what_only_scales_is_accused_of_that_factor_alone(off, ratio, accused):
     assert (found is not None) == accused
     if found is not None:
         assert found.said == (
-            "the backward of Own (backward at a.py:3) there is not the derivative of its forward"
+            "the backward of Own (backward at a.py:3) is not the derivative of its forward"
         )
         assert len(found.because) == 2
 

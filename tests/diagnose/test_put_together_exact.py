@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import weighed, weights
-from sumgrad.diagnose.explainers.by_modules.put_together import (
+from sumgrad.diagnose.explainers.by_modules.readings import (
     Counted,
     Part,
-    _by_number,
-    _late,
-    _own_only,
-    _some_ranks,
+    by_number,
+    late,
+    own_only,
+    some_ranks,
 )
 from sumgrad.diagnose.modules.loss_weights import Share
 
@@ -43,7 +43,7 @@ def held(*often: tuple[float, ...]) -> list[Counted]:
     ],
 )  # fmt: skip
 def test_parts_of_some_ranks(often, kind, cause):
-    assert _some_ranks(PARTS, held(*often), ["w"]) == (kind, cause)
+    assert some_ranks(PARTS, held(*often), ["w"]) == (kind, cause)
 
 
 def turns(*each):
@@ -67,7 +67,7 @@ def turns(*each):
     ],
 )  # fmt: skip
 def test_what_the_last_backwards_gave_stays_on_its_rank(each, often, cause):
-    kind, said = _late(turns(*each), held(*often), ["w"])
+    kind, said = late(turns(*each), held(*often), ["w"])
     assert (said, kind) == (cause, "late_gradient" if cause else "")
 
 
@@ -144,7 +144,7 @@ def numbered(rank: int, *numbers: int) -> list[Part]:
 def test_what_a_sum_must_have_been_multiplied_by_is_said():
     parts = [*numbered(0, 0, 1, 2), *numbered(1, 0, 1)]
     often = (2 / 9, 1 / 3, 1.0, 2 / 9, 1 / 3)
-    kind, cause = _by_number(parts, held(often, often), ["w"])
+    kind, cause = by_number(parts, held(often, often), ["w"])
     assert kind == "row_factors"
     assert cause == (
         "micro-batches are counted 0: 2/9, 1: 1/3, 2: 1 in w, as if what was added up was "
@@ -154,4 +154,4 @@ def test_what_a_sum_must_have_been_multiplied_by_is_said():
 
 
 def test_where_there_are_no_other_ranks_nothing_is_left_out():
-    assert _own_only(None, numbered(0, 0, 1), held((1.0, 1.0)), ["w"]) == ("", None)
+    assert own_only(None, numbered(0, 0, 1), held((1.0, 1.0)), ["w"]) == ("", None)

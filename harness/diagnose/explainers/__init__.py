@@ -45,6 +45,7 @@ from sumgrad.diagnose.explainers.by_modules import (
 from sumgrad.diagnose.explainers.by_modules.beside import beside
 from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
 from sumgrad.diagnose.explainers.by_modules.derivatives import with_formulas
+from sumgrad.diagnose.explainers.by_modules.not_finite import with_what_is_not_finite
 from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
 from sumgrad.diagnose.explainers.frozen import with_frozen
 from sumgrad.diagnose.explainers.history import with_history
@@ -104,4 +105,5 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_what_was_not_cleared,
     with_frozen,
     with_copies_of_parameters,
+    with_what_is_not_finite,
 )

@@ -133,6 +133,8 @@ def _sums_of_calls(
         got = vectors(given).reshape(-1)
         if right.shape[0] != len(got) or len(got) < 2 * len(alike):
             return None
+        if not bool(torch.isfinite(got).all()) or not bool(torch.isfinite(right).all()):
+            return None
         often = torch.linalg.lstsq(right, got[:, None], driver="gelsd").solution[:, 0]
         bound = TOLERANCES["float64"] * float(right.abs().max()) * len(alike)
         there = often.round()

@@ -107,6 +107,8 @@ class Lines:
                 continue
             if c.written and self._takes_wrong_elsewhere(c, rank):
                 continue  # a collective in it hands on what is wrong there
+            if c.site not in self._sites and not self._has_a_gradient(rank, c):
+                continue  # as of a norm that is written down
             yield AtLine(
                 rank=rank,
                 mine=c,
@@ -365,6 +367,11 @@ class Lines:
         return bool(held) and all(
             n in self._single.with_graph and _gradient(self._single, n) is not None for n in held
         )
+
+    def _has_a_gradient(self, rank: int, c: Computation) -> bool:
+        """Whether what a computation gives, or something that is made of it, gets one."""
+        known = {n for own in self._ranks[rank].gradients for n in own}
+        return any(n in known for n in (*c.gives, *self._after(rank, c.gives)))
 
     def _after(self, rank: int, numbers: Sequence[int]) -> Iterator[int]:
         mine, ways = self._ranks[rank], self._ways[rank]

@@ -50,7 +50,7 @@ def wrong_functions(
     found = [one for one in found if _explains(one.scale, ratio)]
     if found:
         return WrongFunctions(
-            said=f"the backward of {functions_in_words(found)} there is {SAID}",
+            said=f"the backward of {functions_in_words(found)} is {SAID}",
             because=tuple(how_they_are_off(found)),
         )
     moving = wrong_movers(case)
@@ -59,7 +59,7 @@ def wrong_functions(
     sure = [one for one in wrong if not all(map(_may_be_meant, one.wrong))]
     if sure:
         return WrongFunctions(
-            said=f"the backward of {functions_in_words(sure)} there {OTHER_WAY}",
+            said=f"the backward of {functions_in_words(sure)} {OTHER_WAY}",
             because=tuple(how_they_bring_back(sure)),
         )
     return WrongFunctions(said="", because=tuple(how_they_bring_back(wrong))) if wrong else None

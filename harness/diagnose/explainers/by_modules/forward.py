@@ -31,6 +31,7 @@ from sumgrad.diagnose.explainers.by_modules.handed import (
     handed_otherwise,
 )
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
+from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right_ranks
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, looked, named
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
@@ -101,7 +102,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *called_from(case, look, found, back=False),
         *odd,
         *_output(case, look, found, () if joined else look_at, enters=of is not None),
-        *_ranks_that_are_right(look, found, entered_right),
+        *_ranks_that_are_right(case, look, found, entered_right),
         *(() if joined else _in_between(case, found, parts)),
         *reading(case),
     )
@@ -131,7 +132,7 @@ def _output(
 
 
 def _ranks_that_are_right(
-    look: Look, found: FirstWrong, entered_right: Sequence[int]
+    case: Case, look: Look, found: FirstWrong, entered_right: Sequence[int]
 ) -> Iterator[str]:
     """Ranks where it, or else what goes into it, is right in every call, row by row."""
     calls = [s for s in look.seen[found.wrong] if not s.call.recomputed]
@@ -141,6 +142,7 @@ def _ranks_that_are_right(
         yield f"on rank {spans(entered_right)} what goes into it is right"
     elif whole:
         yield f"on rank {spans(whole)} it is right"
+        yield from lines_of_right_ranks(case, whole, found.ranks)
 
 
 def _in_between(case: Case, found: FirstWrong, parts: Sequence[str]) -> Iterator[str]:

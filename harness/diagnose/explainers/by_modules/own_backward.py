@@ -97,20 +97,19 @@ def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     elsewhere = [m or "the model" for m in modules if m not in inside]
     where = [f"the backward of {some_of([named(look, m) for m in inside])}"] if inside else []
     wrong = wrong_makers(case, names)
-    if wrong and wrong.said:
-        where = [wrong.said]
-    elif functions:
+    if functions:
         where = [f"the backward of {functions}"]
     elif elsewhere:
         where.append(f"the backward of what these ranks run in place of {some_of(elsewhere)}")
     what = f"what the backward gives {some_of(names)} is wrong already as it comes"
     if not as_it_comes:
         what = f"of the parameters {some_of(names)} alone is wrong"
+    why = wrong.said if wrong and wrong.said else f"look at {', and at '.join(where)}"
     yield explained(
         case,
         Diagnosis(
             cause=f"what all {told} modules that could be compared give is right, and so is the "
-            f"gradient that reaches it; {what}: look at {', and at '.join(where)}",
+            f"gradient that reaches it; {what}: {why}",
             kind="own_backward",
             ranks=ranks,
             because=(
