@@ -153,6 +153,8 @@ def _adds_up(case: Case, name: str, groups: Sequence[tuple[int, ...]], wrong_onl
             wrong = torch.stack(
                 [(c.measured - c.wanted.value).abs() > c.wanted.threshold for c in mine]
             ).all(0)
+            if not bool(wrong.any()):
+                return False  # each element is right on some rank: no copies are parts there
             error = error * wrong
         if fails(first, error, factor=2.0 * len(mine)):
             return False

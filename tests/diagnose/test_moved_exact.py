@@ -337,3 +337,43 @@ def test_beside_a_cause():
 def test_what_moves_right_is_its_forwards_derivative():
     assert words.are_the_derivative(case(halos())) == {KEY}
     assert words.are_the_derivative(case(halos(drops_the_halo))) == set()
+
+
+def entries(orders):
+    """A copy to a region with an all-reduce in the backward: two branches, in each rank's order."""
+    x = [numbers(3, seed=s) for s in (1, 2)]
+    g = {(r, k): numbers(3, seed=10 + 2 * r + k) for r in (0, 1) for k in (0, 1)}
+    total = [g[0, k] + g[1, k] for k in (0, 1)]
+    ranks = {}
+    for r, order in enumerate(orders):
+        ranks[r] = rank_of(
+            *((x[k], x[k].clone(), total[i], g[r, i]) for i, k in enumerate(order))
+        )
+    return ranks
+
+
+def test_ranks_that_call_it_in_another_order():
+    (one,) = movers(entries([(0, 1), (1, 0)])).values()
+    assert one.off
+    assert [(e.rank, e.call) for e in one.crossed] == [(0, 0), (1, 1)]
+    (same,) = movers(entries([(0, 1), (0, 1)])).values()
+    assert same.crossed is None
+    found = words.wrong_functions(case(entries([(0, 1), (1, 0)])), [HALO], None)
+    assert found.said == (
+        "the ranks call Halo in another order: what rank 0 hands it in call 0 rank 1 hands it in "
+        "call 1"
+    )
+    assert found.because == (
+        "a collective in it brings together what does not belong together; it is called at a.py:9 "
+        "`y = Halo.apply(x)`",
+    )
+
+
+def test_what_goes_round_is_in_no_other_order():
+    x = [numbers(2, seed=r) for r in range(2)]
+    g = [numbers(2, seed=10 + r) for r in range(4)]
+    first = [(x[0], x[1], g[2], g[0]), (x[1], x[0], g[3], g[1])]
+    other = [(x[1], x[0], g[0], g[2]), (x[0], x[1], g[3], g[3])]
+    (one,) = movers({0: rank_of(*first), 1: rank_of(*other)}).values()
+    assert one.off
+    assert one.crossed is None

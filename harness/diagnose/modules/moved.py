@@ -59,7 +59,8 @@ class Mover:
     """A Function that gives nothing but numbers that it takes, and zeros.
 
     told: how many elements' gradients were held against their copies', untold: how many not; off:
-    how many are others; wrong: the first of these.
+    how many are others; wrong: the first of these. crossed: what one rank takes in one call another
+    takes in another call: they call it in another order.
     """
 
     function: str
@@ -69,6 +70,7 @@ class Mover:
     untold: int
     off: int
     wrong: tuple[Brought, ...]
+    crossed: tuple[Element, Element] | None = None
 
     @property
     def is_right(self) -> bool:
@@ -104,12 +106,39 @@ def _of_calls(key: tuple[str, str], calls: list[_Call]) -> Mover | None:
     told = [one for one in found if one is not None]
     return replace(
         told[0],
+        crossed=_crossed(calls),
         lines=tuple(dict.fromkeys(line for one in told for line in one.lines)),
         told=sum(one.told for one in told),
         untold=sum(one.untold for one in told),
         off=sum(one.off for one in told),
         wrong=tuple(w for one in told for w in one.wrong),
     )
+
+
+def _crossed(calls: list[_Call]) -> tuple[Element, Element] | None:
+    """The first call of a rank that takes what another takes in another call, and not in this one;
+    what came there from another rank, as in a ring, aside."""
+    given = [(c, c.computed.values[n]) for c in calls for n in c.made.gives]
+
+    def came(c: _Call, value: Tensor) -> bool:
+        return any(o.rank == c.rank and o.number < c.number and _near(value, g) for o, g in given)
+
+    every = [(c, c.computed.values[n]) for c in calls for n in c.made.takes if isinstance(n, int)]
+    taken = [(c, value) for c, value in every if not came(c, value)]
+    for mine, value in taken:
+        for c, other in taken:
+            if c.rank <= mine.rank or c.number == mine.number or not _near(value, other):
+                continue
+            beside = [v for o, v in every if (o.rank, o.number) == (c.rank, mine.number)]
+            if beside and not any(_near(value, v) for v in beside):
+                return (Element(rank=mine.rank, call=mine.number, index=()),
+                        Element(rank=c.rank, call=c.number, index=()))  # fmt: skip
+    return None
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    alike = a.shape == b.shape and bool(a.any())
+    return alike and bool(((a - b).abs() <= EQUAL * a.abs().max()).all())
 
 
 def _has_a_gradient(made: Computation, computed: Computed) -> bool:

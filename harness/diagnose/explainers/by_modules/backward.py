@@ -8,6 +8,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import between, is_in, listed, places, told_of
+from sumgrad.diagnose.explainers.by_modules.brought import made_on_another_rank
 from sumgrad.diagnose.explainers.by_modules.called_from import (
     called_from,
     line_of_wrong_calls,
@@ -177,8 +178,10 @@ def _handed(case: Case, found: FirstWrong) -> list[str]:
     if at is None:
         return []
     made = "" if at.made == at.line else f", made at {line_and_code(*at.made)}"
-    return [f"on rank {s.rank} in call {s.call.number} {line_and_code(*at.line)} hands this "
+    said = [f"on rank {s.rank} in call {s.call.number} {line_and_code(*at.line)} hands this "
             f"gradient to autograd{made}"]  # fmt: skip
+    gradient = trace.gradients[trace.calls.index(s.call)]
+    return [*said, *made_on_another_rank(traces, s.rank, gradient)]
 
 
 def _listed_by_output(look: Look, modules: Sequence[str]) -> str:

@@ -39,7 +39,10 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     known = [f for f in factors if f is not None]
     if diagnosis.kind == "lost_rows":
         return diagnosis  # rows that are lost on their way leave zeros in the modules, too
-    text = f"forward and backward are right in all {len(told)} modules that could be compared"
+    text = (
+        f"what goes through all {len(told)} modules that could be compared is right, forward and "
+    )
+    text += "backward"
     inside = sorted({m or "the model" for m in owners(case) if not _told_of(look, m)})
     if not known or len(known) < len(factors) or not same(known):
         return diagnosis

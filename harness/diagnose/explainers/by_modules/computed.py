@@ -13,6 +13,7 @@ from sumgrad.base.files import is_librarys
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.handed import ROWS_ALONE, is_handed_before
 from sumgrad.diagnose.explainers.by_modules.lines import in_words, lines_with_a_graph
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
@@ -50,13 +51,23 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if not found or (diagnosis.kind == "backward" and not _at_the_loss(case)):
         return diagnosis
     line = _in_words(case, found)
-    if diagnosis.kind in BESIDE:
+    if diagnosis.kind in BESIDE or _comes_after(case, diagnosis, found):
         return replace(diagnosis, because=(line, *diagnosis.because))
     because: tuple[str, ...] = (diagnosis.cause.removeprefix("open: "),)
     if diagnosis.kind != "open":  # that no factors fit is no news then
         because += diagnosis.because
     ranks = tuple(sorted({*diagnosis.ranks, *(one.rank for one in found)}))
     return replace(diagnosis, cause=line, because=because, standing="likely", ranks=ranks)
+
+
+def _comes_after(case: Case, diagnosis: Diagnosis, found: Sequence[Otherwise]) -> bool:
+    """Whether the lines are inside of a module that is handed something else for just its wrong
+    rows, as the cause says."""
+    look = looked(case)
+    wrong = None if look is None or ROWS_ALONE not in diagnosis.cause else first_wrong_forward(look)
+    if look is None or wrong is None:
+        return False
+    return all(is_handed_before(case, look, wrong, one.mine) for one in found)
 
 
 def _at_the_loss(case: Case) -> bool:

@@ -24,6 +24,7 @@ from sumgrad.record.ways import Passed
 
 OTHERS = ("forward", "recomputed", "rows_read", "loss_rows")  # causes that no formula explains
 SAID = "not the derivative of its forward"
+IN_ANOTHER_ORDER = "in another order"
 OTHER_WAY = "does not take gradients back the way that its forward takes numbers"
 
 
@@ -57,12 +58,28 @@ def wrong_functions(
     wrong = [moving[key] for key in keys if key in moving]
     wrong = [one for one in wrong if _explains(one.wrong[0].times, ratio)]
     sure = [one for one in wrong if not all(map(_may_be_meant, one.wrong))]
+    if crossed := [one for one in sure if one.crossed]:
+        return _in_another_order(crossed[0])
     if sure:
         return WrongFunctions(
             said=f"the backward of {functions_in_words(sure)} {OTHER_WAY}",
             because=tuple(how_they_bring_back(sure)),
         )
     return WrongFunctions(said="", because=tuple(how_they_bring_back(wrong))) if wrong else None
+
+
+def _in_another_order(one: Mover) -> WrongFunctions:
+    assert one.crossed is not None
+    first, second = one.crossed
+    lines = some_of([line_and_code(*line) for line in one.lines])
+    return WrongFunctions(
+        said=f"the ranks call {one.function} {IN_ANOTHER_ORDER}: what rank {first.rank} hands it "
+        f"in call {first.call} rank {second.rank} hands it in call {second.call}",
+        because=(
+            f"a collective in it brings together what does not belong together; it is called at "
+            f"{lines}",
+        ),
+    )
 
 
 def _may_be_meant(w: Brought) -> bool:
@@ -199,7 +216,7 @@ def with_formulas(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if traces is None or diagnosis.kind in OTHERS or diagnosis.standing == "proved":
         return diagnosis
     said = " ".join((diagnosis.cause, *diagnosis.because))
-    if SAID in said or OTHER_WAY in said:
+    if any(words in said for words in (SAID, OTHER_WAY, IN_ANOTHER_ORDER)):
         return diagnosis
     found = [one for one in no_derivatives(traces).values() if one.scale is None]
     moving = [

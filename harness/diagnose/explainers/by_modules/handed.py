@@ -10,9 +10,12 @@ from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.rows_handed import Handed as HandedForRows
 from sumgrad.diagnose.modules.rows_handed import handed_for_wrong_rows
+from sumgrad.record.computed import Computation
 
 Handed = Mapping[str, str]
+ROWS_ALONE = "for rows that come out wrong, and for none that comes out right"
 
 
 def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
@@ -42,11 +45,7 @@ def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
 def handed_for_wrong_rows_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
     """What a module around what is wrong, or that itself, is handed otherwise for its wrong rows,
     and for no other."""
-    traces = case.traces
-    if traces is None:
-        return []
-    around = [m for m in look.modules if m == found.wrong or is_in(found.wrong, m)]
-    one = handed_for_wrong_rows(traces, look, found, sorted(around, key=len))
+    one = _for_wrong_rows(case, look, found)
     if one is None:
         return []
     rank, call, row = one.places[0]
@@ -54,9 +53,23 @@ def handed_for_wrong_rows_in_words(case: Case, look: Look, found: FirstWrong) ->
     made = f", made at {line_and_code(*one.made)}," if one.made[0] else ""
     what = f"what {one.module or 'the model'} is handed as {one.name}{made}"
     return [
-        f"{what} is another than in the single process for rows that come out wrong, and for "
-        f"none that comes out right: row {row} on rank {rank} in call {call}{more}"
+        f"{what} is another than in the single process {ROWS_ALONE}: row {row} on rank {rank} in "
+        f"call {call}{more}"
     ]
+
+
+def is_handed_before(case: Case, look: Look, found: FirstWrong, line: Computation) -> bool:
+    """Whether a line is inside of the module that is handed something else for its wrong rows."""
+    one = _for_wrong_rows(case, look, found)
+    return one is not None and one.module in line.inside
+
+
+def _for_wrong_rows(case: Case, look: Look, found: FirstWrong) -> HandedForRows | None:
+    traces = case.traces
+    if traces is None:
+        return None
+    around = [m for m in look.modules if m == found.wrong or is_in(found.wrong, m)]
+    return handed_for_wrong_rows(traces, look, found, sorted(around, key=len))
 
 
 def _calls(

@@ -20,6 +20,7 @@ from sumgrad.diagnose.modules.saved_inputs import SavedOtherwise, saved_otherwis
 from sumgrad.record.trace import INTO
 
 MOST_SHOWN = 4
+PENALTY = "a penalty on these parameters, or a second backward, would look the same"
 
 
 def another_input_was_saved(case: Case, left: Left) -> Iterator[Explanation]:
@@ -116,7 +117,7 @@ def own_backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
                 *(wrong.because if wrong else ()),
                 *in_words(lines_inside(case, inside)),
                 *(() if functions else made_by(case, names)),
-                "a penalty on these parameters, or a second backward, would look the same",
+                *(() if wrong and wrong.said else (PENALTY,)),
             ),
         ),
     )
