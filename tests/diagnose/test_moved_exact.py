@@ -346,9 +346,7 @@ def entries(orders):
     total = [g[0, k] + g[1, k] for k in (0, 1)]
     ranks = {}
     for r, order in enumerate(orders):
-        ranks[r] = rank_of(
-            *((x[k], x[k].clone(), total[i], g[r, i]) for i, k in enumerate(order))
-        )
+        ranks[r] = rank_of(*((x[k], x[k].clone(), total[i], g[r, i]) for i, k in enumerate(order)))
     return ranks
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules import weighed, weights
+from sumgrad.diagnose.explainers.by_modules import readings, weighed, weights
 from sumgrad.diagnose.explainers.by_modules.readings import (
     Counted,
     Part,
@@ -155,3 +155,32 @@ def test_what_a_sum_must_have_been_multiplied_by_is_said():
 
 def test_where_there_are_no_other_ranks_nothing_is_left_out():
     assert own_only(None, numbered(0, 0, 1), held((1.0, 1.0)), ["w"]) == ("", None)
+
+
+OWN_PARTS = [
+    Part(ranks=(0,), number=0, weights=torch.tensor([1.0, 0, 0]).double()),
+    Part(ranks=(0,), number=1, weights=torch.tensor([0.0, 1, 0]).double()),
+    Part(ranks=(1,), number=0, weights=torch.tensor([0.0, 0, 1]).double()),
+]
+
+
+@pytest.mark.parametrize(
+    ("own", "often", "said"),
+    [
+        ([[1.0], [0.0]], (1, 0, 1), "rank 0 in micro-batch 1"),
+        ([[0.0], [0.0]], (0, 0, 1), "rank 0 in micro-batch 0-1"),
+        ([[1.0], [2.0]], (1, 0, 1), None),  # it gave something, that is lost later
+        ([[1.0]], (1, 0, 1), None),  # which backward it is is not known
+        ([[1.0], [0.0]], (1, 1, 1), None),
+    ],
+)
+def test_what_the_backward_itself_gave_nothing_is_not_lost_in_a_reduction(
+    monkeypatch, own, often, said
+):
+    given = {0: ({"w": torch.tensor(own)}, {}), 1: ({"w": torch.ones(1, 1)}, {})}
+    monkeypatch.setattr(readings, "given_by_ranks", lambda case: given)
+    kind, cause = readings.given_nothing(None, OWN_PARTS, held(often, often), ["w"])
+    assert (cause is not None) == (said is not None)
+    if said:
+        assert kind == "lost_rows"
+        assert cause.startswith(f"what the backward gives w is zero on {said}, though the modules")

@@ -19,6 +19,16 @@ SAME = 1e-9  # of a factor
 
 def one_factor(traces: Traces, seen: Sequence[Seen], tolerance: float) -> float | None:
     """c, where each wrong vector is c times a vector of the single process's, all with one c."""
+    found = factors_of(traces, seen, tolerance)
+    every = torch.cat(found) if found else torch.empty(0)
+    if not len(every) or float((every - every[0]).abs().max()) > SAME * float(every[0].abs()):
+        return None
+    return float(every[0])
+
+
+def factors_of(traces: Traces, seen: Sequence[Seen], tolerance: float) -> list[Tensor] | None:
+    """Of each call, of each of its wrong vectors, what it is times a vector of the single
+    process's; None where one is no multiple of any."""
     factors: list[Tensor] = []
     whole = by_module(traces.single, {s.call.module for s in seen}.__contains__)
     for s in seen:
@@ -31,10 +41,7 @@ def one_factor(traces: Traces, seen: Sequence[Seen], tolerance: float) -> float 
         if found is None:
             return None
         factors.append(found)
-    every = torch.cat(factors) if factors else torch.empty(0)
-    if not len(every) or float((every - every[0]).abs().max()) > SAME * float(every[0].abs()):
-        return None
-    return float(every[0])
+    return factors
 
 
 def _factors(got: Tensor, wanted: Tensor, tolerance: float) -> Tensor | None:

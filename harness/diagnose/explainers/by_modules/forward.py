@@ -38,6 +38,7 @@ from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
+from sumgrad.diagnose.explainers.by_modules.scaled_outside import scaled_outside
 from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
     another_output,
     features_in_words,
@@ -86,6 +87,8 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     if of is not None and of != found.wrong:  # what is seen further on follows from it
         text = f"in the forward what enters {named(look, of)} is another already on some ranks"
         return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=tuple(odd))
+    if scaled := scaled_outside(case, look, found):
+        return Diagnosis(cause=scaled[0], kind=kind, ranks=found.ranks, because=seen)
     joined = joined_in_words(case, look, found)
     if handed := handed_for_wrong_rows_in_words(case, look, found):
         called = called_from(case, look, found, back=False)

@@ -147,11 +147,16 @@ def scaled_in_words(case: Case, found: FirstWrong) -> list[str]:
     factor = one_factor(traces, seen, TOLERANCES[dtype])
     if factor is None:
         return []
-    square = as_fraction(factor * factor, 1e-9) if as_fraction(factor, 1e-9) is None else None
-    shown = fraction_of(factor) + (f" (the square root of {square})" if square else "")
     what = "what goes in" if seen[0].call.module.startswith(INTO) else "its output"
-    return [f"each such vector of {what} is {shown} times one that is there in the single process: "
+    return [f"each such vector of {what} is {factor_in_words(factor)} times one that is there in "
+            f"the single process: "
             f"look for a factor that is missing, or one more"]  # fmt: skip
+
+
+def factor_in_words(factor: float) -> str:
+    """With the square, where that is a fraction and it is none."""
+    square = as_fraction(factor * factor, 1e-9) if as_fraction(factor, 1e-9) is None else None
+    return fraction_of(factor) + (f" (the square root of {square})" if square else "")
 
 
 def in_other_places(case: Case, found: FirstWrong) -> list[str]:
