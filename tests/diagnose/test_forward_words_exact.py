@@ -29,7 +29,8 @@ def seen(rank, state="wrong", *, module="m", ordered=True, number=0):
 
 def right_ranks(*held):
     look = SimpleNamespace(seen={"m": held})
-    return list(forward._ranks_that_are_right(look, FirstWrong(wrong="m", seen=()), ()))
+    case = SimpleNamespace(traces=None)
+    return list(forward._ranks_that_are_right(case, look, FirstWrong(wrong="m", seen=()), ()))
 
 
 def test_a_rank_is_right_where_all_its_calls_are_row_by_row():
@@ -118,6 +119,19 @@ def test_beside_a_line_an_open_end_says_no_more(monkeypatch):
     for kind, because in (("open", ("w is wrong",)), ("forward", ("w is wrong", "no factor"))):
         asked = Diagnosis(cause="open: w is wrong", kind=kind, because=("no factor",))
         assert computed.with_the_line(CASE, asked).because == because
+
+
+@pytest.mark.parametrize(("inside", "leads"), [(True, False), (False, True)])
+def test_what_a_module_is_handed_comes_before_the_lines_in_it(monkeypatch, inside, leads):
+    monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=0, mine=0)])
+    monkeypatch.setattr(computed, "_in_words", lambda *_: "a line")
+    monkeypatch.setattr(computed, "looked", lambda _: "look")
+    monkeypatch.setattr(computed, "first_wrong_forward", lambda _: "found")
+    monkeypatch.setattr(computed, "is_handed_before", lambda *_: inside)
+    asked = Diagnosis(cause=f"x is another {computed.ROWS_ALONE}", kind="forward", because=("b",))
+    told = computed.with_the_line(CASE, asked)
+    assert (told.cause == "a line") == leads
+    assert "a line" in (told.cause, told.because[0])
 
 
 def test_of_torchs_own_formula_what_it_kept_is_looked_at():

@@ -63,8 +63,8 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
 def _comes_after(case: Case, diagnosis: Diagnosis, found: Sequence[Otherwise]) -> bool:
     """Whether the lines are inside of a module that is handed something else for just its wrong
     rows, as the cause says."""
-    look = looked(case)
-    wrong = None if look is None or ROWS_ALONE not in diagnosis.cause else first_wrong_forward(look)
+    look = looked(case) if ROWS_ALONE in diagnosis.cause else None
+    wrong = None if look is None else first_wrong_forward(look)
     if look is None or wrong is None:
         return False
     return all(is_handed_before(case, look, wrong, one.mine) for one in found)
