@@ -8,9 +8,10 @@ module is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+from sumgrad.diagnose.modules.followed import followed, ways_of
 from sumgrad.diagnose.modules.loss_weights import same
 from sumgrad.diagnose.modules.matching import Match, add_up, compare_gradient, match, vectors
 from sumgrad.diagnose.modules.numbers import Numbers
@@ -28,7 +29,6 @@ ONE_BY_ONE = {
     "silu", "softplus", "elu", "leaky_relu", "square", "sqrt", "abs", "clamp", "dropout",
     "layer_norm", "rms_norm", "normalize", "softmax", "log_softmax",
 }  # fmt: skip
-MOST_FOLLOWED = 5000  # computations on the way from one value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,14 +57,6 @@ class AtLine:
     beside: tuple[Computation, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ways:
-    """By number of a value: the computations that give and that take it."""
-
-    gives: dict[int, list[int]] = field(default_factory=dict)
-    takes: dict[int, list[int]] = field(default_factory=dict)
-
-
 class Lines:
     """What the lines of every rank computed, beside the single process's.
 
@@ -81,7 +73,7 @@ class Lines:
         self._forward: dict[tuple[int, int], State] = {}
         self._backward: dict[tuple[int, int], State] = {}
         self._factors: dict[tuple[int, int], float | None] = {}  # of gradients that are right
-        self._ways = {rank: _ways(computed) for rank, computed in self._ranks.items()}
+        self._ways = {rank: ways_of(computed) for rank, computed in self._ranks.items()}
         self._places = {rank: places_of(computed) for rank, computed in self._ranks.items()}
         self._at_place = {
             rank: {place: number for number, place in found.items()}
@@ -375,43 +367,15 @@ class Lines:
 
     def _after(self, rank: int, numbers: Sequence[int]) -> Iterator[int]:
         mine, ways = self._ranks[rank], self._ways[rank]
-        return _followed(numbers, ways.takes, lambda place: mine.computations[place].gives)
+        return followed(numbers, ways.takes, lambda place: mine.computations[place].gives)
 
     def _before(self, rank: int, numbers: Sequence[int]) -> Iterator[int]:
         mine, ways = self._ranks[rank], self._ways[rank]
-        return _followed(
+        return followed(
             numbers,
             ways.gives,
             lambda place: [t for t in mine.computations[place].takes if isinstance(t, int)],
         )
-
-
-def _followed(
-    numbers: Sequence[int], ways: dict[int, list[int]], next_ones: Callable[[int], Sequence[int]]
-) -> Iterator[int]:
-    """All values that computations lead to from these, one after the other."""
-    todo, seen, passed = [*numbers], {*numbers}, set[int]()
-    while todo and len(passed) <= MOST_FOLLOWED:
-        for place in ways.get(todo.pop(0), ()):
-            if place in passed:
-                continue
-            passed.add(place)
-            for number in next_ones(place):
-                if number not in seen:
-                    seen.add(number)
-                    todo.append(number)
-                    yield number
-
-
-def _ways(computed: Computed) -> _Ways:
-    ways = _Ways()
-    for place, c in enumerate(computed.computations):
-        for number in c.gives:
-            ways.gives.setdefault(number, []).append(place)
-        for taken in c.takes:
-            if isinstance(taken, int):
-                ways.takes.setdefault(taken, []).append(place)
-    return ways
 
 
 def _gradient(computed: Computed, number: int) -> Tensor | None:
