@@ -112,7 +112,7 @@ class Computations(TorchFunctionMode):
             if torch.compiler.is_dynamo_compiling():
                 return applied.__get__(None, cls)(*args, **kwargs)
             seen = self._applied(cls, args, kwargs)
-            before = self._derivatives.before(args)
+            before = None if seen is None else self._derivatives.before(args)
             self._functions.append(cls.__name__)
             try:
                 out = applied.__get__(None, cls)(*args, **kwargs)

@@ -36,6 +36,9 @@ PLAIN = (Tensor, Parameter)
 NOISE = 1e-7  # of what is multiplied: less is rounding
 
 
+Before = tuple[tuple[Any, ...], int]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Applied:
     """One call: what it was given and gave, and what came back, once the backward has run it."""
@@ -60,21 +63,21 @@ class Derivatives:
         self._numbers: dict[Line, int] = {}
         self._room = MOST_KEPT
 
-    def before(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
-        """What is kept of a call's arguments: it may change them."""
+    def before(self, args: Sequence[Any]) -> Before | None:
+        """What is kept of a call's arguments, as it may change them, and how many operations there
+        were; None of large ones."""
+        if _numel(args) > min(self._room, MOST_NUMBERS):
+            return None
         return tuple(_kept(a) if isinstance(a, Tensor) else a for a in args), self.operations()
 
     def applied(
-        self,
-        cls: Any,
-        made: Computation,
-        computation: int,
-        before: tuple[tuple[Any, ...], int],
-        out: Any,
+        self, cls: Any, made: Computation, computation: int, before: Before | None, out: Any
     ) -> None:
         """A call has ended. made: what is known of it, and computation, its number there."""
         place = made.line, made.code
         number = self._numbers[place] = self._numbers.get(place, -1) + 1
+        if before is None:
+            return
         given, operations = before
         gave = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         node = next((t.grad_fn for t in gave if type(t.grad_fn).__name__ == _node(cls)), None)
