@@ -55,7 +55,7 @@ class Part:
         need = self.needed(rank)
         halo = [need[o] if as_asked else sorted(need[o]) for o in range(RANKS)]
         self.counts = [len(h) for h in halo]
-        for n in sum(halo, []):
+        for n in sum(halo, []):  # noqa: RUF017
             place[n] = len(place)
         edges = [(place[a], place[b]) for a, b in EDGES if OWNER[b] == rank]
         self.tail, self.top = torch.tensor(edges).T
