@@ -92,8 +92,8 @@ def load(path: Path) -> ModuleType:
 
 def said_by(verdict: Verdict) -> str:
     """What a reader sees of the cause: the leading one, and the evidence under it."""
-    if not verdict.diagnoses:
-        return ""
+    if not verdict.diagnoses:  # as where a rank dies of what the ledger shows
+        return "\n".join([*verdict.findings, *verdict.reasons]) if verdict.findings else ""
     first = verdict.diagnoses[0]
     lines = [first.cause, *first.because, *first.however]
     return "\n".join([*lines, f"ranks {first.ranks}", f"factor {first.factor} {first.symbol}"])

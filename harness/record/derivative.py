@@ -12,11 +12,13 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Back:
     """One call's backward. computation: the call's number among what was computed. outer: what each
-    result was given; inner: what it gave for each tensor that it takes."""
+    result was given; inner: what it gave for each tensor that it takes. alone: no rank takes part
+    in it but this one."""
 
     computation: int
     outer: tuple[Tensor | None, ...]
     inner: tuple[Tensor | None, ...]
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +43,8 @@ class Derivative:
     """Of one of its tensors, by finite differences of the forward.
 
     function: its class. line: `PATH:12` and what stands there, that calls it; written: where the
-    backward stands. call: which of this line, from 0. argument: its name in the forward. off: how
-    it is off, where it does not agree and was looked at element by element.
+    backward stands. call: which of this line, from 0. argument: its name in the forward; leaf:
+    whether it is one, as a parameter is. off: how it is off, where that is known.
     """
 
     function: str
@@ -52,6 +54,7 @@ class Derivative:
     argument: str
     agrees: bool
     off: Off | None = None
+    leaf: bool = False
 
 
 def derivative_from(said: Mapping[str, Any]) -> Derivative:
@@ -65,7 +68,12 @@ def derivative_from(said: Mapping[str, Any]) -> Derivative:
 
 
 def back_as_json(one: Back) -> dict[str, Any]:
-    return {"computation": one.computation, "outer": len(one.outer), "inner": len(one.inner)}
+    return {
+        "computation": one.computation,
+        "outer": len(one.outer),
+        "inner": len(one.inner),
+        "alone": one.alone,
+    }
 
 
 def back_as_tensors(number: int, one: Back) -> dict[str, Tensor]:
@@ -84,4 +92,4 @@ def back_from(number: int, said: Mapping[str, Any], held: Mapping[str, Tensor]) 
         tuple(held.get(f"value_back/{number}/{side}/{i}") for i in range(said[side]))
         for side in ("outer", "inner")
     )
-    return Back(computation=said["computation"], outer=outer, inner=inner)
+    return Back(computation=said["computation"], outer=outer, inner=inner, alone=said["alone"])

@@ -196,13 +196,55 @@ def test_in_a_ring_each_turn_is_told_by_itself():
 
 def test_calls_of_ranks_that_do_not_take_turns_are_told_at_once():
     x = [numbers(2, seed=r) for r in range(3)]
-    g = [numbers(2, seed=10 + r) for r in range(3)]
-    # Rank 0's two go to rank 1, whose two calls are the other way round; what stays gives zeros.
+    g = [numbers(2, seed=10 + r) for r in range(4)]
+    # Rank 0's two stay there and go to rank 1, too, whose two calls are the other way round.
     zero = torch.zeros(2, dtype=torch.float64)
-    first = [(x[0], zero, g[0], zero), (x[1], zero, g[1], zero)]
+    first = [(x[0], x[0].clone(), g[0] + g[2], g[2]), (x[1], x[1].clone(), g[1] + g[3], g[3])]
     other = [(zero, x[1], zero, g[1]), (zero, x[0], zero, g[0])]
     (one,) = movers({0: rank_of(*first), 1: rank_of(*other)}).values()
     assert (one.told, one.off) == (4, 0)
+
+
+def test_what_only_sends_gives_nothing_that_could_be_told():
+    x, g = numbers(3, seed=1), numbers(3, seed=2)
+    zero = torch.zeros(1, dtype=torch.float64)
+    (one,) = movers({0: rank_of((x, zero, g, zero))}).values()
+    assert (one.told, one.off, one.is_right) == (0, 0, False)
+
+
+def test_what_no_other_rank_takes_part_in_is_left_to_finite_differences():
+    x, g = numbers(3, seed=1), numbers(3, seed=2)
+    one = rank_of((x, x.flip(0), g, g))
+    assert movers({0: one})
+    local = SimpleNamespace(computed=replace(
+        one.computed, backs=tuple(replace(b, alone=True) for b in one.computed.backs)
+    ))  # fmt: skip
+    assert not movers({0: local})
+    assert movers({0: local}, alone=True)
+    assert movers({0: local, 1: one})
+
+
+def of_own_scales(scales):
+    """Each rank's call is given back so many times what it should be."""
+    return halos(lambda d0, d1, g0, g1: (scales[0] * d0, scales[1] * d1))
+
+
+@pytest.mark.parametrize("ratio", [None, 2.0])
+def test_each_calls_own_factor_may_be_meant(ratio):
+    one = movers(of_own_scales((2.0, 3.0)))[KEY]
+    assert sorted({round(w.times, 9) for w in one.wrong}) == [2.0, 3.0]
+    assert words.wrong_functions(case(of_own_scales((2.0, 3.0))), [HALO], ratio) is None
+    one = movers(of_own_scales((1.0, 2.0)))[KEY]
+    assert {round(w.times, 9) for w in one.wrong} == {2.0}
+
+
+def test_a_sum_over_ranks_of_what_each_has_beside_its_own_may_be_meant():
+    x, g = numbers(3, seed=1), [numbers(3, seed=2), numbers(3, seed=3)]
+    ranks = {r: rank_of((x + r, x + r, g[0] + g[1], g[r])) for r in (0, 1)}
+    (one,) = movers(ranks).values()
+    assert one.off == 6
+    found = words.wrong_functions(case(ranks), [HALO], None)
+    assert found is None or not found.said
 
 
 def test_what_computes_or_is_not_known_is_no_mover():
@@ -323,7 +365,9 @@ def test_what_is_given_besides_and_what_goes_nowhere():
     assert text.endswith("goes to no place, and gets what is given at (4) of the result on rank 0")
 
 
-def test_beside_a_cause():
+def test_beside_a_cause(monkeypatch):
+    monkeypatch.setattr(words, "looked", lambda _: None)
+
     def beside(ranks):
         held = Diagnosis(cause="the backward", kind="backward")
         return words.with_formulas(case(ranks), held).because
@@ -332,6 +376,14 @@ def test_beside_a_cause():
     assert not beside(halos())
     assert not beside(halos(twice))
     assert not beside(gathered(own_slice))
+    monkeypatch.setattr(words, "looked", lambda _: "look")
+    monkeypatch.setattr(words, "owners", lambda _: [])
+    monkeypatch.setattr(words, "first_wrong_backward", lambda *_: "found")
+    lines = []
+    monkeypatch.setattr(words, "first_lines", lambda *_, back: lines)
+    assert not beside(halos(to_the_other_edge))  # it goes wrong elsewhere
+    lines.append(SimpleNamespace(mine=made((), ())))
+    assert len(beside(halos(to_the_other_edge))) == 2
 
 
 def test_what_moves_right_is_its_forwards_derivative():

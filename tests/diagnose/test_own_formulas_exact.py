@@ -18,10 +18,10 @@ SCALED = Off(differ=12, numel=12, factors=(2.0,))
 OWN = Passed(function="Own", written=BACK, own=True)
 
 
-def one(agrees=False, *, function="Own", off=MIXED, argument="x", call=0):
+def one(agrees=False, *, function="Own", off=MIXED, argument="x", call=0, leaf=False):
     return Derivative(
         function=function, line=AT, written=BACK, call=call, argument=argument, agrees=agrees,
-        off=None if agrees else off,
+        off=None if agrees else off, leaf=leaf,
     )  # fmt: skip
 
 
@@ -82,6 +82,19 @@ def test_what_only_scales_is_accused_of_that_factor_alone(off, ratio, accused):
         assert len(found.because) == 2
 
 
+def test_what_a_parameter_alone_is_given_wrong_is_no_tensors_way():
+    at = case((one(argument="w", leaf=True), one(True)))
+    assert words.wrong_functions(at, [OWN], None) is None
+    assert words.wrong_functions(at, [OWN], None, of_parameters=True)
+
+
+def test_factors_of_each_calls_own_are_a_scale_too():
+    half = Off(differ=2, numel=2, factors=(0.5,))
+    at = case((one(off=SCALED),), (one(off=half),))
+    assert words.wrong_functions(at, [OWN], None) is None
+    assert words.wrong_functions(at, [OWN], 2.0) is None
+
+
 def test_only_what_is_on_the_way_and_the_users_own_is_accused():
     at = case((one(),))
     assert not words.wrong_functions(at, [], None)
@@ -133,7 +146,9 @@ def test_where_no_numbers_are_known_no_more_is_said():
     assert len([*words.how_they_are_off(formulas)]) == 1
 
 
-def test_beside_a_cause_that_leaves_it_open():
+def test_beside_a_cause_that_leaves_it_open(monkeypatch):
+    monkeypatch.setattr(words, "looked", lambda _: None)
+
     def beside(at, **more):
         held = Diagnosis(**{"cause": "the backward", "kind": "backward", **more})
         return words.with_formulas(at, held).because

@@ -77,7 +77,6 @@ def other_in_column(g):
         (zero_in_row, {"factors": (), "differ": 3, "zero": True, "where": ((0, (2,)),)}),
         (other_in_column, {"factors": (), "differ": 4, "zero": False, "where": ((1, (1,)),)}),
         (lambda g: g.flip(0), {"factors": (), "moved": True}),
-        (lambda g: None, {"factors": (0.0,), "differ": 12}),
     ],
 )
 def test_how_a_formula_is_off(change, expected):
@@ -197,6 +196,31 @@ class Kinked(Function):
         return grad
 
 
+class Relu(Function):
+    """It takes one side where there are two."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (ctx.saved_tensors[0] > 0)
+
+
+class Elsewhere(Function):
+    """What it gives none may be put into a buffer of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
 class Raises(Function):
     calls = 0
 
@@ -219,6 +243,8 @@ class Raises(Function):
         (Rounded, X),  # what it does not depend on
         (Kinked, torch.tensor([0.0, 2e-6, -2e-6, 1.0], dtype=torch.float64)),
         (Raises, X),
+        (Relu, X.clamp(min=0)),
+        (Elsewhere, X),
         (TwoResults, X.float()),
     ],
 )
@@ -295,7 +321,61 @@ def test_a_large_argument_is_told_along_directions_alone(monkeypatch):
     monkeypatch.setattr(derivatives, "MOST_ELEMENTS", 11)
     one = told(Product, leaf(), leaf(Y), lambda g: g * 2)["x"]
     assert not one.agrees
+    assert one.off.factors == pytest.approx((2.0,), abs=1e-6)  # along all directions
+    one = told(Product, leaf(), leaf(Y), other_in_column)["x"]
+    assert not one.agrees
     assert one.off is None
+
+
+def test_the_clock_is_looked_at_before_each_forward(monkeypatch):
+    clock = [0.0]
+
+    class Slow(Function):
+        runs = 0
+
+        @staticmethod
+        def forward(ctx, x):
+            Slow.runs += 1
+            clock[0] += 0.5
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    monkeypatch.setattr(derivatives.time, "monotonic", lambda: clock[0])
+    assert not told(Slow, leaf())
+    assert Slow.runs == 1 + derivatives.SECONDS / 0.5 + 1
+
+
+def test_a_users_hook_on_what_a_forward_gives_as_a_view_is_kept():
+    class Same(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    x, seen = leaf(), []
+    with Computations(lambda: ((), 0)):
+        h = Same.apply(x * 1.0)
+        h.register_hook(lambda g: seen.append(g) or g * 3)
+        h.sum().backward()
+    assert len(seen) == 1
+    assert torch.equal(x.grad, torch.full_like(X, 3.0))
+
+
+def test_leaves_are_told():
+    found = told(AnyNumber, leaf(), leaf(Y))
+    assert not any(one.leaf for one in found.values())
+    computations = Computations(lambda: ((), 0))
+    with computations:
+        Product.apply(leaf() * 1.0, leaf(Y), lambda g: g).sum().backward()
+    assert {d.argument: d.leaf for d in computations.computed().derivatives} == {
+        "x": False, "y": True,
+    }  # fmt: skip
 
 
 def test_no_time_is_taken_that_is_not_there(monkeypatch):

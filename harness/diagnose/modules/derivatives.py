@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sumgrad.record.derivative import Derivative
@@ -24,12 +24,20 @@ class OwnFormula:
         return tuple(one for one in self.told if not one[1].agrees)
 
     @property
+    def only_scales(self) -> bool:
+        """Whether all that it gives is the derivative times a number, in each call its own."""
+        held = [d.off.factors if d.off else () for _, d in self.wrong]
+        return all(own and _alike(own) for own in held)
+
+    @property
     def scale(self) -> float | None:
-        """The one number that all it gives is multiplied with; None where there is none."""
-        factors = [f for _, d in self.wrong for f in (d.off.factors if d.off else (float("nan"),))]
-        known = factors and all(d.off and d.off.factors for _, d in self.wrong)
-        alike = known and all(abs(f - factors[0]) <= NEAR * abs(factors[0]) for f in factors)
-        return factors[0] if alike else None
+        """That number, where it is one."""
+        factors = [f for _, d in self.wrong for f in (d.off.factors if d.off else ())]
+        return factors[0] if self.only_scales and _alike(factors) else None
+
+
+def _alike(factors: Sequence[float]) -> bool:
+    return all(abs(f - factors[0]) <= NEAR * abs(factors[0]) for f in factors)
 
 
 def own_formulas(ranks: Mapping[int, Trace]) -> dict[tuple[str, str], OwnFormula]:

@@ -20,7 +20,6 @@ from torch import Tensor
 MOST_NUMBERS = 50_000  # of all calls of one Function on all ranks
 MOST_COPIES = 3  # of one element, whose shares are told apart
 MOST_TOLD = 256  # elements whose gradients are looked for in others'
-LEAST_ALIKE = 4  # elements that have one factor
 EQUAL = 1e-9  # of the largest gradient
 
 
@@ -77,8 +76,8 @@ class Mover:
         return not self.off and not self.untold
 
 
-def movers(ranks: Mapping[int, Trace]) -> dict[tuple[str, str], Mover]:
-    """By class and by where the backward stands."""
+def movers(ranks: Mapping[int, Trace], *, alone: bool = False) -> dict[tuple[str, str], Mover]:
+    """By class and by where the backward stands: of those that communicate, or, alone, of all."""
     calls: dict[tuple[str, str], list[_Call]] = {}
     unknown: set[tuple[str, str]] = set()
     for rank, trace in ranks.items():
@@ -92,7 +91,8 @@ def movers(ranks: Mapping[int, Trace]) -> dict[tuple[str, str], Mover]:
                                  back=backs[i]))  # fmt: skip
             elif made.written and _has_a_gradient(made, trace.computed):
                 unknown.add(key)
-    found = {key: _of_calls(key, own) for key, own in calls.items() if key not in unknown}
+    asked = {k: own for k, own in calls.items() if alone or not all(c.back.alone for c in own)}
+    found = {key: _of_calls(key, own) for key, own in asked.items() if key not in unknown}
     return {key: one for key, one in found.items() if one is not None}
 
 
@@ -163,6 +163,13 @@ class _Side:
     values: Tensor
     gradients: Tensor
 
+    def stretches(self) -> Iterator[tuple[tuple[int, int, torch.Size], int, int]]:
+        """Each tensor, and where it begins and ends."""
+        start = 0
+        for one in self.tensors:
+            yield one, start, start + one[2].numel()
+            start += one[2].numel()
+
     def element(self, at: int) -> Element:
         tensor, start = self._tensor(at)
         rank, call, shape = self.tensors[tensor]
@@ -178,11 +185,9 @@ class _Side:
 
     def _tensor(self, at: int) -> tuple[int, int]:
         """Which tensor a place is in, and where that begins."""
-        start = 0
-        for i, (_, _, shape) in enumerate(self.tensors):
-            if at < start + shape.numel():
+        for i, (_, start, end) in enumerate(self.stretches()):
+            if at < end:
                 return i, start
-            start += shape.numel()
         raise IndexError(at)
 
 
@@ -192,7 +197,9 @@ def _mover(key: tuple[str, str], calls: list[_Call]) -> Mover | None:
     if takes is None or gives is None:
         return None
     known, counts = takes.values.unique(return_counts=True)
-    near = known.diff().abs() <= EQUAL * known[1:].abs()  # as where replicas round otherwise
+    # As where replicas round otherwise.
+    size = known.abs().max() if len(known) else known.new_zeros(())
+    near = known.diff().abs() <= EQUAL * known[1:].abs().clamp(min=float(size) * EQUAL)
     counts[1:] += near.long()
     counts[:-1] += near.long()
     place = torch.searchsorted(known, gives.values).clamp(max=len(known) - 1)
@@ -205,6 +212,7 @@ def _mover(key: tuple[str, str], calls: list[_Call]) -> Mover | None:
     whole = torch.zeros_like(takes.gradients)
     whole.index_add_(0, source[source >= 0], gives.gradients[source >= 0])
     told = counts[torch.searchsorted(known, takes.values)] == 1
+    told &= _of_calls_that_give_some(takes, gives, source)
     least = EQUAL * float(torch.cat([takes.gradients.abs(), whole.abs()]).max())
     off = told & ((takes.gradients - whole).abs() > least)
     return Mover(
@@ -216,6 +224,20 @@ def _mover(key: tuple[str, str], calls: list[_Call]) -> Mover | None:
         off=int(off.sum()),
         wrong=tuple(_brought(takes, gives, source, whole, off, least)),
     )
+
+
+def _of_calls_that_give_some(takes: _Side, gives: _Side, source: Tensor) -> Tensor:
+    """Which elements are of calls whose own results hold some number that is taken: what only sends
+    gives nothing, and its copies are another Function's results."""
+    some = {
+        (rank, call)
+        for (rank, call, _), start, end in gives.stretches()
+        if bool((source[start:end] >= 0).any())
+    }
+    told = torch.zeros(len(takes.values), dtype=torch.bool)
+    for (rank, call, _), start, end in takes.stretches():
+        told[start:end] = (rank, call) in some
+    return told
 
 
 def _side(
@@ -245,23 +267,35 @@ def _brought(
 ) -> Iterator[Brought]:
     order = gives.gradients.argsort()
     ordered = gives.gradients[order]
-    ratio = takes.gradients[off] / whole[off]
-    alike = len(ratio) >= LEAST_ALIKE and bool((ratio - ratio[0]).abs().max() < EQUAL)
-    times = float(ratio[0]) if alike else None
+    factors = _factors(takes, whole, off, least)
     for at in off.nonzero().flatten()[:MOST_TOLD].tolist():
         copies = (source == at).nonzero().flatten().tolist()
         one = Brought(
             element=takes.element(at),
             copies=tuple(map(gives.element, copies)),
-            times=times,
+            times=factors.get(at),
             replicas=gives.are_replicas(copies),
         )
         gradient = float(takes.gradients[at])
         yield (
             one
-            if times is not None or len(copies) > MOST_COPIES
+            if one.times is not None or len(copies) > MOST_COPIES
             else _told(one, gradient, copies, takes, gives, source, (ordered, order), least)
         )
+
+
+def _factors(takes: _Side, whole: Tensor, off: Tensor, least: float) -> dict[int, float]:
+    """Place -> factor, of calls all of whose elements have one: what only scales, it may be each
+    call by a factor of its own."""
+    found: dict[int, float] = {}
+    for _, start, end in takes.stretches():
+        live = (whole[start:end].abs() > least).nonzero()[:, 0] + start
+        zero = (takes.gradients[start:end].abs() > least) & (whole[start:end].abs() <= least)
+        ratio = takes.gradients[live] / whole[live]
+        alike = len(live) and bool(((ratio - ratio[0]).abs() <= EQUAL * ratio[0].abs()).all())
+        if alike and not bool(zero.any()) and bool(off[live].all()):
+            found |= dict.fromkeys(live.tolist(), float(ratio[0]))
+    return found
 
 
 def _told(

@@ -9,6 +9,7 @@ also of one that communicates, what its backward was given and gave is kept.
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ PLAIN = (Tensor, Parameter)
 NOISE = 1e-7  # of what is multiplied: less is rounding
 
 
-Before = tuple[tuple[Any, ...], int]
+Before = tuple[tuple[Any, ...], tuple[bool, ...], int]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,7 +50,9 @@ class _Applied:
     number: int  # of the calls at this line
     given: tuple[Any, ...]
     gave: tuple[Tensor, ...]
+    leaves: tuple[bool, ...]  # which arguments are leaves
     is_alone: bool  # it does not communicate
+    until: float = math.inf  # no forward is begun later than that
     began: int = 0  # operations when its backward began
     came: tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]] | None = None
 
@@ -64,11 +67,13 @@ class Derivatives:
         self._room = MOST_KEPT
 
     def before(self, args: Sequence[Any]) -> Before | None:
-        """What is kept of a call's arguments, as it may change them, and how many operations there
-        were; None of large ones."""
+        """What is kept of a call's arguments, as it may change them, which of them are leaves, and
+        how many operations there were; None of large ones."""
         if _numel(args) > min(self._room, MOST_NUMBERS):
             return None
-        return tuple(_kept(a) if isinstance(a, Tensor) else a for a in args), self.operations()
+        leaves = tuple(isinstance(a, Tensor) and a.grad_fn is None for a in args)
+        kept = tuple(_kept(a) if isinstance(a, Tensor) else a for a in args)
+        return kept, leaves, self.operations()
 
     def applied(
         self, cls: Any, made: Computation, computation: int, before: Before | None, out: Any
@@ -78,7 +83,7 @@ class Derivatives:
         number = self._numbers[place] = self._numbers.get(place, -1) + 1
         if before is None:
             return
-        given, operations = before
+        given, leaves, operations = before
         gave = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         node = next((t.grad_fn for t in gave if type(t.grad_fn).__name__ == _node(cls)), None)
         numel = _numel((*given, *gave))
@@ -90,7 +95,7 @@ class Derivatives:
         self._room -= numel
         one = _Applied(
             cls=cls, made=made, computation=computation, number=number, given=given,
-            gave=tuple(map(_kept, gave)), is_alone=operations == self.operations(),
+            gave=tuple(map(_kept, gave)), leaves=leaves, is_alone=operations == self.operations(),
         )  # fmt: skip
         self._kept.setdefault(place, []).append(one)
 
@@ -110,15 +115,18 @@ class Derivatives:
         for one in (one for own in self._kept.values() for one in own):
             if one.came is not None:
                 outer, inner = (tuple(map(_on_cpu, side)) for side in one.came)
-                yield Back(computation=one.computation, outer=outer, inner=inner)
+                yield Back(
+                    computation=one.computation, outer=outer, inner=inner, alone=one.is_alone
+                )
 
     def found(self) -> Iterator[Derivative]:
         """Of each argument that could be told. The step is over: the forwards run once more."""
         until = time.monotonic() + SECONDS
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for one in (one for own in self._kept.values() for one in _to_be_run(own)):
+                one.until = until
                 try:
-                    yield from _told(one, until)
+                    yield from _told(one)
                 except Exception:  # a user's forward out of its step: it cannot be told
                     continue
 
@@ -133,22 +141,25 @@ def _to_be_run(calls: Sequence[_Applied]) -> list[_Applied]:
     return kept[:MOST_CALLS]
 
 
-def _told(one: _Applied, until: float) -> Iterator[Derivative]:
+def _told(one: _Applied) -> Iterator[Derivative]:
     assert one.came is not None
     outer, inner = one.came
     places = [i for i, value in enumerate(one.given) if isinstance(value, Tensor)]
     if not _is_as_it_was(one, _run(one, {})):
         return
-    for at, came in zip(places, inner, strict=True):
+    for at, gradient in zip(places, inner, strict=True):
         value = one.given[at]
-        if not value.requires_grad or value.dtype != torch.float64 or time.monotonic() > until:
+        if gradient is None or not value.requires_grad or value.dtype != torch.float64:
+            continue  # what gives none may put it elsewhere
+        found = _along(one, at, gradient, outer)
+        if found is None:
             continue
-        value = value.detach()
-        gradient = torch.zeros_like(value) if came is None else came
-        agrees = _agrees(one, at, gradient, outer)
-        if agrees is None:
-            continue
-        looked = not agrees and value.numel() <= MOST_ELEMENTS and time.monotonic() < until
+        agrees, factor = found
+        off = None
+        if not agrees and value.numel() <= MOST_ELEMENTS:
+            off = _off(gradient, _shares(one, at, outer))
+        elif not agrees and factor is not None:
+            off = Off(differ=value.numel(), numel=value.numel(), factors=(factor,))
         yield Derivative(
             function=one.cls.__name__,
             line=(one.made.line, one.made.code),
@@ -156,49 +167,66 @@ def _told(one: _Applied, until: float) -> Iterator[Derivative]:
             call=one.number,
             argument=_name(one.cls, at),
             agrees=agrees,
-            off=_off(gradient, _shares(one, at, outer)) if looked else None,
+            off=off,
+            leaf=one.leaves[at],
         )
 
 
 def _slopes(
     one: _Applied, at: int, outer: Sequence[Tensor | None], direction: Tensor, step: float
-) -> list[float] | None:
-    """What each result adds to the derivative along a direction of an argument, by a central
-    difference; None where no result is another."""
+) -> tuple[list[float], list[float]] | None:
+    """What each result adds to the derivative along a direction of an argument, by the difference
+    to a step ahead and to a step behind; None where no result is another."""
     value = one.given[at].detach()
     up, down = (_run(one, {at: value + s * step * direction}) for s in (1, -1))
     if all(torch.equal(a, b) for a, b in zip(up, down, strict=True)):
         return None
-    return [
-        0.0 if g is None or not a.is_floating_point() else float((g * (a - b)).sum()) / (2 * step)
-        for g, a, b in zip(outer, up, down, strict=True)
-    ]
+
+    def against(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[float]:
+        return [
+            0.0 if g is None or not x.is_floating_point() else float((g * (x - y)).sum()) / step
+            for g, x, y in zip(outer, a, b, strict=True)
+        ]
+
+    return against(up, one.gave), against(one.gave, down)
 
 
 def _step(value: Tensor) -> float:
     return STEP * max(float(value.detach().abs().max()), LEAST)
 
 
-def _agrees(
+def _along(
     one: _Applied, at: int, gradient: Tensor, outer: Sequence[Tensor | None]
-) -> bool | None:
-    """Whether a gradient is the derivative, along some directions; None where that cannot be told,
-    as at a kink."""
+) -> tuple[bool, float | None] | None:
+    """Whether a gradient is the derivative, along some directions, and the factor that it has along
+    all of them, if it is one; None where that cannot be told, as at a kink."""
     step = _step(one.given[at])
     generator = torch.Generator().manual_seed(0)
-    found = []
+    found: list[tuple[float, float, float, float]] = []
     for _ in range(DIRECTIONS):
         v = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
         v = v.to(gradient.device)
         near, far = (_slopes(one, at, outer, v, s) for s in (step, 4 * step))
         if near is None or far is None:
             return None
-        found.append((sum(near), sum(far), float((gradient * v).sum())))
-    scale = max(abs(x) for three in found for x in three)
+        ahead, behind = sum(near[0]), sum(near[1])
+        wide = (sum(far[0]) + sum(far[1])) / 2
+        found.append((ahead, behind, wide, float((gradient * v).sum())))
+    scale = max(abs(x) for four in found for x in four)
     least = NOISE * max(float(g.abs().max()) for g in (gradient, *outer) if g is not None)
-    if any(abs(near - far) > EQUAL * scale + least for near, far, _ in found):
-        return None
-    return all(abs(near - given) <= 10 * EQUAL * scale + least for near, _, given in found)
+    slopes = [(ahead + behind) / 2 for ahead, behind, _, _ in found]
+    for (ahead, behind, wide, _), slope in zip(found, slopes, strict=True):
+        if abs(ahead - behind) > 10 * EQUAL * scale + least:
+            return None  # a kink, and it may be right to take one side
+        if abs(slope - wide) > EQUAL * scale + least:
+            return None
+    given = [g for *_, g in found]
+    agrees = all(
+        abs(slope - g) <= 10 * EQUAL * scale + least for slope, g in zip(slopes, given, strict=True)
+    )
+    times = [g / slope if slope else math.nan for slope, g in zip(slopes, given, strict=True)]
+    alike = all(abs(t - times[0]) <= 10 * EQUAL * abs(times[0]) for t in times)
+    return agrees, times[0] if alike else None
 
 
 def _shares(one: _Applied, at: int, outer: Sequence[Tensor | None]) -> Tensor:
@@ -210,7 +238,8 @@ def _shares(one: _Applied, at: int, outer: Sequence[Tensor | None]) -> Tensor:
         direction[i] = 1
         found = _slopes(one, at, outer, direction.view(value.shape), _step(value))
         if found is not None:
-            shares[:, i] = torch.tensor(found, dtype=value.dtype, device=value.device)
+            mean = [(a + b) / 2 for a, b in zip(*found, strict=True)]
+            shares[:, i] = torch.tensor(mean, dtype=value.dtype, device=value.device)
     return shares.view(-1, *value.shape)
 
 
@@ -251,7 +280,9 @@ def _factors(gradient: Tensor, shares: Tensor, scale: float) -> tuple[float, ...
 
 
 def _run(one: _Applied, other: dict[int, Tensor]) -> list[Tensor]:
-    """The forward once more, with other values of some arguments."""
+    """The forward once more, with other values of some arguments. Raises TimeoutError."""
+    if time.monotonic() > one.until:
+        raise TimeoutError
     args = [
         other.get(i, a).detach().clone().requires_grad_(a.requires_grad)
         if isinstance(a, Tensor)

@@ -44,13 +44,19 @@ class KeptValues:
 
     def number(self, value: Tensor) -> int | None:
         """That of what a tensor has now; None where it is not kept."""
+        # Of a leaf without a graph, as in a Function's forward, which becomes its result, a hook
+        # would keep a later one of the user's from its node.
+        may_be = value.grad_fn is not None or torch.is_grad_enabled()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             held = _held(value)
             if held is None:
                 return None
             before = self._known.get(value)
             graph = (
-                self._with_gradients and value.requires_grad and not isinstance(value, nn.Parameter)
+                self._with_gradients
+                and may_be
+                and value.requires_grad
+                and not isinstance(value, nn.Parameter)
             )
             same = before is not None and same_value(self.values[before], held)
             known = before in self.with_graph

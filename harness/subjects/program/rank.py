@@ -113,9 +113,9 @@ class Rank:
             computations = computations_beside(seen)
             with seen, Losses(seen.at_loss) as losses, run.own_gradients() as own, computations:
                 run.step(step)
+            gave, at = own.taken(p.name for p in run.placement.placed)
             with without_operations(self.ledger):
                 computed = computations.computed()
-            gave, at = own.taken(p.name for p in run.placement.placed)
             return replace(
                 seen.trace(),
                 own=gave,

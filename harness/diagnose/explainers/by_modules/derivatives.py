@@ -11,13 +11,17 @@ from dataclasses import dataclass, replace
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.lines import first_lines
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     line_and_code,
     line_from_here,
+    looked,
     ordinal,
+    owners,
 )
 from sumgrad.diagnose.modules.derivatives import NEAR, OwnFormula, no_derivatives, own_formulas
+from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
 from sumgrad.diagnose.modules.moved import Brought, Element, Mover, movers
 from sumgrad.record.derivative import Derivative, Off
 from sumgrad.record.ways import Passed
@@ -38,17 +42,19 @@ class WrongFunctions:
 
 
 def wrong_functions(
-    case: Case, passed: Sequence[Passed], ratio: float | None
+    case: Case, passed: Sequence[Passed], ratio: float | None, *, of_parameters: bool = False
 ) -> WrongFunctions | None:
     """Of Functions on the way those that explain what is wrong there. ratio: it is off by that
-    factor alone; one that only scales explains nothing else, and may be meant."""
+    factor alone; one that only scales explains nothing else, and may be meant. of_parameters: what
+    is wrong is what a parameter is given, and no tensor on its way through."""
     traces = case.traces
     if traces is None:
         return None
     formulas = no_derivatives(traces)
     keys = [*dict.fromkeys((p.function, p.written) for p in passed if p.own)]
     found = [formulas[key] for key in keys if key in formulas]
-    found = [one for one in found if _explains(one.scale, ratio)]
+    found = [one for one in found if of_parameters or any(not d.leaf for _, d in one.wrong)]
+    found = [one for one in found if _explains(one.only_scales, one.scale, ratio)]
     if found:
         return WrongFunctions(
             said=f"the backward of {functions_in_words(found)} is {SAID}",
@@ -56,16 +62,35 @@ def wrong_functions(
         )
     moving = wrong_movers(case)
     wrong = [moving[key] for key in keys if key in moving]
-    wrong = [one for one in wrong if _explains(one.wrong[0].times, ratio)]
-    sure = [one for one in wrong if not all(map(_may_be_meant, one.wrong))]
-    if crossed := [one for one in sure if one.crossed]:
+    wrong = [one for one in wrong if _explains(_only_scales(one), _scale(one), ratio)]
+    if crossed := [one for one in wrong if one.crossed]:
         return _in_another_order(crossed[0])
+    sure = [one for one in wrong if _is_sure(one)]
     if sure:
         return WrongFunctions(
             said=f"the backward of {functions_in_words(sure)} {OTHER_WAY}",
             because=tuple(how_they_bring_back(sure)),
         )
-    return WrongFunctions(said="", because=tuple(how_they_bring_back(wrong))) if wrong else None
+    told = [one for one in wrong if any(w.lacks for w in one.wrong)]
+    return WrongFunctions(said="", because=tuple(how_they_bring_back(told))) if told else None
+
+
+def _only_scales(one: Mover) -> bool:
+    return all(w.times is not None for w in one.wrong)
+
+
+def _scale(one: Mover) -> float | None:
+    """The one number that it scales all by."""
+    times = [w.times for w in one.wrong if w.times is not None]
+    alike = times and all(abs(t - times[0]) <= NEAR * abs(times[0]) for t in times)
+    return times[0] if alike else None
+
+
+def _is_sure(one: Mover) -> bool:
+    """Whether some of it can be nothing that is meant: only what is understood."""
+    return any(
+        (w.times is not None or w.lacks or w.foreign) and not _may_be_meant(w) for w in one.wrong
+    )
 
 
 def _in_another_order(one: Mover) -> WrongFunctions:
@@ -83,8 +108,12 @@ def _in_another_order(one: Mover) -> WrongFunctions:
 
 
 def _may_be_meant(w: Brought) -> bool:
-    """Of copies in replicas that a step counts as one."""
-    return w.replicas and w.foreign is None and bool(w.lacks)
+    """Of copies in replicas that a step counts as one; and the sum over ranks of what each has at
+    the same place, as where what they take is one thing and a part of each rank's own."""
+    if w.foreign is None:
+        return w.replicas and bool(w.lacks)
+    alike = w.owner is not None and w.foreign.index == w.owner.index == w.element.index
+    return alike and not w.lacks and {e.rank for e in w.copies} == {w.element.rank}
 
 
 def moved(case: Case) -> dict[tuple[str, str], Mover]:
@@ -102,7 +131,7 @@ def wrong_movers(case: Case) -> dict[tuple[str, str], Mover]:
     wrong = {key: one for key, one in moved(case).items() if one.off}
     if not wrong or traces is None:
         return {}
-    single = movers({0: traces.single})
+    single = movers({0: traces.single}, alone=True)
     return {key: one for key, one in wrong.items() if key not in single or not single[key].off}
 
 
@@ -114,10 +143,10 @@ def are_the_derivative(case: Case) -> set[tuple[str, str]]:
     return right | {key for key, one in moved(case).items() if one.is_right}
 
 
-def _explains(scale: float | None, ratio: float | None) -> bool:
-    if scale is None or ratio is None:
-        return scale is None and ratio is None
-    return abs(scale - ratio) <= 10 * NEAR * abs(ratio)
+def _explains(only_scales: bool, scale: float | None, ratio: float | None) -> bool:
+    if only_scales and scale is not None and ratio is not None:
+        return abs(scale - ratio) <= 10 * NEAR * abs(ratio)
+    return not only_scales and ratio is None
 
 
 def functions_in_words(found: Sequence[OwnFormula | Mover]) -> str:
@@ -210,19 +239,27 @@ def _short(factor: float) -> str:
 
 
 def with_formulas(case: Case, diagnosis: Diagnosis) -> Diagnosis:
-    """Beside a cause that is not proved, a Function whose formula is not right; none that only
-    scales."""
+    """Beside a cause that is not proved, a Function whose formula is not right, but none that only
+    scales. Where a module's gradient tells where it goes wrong, one that a line there calls."""
     traces = case.traces
     if traces is None or diagnosis.kind in OTHERS or diagnosis.standing == "proved":
         return diagnosis
     said = " ".join((diagnosis.cause, *diagnosis.because))
     if any(words in said for words in (SAID, OTHER_WAY, IN_ANOTHER_ORDER)):
         return diagnosis
-    found = [one for one in no_derivatives(traces).values() if one.scale is None]
-    moving = [
-        one
-        for one in wrong_movers(case).values()
-        if one.wrong[0].times is None and not all(map(_may_be_meant, one.wrong))
-    ]
-    because = (*diagnosis.because, *how_they_are_off(found), *how_they_bring_back(moving))
-    return replace(diagnosis, because=because)
+    look = looked(case)
+    found = None if look is None else first_wrong_backward(look, owners(case))
+    lines = [] if found is None else first_lines(case, found, back=True)
+    there = {(one.mine.function, one.mine.written) for one in lines}
+    formulas = {
+        key: one
+        for key, one in no_derivatives(traces).items()
+        if not one.only_scales and (found is None or key in there)
+    }
+    moving = {
+        key: one
+        for key, one in wrong_movers(case).items()
+        if not _only_scales(one) and _is_sure(one) and (found is None or key in there)
+    }
+    words = (*how_they_are_off([*formulas.values()]), *how_they_bring_back([*moving.values()]))
+    return replace(diagnosis, because=(*diagnosis.because, *words))

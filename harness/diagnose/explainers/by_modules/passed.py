@@ -201,7 +201,7 @@ def own_makers(case: Case, names: Sequence[str]) -> str:
 
 def wrong_makers(case: Case, names: Sequence[str]) -> WrongFunctions | None:
     """Of these those that do not give the derivative of their forwards."""
-    return wrong_functions(case, _makers(case, names) or (), None)
+    return wrong_functions(case, _makers(case, names) or (), None, of_parameters=True)
 
 
 def _makers(case: Case, names: Sequence[str]) -> list[Passed] | None:
