@@ -217,7 +217,7 @@ def _differs(one: Otherwise, how: Difference) -> str:
     if how.factor is not None and not how.elsewhere:
         text = f"{fraction_of(how.factor)} times what it is there"
         if isinstance(one.mine.takes[one.at], str):
-            return f"{text} ({numbers})"
+            return f"{text} in one call ({numbers})"
         return f"{text} in one call"
     if how.several:
         return "another than in any call there that has the rest of it"
@@ -226,7 +226,7 @@ def _differs(one: Otherwise, how: Difference) -> str:
         return f"{few} (the first: {how.now:.6g} stands beside what has {how.was:.6g} there)"
     if how.num < how.of:
         return f"another {few} (the first: {numbers})"
-    return f"another ({'the first: ' if how.of > 1 else ''}{numbers})"
+    return f"another in one call ({'the first: ' if how.of > 1 else ''}{numbers})"
 
 
 def _argument(one: Otherwise) -> str:

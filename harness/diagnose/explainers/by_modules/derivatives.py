@@ -221,9 +221,9 @@ def _off(rank: int, d: Derivative) -> Iterator[str]:
         yield f"{what} is {_times(d.off)}"
         return
     at = " and ".join(f"{spans(list(places))} of dimension {dim}" for dim, places in d.off.where)
-    at = f", all at {at}" if at else ""
+    at = f", these at {at}" if at else ""
     zero = ", which are zero" if d.off.zero else ""
-    yield f"{what} differs from it in {d.off.differ} of {d.off.numel} numbers{at}{zero}"
+    yield f"{what} differs from it in at least {d.off.differ} of {d.off.numel} numbers{at}{zero}"
 
 
 def _times(off: Off) -> str:

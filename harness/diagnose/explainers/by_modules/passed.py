@@ -122,7 +122,7 @@ def lacking_there(case: Case, found: FirstWrong, ends: Sequence[str]) -> list[st
             f"rank {found.ranks[0]} not")  # fmt: skip
     run = {c.line for c in mine.computed.computations}
     if run and not run & {p.line for p in computed}:
-        return [f"{text}, where no such line is run"]
+        return [f"{text}, where nothing was seen to be computed at such a line"]
     return [f"{text}: look for a detach, a no_grad, or a graph that is not kept (create_graph)"]
 
 
