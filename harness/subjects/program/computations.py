@@ -64,7 +64,8 @@ class Computations(TorchFunctionMode):
         super().__init__()
         self._now = now
         self._derivatives = derivatives or Derivatives()
-        self._forward = _Calls(KeptValues())
+        self._functions: list[str] = []  # Functions whose forward runs
+        self._forward = _Calls(KeptValues(in_a_function=lambda: bool(self._functions)))
         self._backward = _Calls(KeptValues(with_gradients=False))
         self._hooks = _Calls(self._forward.values)
         self._hooks_at: list[int] = []
@@ -79,7 +80,6 @@ class Computations(TorchFunctionMode):
         self._reads: dict[Line, set[bool]] = {}  # of parameters' gradients: any there
         self._set_grads: dict[SetGrad, None] = {}
         self.name_of: Callable[[Tensor], str] = lambda _: ""  # of a parameter
-        self._functions: list[str] = []  # Functions whose forward runs
         self.starts: Callable[..., object] = lambda *_: None  # a backward from a gradient
 
     def computed(self) -> Computed:

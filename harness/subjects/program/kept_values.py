@@ -19,15 +19,17 @@ class KeptValues:
     """values: by number. with_graph: numbers of those that autograd knows a function of.
 
     gradients: by number, the sum of what reached it; arrivals: of a leaf, each. with_gradients:
-    whether these are kept at all.
+    whether these are kept at all. in_a_function: whether the forward of a Function runs now.
     """
 
-    def __init__(self, *, with_gradients: bool = True) -> None:
+    def __init__(
+        self, *, with_gradients: bool = True, in_a_function: Callable[[], bool] = lambda: False
+    ) -> None:
         self.values: list[Tensor] = []
         self.gradients: dict[int, Tensor] = {}
         self.arrivals: dict[int, list[Tensor]] = {}
         self.with_graph: set[int] = set()
-        self._with_gradients = with_gradients
+        self._with_gradients, self._in_a_function = with_gradients, in_a_function
         self._room, self._room_back = MOST_KEPT, MOST_KEPT
         self._known = WeakIdKeyDictionary()  # tensor -> number of its last value
         self._handles: list[Any] = []
@@ -44,9 +46,9 @@ class KeptValues:
 
     def number(self, value: Tensor) -> int | None:
         """That of what a tensor has now; None where it is not kept."""
-        # Of a leaf without a graph, as in a Function's forward, which becomes its result, a hook
-        # would keep a later one of the user's from its node.
-        may_be = value.grad_fn is not None or torch.is_grad_enabled()
+        # On what becomes a Function's result a hook would keep a later one of the user's from its
+        # node.
+        may_be = value.grad_fn is not None or not self._in_a_function()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             held = _held(value)
             if held is None:
