@@ -327,7 +327,11 @@ def test_a_large_argument_is_told_along_directions_alone(monkeypatch):
     assert one.off is None
 
 
-def test_the_clock_is_looked_at_before_each_forward(monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "seconds"),
+    [("process_time", derivatives.SECONDS), ("monotonic", derivatives.MOST_SECONDS)],
+)
+def test_the_clocks_are_looked_at_before_each_forward(monkeypatch, asked, seconds):
     clock = [0.0]
 
     class Slow(Function):
@@ -336,16 +340,16 @@ def test_the_clock_is_looked_at_before_each_forward(monkeypatch):
         @staticmethod
         def forward(ctx, x):
             Slow.runs += 1
-            clock[0] += 0.5
+            clock[0] += seconds / 4
             return x * 2
 
         @staticmethod
         def backward(ctx, grad):
             return grad
 
-    monkeypatch.setattr(derivatives.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(derivatives.time, asked, lambda: clock[0])
     assert not told(Slow, leaf())
-    assert Slow.runs == 1 + derivatives.SECONDS / 0.5 + 1
+    assert Slow.runs == 1 + 4 + 1
 
 
 def test_a_users_hook_on_what_a_forward_gives_as_a_view_is_kept():
