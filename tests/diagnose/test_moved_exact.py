@@ -427,3 +427,11 @@ def test_what_goes_round_is_in_no_other_order():
     (one,) = movers({0: rank_of(*first), 1: rank_of(*other)}).values()
     assert one.off
     assert one.crossed is None
+
+
+def test_of_several_numbers_that_are_no_copies_of_one_none_is_named():
+    gradients = torch.tensor([2.0, 3.0, 3.0, 5.0, 5.0, 7.0], dtype=torch.float64)
+    source = torch.tensor([0, 1, 1, -1, -1, -1])
+    asked = (gradients, torch.arange(6)), source
+    found = [moved._of_value(*asked, value, 1e-12) for value in (2.0, 3.0, 5.0, 7.0, 4.0, 0.0)]
+    assert found == [0, 1, None, 5, None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import torch
@@ -89,3 +90,19 @@ def test_a_line_of_the_forward_that_a_hook_runs_is_what_runs_again():
     computed = computed_of(lambda grad: both(grad, 2.0), run=lambda x, w: both(x @ w, 3.0))
     assert not computed.hooks
     assert len(computed.again) == 2
+
+
+def test_after_a_hook_that_raised_the_forward_is_none():
+    def fails(grad):
+        with contextlib.suppress(RuntimeError):
+            grad.view(7)
+        return grad * 1.0
+
+    def only_fails(grad):
+        with contextlib.suppress(RuntimeError):
+            grad.view(7)
+
+    for hook in (fails, only_fails):
+        computed = computed_of(hook)
+        assert len(computed.computations) == 8
+        assert {c.function for c in computed.computations} == {"matmul", "tanh", "sum", "mul"}

@@ -338,5 +338,6 @@ def _of_value(
     ends = torch.tensor([value - least, value + least], dtype=ordered.dtype)
     low, high = torch.searchsorted(ordered, ends)
     found = order[low:high]
-    alike = len(found) == 1 or bool((source[found] == source[found[:1]]).all())
-    return int(found.min()) if len(found) and alike else None
+    sources = set(source[found].tolist())
+    alike = len(found) == 1 or (len(sources) == 1 and -1 not in sources)
+    return int(found.min()) if alike else None

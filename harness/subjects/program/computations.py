@@ -205,6 +205,7 @@ class Computations(TorchFunctionMode):
     def _is_asked(self, site: str, frame: FrameType | None = None) -> bool:
         """Whether a call there is kept: of the backward those alone that the forward has, too, and
         those of hooks."""
+        self._in_a_hook = False  # the last may have raised
         if _is_backward():
             known = site in self._sites
             self._in_a_hook = not known and frame is not None and not _is_functions(frame)

@@ -34,8 +34,7 @@ OTHER_WAY = "does not take gradients back the way that its forward takes numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongFunctions:
-    """said: which, and that they are wrong; because: how. Nothing is
-    said where it may be meant so."""
+    """said: which, and that they are wrong, empty where it may be meant so; because: how."""
 
     said: str
     because: tuple[str, ...]

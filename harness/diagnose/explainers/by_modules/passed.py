@@ -59,8 +59,8 @@ def own_functions_between(
     proven = are_the_derivative(case)
     with_backward = [p for p in own if (p.function, p.written) not in proven]
     right = list(dict.fromkeys(p.function for p in own if p not in with_backward))
-    text = [f"the backward of {some_of(right)} there is the derivative of its forward, in the "
-            f"calls that were looked at"] if right else []  # fmt: skip
+    text = [f"the backward of {some_of(right)} there is the derivative of its forward to four "
+            f"digits, in the calls that were looked at"] if right else []  # fmt: skip
     if not with_backward:
         if again or LOSS in ends:
             return [*text, *_computed_there(passed)]
