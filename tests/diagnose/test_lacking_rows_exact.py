@@ -97,6 +97,7 @@ def times(factor):
         (lambda sums, rank: sums.sum(0) + 0.1, {}),
         (without((0, 1, (1,))), {"wanted": torch.arange(1.0, 6.0).double()[:, None]}),
         (without((0, 1, (1,))), {"width": 2}),  # too few numbers
+        (without((1, 2, (1,))), {"width": 1}),
         (without((0, 1, (1,))), {"keep": False}),
     ],
 )

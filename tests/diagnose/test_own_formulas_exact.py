@@ -160,3 +160,8 @@ def test_beside_a_cause_that_leaves_it_open(monkeypatch):
     assert not beside(case((one(True),)))
     assert not beside(case((one(),)), cause=f"it is {words.SAID}")
     assert not beside(SimpleNamespace(traces=None))
+    monkeypatch.setattr(words, "looked", lambda _: "look")
+    monkeypatch.setattr(words, "owners", lambda _: [])
+    monkeypatch.setattr(words, "first_wrong_backward", lambda *_: "found")
+    monkeypatch.setattr(words, "first_lines", lambda *_, back: [])
+    assert not beside(case((one(),)))  # it goes wrong elsewhere

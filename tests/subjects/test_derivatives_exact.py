@@ -385,3 +385,23 @@ def test_leaves_are_told():
 def test_no_time_is_taken_that_is_not_there(monkeypatch):
     monkeypatch.setattr(derivatives, "SECONDS", -1.0)
     assert not told(Product, leaf(), leaf(Y), lambda g: g * 2)
+
+
+def test_beside_what_gives_none_the_others_are_told():
+    assert {*told(Product, leaf(), leaf(Y), lambda g: None)} == {"y"}
+
+
+def test_a_forward_that_gives_something_else_the_second_time_is_not_told():
+    class Turns(Function):
+        runs = 0
+
+        @staticmethod
+        def forward(ctx, x):
+            Turns.runs += 1
+            return x * (2 if Turns.runs == 1 else 3)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    assert not told(Turns, leaf())

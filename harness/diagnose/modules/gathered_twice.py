@@ -51,7 +51,7 @@ def gathered_twice(traces: Traces) -> Iterator[Twice]:
             like, wanted = found
             twice = [_best(known, v, rank) for v in times if times[v] > 1]
             never = [_best(known, v, like) for v in wanted if v not in times]
-            if not never or None in twice or None in never:
+            if None in twice or None in never:
                 continue
             told.add((rank, made.site))
             yield Twice(
