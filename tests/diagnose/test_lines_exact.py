@@ -391,3 +391,19 @@ def kept_over_calls(x, cut):
 def test_a_cut_is_one_though_the_same_numbers_have_a_graph_later():
     both = lines([recorded(kept_over_calls, X, True)], recorded(kept_over_calls, X, False))
     assert parts(both.cuts(0, everything)) == [("table.detach()", ())]
+
+
+def noted(x, use):
+    """A line that the single process does not run: written down, or used."""
+    y = x.sin()
+    if use is None:
+        return y.cos()
+    size = y.detach().abs().square().flatten().cumsum(0)
+    return y.cos() * (size[-1:] + 1.0) if use else y.cos()
+
+
+@pytest.mark.parametrize("use", [False, True])
+def test_a_line_that_is_run_here_alone_and_leads_to_no_gradient_is_at_no_fault(use):
+    mine, there = recorded(noted, X[OWN], use), recorded(noted, X, None)
+    told = list(lines([mine], there).first_forward(0, everything))
+    assert bool(told) == use
