@@ -255,6 +255,44 @@ def columns_of(cell: Cell, given: Given, *, uneven: bool = False) -> Columns | N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowsGiven:
+    """A parameter's gradient by rows, where what all ranks gave adds up to the right one.
+
+    passes: (sources, P, R, n) what each gave, times the one factor that makes the sum right; rows:
+    (sources, R, n) their sums; got: (R, n) what the rank has. wrong: numbers of its rows that are
+    not the sum. tolerance: of an element.
+    """
+
+    passes: Tensor
+    rows: Tensor
+    got: Tensor
+    wrong: tuple[int, ...]
+    tolerance: float
+
+
+def rows_given(columns: Columns) -> RowsGiven | None:
+    """None where not every element was kept, or where they do not add up."""
+    shape, numel = columns.cell.measured.shape, columns.cell.measured.numel()
+    if len(shape) < 2 or len(columns.place) != numel or shape[0] < 2:
+        return None
+    order = columns.place.argsort()
+    passes = columns.own[:, order].reshape(len(columns.sources), columns.passes, shape[0], -1)
+    rows = passes.sum(1)
+    got, wanted = (t[order].reshape(shape[0], -1) for t in (columns.measured, columns.wanted))
+    often = torch.tensor([len(s) for s in columns.sources], dtype=torch.float64)
+    whole = torch.einsum("r,rij->ij", often, rows)
+    squares = float((whole * whole).sum())
+    factor = float((whole * wanted).sum()) / squares if squares else 0.0
+    tolerance = columns.cell.wanted.threshold
+    if not factor or float((wanted - factor * whole).abs().max()) > tolerance:
+        return None
+    wrong = ((got - wanted).abs() > tolerance).any(1).nonzero()[:, 0].tolist()
+    return RowsGiven(
+        passes=passes * factor, rows=rows * factor, got=got, wrong=tuple(wrong), tolerance=tolerance
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """One table for some parameters, (sources * passes,). only: no other gives the same."""
 

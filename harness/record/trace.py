@@ -24,6 +24,7 @@ from sumgrad.record.computed import (
 )
 from sumgrad.record.endings import rank_file
 from sumgrad.record.exchanged import Exchange, exchanges_as_tensors, exchanges_from
+from sumgrad.record.hooked import Hooked, hooked_as_json, hooked_as_tensors, hooked_from
 from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import DAMAGED
 from sumgrad.record.ways import Passed, Ways, passed_as_json, passed_from, ways_as_json, ways_from
@@ -107,6 +108,9 @@ class Trace:
     modules, called or not, at the end. handed: by a user's module, of each of its calls what it was
     handed, by the names of its arguments, in words. stacks: of calls. started: backwards that
     start at what modules gave. entered_at: the lines that made the data, where they are a user's.
+    settings: by module, what is set on it beside its parameters when it is called, by attribute, in
+    words: values that differ. hooked: what goes in and comes out as it is before the hooks of
+    others; hooks: of these the lines where they start, by module, INTO before it for pre-hooks.
     """
 
     calls: tuple[Call, ...]
@@ -140,6 +144,9 @@ class Trace:
     handed: Mapping[str, tuple[Mapping[str, str], ...]] = field(default_factory=dict)
     stacks: tuple[Stack, ...] = ()
     started: tuple[Started, ...] = ()
+    settings: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    hooked: tuple[Hooked, ...] = ()
+    hooks: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
 
     def stack(self, call: Call) -> Stack:
         """What ran when a module was called; nothing where it was not recorded."""
@@ -179,6 +186,7 @@ def write_trace(path: Path, trace: Trace) -> None:
     }
     tensors |= computed_as_tensors(trace.computed)
     tensors |= exchanges_as_tensors(trace.exchanges)
+    tensors |= hooked_as_tensors(trace.hooked)
     first: dict[int, str] = {}
     again = {
         key: known
@@ -210,6 +218,12 @@ def write_trace(path: Path, trace: Trace) -> None:
         "makers": passed_as_json(trace.makers),
         "modes": {name: list(modes) for name, modes in trace.modes.items()},
         "classes": dict(trace.classes),
+        "settings": {
+            name: {n: list(values) for n, values in own.items()}
+            for name, own in trace.settings.items()
+        },
+        "hooked": hooked_as_json(trace.hooked),
+        "hooks": {name: [list(line) for line in lines] for name, lines in trace.hooks.items()},
         "started": [asdict(one) for one in trace.started],
         "stacks": [asdict(stack) for stack in trace.stacks],
         "handed": {name: [dict(call) for call in calls] for name, calls in trace.handed.items()},
@@ -272,6 +286,12 @@ def read_trace(path: Path) -> Trace:
             Started(call=one["call"], line=line_of(one["line"]), made=line_of(one["made"]))
             for one in said.get("started", ())
         ),
+        settings={
+            name: {n: tuple(values) for n, values in own.items()}
+            for name, own in said.get("settings", {}).items()
+        },
+        hooked=hooked_from(said.get("hooked", ()), held),
+        hooks={n: tuple(map(line_of, lines)) for n, lines in said.get("hooks", {}).items()},
         by_term={
             term: tuple(held.get(f"term/{term}/{i}") for i in range(len(calls)))
             for term in said["terms"]

@@ -14,7 +14,7 @@ import torch
 from sumgrad.base.tensors import to_local
 from sumgrad.record.ranks import SAMPLES, sample_of
 from sumgrad.record.reference import Grads
-from sumgrad.subjects.users_line import users_line
+from sumgrad.subjects.users_line import users_own_line
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -94,7 +94,7 @@ class OwnGradients:
             passes[-1] += own
         else:
             passes.append(own)
-            self._lines.setdefault(name, []).append(users_line())
+            self._lines.setdefault(name, []).append(users_own_line())
 
 
 class Losses:

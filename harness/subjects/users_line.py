@@ -44,4 +44,19 @@ def users_line() -> str:
         if is_users(frame.f_code.co_filename):
             break
         frame = frame.f_back
+    return _in_short(frame)
+
+
+def users_own_line() -> str:
+    """The same, of a file of no installed package where one is on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_users(name) and not name.startswith("<") and not is_librarys(name):
+            return _in_short(frame)
+        frame = frame.f_back
+    return users_line()
+
+
+def _in_short(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

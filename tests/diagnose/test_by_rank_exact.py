@@ -223,9 +223,25 @@ def test_a_backward_that_is_no_part_of_the_right_gradient():
     wanted = RIGHT.clone()
     wanted[:, 1] = 0
     cause = cause_of(*[RIGHT] * 3, wanted=wanted)
+    assert (cause.kind, cause.standing) == ("left_in", "proved")
+    assert cause.cause.startswith(
+        "every gradient: what backward 2 of the 2 that each rank runs gave is left in it, and is"
+    )
+    assert cause_of(*[RIGHT + only(0, 0.25)] * 3, wanted=wanted).kind == "weights_of_ranks"
+
+
+def test_a_backward_that_is_no_part_of_some_parameters_alone_is_anothers():
+    record = record_of([RIGHT] * 3)
+    (reference,) = record.references["structure"]
+    wanted = {n: g.clone() for n, g in reference.grads.items()}
+    name = next(iter(SIZES))
+    for rank, held in record.ranks.items():
+        own = held.grads[OWN, 0][name]
+        at = sample_of(wanted[name].numel())
+        reference.grads[name].view(-1)[at] -= RIGHT[rank, 1] * own[1]
+    cause = diagnose(compared(record)).causes[0]
     assert (cause.kind, cause.standing) == ("foreign_backward", "proved")
     assert "backward 2 of the 2 that reach it on each rank is in it" in cause.cause
-    assert cause_of(*[RIGHT + only(0, 0.25)] * 3, wanted=wanted).kind == "weights_of_ranks"
 
 
 def changed(record, name, change):

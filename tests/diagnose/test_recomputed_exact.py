@@ -118,8 +118,8 @@ def test_another_output_that_stands_there_is_named(monkeypatch):
     calls = tuple(replace(call(0, back=0), part=p) for p in (0, 1))
     single = Trace(calls=calls, outputs=(FIRST.double(), OTHER.double()), gradients=(None, None),
                    sources={}, batch={"x": FIRST})  # fmt: skip
-    for given, said in ((FIRST, ["it is output number 1 of the single process that stands there"]),
-                        (OTHER + 1, [])):  # fmt: skip
+    of_the_first = ["each vector that stands there is one of output number 1 of the single process"]
+    for given, said in ((FIRST, of_the_first), (OTHER + 1, [])):
         mine = replace(single, outputs=(FIRST.double(), given.double()))
         traces = SimpleNamespace(single=single, ranks={0: mine})
         monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda _, traces=traces: traces)

@@ -26,6 +26,7 @@ from sumgrad.diagnose.explainers import (
     ledger,
     not_zeroed,
     other_parts,
+    other_rows,
     own_value,
     plan_edges,
     replaced,
@@ -47,6 +48,7 @@ from sumgrad.diagnose.explainers.by_modules.beside import beside
 from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
 from sumgrad.diagnose.explainers.by_modules.derivatives import with_formulas
 from sumgrad.diagnose.explainers.by_modules.not_finite import with_what_is_not_finite
+from sumgrad.diagnose.explainers.by_modules.settings import with_settings
 from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
 from sumgrad.diagnose.explainers.frozen import with_frozen
 from sumgrad.diagnose.explainers.history import with_history
@@ -65,6 +67,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     ledger.runs_narrow,
     other_weights.computed_with_other_weights,
     forward.forward_goes_wrong,
+    by_rank.a_backward_is_left_in,
     rows_used.rows_not_read_once,
     factors.one_term_by_rows,
     weights.terms_weighed_otherwise,
@@ -85,6 +88,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     given_to_others.given_to_others,
     by_rank.put_together_by_rank,
     lacking_rows.rows_lack_ranks,
+    other_rows.rows_of_other_numbers,
     rows_used.rows_read_unevenly,
     clean_run.changed_values,
     factors.any_factors,
@@ -108,4 +112,5 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_frozen,
     with_copies_of_parameters,
     with_what_is_not_finite,
+    with_settings,
 )

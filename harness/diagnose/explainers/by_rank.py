@@ -30,6 +30,7 @@ from sumgrad.diagnose.own_gradients import (
 from torch import Tensor
 
 SAME_NORM = 1e-5  # torch's clip adds 1e-6 to a norm
+LEFT_IN = "left_in"  # kind of a cause: a backward that belongs in no gradient
 SHOWN = 4  # ranks whose weights are written out
 
 
@@ -40,7 +41,8 @@ def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
     unlike = any(m.wanted is None for m in parts)
     script = case.record.spec.script is not None
     right = "the single run's" if script else "the right one"
-    said = _in_words(found, right) if found and not unlike else None
+    every = {n for m in found for n in m.names} == set(case.record.spec.params)
+    said = _in_words(found, right, every=every) if found and not unlike else None
     told = {(m.rank, n) for m in found for n in m.names}
     wrong = {(c.rank, c.name) for c in case.failing_cells}
     if said is None or 2 * len(told) < len(wrong):
@@ -48,7 +50,6 @@ def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
     kind, cause = said
     names = list(dict.fromkeys(n for m in found for n in m.names))
     others = list(dict.fromkeys(n for r, n in wrong if (r, n) not in told))
-    every = set(names) == set(case.record.spec.params)
     yield explained(
         case,
         Diagnosis(
@@ -66,6 +67,14 @@ def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
         ),
         others,
     )
+
+
+def a_backward_is_left_in(case: Case, left: Left) -> Iterator[Explanation]:
+    """The same where whole backwards of every rank do not belong in any gradient: what is seen of
+    them in modules, and of the rows that they read, follows."""
+    for one in put_together_by_rank(case, left):
+        if one.diagnosis.kind == LEFT_IN and one.diagnosis.standing == "proved":
+            yield one
 
 
 def wrong_before_it_is_reduced(case: Case) -> bool:
@@ -115,10 +124,10 @@ def _own(names: Sequence[str]) -> str:
     return "each" if len(names) > 3 else some_of(list(names))
 
 
-def _in_words(found: Sequence[Weighed], right: str) -> tuple[str, str] | None:
+def _in_words(found: Sequence[Weighed], right: str, *, every: bool) -> tuple[str, str] | None:
     """Kind and cause, of the patterns that people make; None where one factor says it shorter.
 
-    right: the gradient that it is compared with, in words.
+    right: the gradient that it is compared with, in words. every: all parameters are among them.
     """
     if all(_scaled(m) is not None for m in found):
         return None
@@ -141,12 +150,20 @@ def _in_words(found: Sequence[Weighed], right: str) -> tuple[str, str] | None:
         )
     foreign = {tuple(_foreign_passes(m)) for m in found}
     if len(foreign) == 1 and (passes := next(iter(foreign))):
-        number, every = spans([p + 1 for p in passes]), found[0].got.shape[1]
+        number, total = spans([p + 1 for p in passes]), found[0].got.shape[1]
+        which = f"backward {number} of the {total} that"
+        if every:
+            return (
+                LEFT_IN,
+                f"what {which} each rank runs{_called(found, passes)} gave is left in it, and is "
+                f"no part of the right gradient; the others add up to that: look at what should "
+                f"clear the gradients after it (a zero_grad without effect, say), or whether it "
+                f"should run",
+            )
         return (
             "foreign_backward",
-            f"backward {number} of the {every} that reach it on each rank{_called(found, passes)} "
-            f"is in it, and is no part of its right gradient: it runs through this parameter for "
-            f"another's sake",
+            f"{which} reach it on each rank{_called(found, passes)} is in it, and is no part of "
+            f"its right gradient: it runs through this parameter for another's sake",
         )
     if all(_early_passes_alone(m) for m in found):
         return (

@@ -14,7 +14,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.own_gradients import Columns, columns_of, given_by_ranks
+from sumgrad.diagnose.own_gradients import Columns, columns_of, given_by_ranks, rows_given
 from torch import Tensor
 
 ROUNDED = 1e-4  # a weight that is nought or one
@@ -61,24 +61,13 @@ def rows_lack_ranks(case: Case, left: Left) -> Iterator[Explanation]:
 
 def _lacking(columns: Columns) -> Lacking | None:
     """None where a row is no such sum, or where they are not told."""
-    shape, numel = columns.cell.measured.shape, columns.cell.measured.numel()
-    if len(shape) < 2 or len(columns.place) != numel or shape[0] < 2:
+    given = rows_given(columns)
+    if given is None:
         return None
-    passes, num = columns.passes, len(columns.sources)
-    own = columns.own.reshape(num, passes, numel).sum(1)
-    order = columns.place.argsort()
-    rows = own[:, order].reshape(num, shape[0], -1)
-    got, wanted = (t[order].reshape(shape[0], -1) for t in (columns.measured, columns.wanted))
     often = torch.tensor([len(s) for s in columns.sources], dtype=torch.float64)
-    whole = torch.einsum("r,rij->ij", often, rows)
-    squares = float((whole * whole).sum())
-    factor = float((whole * wanted).sum()) / squares if squares else 0.0
-    tolerance = columns.cell.wanted.threshold
-    if not factor or float((wanted - factor * whole).abs().max()) > tolerance:
-        return None
     found: Lacking = {}
-    for i in ((got - wanted).abs() > tolerance).any(1).nonzero()[:, 0].tolist():
-        without = _without(rows[:, i] * factor, often, got[i], tolerance)
+    for i in given.wrong:
+        without = _without(given.rows[:, i], often, given.got[i], given.tolerance)
         if without is None:
             return None
         ranks = tuple(sorted(r for k in without for r in columns.sources[k]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 
 from sumgrad.subjects.program.placement import WRAPPERS
@@ -45,3 +46,14 @@ def source_of(module: nn.Module) -> str:
     if code is None or (forward.__module__ or "").startswith("torch."):  # inherited, perhaps
         return cls.__name__
     return f"{cls.__name__} at {code.co_filename}:{code.co_firstlineno}"
+
+
+def is_trial() -> bool:
+    """Whether a pipeline runs a stage on memory as it is, to learn its shapes."""
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name.endswith(("_metadata_inference", "_shape_inference")):
+            return "pipelining" in code.co_filename
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,9 @@ from sumgrad.record.computed import NO_LINE, Line
 from sumgrad.record.ranks import sample_of
 from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Stack, Started, Trace
 from sumgrad.subjects.program.arguments import as_numbers, in_a_word, named_arguments, tensors_in
-from sumgrad.subjects.program.seen_modules import seen_modules, source_of
+from sumgrad.subjects.program.hooked import AroundHooks
+from sumgrad.subjects.program.seen_modules import is_trial, seen_modules, source_of
+from sumgrad.subjects.program.settings import settings_of
 from sumgrad.subjects.program.taken_up import taken_up
 from sumgrad.subjects.program.ways import makers_of, ways_between
 from sumgrad.subjects.users_line import users_lines
@@ -27,6 +28,7 @@ MAX_BYTES = 1 << 28  # of outputs and gradients, on each rank
 MAX_BYTES_INTO = 1 << 27  # of what goes into modules and is no output, and its gradients
 MAX_USED = 4  # states of one parameter that differ
 MAX_HANDED = 256  # calls of one module whose arguments are kept in words
+MAX_SETTINGS = 4  # values of one attribute of a module that differ
 MAX_PARTS = 4  # tensors of one output that are looked at
 
 
@@ -71,6 +73,8 @@ class ModuleWatch:
         self._used_numel: dict[str, int] = {}
         self._frozen: dict[str, dict[str, None]] = {}
         self._modes: dict[str, dict[str, None]] = {}
+        self._settings: dict[str, dict[str, dict[str, None]]] = {}
+        self._hooks = AroundHooks(lambda name: self._numbers.get(name, -1) + 1)
         self._handed: dict[str, list[dict[str, str]]] = {}
         self._stacks: dict[Stack, int] = {}
         self._inside: list[str] = []  # the modules whose forward runs
@@ -102,6 +106,8 @@ class ModuleWatch:
                 for own, param in module._parameters.items():
                     if param is not None:
                         self._params.setdefault(param, f"{name}.{own}" if name else own)
+        for name, module in self._modules.items():
+            self._handles += self._hooks.watch(name, module)
         for name, module in self._modules.items():
             before, after = self._hook(name, self._enter), self._hook(name, self._leave)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -160,19 +166,34 @@ class ModuleWatch:
             modes={name: tuple(modes) for name, modes in self._modes.items()},
             handed={name: tuple(calls) for name, calls in self._handed.items()},
             stacks=tuple(self._stacks),
+            settings={
+                name: {n: tuple(values) for n, values in own.items()}
+                for name, own in self._settings.items()
+            },
+            hooked=tuple(self._hooks.kept),
+            hooks=self._hooks.lines,
             classes={n: type(m).__name__ for n, m in seen_modules(self._model, self._names)},
         )
 
     def _hook(self, name: str, see: Callable[..., None]) -> Callable[..., None]:
         def hook(module: nn.Module, *given: Any) -> None:
-            if _is_trial():
+            if is_trial():
                 return
             mode = "training" if module.training else "eval"
             self._modes.setdefault(name, {})[mode] = None
+            self._set(name, module)
             with torch.no_grad():
                 see(name, *given)
 
         return hook
+
+    def _set(self, name: str, module: nn.Module) -> None:
+        """What is set on a module when it is called."""
+        held = self._settings.setdefault(name, {})
+        for attribute, value in settings_of(module).items():
+            known = held.setdefault(attribute, {})
+            if len(known) < MAX_SETTINGS:
+                known[value] = None
 
     def _uses(self, when: str, module: str) -> None:
         """The parameters and buffers that a module has now: a wrapper gathers those that it cuts,
@@ -227,7 +248,7 @@ class ModuleWatch:
     def _ends(self, name: str, *_: Any) -> None:
         """Also of a forward that raised, as a checkpoint's does when all is computed again that
         the backward needs."""
-        if name in self._inside and not _is_trial():
+        if name in self._inside and not is_trial():
             while self._inside.pop() != name:
                 pass
 
@@ -360,14 +381,3 @@ def _has_still(local: Tensor, copy: Tensor) -> bool:
 def _version(tensor: Tensor) -> int:
     """How often it was changed in place; inference tensors do not count."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _is_trial() -> bool:
-    """Whether a pipeline runs a stage on memory as it is, to learn its shapes."""
-    frame = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name.endswith(("_metadata_inference", "_shape_inference")):
-            return "pipelining" in code.co_filename
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -9,7 +9,13 @@ from fractions import Fraction
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, looked_by_rows, owners
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    fraction_of,
+    line_and_code,
+    looked_by_rows,
+    named,
+    owners,
+)
 from sumgrad.diagnose.explainers.by_modules.passed import own_makers
 from sumgrad.diagnose.explainers.by_rank import on_which_side_of_the_reduction
 from sumgrad.diagnose.explainers.uniform import NEITHER
@@ -18,9 +24,12 @@ from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.modules.seen import Seen, constant
+from sumgrad.record.trace import INTO, LOSS
 
 # Causes that say how much is wrong, or where, and not what was done.
 HOW_MUCH = ("open", "factor", "param_factors", "row_factors", "block_factor", "held_elsewhere")
+
+NOT_SUMMED = ("not_reduced", "skipped_collective")
 
 
 def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
@@ -39,10 +48,11 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     known = [f for f in factors if f is not None]
     if diagnosis.kind == "lost_rows":
         return diagnosis  # rows that are lost on their way leave zeros in the modules, too
+    reached = "them" if {*told} <= {*back} else f"{len(back)} of them"
     text = (
-        f"what goes through all {len(told)} modules that could be compared is right, forward and "
+        f"the outputs of all {len(told)} modules that could be compared are right, and so are the "
+        f"gradients that reach {reached}"
     )
-    text += "backward"
     inside = sorted({m or "the model" for m in owners(case) if not _told_of(look, m)})
     if not known or len(known) < len(factors) or not same(known):
         return diagnosis
@@ -79,9 +89,36 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         axis = next(s.axis for s in look.seen[module] if s.backward == "part")
         more.append(
             f"the gradient that reaches {some_of(parts)} is a part, whole only when summed over "
-            f"{axis}"
+            f"{axis}{_border(case, look, parts) if diagnosis.kind in NOT_SUMMED else ''}"
         )
     return replace(diagnosis, because=(*diagnosis.because, text, *more))
+
+
+def _border(case: Case, look: Look, parts: Sequence[str]) -> str:
+    """The one module whose gradient is a part and whose uses have whole ones."""
+    found = []
+    for module in parts:
+        above = look.paths.next_above(module, lambda m: look.backward(m) in ("right", "part"))
+        if above and not {*above} & {*parts, LOSS}:
+            found.append((module, above))
+    if len(found) != 1:
+        return ""
+    module, above = found[0]
+    return (
+        f"; the first of them on the way back is {named(look, module)}, and what it goes into, "
+        f"{some_of(list(above))}, has whole ones: look for a sum that is missing in between"
+        f"{_pre_hooks(case, above)}"
+    )
+
+
+def _pre_hooks(case: Case, modules: Sequence[str]) -> str:
+    """Those that ranks run before these modules, for what goes in."""
+    ranks = {} if case.traces is None else case.traces.ranks
+    lines = dict.fromkeys(
+        line for t in ranks.values() for m in modules for line in t.hooks.get(f"{INTO}{m}", ())
+    )
+    shown = [line_and_code(*line) for line in lines if line[0]]
+    return f", or in what its forward pre-hook does: {some_of(shown)}" if shown else ""
 
 
 def _is_hidden(seen: Seen) -> bool:

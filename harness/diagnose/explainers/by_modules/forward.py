@@ -30,6 +30,7 @@ from sumgrad.diagnose.explainers.by_modules.handed import (
     handed_for_wrong_rows_in_words,
     handed_otherwise,
 )
+from sumgrad.diagnose.explainers.by_modules.hooked import changed_by_hooks
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right_ranks
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, looked, named
@@ -89,6 +90,10 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=tuple(odd))
     if scaled := scaled_outside(case, look, found):
         return Diagnosis(cause=scaled[0], kind=kind, ranks=found.ranks, because=seen)
+    if hooked := changed_by_hooks(case, look, found):
+        called = called_from(case, look, found, back=False)
+        because = (seen[0], *called, seen[1])
+        return Diagnosis(cause=hooked[0], kind=kind, ranks=found.ranks, because=because)
     joined = joined_in_words(case, look, found)
     if handed := handed_for_wrong_rows_in_words(case, look, found):
         called = called_from(case, look, found, back=False)

@@ -59,7 +59,8 @@ def another_output(case: Case, found: FirstWrong) -> list[str]:
     there = by_module(traces.single, found.wrong.__eq__)
     for (_, part), whole in there.items():
         if all(part != s.call.part and _is_of(traces, s, whole, tolerance) for s in found.seen):
-            return [f"it is output number {part + 1} of the single process that stands there"]
+            return [f"each vector that stands there is one of output number {part + 1} of the "
+                    f"single process"]  # fmt: skip
     return []
 
 

@@ -1,0 +1,72 @@
+"""What is set on a module of a rank otherwise than on that of the single process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from sumgrad.record.trace import Traces
+
+Values = tuple[str, ...]
+OF_A_RANK = ("rank", "world", "stage")  # in names of what differs by right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetOtherwise:
+    """An attribute of modules that has the values `now` on ranks, and `was` in the single process:
+    those that it had when the module was called, in order."""
+
+    attribute: str
+    now: Values
+    was: Values
+    modules: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def set_otherwise(
+    traces: Traces, near: Mapping[str, int], sizes: Iterable[int] = ()
+) -> list[SetOtherwise]:
+    """Of the modules in `near`, the nearest first: module -> how near, of which 0 is accused.
+
+    Only where no value is one of the single process's. Of other modules than the accused what
+    differs from call to call or from rank to rank is left out, as what counts or measures. sizes:
+    of axes; a count that is the single process's divided by one is a part of it, and left out.
+    """
+    sizes = {*sizes}
+    found: dict[tuple[str, Values, Values], dict[str, dict[int, None]]] = {}
+    for module in sorted(near, key=near.__getitem__):
+        there = traces.single.settings.get(module, {})
+        here = {rank: t.settings.get(module, {}) for rank, t in traces.ranks.items()}
+        for attribute, was in there.items():
+            now = {rank: own[attribute] for rank, own in here.items() if attribute in own}
+            odd = {rank: own for rank, own in now.items() if not {*own} & {*was}}
+            even = len({*odd.values()}) == 1 and all(len(own) == 1 for own in odd.values())
+            if not odd or (near[module] and not even) or _by_right(attribute, odd, was, sizes):
+                continue
+            for rank, own in odd.items():
+                held = found.setdefault((attribute, own, was), {})
+                held.setdefault(module, {})[rank] = None
+    return [
+        SetOtherwise(
+            attribute=attribute,
+            now=now,
+            was=was,
+            modules=tuple(held),
+            ranks=tuple(sorted({rank for ranks in held.values() for rank in ranks})),
+        )
+        for (attribute, now, was), held in found.items()
+    ]
+
+
+def _by_right(attribute: str, odd: Mapping[int, Values], was: Values, sizes: set[int]) -> bool:
+    """Whether it is what a rank is, how many there are, or its share of a count."""
+    if any(word in attribute.lower() for word in OF_A_RANK):
+        return True
+    values = {value for own in odd.values() for value in own}
+    if len(was) != 1 or not was[0].isdigit() or not all(value.isdigit() for value in values):
+        return False
+    whole, parts = int(was[0]), {int(value) for value in values}
+    return all(
+        any(part * size == whole or (whole == 1 and part == size) for size in sizes if size > 1)
+        for part in parts
+    )

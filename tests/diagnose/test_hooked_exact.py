@@ -1,0 +1,200 @@
+"""Hooks of modules that make something else of what is right, and what modules have set."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.explainers.by_modules import hooked, settings
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.hooked import hooks_that_change
+from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.diagnose.modules.settings import set_otherwise
+from sumgrad.record.trace import INTO, Call, Trace, read_trace, write_trace
+from sumgrad.subjects.program.settings import settings_of
+from sumgrad.subjects.program.watch import ModuleWatch
+from torch import nn
+
+ROWS = torch.arange(12.0).reshape(3, 4).double() + 1
+LINE = ("model.py:7", "def steer(layer, args, output):")
+
+
+class Doubled(nn.Module):
+    """In place, so that what is kept must be a copy."""
+
+    def forward(self, x):
+        return x * 2
+
+
+def add_one(module, args, output):
+    output += 1
+
+
+def flipped(module, args, kwargs):
+    return tuple(-a for a in args), {k: -v for k, v in kwargs.items()}
+
+
+def traced(*, hook=None, pre=None, x=ROWS):
+    model = nn.Sequential(Doubled())
+    if hook is not None:
+        model[0].register_forward_hook(hook)
+    if pre is not None:
+        model[0].register_forward_pre_hook(pre, with_kwargs=True)
+    watching = ModuleWatch(model)
+    with watching:
+        model(x.clone())
+        model(x + 1)
+    return watching.trace(batch={"x": x})
+
+
+def test_what_hooks_see_is_kept_as_it_was(tmp_path):
+    write_trace(tmp_path / "one", traced(hook=add_one, pre=flipped))
+    trace = read_trace(tmp_path / "one")
+    told = {(h.module, h.number, h.part): h.value for h in trace.hooked}
+    assert told.keys() == {(m, i, 0) for m in ("0", f"{INTO}0") for i in (0, 1)}
+    assert torch.equal(told[f"{INTO}0", 0, 0], ROWS)
+    assert torch.equal(told["0", 1, 0], -2 * (ROWS + 1))
+    given = {(c.module, c.number): o for c, o in zip(trace.calls, trace.outputs, strict=True)}
+    assert torch.equal(given["0", 1], -2 * (ROWS + 1) + 1)  # and the output is as it left
+    (line,), (pre,) = trace.hooks["0"], trace.hooks[f"{INTO}0"]
+    assert line[0].startswith(__file__)
+    assert line[1] == "def add_one(module, args, output):"
+    assert pre[1].startswith("def flipped(")
+
+
+def test_without_hooks_nothing_more_is_kept():
+    trace = traced()
+    assert (trace.hooked, trace.hooks) == ((), {})
+
+
+def seen(module, number, rank=0):
+    call = Call(module=module, number=number, part=0, operation=0, operation_back=None,
+                recomputed=False)  # fmt: skip
+    return Seen(rank=rank, call=call, shape=(3, 4), forward="wrong")
+
+
+def traces_of(rank, single):
+    return SimpleNamespace(ranks={0: rank}, single=single)
+
+
+@pytest.mark.parametrize("in_single", [True, False])
+def test_a_hook_is_named_where_what_it_sees_is_right(in_single):
+    """Whether the single process has the hook, too, or none."""
+    single = traced(hook=lambda *_: None) if in_single else traced()
+    found = hooks_that_change(traces_of(traced(hook=add_one), single), [seen("0", 1)], "float64")
+    assert [code for _, code in found] == ["def add_one(module, args, output):"]
+
+
+def test_a_hook_is_not_named_where_what_it_sees_is_wrong_already():
+    mine = traced(hook=add_one, x=ROWS + 0.5)
+    assert hooks_that_change(traces_of(mine, traced()), [seen("0", 1)], "float64") == ()
+
+
+def test_a_hook_is_not_named_where_some_wrong_call_is_not_known():
+    mine = traced(hook=add_one)
+    assert hooks_that_change(traces_of(mine, traced()), [seen("0", 2)], "float64") == ()
+    assert hooks_that_change(traces_of(mine, traced()), [seen("0", 1), seen("1", 1)], "x") == ()
+
+
+@pytest.mark.parametrize(("entered", "into", "said"), [
+    (False, "right", "what the forward of m returns is right, and another after its forward hook "
+                     "saw it, on rank 0: model.py:7 `def steer(layer, args, output):`"),
+    (True, "wrong", "what m is called with is right, and another after its forward pre-hook saw "
+                    "it, on rank 0: model.py:7 `def steer(layer, args, output):`"),
+    (False, "untold", None),
+])  # fmt: skip
+def test_hooks_in_words(monkeypatch, entered, into, said):
+    asked = []
+    monkeypatch.setattr(hooked, "traces_looked_at", lambda case: "traces")
+    odd = (seen(f"{INTO}m", 0),) if entered else ()
+    monkeypatch.setattr(hooked, "entered_wrong", lambda case, found: odd)
+    monkeypatch.setattr(hooked, "what_goes_into", lambda case, found: into)
+    monkeypatch.setattr(
+        hooked, "hooks_that_change", lambda traces, of, dtype: asked.append(of) or (LINE,)
+    )
+    spec = SimpleNamespace(tiers={"t": "float64"})
+    case = SimpleNamespace(tier="t", record=SimpleNamespace(spec=spec))
+    found = FirstWrong(wrong="m", seen=(seen("m", 0),))
+    told = hooked.changed_by_hooks(case, SimpleNamespace(sources={}), found)
+    assert told == ([] if said is None else [said])
+    assert asked == ([] if said is None else [odd or found.seen])
+
+
+class Settled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.scaling, self.mode, self.nothing = 4, {"default": 0.5}, "sum", None
+        self.table, self._private, self.words = torch.zeros(2), 3, "x" * 100
+        self.sizes, self.deep, self.inner = (2, 3), {"a": [1]}, nn.Linear(2, 2)
+
+
+def test_plain_values_are_kept_in_words():
+    assert settings_of(Settled()) == {
+        "heads": "4", "scaling": "{'default': 0.5}", "mode": "'sum'", "nothing": "None",
+        "sizes": "(2, 3)",
+    }  # fmt: skip
+    assert settings_of(nn.Embedding(4, 2, padding_idx=1))["padding_idx"] == "1"
+
+
+def test_values_are_kept_as_they_are_when_a_module_is_called(tmp_path):
+    model = nn.Sequential(Doubled())
+    watching = ModuleWatch(model)
+    with watching:
+        for times in range(6):
+            model[0].times = times // 2
+            model(ROWS)
+    write_trace(tmp_path / "one", watching.trace())
+    assert read_trace(tmp_path / "one").settings["0"]["times"] == ("0", "1", "2")
+
+
+def settings_traces(single, *ranks):
+    traces = [Trace(calls=(), outputs=(), gradients=(), sources={}, settings=s) for s in ranks]
+    one = Trace(calls=(), outputs=(), gradients=(), sources={}, settings=single)
+    return SimpleNamespace(single=one, ranks=dict(enumerate(traces)))
+
+
+def told(single, *ranks, near=None, sizes=(2,)):
+    found = set_otherwise(settings_traces(single, *ranks), near or {"m": 0, "n": 1}, sizes)
+    return [(o.attribute, o.now, o.was, o.modules, o.ranks) for o in found]
+
+
+def test_what_is_set_otherwise_is_told():
+    was, now = {"m": {"pad": ("None",)}}, {"m": {"pad": ("2",)}}
+    assert told(was, was, now) == [("pad", ("2",), ("None",), ("m",), (1,))]
+    assert told(was, was, {"other": {"pad": ("2",)}}) == []
+    assert told(was, now, near={"n": 0}) == []
+    both = {"m": {"pad": ("2", "None")}}
+    assert told(was, both) == []  # it had the right one, too
+
+
+def test_shares_of_a_count_and_names_of_ranks_differ_by_right():
+    was = {"m": {"heads": ("4",), "tp_rank": ("0",), "cut": ("1",)}}
+    assert told(was, {"m": {"heads": ("2",), "tp_rank": ("1",), "cut": ("2",)}}) == []
+    odd = told(was, {"m": {"heads": ("3",), "cut": ("3",)}})
+    assert [one[:2] for one in odd] == [("heads", ("3",)), ("cut", ("3",))]
+
+
+def test_what_differs_from_call_to_call_is_told_of_the_accused_alone():
+    was = {"m": {"count": ("0",)}, "n": {"count": ("0",)}}
+    now = {"m": {"count": ("1", "2")}, "n": {"count": ("1", "2")}}
+    assert told(was, now) == [("count", ("1", "2"), ("0",), ("m",), (0,))]
+    apart = [{"n": {"count": (str(i),)}} for i in (1, 2)]
+    assert told(was, *apart) == []
+
+
+def test_settings_in_words(monkeypatch):
+    was, now = {"": {"flag": ("False",)}, "m": {}}, {"": {"flag": ("True",)}, "m": {}}
+    traces = settings_traces(was, now, now)
+    monkeypatch.setattr(settings, "looked", lambda case: "look")
+    monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None)
+    monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: None)
+    monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})
+    case = SimpleNamespace(traces=traces, failing_cells=[SimpleNamespace(name="m.w")], record=0)
+    said = settings.with_settings(case, Diagnosis(cause="c", kind="k")).because
+    assert said == (
+        "the model itself has flag = True on rank 0-1, and False in the single process",
+    )
+    case.traces = None
+    assert settings.with_settings(case, Diagnosis(cause="c", kind="k")).because == ()

@@ -1,0 +1,64 @@
+"""Rows of a gradient that get what ranks gave to rows of other numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from sumgrad.diagnose.explainers.other_rows import rows_of_other_numbers
+from sumgrad.diagnose.explanation import Left
+from test_lacking_rows_exact import RANKS, TOUCHED, case_of
+
+SLOTS = dict(enumerate(TOUCHED))
+
+
+def by_slots(sums, rank):
+    """The values of all ranks, added in the order in which they stand, under the rank's rows."""
+    total = sums[rank].clone()
+    for slot, row in enumerate(SLOTS[rank]):
+        for other in range(RANKS):
+            if other != rank and slot < len(SLOTS[other]):
+                total[row] += sums[other, SLOTS[other][slot]]
+    return total
+
+
+def told(held, **more):
+    case = case_of(held, **more)
+    return [e.diagnosis for e in rows_of_other_numbers(case, Left(()))]
+
+
+def test_values_that_are_added_by_their_places_are_told():
+    (cause,) = told(by_slots)
+    assert (cause.kind, cause.standing, cause.ranks) == ("other_rows", "proved", (0, 1, 2))
+    assert cause.cause.startswith(
+        "rows of w get what ranks gave to rows of other numbers: row 0 of w on rank 0 is row 0 of "
+        "backward 1 on rank 0 + row 0 of backward 2 on rank 0 + row 1 of backward 1 on rank 1 + "
+    )
+
+
+def test_a_right_sum_and_another_number_are_not_told():
+    assert told(lambda sums, rank: sums.sum(0)) == []
+    assert told(lambda sums, rank: sums.sum(0) + (rank == 1)) == []
+
+
+def test_rows_that_only_lack_ranks_are_not_told():
+    assert told(lambda sums, rank: sums[rank]) == []
+
+
+def test_nothing_is_told_where_what_ranks_gave_is_not_right_or_not_known():
+    assert told(by_slots, keep=False) == []
+    wrong = torch.ones(5, 7).double()
+    case = case_of(by_slots)
+    one = case.record.references["structure"][0]
+    odd = replace(one, grads={"w": one.grads["w"] + wrong})
+    case.record.references["structure"][0] = odd
+    assert list(rows_of_other_numbers(replace(case), Left(()))) == []
+
+
+def test_one_row_of_another_number_is_too_few():
+    def held(sums, rank):
+        total = sums.sum(0).clone()
+        total[1] += sums[2, 3] if rank == 0 else 0
+        return total
+
+    assert told(held) == []
