@@ -6,9 +6,11 @@ and on a rank over its own.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules.computed import _argument
+from sumgrad.diagnose.explainers.by_modules.computed import _argument, _in_words
 from sumgrad.diagnose.modules.computed_otherwise import _differ, computed_otherwise
 from sumgrad.record.computed import (
     computed_as_json,
@@ -385,3 +387,37 @@ def test_names_of_arguments_are_written_and_read():
     back = computed_from(computed_as_json(mine), computed_as_tensors(mine))
     assert [c.keys for c in back.computations] == [c.keys for c in mine.computations]
     assert "weight" in back.computations[-1].keys
+
+
+def windows_loss(x, tags, number, parts):
+    """Labels are looked up, cut into micro-batches and flattened."""
+    labels = tags[number].masked_fill(tags[number] < 0, -100)
+    for mine, own in zip(x.split(parts), labels[:, None].split(parts), strict=True):
+        F.cross_entropy(mine, own.flatten(), reduction="sum")
+
+
+def case_of(on_rank):
+    return SimpleNamespace(traces=SimpleNamespace(ranks={0: SimpleNamespace(computed=on_rank)}))
+
+
+def test_what_is_only_cut_and_shaped_was_made_by_the_line_that_looked_it_up():
+    """And of the times that the line runs the wrong one is told."""
+    whole = recorded(windows_loss, X, LABELS, torch.arange(6), 2)
+    on_rank = recorded(windows_loss, X, LABELS, torch.tensor([0, 1, 2, 0, 4, 5]), 2)
+    found = first(on_rank, whole)
+    said = _in_words(case_of(on_rank), [found])
+    assert "test_computed_exact.py" in said
+    assert "`labels = tags[number].masked_fill(tags[number] < 0, -100)` gives, is another" in said
+    assert said.endswith(
+        "is another in 1 of 2 elements that could be compared (the second of the 3 times that it "
+        "runs; the first: 1 where there it is 2) on rank 0"
+    )
+
+
+def test_a_line_that_runs_once_has_no_number():
+    on_rank = recorded(token_loss, X[OWN], LABELS[OWN] + 1)
+    said = _in_words(case_of(on_rank), [first(on_rank, recorded(token_loss, X, LABELS))])
+    assert said.endswith(
+        "the second argument of `cross_entropy` is another (the first: 1 where there it is 0) on "
+        "rank 0"
+    )

@@ -221,6 +221,7 @@ class _Both:
         how = _differ(flat[places[0]], beside[places[1]], number[places[0]].long(), got.numel())
         if how is None:
             return ()
+        how = _of_classes(how, c.function, got)
         if c.code != w.code and (how.factor is not None or min(got.numel(), wanted.numel()) == 1):
             return None
         if same and got.numel() < shapes[0].numel():
@@ -288,6 +289,12 @@ def _classes_there(
     number = element // math.prod(whole[dim + 1 :]) % whole[dim]
     told = torch.where(here & (element >= 0), number, index)
     return told if got.dim() == len(mine) else told.squeeze(dim)
+
+
+def _of_classes(how: Difference, function: str, got: Tensor) -> Difference:
+    """The same without a factor where it is of targets: a class is no multiple of another."""
+    are_targets = not got.is_floating_point() and function in OF_CLASSES
+    return replace(how, factor=None) if are_targets else how
 
 
 def _are_all_keys(got: Tensor, wanted: Tensor, i: int, queries: torch.Size) -> bool:

@@ -35,6 +35,11 @@ from sumgrad.record.computed import Computed
 from sumgrad.record.trace import Trace
 
 MOST_STEPS = 16  # from what a library made back to what it was made of
+SHAPING = {
+    "getitem", "split", "chunk", "unbind", "flatten", "reshape", "view", "unflatten", "squeeze",
+    "unsqueeze", "transpose", "permute", "movedim", "t", "expand", "contiguous", "clone", "detach",
+    "to", "long", "float", "double", "narrow", "select", "index_select", "tensor_split",
+}  # fmt: skip
 LEADS = ("forward", "backward", "recomputed", "open", "own_backward")  # that say no more than where
 BESIDE = ("loss_weights", "loss_at_tokens", "row_factors", "term_factor", "factor",
           "param_factors", "term_by_rows")  # fmt: skip
@@ -141,15 +146,17 @@ def _in_words(case: Case, found: Sequence[Otherwise]) -> str:
     one = found[0]
     mine, its, what = one.mine, one.its, _argument(one)
     line, code = mine.made_at[one.at]
-    if line and line != mine.line and all(o.mine.made_at[o.at][0] == line for o in found):
-        what += f", made at {line_and_code(line, code)}{_made_of(case, one)},"
+    if line and all(o.mine.made_at[o.at][0] == line for o in found):
+        made = f" at {line_and_code(line, code)}" if line != mine.line else ""
+        made += _made_of(case, one)
+        what += f", made{made}," if made else ""
     if one.how.spread is not None:
         said = f"{_spread(one)} on rank {spans(sorted(o.rank for o in found))}"
     elif one.how.elsewhere and mine.function != ATTENTION:
         said = (f"the {what} does not belong to what stands beside it{_made_beside(one)}, though "
-                f"the numbers of each are there: {'; '.join(_how(found))}")  # fmt: skip
+                f"the numbers of each are there: {'; '.join(_how(case, found))}")  # fmt: skip
     else:
-        said = f"the {what} is {'; '.join(_how(found))}"
+        said = f"the {what} is {'; '.join(_how(case, found))}"
     start = "a line computes with something else than the single process does:"
     beside = (
         "" if mine.line == its.line else f", where that has {line_and_code(its.line, its.code)}"
@@ -158,18 +165,22 @@ def _in_words(case: Case, found: Sequence[Otherwise]) -> str:
 
 
 def _made_of(case: Case, one: Otherwise) -> str:
-    """Of what a library's line made of one tensor, and that of one, the line of the step's own."""
+    """Where a library's line or one that only cuts and shapes made it of one tensor, and that of
+    one: the line of the step's own that computed it."""
     traces, number = case.traces, one.mine.takes[one.at]
-    if traces is None or not is_librarys(one.mine.made_at[one.at][0]):
+    if traces is None:
         return ""
+    near = {one.mine.line, one.mine.made_at[one.at][0]}
     makers = {n: c for c in reversed(traces.ranks[one.rank].computed.computations) for n in c.gives}
     for _ in range(MOST_STEPS):
         maker = makers.get(number) if isinstance(number, int) else None
         if maker is None:
             return ""
-        if maker.line and not is_librarys(maker.line):
-            return f" of what {line_and_code(maker.line, maker.code)} gives"
         taken = [t for t in maker.takes if isinstance(t, int)]
+        only_shapes = maker.function in SHAPING and len(taken) == 1
+        if maker.line and not is_librarys(maker.line) and not only_shapes:
+            told = "" if maker.line in near else line_and_code(maker.line, maker.code)
+            return f" of what {told} gives" if told else ""
         number = taken[0] if len(taken) == 1 else ""
     return ""
 
@@ -191,16 +202,28 @@ def _spread(one: Otherwise) -> str:
     )
 
 
-def _how(found: Sequence[Otherwise]) -> Iterator[str]:
+def _when(case: Case, one: Otherwise) -> str:
+    """Which of the times that a rank runs the line there; nothing where it is the only one."""
+    traces = case.traces
+    every = () if traces is None else traces.ranks[one.rank].computed.computations
+    key = one.mine.line, one.mine.code, one.mine.function, one.mine.inside
+    times = [i for i, c in enumerate(every) if (c.line, c.code, c.function, c.inside) == key]
+    if len(times) < 2 or one.place not in times:
+        return ""
+    which = times.index(one.place)
+    return f"the {ordinal(which)} of the {len(times)} times that it runs"
+
+
+def _how(case: Case, found: Sequence[Otherwise]) -> Iterator[str]:
     """How it differs, ranks alike together."""
     alike: dict[str, list[int]] = {}
     for one in found:
-        alike.setdefault(_differs(one, one.how), []).append(one.rank)
+        alike.setdefault(_differs(one, one.how, _when(case, one)), []).append(one.rank)
     for text, ranks in alike.items():
         yield f"{text} on rank {spans(sorted(ranks))}"
 
 
-def _differs(one: Otherwise, how: Difference) -> str:
+def _differs(one: Otherwise, how: Difference, when: str) -> str:
     numbers = f"{how.now:.6g} where there it is {how.was:.6g}"
     if one.mine.function == ATTENTION:
         heads = "of other heads or rows" if how.elsewhere else "another"
@@ -216,17 +239,21 @@ def _differs(one: Otherwise, how: Difference) -> str:
         return f"another in {how.num} of {how.of} rows"
     if how.factor is not None and not how.elsewhere:
         text = f"{fraction_of(how.factor)} times what it is there"
-        if isinstance(one.mine.takes[one.at], str):
-            return f"{text} in one call ({numbers})"
-        return f"{text} in one call"
+        shown = numbers if isinstance(one.mine.takes[one.at], str) else ""
+        return f"{text}{_in_brackets(when, shown)}"
     if how.several:
         return "another than in any call there that has the rest of it"
-    few = f"in {how.num} of {how.of} elements that could be compared in one call"
+    few = f"in {how.num} of {how.of} elements that could be compared"
     if how.elsewhere:
-        return f"{few} (the first: {how.now:.6g} stands beside what has {how.was:.6g} there)"
-    if how.num < how.of:
-        return f"another {few} (the first: {numbers})"
-    return f"another in one call ({'the first: ' if how.of > 1 else ''}{numbers})"
+        beside = f"the first: {how.now:.6g} stands beside what has {how.was:.6g} there"
+        return f"{few}{_in_brackets(when, beside)}"
+    first = f"{'the first: ' if how.of > 1 else ''}{numbers}"
+    return f"another{f' {few}' if how.num < how.of else ''}{_in_brackets(when, first)}"
+
+
+def _in_brackets(*said: str) -> str:
+    told = "; ".join(text for text in said if text)
+    return f" ({told})" if told else ""
 
 
 def _argument(one: Otherwise) -> str:
