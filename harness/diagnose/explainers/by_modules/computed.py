@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from sumgrad.base.files import is_librarys
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
@@ -31,15 +30,10 @@ from sumgrad.diagnose.modules.computed_otherwise import (
 )
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.made_by import line_that_computed
 from sumgrad.record.computed import Computed
 from sumgrad.record.trace import Trace
 
-MOST_STEPS = 16  # from what a library made back to what it was made of
-SHAPING = {
-    "getitem", "split", "chunk", "unbind", "flatten", "reshape", "view", "unflatten", "squeeze",
-    "unsqueeze", "transpose", "permute", "movedim", "t", "expand", "contiguous", "clone", "detach",
-    "to", "long", "float", "double", "narrow", "select", "index_select", "tensor_split",
-}  # fmt: skip
 LEADS = ("forward", "backward", "recomputed", "open", "own_backward")  # that say no more than where
 BESIDE = ("loss_weights", "loss_at_tokens", "row_factors", "term_factor", "factor",
           "param_factors", "term_by_rows")  # fmt: skip
@@ -167,22 +161,11 @@ def _in_words(case: Case, found: Sequence[Otherwise]) -> str:
 def _made_of(case: Case, one: Otherwise) -> str:
     """Where a library's line or one that only cuts and shapes made it of one tensor, and that of
     one: the line of the step's own that computed it."""
-    traces, number = case.traces, one.mine.takes[one.at]
+    traces, near = case.traces, {one.mine.line, one.mine.made_at[one.at][0]}
     if traces is None:
         return ""
-    near = {one.mine.line, one.mine.made_at[one.at][0]}
-    makers = {n: c for c in reversed(traces.ranks[one.rank].computed.computations) for n in c.gives}
-    for _ in range(MOST_STEPS):
-        maker = makers.get(number) if isinstance(number, int) else None
-        if maker is None:
-            return ""
-        taken = [t for t in maker.takes if isinstance(t, int)]
-        only_shapes = maker.function in SHAPING and len(taken) == 1
-        if maker.line and not is_librarys(maker.line) and not only_shapes:
-            told = "" if maker.line in near else line_and_code(maker.line, maker.code)
-            return f" of what {told} gives" if told else ""
-        number = taken[0] if len(taken) == 1 else ""
-    return ""
+    line = line_that_computed(traces.ranks[one.rank].computed, one.mine.takes[one.at], near)
+    return f" of what {line_and_code(*line)} gives" if line[0] else ""
 
 
 def _made_beside(one: Otherwise) -> str:

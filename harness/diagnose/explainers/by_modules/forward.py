@@ -10,6 +10,7 @@ from sumgrad.base.files import is_librarys
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.arguments_there import arguments_there
 from sumgrad.diagnose.explainers.by_modules.between import (
     between,
     issued_between,
@@ -42,6 +43,7 @@ from sumgrad.diagnose.explainers.by_modules.rows_used import reading
 from sumgrad.diagnose.explainers.by_modules.scaled_outside import scaled_outside
 from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
     another_output,
+    cut_in_words,
     features_in_words,
     in_other_places,
     joined_in_words,
@@ -129,6 +131,7 @@ def _output(
         yield from another_output(case, found)
         yield from picked_in_words(case, look, found)
         yield from () if lacking or lines_that_differ(case) else look_at
+        yield from cut_in_words(case, look, found)
         yield from scaled_in_words(case, found)
         yield from features_in_words(case, found)
         yield from in_other_places(case, found)
@@ -160,6 +163,7 @@ def _in_between(case: Case, found: FirstWrong, parts: Sequence[str]) -> Iterator
     if made and all(is_librarys(one.mine.line) for one in lines):
         lines = []  # what it makes of that is the library's
     yield from in_words(lines)
+    yield from arguments_there(case, lines)
     if not lines_that_differ(case) and not (lines and all(one.told for one in lines)):
         ways = lines_between(case, found, f"{INTO}{found.wrong}" if entered else found.wrong)
         yield from made or ways

@@ -174,3 +174,26 @@ def in_other_places(case: Case, found: FirstWrong) -> list[str]:
                     f"not all of them at these places: look at what cuts and orders them (a split, "
                     f"a padding, a reshape, a transpose, an index)"]  # fmt: skip
     return []
+
+
+@as_a_hint
+def cut_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """Of a module of torch's own that is handed all rows and a part of something else: of what."""
+    traces, source = traces_looked_at(case), look.sources.get(found.wrong, " at ")
+    if traces is None or " at " in source or what_goes_into(case, found) != "right":
+        return []
+    rows = len(next(iter((traces.single.batch or {}).values()), ()))
+    name = f"{INTO}{found.wrong}"
+    pairs = zip(traces.single.calls, traces.single.outputs, strict=True)
+    whole = {tuple(o.shape) for c, o in pairs if c.module == name and c.part == 0}
+    if len(whole) != 1:
+        return []
+    was = whole.pop()
+    for s in into_the_calls(case, found):
+        cut = [d for d, (a, b) in enumerate(zip(s.shape, was, strict=True)) if a != b]
+        if s.call.part == 0 and len(cut) == 1 and was[:-1].count(rows) == 1 and was[cut[0]] != rows:
+            return [f"on rank {s.rank} in call {s.call.number} it is handed {s.shape[cut[0]]} of "
+                    f"the {was[cut[0]]} places of dimension {cut[0]}, and all {rows} of dimension "
+                    f"{was.index(rows)}, as many as there are rows: look at what cuts the rows, "
+                    f"and along which dimension"]  # fmt: skip
+    return []

@@ -1,0 +1,32 @@
+"""The line of a step's own that computed a tensor, behind those that only cut and shape it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from sumgrad.base.files import is_librarys
+from sumgrad.record.computed import NO_LINE, Computed, Line
+
+MOST_STEPS = 16  # from what was made back to what it was made of
+SHAPING = {
+    "getitem", "split", "chunk", "unbind", "flatten", "reshape", "view", "unflatten", "squeeze",
+    "unsqueeze", "transpose", "permute", "movedim", "t", "expand", "contiguous", "clone", "detach",
+    "to", "long", "float", "double", "narrow", "select", "index_select", "tensor_split",
+}  # fmt: skip
+
+
+def line_that_computed(computed: Computed, number: int | str, near: Collection[str] = ()) -> Line:
+    """Where a library's lines, or those that only shape, made value `number` of one tensor, and
+    that of one: the first line of the step's own that computed it. NO_LINE where that is one of
+    `near`, by `PATH:12`, or none was seen."""
+    makers = {n: c for c in reversed(computed.computations) for n in c.gives}
+    for _ in range(MOST_STEPS):
+        maker = makers.get(number) if isinstance(number, int) else None
+        if maker is None:
+            return NO_LINE
+        taken = [t for t in maker.takes if isinstance(t, int)]
+        only_shapes = maker.function in SHAPING and len(taken) == 1
+        if maker.line and not is_librarys(maker.line) and not only_shapes:
+            return NO_LINE if maker.line in near else (maker.line, maker.code)
+        number = taken[0] if len(taken) == 1 else ""
+    return NO_LINE
