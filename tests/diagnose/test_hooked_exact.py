@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
-from sumgrad.diagnose.explainers.by_modules import hooked, settings
+from sumgrad.diagnose.explainers.by_modules import backward, beside, hooked, settings
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.hooked import hooks_that_change
+from sumgrad.diagnose.modules.paths import paths_of
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.diagnose.modules.settings import set_otherwise
-from sumgrad.record.trace import INTO, Call, Trace, read_trace, write_trace
+from sumgrad.record.trace import INTO, LOSS, Call, Trace, read_trace, write_trace
 from sumgrad.subjects.program.settings import settings_of
 from sumgrad.subjects.program.watch import ModuleWatch
 from torch import nn
@@ -198,3 +202,47 @@ def test_settings_in_words(monkeypatch):
     )
     case.traces = None
     assert settings.with_settings(case, Diagnosis(cause="c", kind="k")).because == ()
+
+
+def borders(monkeypatch, states, hooks=None):
+    """of the modules a -> b -> c -> the loss, by what reaches them."""
+    monkeypatch.setattr(beside, "named", lambda look, module: module)
+    order = tuple(states)
+    takes = {LOSS: order[-1:], **{m: (n,) for n, m in pairwise(order)}}
+    look = SimpleNamespace(modules=order, backward=states.get, paths=paths_of(order, takes))
+    traces = SimpleNamespace(ranks={0: SimpleNamespace(hooks=hooks or {})})
+    parts = [m for m, state in states.items() if state == "part"]
+    return beside._border(SimpleNamespace(traces=traces), look, parts)
+
+
+def test_the_border_of_gradients_that_are_parts(monkeypatch):
+    said = borders(monkeypatch, {"a": "part", "b": "part", "c": "right"})
+    assert said == ("; the first of them on the way back is b, and what it goes into, c, has whole "
+                    "ones: look for a sum that is missing in between")  # fmt: skip
+    hooks = {f"{INTO}c": (LINE,)}
+    said = borders(monkeypatch, {"a": "part", "b": "part", "c": "right"}, hooks)
+    assert said.endswith(", or in what its forward pre-hook does: model.py:7 `def steer(layer, args"
+                         ", output):`")  # fmt: skip
+
+
+@pytest.mark.parametrize("states", [
+    {"a": "part", "b": "untold", "c": "part"},
+    {"a": "right", "b": "right", "c": "part"},
+    {"a": "right", "b": "right", "c": "right"},
+])  # fmt: skip
+def test_no_border_where_there_is_not_one(monkeypatch, states):
+    assert borders(monkeypatch, states) == ""
+
+
+@pytest.mark.parametrize(("factors", "said"), [
+    ([2.0, 2.0], ""),
+    ([2.0, 3.0], " but for factors of single vectors, of 2 to 3,"),
+    ([math.nan, 3.0], ""),
+    (None, ""),
+])  # fmt: skip
+def test_factors_of_single_vectors_are_said_of_what_is_right_but_for_them(factors, said):
+    told = None if factors is None else torch.tensor(factors)
+    one = replace(seen("m", 0), backward="right", factors=told)
+    look = SimpleNamespace(seen={"m": [one]})
+    found = FirstWrong(wrong="n", seen=(), beside=("m",))
+    assert backward._but_for_factors(look, found) == said

@@ -123,7 +123,7 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
             *(functions.because if functions else ()),
             *_evidence(case, look, found, above, known=bool(functions and functions.said)),
         ]
-    text = _what_is_right(look, above) + cause + terms_there(look, found)
+    text = _what_is_right(look, found, above) + cause + terms_there(look, found)
     accused = None if weights else collective_at_fault(case, found, back=True)
     if accused is not None:
         told = found.ratio is None and not found.over_all and not found.lost
@@ -196,7 +196,7 @@ def _listed_by_output(look: Look, modules: Sequence[str]) -> str:
     return text
 
 
-def _what_is_right(look: Look, above: str) -> str:
+def _what_is_right(look: Look, found: FirstWrong, above: str) -> str:
     """The forward, and the backward down to the modules `above`."""
     told = sum(look.forward(module) == "right" for module in look.modules)
     head = f"the forward is right in all {told} modules that could be compared; "
@@ -206,8 +206,20 @@ def _what_is_right(look: Look, above: str) -> str:
             f"rank (padding that is cut off, or a pass that is missing or another); "
         )
     if above:
-        return f"{head}the backward is right down to {above}; "
+        return f"{head}the backward is right{_but_for_factors(look, found)} down to {above}; "
     return f"{head}what follows them, up to the loss, is another or has another gradient: "
+
+
+def _but_for_factors(look: Look, found: FirstWrong) -> str:
+    """Where vectors of one call have factors of their own there, which nothing explains."""
+    right = [s for m in found.modules for s in look.seen[m]
+             if s.backward == "right" and s.factors is not None]  # fmt: skip
+    one = next((s for s in right if constant(s.factors) is None), None)
+    told = None if one is None or one.factors is None else one.factors[~one.factors.isnan()]
+    if one is None or told is None or not len(told):
+        return ""
+    low, high = fraction_of(float(told.min())), fraction_of(float(told.max()))
+    return f" but for factors of single vectors, of {low} to {high},"
 
 
 def _evidence(
