@@ -9,7 +9,7 @@ import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers import history as in_words
-from sumgrad.diagnose.explainers.by_modules.hooks import lines_of_hooks
+from sumgrad.diagnose.explainers.by_modules.hooks import lines_of_hooks, with_hooks
 from sumgrad.diagnose.modules.history import history_of
 from sumgrad.diagnose.own_gradients import Columns
 from sumgrad.record.computed import Computation, Computed, SetGrad
@@ -202,3 +202,15 @@ def test_lines_of_hooks_in_words():
     assert many == f"{what}a.py:1 `line(1)`; :2 `line(2)`; ...; :4 `line(4)`; :5 `line(5)`"
     assert not said((), ())
     assert not lines_of_hooks(SimpleNamespace(traces=None))
+
+
+def test_hooks_are_told_beside_what_comes_after_the_forward_once():
+    one = Computation(function="mul", line="/x/a.py:3", code="line(3)", takes=(0,), made_at=())
+    trace = SimpleNamespace(computed=Computed(hooks=((0, one),)))
+    case = SimpleNamespace(traces=SimpleNamespace(ranks={0: trace}))
+    told = with_hooks(case, Diagnosis(cause="c", kind="param_factors", because=("b",)))
+    assert told.because == ("b", "what hooks of the step compute while the backward runs: a.py:3 "
+                                 "`line(3)`")  # fmt: skip
+    assert with_hooks(case, told) is told
+    forward = Diagnosis(cause="c", kind="forward")
+    assert with_hooks(case, forward) is forward

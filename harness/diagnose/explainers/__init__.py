@@ -47,6 +47,7 @@ from sumgrad.diagnose.explainers.by_modules import (
 from sumgrad.diagnose.explainers.by_modules.beside import beside
 from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
 from sumgrad.diagnose.explainers.by_modules.derivatives import with_formulas
+from sumgrad.diagnose.explainers.by_modules.hooks import with_hooks
 from sumgrad.diagnose.explainers.by_modules.not_finite import with_what_is_not_finite
 from sumgrad.diagnose.explainers.by_modules.settings import with_settings
 from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
@@ -112,5 +113,6 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_frozen,
     with_copies_of_parameters,
     with_what_is_not_finite,
+    with_hooks,
     with_settings,
 )
