@@ -15,10 +15,9 @@ from sumgrad.record.derivative import (
     back_from,
     derivative_from,
 )
+from sumgrad.record.line import Line, line_of
 from torch import Tensor
 
-Line = tuple[str, str]  # `PATH:12`, and what stands there
-NO_LINE: Line = ("", "")
 MODULE = "module "
 LARGE = "a large tensor, number "  # in place of the number of its value
 
@@ -213,12 +212,6 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
             for one in said.get("uncleared", ())
         ),
     )
-
-
-def line_of(held: Sequence[str]) -> Line:
-    """A line, `PATH:12`, and what stands there, as JSON gives them back."""
-    line, code = held
-    return line, code
 
 
 def _computation_from(one: Mapping[str, Any]) -> Computation:

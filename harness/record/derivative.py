@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sumgrad.record.line import Line
 from torch import Tensor
 
 
@@ -48,7 +49,7 @@ class Derivative:
     """
 
     function: str
-    line: tuple[str, str]
+    line: Line
     written: str
     call: int
     argument: str

@@ -13,18 +13,11 @@ from typing import Any
 
 from sumgrad.base.files import read_json, write_json
 from sumgrad.base.outcome import describe_operation
-from sumgrad.record.computed import (
-    NO_LINE,
-    Computed,
-    Line,
-    computed_as_json,
-    computed_as_tensors,
-    computed_from,
-    line_of,
-)
+from sumgrad.record.computed import Computed, computed_as_json, computed_as_tensors, computed_from
 from sumgrad.record.endings import rank_file
 from sumgrad.record.exchanged import Exchange, exchanges_as_tensors, exchanges_from
 from sumgrad.record.hooked import Hooked, hooked_as_json, hooked_as_tensors, hooked_from
+from sumgrad.record.line import NO_LINE, Line, line_of
 from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import DAMAGED
 from sumgrad.record.ways import Passed, Ways, passed_as_json, passed_from, ways_as_json, ways_from

@@ -13,7 +13,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
 from sumgrad.diagnose.explainers.by_rank import in_weights
 from sumgrad.diagnose.modules.history import Held, History, history_of
 from sumgrad.diagnose.own_gradients import Columns, columns_of, given_by_ranks, near
-from sumgrad.record.computed import Line
+from sumgrad.record.line import Line
 
 # Wrong before it is put together, or another when the step is run again, as it is to be looked at.
 ELSEWHERE = ("forward", "backward", "recomputed", "own_backward", "run_to_run")

@@ -10,7 +10,8 @@ from itertools import pairwise
 import torch
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.modules.matching import match, vectors
-from sumgrad.record.computed import Computation, Computed, Line
+from sumgrad.record.computed import Computation, Computed
+from sumgrad.record.line import Line
 from torch import Tensor
 
 MOST_STEPS = 16  # back along what is broadcast

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from sumgrad.diagnose.modules.matching import match, vectors
 from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, Seen
-from sumgrad.record.computed import Line
+from sumgrad.record.line import Line
 from sumgrad.record.trace import Trace, Traces
 from torch import Tensor
 

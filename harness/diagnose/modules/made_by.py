@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from sumgrad.base.files import is_librarys
-from sumgrad.record.computed import NO_LINE, Computed, Line
+from sumgrad.record.computed import Computed
+from sumgrad.record.line import NO_LINE, Line
 
 MOST_STEPS = 16  # from what was made back to what it was made of
 SHAPING = {

@@ -14,6 +14,7 @@ from itertools import combinations
 import torch
 from sumgrad.record.computed import Computation, Computed
 from sumgrad.record.derivative import Back
+from sumgrad.record.line import Line
 from sumgrad.record.trace import Trace
 from torch import Tensor
 
@@ -64,7 +65,7 @@ class Mover:
 
     function: str
     written: str
-    lines: tuple[tuple[str, str], ...]
+    lines: tuple[Line, ...]
     told: int
     untold: int
     off: int

@@ -14,7 +14,7 @@ from sumgrad.diagnose.modules.entered import is_stretch
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
-from sumgrad.record.computed import Line
+from sumgrad.record.line import Line
 from sumgrad.record.trace import INTO, Trace, Traces
 from torch import Tensor
 

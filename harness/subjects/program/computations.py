@@ -18,7 +18,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed, Line, SetGrad
+from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed, SetGrad
+from sumgrad.record.line import Line
 from sumgrad.subjects.program.derivatives import Derivatives
 from sumgrad.subjects.program.kept import Kept
 from sumgrad.subjects.program.kept_values import KeptValues

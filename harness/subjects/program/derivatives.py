@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sumgrad.record.computed import Computation, Line
+from sumgrad.record.computed import Computation
 from sumgrad.record.derivative import Back, Derivative, Off
+from sumgrad.record.line import Line
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter

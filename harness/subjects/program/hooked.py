@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from sumgrad.base.tensors import to_local
-from sumgrad.record.computed import NO_LINE, Line
 from sumgrad.record.hooked import Hooked
+from sumgrad.record.line import NO_LINE, Line
 from sumgrad.record.trace import INTO
 from sumgrad.subjects.program.arguments import tensors_in
 from sumgrad.subjects.program.seen_modules import is_trial

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sumgrad.record.computed import Line, Uncleared
+from sumgrad.record.computed import Uncleared
+from sumgrad.record.line import Line
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 

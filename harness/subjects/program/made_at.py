@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 import torch
-from sumgrad.record.computed import NO_LINE, Line
+from sumgrad.record.line import NO_LINE, Line
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary

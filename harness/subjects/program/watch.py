@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.record.computed import NO_LINE, Line
+from sumgrad.record.line import NO_LINE, Line
 from sumgrad.record.ranks import sample_of
 from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Stack, Started, Trace
 from sumgrad.subjects.program.arguments import as_numbers, in_a_word, named_arguments, tensors_in

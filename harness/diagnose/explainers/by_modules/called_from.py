@@ -12,7 +12,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_co
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
-from sumgrad.record.computed import Line
+from sumgrad.record.line import Line
 from sumgrad.record.trace import LOSS
 
 

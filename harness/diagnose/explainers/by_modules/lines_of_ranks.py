@@ -8,7 +8,7 @@ from sumgrad.base.files import is_librarys
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code
-from sumgrad.record.computed import Line
+from sumgrad.record.line import Line
 from sumgrad.record.trace import Trace
 
 MOST_LINES = 3  # more are another way to compute it

@@ -14,7 +14,7 @@ from sumgrad.diagnose.modules.entered import Odd, odd_rows, row_of
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.rows_handed import as_often, wrong_and_right_rows
-from sumgrad.record.computed import Line
+from sumgrad.record.line import Line
 from sumgrad.record.trace import Trace
 
 MOST_ROWS = 3  # that are written out
