@@ -17,7 +17,7 @@ MAY_TOUCH_DISTRIBUTED = {
     "convention", "subjects.planned.context", "subjects.planned.exchange", "subjects.planned.step",
     "subjects.planned.job", "subjects.planned.bitwise.step",
     "subjects.program.context", "subjects.program.held_gradients",
-    "subjects.program.rank", "subjects.program.placement",
+    "subjects.program.tier_run", "subjects.program.placement",
     "ledger.process_group", "ledger.delegation",
     "faults.misbehaviour", "launch.rank", "launch.torchrun.member", "launch.torchrun.ranks",
     "launch.matrix.warm_rank",
@@ -138,7 +138,7 @@ def test_who_touches_torch_distributed():
 def test_the_reference_shares_no_distributed_code(name):
     forbidden = ("plan", "ledger", "convention", "launch", "subjects.planned.step",
                  "subjects.planned.exchange", "subjects.planned.bitwise.step",
-                 "subjects.program.rank")  # fmt: skip
+                 "subjects.program.rank", "subjects.program.tier_run")  # fmt: skip
     assert not [n for n in house.imported(MODULES[name]) if n.startswith(forbidden)]
     for other, path in MODULES.items():
         if other.startswith("workloads.three_pool"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sumgrad.ledger.process_group import Ledger
 from sumgrad.topology.pools import Topology
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -75,6 +76,16 @@ class Context:
             assert isinstance(made, dist.ProcessGroup)
             self.groups[key] = made
         return self.groups[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a rank sits: its number among the topology's, its ledger, its meshes by pool."""
+
+    topology: Topology
+    rank: int
+    ledger: Ledger
+    meshes: dict[str, DeviceMesh]
 
 
 def make_meshes(topology: Topology) -> dict[str, DeviceMesh]:

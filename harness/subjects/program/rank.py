@@ -1,85 +1,39 @@
-"""What one rank does with a Program: build, distribute, and step after step; its record.
+"""What one rank does with a Program, tier after tier, and what it records.
 
-The gradients are read where the step leaves them, on every rank, with no gather in between. The
-last step of the last tier, the cheapest, is run once more: the same weights must give the same
+The last step of the last tier, the cheapest, is run once more: the same weights must give the same
 gradient.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from sumgrad.base.memory import give_back_memory
-from sumgrad.base.outcome import SETUP, describe_operation
-from sumgrad.base.tensors import bits, hash_weights, same_bits, to_local
-from sumgrad.faults.collective import CollectiveFault
-from sumgrad.faults.misbehaviour import Misbehaviour
-from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
+from sumgrad.base.outcome import SETUP
 from sumgrad.ledger.aside import without_operations
-from sumgrad.ledger.delegation import operations_elsewhere
-from sumgrad.ledger.evidence import GradientWatch
-from sumgrad.ledger.process_group import Ledger, Observer
-from sumgrad.record.ranks import AGAIN, BUFFER, INDEX, INDEX_IN, RankFiles
+from sumgrad.ledger.process_group import Ledger
+from sumgrad.record.ranks import RankFiles
 from sumgrad.record.spec import RunSpec
 from sumgrad.record.trace import Trace
 from sumgrad.subjects.exchanges import Exchanges
-from sumgrad.subjects.own_gradients import Losses, OwnGradients, gathered
+from sumgrad.subjects.own_gradients import Losses
 from sumgrad.subjects.program.computations import computations_beside
-from sumgrad.subjects.program.context import Context, make_context, make_meshes
-from sumgrad.subjects.program.held_gradients import held_gradients
-from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
-from sumgrad.subjects.program.numbered import Found, Numbers
-from sumgrad.subjects.program.placement import Placed, Placement, place
-from sumgrad.subjects.program.protocol import (
-    Weights,
-    build,
-    coarsest,
-    default_dtype,
-    full_batch,
-    hash_model,
-    hold_batch,
-    make_program,
-    round_batch,
-    scramble,
-    takes_step,
-    tied,
-    to_precision,
-    trained,
-    untied,
-    with_place,
-)
+from sumgrad.subjects.program.context import Seat, make_meshes
 from sumgrad.subjects.program.renamed import names_of_modules
-from sumgrad.subjects.program.unseen import (
-    buffers_after,
-    come_alive,
-    gradients_elsewhere,
-    trained_names,
-)
+from sumgrad.subjects.program.tier_run import Result, TierRun
 from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.topology.pools import Topology
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-
-Result = dict[str, Any]
-Tensors = dict[str, Tensor]
-MOST_FROZEN = 1 << 24  # elements of frozen parameters that are put back before every step
-OWN_SAMPLES = 1 << 16  # of each parameter, that are kept of what a failing step's backwards give
 
 
 class Rank:
     """One rank and its meshes; runs jobs one after the other on the same process group."""
 
     def __init__(self, topology: Topology, rank: int, ledger: Ledger) -> None:
-        self.topology, self.rank, self.ledger = topology, rank, ledger
+        self.rank, self.ledger = rank, ledger
         with ledger.label(f"{SETUP}/meshes"):
-            self.meshes = make_meshes(topology)
+            meshes = make_meshes(topology)
+        self._seat = Seat(topology=topology, rank=rank, ledger=ledger, meshes=meshes)
 
     def run(self, job: RunSpec, files: RankFiles, *, again: bool = True) -> Result:
         """All tiers and steps; returns what goes into the end record.
@@ -88,7 +42,7 @@ class Rank:
         """
         result: Result = {"steps": [], "unknown": [], "params": {}}
         for i, (tier, dtype) in enumerate(job.tiers.items()):
-            run = _TierRun(self, job, tier, getattr(torch, dtype))
+            run = TierRun(self._seat, job, tier, getattr(torch, dtype))
             try:
                 run.steps(files, result, again=again and i == len(job.tiers) - 1)
             finally:
@@ -100,7 +54,7 @@ class Rank:
 
     def trace(self, job: RunSpec, tier: str, step: int) -> Trace:
         """What goes through the modules in one step, after those before it."""
-        run = _TierRun(self, job, tier, getattr(torch, job.tiers[tier]))
+        run = TierRun(self._seat, job, tier, getattr(torch, job.tiers[tier]))
         try:
             exchanges = Exchanges(self.ledger, run.watch.observe)
             run.observe = exchanges.observe
@@ -127,334 +81,3 @@ class Rank:
             )
         finally:
             run.close()
-
-
-def _frozen(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Parameters that are not trained, and their values; none of them where they are many."""
-    held = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-    if sum(to_local(p).numel() for p in held.values()) > MOST_FROZEN:
-        return {}
-    return {name: (param, to_local(param).detach().clone()) for name, param in held.items()}
-
-
-class _TierRun:
-    """A Program built, distributed and stepped in one dtype."""
-
-    def __init__(self, rank: Rank, job: RunSpec, tier: str, dtype: torch.dtype) -> None:
-        self.rank, self.job, self.tier, self.dtype = rank, job, tier, dtype
-        self.fault = find_program_fault(job.fault, job.workload) if job.fault else None
-        self.rounded = coarsest(getattr(torch, d) for d in job.tiers.values())
-        self.misbehaviour = (
-            Misbehaviour(self.fault, job.topology)
-            if isinstance(self.fault, CollectiveFault)
-            else None
-        )
-        self.stepped = False
-        self.elsewhere = operations_elsewhere()
-        self._build()
-        self._distribute(None)
-        if self._is_any_untold():
-            numbered = self._numbered()
-            self._build()  # once more: the last that a Program distributes is the one that it steps
-            self._distribute(numbered)
-
-    def _make(self, dtype: torch.dtype) -> tuple[Any, Context]:
-        """A fresh Program, and what its methods are told."""
-        job, rank = self.job, self.rank
-        workload = planted_class(job.workload, job.fault) if job.fault else job.workload
-        program = make_program(workload, job.topology, seed=job.seed)
-        ctx = make_context(job.topology, rank.rank, rank.meshes, dtype=dtype, seed=job.seed)
-        scramble(101, rank.rank)
-        return program, ctx
-
-    def _build(self) -> None:
-        self.program, self.ctx = self._make(self.dtype)
-        model = build(self.program)
-        self.built = hash_model(model)
-        self.base = {n: p.detach().clone() for n, p in trained(model).items()}
-        scramble(102, self.rank.rank)
-        self._set_batch(0)
-        self.batch_hash = self.hash_of_batch
-        self.model = to_precision(to_precision(model, self.rounded), self.dtype)
-        self.full = self._weights(0)
-
-    def _distributed(
-        self, program: Any, model: nn.Module, ctx: Context, dtype: torch.dtype
-    ) -> nn.Module:
-        """What the Program's own `distribute` makes of a model; the model where it has none."""
-        scramble(103, self.rank.rank)
-        if not hasattr(program, "distribute"):
-            return model
-        with (
-            self.rank.ledger.label(f"{SETUP}/distribute"),
-            default_dtype(dtype),
-            lifting(dtype, change=self.job.lift),
-        ):
-            given = program.distribute(model, ctx)
-        if not isinstance(given, nn.Module):
-            raise TypeError(
-                with_place(
-                    program,
-                    f"distribute() returned {type(given).__name__}, expected the nn.Module whose "
-                    f"gradients are to be read",
-                )
-            )
-        return given
-
-    def _is_any_untold(self) -> bool:
-        """Whether some rank holds a parameter without a place: all ranks distribute together."""
-        cut = hasattr(self.program, "distribute")
-        count = torch.tensor(len(self.placement.unknown) if cut else 0)
-        with self.rank.ledger.label(f"{SETUP}/places"):
-            dist.all_reduce(count, dist.ReduceOp.MAX)
-        return bool(count)
-
-    def _numbered(self) -> Found:
-        """Where every shard lies of a model that is distributed with a number as each weight."""
-        numbers = Numbers({name: value.shape for name, value in self.base.items()})
-        try:
-            program, ctx = self._make(torch.float64)
-            model = to_precision(build(program), torch.float64)
-            scramble(102, self.rank.rank)
-            hold_batch(program, round_batch(full_batch(program), self.rounded, torch.float64))
-            numbers.write(trained(model))
-            return numbers.read(self._distributed(program, model, ctx, torch.float64))
-        except Exception:  # it looks at the values, or at how often: what is unknown is said so
-            return {}
-
-    def _distribute(self, numbered: Found | None) -> None:
-        ties = tied(self.model)
-        kept = trained(self.model)  # kept alive until all is placed: ids would be used again
-        self.modules = dict(self.model.named_modules())
-        self.model = self._distributed(self.program, self.model, self.ctx, self.dtype)
-        declared = getattr(self.program, "shard_of", None)
-        self.placement: Placement = place(
-            self.model,
-            {id(param): name for name, param in kept.items()},
-            dict(self.full),
-            (lambda name: declared(name, self.ctx)) if declared else None,
-            {id(module): name for name, module in self.modules.items()},
-            numbered,
-        )
-        self.untied = untied(ties, self.model)
-        self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
-        self.frozen = _frozen(self.model)
-        self.trained = trained_names(self.model)
-        self.shapes = {p.name: p.local().shape for p in self.placement.placed}
-        self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
-        self.observe: Observer = self.watch.observe
-        give_back_memory()  # whole models, before they were cut
-
-    def steps(self, files: RankFiles, result: Result, *, again: bool) -> None:
-        """Every step, and the last one again."""
-        result["unknown"] += [u for u in self.placement.unknown if u not in result["unknown"]]
-        facts = self.job.facts
-        assert facts is not None
-        result["built"], result["batch"] = self.built, self.batch_hash
-        result["untied"] = self.untied
-        result["ddp"] = any(isinstance(m, DistributedDataParallel) for m in self.model.modules())
-        for p in self.placement.placed:
-            self._keep_place(p, files.others, known=p.name in result["params"])
-            result["params"][p.name] = {"sharded": p.index is not None}
-        for step in range(self.job.steps):
-            grads, info = self.step(step)
-            files.keep(f"{self.tier}/{step}", grads)
-            del grads  # the next step has its own: two would be two models' size
-            held, info["changed_buffers"] = buffers_after(self.model, self.buffers, facts.compares)
-            for name, buffer in held.items():
-                files.others[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
-            result["steps"].append(info)
-        if again:
-            grads, more = self.step(self.job.steps - 1, label=AGAIN)
-            info["unwaited"] = [*info["unwaited"], *more["unwaited"]]
-            info["races"] = list(dict.fromkeys([*info["races"], *more["races"]]))
-            files.keep(f"{AGAIN}/{self.tier}", grads)
-        result["unknown"] += [u for u in self._elsewhere() if u not in result["unknown"]]
-
-    def _keep_place(self, p: Placed, others: Tensors, *, known: bool) -> None:
-        """Which elements it holds of a parameter; where a tier cuts it otherwise than the first.
-
-        known: an earlier tier has it.
-        """
-        first = others.get(f"{INDEX}/{p.name}")
-        if not known and p.index is not None:
-            others[f"{INDEX}/{p.name}"] = p.index
-        elif known and (first is not None or p.index is not None):
-            whole = torch.arange(p.local().numel()).reshape(p.local().shape)
-            index = whole if p.index is None else p.index
-            if first is None or not torch.equal(first, index):
-                others[f"{INDEX_IN}/{self.tier}/{p.name}"] = index
-
-    def _elsewhere(self) -> list[str]:
-        """Backends over which the Program communicated unseen, by groups of its own."""
-        now = operations_elsewhere()
-        used = {key[0] for key, count in now.items() if count > self.elsewhere.get(key, 0)}
-        return [
-            f"communicates over a group of backend {backend}, which no ledger shows: leave the "
-            f"backend out of new_group"
-            for backend in sorted(used)
-        ]
-
-    def step(self, step: int, *, label: str | None = None) -> tuple[Tensors, Result]:
-        """One step from its recorded weights: local gradients, and what else was seen."""
-        if step != self.batch_step and takes_step(self.program):
-            self._set_batch(step)
-        other = self._set_weights(step)
-        self.stepped = True
-        other |= self._unsynchronise()
-        for param in self.model.parameters():
-            param.grad = None
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                if name in self.buffers and buffer.shape == self.buffers[name].shape:
-                    buffer.copy_(self.buffers[name])
-            for frozen, value in self.frozen.values():
-                if to_local(frozen).shape == value.shape:
-                    to_local(frozen).copy_(value)
-        began = {p.name: bits([p.local()]) for p in self._kept_shape()}
-        scramble(104, self.rank.rank, step, int(label is not None))
-        self.watch.begin_step()
-        if self.misbehaviour:
-            self.misbehaviour.begin_step()
-        ctx = replace(self.ctx, step=step)
-        batch = {key: value.clone() for key, value in self.batch.items()}
-        lift = Lift(self.dtype, change=self.job.lift and self.dtype == torch.float64)
-        looked = lift.change or step == self.job.steps - 1
-        with self._watching(f"{label or self.tier}/{step}/step"), default_dtype(self.dtype):
-            planted = plant_in_step(self.fault, self.model, self.placement.placed, ctx)
-            with planted, lift if looked else contextlib.nullcontext():
-                self.program.step(self.model, batch, ctx)
-            unwaited = self.rank.ledger.nobody_waits_for()
-            races = self._races(unwaited)
-            info = {**self._info(step, began), "other_weights": list(other), "races": races}
-            info["lifted"] = dict(lift.lifted)
-            if looked and not is_compiled(self.model):
-                info["narrow"] = dict(lift.narrow)
-            grads = self._grads(info)
-        return grads, info
-
-    def _set_batch(self, step: int) -> None:
-        """The rows of a step, also for whoever asks the Program for them."""
-        batch = full_batch(self.program, step)
-        self.batch_step, self.hash_of_batch = step, hash_weights(batch)
-        self.batch = self._rounded(batch)
-        hold_batch(self.program, self.batch, self._rounded)
-
-    def _rounded(self, batch: Mapping[str, Tensor]) -> Tensors:
-        return round_batch(batch, self.rounded, self.dtype)
-
-    def _info(self, step: int, began: dict[str, str]) -> Result:
-        """began: a digest of every parameter as the step found it."""
-        self.rank.ledger.settle()
-        kept = self._kept_shape()
-        return {
-            "tier": self.tier,
-            "step": step,
-            "batch": self.hash_of_batch,
-            "changed_weights": [p.name for p in kept if bits([p.local()]) != began.get(p.name)],
-            "feeds": self.watch.feeds(),
-            "backwards": max(self.watch.backwards.values(), default=0),
-            "unwaited": self._unwaited(),
-            "partial": [],
-            "frozen": {
-                name: [bits([value]), bits([to_local(param).detach()])]
-                for name, (param, value) in self.frozen.items()
-            },
-            "elsewhere": {}
-            if hasattr(self.program, "gradient_of")
-            else gradients_elsewhere(self.placement.placed),
-            "alive": come_alive(self.model, self.trained),
-            "reshaped": {p.name: list(p.local().shape) for p in self._reshaped()},
-            "fault": {"calls": self.misbehaviour.calls, "changed": self.misbehaviour.changed}
-            if self.misbehaviour
-            else None,
-        }
-
-    def _kept_shape(self) -> list[Placed]:
-        """Parameters whose place still holds: a step may shard what distribute left whole."""
-        return [p for p in self.placement.placed if p.local().shape == self.shapes[p.name]]
-
-    def _reshaped(self) -> list[Placed]:
-        return [p for p in self.placement.placed if p.local().shape != self.shapes[p.name]]
-
-    def _races(self, unwaited: list[int]) -> list[str]:
-        """Operations that the step left without waiting for them, in words."""
-        open_ops = self.rank.ledger.open_ops
-        left = [open_ops[n] for n in unwaited if n in open_ops and "by" not in open_ops[n]]
-        return [text for event in left if (text := describe_operation(event))]
-
-    def _unwaited(self) -> list[int]:
-        """Operations that nobody had waited for when `settle` looked."""
-        return list(self.rank.ledger.open_works)
-
-    def _grads(self, info: Result) -> Tensors:
-        """Local gradients. A DTensor that is still a partial sum is reduced here, and noted."""
-        label = partial(self.rank.ledger.label, f"{SETUP}/partial")
-        grads, reduced = held_gradients(self._kept_shape(), self.program, self.ctx, label)
-        info["partial"] += reduced
-        return grads
-
-    def _set_weights(self, step: int) -> dict[str, None]:
-        """The recorded weights, but for the very first step: it shows what distribute left.
-
-        Returns the parameters that have others all the same.
-        """
-        self.full = self._weights(step)
-        other: dict[str, None] = {}
-        with torch.no_grad():
-            for p in self._kept_shape():
-                wanted = p.slice(self.full[p.name])
-                if self.stepped:
-                    p.local().copy_(wanted)
-                if not same_bits(p.local(), wanted):
-                    other[p.name] = None
-        return other
-
-    def _weights(self, step: int) -> Weights:
-        """Numbers of the coarsest dtype, so that every tier has the same."""
-        return Weights(self.base, step, self.rounded, self.dtype)
-
-    def _unsynchronise(self) -> dict[str, None]:
-        """The fault of replicas that start from other weights, on the last rank; which it moved."""
-        last = self.rank.rank == self.job.topology.world_size - 1
-        if self.job.fault != "unsynchronised_init" or not last:
-            return {}
-        with torch.no_grad():
-            for p in self.placement.placed:
-                p.local().mul_(1.01)
-        return dict.fromkeys(p.name for p in self.placement.placed)
-
-    @contextlib.contextmanager
-    def own_gradients(self) -> Iterator[OwnGradients]:
-        """What this rank's own backwards give its parameters, before it is reduced."""
-        own = OwnGradients(OWN_SAMPLES)
-        names = {id(p.param): p.name for p in self.placement.placed}
-        for p in self.placement.placed:
-            own.look_at(p.name, p.param, p.index)
-
-        def look_at_whole_ones(module: nn.Module, args: Any, output: Any) -> None:
-            for shard, leaf in gathered(module):
-                if id(shard) in names and not isinstance(leaf, DTensor):
-                    own.look_at(names[id(shard)], leaf, None)
-
-        sharding = [m for m in self.model.modules() if hasattr(m, "_get_fsdp_state")]
-        hooks = [module.register_forward_hook(look_at_whole_ones) for module in sharding]
-        try:
-            yield own
-        finally:
-            for hook in hooks:
-                hook.remove()
-            own.close()
-
-    @contextlib.contextmanager
-    def _watching(self, label: str) -> Iterator[None]:
-        ledger = self.rank.ledger
-        ledger.observe, ledger.interpose = self.observe, self.misbehaviour
-        try:
-            with ledger.label(label):
-                yield
-        finally:
-            ledger.observe = ledger.interpose = None
-
-    def close(self) -> None:
-        self.watch.close()
