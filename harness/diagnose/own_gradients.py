@@ -34,7 +34,8 @@ class Mixed:
 
     got, wanted: (sources, passes). Of the two one may be None: no weights of the ranks' own
     gradients give what the rank holds, or what it must. lines: of a user's, that called each pass.
-    only: no other weights do the same; where both are known there are none.
+    only: no other weights do the same, but of a backward that gave nothing, which counts as the
+    others of its source; where both are known there are none.
     """
 
     rank: int
@@ -97,7 +98,7 @@ def _mixed(case: Case) -> Iterator[Mixed]:
             else:
                 groups.append([columns])
         for group in groups:
-            tables = weights_of(group)
+            tables = _with_empty_passes(weights_of(group, zeros=True), group, passes)
             numbers = sum(columns.own.shape[1] for columns in group)
             few = numbers < NEEDED * len(sources) * passes
             if not any(tables.kind) or (all(tables.kind) and not tables.only) or few:
@@ -111,6 +112,24 @@ def _mixed(case: Case) -> Iterator[Mixed]:
                 lines=_lines(case, rank, group[0].cell.name),
                 only=tables.only,
             )
+
+
+def _with_empty_passes(tables: Weights, group: Sequence[Columns], passes: int) -> Weights:
+    """A backward that gave nothing, as of rows without a target, counts as the others of its
+    source, where those count alike: any weight is its."""
+    empty = torch.stack([(c.own == 0).all(1) for c in group]).all(0).reshape(-1, passes)
+    return replace(tables, got=_filled(tables.got, empty), wanted=_filled(tables.wanted, empty))
+
+
+def _filled(table: Tensor | None, empty: Tensor) -> Tensor | None:
+    if table is None:
+        return None
+    out = table.reshape(empty.shape).clone()
+    for row, none in zip(out, empty, strict=True):
+        told = row[~none]
+        if len(told) and near(told, told[:1].expand_as(told)):
+            row[none] = told[0]
+    return out.reshape(table.shape)
 
 
 def with_few_numbers(case: Case, found: Sequence[Weighed]) -> list[Weighed]:

@@ -10,7 +10,7 @@ from records_in_memory import compared, program_record
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.diagnose import diagnose
 from sumgrad.diagnose.explainers.by_rank import multiplied_between
-from sumgrad.diagnose.own_gradients import add_up_evenly, mixed
+from sumgrad.diagnose.own_gradients import add_up_evenly, mixed, near
 from sumgrad.record.ranks import OWN, OWN_AT, SAMPLES, sample_of
 from sumgrad.record.spec import Script
 
@@ -383,7 +383,7 @@ def test_they_are_not_even_where_parameters_differ_in_the_factor():
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_of_a_backward_that_gave_nothing_no_weight_is_said(empty):
+def test_a_backward_that_gave_nothing_counts_as_the_others_of_its_rank(empty):
     record = record_of([RIGHT] * RANKS, wanted=EVEN)
     if empty:
         nothing = {n: own * torch.tensor([0.0, 1.0])[:, None]
@@ -401,4 +401,29 @@ def test_of_a_backward_that_gave_nothing_no_weight_is_said(empty):
     case = case_of(strange(record))
     found = [m for m in mixed(case) if m.names == ("b",) or not empty]
     assert found
-    assert all(m.got is None and m.wanted is not None and m.only != empty for m in found)
+    assert all(m.got is None and m.only for m in found)
+    assert all(near(m.wanted, torch.full_like(m.wanted, 1 / 6)) for m in found)
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_ranks_that_keep_their_own_are_told_beside_a_backward_that_gave_nothing(wrong):
+    """As of rows without a target: any weight is its, and none is another's."""
+    record = record_of([only(r, 0.25) if wrong else RIGHT for r in range(RANKS)])
+    nothing = {n: own * torch.tensor([1.0, 0.0])[:, None]
+               for n, own in record.ranks[2].grads[OWN, 0].items()}  # fmt: skip
+    own = {r: dict(held.grads[OWN, 0]) for r, held in record.ranks.items()} | {2: nothing}
+    for r, held in record.ranks.items():
+        table = only(r, 0.25) if wrong else RIGHT
+        held.grads[OWN, 0] = own[r]
+        for name in SIZES:
+            place = sample_of(held.grads[AT][name].numel())
+            got = sum(table[i, p] * own[i][name][p] for i in range(RANKS) for p in range(PASSES))
+            held.grads[AT][name].view(-1)[place] = got
+    (reference,) = record.references["structure"]
+    for name in SIZES:
+        wanted = sum(RIGHT[i, p] * own[i][name][p] for i in range(RANKS) for p in range(PASSES))
+        reference.grads[name].view(-1)[sample_of(reference.grads[name].numel())] = wanted
+    causes = diagnose(compared(record)).causes
+    assert [c.kind for c in causes] == (["not_reduced"] if wrong else [])
+    if wrong:
+        assert "rank 0-2 each keep what their own backward gave (times 1/4)" in causes[0].cause
