@@ -8,6 +8,7 @@ from dataclasses import replace
 from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.computed import A_LINE
 from sumgrad.diagnose.explainers.by_modules.lines import expression
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
 from sumgrad.diagnose.explainers.by_rank import in_weights
@@ -31,18 +32,24 @@ def with_history(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     except (RuntimeError, ValueError, LookupError):
         return diagnosis  # as in looked(): a cause is not lost by a hint
     said = [*([] if found is None else [_in_words(found)]), *_where_it_is_set(case)]
-    return replace(diagnosis, because=(*said, *diagnosis.because)) if said else diagnosis
+    if not said:
+        return diagnosis
+    first = sum(text.startswith(A_LINE) for text in diagnosis.because[:1])
+    because = (*diagnosis.because[:first], *said, *diagnosis.because[first:])
+    return replace(diagnosis, because=because)
 
 
 def _where_it_is_set(case: Case) -> list[str]:
     """The lines that put something in place of what the backward gave wrong parameters, and those
-    that look for it and find nothing."""
+    that look for it and find nothing. Not those that put zeros where a rank has none, and that are
+    no zeros at the end."""
     names = {cell.name for cell in case.failing_cells}
+    live = {cell.name for cell in case.failing_cells if bool(cell.measured.any())}
     ranks = {} if case.traces is None else case.traces.ranks
     found: dict[Line, dict[str, None]] = {}
     for trace in ranks.values():
         for one in trace.computed.set_grads:
-            if one.name in names:
+            if one.name in names and not ("zeros_like" in one.line[1] and one.name in live):
                 found.setdefault(one.line, {})[one.name] = None
     none = dict.fromkeys(line for trace in ranks.values() for line in trace.computed.found_none)
     told = [

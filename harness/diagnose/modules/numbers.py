@@ -13,6 +13,8 @@ from torch import Tensor
 
 CLOSE = 1e-9  # of the number itself
 FEWEST = 3  # different numbers: fewer are found by chance
+FEWEST_LONG = 2  # of those that have more digits than what people write
+ROUND = 5040 * 1024  # what people write times this is whole
 SAMPLES = 8
 MOST_COMPARED = 1 << 24  # elements of one rank, seconds of work; what comes later is not told
 LOOKED_AT = 64  # elements of a tensor, for as many samples
@@ -38,8 +40,8 @@ class Numbers:
             return frozenset()
         flat = value.reshape(-1)
         sample = telling(flat[sample_of(len(flat), LOOKED_AT)])
-        sample = telling(flat) if len(sample) < FEWEST else sample
-        if len(sample) < FEWEST:
+        sample = sample if are_enough(sample) else telling(flat)
+        if not are_enough(sample):
             return frozenset()
         sample = sample[sample_of(len(sample), SAMPLES)]
         width = CLOSE * sample.abs()
@@ -61,7 +63,7 @@ class Numbers:
         at, end, order = found
         flat = value.reshape(-1)
         told = (end - at == 1).nonzero().reshape(-1)
-        if len(flat[told].unique()) < FEWEST:
+        if not are_enough(flat[told].unique()):
             return None
         return told, order[at[told]]
 
@@ -101,3 +103,10 @@ def telling(flat: Tensor) -> Tensor:
     """Its different numbers that are not found anywhere, in order."""
     distinct = flat.unique()
     return distinct[(distinct != distinct.round()) & distinct.isfinite()]
+
+
+def are_enough(distinct: Tensor) -> bool:
+    """Whether different numbers are no chance where others equal them."""
+    times = distinct * ROUND
+    long = (times - times.round()).abs() > CLOSE * times.abs() + CLOSE
+    return len(distinct) >= FEWEST or int(long.sum()) >= FEWEST_LONG

@@ -25,6 +25,7 @@ from sumgrad.subjects.program.kept import Kept
 from sumgrad.subjects.program.kept_values import KeptValues
 from sumgrad.subjects.program.leaves import Leaves
 from sumgrad.subjects.program.made_at import MadeAt
+from sumgrad.subjects.program.seen_modules import is_trial
 from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.subjects.users_line import is_users, users_lines
 from torch import Tensor
@@ -172,7 +173,7 @@ class Computations(TorchFunctionMode):
         if getattr(func, "__self__", None) is Tensor.grad:
             self._at_a_gradient(name, args)
         frame = _users_frame() if name not in UNSEEN else None
-        if frame is None or not self._is_asked(_site(frame)[0], frame):
+        if frame is None or is_trial() or not self._is_asked(_site(frame)[0], frame):
             return func(*args, **kwargs)
         before = [] if _is_backward() else self._versions(args, kwargs)
         seen = self._see(name, frame, args, kwargs)

@@ -50,6 +50,8 @@ def source_of(module: nn.Module) -> str:
 
 def is_trial() -> bool:
     """Whether a pipeline runs a stage on memory as it is, to learn its shapes."""
+    if "torch.distributed.pipelining" not in sys.modules:
+        return False
     frame = sys._getframe()
     while frame is not None:
         code = frame.f_code

@@ -34,6 +34,7 @@ from sumgrad.diagnose.modules.made_by import line_that_computed
 from sumgrad.record.computed import Computed
 from sumgrad.record.trace import Trace
 
+A_LINE = "a line computes with something else than the single process does:"
 LEADS = ("forward", "backward", "recomputed", "open", "own_backward")  # that say no more than where
 BESIDE = ("loss_weights", "loss_at_tokens", "row_factors", "term_factor", "factor",
           "param_factors", "term_by_rows")  # fmt: skip
@@ -151,11 +152,10 @@ def _in_words(case: Case, found: Sequence[Otherwise]) -> str:
                 f"the numbers of each are there: {'; '.join(_how(case, found))}")  # fmt: skip
     else:
         said = f"the {what} is {'; '.join(_how(case, found))}"
-    start = "a line computes with something else than the single process does:"
     beside = (
         "" if mine.line == its.line else f", where that has {line_and_code(its.line, its.code)}"
     )
-    return f"{start} {line_and_code(mine.line, mine.code)}{beside}: {said}"
+    return f"{A_LINE} {line_and_code(mine.line, mine.code)}{beside}: {said}"
 
 
 def _made_of(case: Case, one: Otherwise) -> str:
