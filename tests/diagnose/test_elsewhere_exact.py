@@ -9,6 +9,7 @@ import torch
 from sumgrad.diagnose.explainers.by_modules.passed import lines_of
 from sumgrad.diagnose.modules.elsewhere import gradients_elsewhere, numbers_elsewhere
 from sumgrad.diagnose.modules.look import look_at
+from sumgrad.diagnose.modules.numbers import Numbers
 from sumgrad.diagnose.modules.on_the_way import passed_between
 from sumgrad.record.trace import INTO, Call, Trace, Traces
 from sumgrad.record.ways import Passed
@@ -172,3 +173,18 @@ def test_of_many_lines_the_first_and_the_last_ones_in_their_order():
     assert lines_of([Passed(function="F", line="/x/a.py:1", code="y" * 99)]) == (
         f"a.py:1 `{'y' * 57}...`"
     )
+
+
+@pytest.mark.parametrize(("held", "told"), [
+    ([0.123456789123, 2.718281828459], True),
+    ([0.123456789123], False),
+    ([0.5, 0.25], False),  # what people write
+    ([1 / 3, 0.123456789123], False),
+    ([0.5, 0.25, 0.125], True),
+    ([1.0, 0.123456789123], False),  # whole numbers tell nothing
+])  # fmt: skip
+def test_few_numbers_are_told_by_their_digits(held, told):
+    value = torch.tensor(held, dtype=torch.float64)
+    there = Numbers([torch.zeros(3).double(), torch.cat([OUT[0], value])])
+    assert there.holding(value) == (frozenset({1}) if told else frozenset())
+    assert (there.places(value, 1) is not None) == told or 1.0 in held

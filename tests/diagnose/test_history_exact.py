@@ -9,6 +9,7 @@ import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers import history as in_words
+from sumgrad.diagnose.explainers.by_modules.computed import A_LINE
 from sumgrad.diagnose.explainers.by_modules.hooks import lines_of_hooks, with_hooks
 from sumgrad.diagnose.modules.history import history_of
 from sumgrad.diagnose.own_gradients import Columns
@@ -173,8 +174,19 @@ def test_lines_that_set_a_gradient_are_told_of_wrong_parameters(monkeypatch):
     held = tuple(SetGrad(name=name, line=set_at) for name in ("a", "right", "b"))
     empty = ("/x/step.py:5", "if p.grad is not None:")
     trace = SimpleNamespace(computed=SimpleNamespace(set_grads=held, found_none=(empty,)))
-    cells = [SimpleNamespace(name=name) for name in ("a", "b")]
-    case = SimpleNamespace(failing_cells=cells, traces=SimpleNamespace(ranks={0: trace, 1: trace}))
+    zeros = SetGrad(name="b", line=("/x/step.py:9", "p.grad = torch.zeros_like(p)"))
+    filled = SimpleNamespace(computed=SimpleNamespace(set_grads=(zeros,), found_none=()))
+    cells = [SimpleNamespace(name=name, measured=torch.ones(2)) for name in ("a", "b")]
+    case = SimpleNamespace(failing_cells=cells, traces=SimpleNamespace(ranks={0: trace, 1: filled}))
+    line = f"{A_LINE} step.py:3"
+    told = in_words.with_history(case, replace(cause, because=(line, "b"))).because
+    assert (told[0], told[-1], len(told)) == (line, "b", 4)
+    cells[1].measured = torch.zeros(2)
+    (said,) = in_words.with_history(
+        SimpleNamespace(failing_cells=cells, traces=SimpleNamespace(ranks={1: filled})), cause
+    ).because[:-1]
+    assert said == "the .grad of b is set at step.py:9 `p.grad = torch.zeros_like(p)`"
+    cells[1].measured = torch.ones(2)
     assert in_words.with_history(case, cause).because == (
         "step.py:5 `if p.grad is not None:` reads the .grad of parameters, and finds none each "
         "time",

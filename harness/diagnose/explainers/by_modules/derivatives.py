@@ -24,6 +24,7 @@ from sumgrad.diagnose.modules.derivatives import NEAR, OwnFormula, no_derivative
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
 from sumgrad.diagnose.modules.moved import Brought, Element, Mover, movers
 from sumgrad.record.derivative import Derivative, Off
+from sumgrad.record.trace import Traces
 from sumgrad.record.ways import Passed
 
 OTHERS = ("forward", "recomputed", "rows_read", "loss_rows")  # causes that no formula explains
@@ -250,6 +251,8 @@ def with_formulas(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     found = None if look is None else first_wrong_backward(look, owners(case))
     lines = [] if found is None else first_lines(case, found, back=True)
     there = {(one.mine.function, one.mine.written) for one in lines}
+    if found is not None and not found.modules and not lines:
+        there = _of_the_loss(traces)
     formulas = {
         key: one
         for key, one in no_derivatives(traces).items()
@@ -262,3 +265,13 @@ def with_formulas(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     }
     words = (*how_they_are_off([*formulas.values()]), *how_they_bring_back([*moving.values()]))
     return replace(diagnosis, because=(*diagnosis.because, *words))
+
+
+def _of_the_loss(traces: Traces) -> set[tuple[str, str]]:
+    """The Functions that ranks call outside of all modules."""
+    return {
+        (c.function, c.written)
+        for trace in traces.ranks.values()
+        for c in trace.computed.computations
+        if c.written and not c.inside
+    }
