@@ -31,7 +31,8 @@ class Computation:
     which call in the code it is. takes: its arguments in order: the number of a value, or in words
     what is no tensor; keys: the names of those that were given by name. gives: of what it returns
     the numbers of the values. made_at: of each argument, the line and the code where the tensor was
-    made, or two empty ones; written_at: that which had written into its memory before. inside: the
+    made, or two empty ones; written_at: that which had written into its memory before. within: the
+    function of the code that the line is in, `PATH:10 NAME`. inside: the
     modules whose forward runs, the outermost first. calls: how many of the trace's calls were there
     already. written: where the backward of a Function stands, `PATH:12`. function_of: the Function
     whose forward it is in.
@@ -49,6 +50,7 @@ class Computation:
     part: str = ""
     written: str = ""
     function_of: str = ""
+    within: str = ""
     keys: tuple[str, ...] = ()
     written_at: tuple[Line, ...] = ()
 
@@ -230,6 +232,7 @@ def _computation_from(one: Mapping[str, Any]) -> Computation:
         part=one["part"],
         written=one["written"],
         function_of=one["function_of"],
+        within=one.get("within", ""),
     )
 
 

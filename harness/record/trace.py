@@ -26,6 +26,7 @@ from torch import Tensor
 FOLDER = "trace"
 LOSS = "the loss"
 INTO = "what goes into "
+A_GROUP = "a process group"  # of what a module is handed, in words
 MAX_SAMPLE = 2039  # elements of a parameter: a prime, or evenly apart may be all of one column
 
 
@@ -61,7 +62,8 @@ class Call:
     part: of the output. operation, operation_back: how many collectives this rank had issued when
     it was there, and when its gradient was; None where none came. recomputed: in the backward, by
     a checkpoint. stack: which of the trace's. arrivals: how many backwards its gradient came in;
-    again: how often one of these came once more, the same.
+    again: how often one of these came once more, the same. changed_from: the place of the call that
+    gave the same tensor as it was before it was changed in place, -1 where none did.
     """
 
     module: str
@@ -73,6 +75,7 @@ class Call:
     arrivals: int = 0
     again: int = 0
     stack: int = -1
+    changed_from: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -288,7 +288,32 @@ def test_a_sum_that_was_overwritten_by_one_of_its_parts():
     cause = changed(record, "b", lambda g: g[:20].copy_(own[2][:20] + 1e-9))
     assert cause.kind == "open"
     assert any("what the ranks' own backwards gave b is right" in t for t in cause.because)
-    assert any("it was changed after the backward" in t for t in cause.because)
+    assert any("it was changed after that" in t for t in cause.because)
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_part_that_every_rank_keeps_is_not_reduced(each):
+    """All of one column, on every rank what it gave itself, or on all what one gave."""
+    weights = torch.full((RANKS, PASSES), 0.5).double()
+    record = record_of([weights] * 3, weights)
+    spec = replace(record.spec, facts=replace(record.spec.facts, params={**SIZES, "b": (20, 3)}))
+    own = [record.ranks[r].grads[OWN, 0]["b"].sum(0) * 0.5 for r in range(3)]
+    for r, held in record.ranks.items():
+        kept = own[r if each else 1].reshape(20, 3)
+        held.grads[AT]["b"] = held.grads[AT]["b"].reshape(20, 3)
+        held.grads[AT]["b"][:, 1] = kept[:, 1]
+    (reference,) = record.references["structure"]
+    grads = {**reference.grads, "b": reference.grads["b"].reshape(20, 3)}
+    other = replace(reference, grads=grads, by_term={"loss": grads})
+    record = replace(record, spec=spec, references={"structure": [other]})
+    cause = diagnose(compared(record)).causes[0]
+    assert (cause.kind, cause.standing) == ("not_reduced" if each else "overwritten", "proved")
+    start = "b on rank 0: 20 elements, those at 1 of dimension 1, that several ranks' gradients"
+    assert cause.because[0].startswith(start)
+    if each:
+        assert cause.cause == (
+            "a part of b is not reduced: there rank 0-2 each keep what their own backward gave"
+        )
 
 
 def test_a_sample_is_evenly_apart_and_everything_of_a_small_tensor():

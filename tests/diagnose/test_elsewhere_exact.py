@@ -165,10 +165,13 @@ def test_a_way_by_way_of_other_modules(start, end, wanted):
 
 def test_of_many_lines_the_first_and_the_last_ones_in_their_order():
     many = [
-        Passed(function="F", line=f"/x/step.py:{n}", code=f"c{n}") for n in (9, 10, 2, 2, 30, 4)
+        Passed(function="F", line=f"/x/step.py:{n}", code=f"c{n}")
+        for n in (9, 10, 2, 2, 30, 4, 5, 7)
     ]
     assert lines_of(many[:3]) == "step.py:2 `c2`; :9 `c9`; :10 `c10`"
-    assert lines_of(many) == ("step.py:2 `c2`; :4 `c4`; ...; :10 `c10`; :30 `c30`")
+    assert lines_of(many) == (
+        "step.py:2 `c2`; :4 `c4`; :5 `c5`; ...; :9 `c9`; :10 `c10`; :30 `c30`"
+    )
     assert lines_of([Passed(function="F")]) == ""
     assert lines_of([Passed(function="F", line="/x/a.py:1", code="y" * 99)]) == (
         f"a.py:1 `{'y' * 57}...`"

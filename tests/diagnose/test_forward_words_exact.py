@@ -55,7 +55,8 @@ def test_only_ranks_where_it_enters_wrong_are_told_of(state, ordered, ranks, rig
 def output(monkeypatch, *, lacking=(), differ=(), enters=False):
     for name, said in (("_lacking_below", [*lacking]), ("_without_a_graph", []),
                        ("another_output", []), ("picked_in_words", []), ("features_in_words", []),
-                       ("in_other_places", []), ("scaled_in_words", []), ("cut_in_words", []),
+                       ("in_other_places", []), ("scaled_in_words", []),
+                       ("cut_in_words", []), ("changed_in_place", []),
                        ("lines_that_differ", differ)):  # fmt: skip
         monkeypatch.setattr(forward, name, lambda *_, said=said: said)
     monkeypatch.setattr(forward, "no_slice", lambda *_: "no slice")
@@ -84,7 +85,8 @@ def in_between(monkeypatch, lines=(), differ=(), made=()):
     monkeypatch.setattr(forward, "arguments_there", lambda *_: [])
     monkeypatch.setattr(forward, "_made", lambda *_: list(made))
     monkeypatch.setattr(forward, "lines_between", lambda *_: ["lines"])
-    return list(forward._in_between(CASE, FirstWrong(wrong="m", seen=(seen(0),)), ["parts"]))
+    look = SimpleNamespace(seen={"m": [seen(0)]})
+    return list(forward._in_between(CASE, look, FirstWrong(wrong="m", seen=(seen(0),)), ["parts"]))
 
 
 def test_lines_in_between_are_idle_beside_the_one(monkeypatch):

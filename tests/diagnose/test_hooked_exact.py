@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
-from sumgrad.diagnose.explainers.by_modules import backward, beside, hooked, settings
+from sumgrad.diagnose.explainers.by_modules import backward, beside, hooked, settings, wrong_outputs
+from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere, zeroed
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.hooked import hooks_that_change
 from sumgrad.diagnose.modules.paths import paths_of
@@ -246,3 +247,38 @@ def test_factors_of_single_vectors_are_said_of_what_is_right_but_for_them(factor
     look = SimpleNamespace(seen={"m": [one]})
     found = FirstWrong(wrong="n", seen=(), beside=("m",))
     assert backward._but_for_factors(look, found) == said
+
+
+class Pair(nn.Module):
+    def __init__(self, inplace):
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(4, dtype=torch.float64), nn.ReLU(inplace=inplace)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return self.act(h).sum(1), h
+
+
+def in_place(inplace):
+    model = Pair(inplace)
+    watching = ModuleWatch(model)
+    with watching:
+        model(ROWS * torch.tensor([1.0, -1, 2, 0.5]).double())
+    return watching.trace(batch={"x": ROWS})
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_tensor_that_another_module_changed_is_told(monkeypatch, tmp_path, inplace):
+    write_trace(tmp_path / "one", in_place(inplace))
+    trace, single = read_trace(tmp_path / "one"), in_place(False)
+    at = next(i for i, c in enumerate(trace.calls) if (c.module, c.part) == ("", 1))
+    odd = Seen(rank=0, call=trace.calls[at], shape=(3, 4), forward="wrong",
+               wrong=torch.arange(3))  # fmt: skip
+    traces = traces_of(trace, single)
+    monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda case: traces)
+    monkeypatch.setattr(wrong_outputs, "named", lambda look, module: module)
+    said = wrong_outputs.changed_in_place(None, None, FirstWrong(wrong="", seen=(odd,)))
+    told = "on rank 0 in call 0 it is the tensor that norm gave, which act then changed in place"
+    assert said == ([told] if inplace else [])
+    assert zeroed(traces, [odd], "float64") == inplace
+    assert not numbers_elsewhere(traces, [odd], "float64") or not inplace

@@ -10,6 +10,7 @@ import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import derivatives as words
 from sumgrad.diagnose.modules import moved
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.moved import Element, movers
 from sumgrad.record.computed import (
     Computation,
@@ -378,7 +379,8 @@ def test_beside_a_cause(monkeypatch):
     assert not beside(gathered(own_slice))
     monkeypatch.setattr(words, "looked", lambda _: "look")
     monkeypatch.setattr(words, "owners", lambda _: [])
-    monkeypatch.setattr(words, "first_wrong_backward", lambda *_: "found")
+    at = FirstWrong(wrong="m", seen=(), beside=("n",))
+    monkeypatch.setattr(words, "first_wrong_backward", lambda *_: at)
     lines = []
     monkeypatch.setattr(words, "first_lines", lambda *_, back: lines)
     assert not beside(halos(to_the_other_edge))  # it goes wrong elsewhere

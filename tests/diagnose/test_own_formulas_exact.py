@@ -8,6 +8,7 @@ import pytest
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import derivatives as words
 from sumgrad.diagnose.modules.derivatives import no_derivatives, own_formulas
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.record.computed import Computed
 from sumgrad.record.derivative import Derivative, Off
 from sumgrad.record.ways import Passed
@@ -162,6 +163,7 @@ def test_beside_a_cause_that_leaves_it_open(monkeypatch):
     assert not beside(SimpleNamespace(traces=None))
     monkeypatch.setattr(words, "looked", lambda _: "look")
     monkeypatch.setattr(words, "owners", lambda _: [])
-    monkeypatch.setattr(words, "first_wrong_backward", lambda *_: "found")
+    at = FirstWrong(wrong="m", seen=(), beside=("n",))
+    monkeypatch.setattr(words, "first_wrong_backward", lambda *_: at)
     monkeypatch.setattr(words, "first_lines", lambda *_, back: [])
     assert not beside(case((one(),)))  # it goes wrong elsewhere

@@ -45,6 +45,7 @@ from sumgrad.diagnose.explainers.by_modules import (
     weights,
 )
 from sumgrad.diagnose.explainers.by_modules.beside import beside
+from sumgrad.diagnose.explainers.by_modules.branches import with_branches
 from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
 from sumgrad.diagnose.explainers.by_modules.derivatives import with_formulas
 from sumgrad.diagnose.explainers.by_modules.hooks import with_hooks
@@ -114,5 +115,6 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_copies_of_parameters,
     with_what_is_not_finite,
     with_hooks,
+    with_branches,
     with_settings,
 )

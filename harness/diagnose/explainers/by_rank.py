@@ -115,7 +115,7 @@ def on_which_side_of_the_reduction(case: Case) -> str | None:
         return (
             f"what the ranks' own backwards gave {_own(names)} is right: {with_weights}"
             f"it adds up to the right gradient; what the ranks hold is no such sum: it was changed "
-            f"after the backward, where gradients are reduced, copied or rescaled"
+            f"after that, where gradients are reduced, copied or rescaled, or by a hook"
         )
     return None
 

@@ -17,7 +17,8 @@ from sumgrad.diagnose.own_gradients import Columns, columns_of, given_by_ranks, 
 from sumgrad.record.line import Line
 
 # Wrong before it is put together, or another when the step is run again, as it is to be looked at.
-ELSEWHERE = ("forward", "backward", "recomputed", "own_backward", "run_to_run")
+ELSEWHERE = ("forward", "backward", "recomputed", "own_backward", "run_to_run", "loss_weights",
+             "loss_at_tokens")  # fmt: skip
 MOST_PARAMETERS = 6  # of a rank, that are looked at
 MOST_SHOWN = 6
 MOST_LINES = 2  # that set it

@@ -17,6 +17,7 @@ from sumgrad.diagnose.own_gradients import Given, columns_of, given_by_ranks, mi
 from sumgrad.judge.cells import Cell
 from torch import Tensor
 
+ITS_OWN = "its own rank"
 FEWEST = 8  # wrong elements of a parameter that have to be found elsewhere
 ENOUGH = 0.9  # of them
 TELLING = 1e3  # thresholds that an element is large, to be looked for
@@ -130,24 +131,25 @@ def _in_words(one: Elsewhere) -> str:
 def one_of_several(case: Case, left: Left) -> Iterator[Explanation]:
     """Elements that several ranks' gradients reach hold that of one rank alone."""
     told = list(_overwritten_cells(case))
-    if not told or {(c.rank, c.name) for c, *_ in told} != {
+    if not told or {(one.cell.rank, one.cell.name) for one in told} != {
         (c.rank, c.name) for c in case.failing_cells
     }:
         return
-    cell, count, whose = told[0]
+    names = some_of(list(dict.fromkeys(one.cell.name for one in told)))
+    ranks = tuple(sorted({one.cell.rank for one in told}))
+    kind, cause = "overwritten", (
+        f"in places {names} holds one rank's gradient where those of several ranks belong "
+        f"together: not added up there, or overwritten"
+    )  # fmt: skip
+    if len(ranks) > 1 and all(one.whose == ITS_OWN for one in told):
+        kind, cause = "not_reduced", (
+            f"a part of {names} is not reduced: there rank {spans(ranks)} each keep what their own "
+            f"backward gave"
+        )  # fmt: skip
     yield explained(
         case,
         Diagnosis(
-            cause=f"in places {some_of(list(dict.fromkeys(c.name for c, *_ in told)))} holds one "
-            f"rank's gradient where those of several ranks belong together: not added up there, or "
-            f"overwritten",
-            kind="overwritten",
-            standing="proved",
-            ranks=tuple(sorted({c.rank for c, *_ in told})),
-            because=(
-                f"{cell.name} on rank {cell.rank}: {count} elements that several ranks' gradients "
-                f"reach hold that of {whose} alone; every other element is the sum",
-            ),
+            cause=cause, kind=kind, standing="proved", ranks=ranks, because=(told[0].in_words(),)
         ),
     )
 
@@ -216,7 +218,41 @@ def _sources(cell: Cell, given: Given) -> str | None:
     return " and ".join(f"{n}'s of rank {spans(held)}" for n, held in by_name.items())
 
 
-def _overwritten_cells(case: Case) -> Iterator[tuple[Cell, int, str]]:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Alone:
+    """Elements of a parameter on a rank that hold what one rank gave. at: their numbers in the flat
+    part that it holds; whose: in words, or ITS_OWN."""
+
+    cell: Cell
+    at: Tensor
+    whose: str
+
+    def in_words(self) -> str:
+        where = _where(self.cell, self.at)
+        return (
+            f"{self.cell.name} on rank {self.cell.rank}: {len(self.at)} elements{where} that "
+            f"several ranks' gradients reach hold that of {self.whose} alone; every other element "
+            f"is the sum"
+        )
+
+
+def _where(cell: Cell, at: Tensor) -> str:
+    """`, at 1 of dimension 3`, where all elements there and no others are meant."""
+    shape = cell.measured.shape
+    if cell.index is not None or len(shape) < 2:
+        return ""
+    mask = torch.zeros(cell.measured.numel(), dtype=torch.bool)
+    mask[at] = True
+    for dim in range(len(shape)):
+        told = mask.reshape(shape).movedim(dim, 0).flatten(1)
+        whole = told.all(1)
+        if bool(whole.any()) and bool((whole | ~told.any(1)).all()):
+            numbers = spans(whole.nonzero()[:, 0].tolist())
+            return f", those at {numbers} of dimension {dim},"
+    return ""
+
+
+def _overwritten_cells(case: Case) -> Iterator[Alone]:
     given = given_by_ranks(case)
     if case.has_plan or given is None:
         return
@@ -233,13 +269,18 @@ def _overwritten_cells(case: Case) -> Iterator[tuple[Cell, int, str]]:
             if columns is None or columns.sources != mix.sources:
                 continue
             parts = columns.own.reshape(*mix.wanted.shape, -1).sum(1) * weight
-            found = _overwritten(cell, columns.measured, parts)
+            mine = next((i for i, s in enumerate(columns.sources) if cell.rank in s), None)
+            found = _overwritten(cell, columns.measured, parts, mine)
             if found is not None:
-                yield (cell, *found)
+                odd, whose = found
+                yield Alone(cell=cell, at=columns.place[odd], whose=whose)
 
 
-def _overwritten(cell: Cell, measured: Tensor, parts: Tensor) -> tuple[int, str] | None:
-    """How many elements are one of the parts instead of their sum, and whose. parts: (ranks, n)."""
+def _overwritten(
+    cell: Cell, measured: Tensor, parts: Tensor, mine: int | None
+) -> tuple[Tensor, str] | None:
+    """Which elements are one of the parts instead of their sum, and whose. parts: (ranks, n); mine:
+    which of them is the rank's own."""
     bound = 2 * cell.wanted.threshold
     alone = ((parts - measured).abs() <= bound) & (parts.abs() > bound)
     summed = (parts.sum(0) - measured).abs() <= bound
@@ -250,9 +291,12 @@ def _overwritten(cell: Cell, measured: Tensor, parts: Tensor) -> tuple[int, str]
     numbers = torch.arange(len(parts))[:, None]
     highest = torch.where(live, numbers, -1).amax(0)
     lowest = torch.where(live, numbers, len(parts)).amin(0)
-    if bool(taken.gather(0, highest[None]).all()):
-        return int(odd.sum()), "the highest of these ranks"
-    if bool(taken.gather(0, lowest[None]).all()):
-        return int(odd.sum()), "the lowest of these ranks"
     ranks = [i for i in range(len(parts)) if bool(taken[i].any())]
-    return int(odd.sum()), f"one of them (number {spans(ranks)})"
+    whose = f"one of them (number {spans(ranks)})"
+    if bool(taken.gather(0, lowest[None]).all()):
+        whose = "the lowest of these ranks"
+    if bool(taken.gather(0, highest[None]).all()):
+        whose = "the highest of these ranks"
+    if mine is not None and bool(taken[mine].all()):
+        whose = ITS_OWN
+    return odd, whose

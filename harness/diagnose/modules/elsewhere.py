@@ -15,6 +15,7 @@ from sumgrad.record.trace import Trace, Traces
 from torch import Tensor
 
 FEWEST = 6  # different numbers: fewer are found by chance
+FEWEST_LEFT = 2  # numbers of a vector that tell which it is
 EXACT = 1e-9  # of a number
 
 
@@ -65,7 +66,8 @@ def gradients_elsewhere(
 
 
 def numbers_elsewhere(traces: Traces, seen: Sequence[Seen], dtype: str) -> bool:
-    """Whether all numbers of wrong outputs are the single process's of this module."""
+    """Whether all numbers of wrong outputs are the single process's of this module, and no zeros
+    among them where that has none."""
     if not seen or dtype != "float64":
         return False
     whole = by_module(traces.single, seen[0].call.module.__eq__)
@@ -78,6 +80,32 @@ def numbers_elsewhere(traces: Traces, seen: Sequence[Seen], dtype: str) -> bool:
         if not _are_there(got, wanted.outputs):
             return False
     return True
+
+
+def zeroed(traces: Traces, seen: Sequence[Seen], dtype: str) -> bool:
+    """Whether every wrong vector is one of the single process's of this module with zeros in some
+    places, where that has none."""
+    if not seen or dtype != "float64":
+        return False
+    whole = by_module(traces.single, seen[0].call.module.__eq__)
+    for s in seen:
+        wanted = whole.get((s.call.module, s.call.part))
+        if wanted is None or s.wrong is None or wanted.outputs.shape[1] < FEWEST_LEFT:
+            return False
+        trace = traces.ranks[s.rank]
+        got = vectors(trace.outputs[trace.calls.index(s.call)])[s.wrong]
+        if got.shape[1] != wanted.outputs.shape[1] or not bool((got == 0).any(1).all()):
+            return False
+        told = [row for row in got if int((row != 0).sum()) >= FEWEST_LEFT]
+        if not told or not all(_is_one_with_zeros(row, wanted.outputs) for row in told):
+            return False
+    return True
+
+
+def _is_one_with_zeros(row: Tensor, wanted: Tensor) -> bool:
+    live = row != 0
+    off = (wanted[:, live] - row[live]).abs() <= EXACT * row[live].abs()
+    return bool((off.all(1) & (wanted[:, ~live] != 0).all(1)).any())
 
 
 def _of_call(
@@ -199,6 +227,8 @@ def _calls(look: Look, mine: Seen, found: Tensor) -> tuple[tuple[int, int], ...]
 def _are_there(got: Tensor, wanted: Tensor) -> bool:
     """Whether every number of one is found in the other."""
     flat = got.reshape(-1)
+    if bool((flat == 0).any()) and not bool((wanted == 0).any()):
+        return False
     flat = flat[flat != 0]
     if len(flat.unique()) < FEWEST or not bool(flat.isfinite().all()):
         return False

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from sumgrad.record.trace import A_GROUP
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+COMMUNICATORS = ("ProcessGroup", "DeviceMesh")
 MOST_LISTED = 4096  # entries of a list that is kept
 
 
@@ -45,6 +47,8 @@ def in_a_word(value: Any) -> str:
         return f"a tensor of {str(value.dtype).removeprefix('torch.')}"
     if value is None or isinstance(value, bool | int | float | str):
         return "nothing" if value is None else repr(value)[:40]
+    if any(cls.__name__ in COMMUNICATORS for cls in type(value).__mro__):
+        return A_GROUP
     return f"a {type(value).__name__}"
 
 

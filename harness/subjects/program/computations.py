@@ -272,7 +272,7 @@ class Computations(TorchFunctionMode):
         given = [*((None, a) for a in args), *sorted(kwargs.items())]
         seen = self._computation(name, given, _words(frame))
         site, part = _site(frame)
-        return None if seen is None else replace(seen, site=site, part=part)
+        return None if seen is None else replace(seen, site=site, part=part, within=_within(frame))
 
     def _computation(
         self, function: str, given: Sequence[tuple[str | None, Any]], at: Line
@@ -373,6 +373,12 @@ def _users_frame(depth: int = 2) -> FrameType | None:
             return None
         frame = frame.f_back
     return None
+
+
+def _within(frame: FrameType) -> str:
+    """The function that a frame runs, and where it begins."""
+    code = frame.f_code
+    return f"{code.co_filename}:{code.co_firstlineno} {getattr(code, 'co_qualname', code.co_name)}"
 
 
 def _site(frame: FrameType) -> tuple[str, str]:

@@ -276,7 +276,8 @@ class ModuleWatch:
                 continue
             at = len(self._calls)
             own = replace(ran, made=self.made_at(tensor)) if goes_in else ran
-            held, before = self._kept(name, tensor), self._call_of.get(tensor)
+            before, (_, known) = self._call_of.get(tensor), self._copies.get(tensor, (0, None))
+            held = self._kept(name, tensor)
             if held is None:
                 continue
             self._calls.append(
@@ -290,6 +291,7 @@ class ModuleWatch:
                     "arrivals": 0,
                     "again": 0,
                     "stack": self._stacks.setdefault(own, len(self._stacks)),
+                    "changed_from": -1 if before is None or known is held else before,
                 }
             )
             self._outputs.append(held)

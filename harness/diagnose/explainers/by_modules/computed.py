@@ -32,7 +32,7 @@ from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wro
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.made_by import line_that_computed
 from sumgrad.record.computed import Computed
-from sumgrad.record.trace import Trace
+from sumgrad.record.trace import LOSS, Trace
 
 A_LINE = "a line computes with something else than the single process does:"
 LEADS = ("forward", "backward", "recomputed", "open", "own_backward")  # that say no more than where
@@ -71,10 +71,11 @@ def _comes_after(case: Case, diagnosis: Diagnosis, found: Sequence[Otherwise]) -
 
 
 def _at_the_loss(case: Case) -> bool:
-    """Whether the gradient is wrong from the loss on: further down no value can be the cause."""
+    """Whether the gradient is wrong from the loss on, or where a part of the loss uses what is
+    wrong: further down no value can be the cause."""
     look = looked(case)
     found = None if look is None else first_wrong_backward(look, owners(case))
-    return found is not None and not found.modules
+    return found is not None and (not found.modules or LOSS in found.beside)
 
 
 def lines_that_differ(case: Case) -> Sequence[Otherwise]:

@@ -28,6 +28,7 @@ from sumgrad.record.trace import Traces
 from sumgrad.record.ways import Passed
 
 OTHERS = ("forward", "recomputed", "rows_read", "loss_rows")  # causes that no formula explains
+AT_THE_LOSS = ("loss_weights", "loss_at_tokens", "row_factors")  # that say how rows are weighed
 SAID = "not the derivative of its forward"
 IN_ANOTHER_ORDER = "in another order"
 OTHER_WAY = "does not take gradients back the way that its forward takes numbers"
@@ -244,15 +245,16 @@ def with_formulas(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     traces = case.traces
     if traces is None or diagnosis.kind in OTHERS or diagnosis.standing == "proved":
         return diagnosis
-    said = " ".join((diagnosis.cause, *diagnosis.because))
-    if any(words in said for words in (SAID, OTHER_WAY, IN_ANOTHER_ORDER)):
+    known = " ".join((diagnosis.cause, *diagnosis.because))
+    if any(words in known for words in (SAID, OTHER_WAY, IN_ANOTHER_ORDER)):
         return diagnosis
     look = looked(case)
     found = None if look is None else first_wrong_backward(look, owners(case))
     lines = [] if found is None else first_lines(case, found, back=True)
     there = {(one.mine.function, one.mine.written) for one in lines}
-    if found is not None and not found.modules and not lines:
-        there = _of_the_loss(traces)
+    at_the_loss = diagnosis.kind in AT_THE_LOSS
+    if at_the_loss or (found is not None and not found.modules and not lines):
+        there |= _of_the_loss(traces)
     formulas = {
         key: one
         for key, one in no_derivatives(traces).items()
@@ -264,7 +266,8 @@ def with_formulas(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         if not _only_scales(one) and _is_sure(one) and (found is None or key in there)
     }
     words = (*how_they_are_off([*formulas.values()]), *how_they_bring_back([*moving.values()]))
-    return replace(diagnosis, because=(*diagnosis.because, *words))
+    said = (*words, *diagnosis.because) if at_the_loss else (*diagnosis.because, *words)
+    return replace(diagnosis, because=said)
 
 
 def _of_the_loss(traces: Traces) -> set[tuple[str, str]]:

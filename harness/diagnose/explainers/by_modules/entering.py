@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.seen import Seen, State
@@ -37,6 +38,8 @@ def where_it_enters_wrong(case: Case, found: FirstWrong) -> tuple[FirstWrong, li
     ranks where it is right: what such a rank gives may be its part of a sum."""
     into = into_the_calls(case, found)
     wrong = {s.rank for s in into if s.forward == "wrong"}
+    if wrong:  # what runs inside of it comes later
+        found = replace(found, beside=tuple(m for m in found.beside if not is_in(m, found.wrong)))
     right = {*found.ranks} - wrong
     if (
         not wrong

@@ -38,11 +38,12 @@ from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, looked,
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
-from sumgrad.diagnose.explainers.by_modules.passed import lines_between
+from sumgrad.diagnose.explainers.by_modules.passed import lines_between, lines_in
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
 from sumgrad.diagnose.explainers.by_modules.scaled_outside import scaled_outside
 from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
     another_output,
+    changed_in_place,
     cut_in_words,
     features_in_words,
     in_other_places,
@@ -113,7 +114,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *odd,
         *_output(case, look, found, () if joined else look_at, enters=of is not None),
         *_ranks_that_are_right(case, look, found, entered_right),
-        *(() if joined else _in_between(case, found, parts)),
+        *(() if joined else _in_between(case, look, found, parts)),
         *reading(case),
     )
     return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
@@ -128,6 +129,7 @@ def _output(
     yield from _without_a_graph(look, found)
     if not enters:
         yield no_slice(look, found)
+        yield from changed_in_place(case, look, found)
         yield from another_output(case, found)
         yield from picked_in_words(case, look, found)
         yield from () if lacking or lines_that_differ(case) else look_at
@@ -156,7 +158,7 @@ def _ranks_that_are_right(
         yield from lines_of_right_ranks(case, whole, found.ranks)
 
 
-def _in_between(case: Case, found: FirstWrong, parts: Sequence[str]) -> Iterator[str]:
+def _in_between(case: Case, look: Look, found: FirstWrong, parts: Sequence[str]) -> Iterator[str]:
     """Lines and collectives on the way. parts: what is said of what is there in parts."""
     entered = entered_wrong(case, found)
     lines, made = first_lines(case, found, back=False), _made(case, entered)
@@ -165,7 +167,10 @@ def _in_between(case: Case, found: FirstWrong, parts: Sequence[str]) -> Iterator
     yield from in_words(lines)
     yield from arguments_there(case, lines)
     if not lines_that_differ(case) and not (lines and all(one.told for one in lines)):
-        ways = lines_between(case, found, f"{INTO}{found.wrong}" if entered else found.wrong)
+        # Of one of several outputs the ways are those of all together.
+        several = not entered and len({s.call.part for s in look.seen[found.wrong]}) > 1
+        end = f"{INTO}{found.wrong}" if entered else found.wrong
+        ways = lines_in(case, found) if several else lines_between(case, found, end)
         yield from made or ways
     yield from parts or between(case, replace(found, seen=entered or found.seen), back=False)
 

@@ -13,6 +13,7 @@ from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.rows_handed import Handed as HandedForRows
 from sumgrad.diagnose.modules.rows_handed import handed_for_wrong_rows
 from sumgrad.record.computed import Computation
+from sumgrad.record.trace import A_GROUP
 
 Handed = Mapping[str, str]
 ROWS_ALONE = "for rows that come out wrong, and for none that comes out right"
@@ -35,6 +36,8 @@ def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
             others = {call.get(name, "nothing") for call in there}
             given = [call.get(name, "nothing") for call in right]
             too = [one in has for one in given]
+            if A_GROUP in has | others:
+                continue  # a rank has groups, by right
             known = (right or "nothing" in has | others) and {*given} <= has | others
             if len(has) == 1 and not has & others and known and sum(too) * 2 <= len(too):
                 return [_in_words(found.wrong, module, name, has.pop(), others, wrong, too)]

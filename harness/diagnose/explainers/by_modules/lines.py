@@ -32,7 +32,7 @@ def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
     lines, traces = known_lines(case), case.traces
     if lines is None or traces is None:
         return []
-    asked = {rank: _asked(case, found, rank, back=back) for rank in traces.ranks}
+    asked = {rank: asked_between(case, found, rank, back=back) for rank in traces.ranks}
     if not back:
         return _agreed(lines.first_forward, asked, found.ranks)
     told = _agreed(lines.first_backward, asked, found.ranks)
@@ -106,7 +106,7 @@ def known_lines(case: Case) -> Lines | None:
     return found
 
 
-def _asked(
+def asked_between(
     case: Case, found: FirstWrong, rank: int, *, back: bool
 ) -> Callable[[Computation], bool]:
     """Whether a rank's computation lies between what is right and what is wrong, and inside of no

@@ -21,7 +21,7 @@ from sumgrad.diagnose.modules.on_the_way import passed_between
 from sumgrad.record.trace import INTO, LOSS, Trace
 from sumgrad.record.ways import MOVES, Passed
 
-MOST_LINES = 4
+MOST_LINES = 6
 PLAIN = {"Add", "Div", "Mul", "Sub", "Sum", "Mean"}  # what a step does with its loss, too
 WRITES_PLACES = {"Scatter", "IndexPut", "IndexCopy", "MaskedScatter"}
 MOST_CODE = 60  # characters of a line that are shown
@@ -159,6 +159,15 @@ def lines_between(case: Case, found: FirstWrong, end: str) -> list[str]:
     ways = [passed_between(trace, module, end) or () for module in found.modules]
     lines = lines_of([p for one in ways for p in one])
     return [f"computed in between, as far as autograd knows: {lines}"] if lines else []
+
+
+def lines_in(case: Case, found: FirstWrong) -> list[str]:
+    """The lines of what is wrong itself, in no module inside of it."""
+    trace = _trace(case, found)
+    own = () if trace is None else trace.computed.computations
+    mine = [c for c in own if c.inside and c.inside[-1] == found.wrong]
+    lines = lines_of([Passed(function=c.function, line=c.line, code=c.code) for c in mine])
+    return [f"its own lines compute: {lines}"] if lines else []
 
 
 def lines_of(passed: Sequence[Passed]) -> str:

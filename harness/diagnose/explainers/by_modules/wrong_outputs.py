@@ -20,7 +20,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     traces_looked_at,
 )
 from sumgrad.diagnose.fit import as_fraction
-from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere
+from sumgrad.diagnose.modules.elsewhere import numbers_elsewhere, zeroed
 from sumgrad.diagnose.modules.features import wrong_features
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
@@ -169,6 +169,10 @@ def in_other_places(case: Case, found: FirstWrong) -> list[str]:
         (entered_wrong(case, found), "what goes into it"),
         (found.seen, "its output"),
     ):
+        if zeroed(traces, seen, dtype):
+            return [f"the wrong vectors of {what}, where not all zero, are the single process's "
+                    f"with zeros in some places: look at what writes zeros (a mask, a ReLU in "
+                    f"place, a padding)"]  # fmt: skip
         if numbers_elsewhere(traces, seen, dtype):
             return [f"all numbers of the wrong vectors of {what} are there in the single process, "
                     f"not all of them at these places: look at what cuts and orders them (a split, "
@@ -196,4 +200,26 @@ def cut_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
                     f"the {was[cut[0]]} places of dimension {cut[0]}, and all {rows} of dimension "
                     f"{was.index(rows)}, as many as there are rows: look at what cuts the rows, "
                     f"and along which dimension"]  # fmt: skip
+    return []
+
+
+def changed_in_place(case: Case, look: Look, found: FirstWrong) -> list[str]:
+    """Where a wrong output is a tensor that one module gave and another changed since."""
+    traces = traces_looked_at(case)
+    if traces is None:
+        return []
+    for s in found.seen:
+        trace = traces.ranks[s.rank]
+        at = trace.calls.index(s.call)
+        same = [i for i, o in enumerate(trace.outputs[:at]) if o is trace.outputs[at]]
+        later = next((i for i in same if trace.calls[i].changed_from >= 0), None)
+        if later is None:
+            continue
+        first = trace.calls[trace.calls[later].changed_from]
+        by = trace.calls[later]
+        if first.module.startswith(INTO) or by.module.startswith(INTO):
+            continue
+        return [f"on rank {s.rank} in call {s.call.number} it is the tensor that "
+                f"{named(look, first.module)} gave, which {named(look, by.module)} then changed "
+                f"in place"]  # fmt: skip
     return []

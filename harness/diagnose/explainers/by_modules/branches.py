@@ -1,0 +1,118 @@
+"""Where the ranks go another way than the single process inside of a function that both run.
+
+A fault is in what the ranks run and the single process does not, in what they are handed, or in
+what they have set: of code that both run the same way none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.lines import asked_between
+from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, looked, owners
+from sumgrad.diagnose.modules.first_wrong import (
+    FirstWrong,
+    first_wrong_backward,
+    first_wrong_forward,
+)
+from sumgrad.record.computed import Computation
+from sumgrad.record.line import Line
+
+MOST_FUNCTIONS = 2
+MOST_LINES = 3
+KINDS = ("forward", "backward", "open", "loss_weights", "loss_at_tokens", "row_factors", "factor",
+         "term_factor", "param_factors", "weights_of_ranks", "own_backward")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """In a function `within` that these ranks run the lines that the single process does not, and
+    those that it runs there, and no rank does. Of the two one may be empty."""
+
+    within: str
+    ranks: tuple[int, ...]
+    here: tuple[Line, ...]
+    there: tuple[Line, ...]
+
+    def in_words(self) -> str:
+        name = self.within.partition(" ")[2]
+        runs = f"rank {spans(self.ranks)} run{'s' * (len(self.ranks) == 1)}"
+        if not self.here:
+            return f"in {name} the single process runs {_shown(self.there)}, and no rank does"
+        text = f"in {name} {runs} {_shown(self.here)}"
+        if not self.there:
+            return f"{text}, where the single process was not seen to run it"
+        return f"{text}, and the single process {_shown(self.there)}"
+
+
+def with_branches(case: Case, diagnosis: Diagnosis) -> Diagnosis:
+    """A cause that says where, and the branches there."""
+    look, traces = looked(case), case.traces
+    if look is None or traces is None or diagnosis.kind not in KINDS:
+        return diagnosis
+    forward = first_wrong_forward(look)
+    found = forward or first_wrong_backward(look, owners(case))
+    asked = {
+        rank: _asked(case, found, rank, back=forward is None)
+        for rank in (traces.ranks if found is None else found.ranks)
+    }
+    every = {rank: trace.computed.computations for rank, trace in traces.ranks.items()}
+    told = branches(every, asked, traces.single.computed.computations)
+    told.sort(key=lambda one: not (one.here and one.there))
+    said = tuple(one.in_words() for one in told[:MOST_FUNCTIONS])
+    return replace(diagnosis, because=(*diagnosis.because, *said)) if said else diagnosis
+
+
+def _asked(
+    case: Case, found: FirstWrong | None, rank: int, *, back: bool
+) -> Callable[[Computation], bool]:
+    """Which computations may be at fault: what lies between what is right and what is wrong; at
+    the loss all that is in no module."""
+    if found is None:
+        return lambda c: not c.inside
+    between = asked_between(case, found, rank, back=back)
+    return lambda c: between(c) or (back and not found.modules and not c.inside)
+
+
+def branches(
+    every: Mapping[int, Sequence[Computation]],
+    asked: Mapping[int, Callable[[Computation], bool]],
+    single: Sequence[Computation],
+) -> list[Branch]:
+    """In the order of the ranks. every: what each rank computed; asked: of some of them, which of
+    it is looked at."""
+    there = _by_function(single)
+    on_ranks = {(c.line, c.code) for own in every.values() for c in own}
+    found: dict[str, dict[int, dict[Line, None]]] = {}
+    for rank, is_asked in asked.items():
+        for c in filter(is_asked, every[rank]):
+            if c.line and c.within in there:
+                lines = found.setdefault(c.within, {}).setdefault(rank, {})
+                if (c.line, c.code) not in there[c.within]:
+                    lines[c.line, c.code] = None
+    told = []
+    for within, by_rank in found.items():
+        here = dict.fromkeys(line for lines in by_rank.values() for line in lines)
+        lacking = [line for line in there[within] if line not in on_ranks]
+        ranks = tuple(sorted(r for r, lines in by_rank.items() if lines or not here))
+        if here or lacking:
+            told.append(Branch(within=within, ranks=ranks, here=tuple(here), there=tuple(lacking)))
+    return told
+
+
+def _by_function(computations: Iterable[Computation]) -> dict[str, dict[Line, None]]:
+    found: dict[str, dict[Line, None]] = {}
+    for c in computations:
+        if c.within and c.line:
+            found.setdefault(c.within, {})[c.line, c.code] = None
+    return found
+
+
+def _shown(lines: tuple[Line, ...]) -> str:
+    shown = [line_and_code(*line) for line in lines[:MOST_LINES]]
+    more = len(lines) - len(shown)
+    return some_of(shown) + (f" and {more} more" if more else "")

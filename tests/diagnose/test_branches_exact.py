@@ -1,0 +1,113 @@
+"""Where ranks go another way than the single process inside of a function that both run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.explainers.by_modules import branches as words
+from sumgrad.diagnose.explainers.by_modules.branches import branches
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.record.computed import computed_as_json, computed_as_tensors, computed_from
+from sumgrad.subjects.program.computations import Computations
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).double()
+
+
+def surrogate(x, first):
+    y = x.exp()
+    if first:  # noqa: SIM108 - two lines
+        gain = y.clamp(max=1.0) * 2
+    else:
+        gain = (y * 2).clamp(max=1.0)
+    return gain.sum()
+
+
+def prepared(x, swap):
+    y = x * 3
+    if swap:
+        y = y.flip(1)
+    return y.sum()
+
+
+def alone(x):
+    return (x * 5).sum()
+
+
+def ran(*calls):
+    with Computations(lambda: ((), 0)) as computations:
+        for function, *given in calls:
+            function(X, *given)
+    return computations.computed().computations
+
+
+def told(ranks, single, asked=lambda c: True):
+    found = branches(dict(enumerate(ranks)), dict.fromkeys(range(len(ranks)), asked), single)
+    return [(one.within.partition(" ")[2], one.ranks, [code for _, code in one.here],
+             [code for _, code in one.there]) for one in found]  # fmt: skip
+
+
+def test_lines_of_ranks_alone_and_of_the_single_process_alone():
+    found = told([ran((surrogate, True)), ran((surrogate, True))], ran((surrogate, False)))
+    assert found == [
+        ("surrogate", (0, 1), ["gain = y.clamp(max=1.0) * 2"], ["gain = (y * 2).clamp(max=1.0)"])
+    ]
+
+
+def test_what_some_rank_runs_is_not_lacking():
+    ranks = [ran((surrogate, True)), ran((surrogate, False))]
+    found = told(ranks, ran((surrogate, False)))
+    assert found == [("surrogate", (0,), ["gain = y.clamp(max=1.0) * 2"], [])]
+
+
+def test_what_no_rank_runs_is_told_of_a_function_that_they_run():
+    single = ran((prepared, True), (alone,))
+    assert told([ran((prepared, False))], single) == [("prepared", (0,), [], ["y = y.flip(1)"])]
+
+
+def test_functions_of_the_ranks_alone_and_equal_ways_are_no_branches():
+    same = ran((surrogate, True), (prepared, True))
+    assert told([same], same) == []
+    assert told([ran((alone,))], ran((surrogate, True))) == []
+
+
+def test_only_what_is_asked_for_is_looked_at():
+    mine, single = ran((surrogate, True)), ran((surrogate, False))
+    assert told([mine], single, asked=lambda c: False) == []
+
+
+def test_the_function_is_written_and_read():
+    with Computations(lambda: ((), 0)) as computations:
+        alone(X)
+    held = computations.computed()
+    again = computed_from(computed_as_json(held), computed_as_tensors(held))
+    assert [c.within for c in again.computations] == [c.within for c in held.computations]
+    assert held.computations[0].within.endswith(" alone")
+
+
+@pytest.mark.parametrize(("kind", "inside", "modules", "num"), [
+    ("backward", (), (), 1),
+    ("backward", (), ("n",), 0),  # it is wrong between modules
+    ("backward", ("m",), (), 0),
+    ("not_reduced", (), (), 0),
+])  # fmt: skip
+def test_at_the_loss_what_is_in_no_module_is_looked_at(monkeypatch, kind, inside, modules, num):
+    def of(first):
+        with Computations(lambda: (inside, 0)) as computations:
+            surrogate(X, first)
+        return SimpleNamespace(computed=computations.computed(), calls=())
+
+    found = FirstWrong(wrong="m", seen=(SimpleNamespace(rank=0),), beside=modules)
+    monkeypatch.setattr(words, "looked", lambda case: "look")
+    monkeypatch.setattr(words, "owners", lambda case: [])
+    monkeypatch.setattr(words, "first_wrong_forward", lambda look: None)
+    monkeypatch.setattr(words, "first_wrong_backward", lambda look, failing: found)
+    monkeypatch.setattr(words, "asked_between", lambda *_, back: lambda c: False)
+    case = SimpleNamespace(traces=SimpleNamespace(ranks={0: of(True)}, single=of(False)))
+    said = words.with_branches(case, Diagnosis(cause="c", kind=kind)).because
+    assert len(said) == num
+    if num:
+        assert said[0].startswith("in surrogate rank 0 runs ")
+        assert said[0].endswith("`gain = (y * 2).clamp(max=1.0)`")
