@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from sumgrad.record.trace import INTO, LOSS, read_trace, write_trace
@@ -70,7 +73,9 @@ def test_over_the_limit_a_module_is_left_out_by_name(monkeypatch):
     assert set(found.left_out) >= {"0", "1", "2"}
 
 
-def test_what_a_pipeline_runs_to_learn_shapes_is_no_call():
+def test_what_a_pipeline_runs_to_learn_shapes_is_no_call(monkeypatch):
+    name = "torch.distributed.pipelining"
+    monkeypatch.setitem(sys.modules, name, sys.modules.get(name, ModuleType(name)))
     code = compile(
         "def _forward_metadata_inference(run):\n    return run()\n", "distributed/pipelining/x.py",
         "exec",
@@ -78,9 +83,11 @@ def test_what_a_pipeline_runs_to_learn_shapes_is_no_call():
     scope: dict = {}
     exec(code, scope)
     of = model()
-    with ModuleWatch(of) as watching:
-        scope["_forward_metadata_inference"](lambda: of(torch.ones(5, 3)))
-    assert watching.trace().calls == ()
+    with ModuleWatch(of) as watching, Computations(lambda: ((), 0)) as computations:
+        scope["_forward_metadata_inference"](lambda: of(torch.ones(5, 3)).exp())
+        of(torch.ones(5, 3)).exp()
+    assert [c.number for c in watching.trace().calls if c.module == ""] == [0]
+    assert [c.function for c in computations.computed().computations].count("exp") == 1
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
