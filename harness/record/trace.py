@@ -95,8 +95,9 @@ class Trace:
     own_lines: and which line of a user's called each. losses: the values that its backwards start
     from; in the single process that of the whole loss, where it is known. used: `forward/NAME` or
     `backward/NAME` -> samples of the parameter or buffer of that name of build()'s model as its
-    module had it when it was called, or when the gradient of its output came: those that differ, at
-    the places sample_of(numel, MAX_SAMPLE). used_numel: of how many elements each, by its name.
+    module had it when it was called, or when the gradient of its output came, and `uncalled/NAME`
+    at the end, where it is never called: those that differ, at the places
+    sample_of(numel, MAX_SAMPLE). used_numel: of how many elements each, by its name.
     frozen: by parameter that did not require a gradient then, `forward` or `backward` or both.
     computed: what a user's lines did outside of torch's modules. ways: of a rank, from module to
     module, what autograd passes. makers: by parameter, which functions' backwards give its

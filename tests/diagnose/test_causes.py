@@ -82,7 +82,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("k_12", "the backward of GroupedLinear gives for weight is not the derivative of its for"),
         ("m_03", "rows 6-17 count on no rank"),
         ("m_06", "on rank 1 1/2 times at positions 0-1, 4-5 of 6 in rows 0-6"),
-        ("a_42", "does not belong to what stands beside it, made at tests/bugs/a_42_moe_combine"),
+        ("a_42", "one, made at tests/bugs/a_42_moe_combine"),
         ("c_05", "micro-batch 0-1 over rank 0-1 and over rank 2-3; micro-batch 2 over rank 0-3"),
         ("c_13", "of lstm's 3 outputs number 1 alone could be compared"),
         ("f_04", "hands on what one rank has, where the sum of what all of them have is right"),

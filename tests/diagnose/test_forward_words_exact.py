@@ -52,6 +52,15 @@ def test_only_ranks_where_it_enters_wrong_are_told_of(state, ordered, ranks, rig
     assert (found.ranks, entered) == (ranks, right)
 
 
+@pytest.mark.parametrize(
+    ("state", "beside"), [("wrong", ("before",)), ("right", ("m.in", "before"))]
+)
+def test_what_runs_inside_comes_after_what_goes_in(monkeypatch, state, beside):
+    monkeypatch.setattr(entering, "gone_into", lambda *_: [seen(0, state)])
+    one = FirstWrong(wrong="m", seen=(seen(0),), beside=("m.in", "before"))
+    assert entering.where_it_enters_wrong(CASE, one)[0].beside == beside
+
+
 def output(monkeypatch, *, lacking=(), differ=(), enters=False):
     for name, said in (("_lacking_below", [*lacking]), ("_without_a_graph", []),
                        ("another_output", []), ("picked_in_words", []), ("features_in_words", []),

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.handed import handed_otherwise
-from sumgrad.record.trace import Call, read_trace, write_trace
+from sumgrad.record.trace import A_GROUP, Call, read_trace, write_trace
+from sumgrad.subjects.program.arguments import in_a_word
 from sumgrad.subjects.program.watch import ModuleWatch
 from torch import nn
 
@@ -35,6 +36,17 @@ def test_what_a_users_module_is_handed_is_kept_by_name(tmp_path):
              "kind": "'a'", "more": "a list"},
         )
     }  # fmt: skip
+
+
+def test_groups_have_one_word_whatever_their_class():
+    class ProcessGroup:
+        pass
+
+    class Recording(ProcessGroup):
+        pass
+
+    assert in_a_word(Recording()) == A_GROUP
+    assert in_a_word([]) == "a list"
 
 
 MASK, NONE = {"mask": "a tensor of bool"}, {"mask": "nothing"}
@@ -78,6 +90,7 @@ def case_of(ranks, single):
          "the model is handed 2 as k where what inner gives is wrong (call 0 on rank 0), and "
          "in 0 of 1 calls where that is right; in the single process it is 3"),
         ([[MASK]], {(0, 0)}, [], None),
+        ([[{"group": A_GROUP}]], {(0, 0)}, [{"group": "nothing"}], None),  # by right
     ],
 )  # fmt: skip
 def test_the_argument_that_wrong_calls_have_alone(ranks, wrong, single, said):

@@ -9,7 +9,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import derivatives as words
 from sumgrad.diagnose.modules.derivatives import no_derivatives, own_formulas
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.record.computed import Computed
+from sumgrad.record.computed import Computation, Computed
 from sumgrad.record.derivative import Derivative, Off
 from sumgrad.record.ways import Passed
 
@@ -167,3 +167,18 @@ def test_beside_a_cause_that_leaves_it_open(monkeypatch):
     monkeypatch.setattr(words, "first_wrong_backward", lambda *_: at)
     monkeypatch.setattr(words, "first_lines", lambda *_, back: [])
     assert not beside(case((one(),)))  # it goes wrong elsewhere
+
+    def called(*inside):
+        c = Computation(function="Own", line="", code="", takes=(), made_at=(), written=BACK,
+                        inside=inside)  # fmt: skip
+        own = Computed(derivatives=(one(),), computations=(c,))
+        held = {0: SimpleNamespace(computed=own)}
+        single = SimpleNamespace(computed=Computed())
+        return SimpleNamespace(traces=SimpleNamespace(ranks=held, single=single), known={})
+
+    said = beside(called(), kind="loss_weights", because=("first",))
+    assert (len(said), said[-1]) == (3, "first")  # rows are weighed otherwise there
+    assert beside(called("m"), kind="loss_weights", because=("first",)) == ("first",)
+    assert len(beside(called())) == 0
+    at = FirstWrong(wrong="m", seen=())
+    assert len(beside(called())) == 2  # what is wrong is the loss

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.modules.weights_used import how, other_weights
+from sumgrad.diagnose.explainers.by_modules.other_weights import held_beside
+from sumgrad.diagnose.modules.weights_used import how, other_weights, uncalled_state
 from sumgrad.record.ranks import sample_of
 from sumgrad.record.trace import MAX_SAMPLE, Trace, Traces, read_trace, write_trace
+from sumgrad.subjects.program.watch import ModuleWatch
+from torch import nn
 
 WEIGHT = torch.tensor([1.0, -2.0, 3.0, 0.5, 4.0, -1.5], dtype=torch.float64)
 EMPTY = Trace(calls=(), outputs=(), gradients=(), sources={})
@@ -28,6 +32,37 @@ def changed(places, value):
     out = WEIGHT.clone()
     out[places] = value
     return out
+
+
+def test_what_a_module_that_is_never_called_holds(monkeypatch):
+    single = trace_of(WEIGHT, when="uncalled", name="drawn.a")
+    ranks = {0: single, 1: trace_of(WEIGHT + 1, when="uncalled", name="drawn.a")}
+    ranks[2] = trace_of(WEIGHT + 1, when="forward", name="drawn.a")  # that is called
+    traces = Traces(tier="structure", step=0, ranks=ranks, single=single)
+    assert [(one.rank, one.name) for one in uncalled_state(traces)] == [(1, "drawn.a")]
+    spec = SimpleNamespace(tiers={"structure": "float64"}, script=None)
+    case = SimpleNamespace(tier="structure", step=0, traces=traces,
+                           record=SimpleNamespace(spec=spec))  # fmt: skip
+    said = "drawn.a holds other values on rank 1 than in the single process"
+    assert held_beside(case, (1,)) == [said]
+    assert held_beside(case, (0, 1)) == []  # what is wrong on other ranks is not by it
+    spec.tiers = {"structure": "float32"}
+    assert held_beside(case, (1,)) == []
+
+
+def test_states_of_modules_that_are_never_called_are_kept_at_the_end():
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drawn = nn.ParameterDict({"a": torch.ones(2)})
+
+        def forward(self, x):
+            return x * self.drawn["a"]
+
+    watching = ModuleWatch(model := Holds())
+    with watching:
+        model(torch.ones(3, 2))
+    assert set(watching.trace().used) == {"uncalled/drawn.a"}
 
 
 @pytest.mark.parametrize(

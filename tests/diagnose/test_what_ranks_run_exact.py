@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
-from sumgrad.diagnose.explainers.by_modules.brought import made_on_another_rank
+from sumgrad.diagnose.explainers.by_modules import brought
+from sumgrad.diagnose.explainers.by_modules.brought import made_on_another_rank, right_as_a_sum
 from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right_ranks
 from sumgrad.diagnose.explainers.by_modules.not_finite import with_what_is_not_finite
 from sumgrad.diagnose.modules.not_finite import not_finite
@@ -88,6 +89,52 @@ def test_of_what_is_put_together_each_part_is_told():
         "of its numbers a part was made on rank 1 at a.py:1 `line(1)`",
         "of its numbers a part was made on rank 2 at a.py:1 `line(1)`",
     ]
+
+
+P, Q = (torch.randn(3, 4, generator=torch.Generator().manual_seed(i)).double() for i in (1, 2))
+
+
+def summed(*parts, wanted, value=None, axes=("tp",)):
+    """Each rank of 1 and more sends the half of its part to rank 0."""
+    senders = [
+        trace(line(1, takes=(0,), gives=(1,), function="chunk"), values=[p, p[:, :2]])
+        for p in parts
+    ]
+    value = parts[0][:, :2] if value is None else value
+    groups = [(axis, [tuple(range(1, len(parts) + 1))]) for axis in axes]
+    at = SimpleNamespace(traces=SimpleNamespace(ranks=dict(enumerate([trace(), *senders]))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(brought, "axis_groups", lambda case: groups)
+        return right_as_a_sum(at, 0, value, wanted, 1e-9)
+
+
+def test_parts_whose_sum_is_right_before_they_are_sent():
+    assert summed(P, Q, wanted=P + Q) == [
+        "what a.py:1 `line(1)` takes on rank 1-2 is a part on each, and their sum over tp is "
+        "right: look for a sum that is missing before it is sent"
+    ]
+    assert summed(P, Q, wanted=torch.cat([P + Q, Q])) != []
+
+
+def test_what_is_right_or_no_part_of_it_is_no_missing_sum():
+    assert summed(P, Q, wanted=torch.cat([P, P + Q])) == []  # it is right as it is
+    assert summed(P, Q, wanted=P - Q) == []
+    assert summed(P, Q, wanted=P + Q, axes=()) == []
+    assert summed(P, Q, wanted=P + Q, value=P[:, :2] + 1) == []  # that is not what came
+
+
+def test_of_several_runs_of_the_line_the_same_one_is_summed():
+    def sender(*parts):
+        lines = [line(1, takes=(2 * i,), gives=(2 * i + 1,)) for i in range(len(parts))]
+        return trace(*lines, values=[t for p in parts for t in (p, p[:, :2])])
+
+    at = SimpleNamespace(
+        traces=SimpleNamespace(ranks={0: trace(), 1: sender(Q, P), 2: sender(P, 2 * Q)})
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(brought, "axis_groups", lambda case: [("tp", [(1, 2)])])
+        assert right_as_a_sum(at, 0, P[:, :2], P + 2 * Q, 1e-9)
+        assert not right_as_a_sum(at, 0, P[:, :2], P + Q, 1e-9)
 
 
 NAN = torch.tensor([1.0, float("nan")])

@@ -56,7 +56,8 @@ class Difference:
 class Otherwise:
     """A rank's computation `mine` takes another argument number `at` than the single process's.
 
-    place: of the computation among the rank's.
+    place: of the computation among the rank's. beside: the argument whose numbers are all there, by
+    which the two belong together.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class Otherwise:
     at: int
     how: Difference
     place: int
+    beside: int
 
     @property
     def is_sure(self) -> bool:
@@ -81,11 +83,11 @@ def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[O
         if c.function not in COMPARED:
             continue
         alike = both.alike(c)
-        found = [(w, *told) for w in alike if (told := both.compared(c, w)) is not None]
+        found = [(w, *both_of) for w in alike if (both_of := both.compared(c, w)) is not None]
         others = [
-            Otherwise(rank=rank, mine=c, its=w, at=at, how=how, place=place)
-            for w, at, how in found
-            if at is not None and how is not None
+            Otherwise(rank=rank, mine=c, its=w, at=told[0], how=told[1], place=place, beside=j)
+            for w, j, told in found
+            if told is not None
         ]
         if not others or len(others) < len(found):
             continue  # it is the same as one of them
@@ -128,9 +130,10 @@ class _Both:
 
     def compared(
         self, c: Computation, w: Computation
-    ) -> tuple[int | None, Difference | None] | None:
-        """Which argument differs and how, None and None where all are the same; None where the two
-        have nothing in common, or something that cannot be compared."""
+    ) -> tuple[int, tuple[int, Difference] | None] | None:
+        """By which argument the two belong together, and which one differs and how, None where all
+        are the same; None where the two have nothing in common, or something that cannot be
+        compared."""
         for j, (a, b) in enumerate(zip(c.takes, w.takes, strict=True)):
             places = self._in_common(a, b)
             if places is None or not isinstance(a, int) or not isinstance(b, int):
@@ -146,7 +149,7 @@ class _Both:
                         break
                     found += [(i, how) for how in told]
             else:
-                return found[0] if found else (None, None)
+                return j, (found[0] if found else None)
         return None
 
     def _in_common(self, a: int | str, b: int | str) -> tuple[Tensor, Tensor] | None:

@@ -15,7 +15,8 @@ from sumgrad.record.trace import MAX_SAMPLE, Trace, Traces
 from torch import Tensor
 
 SAME = 1e-8  # of the parameter's largest element, in float64, as modules' outputs are compared
-When = Literal["forward", "backward"]
+When = Literal["forward", "backward", "uncalled"]
+UNCALLED: When = "uncalled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,10 +50,22 @@ def other_weights(traces: Traces, module: str, when: When) -> list[OtherWeight]:
     ]
 
 
+def uncalled_state(traces: Traces) -> list[OtherWeight]:
+    """What modules that are never called hold, as a dict of buffers, and the single process's do
+    not."""
+    return [
+        found
+        for rank, trace in traces.ranks.items()
+        for key in trace.used
+        if key.startswith(f"{UNCALLED}/")
+        and (found := _other(traces.single, rank, trace, key.partition("/")[2], UNCALLED))
+    ]
+
+
 def _other(single: Trace, rank: int, trace: Trace, name: str, when: When) -> OtherWeight | None:
     """The first state of a parameter that the single process never has."""
     numel = trace.used_numel.get(name)
-    states = (single.used.get(f"{at}/{name}", ()) for at in ("forward", "backward"))
+    states = (single.used.get(f"{at}/{name}", ()) for at in ("forward", "backward", UNCALLED))
     right = [t.double() for own in states for t in own]
     if not numel or numel != single.used_numel.get(name) or not right:
         return None

@@ -134,6 +134,8 @@ class ModuleWatch:
 
     def trace(self, batch: Mapping[str, Tensor] | None = None) -> Trace:
         """What was seen. batch: the full batch, where this is the single process."""
+        for name in self._modules.keys() - self._modes.keys():
+            self._uses("uncalled", name)  # as a list or a dict of parameters or buffers
         first = [self._same.get(i, i) for i in range(len(self._calls))]
         losses = [node for name, node in self._made_by if name == LOSS]
         given = [(name, node) for name, node in self._made_by if not name.startswith(INTO)]

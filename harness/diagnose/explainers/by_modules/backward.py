@@ -8,7 +8,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import between, is_in, listed, places, told_of
-from sumgrad.diagnose.explainers.by_modules.brought import made_on_another_rank
+from sumgrad.diagnose.explainers.by_modules.brought import made_on_another_rank, right_as_a_sum
 from sumgrad.diagnose.explainers.by_modules.called_from import (
     called_from,
     line_of_wrong_calls,
@@ -71,7 +71,8 @@ from sumgrad.diagnose.modules.first_wrong import (
 )
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import same
-from sumgrad.diagnose.modules.seen import State, constant
+from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, State, constant
+from sumgrad.diagnose.modules.whole import by_module
 from sumgrad.diagnose.names import group_symbols
 from sumgrad.record.trace import INTO, LOSS
 
@@ -181,7 +182,10 @@ def _handed(case: Case, found: FirstWrong) -> list[str]:
     said = [f"on rank {s.rank} in call {s.call.number} {line_and_code(*at.line)} hands this "
             f"gradient to autograd{made}"]  # fmt: skip
     gradient = trace.gradients[trace.calls.index(s.call)]
-    return [*said, *made_on_another_rank(traces, s.rank, gradient)]
+    whole = by_module(traces.single, found.wrong.__eq__).get((found.wrong, s.call.part))
+    tolerance = TOLERANCES.get(case.record.spec.tiers[case.tier], COARSE)
+    summed = right_as_a_sum(case, s.rank, gradient, whole.gradients, tolerance) if whole else []
+    return [*summed, *said, *made_on_another_rank(traces, s.rank, gradient)]
 
 
 def _listed_by_output(look: Look, modules: Sequence[str]) -> str:

@@ -149,7 +149,7 @@ def _in_words(case: Case, found: Sequence[Otherwise]) -> str:
     if one.how.spread is not None:
         said = f"{_spread(one)} on rank {spans(sorted(o.rank for o in found))}"
     elif one.how.elsewhere and mine.function != ATTENTION:
-        said = (f"the {what} does not belong to what stands beside it{_made_beside(one)}, though "
+        said = (f"the {what} does not belong to the {_beside(case, one)}, though "
                 f"the numbers of each are there: {'; '.join(_how(case, found))}")  # fmt: skip
     else:
         said = f"the {what} is {'; '.join(_how(case, found))}"
@@ -169,11 +169,16 @@ def _made_of(case: Case, one: Otherwise) -> str:
     return f" of what {line_and_code(*line)} gives" if line[0] else ""
 
 
-def _made_beside(one: Otherwise) -> str:
-    """Where the other one of two arguments is made."""
-    others = [i for i in range(len(one.mine.takes)) if i != one.at]
-    line, code = one.mine.made_at[others[0]] if len(others) == 1 else ("", "")
-    return f", made at {line_and_code(line, code)}" if line and line != one.mine.line else ""
+def _beside(case: Case, one: Otherwise) -> str:
+    """The argument that it does not belong to, and where that is made."""
+    line, code = one.mine.made_at[one.beside]
+    traces = case.traces
+    if traces is not None and (not line or line == one.mine.line):
+        computed = traces.ranks[one.rank].computed
+        line, code = line_that_computed(computed, one.mine.takes[one.beside], {one.mine.line})
+    which = one.mine.key(one.beside) or ordinal(one.beside)
+    made = f", made at {line_and_code(line, code)}" if line and line != one.mine.line else ""
+    return f"{which} one{made}"
 
 
 def _spread(one: Otherwise) -> str:

@@ -38,6 +38,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, looked,
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
+from sumgrad.diagnose.explainers.by_modules.other_weights import held_beside
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between, lines_in
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
 from sumgrad.diagnose.explainers.by_modules.scaled_outside import scaled_outside
@@ -106,6 +107,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     because = (
         *_of_other_classes(case, look, found),
         *_in_another_mode(case, found),
+        *held_beside(case, found.ranks),
         *_right_again(look, found),
         *called_on_ranks_alone(case, found),
         *handed_otherwise(case, look, found),

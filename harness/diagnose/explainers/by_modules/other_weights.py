@@ -13,7 +13,13 @@ from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.weights_used import OtherWeight, When, how, other_weights
+from sumgrad.diagnose.modules.weights_used import (
+    OtherWeight,
+    When,
+    how,
+    other_weights,
+    uncalled_state,
+)
 
 GATHERED = "look at what gathers them, or changes them, before it is called"
 MOVED = "it is no trained parameter: look at what changes it, between micro-batches or on a rank"
@@ -77,6 +83,19 @@ def weights_there(case: Case, modules: Sequence[str], when: When) -> list[OtherW
     if traces is None or spec.tiers[case.tier] != "float64" or (spec.script and case.step):
         return []
     return [found for module in modules for found in other_weights(traces, module, when)]
+
+
+def held_beside(case: Case, ranks: Sequence[int]) -> list[str]:
+    """What modules that nobody calls hold otherwise on the wrong ranks alone."""
+    traces, spec = case.traces, case.record.spec
+    if traces is None or spec.tiers[case.tier] != "float64" or (spec.script and case.step):
+        return []
+    found: dict[str, dict[int, None]] = {}
+    for one in uncalled_state(traces):
+        found.setdefault(one.name, {})[one.rank] = None
+    names = [name for name, held in found.items() if {*held} == {*ranks}]
+    return [f"{some_of(names)} holds other values on rank {spans(sorted(ranks))} than in the "
+            f"single process"] if names else []  # fmt: skip
 
 
 def weights_in_words(found: Sequence[OtherWeight]) -> tuple[str, list[str]]:
