@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from sumgrad.base.tensors import hash_weights
-from sumgrad.diagnose.modules.over_all import with_sums_over_all
+from sumgrad.diagnose.modules.over_all import with_sums_over_all, with_vectors_of_several_calls
 from sumgrad.diagnose.modules.parts import Groups, with_parts, without_sums_over_rows
 from sumgrad.diagnose.modules.paths import Paths, paths_of
 from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, Seen, State, see
@@ -71,6 +71,7 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
         m: [unless_used_inside(_unless_stage(s, seen, traces, modules), traces) for s in found]
         for m, found in seen.items()
     }
+    seen = with_vectors_of_several_calls(seen, traces, whole, tolerance)
     seen = with_sums_over_all(seen, traces, whole, tolerance)
     return Look(
         modules=modules,

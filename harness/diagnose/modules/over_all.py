@@ -43,6 +43,46 @@ def with_sums_over_all(
     return out
 
 
+def with_vectors_of_several_calls(
+    seen: Mapping[str, list[Seen]],
+    traces: Traces,
+    whole: Mapping[tuple[str, int], Whole],
+    tolerance: float,
+) -> dict[str, list[Seen]]:
+    """Where some vectors stand in more calls than others, as of items that the single process
+    encodes once for all rows, what reaches them in a call is a part: only the sum over all ranks
+    and calls is told of, where every other gradient has one factor."""
+    out, odd = dict(seen), []
+    for module, found in seen.items():
+        for part in {s.call.part for s in found if s.backward == "wrong"}:
+            mine = [s for s in found if s.call.part == part]
+            wanted = whole.get((module, part))
+            if wanted is not None and _is_even(mine, traces, whole) is False and all(
+                s.wrong is not None or s.backward != "wrong" for s in mine
+            ):  # fmt: skip
+                odd.append((module, part, mine, wanted))
+    others = {m: f for m, f in seen.items() if m not in {module for module, *_ in odd}}
+    factor = _common_factor([s for found in others.values() for s in found])
+    for module, part, mine, wanted in odd if factor else ():
+        state = _sum_of(mine, traces, wanted, tolerance, factor)
+        if state != "untold":
+            out[module] = [
+                replace(s, backward="untold", wrong=None, factors=None, over_all=state)
+                if s.call.part == part
+                else s
+                for s in out[module]
+            ]
+    return out
+
+
+def _common_factor(seen: Sequence[Seen]) -> float | None:
+    """Of the gradients that are right, where they have one."""
+    told = [constant(s.factors) for s in seen if s.backward == "right"]
+    known = [f for f in told if f is not None]
+    same = bool(known) and all(abs(f - known[0]) <= SAME * abs(known[0]) for f in known)
+    return known[0] if same and len(known) == len(told) else None
+
+
 def _weighed_alike(seen: Mapping[str, Sequence[Seen]]) -> bool:
     """Whether all gradients that could be compared are right, and have one factor."""
     told = [s for found in seen.values() for s in found if s.backward != "untold"]
@@ -84,7 +124,14 @@ def _gradient(s: Seen, traces: Traces) -> Tensor | None:
     return trace.gradients[trace.calls.index(s.call)]
 
 
-def _sum_of(mine: Sequence[Seen], traces: Traces, wanted: Whole, tolerance: float) -> State:
+def _sum_of(
+    mine: Sequence[Seen],
+    traces: Traces,
+    wanted: Whole,
+    tolerance: float,
+    factor: float | None = None,
+) -> State:
+    """factor: that the sum must have; where it is not given, the one that fits best."""
     if len(wanted.outputs) != wanted.each or not bool(wanted.gradients.any()):
         return "untold"
     total = torch.zeros_like(wanted.gradients)
@@ -96,7 +143,8 @@ def _sum_of(mine: Sequence[Seen], traces: Traces, wanted: Whole, tolerance: floa
         if at is None or s.where is None:
             return "untold"
         total[:, slice(*s.where.columns)].index_add_(0, at, vectors(gradient))
-    factor = float((total * wanted.gradients).sum() / wanted.gradients.square().sum())
+    if factor is None:
+        factor = float((total * wanted.gradients).sum() / wanted.gradients.square().sum())
     bound = tolerance * float(wanted.gradients.abs().max()) * max(1.0, abs(factor))
     return "right" if float((total - factor * wanted.gradients).abs().max()) <= bound else "wrong"
 
