@@ -110,7 +110,9 @@ class Computed:
     among them, the gradient that each backward gave, in order. unlike: what was kept for the
     backward and came back as something else. again: what the same lines and modules computed when
     the backward ran them once more, with numbers of values_again. changes: of the forward.
-    uncleared: leaves that are no parameters. set_grads: of parameters, not what clears them.
+    ran: every line of the forward that called a torch function, whatever its tensors, by the
+    function that it is in. uncleared: leaves that are no parameters. set_grads: of parameters, not
+    what clears them.
     found_none: lines that read parameters' `.grad`, each time where there was none. derivatives: of
     Functions' backwards, held against their forwards. backs: what these were given and gave. hooks:
     what hooks of the user's compute in a backward, and after how many of the computations.
@@ -126,6 +128,7 @@ class Computed:
     values_again: tuple[Tensor, ...] = ()
     changes: tuple[Change, ...] = ()
     uncleared: tuple[Uncleared, ...] = ()
+    ran: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
     set_grads: tuple[SetGrad, ...] = ()
     found_none: tuple[Line, ...] = ()
     derivatives: tuple[Derivative, ...] = ()
@@ -152,6 +155,7 @@ def computed_as_json(computed: Computed) -> dict[str, Any]:
         "changes": [asdict(one) for one in computed.changes],
         "found_none": [list(line) for line in computed.found_none],
         "set_grads": [asdict(one) for one in computed.set_grads],
+        "ran": {within: [list(line) for line in lines] for within, lines in computed.ran.items()},
         "uncleared": [asdict(one) for one in computed.uncleared],
         "derivatives": [asdict(one) for one in computed.derivatives],
         "hooks": [[at, asdict(one)] for at, one in computed.hooks],
@@ -209,6 +213,7 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
             SetGrad(name=one["name"], line=line_of(one["line"]))
             for one in said.get("set_grads", ())
         ),
+        ran={w: tuple(map(line_of, lines)) for w, lines in said.get("ran", {}).items()},
         uncleared=tuple(
             Uncleared(made=line_of(one["made"]), read=line_of(one["read"]))
             for one in said.get("uncleared", ())
@@ -272,7 +277,16 @@ def computed_together(found: Sequence[Computed]) -> Computed:
         with_graph=frozenset(with_graph),
         derivatives=tuple(d for one in found for d in one.derivatives),
         backs=tuple(backs),
+        ran=_ran_together(found),
     )
+
+
+def _ran_together(found: Sequence[Computed]) -> dict[str, tuple[Line, ...]]:
+    every: dict[str, dict[Line, None]] = {}
+    for one in found:
+        for within, lines in one.ran.items():
+            every.setdefault(within, {}).update(dict.fromkeys(lines))
+    return {within: tuple(lines) for within, lines in every.items()}
 
 
 def places_of(one: Computed) -> dict[int, tuple[str, int, int]]:

@@ -10,7 +10,12 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import branches as words
 from sumgrad.diagnose.explainers.by_modules.branches import branches
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.record.computed import computed_as_json, computed_as_tensors, computed_from
+from sumgrad.record.computed import (
+    computed_as_json,
+    computed_as_tensors,
+    computed_from,
+    computed_together,
+)
 from sumgrad.subjects.program.computations import Computations
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).double()
@@ -40,7 +45,7 @@ def ran(*calls):
     with Computations(lambda: ((), 0)) as computations:
         for function, *given in calls:
             function(X, *given)
-    return computations.computed().computations
+    return computations.computed()
 
 
 def told(ranks, single, asked=lambda c: True):
@@ -84,6 +89,7 @@ def test_the_function_is_written_and_read():
     held = computations.computed()
     again = computed_from(computed_as_json(held), computed_as_tensors(held))
     assert [c.within for c in again.computations] == [c.within for c in held.computations]
+    assert again.ran == held.ran
     assert held.computations[0].within.endswith(" alone")
 
 
@@ -111,3 +117,43 @@ def test_at_the_loss_what_is_in_no_module_is_looked_at(monkeypatch, kind, inside
     if num:
         assert said[0].startswith("in surrogate rank 0 runs ")
         assert said[0].endswith("`gain = (y * 2).clamp(max=1.0)`")
+
+
+def test_lines_whose_tensors_are_too_large_to_be_kept_ran_all_the_same():
+    """As of the single process, which has all rows."""
+    many = torch.zeros(40_000, 3)
+    with Computations(lambda: ((), 0)) as computations:
+        surrogate(many, True)
+    single = computations.computed()
+    assert single.computations == ()
+    assert told([ran((surrogate, True))], single) == []
+    together = computed_together([single, ran((prepared, True))])
+    assert told([ran((surrogate, True), (prepared, True))], together) == []
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def applied(x, again):
+    y = Doubled.apply(x)
+    if again:
+        y = Doubled.apply(y)
+    return y.sum()
+
+
+def test_what_applies_a_function_is_a_line_that_runs():
+    with_large = ran((applied, True))
+    assert "y = Doubled.apply(x)" in {
+        code for lines in with_large.ran.values() for _, code in lines
+    }
+    assert told([ran((applied, False))], ran((applied, False))) == []
+    assert told([ran((applied, True))], ran((applied, False))) == [
+        ("applied", (0,), ["y = Doubled.apply(y)"], [])
+    ]

@@ -73,6 +73,7 @@ class Computations(TorchFunctionMode):
         self._hooks_at: list[int] = []
         self._in_a_hook = False
         self._sites: set[str] = set()  # of what is in the forward
+        self._ran: dict[str, dict[Line, None]] = {}
         self._changes: list[Change] = []
         self._lines = MadeAt()
         self._apply: Any = None
@@ -99,6 +100,7 @@ class Computations(TorchFunctionMode):
             values_again=tuple(self._backward.values.values),
             changes=tuple(self._changes),
             uncleared=tuple(self._leaves.uncleared),
+            ran={within: tuple(lines) for within, lines in self._ran.items()},
             set_grads=tuple(self._set_grads),
             found_none=tuple(line for line, some in self._reads.items() if some == {False}),
             derivatives=tuple(self._derivatives.found()),
@@ -175,6 +177,7 @@ class Computations(TorchFunctionMode):
         frame = _users_frame() if name not in UNSEEN else None
         if frame is None or is_trial() or not self._is_asked(_site(frame)[0], frame):
             return func(*args, **kwargs)
+        self._runs(frame)
         before = [] if _is_backward() else self._versions(args, kwargs)
         seen = self._see(name, frame, args, kwargs)
         out = func(*args, **kwargs)
@@ -185,6 +188,11 @@ class Computations(TorchFunctionMode):
             self._add(seen, out)
         self._in_a_hook = False
         return out
+
+    def _runs(self, frame: FrameType) -> None:
+        """A line of the forward that calls something."""
+        if not _is_backward():
+            self._ran.setdefault(_within(frame), {})[_words(frame)] = None
 
     def _at_a_gradient(self, name: str, args: tuple[Any, ...]) -> None:
         """A line reads a tensor's `.grad`, or puts something in its place."""
@@ -259,6 +267,7 @@ class Computations(TorchFunctionMode):
         frame = _users_frame(3)
         if frame is None or not self._is_asked(_site(frame)[0]):
             return None
+        self._runs(frame)
         given = [("", t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         code = getattr(getattr(cls, "backward", None), "__code__", None)
         written = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -6,7 +6,7 @@ what they have set: of code that both run the same way none is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from sumgrad.base.outcome import some_of, spans
@@ -19,7 +19,7 @@ from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_backward,
     first_wrong_forward,
 )
-from sumgrad.record.computed import Computation
+from sumgrad.record.computed import Computation, Computed
 from sumgrad.record.line import Line
 
 MOST_FUNCTIONS = 2
@@ -45,7 +45,7 @@ class Branch:
             return f"in {name} the single process runs {_shown(self.there)}, and no rank does"
         text = f"in {name} {runs} {_shown(self.here)}"
         if not self.there:
-            return f"{text}, where the single process was not seen to run it"
+            return f"{text}, where the single process does not"
         return f"{text}, and the single process {_shown(self.there)}"
 
 
@@ -60,8 +60,8 @@ def with_branches(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         rank: _asked(case, found, rank, back=forward is None)
         for rank in (traces.ranks if found is None else found.ranks)
     }
-    every = {rank: trace.computed.computations for rank, trace in traces.ranks.items()}
-    told = branches(every, asked, traces.single.computed.computations)
+    every = {rank: trace.computed for rank, trace in traces.ranks.items()}
+    told = branches(every, asked, traces.single.computed)
     told.sort(key=lambda one: not (one.here and one.there))
     said = tuple(one.in_words() for one in told[:MOST_FUNCTIONS])
     return replace(diagnosis, because=(*diagnosis.because, *said)) if said else diagnosis
@@ -79,17 +79,17 @@ def _asked(
 
 
 def branches(
-    every: Mapping[int, Sequence[Computation]],
+    every: Mapping[int, Computed],
     asked: Mapping[int, Callable[[Computation], bool]],
-    single: Sequence[Computation],
+    single: Computed,
 ) -> list[Branch]:
     """In the order of the ranks. every: what each rank computed; asked: of some of them, which of
     it is looked at."""
-    there = _by_function(single)
-    on_ranks = {(c.line, c.code) for own in every.values() for c in own}
+    there = {within: dict.fromkeys(lines) for within, lines in single.ran.items()}
+    on_ranks = {line for own in every.values() for lines in own.ran.values() for line in lines}
     found: dict[str, dict[int, dict[Line, None]]] = {}
     for rank, is_asked in asked.items():
-        for c in filter(is_asked, every[rank]):
+        for c in filter(is_asked, every[rank].computations):
             if c.line and c.within in there:
                 lines = found.setdefault(c.within, {}).setdefault(rank, {})
                 if (c.line, c.code) not in there[c.within]:
@@ -102,14 +102,6 @@ def branches(
         if here or lacking:
             told.append(Branch(within=within, ranks=ranks, here=tuple(here), there=tuple(lacking)))
     return told
-
-
-def _by_function(computations: Iterable[Computation]) -> dict[str, dict[Line, None]]:
-    found: dict[str, dict[Line, None]] = {}
-    for c in computations:
-        if c.within and c.line:
-            found.setdefault(c.within, {})[c.line, c.code] = None
-    return found
 
 
 def _shown(lines: tuple[Line, ...]) -> str:
