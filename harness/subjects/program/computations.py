@@ -8,26 +8,24 @@ line that gives what the single process has nowhere, of what it has, is where a 
 from __future__ import annotations
 
 import functools
-import linecache
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
 from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed, SetGrad
 from sumgrad.record.line import Line
 from sumgrad.subjects.program.derivatives import Derivatives
+from sumgrad.subjects.program.frames import site_of, users_frame, within, words
 from sumgrad.subjects.program.kept import Kept
 from sumgrad.subjects.program.kept_values import KeptValues
 from sumgrad.subjects.program.leaves import Leaves
 from sumgrad.subjects.program.made_at import MadeAt
 from sumgrad.subjects.program.seen_modules import is_trial
 from sumgrad.subjects.program.watch import ModuleWatch
-from sumgrad.subjects.users_line import is_users, users_lines
+from sumgrad.subjects.users_line import users_lines
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -35,12 +33,6 @@ from torch.utils import _pytree as pytree
 
 MOST_CALLS = 40_000
 MOST_RESULTS = 8  # of one call
-_SITES: dict[tuple[CodeType, int], tuple[str, str]] = {}
-# On the way from a user's line to here: some of torch's own files, and the lift's function mode.
-WAYS = (
-    "functional.py", "_tensor.py", "overrides.py", "_jit_internal.py", "nn/utils/clip_grad.py",
-    "utils/_contextlib.py", "program/lift.py",
-)  # fmt: skip
 ALIASES = {
     "true_divide": "div", "truediv": "div", "itruediv": "div", "divide": "div", "rtruediv": "rdiv",
     "multiply": "mul", "rmul": "mul", "imul": "mul", "radd": "add", "iadd": "add",
@@ -174,15 +166,15 @@ class Computations(TorchFunctionMode):
         name = _name_of(func)
         if getattr(func, "__self__", None) is Tensor.grad:
             self._at_a_gradient(name, args)
-        frame = _users_frame() if name not in UNSEEN else None
-        if frame is None or is_trial() or not self._is_asked(_site(frame)[0], frame):
+        frame = users_frame() if name not in UNSEEN else None
+        if frame is None or is_trial() or not self._is_asked(site_of(frame)[0], frame):
             return func(*args, **kwargs)
         self._runs(frame)
         before = [] if _is_backward() else self._versions(args, kwargs)
         seen = self._see(name, frame, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
-            self._lines.made(out, _words(frame))
+            self._lines.made(out, words(frame))
         if seen is not None:
             self._changed(before, seen)
             self._add(seen, out)
@@ -192,20 +184,20 @@ class Computations(TorchFunctionMode):
     def _runs(self, frame: FrameType) -> None:
         """A line of the forward that calls something."""
         if not _is_backward():
-            self._ran.setdefault(_within(frame), {})[_words(frame)] = None
+            self._ran.setdefault(within(frame), {})[words(frame)] = None
 
     def _at_a_gradient(self, name: str, args: tuple[Any, ...]) -> None:
         """A line reads a tensor's `.grad`, or puts something in its place."""
-        frame, tensor = _users_frame(3), args[0]
+        frame, tensor = users_frame(3), args[0]
         if frame is None:
             return
         if name == "set" and args[1] is not None and (param := self.name_of(tensor)):
-            self._set_grads[SetGrad(name=param, line=_words(frame))] = None
+            self._set_grads[SetGrad(name=param, line=words(frame))] = None
         elif name == "get" and self.name_of(tensor):
             with torch._C.DisableTorchFunction():
-                self._reads.setdefault(_words(frame), set()).add(tensor.grad is not None)
+                self._reads.setdefault(words(frame), set()).add(tensor.grad is not None)
         elif name == "get":
-            self._leaves.read(tensor, _words(frame), self.made_at(tensor))
+            self._leaves.read(tensor, words(frame), self.made_at(tensor))
 
     def _here(self) -> _Calls:
         if self._in_a_hook:
@@ -264,24 +256,24 @@ class Computations(TorchFunctionMode):
         return self._lines.of(tensor)
 
     def _applied(self, cls: Any, args: Any, kwargs: Any) -> Computation | None:
-        frame = _users_frame(3)
-        if frame is None or not self._is_asked(_site(frame)[0]):
+        frame = users_frame(3)
+        if frame is None or not self._is_asked(site_of(frame)[0]):
             return None
         self._runs(frame)
         given = [("", t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         code = getattr(getattr(cls, "backward", None), "__code__", None)
         written = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-        site, part = _site(frame)
-        seen = self._computation(cls.__name__, given, _words(frame))
-        return seen and replace(seen, site=site, part=part, written=written)
+        site, part = site_of(frame)
+        seen = self._computation(cls.__name__, given, words(frame))
+        return seen and replace(seen, site=site, part=part, written=written, within=within(frame))
 
     def _see(
         self, name: str, frame: FrameType, args: tuple[Any, ...], kwargs: Any
     ) -> Computation | None:
         given = [*((None, a) for a in args), *sorted(kwargs.items())]
-        seen = self._computation(name, given, _words(frame))
-        site, part = _site(frame)
-        return None if seen is None else replace(seen, site=site, part=part, within=_within(frame))
+        seen = self._computation(name, given, words(frame))
+        site, part = site_of(frame)
+        return None if seen is None else replace(seen, site=site, part=part, within=within(frame))
 
     def _computation(
         self, function: str, given: Sequence[tuple[str | None, Any]], at: Line
@@ -369,42 +361,3 @@ def _is_functions(frame: FrameType | None) -> bool:
 def _name_of(func: Any) -> str:
     name = str(getattr(func, "__name__", "")).strip("_")
     return ALIASES.get(name, name)
-
-
-def _users_frame(depth: int = 2) -> FrameType | None:
-    """That of the user's line that calls; None where torch itself does, as in its modules."""
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if is_users(name):
-            return None if name.startswith("<") else frame
-        if not name.endswith(WAYS):
-            return None
-        frame = frame.f_back
-    return None
-
-
-def _within(frame: FrameType) -> str:
-    """The function that a frame runs, and where it begins."""
-    code = frame.f_code
-    return f"{code.co_filename}:{code.co_firstlineno} {getattr(code, 'co_qualname', code.co_name)}"
-
-
-def _site(frame: FrameType) -> tuple[str, str]:
-    """Which call in the code a frame is at, and the expression, where it is one line's."""
-    code, at = frame.f_code, frame.f_lasti
-    key = code, at
-    if key not in _SITES:
-        place = next(islice(code.co_positions(), at // 2, None), (None, None, None, None))
-        line, end_line, start, end = place
-        text = ""
-        if line is not None and line == end_line and start is not None and end is not None:
-            whole = linecache.getline(code.co_filename, line).encode()
-            text = whole[start:end].decode(errors="replace").strip()
-        _SITES[key] = f"{code.co_filename}:{frame.f_lineno}:{at}", text
-    return _SITES[key]
-
-
-def _words(frame: FrameType) -> Line:
-    code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}", code
