@@ -100,7 +100,8 @@ def test_both_in_words():
     (said,) = arguments_there(case, [line])
     assert said.startswith("on rank 2 its second argument, made at ")
     assert said.endswith(
-        "has what that of the single process has at places 4-7, 0-3 of dimension 2, in this order"
+        "has what that of the single process has at places 4-7, 0-3 of dimension 2, in this order: "
+        "what goes with it, as a mask, must be ordered so, too"
     )
     assert "`k, v = torch.cat([k[..., i : i + 4, :] for i in order], -2), v.clone()`" in said
     assert arguments_there(case, []) == []

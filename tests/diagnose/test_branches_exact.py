@@ -115,8 +115,8 @@ def test_at_the_loss_what_is_in_no_module_is_looked_at(monkeypatch, kind, inside
     said = words.with_branches(case, Diagnosis(cause="c", kind=kind)).because
     assert len(said) == num
     if num:
-        assert said[0].startswith("in surrogate rank 0 runs ")
-        assert said[0].endswith("`gain = (y * 2).clamp(max=1.0)`")
+        assert said[0].startswith("of the lines of surrogate that call torch rank 0 runs ")
+        assert said[0].endswith("`gain = (y * 2).clamp(max=1.0)` in its place")
 
 
 def test_lines_whose_tensors_are_too_large_to_be_kept_ran_all_the_same():

@@ -312,7 +312,8 @@ def test_a_part_that_every_rank_keeps_is_not_reduced(each):
     assert cause.because[0].startswith(start)
     if each:
         assert cause.cause == (
-            "a part of b is not reduced: there rank 0-2 each keep what their own backward gave"
+            "in a part of b rank 0-2 each hold what their own backward gave, and nothing of the "
+            "others: it is not reduced there, or the sum is not put back"
         )
 
 

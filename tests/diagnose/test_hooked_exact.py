@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -103,6 +104,53 @@ def test_a_hook_is_not_named_where_some_wrong_call_is_not_known():
     assert hooks_that_change(traces_of(mine, traced()), [seen("0", 1), seen("1", 1)], "x") == ()
 
 
+def rolled(by, zeros=False):
+    class Rolled(nn.Module):
+        def forward(self, x):
+            out = x.roll(by, 1)
+            if zeros:
+                out[:, -1] = 0
+            return out
+
+    model = nn.Sequential(Rolled())
+    model[0].register_forward_hook(lambda module, args, output: output + 1)
+    watching = ModuleWatch(model)
+    x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(2)).double()
+    with watching:
+        model(x)
+    return watching.trace(batch={"x": x})
+
+
+@pytest.mark.parametrize(("by", "zeros", "named"), [(1, False, True), (2, False, False),
+                                                    (1, True, False)])  # fmt: skip
+def test_a_hook_is_not_named_where_what_it_sees_stands_elsewhere_or_is_zero(by, zeros, named):
+    """A forward that rolls too far, or writes zeros, gives vectors that are all known."""
+    odd = replace(seen("0", 0), shape=(2, 5, 3))
+    found = hooks_that_change(traces_of(rolled(by, zeros), rolled(1)), [odd], "float64")
+    assert bool(found) == named
+
+
+@pytest.mark.parametrize(("rows", "named"), [([0, 1, 2], True), ([1, 0, 2], False), (None, True)])
+def test_a_hook_is_not_named_where_it_sees_other_rows_than_went_in(rows, named):
+    told = None if rows is None else torch.tensor(rows)
+    traces = traces_of(traced(hook=add_one), traced(hook=lambda *_: None))
+    found = hooks_that_change(traces, [seen("0", 1)], "float64", {(0, 1): told})
+    assert bool(found) == named
+
+
+def test_a_copy_of_a_module_in_the_step_is_no_call_of_it():
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64))
+    model[0].register_forward_hook(add_one)
+    watching = ModuleWatch(model)
+    with watching:
+        teacher = copy.deepcopy(model)
+        teacher(ROWS)
+        model(ROWS)
+    trace = watching.trace(batch={"x": ROWS})
+    assert [c.number for c in trace.calls if c.module == "0"] == [0]
+    assert [h.number for h in trace.hooked] == [0]
+
+
 @pytest.mark.parametrize(("entered", "into", "said"), [
     (False, "right", "what the forward of m returns is right, and another after its forward hook "
                      "saw it, on rank 0: model.py:7 `def steer(layer, args, output):`"),
@@ -114,10 +162,11 @@ def test_hooks_in_words(monkeypatch, entered, into, said):
     asked = []
     monkeypatch.setattr(hooked, "traces_looked_at", lambda case: "traces")
     odd = (seen(f"{INTO}m", 0),) if entered else ()
+    monkeypatch.setattr(hooked, "into_the_calls", lambda case, found: [])
     monkeypatch.setattr(hooked, "entered_wrong", lambda case, found: odd)
     monkeypatch.setattr(hooked, "what_goes_into", lambda case, found: into)
     monkeypatch.setattr(
-        hooked, "hooks_that_change", lambda traces, of, dtype: asked.append(of) or (LINE,)
+        hooked, "hooks_that_change", lambda traces, of, dtype, rows: asked.append(of) or (LINE,)
     )
     spec = SimpleNamespace(tiers={"t": "float64"})
     case = SimpleNamespace(tier="t", record=SimpleNamespace(spec=spec))
@@ -218,12 +267,14 @@ def borders(monkeypatch, states, hooks=None):
 
 def test_the_border_of_gradients_that_are_parts(monkeypatch):
     said = borders(monkeypatch, {"a": "part", "b": "part", "c": "right"})
-    assert said == ("; the first of them on the way back is b, and what it goes into, c, has whole "
-                    "ones: look for a sum that is missing in between")  # fmt: skip
+    start = ("; the first of them on the way back is b, and of what it goes into, c, they are "
+             "whole: where a sum belongs in between it is missing")  # fmt: skip
+    end = ", else where these parameters' gradients are put together"
+    assert said == start + end
     hooks = {f"{INTO}c": (LINE,)}
     said = borders(monkeypatch, {"a": "part", "b": "part", "c": "right"}, hooks)
-    assert said.endswith(", or in what its forward pre-hook does: model.py:7 `def steer(layer, args"
-                         ", output):`")  # fmt: skip
+    line = "model.py:7 `def steer(layer, args, output):`"
+    assert said == f"{start} (a forward pre-hook there: {line}){end}"
 
 
 @pytest.mark.parametrize("states", [

@@ -157,8 +157,8 @@ def _in_words(found: Sequence[Weighed], right: str, *, every: bool) -> tuple[str
                 LEFT_IN,
                 f"what {which} each rank runs{_called(found, passes)} gave is left in it, and is "
                 f"no part of the right gradient; the others add up to that: look at what should "
-                f"clear the gradients after it (a zero_grad without effect, say), or whether it "
-                f"should run",
+                f"clear the gradients after it (a zero_grad without effect, say), whether it "
+                f"should run, or, where its right gradient is zero, at what it computes",
             )
         return (
             "foreign_backward",

@@ -143,8 +143,8 @@ def one_of_several(case: Case, left: Left) -> Iterator[Explanation]:
     )  # fmt: skip
     if len(ranks) > 1 and all(one.whose == ITS_OWN for one in told):
         kind, cause = "not_reduced", (
-            f"a part of {names} is not reduced: there rank {spans(ranks)} each keep what their own "
-            f"backward gave"
+            f"in a part of {names} rank {spans(ranks)} each hold what their own backward gave, and "
+            f"nothing of the others: it is not reduced there, or the sum is not put back"
         )  # fmt: skip
     yield explained(
         case,

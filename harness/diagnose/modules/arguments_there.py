@@ -54,19 +54,23 @@ def in_another_order(
     mine: Computed, whole: Computed, c: Computation, tolerance: float
 ) -> Iterator[OtherOrder]:
     """c: of `mine`. Where every vector is told, and stands where all of its place do."""
-    for w in _there(whole, c)[:1]:
-        for at, (a, b) in enumerate(zip(c.takes, w.takes, strict=True)):
-            if not isinstance(a, int) or not isinstance(b, int):
-                continue
-            got, wanted = mine.values[a], whole.values[b]
-            places = _places(got, wanted, tolerance)
-            if places and any(x >= y for x, y in pairwise(places)):
-                yield OtherOrder(at=at, places=places, dim=got.dim() - 2)
+    there = _there(whole, c)
+    for at, a in enumerate(c.takes):
+        values = [w.takes[at] for w in there]
+        if not isinstance(a, int) or not all(isinstance(b, int) for b in values):
+            continue
+        got = mine.values[a]
+        told = [_places(got, whole.values[b], tolerance) for b in values if isinstance(b, int)]
+        found = [places for places in told if places]
+        # In its order in some run of it, it is in order.
+        if found and all(any(x >= y for x, y in pairwise(places)) for places in found):
+            yield OtherOrder(at=at, places=found[0], dim=got.dim() - 2)
 
 
 def broadcast_here(mine: Computed, whole: Computed, c: Computation) -> Iterator[Broadcast]:
     """c: of `mine`. Where the result has as many places there in both."""
-    for w in _there(whole, c)[:1]:
+    there_too = _there(whole, c)
+    for w in there_too[:1]:
         if len(c.gives) != 1 or len(w.gives) != 1:
             continue
         result, there = mine.values[c.gives[0]].shape, whole.values[w.gives[0]].shape
@@ -78,6 +82,10 @@ def broadcast_here(mine: Computed, whole: Computed, c: Computation) -> Iterator[
             now, was = mine.values[a].shape, whole.values[b].shape
             for dim in _single(now, was):
                 size = there[len(there) + dim]
+                every = [t.takes[at] for t in there_too]
+                shapes = [whole.values[t].shape for t in every if isinstance(t, int)]
+                if any(dim in _single(shape, was) for shape in shapes):
+                    continue  # in some run of it that is so there, too
                 if result[len(there) + dim] == size == was[dim]:
                     line, first, its = _first_with(mine, whole, a, (c, at, w))
                     yield Broadcast(at=at, dim=len(there) + dim, size=size, line=line,

@@ -6,7 +6,6 @@ import functools
 import inspect
 import linecache
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from sumgrad.base.tensors import to_local
@@ -32,20 +31,23 @@ class AroundHooks:
 
     def watch(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
         """To be called before any other hook of ours is registered."""
+
+        # Plain functions, which a copy of the module shares: what it does is not kept.
+        def enter(of: nn.Module, args: Any, kwargs: Any) -> None:
+            if of is module:
+                self._keep(f"{INTO}{name}", (args, kwargs))
+
+        def leave(of: nn.Module, args: Any, output: Any) -> None:
+            if of is module:
+                self._keep(name, output)
+
         before, after = module._forward_pre_hooks, module._forward_hooks
         if before:
             self.lines[f"{INTO}{name}"] = tuple(map(line_of_function, before.values()))
-            hook = partial(self._enter, name)
-            yield module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            yield module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         if after:
             self.lines[name] = tuple(map(line_of_function, after.values()))
-            yield module.register_forward_hook(partial(self._leave, name), prepend=True)
-
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._keep(f"{INTO}{name}", (args, kwargs))
-
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self._keep(name, output)
+            yield module.register_forward_hook(leave, prepend=True)
 
     def _keep(self, name: str, value: Any) -> None:
         if is_trial():

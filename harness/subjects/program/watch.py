@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -111,9 +110,8 @@ class ModuleWatch:
         for name, module in self._modules.items():
             before, after = self._hook(name, self._enter), self._hook(name, self._leave)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(
-                module.register_forward_hook(partial(self._ends, name), always_call=True)
-            )
+            ends = self._hook(name, self._ends, always=True)
+            self._handles.append(module.register_forward_hook(ends, always_call=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
         return self
 
@@ -177,13 +175,19 @@ class ModuleWatch:
             classes={n: type(m).__name__ for n, m in seen_modules(self._model, self._names)},
         )
 
-    def _hook(self, name: str, see: Callable[..., None]) -> Callable[..., None]:
+    def _hook(
+        self, name: str, see: Callable[..., None], *, always: bool = False
+    ) -> Callable[..., None]:
+        """A plain function, which a copy of the module shares: what the copy does is none of the
+        module's. always: also of calls that are no step of the model's, and that raise."""
+
         def hook(module: nn.Module, *given: Any) -> None:
-            if is_trial():
+            if module is not self._modules[name] or is_trial():
                 return
-            mode = "training" if module.training else "eval"
-            self._modes.setdefault(name, {})[mode] = None
-            self._set(name, module)
+            if not always:
+                mode = "training" if module.training else "eval"
+                self._modes.setdefault(name, {})[mode] = None
+                self._set(name, module)
             with torch.no_grad():
                 see(name, *given)
 
@@ -250,7 +254,7 @@ class ModuleWatch:
     def _ends(self, name: str, *_: Any) -> None:
         """Also of a forward that raised, as a checkpoint's does when all is computed again that
         the backward needs."""
-        if name in self._inside and not is_trial():
+        if name in self._inside:
             while self._inside.pop() != name:
                 pass
 

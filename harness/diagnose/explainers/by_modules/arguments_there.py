@@ -28,7 +28,8 @@ def arguments_there(case: Case, found: Sequence[AtLine]) -> list[str]:
         at = f", made at {line_and_code(*made)}," if made[0] else ""
         said.append(
             f"on rank {one.rank} its {ordinal(order.at)} argument{at} has what that of the single "
-            f"process has at places {order.in_words()} of dimension {order.dim}, in this order"
+            f"process has at places {order.in_words()} of dimension {order.dim}, in this order: "
+            f"what goes with it, as a mask, must be ordered so, too"
         )
     for cast in list(broadcast_here(mine, whole, one.mine))[:1]:
         said.append(

@@ -104,10 +104,11 @@ def _border(case: Case, look: Look, parts: Sequence[str]) -> str:
     if len(found) != 1:
         return ""
     module, above = found[0]
+    uses = some_of([m or "the model itself" for m in above])
     return (
-        f"; the first of them on the way back is {named(look, module)}, and what it goes into, "
-        f"{some_of(list(above))}, has whole ones: look for a sum that is missing in between"
-        f"{_pre_hooks(case, above)}"
+        f"; the first of them on the way back is {named(look, module)}, and of what it goes into, "
+        f"{uses}, they are whole: where a sum belongs in between it is missing"
+        f"{_pre_hooks(case, above)}, else where these parameters' gradients are put together"
     )
 
 
@@ -118,7 +119,7 @@ def _pre_hooks(case: Case, modules: Sequence[str]) -> str:
         line for t in ranks.values() for m in modules for line in t.hooks.get(f"{INTO}{m}", ())
     )
     shown = [line_and_code(*line) for line in lines if line[0]]
-    return f", or in what its forward pre-hook does: {some_of(shown)}" if shown else ""
+    return f" (a forward pre-hook there: {some_of(shown)})" if shown else ""
 
 
 def _is_hidden(seen: Seen) -> bool:

@@ -39,14 +39,13 @@ class Branch:
     there: tuple[Line, ...]
 
     def in_words(self) -> str:
-        name = self.within.partition(" ")[2]
-        runs = f"rank {spans(self.ranks)} run{'s' * (len(self.ranks) == 1)}"
+        start = f"of the lines of {self.within.partition(' ')[2]} that call torch"
+        own = f"rank {spans(self.ranks)} run{'s' * (len(self.ranks) == 1)} {_shown(self.here)}"
         if not self.here:
-            return f"in {name} the single process runs {_shown(self.there)}, and no rank does"
-        text = f"in {name} {runs} {_shown(self.here)}"
+            return f"{start} the single process runs {_shown(self.there)}, and no rank does"
         if not self.there:
-            return f"{text}, where the single process does not"
-        return f"{text}, and the single process {_shown(self.there)}"
+            return f"{start} {own}, and the single process does not"
+        return f"{start} {own}, and the single process {_shown(self.there)} in its place"
 
 
 def with_branches(case: Case, diagnosis: Diagnosis) -> Diagnosis:

@@ -107,7 +107,6 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     because = (
         *_of_other_classes(case, look, found),
         *_in_another_mode(case, found),
-        *held_beside(case, found.ranks),
         *_right_again(look, found),
         *called_on_ranks_alone(case, found),
         *handed_otherwise(case, look, found),
@@ -115,6 +114,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *called_from(case, look, found, back=False),
         *odd,
         *_output(case, look, found, () if joined else look_at, enters=of is not None),
+        *held_beside(case, found.ranks),
         *_ranks_that_are_right(case, look, found, entered_right),
         *(() if joined else _in_between(case, look, found, parts)),
         *reading(case),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.entering import entered_wrong, what_goes_into
+from sumgrad.diagnose.explainers.by_modules.entering import (
+    entered_wrong,
+    into_the_calls,
+    what_goes_into,
+)
 from sumgrad.diagnose.explainers.by_modules.looked import (
     as_a_hint,
     line_and_code,
@@ -28,7 +32,9 @@ def changed_by_hooks(case: Case, look: Look, found: FirstWrong) -> list[str]:
     entered = entered_wrong(case, found)
     if not entered and what_goes_into(case, found) != "right":
         return []
-    lines = hooks_that_change(traces, entered or found.seen, case.record.spec.tiers[case.tier])
+    into = {} if entered else {(s.rank, s.call.number): s.rows for s in into_the_calls(case, found)}
+    dtype = case.record.spec.tiers[case.tier]
+    lines = hooks_that_change(traces, entered or found.seen, dtype, into)
     if not lines:
         return []
     shown = ", ".join(line_and_code(*line) for line in lines[:MOST_SHOWN])

@@ -13,7 +13,7 @@ from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wro
 from sumgrad.diagnose.modules.settings import SetOtherwise, set_otherwise
 from sumgrad.judge.joint import sizes_of
 
-MOST_SHOWN = 2
+MOST_SHOWN = 3
 MOST_VALUES = 4
 
 

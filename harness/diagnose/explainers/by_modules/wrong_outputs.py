@@ -195,7 +195,8 @@ def cut_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
     was = whole.pop()
     for s in into_the_calls(case, found):
         cut = [d for d, (a, b) in enumerate(zip(s.shape, was, strict=True)) if a != b]
-        if s.call.part == 0 and len(cut) == 1 and was[:-1].count(rows) == 1 and was[cut[0]] != rows:
+        one = s.call.part == 0 and len(cut) == 1 and was[:-1].count(rows) == 1
+        if one and was[cut[0]] % rows:  # else it may be the rows themselves, and what is in them
             return [f"on rank {s.rank} in call {s.call.number} it is handed {s.shape[cut[0]]} of "
                     f"the {was[cut[0]]} places of dimension {cut[0]}, and all {rows} of dimension "
                     f"{was.index(rows)}, as many as there are rows: look at what cuts the rows, "
@@ -217,8 +218,10 @@ def changed_in_place(case: Case, look: Look, found: FirstWrong) -> list[str]:
             continue
         first = trace.calls[trace.calls[later].changed_from]
         by = trace.calls[later]
-        if first.module.startswith(INTO) or by.module.startswith(INTO):
-            continue
+        handed = f"{INTO}{found.wrong}"
+        given = [i for i in same if trace.calls[i].module == handed]
+        if given or first.module.startswith(INTO) or by.module.startswith(INTO):
+            continue  # what it is handed already
         return [f"on rank {s.rank} in call {s.call.number} it is the tensor that "
                 f"{named(look, first.module)} gave, which {named(look, by.module)} then changed "
                 f"in place"]  # fmt: skip
