@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sumgrad.diagnose.modules.entered import Odd, odd_rows
+from sumgrad.diagnose.modules.entered import Odd, are_taken_alike, odd_rows
 from sumgrad.diagnose.modules.features import wrong_features
 from sumgrad.diagnose.modules.look import look_at
 from sumgrad.record.trace import Call, Trace, Traces
@@ -96,3 +96,29 @@ def test_vectors_that_are_right_in_few_features_tell_none():
 )
 def test_a_row_but_for_few_of_its_elements(odd, nearly):
     assert odd.is_nearly_one == nearly
+
+
+LONG = torch.randint(50, (3, 8), generator=torch.Generator().manual_seed(4))
+ZIGZAG = [0, 1, 6, 7]
+
+
+@pytest.mark.parametrize(("rows", "alike"), [
+    (LONG[:, ZIGZAG], True),
+    (LONG[[2, 0]][:, ZIGZAG], True),
+    (LONG[:1, ZIGZAG], False),  # of one row any order would be
+    (torch.stack([LONG[0, ZIGZAG], LONG[1, [1, 0, 6, 7]]]), False),
+    (LONG[:, ZIGZAG] + 50, False),
+    (LONG[:, :2], False),  # too few to tell
+])  # fmt: skip
+def test_places_that_all_rows_are_taken_at(rows, alike):
+    assert are_taken_alike(list(rows), list(LONG)) == alike
+    out = torch.zeros(1, 3)
+    if len(rows[0]) > 2:
+        odd = list(odd_rows(trace(out, rows), trace(out, LONG), "m"))
+        assert bool(odd) != alike
+
+
+def test_rows_that_are_all_one_to_the_right_are_told_all_the_same():
+    out, rolled = torch.zeros(1, 3), LONG.roll(1, 1)
+    assert are_taken_alike(list(rolled), list(LONG))
+    assert [one.by for one in odd_rows(trace(out, rolled), trace(out, LONG), "m")] == [1, 1, 1]

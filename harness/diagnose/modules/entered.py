@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from sumgrad.record.trace import Trace
 from torch import Tensor
 
+FEWEST_ROWS = 2  # by which the places of all are told
+MOST_TRIED = 1 << 12  # pairs of rows
 FEWEST = 3  # elements that are the same, of which two are different, for a row to be told
 
 
@@ -44,10 +46,15 @@ def odd_rows(mine: Trace, single: Trace, module: str) -> Iterator[Odd]:
     several = len(whole) > 1
     for name, calls in own.items():
         there = [row for _, data in whole.get(name, ()) for row in data]
-        for call, data in calls if there else ():
-            for i, row in enumerate(data):
-                if not any(is_stretch(row, other) for other in there):
-                    yield replace(_told(call, i, row, there), name=name if several else "")
+        found = [
+            replace(_told(call, i, row, there), name=name if several else "")
+            for call, data in (calls if there else ())
+            for i, row in enumerate(data)
+            if not any(is_stretch(row, other) for other in there)
+        ]
+        shifted = any(one.by for one in found)
+        if shifted or not are_taken_alike([row for _, data in calls for row in data], there):
+            yield from found
 
 
 def row_of(trace: Trace, module: str, odd: Odd, field: Tensor) -> int | None:
@@ -77,6 +84,31 @@ def _numbers(trace: Trace, module: str) -> dict[str, list[tuple[int, Tensor]]]:
 
 def _is_whole(data: Tensor) -> bool:
     return not data.is_floating_point() and data.dtype != torch.bool and data.numel() > 0
+
+
+def are_taken_alike(rows: Sequence[Tensor], there: Sequence[Tensor]) -> bool:
+    """Whether rows of one length are, each of some row there, what stands at the same places of
+    all: as a rank of a sequence that is cut in a zigzag has them. Of one row any order would be."""
+    if len(rows) < FEWEST_ROWS or len({len(row) for row in rows}) > 1 or len(rows[0]) < FEWEST:
+        return False
+    tried = 0
+
+    def fits(i: int, places: Tensor) -> bool:
+        """places: (n, N) bool, where each of the n elements may stand in the rows before row i."""
+        nonlocal tried
+        if i == len(rows):
+            return int(places.any(0).sum()) >= len(places)
+        for whole in there:
+            tried += 1
+            if tried > MOST_TRIED or len(whole) != places.shape[1]:
+                return False
+            left = places & (rows[i][:, None] == whole[None])
+            if bool(left.any(1).all()) and fits(i + 1, left):
+                return True
+        return False
+
+    size = len(there[0]) if there else 0
+    return size >= len(rows[0]) and fits(0, torch.ones(len(rows[0]), size, dtype=torch.bool))
 
 
 def is_stretch(row: Tensor, whole: Tensor) -> bool:
