@@ -166,8 +166,11 @@ def _not_the_result(op: Collective, told: GoesOn, shown: str) -> AtFault | None:
         )  # fmt: skip
     return AtFault(
         kind="missing_wait",
-        cause=f"the result of {shown} is read too early on rank {op.rank}: {told.where} has "
-        f"{own} in place of {told.own} of its {told.numel} numbers",
-        because=("wait for it before its first use",),
+        cause=f"the result of {shown} is read too early, or put back in part, on rank {op.rank}: "
+        f"{told.where} has {own} in place of {told.own} of its {told.numel} numbers",
+        because=(
+            "wait for it before its first use; where it is waited for, look at what puts the "
+            "result back",
+        ),
         ranks=(op.rank,),
     )
