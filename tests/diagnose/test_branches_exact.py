@@ -112,8 +112,9 @@ def test_at_the_loss_what_is_in_no_module_is_looked_at(monkeypatch, kind, inside
     monkeypatch.setattr(words, "first_wrong_backward", lambda look, failing: found)
     monkeypatch.setattr(words, "asked_between", lambda *_, back: lambda c: False)
     case = SimpleNamespace(traces=SimpleNamespace(ranks={0: of(True)}, single=of(False)))
-    said = words.with_branches(case, Diagnosis(cause="c", kind=kind)).because
-    assert len(said) == num
+    said = words.with_branches(case, Diagnosis(cause="c", kind=kind, because=("b",))).because
+    assert len(said) == num + 1
+    assert said[-1] == "b"
     if num:
         assert said[0].startswith("of the lines of surrogate that call torch rank 0 runs ")
         assert said[0].endswith("`gain = (y * 2).clamp(max=1.0)` in its place")

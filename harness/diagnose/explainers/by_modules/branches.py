@@ -63,7 +63,12 @@ def with_branches(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     told = branches(every, asked, traces.single.computed)
     told.sort(key=lambda one: not (one.here and one.there))
     said = tuple(one.in_words() for one in told[:MOST_FUNCTIONS])
-    return replace(diagnosis, because=(*diagnosis.because, *said)) if said else diagnosis
+    if not said:
+        return diagnosis
+    # At the loss few lines are left; in a model ranks may have a way of their own by right.
+    first = forward is None and found is not None and not found.modules
+    because = (*said, *diagnosis.because) if first else (*diagnosis.because, *said)
+    return replace(diagnosis, because=because)
 
 
 def _asked(
