@@ -132,7 +132,7 @@ class ModuleWatch:
 
     def trace(self, batch: Mapping[str, Tensor] | None = None) -> Trace:
         """What was seen. batch: the full batch, where this is the single process."""
-        for name in self._modules.keys() - self._modes.keys():
+        for name in (n for n in self._modules if n not in self._modes):
             self._uses("uncalled", name)  # as a list or a dict of parameters or buffers
         first = [self._same.get(i, i) for i in range(len(self._calls))]
         losses = [node for name, node in self._made_by if name == LOSS]
