@@ -326,9 +326,9 @@ def test_a_tensor_that_another_module_changed_is_told(monkeypatch, tmp_path, inp
     odd = Seen(rank=0, call=trace.calls[at], shape=(3, 4), forward="wrong",
                wrong=torch.arange(3))  # fmt: skip
     traces = traces_of(trace, single)
-    monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda case: traces)
     monkeypatch.setattr(wrong_outputs, "named", lambda look, module: module)
-    said = wrong_outputs.changed_in_place(None, None, FirstWrong(wrong="", seen=(odd,)))
+    case = SimpleNamespace(traces=traces)
+    said = wrong_outputs.changed_in_place(case, None, FirstWrong(wrong="", seen=(odd,)))
     told = "on rank 0 in call 0 it is the tensor that norm gave, which act then changed in place"
     assert said == ([told] if inplace else [])
     assert zeroed(traces, [odd], "float64") == inplace

@@ -206,12 +206,13 @@ def cut_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
 
 def changed_in_place(case: Case, look: Look, found: FirstWrong) -> list[str]:
     """Where a wrong output is a tensor that one module gave and another changed since."""
-    traces = traces_looked_at(case)
-    if traces is None:
-        return []
-    for s in found.seen:
+    traces = case.traces  # as they were recorded: calls say by their places what they changed
+    for s in found.seen if traces is not None else ():
+        assert traces is not None
         trace = traces.ranks[s.rank]
-        at = trace.calls.index(s.call)
+        key = s.call.module, s.call.number, s.call.part, s.call.recomputed
+        keys = [(c.module, c.number, c.part, c.recomputed) for c in trace.calls]
+        at = keys.index(key)
         same = [i for i, o in enumerate(trace.outputs[:at]) if o is trace.outputs[at]]
         later = next((i for i in same if trace.calls[i].changed_from >= 0), None)
         if later is None:
