@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +56,15 @@ def _beside_an_error(error: Exception, cause: Diagnosis) -> Diagnosis:
     broken = _broken(error)
     text = f"a part of the diagnosis failed itself: {_error(error)}, {broken.because[0]}"
     return replace(cause, however=(*cause.however, text))
+
+
+def _with(step: Callable[[Case, Diagnosis], Diagnosis], case: Case, cause: Diagnosis) -> Diagnosis:
+    """What a step makes of a cause; the cause as it is where the step fails itself."""
+    try:
+        return step(case, cause)
+    except Exception as error:  # a hint takes no cause away
+        case.known.setdefault(BROKEN, []).append(error)
+        return cause
 
 
 def _error(error: Exception) -> str:
@@ -113,7 +122,7 @@ def _diagnose(
     if not causes and not outright:
         causes, coefficients = choose(case, LAST_RESORT)
     for step in BESIDE_A_CAUSE:
-        causes = [step(case, cause) for cause in causes]
+        causes = [_with(step, case, cause) for cause in causes]
     for error in case.known.get(BROKEN, ())[:1]:
         causes = [_beside_an_error(error, causes[0]), *causes[1:]] if causes else [_broken(error)]
     said = [*outright, *causes] if case.has_plan else [*causes, *outright]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from records_in_memory import FLOOR, SCALE, SHAPES, program_record, with_rank
 from sumgrad.base.verdict import Diagnosis, Verdict
-from sumgrad.diagnose.explainers import EXPLAINERS
+from sumgrad.diagnose.explainers import BESIDE_A_CAUSE, EXPLAINERS
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.verdict import judge
 from sumgrad.record.trace import Trace, Traces
@@ -456,6 +456,17 @@ def test_the_explainers_beside_one_that_raises_are_asked(record, monkeypatch):
 
     every = (broken, *EXPLAINERS)
     monkeypatch.setattr("sumgrad.diagnose.diagnose.EXPLAINERS", every)
+    grads = {at: {n: 2 * g for n, g in own.items()} for at, own in record.ranks[0].grads.items()}
+    found = judge(with_rank(record, 0, grads=grads)).diagnoses[0]
+    assert found.factor == "2"
+    assert "IndexError: of ours" in found.however[-1]
+
+
+def test_a_hint_that_raises_takes_no_cause_away(record, monkeypatch):
+    def broken(case, cause):
+        raise IndexError("of ours")
+
+    monkeypatch.setattr("sumgrad.diagnose.diagnose.BESIDE_A_CAUSE", (broken, *BESIDE_A_CAUSE))
     grads = {at: {n: 2 * g for n, g in own.items()} for at, own in record.ranks[0].grads.items()}
     found = judge(with_rank(record, 0, grads=grads)).diagnoses[0]
     assert found.factor == "2"

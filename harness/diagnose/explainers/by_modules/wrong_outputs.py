@@ -204,11 +204,13 @@ def cut_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
     return []
 
 
+@as_a_hint
 def changed_in_place(case: Case, look: Look, found: FirstWrong) -> list[str]:
     """Where a wrong output is a tensor that one module gave and another changed since."""
     traces = case.traces  # as they were recorded: calls say by their places what they changed
-    for s in found.seen if traces is not None else ():
-        assert traces is not None
+    if traces is None:
+        return []
+    for s in found.seen:
         trace = traces.ranks[s.rank]
         key = s.call.module, s.call.number, s.call.part, s.call.recomputed
         keys = [(c.module, c.number, c.part, c.recomputed) for c in trace.calls]
