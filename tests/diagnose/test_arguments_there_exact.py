@@ -11,7 +11,9 @@ from sumgrad.diagnose.explainers.by_modules.arguments_there import arguments_the
 from sumgrad.diagnose.modules.arguments_there import broadcast_here, in_another_order
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.lines import AtLine
+from sumgrad.diagnose.modules.made_by import line_that_computed
 from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.record.line import NO_LINE
 from sumgrad.record.trace import INTO, Call
 from sumgrad.subjects.program.computations import Computations
 from torch.nn import functional as F
@@ -137,3 +139,24 @@ def test_a_module_that_is_handed_all_rows_and_a_part_of_the_rest(
     said = wrong_outputs.cut_in_words(None, look, FirstWrong(wrong="gru", seen=()))
     start = "on rank 1 in call 2 it is handed 3 of the 9 places of dimension 0, and all 6 of"
     assert [text.startswith(start) for text in said] == ([True] if told else [])
+
+
+def twice(function, *calls):
+    """The same call in the code, run with each of these."""
+    for given in calls:
+        function(*given)
+
+
+def test_what_is_so_in_some_run_of_the_single_process_is_not_told():
+    whole = recorded(twice, attend, (Q, K, V, (0, 4)), (Q, K, V, (4, 0)))
+    assert orders(recorded(attend, Q[:1], K[:1], V[:1], (4, 0)), whole) == []
+    single = recorded(twice, biased, (SCORES, SLOPES, DISTANCE), (SCORES, SLOPES[:1], DISTANCE))
+    mine = recorded(biased, SCORES, SLOPES[:1], DISTANCE)
+    assert list(broadcast_here(mine, single, last(mine))) == []
+
+
+def test_the_line_near_by_is_not_the_one_that_computed_it():
+    mine = recorded(biased, SCORES, SLOPES, DISTANCE)
+    line = line_that_computed(mine, last(mine).takes[1])
+    assert line[1] == "bias = -slopes[:, None, None] * distance"
+    assert line_that_computed(mine, last(mine).takes[1], {line[0]}) == NO_LINE

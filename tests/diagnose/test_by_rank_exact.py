@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from records_in_memory import compared, program_record
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.diagnose import diagnose
 from sumgrad.diagnose.explainers.by_rank import multiplied_between
-from sumgrad.diagnose.own_gradients import add_up_evenly, mixed, near
+from sumgrad.diagnose.explainers.replaced import _where
+from sumgrad.diagnose.own_gradients import _filled, add_up_evenly, mixed, near
 from sumgrad.record.ranks import OWN, OWN_AT, SAMPLES, sample_of
 from sumgrad.record.spec import Script
 
@@ -453,3 +455,17 @@ def test_ranks_that_keep_their_own_are_told_beside_a_backward_that_gave_nothing(
     assert [c.kind for c in causes] == (["not_reduced"] if wrong else [])
     if wrong:
         assert "rank 0-2 each keep what their own backward gave (times 1/4)" in causes[0].cause
+
+
+def test_an_empty_backward_beside_others_that_count_unlike_has_no_weight_of_theirs():
+    empty = torch.tensor([[False, False, True], [False, True, False]])
+    table = torch.tensor([[1.0, 2, 0], [0.5, 0, 0.5]]).double()
+    filled = _filled(table.reshape(-1), empty)
+    assert filled.tolist() == [1, 2, 0, 0.5, 0.5, 0.5]
+
+
+def test_elements_are_told_by_a_dimension_where_they_are_all_of_it():
+    cell = SimpleNamespace(index=None, measured=torch.zeros(4, 3))
+    assert _where(cell, torch.tensor([1, 4, 7, 10])) == ", those at 1 of dimension 1,"
+    assert _where(cell, torch.tensor([1, 4, 7, 10, 2])) == ""
+    assert _where(cell, torch.tensor([3, 4, 5])) == ", those at 1 of dimension 0,"

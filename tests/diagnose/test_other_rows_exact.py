@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from sumgrad.diagnose.explainers.other_rows import rows_of_other_numbers
+from sumgrad.diagnose.explainers.other_rows import _one_of_each, rows_of_other_numbers
 from sumgrad.diagnose.explanation import Left
+from sumgrad.diagnose.own_gradients import RowsGiven
 from test_lacking_rows_exact import RANKS, TOUCHED, case_of
 
 SLOTS = dict(enumerate(TOUCHED))
@@ -62,3 +63,27 @@ def test_one_row_of_another_number_is_too_few():
         return total
 
     assert told(held) == []
+
+
+def test_of_equal_rows_none_is_told():
+    own = torch.tensor([[[[1.0, 2], [0, 0], [0, 0]]], [[[0, 0], [5, 7], [5, 7]]]]).double()
+    got = torch.tensor([[6.0, 9], [0, 0], [0, 0]]).double()
+    given = RowsGiven(passes=own, rows=own.sum(1), got=got, wrong=(0,), tolerance=1e-9)
+    assert _one_of_each(given, 0, 0) is None
+    own[1, 0, 2] = 1
+    assert _one_of_each(given, 0, 0) == {(0, 0): 0, (1, 0): 1}
+
+
+def test_rows_that_are_no_such_sum_leave_it_likely_and_many_leave_nothing():
+    def noisy(*rows):
+        def held(sums, rank):
+            total = by_slots(sums, rank)
+            for row in rows if rank == 0 else ():
+                total[row] += 0.3
+            return total
+
+        return held
+
+    (cause,) = told(noisy(4))
+    assert cause.standing == "likely"
+    assert told(noisy(0, 1, 2, 3, 4)) == []
