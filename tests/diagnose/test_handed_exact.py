@@ -22,7 +22,7 @@ class Masked(nn.Module):
         return self.inner(x) * scale
 
 
-def test_what_a_users_module_is_handed_is_kept_by_name(tmp_path):
+def test_what_a_users_module_is_handed_is_kept_by_name_with_its_defaults(tmp_path):
     model = Masked()
     watching = ModuleWatch(model)
     with watching:
@@ -31,7 +31,7 @@ def test_what_a_users_module_is_handed_is_kept_by_name(tmp_path):
     write_trace(tmp_path / "one", watching.trace())
     assert read_trace(tmp_path / "one").handed == {
         "": (
-            {"x": "a tensor of float32"},
+            {"x": "a tensor of float32", "mask": "nothing", "scale": "1.0"},
             {"x": "a tensor of float32", "mask": "a tensor of float32", "scale": "2",
              "kind": "'a'", "more": "a list"},
         )

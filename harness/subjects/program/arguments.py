@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,16 @@ def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
         if parameter.kind == parameter.VAR_KEYWORD:
             given |= given.pop(name, {})
     return given
+
+
+def with_defaults(module: nn.Module, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, with those that are not handed, where its forward says what they are then."""
+    try:
+        parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    except (TypeError, ValueError):
+        return {**named}
+    free = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    return free | {**named}
 
 
 def as_numbers(value: Any) -> Tensor | None:

@@ -12,7 +12,13 @@ from sumgrad.base.tensors import to_local
 from sumgrad.record.line import NO_LINE, Line
 from sumgrad.record.ranks import sample_of
 from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Stack, Started, Trace
-from sumgrad.subjects.program.arguments import as_numbers, in_a_word, named_arguments, tensors_in
+from sumgrad.subjects.program.arguments import (
+    as_numbers,
+    in_a_word,
+    named_arguments,
+    tensors_in,
+    with_defaults,
+)
 from sumgrad.subjects.program.hooked import AroundHooks
 from sumgrad.subjects.program.seen_modules import is_trial, seen_modules, source_of
 from sumgrad.subjects.program.settings import settings_of
@@ -235,7 +241,8 @@ class ModuleWatch:
             self._uses("forward", name)
         named = named_arguments(self._modules[name], args, kwargs)
         if " at " in self._sources[name] and len(self._handed.get(name, ())) < MAX_HANDED:
-            self._handed.setdefault(name, []).append({n: in_a_word(v) for n, v in named.items()})
+            given = with_defaults(self._modules[name], named)
+            self._handed.setdefault(name, []).append({n: in_a_word(v) for n, v in given.items()})
         called = {id(t): n for n, value in named.items() for t in tensors_in(value)}
         for argument, value in named.items():
             if (listed := as_numbers(value)) is not None:

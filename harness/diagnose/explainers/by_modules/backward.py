@@ -35,6 +35,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     owners,
 )
 from sumgrad.diagnose.explainers.by_modules.losses import losses_beside, options_of_losses
+from sumgrad.diagnose.explainers.by_modules.missing_sum import lacking_sum
 from sumgrad.diagnose.explainers.by_modules.never_called import never_called
 from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
 from sumgrad.diagnose.explainers.by_modules.others_there import the_others
@@ -51,6 +52,7 @@ from sumgrad.diagnose.explainers.by_modules.recomputed import (
     without_a_first_graph,
 )
 from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
+from sumgrad.diagnose.explainers.by_modules.surplus import too_much_back
 from sumgrad.diagnose.explainers.by_modules.way_back import (
     in_some_calls,
     parts_between,
@@ -71,10 +73,11 @@ from sumgrad.diagnose.modules.first_wrong import (
 )
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import same
-from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, State, constant
+from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, Seen, State, constant
 from sumgrad.diagnose.modules.whole import by_module
 from sumgrad.diagnose.names import group_symbols
-from sumgrad.record.trace import INTO, LOSS
+from sumgrad.record.trace import INTO, LOSS, Started, Traces
+from torch import Tensor
 
 
 def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
@@ -125,6 +128,13 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
             *_evidence(case, look, found, above, known=bool(functions and functions.said)),
         ]
     text = _what_is_right(look, found, above) + cause + terms_there(look, found)
+    if not weights and (lacking := lacking_sum(case, look, found)):
+        kind, text = "skipped_collective", f"{text}: {lacking.cause}"
+        return Diagnosis(cause=text, kind=kind, ranks=ranks, because=lacking.because)
+    if not weights and (parts := _sent_in_parts(case, found)):
+        kind, text = "skipped_collective", f"{text}: {parts[0]}"
+    elif not weights and found.ratio is None and (more := too_much_back(case, look, found)):
+        text = f"{text}: {more}"
     accused = None if weights else collective_at_fault(case, found, back=True)
     if accused is not None:
         told = found.ratio is None and not found.over_all and not found.lost
@@ -170,22 +180,38 @@ def _what_is_wrong(look: Look, found: FirstWrong, above: str) -> str:
 
 def _handed(case: Case, found: FirstWrong) -> list[str]:
     """Where the gradient of the call that is told of is not autograd's: a line hands it on."""
-    traces = case.traces
-    if traces is None:
-        return []
-    s = told_of(found.seen)
-    trace = traces.ranks[s.rank]
-    at = next((one for one in trace.started if trace.calls[one.call] == s.call), None)
-    if at is None:
+    s, at = told_of(found.seen), _starts_there(case, found)
+    if case.traces is None or at is None:
         return []
     made = "" if at.made == at.line else f", made at {line_and_code(*at.made)}"
-    said = [f"on rank {s.rank} in call {s.call.number} {line_and_code(*at.line)} hands this "
-            f"gradient to autograd{made}"]  # fmt: skip
-    gradient = trace.gradients[trace.calls.index(s.call)]
+    return [f"on rank {s.rank} in call {s.call.number} {line_and_code(*at.line)} hands this "
+            f"gradient to autograd{made}",
+            *made_on_another_rank(case.traces, s.rank, _gradient(case.traces, s))]  # fmt: skip
+
+
+def _sent_in_parts(case: Case, found: FirstWrong) -> list[str]:
+    """Of such a gradient, that what was sent is a part, if it is."""
+    s, traces = told_of(found.seen), case.traces
+    if traces is None or _starts_there(case, found) is None:
+        return []
     whole = by_module(traces.single, found.wrong.__eq__).get((found.wrong, s.call.part))
     tolerance = TOLERANCES.get(case.record.spec.tiers[case.tier], COARSE)
-    summed = right_as_a_sum(case, s.rank, gradient, whole.gradients, tolerance) if whole else []
-    return [*summed, *said, *made_on_another_rank(traces, s.rank, gradient)]
+    if whole is None:
+        return []
+    return right_as_a_sum(case, s.rank, _gradient(traces, s), whole.gradients, tolerance)
+
+
+def _starts_there(case: Case, found: FirstWrong) -> Started | None:
+    """The backward that starts at the call that is told of."""
+    s, traces = told_of(found.seen), case.traces
+    trace = None if traces is None else traces.ranks[s.rank]
+    started = () if trace is None else trace.started
+    return next((one for one in started if trace and trace.calls[one.call] == s.call), None)
+
+
+def _gradient(traces: Traces, s: Seen) -> Tensor | None:
+    trace = traces.ranks[s.rank]
+    return trace.gradients[trace.calls.index(s.call)]
 
 
 def _listed_by_output(look: Look, modules: Sequence[str]) -> str:

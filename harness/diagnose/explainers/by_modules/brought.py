@@ -10,7 +10,9 @@ from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.lines import expression
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code
+from sumgrad.diagnose.explainers.by_modules.missing_sum import kept_in_words
 from sumgrad.diagnose.modules.matching import match, vectors
+from sumgrad.diagnose.modules.missing_sum import whole_but_for
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.computed import Computation
 from sumgrad.record.trace import Traces
@@ -65,11 +67,20 @@ def right_as_a_sum(
             alike = [t for t in terms if t is not None and t.shape == own.shape]
             if not group or len(alike) != len(group):
                 continue
+            line = line_and_code(maker.made.line, maker.made.code)
+            start = f"what {line} takes on rank {spans(list(group))} is a part on each"
+            end = "look for a sum that is missing before it is sent"
             if _are_all_there(torch.stack(alike).sum(0), wanted, tolerance):
-                line = line_and_code(maker.made.line, maker.made.code)
-                return [f"what {line} takes on rank {spans(list(group))} is a part on each, and "
-                        f"their sum over {axis} is right: look for a sum that is missing before it "
-                        f"is sent"]  # fmt: skip
+                return [f"{start}, and their sum over {axis} is right: {end}"]
+
+            def is_right(total: Tensor) -> bool:
+                return _are_all_there(total, wanted, tolerance)
+
+            kept = whole_but_for(traces, group, alike, is_right)
+            if kept is not None:
+                return [f"{start}, and their sum over {axis} is right, with the gradient of "
+                        f"{kept_in_words(kept)}, which each of them has whole, counted once: "
+                        f"{end}"]  # fmt: skip
     return []
 
 

@@ -57,7 +57,7 @@ def of_other_places(case: Case, look: Look, found: FirstWrong) -> list[str]:
     if traces is None:
         return []
     dtype = case.record.spec.tiers[case.tier]
-    told = gradients_elsewhere(traces, look, found.seen, dtype, _factor(look, found))
+    told = gradients_elsewhere(traces, look, found.seen, dtype, factor_beside(look, found))
     alike: dict[str, list[int]] = {}
     for one in told:
         alike.setdefault(_elsewhere(one), []).append(one.rank)
@@ -65,7 +65,7 @@ def of_other_places(case: Case, look: Look, found: FirstWrong) -> list[str]:
     return ["; ".join(shown[:MOST_TARGETS])] if shown else []
 
 
-def _factor(look: Look, found: FirstWrong) -> float:
+def factor_beside(look: Look, found: FirstWrong) -> float:
     """That of the right gradients beside what is wrong; 1 where it is not known."""
     factors = [constant(s.factors) for m in found.modules for s in look.seen[m]
                if s.rank in found.ranks and s.backward == "right"]  # fmt: skip
@@ -130,7 +130,7 @@ def lost_on_the_way(case: Case, look: Look, found: FirstWrong) -> list[str]:
     if traces is None or found.over_all:
         return []
     try:
-        lost = lost_at_copies(traces, found.seen, _factor(look, found))
+        lost = lost_at_copies(traces, found.seen, factor_beside(look, found))
     except (RuntimeError, ValueError, LookupError):
         return []  # as in looked(): a cause is not lost by a hint
     if lost is None:

@@ -1,0 +1,91 @@
+"""A sum over ranks that is missing in the backward, beside what a residual brings, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from sumgrad.base.outcome import some_of, spans
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import gone_into, line_and_code, traces_looked_at
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.missing_sum import MissingSum, missing_sum
+from sumgrad.diagnose.modules.seen import TOLERANCES
+from sumgrad.diagnose.modules.whole import by_module
+from sumgrad.diagnose.names import axis_groups
+from sumgrad.record.trace import INTO, Traces
+
+NEAREST = 8  # modules made from what is wrong that are looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lacking:
+    """The sum, in words; because: where it is seen, and where to look."""
+
+    cause: str
+    because: tuple[str, ...]
+
+
+def lacking_sum(case: Case, look: Look, found: FirstWrong) -> Lacking | None:
+    """Of a gradient that is wrong on each rank, and right as a sum but for what all have."""
+    traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
+    if traces is None or dtype != "float64" or found.lost or found.over_all or found.emptied:
+        return None
+    try:
+        one = _first(case, look, found, traces, TOLERANCES[dtype])
+    except (RuntimeError, ValueError, LookupError):
+        return None  # as in looked(): a cause is not lost by a hint
+    if one is None:
+        return None
+    kept = kept_in_words(one.kept)
+    cause = (f"a sum over {one.axis} is missing on the way: summed over rank "
+             f"{spans(list(one.ranks))} it is right, with the gradient of {kept}, which each of "
+             f"them has whole, counted once")  # fmt: skip
+    parts = _parts(look, found, one)
+    because = [f"on the way the gradient that reaches {some_of(parts)} is a part on each rank, "
+               f"whole only when summed over {one.axis}"] if parts else []  # fmt: skip
+    return Lacking(cause=cause, because=(*because, *_uses(traces, one, parts)))
+
+
+def _first(
+    case: Case, look: Look, found: FirstWrong, traces: Traces, tolerance: float
+) -> MissingSum | None:
+    """Of what is wrong, or else of what goes into a module that is made from it and is near."""
+    above = look.paths.all_above(found.wrong)
+    near = [m for m in look.modules if m in above and m not in found.beside][:NEAREST]
+    into = [tuple(s for s in gone_into(case, m) if s.backward == "wrong")
+            for m in (*near, *found.modules)]  # fmt: skip
+    for seen in (found.seen, *(own for own in into if own)):
+        whole = by_module(traces.single, seen[0].call.module.__eq__)
+        one = missing_sum(traces, seen, whole, axis_groups(case), tolerance)
+        if one is not None:
+            return one
+    return None
+
+
+def kept_in_words(name: str) -> str:
+    """Of a module, or of INTO and one."""
+    return name if name.startswith(INTO) else f"what {name or 'the model'} gives"
+
+
+def _parts(look: Look, found: FirstWrong, one: MissingSum) -> list[str]:
+    """What is made from it, whose gradient is a part over the same axis."""
+    above = look.paths.all_above(found.wrong)
+    return [m for m in look.modules if m in above
+            and any(s.backward == "part" and s.axis == one.axis for s in look.seen[m])]  # fmt: skip
+
+
+def _uses(traces: Traces, one: MissingSum, parts: Sequence[str]) -> Iterator[str]:
+    """The line that takes what the first of the parts gives."""
+    trace = traces.ranks[one.ranks[0]]
+    for part in parts[:1]:
+        outputs = [o for c, o in zip(trace.calls, trace.outputs, strict=True)
+                   if (c.module, c.part) == (part, 0)]  # fmt: skip
+        for c in trace.computed.computations:
+            given = [trace.computed.values[n] for n in c.takes if isinstance(n, int)]
+            if any(torch.equal(v, o) for v in given for o in outputs):
+                yield (f"what {part} gives is taken at {line_and_code(c.line, c.code)}: the sum of "
+                       f"its gradient belongs before it")  # fmt: skip
+                return

@@ -1,0 +1,225 @@
+"""What an output has too often, or lacks; a sum that a residual hides: steps that really ran."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sumgrad.diagnose.explainers.by_modules import looked, missing_sum, surplus
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.look import look_at, look_into
+from sumgrad.diagnose.modules.missing_sum import MissingSum
+from sumgrad.diagnose.modules.missing_sum import missing_sum as find_missing_sum
+from sumgrad.diagnose.modules.surplus import Surplus, surplus_back
+from sumgrad.diagnose.modules.surplus import surplus as find_surplus
+from sumgrad.diagnose.modules.whole import by_module
+from sumgrad.record.trace import INTO, Traces
+from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watch import ModuleWatch
+from torch import nn
+
+G = torch.Generator().manual_seed(4)
+X = torch.randn(6, 5, generator=G, dtype=torch.float64)
+OWN = slice(0, 6)
+GROUPS = [("dp", [(0,), (1,)]), ("tp", [(0, 1)])]
+
+
+class Block(nn.Module):
+    """A residual block of two parts, of which a rank may hold one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+        self.parts = nn.ParameterList(torch.randn(5, 5) for _ in range(2))
+        self.bias = nn.Parameter(torch.randn(5))
+        self.residual, self.biases, self.part = 1.0, 1.0, 1.0
+        self.own = None
+        self.copies = True
+
+    def forward(self, x):
+        h = self.norm(x)
+        parts = [(h @ w).tanh() for w in self.parts]
+        if self.own is not None:  # the others' parts come without a graph, as out of a sum
+            others = sum(p.detach() for i, p in enumerate(parts) if i != self.own)
+            parts = [parts[self.own], others]
+        x = x.detach() if self.copies is None else x
+        return self.residual * x + self.part * sum(parts) + self.biases * self.bias
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.block, self.head = nn.Linear(5, 5), Block(), nn.Linear(5, 3)
+        self.squash = False
+        self.double()
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.head(self.block(h.tanh() if self.squash else h))
+
+
+def traced(rows, calls, squash=False):
+    """calls: of each what is set on the block then."""
+    model = Net()
+    model.squash = squash
+    with ModuleWatch(model) as watch, Computations(watch.now) as computations:
+        for number, settings in enumerate(calls):
+            for name, value in settings.items():
+                setattr(model.block, name, value)
+            (model(rows) * (number + 1)).cos().sum().backward()
+    trace = watch.trace({"x": X})
+    object.__setattr__(trace, "computed", computations.computed())
+    return trace
+
+
+def traces_of(*ranks, squash=False):
+    """Each rank: the calls with its rows."""
+    calls = max(len(own) for own in ranks)
+    single = traced(X, [{}] * calls, squash)
+    params = {name: p.detach() for name, p in Net().named_parameters()}
+    object.__setattr__(single, "params", params)
+    traces = {i: traced(X[OWN], own, squash) for i, own in enumerate(ranks)}
+    return Traces(tier="structure", step=0, ranks=traces, single=single)
+
+
+def found_in(traces, module="block", *, back=False):
+    seen = look_at(traces, "float64", ()).seen[module]
+    return [s for s in seen if (s.backward if back else s.forward) == "wrong"]
+
+
+def found_surplus(*ranks):
+    traces = traces_of(*ranks)
+    into = look_into(traces, "float64", (), "block")
+    return find_surplus(traces, found_in(traces), into, 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"biases": 2.0}, Surplus(name="block.bias", of="parameter", times=1.0)),
+        ({"biases": 0.0}, Surplus(name="block.bias", of="parameter", times=-1.0)),
+        ({"residual": 0.0}, Surplus(name=f"{INTO}block", of="module", times=-1.0)),
+        ({"residual": 2.5}, Surplus(name=f"{INTO}block", of="module", times=1.5)),
+    ],
+)
+def test_what_is_in_an_output_too_often_is_found_by_what_is_off(settings, wanted):
+    one = found_surplus([settings], [settings])
+    assert (one.name, one.of) == (wanted.name, wanted.of)
+    assert one.times == pytest.approx(wanted.times, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [[{"part": 1.5}]],  # a part of the output alone is no module's
+        [[{"biases": 2.0}], [{"biases": 3.0}]],
+        [[{"biases": 2.0, "residual": 2.0}]],
+        [[{"biases": 2.0}], [{"residual": 2.0}]],
+    ],
+)
+def test_what_no_one_thing_explains_is_not_told(ranks):
+    assert found_surplus(*ranks) is None
+
+
+def test_right_outputs_have_no_surplus():
+    assert found_surplus([{}], [{}]) is None
+
+
+def test_a_gradient_that_a_residual_does_not_bring_is_lacking():
+    traces = traces_of([{"copies": None}])
+    wrong = found_in(traces, "first", back=True)
+    one = surplus_back(traces, wrong, 1.0, 1e-8)
+    assert one.times == pytest.approx(-1.0, abs=1e-9)
+    assert one.name == "block"
+    assert surplus_back(traces, wrong, 2.0, 1e-8) is None
+
+
+def lacking(*ranks):
+    traces = traces_of(*ranks)
+    wrong = found_in(traces, "first", back=True)
+    whole = by_module(traces.single, "first".__eq__)
+    return traces, wrong, find_missing_sum(traces, wrong, whole, GROUPS, 1e-8)
+
+
+def test_a_sum_that_is_missing_beside_a_residual_is_told_with_what_is_whole():
+    _, wrong, one = lacking([{"own": 0}], [{"own": 1}])
+    assert {s.rank for s in wrong} == {0, 1}
+    assert one == MissingSum(axis="tp", ranks=(0, 1), kept="block")
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ([{"own": 0}], [{"own": 0}]),  # one of the parts twice: the other is lost
+        ([{"own": 0}],),
+        ([{"own": 0, "residual": 2.0}], [{"own": 1, "residual": 2.0}]),
+    ],
+)
+def test_what_is_not_right_as_a_sum_lacks_none(ranks):
+    assert lacking(*ranks)[2] is None
+
+
+def test_a_sum_is_missing_in_what_goes_into_the_block_behind_an_activation(monkeypatch):
+    traces = traces_of([{"own": 0}], [{"own": 1}], squash=True)
+    case, found = case_of(monkeypatch, traces), found_in(traces, "first", back=True)
+    found = FirstWrong(wrong="first", seen=tuple(found), beside=("head",))
+    said = missing_sum.lacking_sum(case, looked.looked(case), found)
+    assert "summed over rank 0-1 it is right, with the gradient of what block gives" in said.cause
+
+
+def case_of(monkeypatch, traces):
+    spec = SimpleNamespace(tiers={"structure": "float64"}, script=None)
+    case = SimpleNamespace(record=SimpleNamespace(spec=spec), tier="structure", traces=traces,
+                           known={}, step=0)  # fmt: skip
+    for module in (looked, surplus, missing_sum):
+        monkeypatch.setattr(module, "axis_groups", lambda _: GROUPS)
+    return case
+
+
+def test_the_words_say_what_and_how_often_and_where(monkeypatch):
+    traces = traces_of([{"biases": 2.0}], [{"biases": 2.0}])
+    case, found = (
+        case_of(monkeypatch, traces),
+        FirstWrong(wrong="block", seen=tuple(found_in(traces))),
+    )
+    issued = ["allreduce(SUM) of 15 float64 over ranks 0-1, at net.py:9"]
+    monkeypatch.setattr(surplus, "issued_between", lambda *_, **__: issued)
+    said = surplus.too_much(case, found)
+    assert said.cause == "what block gives has block.bias once more than it should"
+    assert said.because[0] == (
+        "it is in 2 times where it should be once, and tp has 2 ranks: something whole is added on "
+        "each of them before they are summed"
+    )
+    assert said.because[1].startswith("look at tests/diagnose/test_surplus_exact.py:")
+    assert "self.biases * self.bias" in said.because[1]
+    issued[0] = "all_gather of 15 float64 over ranks 0-1, at net.py:9"
+    assert len(surplus.too_much(case, found).because) == 1
+
+
+def test_the_words_of_what_is_lacking(monkeypatch):
+    traces = traces_of([{"residual": 0.0}])
+    found = FirstWrong(wrong="block", seen=tuple(found_in(traces)))
+    said = surplus.too_much(case_of(monkeypatch, traces), found)
+    assert said.cause == f"{INTO}block is lacking in what block gives"
+    traces = traces_of([{"copies": None}])
+    case, found = case_of(monkeypatch, traces), found_in(traces, "first", back=True)
+    found = FirstWrong(wrong="first", seen=tuple(found), beside=("block",))
+    told = surplus.too_much_back(case, looked.looked(case), found)
+    assert told == "the gradient of what block gives is lacking in it"
+
+
+def test_the_words_of_a_missing_sum_name_the_part_and_the_line(monkeypatch):
+    traces, wrong, _ = lacking([{"own": 0}], [{"own": 1}])
+    case = case_of(monkeypatch, traces)
+    found = FirstWrong(wrong="first", seen=tuple(wrong), beside=("block",))
+    said = missing_sum.lacking_sum(case, looked.looked(case), found)
+    assert said.cause == ("a sum over tp is missing on the way: summed over rank 0-1 it is right, "
+                          "with the gradient of what block gives, which each of them has whole, "
+                          "counted once")  # fmt: skip
+    part, line = said.because
+    assert part == ("on the way the gradient that reaches block.norm is a part on each rank, whole "
+                    "only when summed over tp")  # fmt: skip
+    assert "what block.norm gives is taken at" in line
+    assert "(h @ w).tanh()" in line
