@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import looked, missing_sum, surplus
+from sumgrad.diagnose.modules.counted_once import counted_once
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import look_at, look_into
 from sumgrad.diagnose.modules.missing_sum import MissingSum
@@ -223,3 +224,67 @@ def test_the_words_of_a_missing_sum_name_the_part_and_the_line(monkeypatch):
                     "only when summed over tp")  # fmt: skip
     assert "what block.norm gives is taken at" in line
     assert "(h @ w).tanh()" in line
+
+
+class Strips(nn.Module):
+    """A sum over strips, and a term of the whole that belongs in it once."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(5, dtype=torch.float64))
+
+    def forward(self, x, share=1.0):
+        whole = (self.scale * self.scale).sum()
+        term = share * whole
+        return (x * self.scale).sin().sum((1, 2)) + term
+
+
+def strips(*shares, cuts=((0, 2), (2, 3), (3, 6))):
+    """Each rank has a strip of each row, and so much of the term."""
+    x = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def own(rows, share):
+        torch.manual_seed(2)
+        model = Strips()
+        with ModuleWatch(model) as watch, Computations(watch.now) as computations:
+            model(rows, share).cos().sum().backward()
+        trace = watch.trace({"x": x})
+        object.__setattr__(trace, "computed", computations.computed())
+        return trace
+
+    ranks = {i: own(x[:, slice(*cuts[i])], s) for i, s in enumerate(shares)}
+    traces = Traces(tier="structure", step=0, ranks=ranks, single=own(x, 1.0))
+    groups = [("sp", [tuple(range(len(shares)))])]
+    whole = by_module(traces.single, "".__eq__)
+    return traces, counted_once(traces, found_in(traces, ""), whole, groups, 1e-8)
+
+
+def test_a_term_of_the_whole_that_each_part_of_a_sum_has_is_found():
+    _, one = strips(1.0, 1.0, 1.0)
+    assert (one.axis, one.ranks) == ("sp", (0, 1, 2))
+    assert one.line.code == "term = share * whole" or one.line.code.startswith("whole = ")
+
+
+@pytest.mark.parametrize(
+    ("shares", "cuts"),
+    [
+        ((1 / 3, 1 / 3, 1 / 3), ((0, 2), (2, 3), (3, 6))),  # right as a sum
+        ((1.0, 1.0, 0.5), ((0, 2), (2, 3), (3, 6))),
+        ((1.0, 1.0, 1.0), ((0, 2), (2, 4), (3, 6))),  # a strip that overlaps another
+    ],
+)
+def test_what_is_not_right_with_it_counted_once_is_not_told(shares, cuts):
+    assert strips(*shares, cuts=cuts)[1] is None
+
+
+def test_the_words_of_a_term_of_the_whole(monkeypatch):
+    traces, _ = strips(1.0, 1.0, 1.0)
+    case = case_of(monkeypatch, traces)
+    monkeypatch.setattr(surplus, "axis_groups", lambda _: [("sp", [(0, 1, 2)])])
+    said = surplus.whole_on_each(case, FirstWrong(wrong="", seen=tuple(found_in(traces, ""))))
+    assert said.startswith("what it gives is a part on each rank, but for what tests/diagnose/")
+    assert said.endswith("which each has whole: their sum over sp has that 3 times, and is right "
+                         "with it counted once")  # fmt: skip
+    traces, _ = strips(1.0, 1.0, 0.5)
+    case = case_of(monkeypatch, traces)
+    assert surplus.whole_on_each(case, FirstWrong(wrong="", seen=())) == ""

@@ -42,7 +42,7 @@ from sumgrad.diagnose.explainers.by_modules.other_weights import held_beside
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between, lines_in
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
 from sumgrad.diagnose.explainers.by_modules.scaled_outside import scaled_outside
-from sumgrad.diagnose.explainers.by_modules.surplus import too_much
+from sumgrad.diagnose.explainers.by_modules.surplus import too_much, whole_on_each
 from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
     another_output,
     changed_in_place,
@@ -105,6 +105,10 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because = (*more.because, *handed_otherwise(case, look, found), *called, seen[1])
         text = f"{text}: {more.cause}"
         return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
+    if shared := whole_on_each(case, found):
+        called = called_from(case, look, found, back=False)
+        text = f"{text}: {shared}"
+        return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=(*called, seen[1]))
     if handed := handed_for_wrong_rows_in_words(case, look, found):
         called = called_from(case, look, found, back=False)
         return Diagnosis(

@@ -10,16 +10,19 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import issued_between
 from sumgrad.diagnose.explainers.by_modules.entering import into_the_calls, what_goes_into
 from sumgrad.diagnose.explainers.by_modules.gradient_of_others import factor_beside
+from sumgrad.diagnose.explainers.by_modules.lines import expression
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     line_and_code,
     traces_looked_at,
 )
 from sumgrad.diagnose.explainers.by_modules.missing_sum import kept_in_words
+from sumgrad.diagnose.modules.counted_once import counted_once
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import TOLERANCES
 from sumgrad.diagnose.modules.surplus import Surplus, surplus, surplus_back
+from sumgrad.diagnose.modules.whole import by_module
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.trace import INTO
 
@@ -56,6 +59,23 @@ def too_much(case: Case, found: FirstWrong) -> TooMuch | None:
         cause = f"{gives} has {what} {_so_often(abs(one.times))} {more} than it should"
     because = [*_by_each_rank(case, found, one), *_lines_with(case, found, one)]
     return TooMuch(cause=cause, because=tuple(because))
+
+
+def whole_on_each(case: Case, found: FirstWrong) -> str:
+    """Where outputs are parts of a sum, and what a line gives is whole in each; or nothing."""
+    traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
+    if traces is None or dtype != "float64":
+        return ""
+    whole = by_module(traces.single, found.wrong.__eq__)
+    try:
+        one = counted_once(traces, found.seen, whole, axis_groups(case), TOLERANCES[dtype])
+    except (RuntimeError, ValueError, LookupError):
+        return ""  # as in looked(): a cause is not lost by a hint
+    if one is None:
+        return ""
+    return (f"what it gives is a part on each rank, but for what {expression(one.line)} gives, "
+            f"which each has whole: their sum over {one.axis} has that {len(one.ranks)} times, and "
+            f"is right with it counted once")  # fmt: skip
 
 
 def too_much_back(case: Case, look: Look, found: FirstWrong) -> str:
