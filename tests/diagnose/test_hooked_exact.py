@@ -238,6 +238,23 @@ def test_what_differs_from_call_to_call_is_told_of_the_accused_alone():
     assert told(was, *apart) == []
 
 
+def test_a_scale_that_moves_on_is_told_of_the_accused_beside_right_values():
+    was, now = {"m": {"scale": ("1.0", "2.0")}}, {"m": {"scale": ("1.0", "4.5")}}
+    assert told(was, now) == [("scale", ("1.0", "4.5"), ("1.0", "2.0"), ("m",), (0,))]
+    assert told(now, was | {"m": {"scale": ("1.0",)}}) == []  # all of its values are there
+    assert told(was, now, near={"m": 1}) == []
+    counts = {"m": {"scale": ("1", "3")}}
+    assert told({"m": {"scale": ("1", "2")}}, counts) == []
+    many = {"m": {"scale": tuple(f"{i}.0" for i in range(12))}}
+    assert told(many, {"m": {"scale": ("1.0", "77.0")}}) == []  # there may have been more
+
+
+def test_of_many_values_the_first_are_written_out():
+    assert settings._values(("1",)) == "1"
+    assert settings._values(tuple("123456")).endswith(", then 6")
+    assert settings._values(tuple("1234567")).endswith(", then 6, ...")
+
+
 def test_settings_in_words(monkeypatch):
     was, now = {"": {"flag": ("False",)}, "m": {}}, {"": {"flag": ("True",)}, "m": {}}
     traces = settings_traces(was, now, now)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sumgrad.record.trace import Traces
 
 Values = tuple[str, ...]
+MOST_VALUES = 12  # of an attribute that are kept
 OF_A_RANK = ("rank", "world", "stage")  # in names of what differs by right
 
 
@@ -28,9 +29,11 @@ def set_otherwise(
 ) -> list[SetOtherwise]:
     """Of the modules in `near`, the nearest first: module -> how near, of which 0 is accused.
 
-    Only where no value is one of the single process's. Of other modules than the accused what
-    differs from call to call or from rank to rank is left out, as what counts or measures. sizes:
-    of axes; a count that is the single process's divided by one is a part of it, and left out.
+    Only where no value is one of the single process's; of the accused also where a number with
+    digits behind its point is none, as of a scale that is set from call to call. Of other modules
+    than the accused what differs from call to call or from rank to rank is left out, as what counts
+    or measures. sizes: of axes; a count that is the single process's divided by one is a part of
+    it, and left out.
     """
     sizes = {*sizes}
     found: dict[tuple[str, Values, Values], dict[str, dict[int, None]]] = {}
@@ -39,7 +42,8 @@ def set_otherwise(
         here = {rank: t.settings.get(module, {}) for rank, t in traces.ranks.items()}
         for attribute, was in there.items():
             now = {rank: own[attribute] for rank, own in here.items() if attribute in own}
-            odd = {rank: own for rank, own in now.items() if not {*own} & {*was}}
+            odd = {rank: own for rank, own in now.items() if not {*own} & {*was}
+                   or (not near[module] and _is_a_measure_beyond(own, was))}  # fmt: skip
             even = len({*odd.values()}) == 1 and all(len(own) == 1 for own in odd.values())
             if not odd or (near[module] and not even) or _by_right(attribute, odd, was, sizes):
                 continue
@@ -56,6 +60,12 @@ def set_otherwise(
         )
         for (attribute, now, was), held in found.items()
     ]
+
+
+def _is_a_measure_beyond(own: Values, was: Values) -> bool:
+    """Whether some of these values, numbers that count nothing, are none of those, which are all
+    that there were."""
+    return len(was) < MOST_VALUES and any("." in value for value in {*own} - {*was})
 
 
 def _by_right(attribute: str, odd: Mapping[int, Values], was: Values, sizes: set[int]) -> bool:

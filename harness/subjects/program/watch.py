@@ -33,7 +33,7 @@ MAX_BYTES = 1 << 28  # of outputs and gradients, on each rank
 MAX_BYTES_INTO = 1 << 27  # of what goes into modules and is no output, and its gradients
 MAX_USED = 4  # states of one parameter that differ
 MAX_HANDED = 256  # calls of one module whose arguments are kept in words
-MAX_SETTINGS = 4  # values of one attribute of a module that differ
+MAX_SETTINGS = 12  # values of one attribute of a module that differ
 MAX_PARTS = 4  # tensors of one output that are looked at
 
 

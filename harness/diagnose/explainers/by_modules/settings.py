@@ -14,7 +14,7 @@ from sumgrad.diagnose.modules.settings import SetOtherwise, set_otherwise
 from sumgrad.judge.joint import sizes_of
 
 MOST_SHOWN = 3
-MOST_VALUES = 4
+MOST_VALUES = 6  # that are written out
 
 
 def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
@@ -46,5 +46,5 @@ def _in_words(one: SetOtherwise) -> str:
 
 
 def _values(values: tuple[str, ...]) -> str:
-    more = ", ..." if len(values) >= MOST_VALUES else ""
-    return ", then ".join(values) + more
+    more = ", ..." if len(values) > MOST_VALUES else ""
+    return ", then ".join(values[:MOST_VALUES]) + more
