@@ -123,10 +123,9 @@ def _is_right_after(record: Record, d: TensorDiff) -> bool:
     got = held.grads[d.tier, d.step].get(d.name)
     if found is None or got is None or not found[0] <= found[1]:
         return False
-    if d.step:
-        moved = reference.after[d.name] - references[d.step - 1].after[d.name]
-        if not float(moved.abs().max()) > found[1]:
-            return False
+    before = [r.after[d.name] for r in references[: d.step] if d.name in r.after]
+    if before and not float((reference.after[d.name] - before[-1]).abs().max()) > found[1]:
+        return False  # other optimizers may have stepped since it moved
     index, whole = held.index_of(d.tier, d.name), reference.grads[d.name]
     wanted = (whole if index is None else whole.reshape(-1)[index]).reshape(-1)
     mine, square = got.double().reshape(-1), float(wanted.square().sum())

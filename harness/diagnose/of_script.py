@@ -233,10 +233,15 @@ def _wrong_update(compared: Compared) -> Diagnosis | None:
     wrong = next(wrong_updates(compared.record), None)
     if wrong is None:
         return None
+    infos = compared.record.ranks[wrong.rank].info.values()
+    unseen = any(info.get("changed_without") for info in infos)
+    what = "the optimizer's own step: its gradients are right"
+    if unseen:
+        what = "the optimizer's step, or a gradient that it finds elsewhere than in .grad"
     return Diagnosis(
-        cause=f"the optimizer's own step: its gradients are right; after it {wrong.text}",
+        cause=f"{what}; after it {wrong.text}",
         kind="update",
-        standing="proved",
+        standing="likely" if unseen else "proved",
         ranks=(wrong.rank,),
         because=("weights after each step are held against the single run's, from equal "
                  "weights before it",),

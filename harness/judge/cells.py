@@ -17,6 +17,9 @@ from sumgrad.record.reference import Reference
 from torch import Tensor
 
 
+UNSEEN = "it had no .grad, and the optimizer's step changed it all the same"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One rank's gradient of one parameter at one step. index: of a shard, else None.
@@ -209,6 +212,8 @@ def _may_be_zero(wanted: Expected) -> bool:
 
 def _as_user_left_it(record: Record, cell: Cell, diff: TensorDiff) -> TensorDiff:
     """A user's own step may leave a parameter that no term reaches without a gradient."""
+    if cell.got is None and cell.name in _changed_without(record, cell.rank):
+        return replace(diff, status="unknown", reason=f"{UNSEEN}, which was not compared")
     if cell.wanted.scale == 0 and diff.comparable and diff.max_abs == 0:
         if _checked_elsewhere(record, cell):
             return replace(diff, status="pass", reason=None)
@@ -257,6 +262,12 @@ def unread(record: Record) -> dict[tuple[int, str], str]:
             for name, shape in info.get("reshaped", {}).items():
                 out[rank, name] = f"it has another shape {tuple(shape)} after the step"
     return out
+
+
+def _changed_without(record: Record, rank: int) -> set[str]:
+    """Parameters that an optimizer's step changed though they had no `.grad`."""
+    infos = record.ranks[rank].info.values()
+    return {name for info in infos for name in info.get("changed_without", ())}
 
 
 def _unplaced(record: Record) -> bool:

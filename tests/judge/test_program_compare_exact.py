@@ -197,6 +197,10 @@ def test_no_gradient_is_wrong_where_there_is_one_and_right_where_there_is_none(r
     [
         ({"reshaped": {"b": [5]}}, "it has another shape (5,) after the step"),
         ({"elsewhere": {"b": "main_grad"}}, "the step left no .grad, but a gradient in main_grad"),
+        (
+            {"changed_without": ["b"]},
+            "it had no .grad, and the optimizer's step changed it all the same",
+        ),
     ],
 )
 def test_a_gradient_that_could_not_be_read_is_unknown(info, reason):
@@ -206,6 +210,24 @@ def test_a_gradient_that_could_not_be_read_is_unknown(info, reason):
     (bad,) = [d for d in compare(wrong) if d.status != "pass"]
     assert (bad.rank, bad.name, bad.status) == (1, "b", "unknown")
     assert bad.reason == f"{reason}, which was not compared"
+
+
+def test_what_changes_without_a_gradient_in_both_runs_was_not_compared():
+    """None here and zero there is nothing that was seen, and no gradient of zeros."""
+    one = program_record(tiers={"structure": "float64"})
+    step = one.references["structure"][0]
+    both = with_reference(
+        one,
+        grads={**step.grads, "b": torch.zeros(3).double()},
+        scale={**step.scale, "b": 0.0},
+        floor={**step.floor, "b": 0.0},
+        reached=("w",),
+    )
+    for rank in range(3):
+        both = lost(both, rank, "b")
+    assert {d.status for d in compare(both)} == {"pass"}
+    both = with_rank(both, 1, info={KEY: {**one.ranks[1].info[KEY], "changed_without": ["b"]}})
+    assert [(d.rank, d.name) for d in compare(both) if d.status == "unknown"] == [(1, "b")]
 
 
 def test_zero_by_mathematics_passes_without_a_gradient(record):

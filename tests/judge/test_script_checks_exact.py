@@ -10,6 +10,7 @@ from records_in_memory import FLOOR, SHAPES, compared, program_record, texts
 from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import cells
+from sumgrad.judge.checks.beside import gradients_read_elsewhere, nothing_trained_elsewhere
 from sumgrad.judge.checks.script import (
     as_many_steps,
     changed_between,
@@ -385,6 +386,27 @@ def test_a_programs_run_is_asked_none_of_it():
     for check in (the_same_rows, the_same_start, as_many_steps, the_same_weights_after):
         assert texts(check, record) == []
     assert list(other_than_the_single_run(compared(record))) == []
+
+
+def test_gradients_kept_elsewhere_are_said():
+    record = updated(0.0)
+    assert texts(nothing_trained_elsewhere, record) == texts(gradients_read_elsewhere, record) == []
+    record.ranks[1].info[AT] |= {"changed_without": ["w"], "read_from": {"b": "main_grad"}}
+    (unseen,) = texts(nothing_trained_elsewhere, record)
+    assert unseen.startswith("w has no .grad before the optimizer's step on rank 1, and the step ")
+    (read,) = texts(gradients_read_elsewhere, record)
+    assert read.startswith("b has no .grad when the optimizer steps: compared is what is in its ")
+
+
+def test_a_wrong_update_of_a_gradient_that_nobody_saw_is_not_said_to_have_a_right_one():
+    record = updated(1e-2)
+    (seen,) = other_than_the_single_run(compared(record))
+    assert seen.cause.startswith("the optimizer's own step: its gradients are right; after it ")
+    for held in record.ranks.values():
+        held.info[AT]["changed_without"] = ["w"]
+    (cause,) = other_than_the_single_run(compared(record))
+    assert (cause.kind, cause.standing) == ("update", "likely")
+    assert "or a gradient that it finds elsewhere than in .grad; after it " in cause.cause
 
 
 def test_a_wrong_gradient_is_not_called_a_wrong_update():

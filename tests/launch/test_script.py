@@ -134,6 +134,24 @@ def test_a_bug_is_found_where_it_begins(kept, bug, kind, failed, words):
     assert {t["step"] for t in verdict["tensors"] if t["status"] == "fail"} == failed
 
 
+@pytest.mark.parametrize(
+    ("where", "factor", "code", "words"),
+    [
+        ("main_grad", 1, 0, "has no .grad when the optimizer steps: compared is what is in its "),
+        ("main_grad", 0.5, 1, "every gradient is multiplied by 1/2"),
+        ("both", 1, 3, "main_grad on rank 0-1 holds another gradient than its .grad"),
+        ("aside", 1, 3, "its gradient is kept where nobody can see it, so it was not compared"),
+    ],
+)
+def test_gradients_that_are_not_in_grad_are_compared_or_said_not_to_be(
+    tmp_path, where, factor, code, words
+):
+    """The optimizer takes signs: the weights are right, whatever the factor."""
+    ended, verdict = on_ranks(tmp_path, 2, "second.py", "{12/ranks}", where, factor)
+    assert ended == code, verdict["reasons"]
+    assert words in json.dumps(verdict)
+
+
 def test_a_factor_that_a_clip_hides_is_found(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "clipped.py", "{8/ranks}", "0.1")
     assert code == 1

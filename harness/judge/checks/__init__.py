@@ -33,6 +33,7 @@ CHECKS: tuple[Check, ...] = (
     script.the_optimizers_together,
     same_start.sound_reference,
     beside.nothing_trained_elsewhere,
+    beside.gradients_read_elsewhere,
     complete.every_tier,
     complete.nothing_hidden_by_a_clip,
     same_start.seen_norms,

@@ -39,6 +39,20 @@ def whole_gradients(compared: Compared) -> Iterator[Finding]:
         )
 
 
+def gradients_read_elsewhere(compared: Compared) -> Iterator[Finding]:
+    """Gradients of a script that are no parameter's `.grad`, and were compared all the same."""
+    names: dict[str, dict[str, None]] = {}
+    for _, info in _infos(compared.record):
+        for name, attribute in info.get("read_from", {}).items():
+            names.setdefault(attribute, {})[name] = None
+    for attribute, own in names.items():
+        yield Finding(
+            level="warning",
+            text=f"{some_of(list(own))} has no .grad when the optimizer steps: compared is what "
+            f"is in its {attribute}",
+        )
+
+
 def the_same_buffers(compared: Compared) -> Iterator[Finding]:
     """Buffers that a step leaves unlike on different ranks, or unlike those of one process.
 
@@ -96,6 +110,17 @@ def _unseen(record: Record) -> Iterator[str]:
         yield (
             f"{name}.{attribute} on rank {spans(ranks)} holds another gradient than its .grad, "
             f"which is what was compared; which of them the optimizer takes is not known"
+        )
+    without: dict[str, list[int]] = {}
+    for rank, info in _infos(record):
+        for name in info.get("changed_without", ()):
+            without.setdefault(name, []).append(rank)
+    if without:
+        ranks = [rank for held in without.values() for rank in held]
+        yield (
+            f"{some_of(list(without))} has no .grad before the optimizer's step on rank "
+            f"{spans(ranks)}, and the step changes it all the same: its gradient is kept where "
+            f"nobody can see it, so it was not compared"
         )
     for name, (shape, ranks) in _reshaped(record).items():
         yield (

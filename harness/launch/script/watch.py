@@ -39,6 +39,7 @@ from sumgrad.launch.script.rescaled import Rescaled
 from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.launch.script.weights import Weights
+from sumgrad.launch.script.without import SECOND, Without, is_same_gradient, second_gradient
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import register_backend, step_aside
 from sumgrad.record.ranks import AFTER, BUFFER, BUFFER_NAMED, OWN, OWN_AT
@@ -110,6 +111,7 @@ class Watch:
         self.optimizers: Optimizers = []
         self.weights, self.buffers = Weights(asked, self.directory), Buffers(asked, self.directory)
         self.rescaled = Rescaled(self.models.held.values)
+        self.without = Without()
         self._hooked: set[int] = set()
 
     def install(self) -> None:
@@ -281,9 +283,10 @@ class Watch:
             )
         if self.evidence is None:
             return  # no model was called yet
-        info: dict[str, Any] = {"partial": []}
+        info: dict[str, Any] = {"partial": [], "read_from": {}, "elsewhere": {}}
         with own_arithmetic():
             grads = {n: g for n, h in held.items() if (g := self._gradient(h, info)) is not None}
+            self.without.before({n: h for n, h in held.items() if n not in grads})
             self.seat.files.keep(f"{self.asked.tier}/{self.calls}", grads)
             if self.own is not None:
                 own, at = self.own.taken(held)
@@ -333,7 +336,11 @@ class Watch:
         ]
 
     def _gradient(self, held: Held, info: dict[str, Any]) -> Tensor | None:
-        grad = held.param.grad
+        grad, beside = held.param.grad, second_gradient(held.param)
+        if grad is None and beside is not None:
+            grad, info["read_from"][held.name] = beside, SECOND
+        elif grad is not None and beside is not None and not is_same_gradient(grad, beside):
+            info["elsewhere"][held.name] = SECOND
         if grad is None:
             return None
         if any(getattr(p, "is_partial", bool)() for p in getattr(grad, "placements", ())):
@@ -361,7 +368,6 @@ class Watch:
             "lifted": dict(casts(self.lift)),
             "dropout": self.dropout.count,
             "alone": not dist.is_initialized(),
-            "elsewhere": {},
             **({} if self.infos else self._first()),
         }
         self.rows, self.losses = {}, []
@@ -418,6 +424,8 @@ class Watch:
     def _write_weights(self) -> None:
         with own_arithmetic():
             held = list(self.stepping.values())
+            if self.infos:
+                self.infos[-1]["changed_without"] = self.without.after()
             self.seat.files.keep(f"{AFTER}/{self.calls}", {h.name: h.local() for h in held})
             self.weights.after(held, self.calls)
 

@@ -29,7 +29,7 @@ def gradients_elsewhere(placed: Sequence[Placed]) -> dict[str, str]:
     for p in placed:
         for attribute, value in _second_gradients(p.param):
             held = to_local(value).detach()
-            if _is_counted(held, p.local()) and not _same_gradient(p.param.grad, held):
+            if _is_counted(held, p.local()) and not same_gradient(p.param.grad, held):
                 out[p.name] = attribute
     return out
 
@@ -49,7 +49,7 @@ def _is_counted(held: Tensor, local: Tensor) -> bool:
     return held.numel() == local.numel() or (held.dim() > 0 and held.numel() > 1)
 
 
-def _same_gradient(grad: Tensor | None, held: Tensor) -> bool:
+def same_gradient(grad: Tensor | None, held: Tensor) -> bool:
     """Whether a second gradient is `.grad`, or a part of it, or that and zeros, but for the
     rounding to its dtype; zeros beside None are an unused buffer."""
     if grad is None:
