@@ -16,7 +16,6 @@ from sumgrad.record.ranks import At
 from sumgrad.record.reference import Reference
 from torch import Tensor
 
-
 UNSEEN = "it had no .grad, and the optimizer's step changed it all the same"
 
 
