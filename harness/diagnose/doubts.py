@@ -135,6 +135,35 @@ def _is_right_after(record: Record, d: TensorDiff) -> bool:
     return float(rest.norm()) > TURNED * float(mine.norm())
 
 
+def _perhaps_another(
+    record: Record, diffs: list[TensorDiff], clean: Record | None
+) -> list[TensorDiff]:
+    """A script's failing gradients of parameters that may be others of the single run's: UNKNOWN.
+
+    Stages and experts may number their own from nought. Where that run has another parameter that
+    began with the same values and that no rank holds, its name does not tell which a rank has; and
+    what the first step made of the wrong one is in every later step.
+    """
+    script = record.spec.script
+    if script is None:
+        return diffs
+    held = {name for rank in record.ranks.values() for name in rank.params}
+    others = {n: [o for o in script.twins.get(n, ()) if o not in held] for n in sorted(held)}
+    unsure = [n for n, nowhere in others.items() if nowhere]
+    why = {}
+    for d in diffs:
+        if d.status != "fail" or not unsure or not (d.step or d.name in unsure):
+            continue
+        own = d.name in unsure
+        name = d.name if own else unsure[0]
+        why[id(d)] = (
+            f"the single run has {some_of(others[name])}, too, which began with the same values "
+            f"and no rank holds: which of them a rank has as {'this one' if own else name} is not "
+            f"known (stages, or experts, that number their own?)"
+        )
+    return _unknown(diffs, why) if why else diffs
+
+
 def _like_fewer_digits(
     record: Record, diffs: list[TensorDiff], clean: Record | None
 ) -> list[TensorDiff]:
@@ -204,6 +233,7 @@ def _unknown(diffs: list[TensorDiff], why: dict[int, str]) -> list[TensorDiff]:
 
 
 DOUBTS: tuple[Doubt, ...] = (
+    _perhaps_another,
     _like_float32,
     _like_fewer_digits,
     _reduced_in_the_step,

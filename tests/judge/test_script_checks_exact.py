@@ -388,6 +388,31 @@ def test_a_programs_run_is_asked_none_of_it():
     assert list(other_than_the_single_run(compared(record))) == []
 
 
+@pytest.mark.parametrize(
+    ("twins", "wrong", "status"),
+    [
+        ({}, [("w", 0)], "fail"),
+        ({"w": ("gone", "b")}, [("w", 0)], "unknown"),
+        ({"w": ("b",)}, [("w", 0)], "fail"),  # which some rank holds
+        ({"b": ("gone",)}, [("w", 0)], "fail"),  # at equal weights
+        ({"b": ("gone",)}, [("w", 1)], "unknown"),  # b may have moved by another's step
+        ({"b": ("gone",)}, [("w", 1), ("w", 0)], "fail"),
+    ],
+)
+def test_what_may_be_another_parameter_is_no_wrong_gradient(twins, wrong, status):
+    """Stages that number their own layers, whose norms begin alike."""
+    record = record_of(FOUR, steps=2)
+    script = replace(record.spec.script, twins=twins)
+    record = replace(record, spec=replace(record.spec, script=script))
+    for name, step in wrong:
+        held = record.ranks[1].grads["structure", step]
+        held[name] = held[name] + 1
+    verdict = judge(record)
+    assert verdict.tiers[0].status == status
+    if status == "unknown":
+        assert "the single run has gone, too, which began with the same values" in str(verdict.data)
+
+
 def test_gradients_kept_elsewhere_are_said():
     record = updated(0.0)
     assert texts(nothing_trained_elsewhere, record) == texts(gradients_read_elsewhere, record) == []

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.subjects.program.placement import Placed, place
+from sumgrad.subjects.program.placement import Placed, Siblings, place
 from torch import nn
 
 FULL = {
@@ -85,6 +85,63 @@ def test_a_part_of_a_model_with_names_of_its_own_is_not_told_by_constant_values(
     whole = model_of(**{"0__weight": torch.ones(2), "1__weight": torch.ones(2),
                         "1__bias": torch.arange(2.0)})  # fmt: skip
     assert [p.name for p in place(whole, {}, ALIKE).placed] == [*ALIKE]
+
+
+LAYERS = {
+    f"layers.{i}.{name}": value
+    for i in range(4)
+    for name, value in {
+        "ln.weight": torch.ones(3), "ln.bias": torch.zeros(3), "l.bias": torch.zeros(3),
+        "l.weight": torch.arange(9.0).view(3, 3) + 10 * i,
+    }.items()
+}  # fmt: skip
+
+
+NAMES = ("ln__weight", "ln__bias", "l__bias", "l__weight")
+
+
+def stage(*which, ln=1.0, start="layers", names=NAMES):
+    """A part of the layers, numbered from nought."""
+    held = {}
+    for here, there in enumerate(which):
+        for name in names:
+            value = LAYERS[f"layers.{there}.{name.replace('__', '.')}"]
+            value = ln * value if name == "ln__weight" else value
+            held[f"{start}__{here}__{name}"] = value
+    return place(model_of(**held), {}, LAYERS)
+
+
+@pytest.mark.parametrize("start", ["layers", "stage"])
+def test_what_begins_equal_in_every_layer_is_told_by_its_siblings(start):
+    found = stage(2, 3, start=start)
+    assert found.unknown == ()
+    assert {p.name for p in found.placed} == {n for n in LAYERS if n[7] in "23"}
+    assert {p.name for p in stage(0, 1).placed} == {n for n in LAYERS if n[7] in "01"}
+    assert {p.name for p in stage(2, 0).placed} == {n for n in LAYERS if n[7] in "20"}
+
+
+def test_a_layer_of_which_no_parameter_has_values_of_its_own_is_not_told():
+    alone = stage(2, 3, names=("ln__weight", "ln__bias"))
+    assert alone.placed == ()
+    assert len(alone.unknown) == 4
+
+
+def test_other_values_under_a_layers_name_are_held_against_that_layer():
+    odd = stage(2, 3, ln=2.0)  # that they are others is said where weights are compared
+    assert {p.name for p in odd.placed} == {n for n in LAYERS if n[7] in "23"}
+
+
+def test_siblings_that_say_two_things_say_nothing():
+    full = {"a.0.v": torch.arange(2.0), "b.1.w": torch.arange(3.0), "a.0.c": torch.ones(2),
+            "b.1.c": torch.ones(2)}  # fmt: skip
+    found = {"x.0.v": "a.0.v", "x.0.w": "b.1.w"}
+    siblings = Siblings(found, full)
+    assert siblings.name_of("x.0.c", torch.ones(2)) is None
+    assert Siblings({"x.0.v": "a.0.v"}, full).name_of("x.0.c", torch.ones(2)) == "a.0.c"
+    assert Siblings({"x.0.v": "a.0.v"}, full).name_of("x.0.c", torch.zeros(2)) is None
+    assert Siblings({"x.0.v": "a.0.v"}, full).name_of("x.1.c", torch.ones(2)) is None
+    # Nor does a layer around it, which may number its own anew.
+    assert Siblings({"x.0.v": "a.0.v"}, full).name_of("x.0.e.1.c", torch.ones(2)) is None
 
 
 def test_what_is_left_on_the_meta_device_is_held_by_others():

@@ -17,7 +17,7 @@ from sumgrad.launch.script.options import fill_in
 from sumgrad.launch.script.user_files import FileKeeper, put_back
 from sumgrad.subjects.script.doubled import NoDropout, double_inputs
 from sumgrad.subjects.script.models import Models, label_of, outermost
-from sumgrad.subjects.script.reference import LOUD, Single, louder, noise_of, reference_of
+from sumgrad.subjects.script.reference import LOUD, Single, louder, noise_of, reference_of, twins_of
 from sumgrad.subjects.script.roundings import OtherRoundings
 from sumgrad.subjects.script.rows import rows_of
 from sumgrad.subjects.script.start import take_over
@@ -194,6 +194,44 @@ def test_a_hand_cut_part_is_placed_by_value_and_given_the_other_weights():
     assert take_over(held, other, jitter=3) == []
     off = ((cut.weight.detach() - other["weight"][2:4]) / other["weight"][2:4]).abs()
     assert 0 < float(off.max()) < 3 * torch.finfo(torch.float32).eps
+
+
+class Stage(nn.Module):
+    """Blocks of a pipeline, numbered from nought, or all of them."""
+
+    def __init__(self, which):
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for i in which:
+            torch.manual_seed(i)
+            block = nn.ModuleDict({"ln": nn.LayerNorm(3), "l": nn.Linear(3, 3),
+                                   "drop": nn.Dropout(0.1)})  # fmt: skip
+            self.layers.append(block)
+
+
+def test_a_stages_own_numbers_are_not_the_models():
+    whole = {n: p.detach().clone() for n, p in Stage(range(4)).named_parameters()}
+    models, part = Models(), Stage([2, 3])
+    held = models.meet(part, lambda: whole)
+    assert models.unknown == []
+    assert {h.name for h in held} == {n for n in whole if n[7] in "23"}
+    names = models.renumbered(part)
+    assert {names[id(m)] for m in part.layers} == {"layers.2", "layers.3"}
+    assert names[id(part.layers[1]["drop"])] == "layers.3.drop"  # it has no parameters
+    for cut in ([0, 1], range(4)):
+        models, part = Models(), Stage(cut)
+        assert {h.name for h in models.meet(part, lambda: whole)} <= whole.keys()
+        assert (models.renumbered(part), models.unknown) == ({}, [])
+
+
+def test_what_began_alike_in_the_single_run():
+    names = {"a.w": ":1", "b.w": ":1", "c.w": ":2", "d.w": ":1", "buffer x": ":1"}
+    single = Single(
+        params={"a.w": (3,), "b.w": (3,), "c.w": (3,), "d.w": (4,)}, dtype="float64", grads=(),
+        after=(), buffers=(), steps=({"started_with": names},), unknown=(),
+    )  # fmt: skip
+    assert twins_of(single) == {"a.w": ("b.w",), "b.w": ("a.w",)}
+    assert twins_of(replace(single, steps=())) == {}
 
 
 def test_what_has_no_place_is_said():

@@ -277,10 +277,11 @@ def rank_scale(case: Case, by_rank: Mapping[int, Factors], names: Sequence[str])
     """Ranks that scale what they hold by numbers of their own, or some of them by one."""
     fits = "one factor for each rank leaves a residual under the threshold"
     values = [f.values[0] or 0.0 for f in by_rank.values()]
-    others = sorted({cell.rank for cell in case.cells} - set(by_rank))
+    others = sorted({c.rank for c in case.cells if c.name in names} - set(by_rank))
     one = max(values) - min(values) <= CLOSE * max(abs(v) for v in values)
-    if others and one:
-        who, right = spans(list(by_rank)), f"; rank {spans(others)} holds it right"
+    if one and (others or len(by_rank) == 1):
+        who = spans(list(by_rank))
+        right = f"; rank {spans(others)} holds it right" if others else ""
         clip, what = case.reference.factor, some_of(names)
         unclipped = declared_clip(case) is not None and abs(values[0] * clip - 1) < CLOSE
         return Diagnosis(

@@ -56,6 +56,7 @@ from sumgrad.subjects.script.reference import (
     parts_of,
     read_single,
     reference_of,
+    twins_of,
 )
 from sumgrad.topology.pools import Pool, Topology
 
@@ -214,6 +215,7 @@ def _spec(
             rescaled=tuple(step.get("rescaled", {}) for step in single.steps) if single else (),
             draws=tuple(step.get("draws", {}) for step in single.steps) if single else (),
             since=diff.since,
+            twins=twins_of(single) if single else {},
         ),
         lift=diff.lift,
     )

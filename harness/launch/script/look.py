@@ -14,7 +14,7 @@ from sumgrad.record.trace import Trace, rank_trace, single_trace, with_operation
 from sumgrad.subjects.exchanges import Exchanges
 from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.subjects.script.asked import Asked
-from sumgrad.subjects.script.models import outermost
+from sumgrad.subjects.script.models import Models, outermost
 from torch import Tensor, nn
 
 SINGLE = "single"  # in place of a rank, in what is asked
@@ -35,7 +35,7 @@ class Look:
     def of_the_single_process(self) -> bool:
         return self._asked.trace.endswith(f"/{SINGLE}")
 
-    def entering(self, module: nn.Module, step: int) -> None:
+    def entering(self, module: nn.Module, step: int, models: Models) -> None:
         """A model is called: the first one of the step is looked into."""
         if step != self._step and self._exchanges is not None:
             self._exchanges.begin_step()
@@ -47,6 +47,7 @@ class Look:
             self._root = root
             self._seen = ModuleWatch(
                 root,
+                models.renumbered(root),
                 operations=lambda: self._ledger.num_operations,
                 with_paths=self.of_the_single_process,
                 with_ways=True,

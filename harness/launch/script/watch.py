@@ -188,7 +188,7 @@ class Watch:
             if new:
                 self._begin_with(new)
             if self.look is not None:
-                self.look.entering(module, self.calls)
+                self.look.entering(module, self.calls, self.models)
             self.draws.entering()
         if self.lift is not None:
             with own_arithmetic():

@@ -9,7 +9,7 @@ compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+
+
+def bare_name(name: str) -> str:
+    """A name without the prefixes of wrappers."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +78,22 @@ def place(
     pieces, inside = flat_pieces(model), dict(model.named_modules())
     params = [(n, p) for n, p in model.named_parameters() if not p.is_meta]  # else on other ranks
     named = {name for shown, _ in params for name in _by_name(shown, full)[:1]}
+    owned = {shown: _module_name(inside, shown, modules or {}) for shown, _ in params}
+    found = {shown: _place_one(owned[shown] or shown, param, known, full, declared, pieces)
+             for shown, param in params}  # fmt: skip
+    siblings = Siblings(
+        {bare_name(n): name for n, (name, _, why) in found.items() if not why}, full
+    )
     for shown, param in params:
-        held_in = _module_name(inside, shown, modules or {})
-        name, index, problem = _place_one(held_in or shown, param, known, full, declared, pieces)
-        by_identity = held_in is not None or id(param) in known
-        if problem is None and not by_identity and named < full.keys():
-            problem = _one_of_several(name, full)
+        name, index, problem = found[shown]
+        by_identity = owned[shown] is not None or id(param) in known
+        if not by_identity and named < full.keys() and (problem is None or name is None):
+            value = to_local(param).detach() if name is None else full[name]
+            known_as = siblings.name_of(bare_name(shown), value)
+            if known_as is not None:
+                name, problem = known_as, None
+            elif problem is None:
+                problem = _one_of_several(name, full)
         if problem is not None and shown in (numbered or {}):
             name, index, problem = _as_numbered(param, full, (numbered or {})[shown], problem)
         if not param.requires_grad:
@@ -94,6 +111,48 @@ def place(
     lost = [name for name in frozen if name not in {p.name for p in placed}]
     unknown += [f"{name} is frozen here, though build() trains it" for name in lost]
     return Placement(placed=tuple(placed), unknown=tuple(unknown))
+
+
+class Siblings:
+    """How a part of a model numbers its layers, by those of their parameters that values tell.
+
+    Norms and biases begin equal in all layers, weights do not: what is `layers.0.weight` here and
+    `layers.2.weight` there says that `layers.0` is `layers.2`.
+    """
+
+    def __init__(self, found: Mapping[str, str | None], full: Mapping[str, Tensor]) -> None:
+        """found: name as it is shown here -> name in the whole, as its own name or values say."""
+        self._full = full
+        self._layers: dict[str, str | None] = {}
+        for shown, name in found.items():
+            if name is None or _one_of_several(name, full) is not None:
+                continue  # which one it is is what is asked
+            for here, there in layers_of(shown, name):
+                if self._layers.setdefault(here, there) != there:
+                    self._layers[here] = None
+
+    def name_of(self, shown: str, value: Tensor) -> str | None:
+        """What a parameter of such a layer, which has this whole value, is called in the whole;
+        None where no sibling says it, or what it says has another value."""
+        parts = shown.split(".")
+        numbered = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
+        for cut in range(len(parts) - 1, numbered[-1] if numbered else 0, -1):
+            there = self._layers.get(".".join(parts[:cut]))
+            if there is not None:
+                name = ".".join([there, *parts[cut:]])
+                held = self._full.get(name)
+                return name if held is not None and _equal(held, value) else None
+        return None
+
+
+def layers_of(shown: str, name: str) -> Iterator[tuple[str, str]]:
+    """What a parameter's modules are called here and in the whole, the inner first: `layers.0.mlp`
+    and `layers.2.mlp`, `layers.0` and `layers.2` of `layers.0.mlp.weight` and its whole."""
+    here, there = shown.split("."), name.split(".")
+    for end in range(1, min(len(here), len(there))):
+        if here[-end:] != there[-end:]:
+            return
+        yield ".".join(here[:-end]), ".".join(there[:-end])
 
 
 def _as_numbered(

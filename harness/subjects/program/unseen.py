@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.subjects.program.placement import WRAPPERS, Placed
+from sumgrad.subjects.program.placement import Placed, bare_name
 from torch import Tensor, nn
 
 MAX_BUFFER_NUMEL = 1 << 16  # larger buffers are not looked at
@@ -107,13 +107,6 @@ def buffers_after(
         if then is None or now.shape != then.shape or not torch.equal(now, then.to(now.dtype)):
             changed.append(name)
     return held, changed
-
-
-def bare_name(name: str) -> str:
-    """A name without the prefixes of wrappers."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from sumgrad.base.tensors import bits, to_local
-from sumgrad.subjects.program.placement import flat_pieces, where_is
-from sumgrad.subjects.program.unseen import bare_name
+from sumgrad.subjects.program.placement import Siblings, bare_name, flat_pieces, layers_of, where_is
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+Found = tuple[str | None, Tensor | None, str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +85,36 @@ class Models:
         pieces = flat_pieces(root)
         new = [replace(h, name=prefix + h.name) for h in flat if h.local().numel()]
         self.held |= {h.name: h for h in new}
+        shown = {n: p for n, p in shown.items() if not any(p is h.param for h in flat)}
+        full = None
+        if whole is not None:
+            full = {n.removeprefix(prefix): t for n, t in whole.items() if n.startswith(prefix)}
+        found = {} if full is None else _found(shown, full, pieces)
         for name, param in shown.items():
-            if any(param is h.param for h in flat):
-                continue
-            full = {n.removeprefix(prefix): t for n, t in (whole or {}).items()
-                    if n.startswith(prefix)}  # fmt: skip
-            found = self._place(prefix, name, param, full if whole is not None else None, pieces)
-            if found is not None:
-                self.held[found.name] = found
-                new.append(found)
+            one = self._place(prefix, name, param, full, found.get(name), pieces)
+            if one is not None:
+                self.held[one.name] = one
+                new.append(one)
         self._roots.append((prefix, root))
         return new
+
+    def renumbered(self, root: nn.Module) -> dict[int, str]:
+        """Id of a module -> its name in the single run; empty where all have that name here."""
+        prefix = next((p for p, known in self._roots if known is root), "")
+        names = {id(h.param): h.name.removeprefix(prefix) for h in self.held.values()}
+        shown = {bare_name(n): names[id(p)] for n, p in root.named_parameters() if id(p) in names}
+        if all(here == there for here, there in shown.items()):
+            return {}
+        layers = dict(pair for one in shown.items() for pair in layers_of(*one))
+        out = {}
+        for path, module in root.named_modules():
+            parts = bare_name(f"{path}.").rstrip(".").split(".")
+            for cut in range(len(parts), 0, -1):
+                there = layers.get(".".join(parts[:cut]))
+                if there is not None:
+                    out[id(module)] = ".".join([there, *parts[cut:]])
+                    break
+        return out
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -111,19 +131,20 @@ class Models:
         shown: str,
         param: nn.Parameter,
         whole: Mapping[str, Tensor] | None,
+        found: Found | None,
         pieces: Mapping[int, tuple[int, int]],
     ) -> Held | None:
         bare = bare_name(shown)
         if param.is_complex() and param.requires_grad:
             self.unknown.append(f"{bare} is complex: such gradients are not compared")
             return None
-        if whole is None:
+        if whole is None or found is None:
             start, size = pieces.get(id(param), (0, param.numel()))
             if to_local(param).numel() != param.numel() or (start, size) != (0, param.numel()):
                 self.unknown.append(f"{bare}: held in parts by the run that is compared with")
                 return None
             return Held(name=prefix + bare, param=param, index=None, shape=tuple(param.shape))
-        name, index, problem = where_is(shown, param, whole, pieces)
+        name, index, problem = found
         if name is None or problem is not None:
             if param.requires_grad:
                 self.unknown.append(f"{bare} {tuple(param.shape)}: {_in_words(problem)}")
@@ -143,6 +164,27 @@ class Models:
             again += 1
             prefix = f"{label_of(root)}#{again}."
         return prefix
+
+
+def _found(
+    shown: Mapping[str, nn.Parameter],
+    whole: Mapping[str, Tensor],
+    pieces: Mapping[int, tuple[int, int]],
+) -> dict[str, Found]:
+    """Of each parameter its name in the whole, its elements there, and why neither is known. Of a
+    part of the model that numbers its layers anew, what begins equal is told by its siblings."""
+    found = {n: where_is(n, p, whole, pieces) for n, p in shown.items()}
+    if whole.keys() <= {name for name, _, _ in found.values()}:
+        return found
+    siblings = Siblings(
+        {bare_name(n): name for n, (name, _, why) in found.items() if not why}, whole
+    )
+    for n, (name, index, problem) in found.items():
+        value = to_local(shown[n]).detach() if name is None else whole[name]
+        if problem is None or name is None:
+            other = siblings.name_of(bare_name(n), value)
+            found[n] = (name, index, problem) if other is None else (other, index, None)
+    return found
 
 
 def _flat_parts(root: nn.Module) -> list[Held]:

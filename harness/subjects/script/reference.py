@@ -70,6 +70,16 @@ def read_single(directory: Path, tier: str, *, rank: int = 0) -> Single:
     )
 
 
+def twins_of(single: Single) -> dict[str, tuple[str, ...]]:
+    """Parameter -> others of its shape that began with the same values, as norms do, and biases."""
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, told in single.steps[0].get("started_with", {}).items() if single.steps else ():
+        if name in single.params:
+            alike.setdefault((told, single.params[name]), []).append(name)
+    return {name: tuple(n for n in names if n != name)
+            for names in alike.values() for name in names if len(names) > 1}  # fmt: skip
+
+
 def _buffers(directory: Path, count: range) -> tuple[tuple[Grads, tuple[str, ...]], ...]:
     """From those before the first forward, what each step changed in them."""
     now: Grads = {}
