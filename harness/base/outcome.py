@@ -69,6 +69,14 @@ def outcome_from_json(data: Mapping[str, Any]) -> RankOutcome:
     return RankOutcome(**fields)
 
 
+def in_digits(value: float) -> str:
+    """A number that is no fraction, in nine digits; `1 - 4.2e-10` where these would hide it."""
+    text, whole = f"{value:.9g}", round(value)
+    if text != str(whole) or value == whole:
+        return text
+    return f"{whole} {'-' if value < whole else '+'} {abs(value - whole):.2g}"
+
+
 def spans(values: Sequence[int]) -> str:
     """`0-3, 7` for [0, 1, 2, 3, 7]."""
     found: list[list[int]] = []

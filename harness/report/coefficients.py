@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sumgrad.base.outcome import spans
+from sumgrad.base.outcome import in_digits, spans
 
 
 def in_few_lines(coefficients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -30,7 +30,13 @@ def _numbers(c: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _recovered(c: Mapping[str, Any]) -> str:
-    return "cannot be told" if c["recovered"] is None else f"{round(c['recovered'], 9) + 0.0:.9f}"
+    value = c["recovered"]
+    if value is None:
+        return "cannot be told"
+    digits = f"{round(value, 9) + 0.0:.9f}"
+    # What is no fraction and looks like a whole number is off by what these digits do not show.
+    hidden = c["fraction"] is None and abs(value) > 0.5 and float(digits) == round(value)
+    return in_digits(value) if hidden else digits
 
 
 def _line(held: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sumgrad.base.outcome import in_digits
 from sumgrad.report.coefficients import in_few_lines
 
 
@@ -34,6 +35,22 @@ def test_what_cannot_be_told_and_terms_without_rows_stay_apart():
         ("main", (0,), "all", "cannot be told"), ("other", (1,), "all", "0.500000000"),
         ("other", (0,), "0-2", "0.500000000"), ("main", (0, 1), "all", "0.000000000"),
     }  # fmt: skip
+
+
+def test_a_number_is_not_hidden_by_its_digits():
+    shown = [e["recovered_text"] for value, fraction in (
+        (1 - 4.2e-10, None), (3 + 2e-11, None), (1.0, "1"), (1 + 1e-15, "1"), (1.25, None),
+        (3e-10, None))
+        for e in in_few_lines([entry([0], None, value, fraction)])]  # fmt: skip
+    assert shown == [
+        "1 - 4.2e-10", "3 + 2e-11", "1.000000000", "1.000000000", "1.250000000", "0.000000000",
+    ]  # fmt: skip
+    assert [in_digits(v) for v in (1.0, 0.5, 2 - 1e-12, 1e-12)] == [
+        "1",
+        "0.5",
+        "2 - 1e-12",
+        "1e-12",
+    ]
 
 
 def test_nothing_is_nothing():

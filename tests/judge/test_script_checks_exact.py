@@ -240,6 +240,17 @@ def test_ranks_that_end_before_the_others():
     (finding,) = as_many_steps(compared(record))
     assert finding.level == "unknown"
     assert finding.text.startswith("rank 1 ended after 1 of 2 optimizer steps")
+    del record.ranks[1].info["structure", 0]
+    (finding,) = as_many_steps(compared(record))
+    assert finding.text.startswith("rank 1 takes none of the 2 optimizer steps of the single run:")
+    missing = " ".join(judge(record).reasons)
+    assert "its record is missing" not in missing
+
+
+def test_rows_of_a_rank_that_took_no_step_are_not_known():
+    record = record_of(FOUR, FOUR[:2], FOUR[2:])
+    del record.ranks[1].info[AT]
+    assert texts(the_same_rows, record) == []
 
 
 def test_processes_that_are_no_job():

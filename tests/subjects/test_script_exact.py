@@ -13,7 +13,7 @@ from functools import reduce
 import pytest
 import torch
 from sumgrad.base.errors import UserError
-from sumgrad.launch.script.options import fill_in
+from sumgrad.launch.script.options import DiffOptions, fill_in, script_of
 from sumgrad.launch.script.user_files import FileKeeper, put_back
 from sumgrad.subjects.script.doubled import NoDropout, double_inputs
 from sumgrad.subjects.script.models import Models, label_of, outermost
@@ -194,6 +194,27 @@ def test_a_hand_cut_part_is_placed_by_value_and_given_the_other_weights():
     assert take_over(held, other, jitter=3) == []
     off = ((cut.weight.detach() - other["weight"][2:4]) / other["weight"][2:4]).abs()
     assert 0 < float(off.max()) < 3 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize(
+    ("words", "python", "run", "script"),
+    [
+        (("train.py", "3"), sys.executable, ("train.py", "3"), "train.py"),
+        (("python", "train.py"), sys.executable, ("train.py",), "train.py"),
+        (("python3.11", "-u", "a/train.py"), sys.executable, ("-u", "a/train.py"), "a/train.py"),
+        (("/opt/bin/python3", "train.py"), "/opt/bin/python3", ("train.py",), "train.py"),
+        (("-m", "pkg.train", "--x"), sys.executable, ("-m", "pkg.train", "--x"), "pkg.train"),
+        (("-m", "pkg.train", "--at", "b.py"), sys.executable,
+         ("-m", "pkg.train", "--at", "b.py"), "pkg.train"),
+        (("python_train.py", "1"), sys.executable, ("python_train.py", "1"), "python_train.py"),
+        (("python",), sys.executable, ("python",), "python"),
+        (("./train", "-m"), sys.executable, ("./train", "-m"), "./train"),
+    ],
+)  # fmt: skip
+def test_what_is_run_by_which_python(words, python, run, script):
+    options = DiffOptions(script=words, ranks=2)
+    assert options.command("many").words == (python, *run)
+    assert script_of(options) == script
 
 
 class Stage(nn.Module):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from sumgrad.base.outcome import some_of, spans
+from sumgrad.base.outcome import in_digits, some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.clipped import (
@@ -251,7 +251,7 @@ def _terms_in_words(
 
 def _fraction_or_number(value: float, sigma: float | None) -> str:
     fraction = as_fraction(value, sigma)
-    return str(fraction) if fraction is not None else f"{value:.9g}"
+    return str(fraction) if fraction is not None else in_digits(value)
 
 
 def _stale(case: Case, found: Factors, names: Sequence[str]) -> Diagnosis:

@@ -86,12 +86,15 @@ def the_same_rows(compared: Compared) -> Iterator[Finding]:
 def other_rows(record: Record, tier: str) -> list[OtherRows]:
     """Every step and model whose rows are not the single run's, as far as that can be told.
 
-    Where no rank has any row of the single run (a sequence that is cut, another stage's input)
-    nothing can be told.
+    Where no rank has any row of the single run (a sequence that is cut, another stage's input), or
+    a rank took no optimizer's step, which is when rows are written down, nothing can be told.
     """
     script = record.spec.script
     out = []
     for step, models in enumerate(script.rows if script else ()):
+        told = sum((tier, step) in held.info for held in record.ranks.values())
+        if told < record.spec.topology.world_size:
+            continue
         for model, single in models.items():
             read = {
                 rank: [_row(row) for row in info.get("rows", {}).get(model, ())]
@@ -289,11 +292,13 @@ def as_many_steps(compared: Compared) -> Iterator[Finding]:
         if len(held.info) < record.spec.steps:
             few.setdefault(len(held.info), []).append(rank)
     for count, ranks in few.items():
-        yield Finding(
-            level="unknown",
-            text=f"rank {spans(ranks)} ended after {count} of {record.spec.steps} optimizer steps "
-            f"that the single run takes",
-        )
+        text = (f"rank {spans(ranks)} ended after {count} of {record.spec.steps} optimizer steps "
+                f"that the single run takes")  # fmt: skip
+        if not count:
+            text = (f"rank {spans(ranks)} takes none of the {record.spec.steps} optimizer steps of "
+                    f"the single run: what it holds is not compared, and stays behind unless "
+                    f"another rank gives it its weights")  # fmt: skip
+        yield Finding(level="unknown", text=text)
 
 
 def the_optimizers_together(compared: Compared) -> Iterator[Finding]:

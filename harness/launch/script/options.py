@@ -97,11 +97,10 @@ class DiffOptions:
         count = self.ranks if side == "many" else self.against
         words = tuple(fill_in(word, count) for word in self.script)
         other = self.variant if side == "many" else AS_GIVEN
-        if words[0] == interpreter():
-            words = words[1:]
+        own_python, words = without_python(words)
         return Command(
             words=(
-                other.python or interpreter(),
+                other.python or own_python,
                 *words,
                 *(fill_in(word, count) for word in other.words),
             ),
@@ -143,8 +142,19 @@ def single_command(options: DiffOptions) -> str:
 
 
 def script_of(options: DiffOptions) -> str:
-    words = options.a or options.script
+    """The script's file, or the module that `-m` runs."""
+    words = options.a or without_python(options.script)[1]
+    if words[0].startswith("-") and "-m" in words[:-1]:
+        return words[words.index("-m") + 1]
     return next((word for word in words if word.endswith(".py")), words[0])
+
+
+def without_python(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """The interpreter, and what it is to run: `python` in front of a script is this one, a path to
+    another is that."""
+    if len(words) < 2 or not re.fullmatch(r"python[\d.]*", Path(words[0]).name):
+        return interpreter(), words
+    return (words[0] if "/" in words[0] else interpreter()), words[1:]
 
 
 def fill_in(word: str, ranks: int) -> str:

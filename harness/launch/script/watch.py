@@ -466,7 +466,8 @@ class Watch:
             return
         if lost_another(error) and self.seat.others_ended_well():
             self._write_record()  # they had seen enough, and left
-            return
+            flush()
+            os._exit(0)
         self.ended = True
         self.seat.raised(error.with_traceback(trace))
 
