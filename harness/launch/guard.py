@@ -235,6 +235,14 @@ def load_target(target: str) -> Any:
     return getattr(module, attribute)
 
 
+HINTS = {
+    "PREMUL_SUM": "Gloo has none: let FSDP2 sum by set_force_sum_reduction_for_comms(True), beside "
+    "set_gradient_divide_factor",
+    "SyncBatchNorm layers only work with GPU": "on CPU tensors it works without DDP, with "
+    "gradients reduced by hand",
+}  # of torch's own errors: words in them, and what a user can do here
+
+
 def lost_another(error: BaseException) -> bool:
     """Whether this is how the end of another rank shows: it says nothing of this one."""
     return any(words in " ".join(str(error).split()) for words in LOST)
@@ -244,7 +252,8 @@ def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if lost_another(error):
         return LOST_ANOTHER
-    return f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__
+    said = f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__
+    return next((f"{said} ({hint})" for words, hint in HINTS.items() if words in text), said)
 
 
 def _block(how: int) -> None:

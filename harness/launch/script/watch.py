@@ -279,7 +279,8 @@ class Watch:
         if lost:
             self._trouble(
                 f"{type(optimizer).__name__} steps {len(lost)} parameters of no model that was "
-                f"called, the first of shape {tuple(lost[0].shape)}"
+                f"called, the first of shape {tuple(lost[0].shape)}: its name in the other run is "
+                f"not known; let it be one of an nn.Module that is called"
             )
         if self.evidence is None:
             return  # no model was called yet
