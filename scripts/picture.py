@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA, PICTURE = ROOT / "docs/data/readme_verdict.json", ROOT / "docs/pictures/fail.svg"
 COMMAND = ["sumgrad", "diff", "--ranks", "3", "--", "examples/scripts/ddp.py", "--batch",
            "{12/ranks}", "--bug", "divided by world size again"]  # fmt: skip
-TENSORS, WIDTH = 4, 122  # that are shown, of those that failed
+WIDTH = 122
 FRAME = """<svg viewBox="-14 -10 {terminal_width} {terminal_height}" \
 xmlns="http://www.w3.org/2000/svg" role="img" aria-label="what sumgrad prints of a wrong gradient">
 <style>
@@ -44,7 +44,7 @@ line-height: {line_height}px; }}
 
 
 def drawn(data: dict) -> str:
-    """The report of a stored verdict as an SVG, with its first tensors."""
+    """The report of a stored verdict as an SVG."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(Text("$ sumgrad diff --ranks 3 -- ddp.py --batch {12/ranks}", style="dim"))
     console.print()
@@ -59,13 +59,9 @@ def drawn(data: dict) -> str:
 
 
 def shortened(data: dict) -> dict:
-    """With a few of the failed tensors, and nothing that changes from run to run."""
-    failed = [t for t in data["tensors"] if t["status"] == "fail"]
-    worst = sorted(failed, key=lambda t: -t["max_rel"])
-    names = list(dict.fromkeys((t["name"], t["step"]) for t in worst))[:TENSORS]
-    kept = [t for t in data["tensors"] if (t["name"], t["step"]) in names]
+    """Without what changes from run to run."""
     outcomes = [{**o, "seconds": 0.0, "ended_at": 0.0, "output": ""} for o in data["outcomes"]]
-    return {**data, "tensors": kept, "outcomes": outcomes, "versions": {},
+    return {**data, "outcomes": outcomes, "versions": {},
             "reproduce": " ".join([*COMMAND[:5], "ddp.py", *COMMAND[6:8]])}  # fmt: skip
 
 

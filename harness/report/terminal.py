@@ -170,7 +170,8 @@ def _headline(data: Mapping[str, Any]) -> Text:
     steps = f"{data['steps']} steps" if data["steps"] > 1 else "1 step"
     return Text.assemble(
         (f" {data['status'].upper()} ", STYLES[data["status"]] + " reverse"),
-        f"  {data['workload']} on {topology['name']}: {ranks}{_seed(data)}, {steps}",
+        f"  {data['workload']} on {topology['name']}: {ranks}{_seed(data)}, {steps}"
+        f"{_how_many(data['tensors'])}",
     )
 
 
@@ -245,6 +246,14 @@ def _tiers(data: Mapping[str, Any], width: int) -> RenderableType:
         if width < ROOMY and power:
             seen.append(_labelled("would see", f"a factor off by {caught} on any tensor of {name}"))
     return Group(table, *([Text("")] if seen else []), *seen)
+
+
+def _how_many(tensors: Sequence[Mapping[str, Any]]) -> str:
+    """Gradients that were compared, each of one tensor on one rank at one step; `34 of 36` where
+    some were not."""
+    compared = sum(t["status"] != "unknown" for t in tensors)
+    of = f" of {len(tensors):,}" if compared < len(tensors) else ""
+    return f", {compared:,}{of} gradients compared" if tensors else ""
 
 
 def _diagnosis(diagnosis: Mapping[str, Any]) -> RenderableType:
