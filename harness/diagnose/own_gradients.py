@@ -218,7 +218,8 @@ def given_by_ranks(case: Case) -> Given | None:
 class Columns:
     """A parameter of a rank: what each source gave of some of its elements, (sources * passes, n),
     and those elements of what the rank has and of what it must have, (n,). place: which elements
-    of the flat part that the rank holds these are."""
+    of the flat part that the rank holds these are. runs: how many backwards each source ran, where
+    some ran fewer than `passes`."""
 
     cell: Cell
     sources: tuple[Source, ...]
@@ -227,6 +228,7 @@ class Columns:
     measured: Tensor
     wanted: Tensor
     place: Tensor
+    runs: tuple[int, ...] = ()
 
     @property
     def size(self) -> float:
@@ -255,6 +257,7 @@ def columns_of(cell: Cell, given: Given, *, uneven: bool = False) -> Columns | N
     lengths = {len(g) for g in kept.values()}
     if common is None or (len(lengths) != 1 and not uneven):
         return None
+    runs = tuple(len(kept[source]) for source in sorted(kept))
     for source, own in kept.items():
         kept[source] = torch.cat([own, own.new_zeros(max(lengths) - len(own), own.shape[1])])
     columns = torch.cat([kept[source] for source in sorted(kept)])
@@ -270,6 +273,7 @@ def columns_of(cell: Cell, given: Given, *, uneven: bool = False) -> Columns | N
         measured=cell.measured.reshape(-1)[place],
         wanted=cell.wanted.value.reshape(-1)[place],
         place=place,
+        runs=runs,
     )
 
 

@@ -153,7 +153,7 @@ def test_the_words_have_the_lines_and_what_no_line_shows(monkeypatch):
     cause = Diagnosis(cause="c", kind="weights_of_ranks", because=("b",))
     said, rest = in_words.with_history(CASE, cause).because
     assert rest == "b"
-    assert "in it `kept[0] * 2` gives (0, 2 by backward) of rank 0, 0 of rank 1" in said
+    assert "in it `kept[0] * 2` gives (0, 2 by backward) of rank 0" in said
     assert "; 2 more" in said
     assert "at the end" not in said
     ended = replace(one, end=torch.eye(2).double())

@@ -388,17 +388,12 @@ def _weights(mix: Mixed | Weighed, table: Tensor | None) -> str:
     return in_weights(mix.sources, table)
 
 
-def in_weights(sources: Sequence[Source], table: Tensor) -> str:
-    """The same of any (sources, passes) weights."""
-    groups: list[tuple[Tensor, list[int]]] = []
-    for source, row in zip(sources, table, strict=True):
-        for other, ranks in groups:
-            if float((row - other).abs().max()) <= ALIKE * float(table.abs().max()):
-                ranks.extend(source)
-                break
-        else:
-            groups.append((row, list(source)))
-    return ", ".join(f"{_row(row)} of rank {spans(ranks)}" for row, ranks in groups)
+def in_weights(sources: Sequence[Source], table: Tensor, runs: Sequence[int] = ()) -> str:
+    """The same of any (sources, passes) weights. runs: how many backwards each source ran."""
+    groups: dict[str, list[int]] = {}
+    for source, row, run in zip(sources, table, runs or [len(t) for t in table], strict=True):
+        groups.setdefault(_row(row[:run]), []).extend(source)
+    return ", ".join(f"{row} of rank {spans(sorted(ranks))}" for row, ranks in groups.items())
 
 
 def _row(row: Tensor) -> str:

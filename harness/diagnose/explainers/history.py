@@ -15,6 +15,7 @@ from sumgrad.diagnose.explainers.by_rank import in_weights
 from sumgrad.diagnose.modules.history import Held, History, history_of
 from sumgrad.diagnose.own_gradients import Columns, columns_of, given_by_ranks, near
 from sumgrad.record.line import Line
+from torch import Tensor
 
 # Wrong before it is put together, or another when the step is run again, as it is to be looked at.
 ELSEWHERE = ("forward", "backward", "recomputed", "own_backward", "run_to_run", "loss_weights",
@@ -106,7 +107,9 @@ def _in_words(history: History) -> str:
     said += [f"{more} more"] if more > 0 else []
     end, last = history.end, history.held[-1].weights
     if end is not None and not near(end, last):
-        said.append(f"at the end of the step it is {in_weights(history.sources, end)}")
+        said.append(
+            f"at the end of the step it is {in_weights(history.sources, end, history.runs)}"
+        )
     elif end is None:
         said.append(
             "at the end of the step it is no sum of that: look at the last of these lines and at "
@@ -124,4 +127,12 @@ def _weights(history: History, held: Held) -> str:
     if held.elements is not None:
         start, end = held.elements
         part = f"in elements {start} to {end - 1} of a larger tensor "
-    return f"{what} {part}{in_weights(history.sources, held.weights)}"
+    return f"{what} {part}{_of_ranks(history, held.weights)}"
+
+
+def _of_ranks(history: History, weights: Tensor) -> str:
+    """The weights of those of which something is in it."""
+    at = [i for i, row in enumerate(weights) if bool(row.any())]
+    sources = [history.sources[i] for i in at]
+    runs = [history.runs[i] for i in at] if history.runs else []
+    return in_weights(sources, weights[at], runs)

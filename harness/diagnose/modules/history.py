@@ -38,7 +38,7 @@ class Held:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class History:
     """In order; what is held one after the other with the same weights is there once. end: the
-    weights that the rank ends with, None where it is no such sum.
+    weights that the rank ends with, None where it is no such sum. runs: see Columns.
     """
 
     name: str
@@ -46,6 +46,7 @@ class History:
     sources: tuple[Source, ...]
     held: tuple[Held, ...]
     end: Tensor | None = None
+    runs: tuple[int, ...] = ()
 
     @property
     def changes(self) -> bool:
@@ -69,6 +70,7 @@ def history_of(columns: Columns, computed: Computed) -> History:
         sources=columns.sources,
         held=tuple(held),
         end=_weights(columns, columns.measured),
+        runs=columns.runs,
     )
 
 
