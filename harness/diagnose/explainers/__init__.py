@@ -33,6 +33,7 @@ from sumgrad.diagnose.explainers import (
     replaced,
     terms,
     ties,
+    zeroed_after,
 )
 from sumgrad.diagnose.explainers.by_modules import (
     backward,
@@ -72,6 +73,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     forward.forward_goes_wrong,
     by_rank.a_backward_is_left_in,
     left_by_a_line.left_by_a_line,
+    zeroed_after.zeroed_after,
     rows_used.rows_not_read_once,
     factors.one_term_by_rows,
     weights.terms_weighed_otherwise,
