@@ -12,6 +12,7 @@ from sumgrad.diagnose.explainers.by_modules.readings import (
     Part,
     by_number,
     late,
+    lost_everywhere,
     own_only,
     some_ranks,
 )
@@ -69,6 +70,27 @@ def turns(*each):
 def test_what_the_last_backwards_gave_stays_on_its_rank(each, often, cause):
     kind, said = late(turns(*each), held(*often), ["w"])
     assert (said, kind) == (cause, "late_gradient" if cause else "")
+
+
+@pytest.mark.parametrize(
+    ("each", "often", "told"),
+    [
+        ((3, 3), [(1, 1, 1, 1, 1, 0)] * 2, "rank 1 in micro-batch 2 is"),
+        ((3, 2), [(1, 0, 1, 0, 1)] * 2, "rank 0 in micro-batch 1, rank 1 in micro-batch 0 is"),
+        ((2, 3), [(1, 1, 1, 1, 0)] * 2, None),  # all of that number
+        ((2, 2), [(1, 1, 0, 0)] * 2, None),  # all of that rank
+        ((3, 3), [(1, 1, 1, 1, 1, 0), (1, 1, 1, 1, 1, 1)], None),  # on its own it is
+        ((3, 3), [(1, 1, 2, 1, 1, 0)] * 2, None),
+        ((3, 3), [(1, 1, 1, 1, 1, 1)] * 2, None),
+    ],
+)
+def test_micro_batches_that_no_rank_has_were_lost_where_they_were_made(each, often, told):
+    kind, said = lost_everywhere(turns(*each), held(*often), ["w"])
+    assert kind == ("lost_rows" if told else "")
+    assert said is None if told is None else said.startswith(f"what was made on {told} not in w,")
+    # Of those that made it none is among the ranks that were looked at.
+    others = [Counted(rank=7, names=("w",), often=own) for own in often]
+    assert lost_everywhere(turns(*each), others, ["w"]) == ("", None)
 
 
 def share(rank: int, vectors: dict[int, float], by_row: dict[int, float | None]) -> Share:

@@ -23,6 +23,7 @@ from sumgrad.diagnose.explainers.by_modules.readings import (
     by_number,
     given_nothing,
     late,
+    lost_everywhere,
     own_only,
     shown,
     some_ranks,
@@ -170,6 +171,7 @@ def _in_words(case: Case, parts: Sequence[Part], found: Sequence[Counted]) -> Di
     readings = (
         given_nothing(case, parts, found, names),
         late(parts, found, names),
+        lost_everywhere(parts, found, names),
         by_group(parts, found, names),
         own,
         by_number(parts, found, names),

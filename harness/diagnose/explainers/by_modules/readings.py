@@ -124,6 +124,35 @@ def _late_of_each(
     )
 
 
+def lost_everywhere(
+    parts: Sequence[Part], found: Sequence[Counted], names: Sequence[str]
+) -> tuple[str, str | None]:
+    """Some micro-batches of some ranks are on no rank, not on those that made them either, and the
+    others are on all: they were lost where they were made, and not by a reduction."""
+    common = _common_weight(parts)
+    lost = [abs(often) < CLOSE for often in found[0].often]
+    for counted in found:
+        times = [often * common for often in counted.often]
+        if any(abs(t) >= CLOSE if gone else abs(t - 1) >= CLOSE
+               for t, gone in zip(times, lost, strict=True)):  # fmt: skip
+            return "", None
+    gone = [part for part, is_lost in zip(parts, lost, strict=True) if is_lost]
+    there = [part for part, is_lost in zip(parts, lost, strict=True) if not is_lost]
+    holders = {counted.rank for counted in found}
+    if not gone or any(not holders & {*part.ranks} for part in gone):
+        return "", None
+    numbers, makers = {part.number for part in there}, {part.ranks for part in there}
+    if any(part.number not in numbers or part.ranks not in makers for part in gone):
+        return "", None  # all of that number, or all of that rank: said by those
+    told = ", ".join(f"rank {spans(list(part.ranks))} in micro-batch {part.number}"
+                     for part in gone[:MOST])  # fmt: skip
+    more = f" and {len(gone) - MOST} more" if len(gone) > MOST else ""
+    return "lost_rows", (
+        f"what was made on {told}{more} is not in {some_of(list(names))}, on no rank, its own "
+        f"neither, and all else is: it is lost where it is made or added up, before any reduction"
+    )
+
+
 def by_group(
     parts: Sequence[Part], found: Sequence[Counted], names: Sequence[str]
 ) -> tuple[str, str | None]:
