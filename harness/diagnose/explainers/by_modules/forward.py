@@ -34,7 +34,7 @@ from sumgrad.diagnose.explainers.by_modules.handed import (
 from sumgrad.diagnose.explainers.by_modules.hooked import changed_by_hooks
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right_ranks
-from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, looked, named
+from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, looked, named
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
@@ -57,6 +57,7 @@ from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
 from sumgrad.diagnose.explainers.factors import explained, only_terms_weigh_otherwise
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
+from sumgrad.diagnose.modules.lacking_data import lacking_data
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.record.trace import INTO
@@ -93,6 +94,8 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     if of is not None and of != found.wrong:  # what is seen further on follows from it
         text = f"in the forward what enters {named(look, of)} is another already on some ranks"
         return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=tuple(odd))
+    if _lacking_below(look, found) and (lacking := _lacking_data(case)):
+        text = f"{text}: {lacking[0]}"
     if scaled := scaled_outside(case, look, found):
         return Diagnosis(cause=scaled[0], kind=kind, ranks=found.ranks, because=seen)
     if hooked := changed_by_hooks(case, look, found):
@@ -254,6 +257,21 @@ def _lacking_below(look: Look, found: FirstWrong) -> list[str]:
         f"before it, some of what {named(look, module)} gives the single process was found on no "
         f"rank: look at what is handed to it, which rows or parts of them"
     ]
+
+
+@as_a_hint
+def _lacking_data(case: Case) -> list[str]:
+    """Which data these may be, of the first call that lacks some."""
+    found = [] if case.traces is None else [*lacking_data(case.traces)]
+    if not found:
+        return []
+    one = found[0]
+    made = f", made at {line_and_code(*one.made)}" if one.made[0] else ""
+    more = sum((o.module, o.argument) == (one.module, one.argument) for o in found[1:])
+    also = f", and so in {more} more call{'s' if more > 1 else ''}" if more else ""
+    what = one.module or "the model"
+    return [f"of what {what} is handed as {one.argument}, a part on each rank{made}, {one.missing} "
+            f"of {one.of} are on no rank in call {one.call}{also}"]  # fmt: skip
 
 
 def _without_a_graph(look: Look, found: FirstWrong) -> list[str]:
