@@ -53,6 +53,6 @@ def test_in_words_with_the_ranks():
     assert said.startswith("kl_div at ")
     assert said.endswith(
         "has reduction='batchmean' on rank 0, 2, and in the single process reduction='sum' with "
-        "the same numbers"
+        "the same input"
     )
     assert not [*options_of_losses(SimpleNamespace(traces=None))]
