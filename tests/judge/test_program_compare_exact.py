@@ -10,6 +10,7 @@ from records_in_memory import (
     FLOOR,
     SCALE,
     SHAPES,
+    compared,
     integers,
     program_record,
     program_reference,
@@ -17,7 +18,7 @@ from records_in_memory import (
     with_rank,
 )
 from sumgrad.judge.cells import cells, compare, compare_again, compare_cell, expected, shard
-from sumgrad.judge.checks.complete import nothing_left_out
+from sumgrad.judge.checks.complete import nothing_left_out, something_to_see
 from sumgrad.judge.checks.replicas import replicas_of_a_collective
 
 KEY = ("structure", 0)
@@ -354,3 +355,21 @@ def test_a_term_that_would_hide_makes_a_program_unknown():
     diffs = compare(hidden)
     assert {d.status for d in diffs} == {"unknown"}
     assert {d.reason for d in diffs} == {"a wrong factor on aux would not have been seen"}
+
+
+def test_a_tier_in_which_every_gradient_is_zero_compared_nothing():
+    """As of a loss that is multiplied by nought: nothing on any rank could have been noticed."""
+    one = program_record(tiers={"structure": "float64"})
+    assert list(something_to_see(compared(one))) == []
+    step = one.references["structure"][0]
+    zeros = {name: torch.zeros_like(g) for name, g in step.grads.items()}
+    none = dict.fromkeys(zeros, 0.0)
+    empty = with_reference(one, grads=zeros, scale=none, floor=none, reached=())
+    for rank in range(3):
+        empty = with_rank(empty, rank, grads={KEY: {n: torch.zeros(g.shape).double()
+                                                    for n, g in zeros.items()}})  # fmt: skip
+    assert {d.status for d in compare(empty)} == {"pass"}
+    (finding,) = something_to_see(compared(empty))
+    assert (finding.level, finding.tier) == ("unknown", "structure")
+    half = with_reference(empty, scale={**none, "w": 1e-3})
+    assert list(something_to_see(compared(half))) == []

@@ -35,6 +35,7 @@ CHECKS: tuple[Check, ...] = (
     beside.nothing_trained_elsewhere,
     beside.gradients_read_elsewhere,
     complete.every_tier,
+    complete.something_to_see,
     complete.nothing_hidden_by_a_clip,
     same_start.seen_norms,
     replicas.replicas_of_a_pool,

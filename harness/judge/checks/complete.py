@@ -34,6 +34,21 @@ def every_tier(compared: Compared) -> Iterator[Finding]:
             yield Finding(level="unknown", text="", tier=tier, aside=True)
 
 
+def something_to_see(compared: Compared) -> Iterator[Finding]:
+    """A tier that passes although no gradient in it is other than zero by mathematics: no factor
+    on any of them would have been noticed."""
+    for tier in compared.record.spec.tiers:
+        statuses = {d.status for d in compared.diffs if d.tier == tier}
+        scales = [s for r in compared.record.references.get(tier, ()) for s in r.scale.values()]
+        if statuses == {"pass"} and not any(scales):
+            yield Finding(
+                level="unknown",
+                text=f"{tier}: every gradient is zero, in the reference and on the ranks, so "
+                f"nothing was compared",
+                tier=tier,
+            )
+
+
 def nothing_hidden_by_a_clip(compared: Compared) -> Iterator[Finding]:
     """A factor that all gradients share is gone behind a clip, but for the clip's eps.
 
