@@ -141,27 +141,50 @@ def _perhaps_another(
     """A script's failing gradients of parameters that may be others of the single run's: UNKNOWN.
 
     Stages and experts may number their own from nought. Where that run has another parameter that
-    began with the same values and that no rank holds, its name does not tell which a rank has; and
-    what the first step made of the wrong one is in every later step.
+    began with the same values, and nothing but its name tells which a rank has, that is not known;
+    and what the first step made of the wrong one is in every later step.
     """
     script = record.spec.script
-    if script is None:
+    if script is None or not script.twins:
         return diffs
-    held = {name for rank in record.ranks.values() for name in rank.params}
-    others = {n: [o for o in script.twins.get(n, ()) if o not in held] for n in sorted(held)}
-    unsure = [n for n, nowhere in others.items() if nowhere]
+    unsure = {rank: _unsure(record, rank) for rank in record.ranks}
+    first = next((own for own in unsure.values() if own), None)
     why = {}
     for d in diffs:
-        if d.status != "fail" or not unsure or not (d.step or d.name in unsure):
+        own = unsure.get(d.rank, {}).get(d.name)
+        if d.status != "fail" or first is None or not (d.step or own):
             continue
-        own = d.name in unsure
-        name = d.name if own else unsure[0]
+        name, others = (d.name, own) if own else next(iter(first.items()))
         why[id(d)] = (
-            f"the single run has {some_of(others[name])}, too, which began with the same values "
-            f"and no rank holds: which of them a rank has as {'this one' if own else name} is not "
-            f"known (stages, or experts, that number their own?)"
+            f"the single run has {some_of(others)}, too, which began with the same values as "
+            f"{name}: which of them a rank has by that name is not known (stages, or experts, that "
+            f"number their own?)"
         )
     return _unknown(diffs, why) if why else diffs
+
+
+def _unsure(record: Record, rank: int) -> dict[str, list[str]]:
+    """Of a rank's parameters those that may be another, and which: any that began as others did
+    where others of the rank are not what their names say, and no sibling tells it; or, where the
+    rank has a part of the model, if all of its layer began as others did."""
+    script, names, mine = record.spec.script, record.spec.params, record.ranks[rank]
+    if script is None:
+        return {}
+    out = {}
+    for name in mine.params:
+        layer = _layer(name)
+        alike = layer and len(mine.params) < len(names) and all(
+            n in script.twins for n in names if n.startswith(layer))  # fmt: skip
+        if name in script.twins and (name in mine.by_name or alike):
+            out[name] = list(script.twins[name])
+    return out
+
+
+def _layer(name: str) -> str:
+    """`experts.3.` of `experts.3.up.weight`; nothing where no number is in it."""
+    parts = name.split(".")[:-1]
+    at = [i for i, part in enumerate(parts) if part.isdigit()]
+    return "".join(f"{part}." for part in parts[: at[-1] + 1]) if at else ""
 
 
 def _like_fewer_digits(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.fit import fit_deviation
+from sumgrad.diagnose.row_fit import Unit, column
 from sumgrad.judge.cells import Cell
 from sumgrad.record.ranks import OWN, OWN_AT
 from torch import Tensor
@@ -275,6 +276,22 @@ def columns_of(cell: Cell, given: Given, *, uneven: bool = False) -> Columns | N
         place=place,
         runs=runs,
     )
+
+
+def is_of_rows(case: Case, columns: Columns, gave: Tensor) -> bool | None:
+    """Whether what some backwards gave, (n,), is made up of what rows of the batch give in one
+    process, as where rows are read once more. None where there are too few numbers to tell, or
+    nothing is known of rows."""
+    intervals, numel = case.reference.intervals, columns.cell.measured.numel()
+    if len(intervals) < 2 or len(gave) < 2 * len(intervals) or int(columns.place.max()) >= numel:
+        return None
+    units = [Unit(term=None, rows=rows) for rows in intervals]
+    parts = torch.stack([column(case, columns.cell, unit).reshape(-1) for unit in units])
+    parts = parts[:, columns.place]
+    if not bool(parts.any()):
+        return None
+    weights = torch.linalg.lstsq(parts.T, gave[:, None], driver="gelsd").solution[:, 0]
+    return float((weights @ parts - gave).norm()) <= ALIKE * float(gave.norm())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

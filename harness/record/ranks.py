@@ -47,7 +47,8 @@ class RankRecord:
     it holds; index: the elements it holds of a sharded one, index_in: in a tier where they differ.
     again: the gradients of the step that was repeated, the last of `again_tier`. unknown: what it
     could not place. untied: names that are one parameter in build() and several here. ddp: whether
-    a DistributedDataParallel is in its model. built, batch: hashes. stray: operations that belong
+    a DistributedDataParallel is in its model. by_name: those that nothing but their names tell, on
+    a rank that has others by another name. built, batch: hashes. stray: operations that belong
     to no step. ledger_whole: every operation it started is in the ledger and ended.
     """
 
@@ -66,6 +67,7 @@ class RankRecord:
     unknown: tuple[str, ...] = ()
     untied: tuple[tuple[str, ...], ...] = ()
     ddp: bool = False
+    by_name: tuple[str, ...] = ()
     built: str = ""
     batch: str = ""
 
@@ -189,6 +191,7 @@ def read_rank(
         unknown=() if planned else tuple(result["unknown"]),
         untied=tuple(tuple(map(str, names)) for names in result.get("untied", ())),
         ddp=bool(result.get("ddp", False)),
+        by_name=tuple(map(str, result.get("by_name", ()))),
         built="" if planned else str(result["built"]),
         batch="" if planned else str(result["batch"]),
     )

@@ -132,12 +132,30 @@ ALL = [(LOSS,)] * RANKS
 def test_rows_that_are_cleared_after_right_backwards():
     (told,) = causes(zeroed_after, without_rows(1, 2, 4), lines=ALL)
     assert told.cause == (
-        "a part of w is zero, and should not be: rows 1-2, 4 on rank 1, rows 1-2, 4 on rank 2; "
-        "what the ranks' own backwards gave is right there: it is cleared after them, as by a "
-        "hook, a mask or an index"
+        "a part of w is zero at the end, and should not be: rows 1-2, 4 on rank 1-2; what the "
+        "ranks' own backwards gave adds up to the right gradient there: look for what clears it "
+        "after them, or leaves it out (a hook, a mask, an index, a part of a buffer, a `.grad` "
+        "that is reset in between)"
     )
     assert (told.kind, told.standing, told.ranks) == ("zeroed", "proved", (1, 2))
     assert len(causes(zeroed_after, without_rows(0), lines=ALL, times=0.25)) == 1
+
+
+def test_columns_and_scattered_elements_are_no_rows():
+    def column(sums, right, mine, rank):
+        out = right.clone()
+        out[:, 2] = 0
+        return out
+
+    def some(sums, right, mine, rank):
+        out = right.clone()
+        out.view(-1)[::4] = 0
+        return out
+
+    (told,) = causes(zeroed_after, column, lines=ALL)
+    assert "should not be: columns 2 on rank 0-2;" in told.cause
+    (told,) = causes(zeroed_after, some, lines=ALL)
+    assert "should not be: 8 of 30 elements on rank 0-2;" in told.cause
 
 
 def test_rows_of_a_shard_are_numbered_as_the_whole_has_them():

@@ -190,8 +190,8 @@ def test_the_words_say_what_and_how_often_and_where(monkeypatch):
     said = surplus.too_much(case, found)
     assert said.cause == "what block gives has block.bias once more than it should"
     assert said.because[0] == (
-        "it is in 2 times where it should be once, and tp has 2 ranks: something whole is added on "
-        "each of them before they are summed"
+        "it is there once for each other rank of tp (2 in all), and in between rank 0 issues a sum "
+        "over them: as where something whole is added on each before that sum"
     )
     assert said.because[1].startswith("look at tests/diagnose/test_surplus_exact.py:")
     assert "self.biases * self.bias" in said.because[1]
@@ -208,7 +208,8 @@ def test_the_words_of_what_is_lacking(monkeypatch):
     case, found = case_of(monkeypatch, traces), found_in(traces, "first", back=True)
     found = FirstWrong(wrong="first", seen=tuple(found), beside=("block",))
     told = surplus.too_much_back(case, looked.looked(case), found)
-    assert told == "the gradient of what block gives is lacking in it"
+    assert told == ("it lacks what reaches what block gives, as a way beside it (a residual) "
+                    "brings it")  # fmt: skip
 
 
 def test_the_words_of_a_missing_sum_name_the_part_and_the_line(monkeypatch):
@@ -216,14 +217,17 @@ def test_the_words_of_a_missing_sum_name_the_part_and_the_line(monkeypatch):
     case = case_of(monkeypatch, traces)
     found = FirstWrong(wrong="first", seen=tuple(wrong), beside=("block",))
     said = missing_sum.lacking_sum(case, looked.looked(case), found)
-    assert said.cause == ("a sum over tp is missing on the way: summed over rank 0-1 it is right, "
-                          "with the gradient of what block gives, which each of them has whole, "
-                          "counted once")  # fmt: skip
+    assert said.cause == (
+        "a sum over tp is missing on the way (or, where gradients are summed over it later, the "
+        "gradient of what block gives is in on each rank as if it were a share): summed over rank "
+        "0-1 it is right, with the gradient of what block gives counted once, which each has whole"
+    )
     part, line = said.because
     assert part == ("on the way the gradient that reaches block.norm is a part on each rank, whole "
                     "only when summed over tp")  # fmt: skip
     assert "what block.norm gives is taken at" in line
     assert "(h @ w).tanh()" in line
+    assert line.endswith("a sum of its gradient that is missing belongs before it")
 
 
 class Strips(nn.Module):

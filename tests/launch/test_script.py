@@ -140,7 +140,7 @@ def test_a_bug_is_found_where_it_begins(kept, bug, kind, failed, words):
         ("main_grad", 1, 0, "has no .grad when the optimizer steps: compared is what is in its "),
         ("main_grad", 0.5, 1, "every gradient is multiplied by 1/2"),
         ("both", 1, 3, "main_grad on rank 0-1 holds another gradient than its .grad"),
-        ("aside", 1, 3, "its gradient is kept where nobody can see it, so it was not compared"),
+        ("aside", 1, 3, "if its gradient is kept elsewhere, it was not compared"),
     ],
 )
 def test_gradients_that_are_not_in_grad_are_compared_or_said_not_to_be(

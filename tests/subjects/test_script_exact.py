@@ -245,6 +245,35 @@ def test_a_stages_own_numbers_are_not_the_models():
         assert (models.renumbered(part), models.unknown) == ({}, [])
 
 
+def test_norms_apart_from_the_layers_that_are_numbered_anew_are_told_by_their_names_alone():
+    class Apart(nn.Module):
+        def __init__(self, which):
+            super().__init__()
+            torch.manual_seed(7)
+            linears = [nn.Linear(3, 3) for _ in range(3)]
+            self.linears = nn.ModuleList(linears[i] for i in which)
+            self.norms = nn.ModuleList(nn.LayerNorm(3) for _ in which)
+
+    whole = {n: p.detach().clone() for n, p in Apart([0, 1, 2]).named_parameters()}
+    models = Models()
+    held = models.meet(Apart([1, 2]), lambda: whole)
+    assert {h.name for h in held if "linears" in h.name} == {n for n in whole if n[8] in "12"}
+    assert models.by_name == {n for n in whole if n[:8] in ("norms.0.", "norms.1.")}
+    models = Models()
+    models.meet(Apart([0, 1, 2]), lambda: whole)
+    assert models.by_name == set()
+
+
+def test_a_second_model_that_is_called_first_is_known_by_its_weights():
+    torch.manual_seed(0)
+    first, second = Part(), Part()
+    names = [n for n, _ in first.named_parameters()]
+    whole = {n: p.detach().clone() for n, p in first.named_parameters()}
+    whole |= {f"Part.{n}": p.detach().clone() for n, p in second.named_parameters()}
+    models = Models()
+    assert [h.name for h in models.meet(second, lambda: whole)] == [f"Part.{n}" for n in names]
+
+
 def test_what_began_alike_in_the_single_run():
     names = {"a.w": ":1", "b.w": ":1", "c.w": ":2", "d.w": ":1", "buffer x": ":1"}
     single = Single(

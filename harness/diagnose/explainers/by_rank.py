@@ -21,8 +21,10 @@ from sumgrad.diagnose.own_gradients import (
     Mixed,
     Source,
     Weighed,
+    columns_of,
     given_by_ranks,
     has_few_numbers,
+    is_of_rows,
     mixed,
     near,
     with_few_numbers,
@@ -73,8 +75,24 @@ def a_backward_is_left_in(case: Case, left: Left) -> Iterator[Explanation]:
     """The same where whole backwards of every rank do not belong in any gradient: what is seen of
     them in modules, and of the rows that they read, follows."""
     for one in put_together_by_rank(case, left):
-        if one.diagnosis.kind == LEFT_IN and one.diagnosis.standing == "proved":
+        told = one.diagnosis
+        if told.kind == LEFT_IN and told.standing == "proved" and not _repeats_rows(case):
             yield one
+
+
+def _repeats_rows(case: Case) -> bool:
+    """Whether what is left in it is made up of rows of the batch, which are read once more."""
+    weighed = next((w for m in mixed(case) if (w := m.weighed()) is not None), None)
+    given = given_by_ranks(case)
+    if weighed is None or given is None:
+        return False
+    passes, told = _foreign_passes(weighed), set[bool | None]()
+    for cell in case.failing_cells:
+        columns = columns_of(cell, given)
+        if columns is not None and columns.passes == weighed.got.shape[1]:
+            own = columns.own.reshape(len(columns.sources), columns.passes, -1)
+            told.add(is_of_rows(case, columns, own[:, passes].sum((0, 1))))
+    return True in told and False not in told
 
 
 def wrong_before_it_is_reduced(case: Case) -> bool:

@@ -17,7 +17,14 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_rank import LEFT_IN
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.own_gradients import ALIKE, ROUNDINGS, Columns, columns_of, given_by_ranks
+from sumgrad.diagnose.own_gradients import (
+    ALIKE,
+    ROUNDINGS,
+    Columns,
+    columns_of,
+    given_by_ranks,
+    is_of_rows,
+)
 from torch import Tensor
 
 EPS = torch.finfo(torch.float64).eps
@@ -52,13 +59,18 @@ def left_by_a_line(case: Case, left: Left) -> Iterator[Explanation]:
     if given is None or case.traces is None or not case.exact or case.has_plan:
         return
     found: list[_Weights] = []
+    of_rows: list[bool | None] = []
     for cell in case.failing_cells:
         columns = columns_of(cell, given, uneven=True)
         sums = None if columns is None else _sums_by_line(case, columns)
         weights = None if columns is None or not sums else _weights(columns, sums)
-        if weights is None or not weights.is_so:
+        if columns is None or not sums or weights is None or not weights.is_so:
             return
         found.append(weights)
+        gave = torch.stack([sums[line] for line in weights.left]).sum(0)
+        of_rows.append(is_of_rows(case, columns, gave))
+    if {*of_rows} <= {True, None} and True in of_rows:
+        return  # rows that are read once more are another mistake
     if len({weights.left for weights in found}) != 1:
         return
     lines = sorted(found[0].left)

@@ -36,15 +36,19 @@ def zeroed_after(case: Case, left: Left) -> Iterator[Explanation]:
     if not gone or not all(_is_there_in_part(case.cells, name) for name in names):
         return
     whose = "" if len(names) == 1 else "of {} "
-    told = [f"{whose.format(cell.name)}{_where(case, cell)} on rank {cell.rank}"
-            for cell in case.failing_cells]  # fmt: skip
+    places: dict[str, list[int]] = {}
+    for cell in case.failing_cells:
+        where = f"{whose.format(cell.name)}{_where(case, cell)}"
+        places.setdefault(where, []).append(cell.rank)
+    told = [f"{where} on rank {spans(ranks)}" for where, ranks in places.items()]
     more = f" and {len(told) - MOST_SHOWN} more" if len(told) > MOST_SHOWN else ""
     yield explained(
         case,
         Diagnosis(
-            cause=f"a part of {some_of(names)} is zero, and should not be: "
-            f"{', '.join(told[:MOST_SHOWN])}{more}; what the ranks' own backwards gave is right "
-            f"there: it is cleared after them, as by a hook, a mask or an index",
+            cause=f"a part of {some_of(names)} is zero at the end, and should not be: "
+            f"{', '.join(told[:MOST_SHOWN])}{more}; what the ranks' own backwards gave adds up to "
+            f"the right gradient there: look for what clears it after them, or leaves it out (a "
+            f"hook, a mask, an index, a part of a buffer, a `.grad` that is reset in between)",
             kind="zeroed",
             standing="proved",
             ranks=tuple(sorted({c.rank for c in case.failing_cells})),
@@ -89,11 +93,15 @@ def _is_there_in_part(cells: Sequence[Cell], name: str) -> bool:
 
 
 def _where(case: Case, cell: Cell) -> str:
-    """`rows 5-8`, or elements of what has no rows: as the whole parameter counts them."""
+    """`rows 5-8`, or columns, as the whole parameter counts them; else how many elements."""
     shape = case.reference.grads[cell.name].shape
-    at = _wrong(cell).reshape(-1).nonzero()[:, 0]
-    if cell.index is not None:
-        at = cell.index.reshape(-1)[at]
+    wrong, live = _wrong(cell).reshape(-1), (cell.wanted.value != 0).reshape(-1)
+    at = torch.arange(len(wrong)) if cell.index is None else cell.index.reshape(-1)
     width = shape[1:].numel() if len(shape) > 1 else 1
-    unit = "rows" if len(shape) > 1 else "elements"
-    return f"{unit} {spans(sorted({int(i) // width for i in at}))}"
+    lines = [("rows" if len(shape) > 1 else "elements", at // width)]
+    lines += [("columns", at % width)] if len(shape) == 2 else []
+    for unit, number in lines:
+        numbers = number[wrong].unique()
+        if not bool((torch.isin(number, numbers) & live & ~wrong).any()):
+            return f"{unit} {spans(numbers.tolist())}"
+    return f"{int(wrong.sum())} of {len(wrong)} elements"

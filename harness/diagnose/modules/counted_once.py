@@ -82,9 +82,19 @@ def _explaining(
         if told[0].numel() not in (1, total.numel()):
             continue
         value = told[0] if told[0].numel() == 1 else told[0].reshape(total.shape)
+        if _is_taken_off(traces.ranks[s.rank], _output(traces, s) - value):
+            continue
         where = match(vectors(total - (len(ranks) - 1) * value), wanted.outputs, tolerance)
         if where is not None and bool(where.found.any(1).all()):
             yield c
+
+
+def _is_taken_off(trace: Trace, rest: Tensor) -> bool:
+    """Whether a rank puts what is left without it into a collective: so it is meant."""
+    flat = rest.reshape(-1)
+    bound = CLOSE * float(flat.abs().max())
+    given = [e.given.reshape(-1).double() for e in trace.exchanges if e.given.numel() == len(flat)]
+    return any(float((g - flat).abs().max()) <= bound for g in given)
 
 
 def _inside(trace: Trace, s: Seen) -> list[Computation]:

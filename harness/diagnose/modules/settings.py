@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from sumgrad.record.trace import Traces
 
 Values = tuple[str, ...]
 MOST_VALUES = 12  # of an attribute that are kept
+MOST_DIGITS = 4  # behind the point, of what is set by hand
 OF_A_RANK = ("rank", "world", "stage")  # in names of what differs by right
 
 
@@ -63,9 +65,12 @@ def set_otherwise(
 
 
 def _is_a_measure_beyond(own: Values, was: Values) -> bool:
-    """Whether some of these values, numbers that count nothing, are none of those, which are all
-    that there were."""
-    return len(was) < MOST_VALUES and any("." in value for value in {*own} - {*was})
+    """Whether some of these values, numbers that count nothing and that somebody may have set, as
+    a meter's with all its digits are not, are none of those, which are all that there were."""
+    new = [re.findall(r"\d+\.(\d+)", value) for value in {*own} - {*was}]
+    return len(was) < MOST_VALUES and any(
+        digits and all(len(d) <= MOST_DIGITS for d in digits) for digits in new
+    )
 
 
 def _by_right(attribute: str, odd: Mapping[int, Values], was: Values, sizes: set[int]) -> bool:

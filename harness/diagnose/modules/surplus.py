@@ -85,7 +85,9 @@ def _of_output(
     if got.shape != (len(number), wanted.outputs.shape[1]):
         return
     off, bound = got - wanted.outputs[number], tolerance * float(wanted.outputs.abs().max())
-    for name, value in traces.single.params.items():
+    params = sorted(traces.single.params.items(),
+                    key=lambda one: not one[0].startswith(f"{s.call.module}."))  # fmt: skip
+    for name, value in params:
         if value.numel() == off.shape[1]:
             yield from _times(off, value.double().reshape(1, -1), bound, name, "parameter")
     own = f"{INTO}{s.call.module}"

@@ -119,8 +119,8 @@ def _unseen(record: Record) -> Iterator[str]:
         ranks = [rank for held in without.values() for rank in held]
         yield (
             f"{some_of(list(without))} has no .grad before the optimizer's step on rank "
-            f"{spans(ranks)}, and the step changes it all the same: its gradient is kept where "
-            f"nobody can see it, so it was not compared"
+            f"{spans(ranks)}, and the step changes it all the same: if its gradient is kept "
+            f"elsewhere, it was not compared"
         )
     for name, (shape, ranks) in _reshaped(record).items():
         yield (

@@ -500,6 +500,7 @@ class Watch:
             {
                 "steps": self.infos,
                 "unknown": [*self.models.unknown, *self.troubles],
+                "by_name": sorted(self.models.by_name),
                 "unowned": sorted(self.unowned - self.changed_by_others),
                 "params": {n: {"sharded": h.index is not None} for n, h in trained.items()},
                 "shapes": {n: list(s) for n, s in self.shapes.items() if n in trained},

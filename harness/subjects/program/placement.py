@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from sumgrad.base.outcome import some_of
-from sumgrad.base.tensors import to_local
+from sumgrad.base.tensors import bits, to_local
 from sumgrad.subjects.program.numbered import Found
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -122,23 +123,41 @@ class Siblings:
 
     def __init__(self, found: Mapping[str, str | None], full: Mapping[str, Tensor]) -> None:
         """found: name as it is shown here -> name in the whole, as its own name or values say."""
-        self._full = full
-        self._layers: dict[str, str | None] = {}
-        for shown, name in found.items():
-            if name is None or _one_of_several(name, full) is not None:
+        self._found, self._full = found, full
+
+    @property
+    def moved(self) -> bool:
+        """Whether something has another name here than in the whole."""
+        return any(name is not None and shown != name for shown, name in self._found.items())
+
+    @cached_property
+    def several(self) -> set[str]:
+        """Names in the whole whose values others have, too."""
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for name, value in self._full.items():
+            key = tuple(value.shape), value.dtype, bits([value])
+            alike.setdefault(key, []).append(name)
+        return {name for names in alike.values() if len(names) > 1 for name in names}
+
+    @cached_property
+    def _layers(self) -> dict[str, str | None]:
+        layers: dict[str, str | None] = {}
+        for shown, name in self._found.items():
+            if name is None or name in self.several:
                 continue  # which one it is is what is asked
             for here, there in layers_of(shown, name):
-                if self._layers.setdefault(here, there) != there:
-                    self._layers[here] = None
+                if layers.setdefault(here, there) != there:
+                    layers[here] = None
+        return layers
 
     def name_of(self, shown: str, value: Tensor) -> str | None:
         """What a parameter of such a layer, which has this whole value, is called in the whole;
         None where no sibling says it, or what it says has another value."""
         parts = shown.split(".")
         numbered = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
-        for cut in range(len(parts) - 1, numbered[-1] if numbered else 0, -1):
+        for cut in range(len(parts) - 1, numbered[-1] if numbered else -1, -1):
             there = self._layers.get(".".join(parts[:cut]))
-            if there is not None:
+            if there is not None and (cut or there):
                 name = ".".join([there, *parts[cut:]])
                 held = self._full.get(name)
                 return name if held is not None and _equal(held, value) else None
@@ -147,9 +166,10 @@ class Siblings:
 
 def layers_of(shown: str, name: str) -> Iterator[tuple[str, str]]:
     """What a parameter's modules are called here and in the whole, the inner first: `layers.0.mlp`
-    and `layers.2.mlp`, `layers.0` and `layers.2` of `layers.0.mlp.weight` and its whole."""
+    and `layers.2.mlp`, `layers.0` and `layers.2` of `layers.0.mlp.weight` and its whole; the last
+    may be the model itself, ``."""
     here, there = shown.split("."), name.split(".")
-    for end in range(1, min(len(here), len(there))):
+    for end in range(1, min(len(here), len(there)) + 1):
         if here[-end:] != there[-end:]:
             return
         yield ".".join(here[:-end]), ".".join(there[:-end])

@@ -61,6 +61,7 @@ class Models:
     def __init__(self) -> None:
         self.held: dict[str, Held] = {}
         self.unknown: list[str] = []
+        self.by_name: set[str] = set()  # told by their names alone, where others are not by theirs
         self._seen: set[int] = set()
         self._roots: list[tuple[str, nn.Module]] = []  # alive, so that no id is used again
 
@@ -89,7 +90,8 @@ class Models:
         full = None
         if whole is not None:
             full = {n.removeprefix(prefix): t for n, t in whole.items() if n.startswith(prefix)}
-        found = {} if full is None else _found(shown, full, pieces)
+        found, unsure = ({}, set()) if full is None else _found(shown, full, pieces)
+        self.by_name |= {prefix + name for name in unsure}
         for name, param in shown.items():
             one = self._place(prefix, name, param, full, found.get(name), pieces)
             if one is not None:
@@ -170,21 +172,25 @@ def _found(
     shown: Mapping[str, nn.Parameter],
     whole: Mapping[str, Tensor],
     pieces: Mapping[int, tuple[int, int]],
-) -> dict[str, Found]:
-    """Of each parameter its name in the whole, its elements there, and why neither is known. Of a
-    part of the model that numbers its layers anew, what begins equal is told by its siblings."""
+) -> tuple[dict[str, Found], set[str]]:
+    """Of each parameter its name in the whole, its elements there, and why neither is known. Where
+    a model numbers its layers anew, what begins equal is told by its siblings; and those that
+    nothing but their names tell."""
     found = {n: where_is(n, p, whole, pieces) for n, p in shown.items()}
-    if whole.keys() <= {name for name, _, _ in found.values()}:
-        return found
-    siblings = Siblings(
-        {bare_name(n): name for n, (name, _, why) in found.items() if not why}, whole
-    )
+    told = {bare_name(n): name for n, (name, _, why) in found.items() if not why}
+    siblings, by_name = Siblings(told, whole), set[str]()
+    if not siblings.moved:
+        return found, by_name
     for n, (name, index, problem) in found.items():
+        if problem is not None and name is not None:
+            continue
         value = to_local(shown[n]).detach() if name is None else whole[name]
-        if problem is None or name is None:
-            other = siblings.name_of(bare_name(n), value)
-            found[n] = (name, index, problem) if other is None else (other, index, None)
-    return found
+        other = siblings.name_of(bare_name(n), value)
+        if other is not None:
+            found[n] = (other, index, None)
+        elif name is not None and name in siblings.several:
+            by_name.add(name)
+    return found, by_name
 
 
 def _flat_parts(root: nn.Module) -> list[Held]:

@@ -39,10 +39,11 @@ def lacking_sum(case: Case, look: Look, found: FirstWrong) -> Lacking | None:
         return None  # as in looked(): a cause is not lost by a hint
     if one is None:
         return None
-    kept = kept_in_words(one.kept)
-    cause = (f"a sum over {one.axis} is missing on the way: summed over rank "
-             f"{spans(list(one.ranks))} it is right, with the gradient of {kept}, which each of "
-             f"them has whole, counted once")  # fmt: skip
+    kept = f"the gradient of {kept_in_words(one.kept)}"
+    cause = (f"a sum over {one.axis} is missing on the way (or, where gradients are summed over it "
+             f"later, {kept} is in on each rank as if it were a share): summed over rank "
+             f"{spans(list(one.ranks))} it is right, with {kept} counted once, which each has "
+             f"whole")  # fmt: skip
     parts = _parts(look, found, one)
     because = [f"on the way the gradient that reaches {some_of(parts)} is a part on each rank, "
                f"whole only when summed over {one.axis}"] if parts else []  # fmt: skip
@@ -83,9 +84,13 @@ def _uses(traces: Traces, one: MissingSum, parts: Sequence[str]) -> Iterator[str
     for part in parts[:1]:
         outputs = [o for c, o in zip(trace.calls, trace.outputs, strict=True)
                    if (c.module, c.part) == (part, 0)]  # fmt: skip
-        for c in trace.computed.computations:
-            given = [trace.computed.values[n] for n in c.takes if isinstance(n, int)]
-            if any(torch.equal(v, o) for v in given for o in outputs):
-                yield (f"what {part} gives is taken at {line_and_code(c.line, c.code)}: the sum of "
-                       f"its gradient belongs before it")  # fmt: skip
+        computed = trace.computed
+        for c in computed.computations:
+            given = [n for n in c.takes if isinstance(n, int) and n in computed.with_graph]
+            passes = any(n in computed.with_graph for n in c.gives)  # a gradient, back to it
+            taken = any(torch.equal(computed.values[n], o) for n in given for o in outputs)
+            if passes and taken:
+                at = line_and_code(c.line, c.code)
+                yield (f"what {part} gives is taken at {at}: a sum of its gradient that is missing "
+                       f"belongs before it")  # fmt: skip
                 return

@@ -128,7 +128,7 @@ def lost_everywhere(
     parts: Sequence[Part], found: Sequence[Counted], names: Sequence[str]
 ) -> tuple[str, str | None]:
     """Some micro-batches of some ranks are on no rank, not on those that made them either, and the
-    others are on all: they were lost where they were made, and not by a reduction."""
+    others are on all: no group of a reduction explains that."""
     common = _common_weight(parts)
     lost = [abs(often) < CLOSE for often in found[0].often]
     for counted in found:
@@ -149,7 +149,8 @@ def lost_everywhere(
     more = f" and {len(gone) - MOST} more" if len(gone) > MOST else ""
     return "lost_rows", (
         f"what was made on {told}{more} is not in {some_of(list(names))}, on no rank, its own "
-        f"neither, and all else is: it is lost where it is made or added up, before any reduction"
+        f"neither, and all else is: look at what adds up a rank's own, and at what a reduction "
+        f"that replaces it leaves out"
     )
 
 

@@ -90,10 +90,10 @@ def too_much_back(case: Case, look: Look, found: FirstWrong) -> str:
         return ""  # as in looked(): a cause is not lost by a hint
     if one is None or found.wrong in one.name.split(" "):
         return ""
-    kept = f"the gradient of {kept_in_words(one.name)}"
+    way = f"what reaches {kept_in_words(one.name)}, as a way beside it (a residual) brings it"
     if abs(one.times + 1) < ONCE:
-        return f"{kept} is lacking in it"
-    return f"it has {kept} {_so_often(abs(one.times))} {'more' if one.times > 0 else 'less'}"
+        return f"it lacks {way}"
+    return f"it has {_so_often(abs(one.times))} {'more' if one.times > 0 else 'less'} {way}"
 
 
 def _so_often(times: float) -> str:
@@ -108,9 +108,9 @@ def _by_each_rank(case: Case, found: FirstWrong, one: Surplus) -> list[str]:
         group = next((g for g in groups if rank in g), ())
         over = f" over ranks {spans(list(group))}"
         if abs(one.times + 1 - len(group)) < ONCE and any(over in words for words in sums):
-            return [f"it is in {len(group)} times where it should be once, and {axis} has "
-                    f"{len(group)} ranks: something whole is added on each of them before they "
-                    f"are summed"]  # fmt: skip
+            return [f"it is there once for each other rank of {axis} ({len(group)} in all), and "
+                    f"in between rank {rank} issues a sum over them: as where something whole is "
+                    f"added on each before that sum"]  # fmt: skip
     return []
 
 
@@ -123,6 +123,6 @@ def _lines_with(case: Case, found: FirstWrong, one: Surplus) -> list[str]:
     own = traces.ranks[found.ranks[0]].computed
     for c in own.computations:
         given = (own.values[n] for n in c.takes if isinstance(n, int))
-        if found.wrong in c.inside and any(torch.equal(v, value) for v in given):
+        if c.line and found.wrong in c.inside and any(torch.equal(v, value) for v in given):
             return [f"look at {line_and_code(c.line, c.code)}, which takes it"]
     return []
