@@ -247,6 +247,8 @@ def test_a_scale_that_moves_on_is_told_of_the_accused_beside_right_values():
     assert told({"m": {"scale": ("1", "2")}}, counts) == []
     many = {"m": {"scale": tuple(f"{i}.0" for i in range(12))}}
     assert told(many, {"m": {"scale": ("1.0", "77.0")}}) == []  # there may have been more
+    meter = {"m": {"scale": ("1.0", "4.51234")}}
+    assert told(was, meter) == []  # nobody sets so many digits
 
 
 def test_of_many_values_the_first_are_written_out():

@@ -12,6 +12,7 @@ from sumgrad.diagnose.explainers.left_by_a_line import left_by_a_line
 from sumgrad.diagnose.explainers.zeroed_after import zeroed_after
 from sumgrad.diagnose.explanation import Left
 from sumgrad.record.ranks import OWN, OWN_AT
+from sumgrad.record.reference import ALL
 from sumgrad.record.trace import Trace, Traces
 
 AT, RANKS, ROWS, WIDTH = ("structure", 0), 3, 6, 5
@@ -117,6 +118,23 @@ def test_two_lines_may_leave_theirs():
     assert "called at step.py:35, step.py:76 gave" in told.because[0]
 
 
+@pytest.mark.parametrize(("repeats", "num"), [(True, 0), (False, 1)])
+def test_a_backward_of_rows_that_are_read_once_more_is_another_mistake(repeats, num):
+    """As of a sampler that pads a rank's last micro-batch with rows that were read before."""
+    case = case_of(with_attack)
+    own = [own_of(rank, len(LINES[rank]), False) for rank in range(RANKS)]
+    rows = [g for mine, called in zip(own, LINES, strict=True)
+            for g, line in zip(mine, called, strict=True)
+            if line == (ATTACK if repeats else LOSS)]  # fmt: skip
+    reference = replace(
+        case.record.references["structure"][0],
+        kinds={"loss": "sum"}, intervals=tuple((i, i + 1) for i in range(len(rows))),
+        partials={("loss", ALL): {"w": torch.stack(rows)}},
+    )  # fmt: skip
+    record = replace(case.record, references={"structure": [reference]})
+    assert len(list(left_by_a_line(replace(case, record=record), Left(())))) == num
+
+
 def without_rows(*rows, on=(1, 2)):
     def held(sums, right, mine, rank):
         out = right.clone()
@@ -126,11 +144,11 @@ def without_rows(*rows, on=(1, 2)):
     return held
 
 
-ALL = [(LOSS,)] * RANKS
+ONE_LINE = [(LOSS,)] * RANKS
 
 
 def test_rows_that_are_cleared_after_right_backwards():
-    (told,) = causes(zeroed_after, without_rows(1, 2, 4), lines=ALL)
+    (told,) = causes(zeroed_after, without_rows(1, 2, 4), lines=ONE_LINE)
     assert told.cause == (
         "a part of w is zero at the end, and should not be: rows 1-2, 4 on rank 1-2; what the "
         "ranks' own backwards gave adds up to the right gradient there: look for what clears it "
@@ -138,7 +156,7 @@ def test_rows_that_are_cleared_after_right_backwards():
         "that is reset in between)"
     )
     assert (told.kind, told.standing, told.ranks) == ("zeroed", "proved", (1, 2))
-    assert len(causes(zeroed_after, without_rows(0), lines=ALL, times=0.25)) == 1
+    assert len(causes(zeroed_after, without_rows(0), lines=ONE_LINE, times=0.25)) == 1
 
 
 def test_columns_and_scattered_elements_are_no_rows():
@@ -152,9 +170,9 @@ def test_columns_and_scattered_elements_are_no_rows():
         out.view(-1)[::4] = 0
         return out
 
-    (told,) = causes(zeroed_after, column, lines=ALL)
+    (told,) = causes(zeroed_after, column, lines=ONE_LINE)
     assert "should not be: columns 2 on rank 0-2;" in told.cause
-    (told,) = causes(zeroed_after, some, lines=ALL)
+    (told,) = causes(zeroed_after, some, lines=ONE_LINE)
     assert "should not be: 8 of 30 elements on rank 0-2;" in told.cause
 
 
@@ -162,7 +180,7 @@ def test_rows_of_a_shard_are_numbered_as_the_whole_has_them():
     def index(rank):
         return slice(2 * rank, 2 * rank + 2)
 
-    (told,) = causes(zeroed_after, without_rows(3, 4, on=(0, 1, 2)), lines=ALL, index=index)
+    (told,) = causes(zeroed_after, without_rows(3, 4, on=(0, 1, 2)), lines=ONE_LINE, index=index)
     assert "rows 3 on rank 1, rows 4 on rank 2;" in told.cause
 
 
@@ -180,8 +198,8 @@ def own_alone(sums, right, mine, rank):
     ],
 )
 def test_what_is_not_cleared_is_not_said_to_be(held):
-    assert causes(zeroed_after, held, lines=ALL) == []
+    assert causes(zeroed_after, held, lines=ONE_LINE) == []
 
 
 def test_rows_that_a_rank_itself_never_had_may_only_not_be_reduced():
-    assert causes(zeroed_after, own_alone, lines=ALL, sparse=True) == []
+    assert causes(zeroed_after, own_alone, lines=ONE_LINE, sparse=True) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from sumgrad.diagnose.modules.missing_sum import missing_sum as find_missing_sum
 from sumgrad.diagnose.modules.surplus import Surplus, surplus_back
 from sumgrad.diagnose.modules.surplus import surplus as find_surplus
 from sumgrad.diagnose.modules.whole import by_module
+from sumgrad.record.exchanged import Exchange
 from sumgrad.record.trace import INTO, Traces
 from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.watch import ModuleWatch
@@ -279,6 +281,28 @@ def test_a_term_of_the_whole_that_each_part_of_a_sum_has_is_found():
 )
 def test_what_is_not_right_with_it_counted_once_is_not_told(shares, cuts):
     assert strips(*shares, cuts=cuts)[1] is None
+
+
+def test_a_term_that_is_taken_off_before_the_sum_is_meant():
+    traces, one = strips(1.0, 1.0, 1.0)
+    assert one is not None
+    whole, groups = by_module(traces.single, "".__eq__), [("sp", [(0, 1, 2)])]
+    found = found_in(traces, "")
+    trace = traces.ranks[0]
+    term = trace.computed.values[one.line.gives[0]]
+    summed = Exchange(number=0, given=trace.outputs[-1] - term)
+    object.__setattr__(trace, "exchanges", (summed,))
+    assert counted_once(traces, found, whole, groups, 1e-8) is None
+    object.__setattr__(trace, "exchanges", (replace(summed, given=summed.given + 1),))
+    assert counted_once(traces, found, whole, groups, 1e-8) is not None
+
+
+def test_of_parameters_with_the_same_values_the_modules_own_is_told():
+    traces = traces_of([{"biases": 2.0}])
+    params = {"another.bias": traces.single.params["block.bias"], **traces.single.params}
+    object.__setattr__(traces.single, "params", params)
+    into = look_into(traces, "float64", (), "block")
+    assert find_surplus(traces, found_in(traces), into, 1e-8).name == "block.bias"
 
 
 def test_the_words_of_a_term_of_the_whole(monkeypatch):
