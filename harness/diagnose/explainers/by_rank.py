@@ -14,6 +14,16 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.factors import explained
+from sumgrad.diagnose.explainers.tables import (
+    alone,
+    early_passes_alone,
+    even,
+    foreign_passes,
+    is_zero,
+    late_passes_alone,
+    left_out,
+    scaled,
+)
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.own_gradients import (
@@ -86,7 +96,7 @@ def _repeats_rows(case: Case) -> bool:
     given = given_by_ranks(case)
     if weighed is None or given is None:
         return False
-    passes, told = _foreign_passes(weighed), set[bool | None]()
+    passes, told = foreign_passes(weighed), set[bool | None]()
     for cell in case.failing_cells:
         columns = columns_of(cell, given)
         if columns is not None and columns.passes == weighed.got.shape[1]:
@@ -147,9 +157,9 @@ def _in_words(found: Sequence[Weighed], right: str, *, every: bool) -> tuple[str
 
     right: the gradient that it is compared with, in words. every: all parameters are among them.
     """
-    if all(_scaled(m) is not None for m in found):
+    if all(scaled(m) is not None for m in found):
         return None
-    if all(_alone(m) for m in found):
+    if all(alone(m) for m in found):
         several = len({m.rank for m in found}) > 1
         keeps = "each keep what their" if several else "keeps what its"
         return (
@@ -157,16 +167,16 @@ def _in_words(found: Sequence[Weighed], right: str, *, every: bool) -> tuple[str
             f"it is not reduced, no gradient of another rank is in it: rank {_ranks(found)} "
             f"{keeps} own backward gave{_times(found)}; {right} has other ranks' in it",
         )
-    left_out = [_left_out(m) for m in found]
-    if all(left_out):
-        ranks = sorted({r for out in left_out for r in out})
-        if any(sorted(out) != ranks for out in left_out):
+    lost = [left_out(m) for m in found]
+    if all(lost):
+        ranks = sorted({r for out in lost for r in out})
+        if any(sorted(out) != ranks for out in lost):
             return "too_few_ranks", _too_few(found)
         return (
             "not_reduced",
             f"gradients of rank {spans(ranks)} are not in it, on rank {_ranks(found)}",
         )
-    foreign = {tuple(_foreign_passes(m)) for m in found}
+    foreign = {tuple(foreign_passes(m)) for m in found}
     if len(foreign) == 1 and (passes := next(iter(foreign))):
         number, total = spans([p + 1 for p in passes]), found[0].got.shape[1]
         which = f"backward {number} of the {total} that"
@@ -183,19 +193,19 @@ def _in_words(found: Sequence[Weighed], right: str, *, every: bool) -> tuple[str
             f"{which} reach it on each rank{_called(found, passes)} is in it, and is no part of "
             f"its right gradient: it runs through this parameter for another's sake",
         )
-    if all(_early_passes_alone(m) for m in found):
+    if all(early_passes_alone(m) for m in found):
         return (
             "not_reduced",
             f"only the last of {found[0].got.shape[1]} backwards is reduced; what the others gave "
             f"stays on the rank that made it",
         )
-    if all(_late_passes_alone(m) for m in found):
+    if all(late_passes_alone(m) for m in found):
         return (
             "late_gradient",
             "it is reduced too early: what the last backwards gave is added after the reduction "
             "and stays on the rank that made it",
         )
-    if all(_even(m) for m in found):
+    if all(even(m) for m in found):
         return (
             "weights_of_ranks",
             f"every rank counts alike, as when each divides its loss by its own number of rows or "
@@ -280,97 +290,18 @@ def multiplied_between(often: Sequence[float], which: str) -> str:
     )
 
 
-def _scaled(mix: Weighed) -> float | None:
-    """The one factor by which all weights are off, or None."""
-    at = int(mix.wanted.abs().argmax())
-    factor = float(mix.got.reshape(-1)[at] / mix.wanted.reshape(-1)[at])
-    return factor if near(mix.got, factor * mix.wanted) else None
-
-
-def _is_zero(weights: Tensor, mix: Weighed) -> bool:
-    """Beside the largest weight of those that are there."""
-    most = float(mix.got.abs().max())
-    return not weights.numel() or float(weights.abs().max()) <= ALIKE * most
-
-
-def _alone(mix: Weighed) -> bool:
-    """Only its own backwards are in it, though others belong in it."""
-    mine = mix.mine
-    return (
-        bool(mine.any())
-        and _is_zero(mix.got[~mine], mix)
-        and not _is_zero(mix.got[mine], mix)
-        and not _is_zero(mix.wanted[~mine], mix)
-    )
-
-
-def _left_out(mix: Weighed) -> list[int]:
-    """Ranks of which nothing is in it, though it belongs there."""
-    return [
-        rank
-        for source, got, wanted in zip(mix.sources, mix.got, mix.wanted, strict=True)
-        if _is_zero(got, mix) and not _is_zero(wanted, mix)
-        for rank in source
-    ]
-
-
 def _too_few(found: Sequence[Weighed]) -> str:
     """Which ranks hold whose gradients, where not all hold the same."""
     there: dict[tuple[int, ...], list[int]] = {}
     for mix in found:
         inside = [r for source, got in zip(mix.sources, mix.got, strict=True)
-                  if not _is_zero(got, mix) for r in source]  # fmt: skip
+                  if not is_zero(got, mix) for r in source]  # fmt: skip
         there.setdefault(tuple(sorted(inside)), []).append(mix.rank)
     shown = "; ".join(
         f"rank {spans(ranks)} holds " + (f"what rank {spans(list(inside))} gave" if inside else "0")
         for inside, ranks in list(there.items())[:SHOWN]
     )
     return f"it is reduced over too few ranks: {shown}"
-
-
-def _foreign_passes(mix: Weighed) -> list[int]:
-    """Backwards of which nothing belongs in it, and all of which is; the others are right."""
-    foreign = [
-        k
-        for k in range(mix.got.shape[1])
-        if _is_zero(mix.wanted[:, k], mix) and not _is_zero(mix.got[:, k], mix)
-    ]
-    others = [k for k in range(mix.got.shape[1]) if k not in foreign]
-    alike = bool(others) and near(mix.got[:, others], mix.wanted[:, others])
-    return foreign if alike else []
-
-
-def _early_passes_alone(mix: Weighed) -> bool:
-    """Of others, only the last backward is in it."""
-    mine = mix.mine
-    others = mix.got[~mine]
-    return (
-        mix.got.shape[1] > 1
-        and bool(mine.any())
-        and _is_zero(others[:, :-1].reshape(-1), mix)
-        and not _is_zero(others[:, -1], mix)
-        and not _is_zero(mix.got[mine][:, :-1].reshape(-1), mix)
-    )
-
-
-def _late_passes_alone(mix: Weighed) -> bool:
-    """Of others, the first backwards are in it and the last are not; of its own all are."""
-    mine = mix.mine
-    passes = mix.got.shape[1]
-    there = [not _is_zero(mix.got[~mine][:, k], mix) for k in range(passes)]
-    own = [not _is_zero(mix.got[mine][:, k], mix) for k in range(passes)]
-    return (
-        bool(mine.any())
-        and bool((~mine).any())
-        and all(own)
-        and there == sorted(there, reverse=True)
-        and len(set(there)) == 2
-    )
-
-
-def _even(mix: Weighed) -> bool:
-    """All ranks and backwards weigh the same, though they must not."""
-    return near(mix.got, mix.got[0, 0].expand_as(mix.got)) and bool((mix.wanted > 0).all())
 
 
 def _ranks(found: Sequence[Weighed]) -> str:
