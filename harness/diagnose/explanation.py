@@ -7,6 +7,7 @@ simplest.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -78,9 +79,24 @@ def _with_the_rest(case: Case, best: Explanation, explainers: Sequence[Explainer
     rest = case.of(best.leaves)
     others, _ = ([], []) if case.only else choose(rest, explainers)
     case.known.setdefault(BROKEN, []).extend(rest.known.get(BROKEN, ()))
-    text = f"{some_of(list(best.leaves))} is wrong too, and whether by the same is not known"
-    text += f": {others[0].cause}" if others else ""
+    text = f"{some_of(list(best.leaves))} is wrong too, and "
+    if others and _is_said_alike(case, others[0], best.diagnosis):
+        text += "the same is seen of it"
+    else:
+        text += "whether by the same is not known" + (f": {others[0].cause}" if others else "")
     return replace(best.diagnosis, however=(*best.diagnosis.however, text))
+
+
+def _is_said_alike(case: Case, one: Diagnosis, other: Diagnosis) -> bool:
+    """Whether two causes are the same but for the parameters that they name."""
+    names = sorted(case.record.spec.params, key=len, reverse=True)
+
+    def without_names(cause: str) -> str:
+        for name in names:
+            cause = cause.replace(name, "")
+        return re.sub(r"(?:and \d+ more|[, ])+", " ", cause)
+
+    return one.kind == other.kind and without_names(one.cause) == without_names(other.cause)
 
 
 def _merit(explanation: Explanation, left: Left) -> tuple[int, int, int]:
