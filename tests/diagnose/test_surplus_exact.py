@@ -149,7 +149,7 @@ def lacking(*ranks):
 def test_a_sum_that_is_missing_beside_a_residual_is_told_with_what_is_whole():
     _, wrong, one = lacking([{"own": 0}], [{"own": 1}])
     assert {s.rank for s in wrong} == {0, 1}
-    assert one == MissingSum(axis="tp", ranks=(0, 1), kept="block")
+    assert one == MissingSum(axis="tp", ranks=(0, 1), kept="block", of="first")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,10 @@ def test_a_sum_is_missing_in_what_goes_into_the_block_behind_an_activation(monke
     case, found = case_of(monkeypatch, traces), found_in(traces, "first", back=True)
     found = FirstWrong(wrong="first", seen=tuple(found), beside=("head",))
     said = missing_sum.lacking_sum(case, looked.looked(case), found)
-    assert "summed over rank 0-1 it is right, with the gradient of what block gives" in said.cause
+    assert (
+        "summed over rank 0-1 the gradient of what goes into block.norm is right, with"
+        in said.cause
+    )
 
 
 def case_of(monkeypatch, traces):

@@ -26,11 +26,13 @@ FEWEST = 4  # numbers that differ
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingSum:
     """Over an axis, of what reaches an output on ranks that hold the same; kept: the module whose
-    output has, or what goes into it, the gradient that is whole on each of them."""
+    output has, or what goes into it, the gradient that is whole on each of them. of: likewise, what
+    the gradient is of that is right as a sum."""
 
     axis: str
     ranks: tuple[int, ...]
     kept: str
+    of: str
 
 
 def missing_sum(
@@ -51,7 +53,7 @@ def missing_sum(
                 is_right = partial(_is_right, s=s, wanted=wanted, tolerance=tolerance)
                 kept = whole_but_for(traces, ranks, terms, is_right)
                 if kept is not None:
-                    return MissingSum(axis=axis, ranks=tuple(ranks), kept=kept)
+                    return MissingSum(axis=axis, ranks=tuple(ranks), kept=kept, of=s.call.module)
     return None
 
 

@@ -40,9 +40,10 @@ def lacking_sum(case: Case, look: Look, found: FirstWrong) -> Lacking | None:
     if one is None:
         return None
     kept = f"the gradient of {kept_in_words(one.kept)}"
+    it = "it" if one.of == found.wrong else f"the gradient of {kept_in_words(one.of)}"
     cause = (f"a sum over {one.axis} is missing on the way (or, where gradients are summed over it "
              f"later, {kept} is in on each rank as if it were a share): summed over rank "
-             f"{spans(list(one.ranks))} it is right, with {kept} counted once, which each has "
+             f"{spans(list(one.ranks))} {it} is right, with {kept} counted once, which each has "
              f"whole")  # fmt: skip
     parts = _parts(look, found, one)
     because = [f"on the way the gradient that reaches {some_of(parts)} is a part on each rank, "
