@@ -206,17 +206,19 @@ def test_an_optimizer_that_steps_late_is_in_the_window(tmp_path):
     assert verdict["steps"] == 6
 
 
-def test_the_first_wrong_module_is_named_where_nothing_else_is(tmp_path):
+def test_the_first_wrong_module_is_named_and_the_sum_that_is_missing_there(tmp_path):
     script = ROOT / "examples" / "scripts" / "megatron_by_hand.py"
     words = ("--ranks", 2, "--", script, "--bug", "gradient not reduced")
     code, verdict = diff(tmp_path, *words)
     assert code == 1
     cause = verdict["diagnoses"][0]
-    assert (cause["kind"], cause["ranks"]) == ("backward", [0, 1]), cause
+    assert (cause["kind"], cause["ranks"]) == ("skipped_collective", [0, 1]), cause
     assert "the backward is right down to mlps.1.up (Linear), head (Linear); " in cause["cause"]
     assert "the output of mlps.0 (MLP at " in cause["cause"]
     assert "megatron_by_hand.py:" in cause["cause"]
-    assert any("rank 0 issues no collective in between" in b for b in cause["because"])
+    assert ": a sum over ranks is missing on the way " in cause["cause"]
+    assert any("is a part on each rank, whole only when summed" in b for b in cause["because"])
+    assert any("look at what takes what norms.1 gives: a sum" in b for b in cause["because"])
     assert verdict["where"]["backward"]["module"] == "mlps.0"
 
 

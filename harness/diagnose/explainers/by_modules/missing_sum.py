@@ -48,7 +48,11 @@ def lacking_sum(case: Case, look: Look, found: FirstWrong) -> Lacking | None:
     parts = _parts(look, found, one)
     because = [f"on the way the gradient that reaches {some_of(parts)} is a part on each rank, "
                f"whole only when summed over {one.axis}"] if parts else []  # fmt: skip
-    return Lacking(cause=cause, because=(*because, *_uses(traces, one, parts)))
+    uses = [*_uses(traces, one, parts)]
+    if parts and not uses:  # a script's lines are not recorded
+        uses = [f"look at what takes what {parts[0]} gives: a sum of its gradient that is missing "
+                f"belongs there"]  # fmt: skip
+    return Lacking(cause=cause, because=(*because, *uses))
 
 
 def _first(
