@@ -355,7 +355,7 @@ def test_a_buffer_that_is_left_unlike_on_ranks_is_said(tmp_path):
     [
         ("no step", 3, "ended without an optimizer's step"),
         ("raise", 3, "ValueError: out of data, at "),
-        ("one rank", 3, "ended after 0 of 2 optimizer steps"),
+        ("one rank", 3, "rank 1 takes none of the 2 optimizer steps of the single run"),
     ],
 )
 def test_a_script_that_ends_otherwise_has_a_plain_verdict(tmp_path, kind, code, words):
