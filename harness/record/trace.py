@@ -145,6 +145,14 @@ class Trace:
     hooked: tuple[Hooked, ...] = ()
     hooks: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
 
+    def output_of(self, call: Call) -> Tensor:
+        """What a call gave. ValueError where it is none of these."""
+        return self.outputs[self.calls.index(call)]
+
+    def gradient_of(self, call: Call) -> Tensor | None:
+        """What reached it, None where nothing did. ValueError where it is none of these."""
+        return self.gradients[self.calls.index(call)]
+
     def stack(self, call: Call) -> Stack:
         """What ran when a module was called; nothing where it was not recorded."""
         return self.stacks[call.stack] if 0 <= call.stack < len(self.stacks) else Stack()

@@ -59,9 +59,9 @@ def _sums(
     by_key = {(s.rank, s.call.number, s.call.part): s for s in found}
     for s in (s for s in found if s.rank == ranks[0]):
         own = [by_key.get((rank, s.call.number, s.call.part)) for rank in ranks]
-        held = [_output(traces, one) for one in own if one is not None]
+        held = [traces.ranks[one.rank].output_of(one.call) for one in own if one is not None]
         if len(held) == len(ranks) and len({h.shape for h in held}) == 1:
-            yield s, torch.stack(held).sum(0)
+            yield s, torch.stack(held).double().sum(0)
 
 
 def _explaining(
@@ -82,7 +82,7 @@ def _explaining(
         if told[0].numel() not in (1, total.numel()):
             continue
         value = told[0] if told[0].numel() == 1 else told[0].reshape(total.shape)
-        if _is_taken_off(traces.ranks[s.rank], _output(traces, s) - value):
+        if _is_taken_off(traces.ranks[s.rank], traces.ranks[s.rank].output_of(s.call) - value):
             continue
         where = match(vectors(total - (len(ranks) - 1) * value), wanted.outputs, tolerance)
         if where is not None and bool(where.found.any(1).all()):
@@ -119,8 +119,3 @@ def _are_alike(values: Sequence[Tensor]) -> bool:
     first = values[0]
     bound = CLOSE * float(first.abs().max())
     return all(v.shape == first.shape and float((v - first).abs().max()) <= bound for v in values)
-
-
-def _output(traces: Traces, s: Seen) -> Tensor:
-    trace = traces.ranks[s.rank]
-    return trace.outputs[trace.calls.index(s.call)].double()

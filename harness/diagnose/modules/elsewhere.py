@@ -76,7 +76,7 @@ def numbers_elsewhere(traces: Traces, seen: Sequence[Seen], dtype: str) -> bool:
         if wanted is None or s.wrong is None:
             return False
         trace = traces.ranks[s.rank]
-        got = vectors(trace.outputs[trace.calls.index(s.call)])[s.wrong]
+        got = vectors(trace.output_of(s.call))[s.wrong]
         if not _are_there(got, wanted.outputs):
             return False
     return True
@@ -93,7 +93,7 @@ def zeroed(traces: Traces, seen: Sequence[Seen], dtype: str) -> bool:
         if wanted is None or s.wrong is None or wanted.outputs.shape[1] < FEWEST_LEFT:
             return False
         trace = traces.ranks[s.rank]
-        got = vectors(trace.outputs[trace.calls.index(s.call)])[s.wrong]
+        got = vectors(trace.output_of(s.call))[s.wrong]
         if got.shape[1] != wanted.outputs.shape[1] or not bool((got == 0).any(1).all()):
             return False
         told = [row for row in got if int((row != 0).sum()) >= FEWEST_LEFT]
@@ -147,7 +147,7 @@ def _sums_of_calls(
     pairs: list[tuple[int, int]] = []
     for s in wrong:
         wanted = whole.get((s.call.module, s.call.part))
-        given = trace.gradients[trace.calls.index(s.call)]
+        given = trace.gradient_of(s.call)
         alike = [
             o
             for o in _own_calls(look, s)

@@ -31,7 +31,7 @@ def wrong_features(
         if wanted is None or s.wrong is None:
             return None
         trace = traces.ranks[s.rank]
-        got = vectors(trace.outputs[trace.calls.index(s.call)])[s.wrong][:MOST_VECTORS]
+        got = vectors(trace.output_of(s.call))[s.wrong][:MOST_VECTORS]
         told = _wrong(got, wanted.outputs, tolerance)
         if told is None or (wrong is not None and len(told) != len(wrong)):
             return None

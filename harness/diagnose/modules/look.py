@@ -144,13 +144,13 @@ def _unless_stage(
     if s.forward != "wrong":
         return s
     trace = traces.ranks[s.rank]
-    mine = trace.outputs[trace.calls.index(s.call)]
+    mine = trace.output_of(s.call)
     called = {call.module for call in trace.calls}
     inside = [m for m in modules if m != s.call.module and _is_inside(m, s.call.module)]
     for i, module in enumerate(inside):
         lacking = set(inside[i + 1 :]) - called
         for other in seen[module] if lacking else ():
-            theirs = trace.outputs[trace.calls.index(other.call)] if other.rank == s.rank else None
+            theirs = trace.output_of(other.call) if other.rank == s.rank else None
             if other.forward == "right" and theirs is not None and torch.equal(mine, theirs):
                 return replace(s, forward="untold", backward="untold", wrong=None)
     return s

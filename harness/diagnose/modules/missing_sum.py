@@ -66,7 +66,7 @@ def _of_the_same_vectors(
         key = rank, s.call.number, s.call.part
         of_key = (one for one in found if (one.rank, one.call.number, one.call.part) == key)
         own = next(of_key, None)
-        gradient = None if own is None else _gradient(traces, own)
+        gradient = None if own is None else traces.ranks[own.rank].gradient_of(own.call)
         if own is None or own.where is None or s.where is None or gradient is None:
             return []
         if not torch.equal(own.where.found, s.where.found):
@@ -118,8 +118,3 @@ def _of_the_same(trace: Trace, call: Call) -> Tensor | None:
         if (other.module, other.number, other.part, other.recomputed) == key:
             return gradient
     return None
-
-
-def _gradient(traces: Traces, s: Seen) -> Tensor | None:
-    trace = traces.ranks[s.rank]
-    return trace.gradients[trace.calls.index(s.call)]

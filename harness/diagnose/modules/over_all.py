@@ -104,7 +104,7 @@ def _is_even(
             return None  # its calls give vectors of several lengths
         times = torch.zeros(len(wanted.outputs), dtype=torch.float64)
         for s in found:
-            gradient = _gradient(s, traces)
+            gradient = traces.ranks[s.rank].gradient_of(s.call)
             if s.call.part != part or gradient is None:
                 continue
             if s.forward != "right" or s.where is None:
@@ -119,11 +119,6 @@ def _is_even(
     return True
 
 
-def _gradient(s: Seen, traces: Traces) -> Tensor | None:
-    trace = traces.ranks[s.rank]
-    return trace.gradients[trace.calls.index(s.call)]
-
-
 def _sum_of(
     mine: Sequence[Seen],
     traces: Traces,
@@ -136,7 +131,7 @@ def _sum_of(
         return "untold"
     total = torch.zeros_like(wanted.gradients)
     for s in mine:
-        gradient = _gradient(s, traces)
+        gradient = traces.ranks[s.rank].gradient_of(s.call)
         if gradient is None:
             continue
         at = _each_at(s, len(vectors(gradient)))

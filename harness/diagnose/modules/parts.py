@@ -10,7 +10,6 @@ from sumgrad.diagnose.modules.matching import add_up, match, vectors
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.diagnose.modules.whole import Whole
 from sumgrad.record.trace import Traces
-from torch import Tensor
 
 Groups = Sequence[tuple[str, list[tuple[int, ...]]]]
 
@@ -116,7 +115,7 @@ def without_sums_over_rows(
     for part in {s.call.part for s in found if s.forward == "wrong"}:
         mine = [i for i, s in enumerate(found) if s.forward == "wrong" and s.call.part == part]
         wanted = whole[found[mine[0]].call.module, part]
-        given = [_output(traces, found[i]) for i in mine]
+        given = [traces.ranks[found[i].rank].output_of(found[i].call) for i in mine]
         if wanted.rows is not None or len(mine) < 2 or len({g.shape for g in given}) > 1:
             continue
         total = vectors(torch.stack(given).sum(0))
@@ -127,8 +126,3 @@ def without_sums_over_rows(
                     out[i] = replace(found[i], forward="untold", backward="untold", wrong=None)
                 break
     return out
-
-
-def _output(traces: Traces, seen: Seen) -> Tensor:
-    trace = traces.ranks[seen.rank]
-    return trace.outputs[trace.calls.index(seen.call)]

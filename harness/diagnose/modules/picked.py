@@ -59,7 +59,7 @@ def _of_call(traces: Traces, s: Seen, m: Seen, out: Whole, there: Whole) -> Iter
     if vectors_a_row(out.rows) != 1 or not theirs or s.wrong is None:
         return
     trace = traces.ranks[s.rank]
-    got = vectors(trace.outputs[trace.calls.index(s.call)])
+    got = vectors(trace.output_of(s.call))
     source = vectors(trace.outputs[trace.calls.index(m.call)]).reshape(-1, each, got.shape[1])
     for i in s.wrong.tolist():
         told = m.rows[m.where.picked // each == i].unique().tolist()

@@ -36,7 +36,7 @@ def factors_of(traces: Traces, seen: Sequence[Seen], tolerance: float) -> list[T
         if wanted is None or s.wrong is None or s.mixed:
             return None
         trace = traces.ranks[s.rank]
-        got = vectors(trace.outputs[trace.calls.index(s.call)])[s.wrong][:MOST_VECTORS]
+        got = vectors(trace.output_of(s.call))[s.wrong][:MOST_VECTORS]
         found = _factors(got, wanted.outputs, tolerance)
         if found is None:
             return None

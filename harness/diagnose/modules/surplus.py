@@ -79,7 +79,7 @@ def _of_output(
     """What explains the difference of one call's output; the likeliest first."""
     wanted, number = there.get((s.call.module, s.call.part)), _which_vectors(s, into, there)
     trace = traces.ranks[s.rank]
-    got = vectors(trace.outputs[trace.calls.index(s.call)])
+    got = vectors(trace.output_of(s.call))
     if wanted is None or number is None or int(number.max()) >= len(wanted.outputs):
         return
     if got.shape != (len(number), wanted.outputs.shape[1]):
@@ -101,7 +101,7 @@ def _of_gradient(
 ) -> Iterator[Surplus]:
     """The same of a gradient that reached a right output."""
     wanted, trace = there.get((s.call.module, s.call.part)), traces.ranks[s.rank]
-    gradient = trace.gradients[trace.calls.index(s.call)]
+    gradient = trace.gradient_of(s.call)
     if wanted is None or gradient is None or s.where is None:
         return
     got, alone = vectors(gradient), s.where.found.sum(1) == 1

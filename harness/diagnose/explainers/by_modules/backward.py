@@ -73,11 +73,10 @@ from sumgrad.diagnose.modules.first_wrong import (
 )
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import same
-from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, Seen, State, constant
+from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, State, constant
 from sumgrad.diagnose.modules.whole import by_module
 from sumgrad.diagnose.names import group_symbols
-from sumgrad.record.trace import INTO, LOSS, Started, Traces
-from torch import Tensor
+from sumgrad.record.trace import INTO, LOSS, Started
 
 
 def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
@@ -183,10 +182,11 @@ def _handed(case: Case, found: FirstWrong) -> list[str]:
     s, at = told_of(found.seen), _starts_there(case, found)
     if case.traces is None or at is None:
         return []
+    gradient = case.traces.ranks[s.rank].gradient_of(s.call)
     made = "" if at.made == at.line else f", made at {line_and_code(*at.made)}"
     return [f"on rank {s.rank} in call {s.call.number} {line_and_code(*at.line)} hands this "
             f"gradient to autograd{made}",
-            *made_on_another_rank(case.traces, s.rank, _gradient(case.traces, s))]  # fmt: skip
+            *made_on_another_rank(case.traces, s.rank, gradient)]  # fmt: skip
 
 
 def _sent_in_parts(case: Case, found: FirstWrong) -> list[str]:
@@ -198,7 +198,9 @@ def _sent_in_parts(case: Case, found: FirstWrong) -> list[str]:
     tolerance = TOLERANCES.get(case.record.spec.tiers[case.tier], COARSE)
     if whole is None:
         return []
-    return right_as_a_sum(case, s.rank, _gradient(traces, s), whole.gradients, tolerance)
+    return right_as_a_sum(
+        case, s.rank, traces.ranks[s.rank].gradient_of(s.call), whole.gradients, tolerance
+    )
 
 
 def _starts_there(case: Case, found: FirstWrong) -> Started | None:
@@ -207,11 +209,6 @@ def _starts_there(case: Case, found: FirstWrong) -> Started | None:
     trace = None if traces is None else traces.ranks[s.rank]
     started = () if trace is None else trace.started
     return next((one for one in started if trace and trace.calls[one.call] == s.call), None)
-
-
-def _gradient(traces: Traces, s: Seen) -> Tensor | None:
-    trace = traces.ranks[s.rank]
-    return trace.gradients[trace.calls.index(s.call)]
 
 
 def _listed_by_output(look: Look, modules: Sequence[str]) -> str:

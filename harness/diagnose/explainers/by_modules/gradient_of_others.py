@@ -29,7 +29,7 @@ def is_zero(case: Case, found: FirstWrong) -> bool:
     for s in found.seen if traces is not None else ():
         assert traces is not None
         trace = traces.ranks[s.rank]
-        gradient = trace.gradients[trace.calls.index(s.call)]
+        gradient = trace.gradient_of(s.call)
         if gradient is None or s.wrong is None or bool(vectors(gradient)[s.wrong].any()):
             return False
     return traces is not None

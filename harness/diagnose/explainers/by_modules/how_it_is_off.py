@@ -27,7 +27,7 @@ def off_at_a_module(case: Case, found: FirstWrong) -> list[str]:
     if traces is None or s.where is None or found.lost or found.over_all:
         return []
     trace = traces.ranks[s.rank]
-    gradient = trace.gradients[trace.calls.index(s.call)]
+    gradient = trace.gradient_of(s.call)
     whole = by_module(traces.single, s.call.module.__eq__).get((s.call.module, s.call.part))
     alone = s.where.found.sum(1) == 1
     start, end = s.where.columns

@@ -120,7 +120,7 @@ def picked_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
 
 def _is_of(traces: Traces, s: Seen, whole: Whole, tolerance: float) -> bool:
     trace = traces.ranks[s.rank]
-    got = vectors(trace.outputs[trace.calls.index(s.call)])
+    got = vectors(trace.output_of(s.call))
     where = match(got, whole.outputs, tolerance)
     return where is not None and bool(where.found.any(1).all())
 
