@@ -9,7 +9,7 @@ which side of the reduction the mistake lies.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -278,7 +278,13 @@ def columns_of(cell: Cell, given: Given, *, uneven: bool = False) -> Columns | N
     )
 
 
-def is_of_rows(case: Case, columns: Columns, gave: Tensor) -> bool | None:
+def are_of_rows(case: Case, found: Iterable[tuple[Columns, Tensor]]) -> bool:
+    """Whether all of these, of which that can be told, are: see `_is_of_rows`."""
+    told = {_is_of_rows(case, columns, gave) for columns, gave in found}
+    return True in told and False not in told
+
+
+def _is_of_rows(case: Case, columns: Columns, gave: Tensor) -> bool | None:
     """Whether what some backwards gave, (n,), is made up of what rows of the batch give in one
     process, as where rows are read once more. None where there are too few numbers to tell, or
     nothing is known of rows."""

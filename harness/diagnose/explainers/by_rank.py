@@ -28,13 +28,14 @@ from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.own_gradients import (
     ALIKE,
+    Columns,
     Mixed,
     Source,
     Weighed,
+    are_of_rows,
     columns_of,
     given_by_ranks,
     has_few_numbers,
-    is_of_rows,
     mixed,
     near,
     with_few_numbers,
@@ -96,13 +97,13 @@ def _repeats_rows(case: Case) -> bool:
     given = given_by_ranks(case)
     if weighed is None or given is None:
         return False
-    passes, told = foreign_passes(weighed), set[bool | None]()
+    passes, found = foreign_passes(weighed), list[tuple[Columns, Tensor]]()
     for cell in case.failing_cells:
         columns = columns_of(cell, given)
         if columns is not None and columns.passes == weighed.got.shape[1]:
             own = columns.own.reshape(len(columns.sources), columns.passes, -1)
-            told.add(is_of_rows(case, columns, own[:, passes].sum((0, 1))))
-    return True in told and False not in told
+            found.append((columns, own[:, passes].sum((0, 1))))
+    return are_of_rows(case, found)
 
 
 def wrong_before_it_is_reduced(case: Case) -> bool:

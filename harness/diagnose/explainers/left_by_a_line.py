@@ -19,15 +19,14 @@ from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.own_gradients import (
     ALIKE,
+    EPS,
     ROUNDINGS,
     Columns,
+    are_of_rows,
     columns_of,
     given_by_ranks,
-    is_of_rows,
 )
 from torch import Tensor
-
-EPS = torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ def left_by_a_line(case: Case, left: Left) -> Iterator[Explanation]:
     if given is None or case.traces is None or not case.exact or case.has_plan:
         return
     found: list[_Weights] = []
-    of_rows: list[bool | None] = []
+    gave: list[tuple[Columns, Tensor]] = []
     for cell in case.failing_cells:
         columns = columns_of(cell, given, uneven=True)
         sums = None if columns is None else _sums_by_line(case, columns)
@@ -67,9 +66,8 @@ def left_by_a_line(case: Case, left: Left) -> Iterator[Explanation]:
         if columns is None or not sums or weights is None or not weights.is_so:
             return
         found.append(weights)
-        gave = torch.stack([sums[line] for line in weights.left]).sum(0)
-        of_rows.append(is_of_rows(case, columns, gave))
-    if {*of_rows} <= {True, None} and True in of_rows:
+        gave.append((columns, torch.stack([sums[line] for line in weights.left]).sum(0)))
+    if are_of_rows(case, gave):
         return  # rows that are read once more are another mistake
     if len({weights.left for weights in found}) != 1:
         return

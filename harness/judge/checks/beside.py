@@ -25,10 +25,7 @@ def nothing_trained_elsewhere(compared: Compared) -> Iterator[Finding]:
 
 def whole_gradients(compared: Compared) -> Iterator[Finding]:
     """Gradients that a step left as partial sums, and were reduced for the comparison."""
-    partial: dict[str, list[int]] = {}
-    for rank, info in _infos(compared.record):
-        for name in info.get("partial", ()):
-            partial.setdefault(name, []).append(rank)
+    partial = _ranks_by_name(compared.record, "partial")
     if partial:
         name, ranks = next(iter(partial.items()))
         more = f" and {len(partial) - 1} more" if len(partial) > 1 else ""
@@ -111,10 +108,7 @@ def _unseen(record: Record) -> Iterator[str]:
             f"{name}.{attribute} on rank {spans(ranks)} holds another gradient than its .grad, "
             f"which is what was compared; which of them the optimizer takes is not known"
         )
-    without: dict[str, list[int]] = {}
-    for rank, info in _infos(record):
-        for name in info.get("changed_without", ()):
-            without.setdefault(name, []).append(rank)
+    without = _ranks_by_name(record, "changed_without")
     if without:
         ranks = [rank for held in without.values() for rank in held]
         yield (
@@ -128,10 +122,7 @@ def _unseen(record: Record) -> Iterator[str]:
             f"when the model was distributed, so which elements it holds is not known; shard it in "
             f"distribute()"
         )
-    alive: dict[str, list[int]] = {}
-    for rank, info in _infos(record):
-        for name in info.get("alive", ()):
-            alive.setdefault(name, []).append(rank)
+    alive = _ranks_by_name(record, "alive")
     if alive:
         ranks = [rank for held in alive.values() for rank in held]
         yield (
@@ -146,6 +137,15 @@ def _elsewhere(record: Record) -> dict[str, tuple[str, list[int]]]:
 
 def _reshaped(record: Record) -> dict[str, tuple[Any, list[int]]]:
     return {n: (tuple(s), ranks) for n, (s, ranks) in _by_name(record, "reshaped").items()}
+
+
+def _ranks_by_name(record: Record, key: str) -> dict[str, list[int]]:
+    """Parameter -> the ranks that list it, once for each step."""
+    out: dict[str, list[int]] = {}
+    for rank, info in _infos(record):
+        for name in info.get(key, ()):
+            out.setdefault(name, []).append(rank)
+    return out
 
 
 def _by_name(record: Record, key: str) -> dict[str, tuple[Any, list[int]]]:

@@ -13,6 +13,7 @@ from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
 
 MAX_OPERATIONS = 4
+SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")  # how they begin, in words
 
 
 def listed(look: Look, modules: Sequence[str]) -> str:

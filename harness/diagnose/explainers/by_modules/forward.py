@@ -12,6 +12,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.arguments_there import arguments_there
 from sumgrad.diagnose.explainers.by_modules.between import (
+    SUMS,
     between,
     issued_between,
     listed,
@@ -61,8 +62,6 @@ from sumgrad.diagnose.modules.lacking_data import lacking_data
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.record.trace import INTO
-
-SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")
 
 
 def forward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:

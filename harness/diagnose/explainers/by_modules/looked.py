@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 import torch
 from sumgrad.diagnose.case import Case, explains, fails
@@ -20,6 +20,7 @@ from sumgrad.record.trace import Traces
 from torch import Tensor
 
 P = ParamSpec("P")
+T = TypeVar("T")
 ORDINALS = ("first", "second", "third", "fourth")
 MOST_CODE = 88  # characters of a line that are shown
 
@@ -36,6 +37,19 @@ def as_a_hint(function: Callable[P, list[str]]) -> Callable[P, list[str]]:
             return []
 
     return hint
+
+
+def unless_it_fails(function: Callable[P, T]) -> Callable[P, T | None]:
+    """The same of what is one thing or nothing."""
+
+    @functools.wraps(function)
+    def found(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, ValueError, LookupError):
+            return None
+
+    return found
 
 
 def looked(case: Case) -> Look | None:

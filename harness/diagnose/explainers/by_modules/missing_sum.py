@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import gone_into, line_and_code, traces_looked_at
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    gone_into,
+    line_and_code,
+    traces_looked_at,
+    unless_it_fails,
+)
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.missing_sum import MissingSum, missing_sum
@@ -28,15 +33,13 @@ class Lacking:
     because: tuple[str, ...]
 
 
+@unless_it_fails
 def lacking_sum(case: Case, look: Look, found: FirstWrong) -> Lacking | None:
     """Of a gradient that is wrong on each rank, and right as a sum but for what all have."""
     traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
     if traces is None or dtype != "float64" or found.lost or found.over_all or found.emptied:
         return None
-    try:
-        one = _first(case, look, found, traces, TOLERANCES[dtype])
-    except (RuntimeError, ValueError, LookupError):
-        return None  # as in looked(): a cause is not lost by a hint
+    one = _first(case, look, found, traces, TOLERANCES[dtype])
     if one is None:
         return None
     kept = f"the gradient of {kept_in_words(one.kept)}"

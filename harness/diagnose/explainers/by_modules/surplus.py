@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.between import issued_between
+from sumgrad.diagnose.explainers.by_modules.between import SUMS, issued_between
 from sumgrad.diagnose.explainers.by_modules.entering import into_the_calls, what_goes_into
 from sumgrad.diagnose.explainers.by_modules.gradient_of_others import factor_beside
 from sumgrad.diagnose.explainers.by_modules.lines import expression
@@ -15,6 +15,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     line_and_code,
     traces_looked_at,
+    unless_it_fails,
 )
 from sumgrad.diagnose.explainers.by_modules.missing_sum import kept_in_words
 from sumgrad.diagnose.modules.counted_once import counted_once
@@ -27,7 +28,6 @@ from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.trace import INTO
 
 ONCE = 1e-6
-SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +38,13 @@ class TooMuch:
     because: tuple[str, ...]
 
 
+@unless_it_fails
 def too_much(case: Case, found: FirstWrong) -> TooMuch | None:
     """Of a module that is handed what is right; None where no one thing explains all of it."""
     traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
     if traces is None or dtype != "float64" or what_goes_into(case, found) != "right":
         return None
-    try:
-        one = surplus(traces, found.seen, into_the_calls(case, found), TOLERANCES[dtype])
-    except (RuntimeError, ValueError, LookupError):
-        return None  # as in looked(): a cause is not lost by a hint
+    one = surplus(traces, found.seen, into_the_calls(case, found), TOLERANCES[dtype])
     if one is None:
         return None
     gives = f"what {found.wrong or 'the model'} gives"
@@ -61,16 +59,14 @@ def too_much(case: Case, found: FirstWrong) -> TooMuch | None:
     return TooMuch(cause=cause, because=tuple(because))
 
 
+@unless_it_fails
 def whole_on_each(case: Case, found: FirstWrong) -> str:
     """Where outputs are parts of a sum, and what a line gives is whole in each; or nothing."""
     traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
     if traces is None or dtype != "float64":
         return ""
     whole = by_module(traces.single, found.wrong.__eq__)
-    try:
-        one = counted_once(traces, found.seen, whole, axis_groups(case), TOLERANCES[dtype])
-    except (RuntimeError, ValueError, LookupError):
-        return ""  # as in looked(): a cause is not lost by a hint
+    one = counted_once(traces, found.seen, whole, axis_groups(case), TOLERANCES[dtype])
     if one is None:
         return ""
     return (f"what it gives is a part on each rank, but for what {expression(one.line)} gives, "
@@ -78,16 +74,14 @@ def whole_on_each(case: Case, found: FirstWrong) -> str:
             f"is right with it counted once")  # fmt: skip
 
 
+@unless_it_fails
 def too_much_back(case: Case, look: Look, found: FirstWrong) -> str:
     """What a wrong gradient has of what reaches another module too often, or lacks; or nothing."""
     traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
     if traces is None or dtype != "float64" or found.lost or found.over_all or found.emptied:
         return ""
-    try:
-        factor = factor_beside(look, found)
-        one = surplus_back(traces, found.seen, factor, TOLERANCES[dtype])
-    except (RuntimeError, ValueError, LookupError):
-        return ""  # as in looked(): a cause is not lost by a hint
+    factor = factor_beside(look, found)
+    one = surplus_back(traces, found.seen, factor, TOLERANCES[dtype])
     if one is None or found.wrong in one.name.split(" "):
         return ""
     way = f"what reaches {kept_in_words(one.name)}, as a way beside it (a residual) brings it"
