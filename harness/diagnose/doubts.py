@@ -144,17 +144,16 @@ def _perhaps_another(
     began with the same values, and nothing but its name tells which a rank has, that is not known;
     and what the first step made of the wrong one is in every later step.
     """
-    script = record.spec.script
-    if script is None or not script.twins:
+    if not any(d.status == "fail" for d in diffs):
         return diffs
-    unsure = {rank: _unsure(record, rank) for rank in record.ranks}
-    first = next((own for own in unsure.values() if own), None)
+    unsure = _unsure(record)
+    first = next(iter(unsure.items()), None)
     why = {}
     for d in diffs:
-        own = unsure.get(d.rank, {}).get(d.name)
+        own = unsure.get((d.rank, d.name))
         if d.status != "fail" or first is None or not (d.step or own):
             continue
-        name, others = (d.name, own) if own else next(iter(first.items()))
+        name, others = (d.name, own) if own else (first[0][1], first[1])
         why[id(d)] = (
             f"the single run has {some_of(others)}, too, which began with the same values as "
             f"{name}: which of them a rank has by that name is not known (stages, or experts, that "
@@ -163,28 +162,27 @@ def _perhaps_another(
     return _unknown(diffs, why) if why else diffs
 
 
-def _unsure(record: Record, rank: int) -> dict[str, list[str]]:
-    """Of a rank's parameters those that may be another, and which: any that began as others did
-    where others of the rank are not what their names say, and no sibling tells it; or, where the
-    rank has a part of the model, if all of its layer began as others did."""
-    script, names, mine = record.spec.script, record.spec.params, record.ranks[rank]
-    if script is None:
-        return {}
-    out = {}
-    for name in mine.params:
-        layer = _layer(name)
-        alike = layer and len(mine.params) < len(names) and all(
-            n in script.twins for n in names if n.startswith(layer))  # fmt: skip
-        if name in script.twins and (name in mine.by_name or alike):
-            out[name] = list(script.twins[name])
-    return out
+def _unsure(record: Record) -> dict[tuple[int, str], list[str]]:
+    """Of ranks' parameters those that may be another, and which: any that began as others did where
+    others of the rank are not what their names say, and no sibling tells it; or, where the rank has
+    a part of the model, if all of its layer began as others did."""
+    names, script = record.spec.params, record.spec.script
+    twins = {n: own for own in (script.twins if script else ()) for n in own}
+    told = {layer for n in names if n not in twins for layer in _layers(n)}
+    return {
+        (rank, n): [other for other in twins[n] if other != n]
+        for rank, held in record.ranks.items()
+        for n in held.params
+        if n in twins and (n in held.by_name or (
+            len(held.params) < len(names) and _layers(n) and _layers(n)[-1] not in told))
+    }  # fmt: skip
 
 
-def _layer(name: str) -> str:
-    """`experts.3.` of `experts.3.up.weight`; nothing where no number is in it."""
+def _layers(name: str) -> list[str]:
+    """`experts.3` of `experts.3.up.weight`; of what is numbered within a layer both, the inner
+    last."""
     parts = name.split(".")[:-1]
-    at = [i for i, part in enumerate(parts) if part.isdigit()]
-    return "".join(f"{part}." for part in parts[: at[-1] + 1]) if at else ""
+    return [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
 
 
 def _like_fewer_digits(

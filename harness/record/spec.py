@@ -114,8 +114,8 @@ class Script:
     parameter, the factor between backward and optimizer, None where it is none, and whether a clip
     of torch's made it; empty where there is none. draws: of each step, by line, digests of what it
     drew at random. said: what a reader should know of how the runs were made comparable.
-    since: that run beside one that was kept earlier; None where it is compared with none. twins: by
-    parameter, others of its shape that began with the same values.
+    since: that run beside one that was kept earlier; None where it is compared with none. twins:
+    groups of parameters of one shape that began with the same values.
     """
 
     command: str
@@ -125,7 +125,7 @@ class Script:
     rescaled: tuple[dict[str, tuple[float | None, bool]], ...] = ()
     draws: tuple[dict[str, list[str]], ...] = ()
     since: Since | None = None
-    twins: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    twins: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ def _script_from_json(data: Mapping[str, Any]) -> Script:
         ),
         draws=tuple(data.get("draws", ())),
         since=_since_from_json(data["since"]) if data.get("since") else None,
-        twins={name: tuple(others) for name, others in data.get("twins", {}).items()},
+        twins=tuple(tuple(map(str, names)) for names in data.get("twins", ())),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from records_in_memory import FLOOR, SHAPES, compared, program_record, texts
-from sumgrad.diagnose.doubts import _layer, _unsure
+from sumgrad.diagnose.doubts import _layers, _unsure
 from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import cells
@@ -403,12 +403,12 @@ def test_a_programs_run_is_asked_none_of_it():
 @pytest.mark.parametrize(
     ("twins", "by_name", "wrong", "status"),
     [
-        ({}, ("w",), [("w", 0)], "fail"),
-        ({"w": ("b",)}, ("w",), [("w", 0)], "unknown"),
-        ({"w": ("b",)}, (), [("w", 0)], "fail"),  # its siblings tell it
-        ({"b": ("w",)}, ("b",), [("w", 0)], "fail"),  # at equal weights
-        ({"b": ("w",)}, ("b",), [("w", 1)], "unknown"),  # b may have moved by another's step
-        ({"b": ("w",)}, ("b",), [("w", 1), ("w", 0)], "fail"),
+        ((), ("w",), [("w", 0)], "fail"),
+        ((("w", "b"),), ("w",), [("w", 0)], "unknown"),
+        ((("w", "b"),), (), [("w", 0)], "fail"),  # its siblings tell it
+        ((("b", "w"),), ("b",), [("w", 0)], "fail"),  # at equal weights
+        ((("b", "w"),), ("b",), [("w", 1)], "unknown"),  # b may have moved by another's step
+        ((("b", "w"),), ("b",), [("w", 1), ("w", 0)], "fail"),
     ],
 )
 def test_what_may_be_another_parameter_is_no_wrong_gradient(twins, by_name, wrong, status):
@@ -429,7 +429,7 @@ def test_what_may_be_another_parameter_is_no_wrong_gradient(twins, by_name, wron
 def test_what_only_names_tell_is_not_known_where_names_are_a_ranks_own():
     """Linears are layers 1 and 2 by their weights; the norms beside them, by their names alone."""
     record = record_of(FOUR)
-    script = replace(record.spec.script, twins={"w": ("b",), "b": ("w",)})
+    script = replace(record.spec.script, twins=(("w", "b"),))
     record = replace(record, spec=replace(record.spec, script=script))
     record.ranks[1].grads[AT]["w"] = record.ranks[1].grads[AT]["w"] + 1
     assert judge(record).tiers[0].status == "fail"
@@ -443,22 +443,25 @@ def test_a_layer_in_which_all_began_alike_is_not_told_on_a_part_of_the_model():
     record = record_of(FOUR)
     names = [f"experts.{i}.{n}" for i in (0, 1) for n in ("w", "b")] + ["head.w"]
     facts = replace(record.spec.facts, params={n: (2, 3) for n in names})
-    twins = {"experts.0.w": ("experts.1.w",), "experts.1.w": ("experts.0.w",),
-             "experts.0.b": ("experts.1.b",), "experts.1.b": ("experts.0.b",)}  # fmt: skip
-    script = replace(record.spec.script, twins=twins)
-    record = replace(record, spec=replace(record.spec, script=script, facts=facts))
+    twins = (("experts.0.w", "experts.1.w"), ("experts.0.b", "experts.1.b"))
+    record = replace(record, spec=replace(record.spec, facts=facts))
 
-    def unsure(*held, twins=twins):
+    def unsure(*held, twins=twins, more=()):
         ranks = {0: replace(record.ranks[0], params=held),
-                 1: replace(record.ranks[1], params=tuple(names))}  # fmt: skip
-        spec = replace(record.spec, script=replace(script, twins=twins))
-        return _unsure(replace(record, ranks=ranks, spec=spec), 0)
+                 1: replace(record.ranks[1], params=(*names, *more))}  # fmt: skip
+        script = replace(record.spec.script, twins=twins)
+        params = {n: (2, 3) for n in (*names, *more)}
+        spec = replace(record.spec, script=script, facts=replace(facts, params=params))
+        return {n: o for (r, n), o in _unsure(replace(record, ranks=ranks, spec=spec)).items()
+                if not r}  # fmt: skip
 
     assert unsure("experts.0.w", "head.w") == {"experts.0.w": ["experts.1.w"]}
     assert unsure(*names) == {}  # all of them are here
-    some = {n: t for n, t in twins.items() if not n.endswith("0.b")}
-    assert unsure("experts.0.w", "head.w", twins=some) == {}  # its bias tells which it is
-    assert [_layer(n) for n in ("w", "a.w", "a.3.w", "a.3.b.4.c.w")] == ["", "", "a.3.", "a.3.b.4."]
+    assert unsure("experts.0.w", "head.w", twins=twins[:1]) == {}  # its bias tells which it is
+    assert unsure("experts.0.w", more=("experts.0.mlp.2.w",)) == {}  # and so does what is in it
+    assert [_layers(n) for n in ("w", "a.w", "a.3.w", "a.3.b.4.c.w")] == [
+        [], [], ["a.3"], ["a.3", "a.3.b.4"],
+    ]  # fmt: skip
 
 
 def test_gradients_kept_elsewhere_are_said():

@@ -209,6 +209,7 @@ def test_a_hand_cut_part_is_placed_by_value_and_given_the_other_weights():
         (("python_train.py", "1"), sys.executable, ("python_train.py", "1"), "python_train.py"),
         (("python",), sys.executable, ("python",), "python"),
         (("./train", "-m"), sys.executable, ("./train", "-m"), "./train"),
+        ((sys.executable, "train.py"), sys.executable, ("train.py",), "train.py"),
     ],
 )  # fmt: skip
 def test_what_is_run_by_which_python(words, python, run, script):
@@ -280,8 +281,8 @@ def test_what_began_alike_in_the_single_run():
         params={"a.w": (3,), "b.w": (3,), "c.w": (3,), "d.w": (4,)}, dtype="float64", grads=(),
         after=(), buffers=(), steps=({"started_with": names},), unknown=(),
     )  # fmt: skip
-    assert twins_of(single) == {"a.w": ("b.w",), "b.w": ("a.w",)}
-    assert twins_of(replace(single, steps=())) == {}
+    assert twins_of(single) == (("a.w", "b.w"),)
+    assert twins_of(replace(single, steps=())) == ()
 
 
 def test_what_has_no_place_is_said():

@@ -215,7 +215,7 @@ def _spec(
             rescaled=tuple(step.get("rescaled", {}) for step in single.steps) if single else (),
             draws=tuple(step.get("draws", {}) for step in single.steps) if single else (),
             since=diff.since,
-            twins=twins_of(single) if single else {},
+            twins=twins_of(single) if single else (),
         ),
         lift=diff.lift,
     )

@@ -152,7 +152,8 @@ def script_of(options: DiffOptions) -> str:
 def without_python(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """The interpreter, and what it is to run: `python` in front of a script is this one, a path to
     another is that."""
-    if len(words) < 2 or not re.fullmatch(r"python[\d.]*", Path(words[0]).name):
+    own = words[0] == interpreter()
+    if len(words) < 2 or not (own or re.fullmatch(r"python[\d.]*", Path(words[0]).name)):
         return interpreter(), words
     return (words[0] if "/" in words[0] else interpreter()), words[1:]
 

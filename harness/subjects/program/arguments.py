@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ MOST_LISTED = 4096  # entries of a list that is kept
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """A call's arguments by the names that its forward gives them; empty where that is not told."""
-    forward = inspect.unwrap(type(module).forward)
+    signature = _signature(type(module).forward)
     try:
-        bound = inspect.signature(forward).bind_partial(module, *args, **kwargs)
-    except (TypeError, ValueError):
+        bound = signature.bind_partial(module, *args, **kwargs) if signature else None
+    except TypeError:
+        bound = None
+    if bound is None:
         return {}
     given = dict(list(bound.arguments.items())[1:])
     for name, parameter in bound.signature.parameters.items():
@@ -32,12 +35,19 @@ def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
 
 def with_defaults(module: nn.Module, named: Mapping[str, Any]) -> dict[str, Any]:
     """The same, with those that are not handed, where its forward says what they are then."""
-    try:
-        parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    except (TypeError, ValueError):
-        return {**named}
+    signature = _signature(type(module).forward)
+    parameters = signature.parameters if signature else {}
     free = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
     return free | {**named}
+
+
+@functools.cache
+def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
+    """Once for each class: every call of a module asks for it."""
+    try:
+        return inspect.signature(inspect.unwrap(forward))
+    except (TypeError, ValueError):
+        return None
 
 
 def as_numbers(value: Any) -> Tensor | None:

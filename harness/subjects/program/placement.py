@@ -9,7 +9,7 @@ compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from sumgrad.subjects.program.numbered import Found
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+Layers = Mapping[str, str | None]  # a module's name here -> in the whole; see layers_of
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
@@ -140,39 +141,46 @@ class Siblings:
         return {name for names in alike.values() if len(names) > 1 for name in names}
 
     @cached_property
-    def _layers(self) -> dict[str, str | None]:
-        layers: dict[str, str | None] = {}
-        for shown, name in self._found.items():
-            if name is None or name in self.several:
-                continue  # which one it is is what is asked
-            for here, there in layers_of(shown, name):
-                if layers.setdefault(here, there) != there:
-                    layers[here] = None
-        return layers
+    def _layers(self) -> Layers:
+        # Of what others are like it is asked which one it is.
+        told = {s: n for s, n in self._found.items() if n is not None and n not in self.several}
+        return layers_of(told)
 
     def name_of(self, shown: str, value: Tensor) -> str | None:
         """What a parameter of such a layer, which has this whole value, is called in the whole;
         None where no sibling says it, or what it says has another value."""
-        parts = shown.split(".")
-        numbered = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
-        for cut in range(len(parts) - 1, numbered[-1] if numbered else -1, -1):
-            there = self._layers.get(".".join(parts[:cut]))
-            if there is not None and (cut or there):
-                name = ".".join([there, *parts[cut:]])
-                held = self._full.get(name)
-                return name if held is not None and _equal(held, value) else None
-        return None
+        *path, leaf = shown.split(".")
+        numbered = [i for i, part in enumerate(path) if part.isdigit()]
+        module = renamed(path, self._layers, least=numbered[-1] + 1 if numbered else 0)
+        name = None if module is None else ".".join(filter(None, (module, leaf)))
+        held = None if name is None else self._full.get(name)
+        return name if held is not None and _equal(held, value) else None
 
 
-def layers_of(shown: str, name: str) -> Iterator[tuple[str, str]]:
-    """What a parameter's modules are called here and in the whole, the inner first: `layers.0.mlp`
-    and `layers.2.mlp`, `layers.0` and `layers.2` of `layers.0.mlp.weight` and its whole; the last
-    may be the model itself, ``."""
-    here, there = shown.split("."), name.split(".")
-    for end in range(1, min(len(here), len(there)) + 1):
-        if here[-end:] != there[-end:]:
-            return
-        yield ".".join(here[:-end]), ".".join(there[:-end])
+def layers_of(names: Mapping[str, str]) -> Layers:
+    """What modules are called here and in the whole, by the names of parameters here and there:
+    `layers.0.mlp` and `layers.2.mlp`, `layers.0` and `layers.2` of `layers.0.mlp.weight` and
+    `layers.2.mlp.weight`; the model itself is ``. None of a module that is called two things."""
+    layers: dict[str, str | None] = {}
+    for shown, name in names.items():
+        here, there = shown.split("."), name.split(".")
+        for end in range(1, min(len(here), len(there)) + 1):
+            if here[-end:] != there[-end:]:
+                break
+            at, known_as = ".".join(here[:-end]), ".".join(there[:-end])
+            if layers.setdefault(at, known_as) != known_as:
+                layers[at] = None
+    return layers
+
+
+def renamed(path: Sequence[str], layers: Layers, *, least: int = 0) -> str | None:
+    """What a module is called in the whole, by the longest beginning of its path, of at least so
+    many parts, that is told; None where none is, or only that the model is the model."""
+    for cut in range(len(path), least - 1, -1):
+        there = layers.get(".".join(path[:cut]))
+        if there is not None and (cut or there):
+            return ".".join(filter(None, (there, *path[cut:])))
+    return None
 
 
 def _as_numbered(

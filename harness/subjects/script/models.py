@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from sumgrad.base.tensors import bits, to_local
-from sumgrad.subjects.program.placement import Siblings, bare_name, flat_pieces, layers_of, where_is
+from sumgrad.subjects.program.placement import (
+    Siblings,
+    bare_name,
+    flat_pieces,
+    layers_of,
+    renamed,
+    where_is,
+)
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -107,15 +114,11 @@ class Models:
         shown = {bare_name(n): names[id(p)] for n, p in root.named_parameters() if id(p) in names}
         if all(here == there for here, there in shown.items()):
             return {}
-        layers = dict(pair for one in shown.items() for pair in layers_of(*one))
-        out = {}
+        layers, out = layers_of(shown), {}
         for path, module in root.named_modules():
-            parts = bare_name(f"{path}.").rstrip(".").split(".")
-            for cut in range(len(parts), 0, -1):
-                there = layers.get(".".join(parts[:cut]))
-                if there is not None:
-                    out[id(module)] = ".".join([there, *parts[cut:]])
-                    break
+            there = renamed([part for part in bare_name(f"{path}.").split(".") if part], layers)
+            if there is not None:
+                out[id(module)] = there
         return out
 
     @property

@@ -70,14 +70,13 @@ def read_single(directory: Path, tier: str, *, rank: int = 0) -> Single:
     )
 
 
-def twins_of(single: Single) -> dict[str, tuple[str, ...]]:
-    """Parameter -> others of its shape that began with the same values, as norms do, and biases."""
+def twins_of(single: Single) -> tuple[tuple[str, ...], ...]:
+    """Groups of parameters of one shape that began with the same values, as norms do and biases."""
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, told in single.steps[0].get("started_with", {}).items() if single.steps else ():
         if name in single.params:
             alike.setdefault((told, single.params[name]), []).append(name)
-    return {name: tuple(n for n in names if n != name)
-            for names in alike.values() for name in names if len(names) > 1}  # fmt: skip
+    return tuple(tuple(names) for names in alike.values() if len(names) > 1)
 
 
 def _buffers(directory: Path, count: range) -> tuple[tuple[Grads, tuple[str, ...]], ...]:
