@@ -52,6 +52,15 @@ def test_further_lines_of_a_text_begin_below_its_first():
     assert lines[long + 1][11:].strip()
 
 
+def test_the_first_line_says_how_many_gradients_were_compared():
+    record = program_record()
+    num = len(judge(record).data["tensors"])
+    assert f"{num} gradients compared" in lines_of(judge(record), 200)[0]
+    del record.ranks[1].grads["structure", 0]["w"]
+    record.ranks[1].info["structure", 0]["changed_without"] = ["w"]
+    assert f"{num - 1} of {num} gradients compared" in lines_of(judge(record), 200)[0]
+
+
 def test_a_wide_terminal_has_every_column():
     heads = "\n".join(lines_of(failed(program_record()), 200))
     for word in ("would see a factor off by", "max abs", "ratio", "threshold", " at"):

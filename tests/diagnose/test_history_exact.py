@@ -11,6 +11,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers import history as in_words
 from sumgrad.diagnose.explainers.by_modules.computed import A_LINE
 from sumgrad.diagnose.explainers.by_modules.hooks import lines_of_hooks, with_hooks
+from sumgrad.diagnose.explainers.by_rank import in_weights
 from sumgrad.diagnose.modules.history import history_of
 from sumgrad.diagnose.own_gradients import Columns
 from sumgrad.record.computed import Computation, Computed, SetGrad
@@ -51,6 +52,13 @@ def overwritten():
     grad.copy_(SECOND)
     kept.append(grad)
     return kept[0] * 2 + kept[1] * 3
+
+
+def test_a_source_that_ran_fewer_backwards_has_no_weights_of_others():
+    table = torch.tensor([[1.0, 0.0], [1.0, 2.0], [1.0, 0.0]])
+    sources = ((0,), (1,), (2,))
+    assert in_weights(sources, table, (1, 2, 1)) == "1 of rank 0, 2, (1, 2 by backward) of rank 1"
+    assert in_weights(sources[:1], table[:1]) == "(1, 0 by backward) of rank 0"
 
 
 def test_what_was_kept_and_overwritten_is_seen_where_it_is_taken():

@@ -41,6 +41,11 @@ def test_rows_that_are_on_no_rank_are_counted():
     assert told(numbers[:2], numbers[2:4], whole=numbers) == [("edges", 0, 1, 5)]
 
 
+def test_the_same_part_on_every_rank_is_no_cut():
+    """Of rows that the whole has twice each rank has one: all may have read the same."""
+    assert told(EDGES[1:2], EDGES[1:2], whole=EDGES[:3]) == []
+
+
 @pytest.mark.parametrize(
     "parts",
     [

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from records_in_memory import compared, program_record
+from sumgrad.diagnose import own_gradients
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers import left_by_a_line as by_line
 from sumgrad.diagnose.explainers.left_by_a_line import left_by_a_line
 from sumgrad.diagnose.explainers.zeroed_after import zeroed_after
 from sumgrad.diagnose.explanation import Left
@@ -104,6 +106,45 @@ def test_what_a_lines_backward_leaves_is_told_by_the_line():
 )
 def test_other_mistakes_are_not_left_by_a_line(held, more):
     assert causes(left_by_a_line, held, **more) == []
+
+
+def test_lines_that_differ_from_gradient_to_gradient_are_none(monkeypatch):
+    left = iter([{ATTACK: 1.0, LOSS: 1.0, PROBE: 0.0}, {ATTACK: 0.0, LOSS: 1.0, PROBE: 1.0}] * 2)
+    wanted = {ATTACK: 0.0, LOSS: 1.0, PROBE: 0.0}
+    monkeypatch.setattr(
+        by_line, "_weights", lambda *_: by_line._Weights(got=next(left), wanted=wanted)
+    )
+    monkeypatch.setattr(by_line, "are_of_rows", lambda *_: False)
+    monkeypatch.setattr(
+        by_line, "_sums_by_line", lambda *_: dict.fromkeys((ATTACK, LOSS, PROBE), torch.ones(3))
+    )
+    assert causes(left_by_a_line, with_attack) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "are"),
+    [((True, True), True), ((True, None), True), ((True, False), False), ((None,), False),
+     ((), False)],
+)  # fmt: skip
+def test_rows_are_read_again_if_all_that_can_be_told_are(monkeypatch, told, are):
+    answers = iter(told)
+    monkeypatch.setattr(own_gradients, "_is_of_rows", lambda *_: next(answers))
+    assert own_gradients.are_of_rows(None, [(None, None)] * len(told)) is are
+
+
+def test_of_as_many_rows_as_numbers_nothing_is_told():
+    case = case_of(with_attack)
+    (reference,) = case.record.references["structure"]
+    rows = torch.randn(20, ROWS, WIDTH).double()
+    reference = replace(
+        reference, kinds={"loss": "sum"}, intervals=tuple((i, i + 1) for i in range(20)),
+        partials={("loss", ALL): {"w": rows}},
+    )  # fmt: skip
+    case = replace(case, record=replace(case.record, references={"structure": [reference]}))
+    columns = own_gradients.columns_of(
+        case.failing_cells[0], own_gradients.given_by_ranks(case), uneven=True
+    )
+    assert own_gradients._is_of_rows(case, columns, rows[0].reshape(-1)) is None
 
 
 def test_two_lines_may_leave_theirs():

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.subjects.program.placement import Placed, Siblings, place
+from sumgrad.subjects.program.placement import Placed, Siblings, layers_of, place, renamed
 from torch import nn
 
 FULL = {
@@ -142,6 +142,17 @@ def test_siblings_that_say_two_things_say_nothing():
     assert Siblings({"x.0.v": "a.0.v"}, full).name_of("x.1.c", torch.ones(2)) is None
     # Nor does a layer around it, which may number its own anew.
     assert Siblings({"x.0.v": "a.0.v"}, full).name_of("x.0.e.1.c", torch.ones(2)) is None
+
+
+def test_that_the_model_is_the_model_tells_nothing_of_what_is_in_it():
+    layers = layers_of({"head.w": "head.w", "norm.b": "norm.b"})
+    assert layers[""] == ""
+    assert renamed(["last"], layers) is None
+    assert renamed(["head", "inner"], layers) == "head.inner"
+    moved = layers_of({"head.w": "Net.head.w"})
+    assert renamed(["last"], moved) == "Net.last"
+    assert renamed(["last"], moved, least=1) is None
+    assert layers_of({"a.w": "b.w", "a.v": "c.v"})["a"] is None
 
 
 def test_what_is_left_on_the_meta_device_is_held_by_others():

@@ -13,7 +13,8 @@ from functools import reduce
 import pytest
 import torch
 from sumgrad.base.errors import UserError
-from sumgrad.launch.script.options import DiffOptions, fill_in, script_of
+from sumgrad.launch.script import options
+from sumgrad.launch.script.options import DiffOptions, fill_in, script_of, without_python
 from sumgrad.launch.script.user_files import FileKeeper, put_back
 from sumgrad.subjects.script.doubled import NoDropout, double_inputs
 from sumgrad.subjects.script.models import Models, label_of, outermost
@@ -218,6 +219,12 @@ def test_what_is_run_by_which_python(words, python, run, script):
     assert script_of(options) == script
 
 
+def test_this_very_interpreter_is_known_whatever_its_name(monkeypatch):
+    monkeypatch.setattr(options, "interpreter", lambda: "/opt/pypy")
+    assert without_python(("/opt/pypy", "train.py")) == ("/opt/pypy", ("train.py",))
+    assert without_python(("/opt/other", "train.py")) == ("/opt/pypy", ("/opt/other", "train.py"))
+
+
 class Stage(nn.Module):
     """Blocks of a pipeline, numbered from nought, or all of them."""
 
@@ -260,6 +267,8 @@ def test_norms_apart_from_the_layers_that_are_numbered_anew_are_told_by_their_na
     held = models.meet(Apart([1, 2]), lambda: whole)
     assert {h.name for h in held if "linears" in h.name} == {n for n in whole if n[8] in "12"}
     assert models.by_name == {n for n in whole if n[:8] in ("norms.0.", "norms.1.")}
+    # A weight that nothing else is like is told by its values, whatever stands beside it.
+    assert not {n for n in models.by_name if "linears" in n}
     models = Models()
     models.meet(Apart([0, 1, 2]), lambda: whole)
     assert models.by_name == set()

@@ -59,7 +59,7 @@ def _hold_the_same(a: Cell, b: Cell) -> bool:
 
 def _is_the_sum(cells: Sequence[Cell]) -> bool:
     """Whether what all of these hold is the sum of what they should, and not of nothing."""
-    if len(cells) < 2 or any(not bool(c.wanted.value.any()) for c in cells):
+    if any(not bool(c.wanted.value.any()) for c in cells):
         return False
     total = torch.stack([c.wanted.value.double() for c in cells]).sum(0)
     bound = ROUNDINGS * sum(c.wanted.threshold for c in cells)
