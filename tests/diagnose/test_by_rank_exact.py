@@ -10,6 +10,7 @@ import torch
 from records_in_memory import compared, program_record
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.diagnose import diagnose
+from sumgrad.diagnose.explainers import by_rank
 from sumgrad.diagnose.explainers.by_rank import multiplied_between
 from sumgrad.diagnose.explainers.replaced import _where
 from sumgrad.diagnose.own_gradients import _filled, add_up_evenly, mixed, near
@@ -230,6 +231,24 @@ def test_a_backward_that_is_no_part_of_the_right_gradient():
         "every gradient: what backward 2 of the 2 that each rank runs gave is left in it, and is"
     )
     assert cause_of(*[RIGHT + only(0, 0.25)] * 3, wanted=wanted).kind == "weights_of_ranks"
+
+
+@pytest.mark.parametrize(("repeats", "num"), [(False, 1), (True, 0)])
+def test_a_backward_of_rows_that_are_read_once_more_is_not_left_in(monkeypatch, repeats, num):
+    wanted, asked = RIGHT.clone(), []
+    wanted[:, 1] = 0
+    record = record_of([RIGHT] * 3, wanted)
+    case = Case(record=record, tier=AT[0], step=0, diffs=compared(record).diffs)
+
+    def are_of_rows(case, found):
+        asked.extend(found)
+        return repeats
+
+    monkeypatch.setattr(by_rank, "are_of_rows", are_of_rows)
+    assert len(list(by_rank.a_backward_is_left_in(case, frozenset()))) == num
+    columns, gave = asked[0]
+    second = columns.own.reshape(RANKS, PASSES, -1)[:, 1].sum(0)
+    assert torch.equal(gave, second)
 
 
 def test_a_backward_that_is_no_part_of_some_parameters_alone_is_anothers():

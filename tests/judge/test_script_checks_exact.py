@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from records_in_memory import FLOOR, SHAPES, compared, program_record, texts
-from sumgrad.diagnose.doubts import _layers, _unsure
+from sumgrad.diagnose.doubts import _is_right_after, _layers, _unsure
 from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import cells
@@ -462,6 +463,24 @@ def test_a_layer_in_which_all_began_alike_is_not_told_on_a_part_of_the_model():
     assert [_layers(n) for n in ("w", "a.w", "a.3.w", "a.3.b.4.c.w")] == [
         [], [], ["a.3"], ["a.3", "a.3.b.4"],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "is_right"), [({}, True), ({"w": 0.0}, True), ({"w": 1.0}, False)]
+)
+def test_a_weight_that_another_optimizer_moves_later_has_no_step_before(before, is_right):
+    """Of a gradient that turns, and a weight that is right after it: if the step moved it."""
+    record = record_of(FOUR, steps=2)
+    first, second = record.references["structure"]
+    ones = torch.ones(SHAPES["w"], dtype=torch.float64)
+    first = replace(first, after={n: value * ones for n, value in before.items()})
+    second = replace(second, after={"w": ones}, after_floor={"w": 1e-12})
+    held = record.ranks[1]
+    held.grads[AFTER, 1] = {"w": ones}
+    held.grads["structure", 1]["w"] = second.grads["w"].flip(0).flip(1)
+    record = replace(record, references={"structure": [first, second]})
+    found = SimpleNamespace(tier="structure", step=1, rank=1, name="w")
+    assert _is_right_after(record, found) is is_right
 
 
 def test_gradients_kept_elsewhere_are_said():
