@@ -31,16 +31,16 @@ def own_of(rank, passes, sparse):
 
 
 def case_of(held, *, lines=LINES, wanted=(LOSS,), known=True, index=None, times=1.0,
-            sparse=False):  # fmt: skip
-    """held: what a rank ends with, of the sum of each line's backwards and of its own.
-    wanted: lines whose backwards add up to the right gradient."""
+            sparse=False, other=0.0):  # fmt: skip
+    """held: what a rank ends with, of the sum of each line's backwards and of its own. wanted:
+    lines whose backwards add up to the right gradient, beside so much of another."""
     record = program_record(tiers={"structure": "float64"}, ranks=RANKS)
     own = [own_of(rank, len(lines[rank]), sparse) for rank in range(RANKS)]
     sums = {}
     for mine, called in zip(own, lines, strict=True):
         for line, gave in zip(called, mine, strict=True):
             sums[line] = sums.get(line, 0) + gave
-    right = times * sum(sums[line] for line in wanted)
+    right = times * sum(sums[line] for line in wanted) + other * own_of(7, 1, False)[0]
     (reference,) = record.references["structure"]
     reference = replace(
         reference, grads={"w": right}, scale={"w": 4.0}, same_dtype={}, partials={},
@@ -240,6 +240,11 @@ def own_alone(sums, right, mine, rank):
 )
 def test_what_is_not_cleared_is_not_said_to_be(held):
     assert causes(zeroed_after, held, lines=ONE_LINE) == []
+
+
+def test_what_the_backwards_did_not_give_right_is_not_cleared_after_them():
+    assert len(causes(zeroed_after, without_rows(1), lines=ONE_LINE)) == 1
+    assert causes(zeroed_after, without_rows(1), lines=ONE_LINE, other=0.1) == []
 
 
 def test_rows_that_a_rank_itself_never_had_may_only_not_be_reduced():

@@ -261,7 +261,10 @@ def test_the_words_of_a_missing_sum_name_the_part_and_the_line(monkeypatch):
     assert "(h @ w).tanh()" in line
     # Not where no gradient passes.
     for trace in traces.ranks.values():
-        object.__setattr__(trace.computed, "with_graph", frozenset())
+        computed = trace.computed
+        taken = {n for c in computed.computations for n in c.takes if isinstance(n, int)}
+        given = {n for c in computed.computations for n in c.gives}
+        object.__setattr__(computed, "with_graph", frozenset(taken - given))
     told = missing_sum.lacking_sum(case, looked.looked(case), found)
     assert told.because[1].startswith("look at what takes what block.norm gives")
     assert line.endswith("a sum of its gradient that is missing belongs before it")
@@ -303,6 +306,23 @@ def test_a_term_of_the_whole_that_each_part_of_a_sum_has_is_found():
     _, one = strips(1.0, 1.0, 1.0)
     assert (one.axis, one.ranks) == ("sp", (0, 1, 2))
     assert one.line.code.startswith("term = ")
+
+
+def test_a_term_is_told_where_every_group_of_the_axis_has_it_whole():
+    """Two replicas of two strips each."""
+    cuts = ((0, 2), (2, 6), (0, 2), (2, 6))
+    groups = [("dp", [(0, 2), (1, 3)]), ("sp", [(0, 1), (2, 3)])]
+    for shares, is_one in (((1.0,) * 4, True), ((1.0, 1.0, 1.0, 0.7), False)):
+        traces, _ = strips(*shares, cuts=cuts)
+        whole = by_module(traces.single, "".__eq__)
+        one = counted_once(traces, found_in(traces, ""), whole, groups, 1e-8)
+        assert (one is not None) is is_one
+        assert one is None or (one.axis, one.ranks) == ("sp", (0, 1))
+    # One group alone says nothing of a rank that is in none.
+    traces, _ = strips(1.0, 1.0, 1.0, cuts=((0, 2), (2, 6), (0, 3)))
+    whole = by_module(traces.single, "".__eq__)
+    alone = [("sp", [(0, 1), (2,)])]
+    assert counted_once(traces, found_in(traces, ""), whole, alone, 1e-8) is None
 
 
 @pytest.mark.parametrize(
@@ -350,4 +370,5 @@ def test_the_words_of_a_term_of_the_whole(monkeypatch):
                          "with it counted once")  # fmt: skip
     traces, _ = strips(1.0, 1.0, 0.5)
     case = case_of(monkeypatch, traces)
-    assert surplus.whole_on_each(case, FirstWrong(wrong="", seen=())) == ""
+    found = FirstWrong(wrong="", seen=tuple(found_in(traces, "")))
+    assert surplus.whole_on_each(case, found) == ""

@@ -39,16 +39,18 @@ def counted_once(
     tolerance: float,
 ) -> CountedOnce | None:
     """Of wrong outputs of one module; the first line that explains all that were seen."""
+    wrong = {s.rank for s in found}
     for axis, sets in groups:
-        for ranks in (own for own in sets if len(own) > 1):
-            sums = [*_sums(traces, found, ranks)]
-            if not sums or {s.rank for s in found} > {*ranks}:
-                continue
-            every = [[*_explaining(traces, s, total, ranks, whole, tolerance)] for s, total in sums]
-            sites = [{c.site for c in own} for own in every]
-            line = next((c for c in every[0] if all(c.site in own for own in sites)), None)
-            if line is not None:
-                return CountedOnce(axis=axis, ranks=tuple(ranks), line=line)
+        mine = [ranks for ranks in sets if len(ranks) > 1 and wrong & {*ranks}]
+        sums = [(ranks, [*_sums(traces, found, ranks)]) for ranks in mine]
+        if not sums or wrong - {rank for ranks, own in sums if own for rank in ranks}:
+            continue  # of some nothing is known as a sum
+        every = [[*_explaining(traces, s, total, ranks, whole, tolerance)]
+                 for ranks, own in sums for s, total in own]  # fmt: skip
+        sites = [{c.site for c in own} for own in every]
+        line = next((c for c in every[0] if all(c.site in own for own in sites)), None)
+        if line is not None:
+            return CountedOnce(axis=axis, ranks=tuple(mine[0]), line=line)
     return None
 
 

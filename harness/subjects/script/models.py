@@ -191,7 +191,7 @@ def _found(
         other = siblings.name_of(bare_name(n), value)
         if other is not None:
             found[n] = (other, index, None)
-        elif name is not None and name in siblings.several:
+        elif name is not None:
             by_name.add(name)
     return found, by_name
 
