@@ -22,10 +22,11 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from sumgrad.base.outcome import SETUP, describe_operation, some_of
+from sumgrad.base.outcome import describe_operation, some_of
 from sumgrad.base.tensors import bits, own_arithmetic, to_local
 from sumgrad.launch.guard import flush, lost_another
 from sumgrad.launch.script.buffers import Buffers
+from sumgrad.launch.script.gradients import Without, gradient_of
 from sumgrad.launch.script.in_front import (
     Optimizers,
     in_front_of,
@@ -39,7 +40,6 @@ from sumgrad.launch.script.rescaled import Rescaled
 from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.launch.script.weights import Weights
-from sumgrad.launch.script.without import SECOND, Without, is_same_gradient, second_gradient
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import register_backend, step_aside
 from sumgrad.record.ranks import AFTER, BUFFER, BUFFER_NAMED, OWN, OWN_AT
@@ -286,7 +286,8 @@ class Watch:
             return  # no model was called yet
         info: dict[str, Any] = {"partial": [], "read_from": {}, "elsewhere": {}}
         with own_arithmetic():
-            grads = {n: g for n, h in held.items() if (g := self._gradient(h, info)) is not None}
+            every = {n: gradient_of(h, info, self.seat.ledger) for n, h in held.items()}
+            grads = {n: g for n, g in every.items() if g is not None}
             self.without.before({n: h for n, h in held.items() if n not in grads})
             self.seat.files.keep(f"{self.asked.tier}/{self.calls}", grads)
             if self.own is not None:
@@ -335,23 +336,6 @@ class Watch:
             for event in left
             if event.get("grads") and "by" not in event and (text := describe_operation(event))
         ]
-
-    def _gradient(self, held: Held, info: dict[str, Any]) -> Tensor | None:
-        grad, beside = held.param.grad, second_gradient(held.param)
-        if grad is None and beside is not None:
-            grad, info["read_from"][held.name] = beside, SECOND
-        elif grad is not None and beside is not None and not is_same_gradient(grad, beside):
-            info["elsewhere"][held.name] = SECOND
-        if grad is None:
-            return None
-        if any(getattr(p, "is_partial", bool)() for p in getattr(grad, "placements", ())):
-            info["partial"].append(held.name)
-            with self.seat.ledger.label(f"{SETUP}/partial"):
-                grad = grad.redistribute(placements=held.param.placements)  # type: ignore[attr-defined]
-        grad = grad.to_dense() if grad.is_sparse else grad
-        local = held.part_of(grad).detach()
-        wanted = held.local().shape
-        return local.reshape(wanted) if local.numel() == wanted.numel() else local
 
     def _said(self) -> dict[str, Any]:
         """What the judge asks of every step, and what only a script's says."""

@@ -1,15 +1,38 @@
-"""Parameters whose gradient an optimizer finds elsewhere than in their `.grad`."""
+"""The gradients that an optimizer finds: in `.grad`, or elsewhere; and what it changes without."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from sumgrad.base.outcome import SETUP
 from sumgrad.base.tensors import bits, to_local
+from sumgrad.ledger.process_group import Ledger
 from sumgrad.subjects.program.unseen import same_gradient
 from sumgrad.subjects.script.models import Held
 from torch import Tensor
 
 SECOND = "main_grad"  # Megatron's, apex's and Transformer Engine's
+
+
+def gradient_of(held: Held, info: dict[str, Any], ledger: Ledger) -> Tensor | None:
+    """What an optimizer finds of a parameter, of the local shape; None where that is nothing. info:
+    of the step, to which is added what a reader must know of it."""
+    grad, beside = held.param.grad, second_gradient(held.param)
+    if grad is None and beside is not None:
+        grad, info["read_from"][held.name] = beside, SECOND
+    elif grad is not None and beside is not None and not is_same_gradient(grad, beside):
+        info["elsewhere"][held.name] = SECOND
+    if grad is None:
+        return None
+    if any(getattr(p, "is_partial", bool)() for p in getattr(grad, "placements", ())):
+        info["partial"].append(held.name)
+        with ledger.label(f"{SETUP}/partial"):
+            grad = grad.redistribute(placements=held.param.placements)  # type: ignore[attr-defined]
+    grad = grad.to_dense() if grad.is_sparse else grad
+    local = held.part_of(grad).detach()
+    wanted = held.local().shape
+    return local.reshape(wanted) if local.numel() == wanted.numel() else local
 
 
 def second_gradient(param: Tensor) -> Tensor | None:

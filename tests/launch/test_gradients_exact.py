@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sumgrad.launch.script.without import Without, is_same_gradient, second_gradient
+from sumgrad.launch.script.gradients import Without, is_same_gradient, second_gradient
 from sumgrad.subjects.script.models import Held
 from torch import nn
 
