@@ -81,6 +81,14 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("k_14", "and by 1/46 on rank 1, 3, whose gradients are right"),
         ("k_12", "the backward of GroupedLinear gives for weight is not the derivative of its for"),
         ("m_03", "rows 6-17 count on no rank"),
+        (
+            "d_07",
+            'value_term_by_local_tokens.py:92 `return value / mask.sum() / ctx.axes["dp"]`, in it '
+            "`value / mask.sum()` divides by 12 (on rank 0), 10 (on rank 1-2); were it 32/3 in all",
+        ),
+        ("g_03", "the factors go with two lines together: tests/bugs/g_03_dynamic_batches_weig"),
+        ("u_10", "`return torch.tensor(target.numel())`, 69 (were it 47, the gradient were right)"),
+        ("l_07", "`return weight / weight.max()`, 0.305384 times the single process's (on rank 0)"),
         ("m_06", "on rank 1 1/2 times at positions 0-1, 4-5 of 6 in rows 0-6"),
         ("a_42", "one, made at tests/bugs/a_42_moe_combine"),
         ("c_05", "micro-batch 0-1 over rank 0-1 and over rank 2-3; micro-batch 2 over rank 0-3"),

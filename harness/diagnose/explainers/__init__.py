@@ -51,6 +51,7 @@ from sumgrad.diagnose.explainers.by_modules.beside import beside
 from sumgrad.diagnose.explainers.by_modules.branches import with_branches
 from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
 from sumgrad.diagnose.explainers.by_modules.derivatives import with_formulas
+from sumgrad.diagnose.explainers.by_modules.factor_lines import with_the_factors_line
 from sumgrad.diagnose.explainers.by_modules.hooks import with_hooks
 from sumgrad.diagnose.explainers.by_modules.not_finite import with_what_is_not_finite
 from sumgrad.diagnose.explainers.by_modules.settings import with_settings
@@ -113,6 +114,7 @@ LAST_RESORT: tuple[Explainer, ...] = (
 BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     beside,
     with_the_line,
+    with_the_factors_line,
     with_formulas,
     with_history,
     with_what_was_kept,

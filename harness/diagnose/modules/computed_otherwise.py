@@ -78,7 +78,7 @@ class Otherwise:
 
 def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[Otherwise]:
     """The computations of a rank that take something else, in the order of the rank."""
-    both = _Both(mine, whole)
+    both = Both(mine, whole)
     for place, c in enumerate(mine.computations):
         if c.function not in COMPARED:
             continue
@@ -101,7 +101,7 @@ def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[O
             yield replace(first, how=replace(first.how, several=several))
 
 
-class _Both:
+class Both:
     """A rank's computations and the single process's."""
 
     def __init__(self, mine: Computed, whole: Computed) -> None:
@@ -135,7 +135,7 @@ class _Both:
         are the same; None where the two have nothing in common, or something that cannot be
         compared."""
         for j, (a, b) in enumerate(zip(c.takes, w.takes, strict=True)):
-            places = self._in_common(a, b)
+            places = self.in_common(a, b)
             if places is None or not isinstance(a, int) or not isinstance(b, int):
                 continue
             if j and c.function == ATTENTION:
@@ -152,7 +152,9 @@ class _Both:
                 return j, (found[0] if found else None)
         return None
 
-    def _in_common(self, a: int | str, b: int | str) -> tuple[Tensor, Tensor] | None:
+    def in_common(self, a: int | str, b: int | str) -> tuple[Tensor, Tensor] | None:
+        """Which elements of a rank's value are which of one of the single process's, where all of
+        them are there."""
         if not isinstance(a, int) or not isinstance(b, int) or b not in self._holding(a):
             return None
         return self.there.places(self.mine.values[a], b)

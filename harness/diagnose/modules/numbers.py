@@ -56,7 +56,8 @@ class Numbers:
 
     def places(self, value: Tensor, number: int) -> tuple[Tensor, Tensor] | None:
         """(n,) which elements of a value, and (n,) which of the whole one they are; None unless
-        all are there. Without numbers that stand there several times."""
+        all are there. Of numbers that stand there several times only those that are told by the
+        others: in a slice of it."""
         found = self._ranges(value, number)
         if found is None or bool((found[0] == found[1]).any()):
             return None
@@ -65,7 +66,12 @@ class Numbers:
         told = (end - at == 1).nonzero().reshape(-1)
         if not are_enough(flat[told].unique()):
             return None
-        return told, order[at[told]]
+        there = order[at[told]]
+        if len(told) < len(flat):
+            every = _as_a_slice(value, self._values[number], told, there)
+            if every is not None:
+                return torch.arange(len(flat)), every
+        return told, there
 
     def unknown(self, value: Tensor) -> int | None:
         """How many of its different numbers, of up to MOST_ASKED, are none of any value here; None
@@ -97,6 +103,25 @@ class Numbers:
         at = torch.searchsorted(numbers, flat - CLOSE * flat.abs())
         end = torch.searchsorted(numbers, flat + CLOSE * flat.abs(), right=True)
         return at, end, order
+
+
+def _as_a_slice(value: Tensor, whole: Tensor, told: Tensor, there: Tensor) -> Tensor | None:
+    """(n,) which elements of the whole one all of a value's are, where it is a slice of it with
+    steps of one, and those that are told stand where they would in it; else None."""
+    if value.dim() != whole.dim():
+        return None
+    mine, its = torch.unravel_index(told, value.shape), torch.unravel_index(there, whole.shape)
+    starts = []
+    for here, beyond, size, all_of in zip(mine, its, value.shape, whole.shape, strict=True):
+        start = int(beyond[0] - here[0])
+        if not 0 <= start <= all_of - size or bool((beyond - here != start).any()):
+            return None
+        starts.append(start)
+    cut = tuple(slice(a, a + n) for a, n in zip(starts, value.shape, strict=True))
+    same = (value == whole[cut]) | ((value - whole[cut]).abs() <= CLOSE * whole[cut].abs())
+    if not bool(same.all()):
+        return None
+    return torch.arange(whole.numel()).reshape(whole.shape)[cut].reshape(-1)
 
 
 def telling(flat: Tensor) -> Tensor:

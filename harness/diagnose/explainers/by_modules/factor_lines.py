@@ -1,0 +1,132 @@
+"""Which line gives the factors with which shares of a loss count, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from sumgrad.base.outcome import spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.lines import expression
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
+    fraction_of,
+    line_and_code,
+    looked_by_rows,
+    predicts,
+    traces_looked_at,
+)
+from sumgrad.diagnose.fit import as_fraction
+from sumgrad.diagnose.modules.factor_lines import (
+    FactorLines,
+    Key,
+    Scaling,
+    lines_with_factors,
+    numbers_in,
+)
+from sumgrad.diagnose.modules.loss_weights import (
+    Share,
+    row_weights,
+    same,
+    shares_at_the_loss,
+    shares_of_term,
+)
+
+MOST_LINES = 2
+MOST_NUMBERS = 6
+MOST_RANKS = 8
+AT_THE_LOSS = ("loss_weights", "local_count", "term_factor", "term_by_rows")
+IN_THE_GRADIENTS = ("factor", "row_factors", "rank_factor", "micro_batches", "mean_of_means",
+                    "weights_of_ranks", "rank_scale", "wrong_count")  # fmt: skip
+
+
+def with_the_factors_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
+    """A cause that tells how shares count, and the line that gives them these factors."""
+    lines = _lines(case, diagnosis)
+    return replace(diagnosis, because=(*lines, *diagnosis.because)) if lines else diagnosis
+
+
+@as_a_hint
+def _lines(case: Case, diagnosis: Diagnosis) -> list[str]:
+    """Nothing where no line explains all factors. Ranks may weigh theirs and put that right again
+    afterwards: what is told of gradients alone has to be what these factors make."""
+    if diagnosis.kind not in (*AT_THE_LOSS, *IN_THE_GRADIENTS):
+        return []
+    look, traces = looked_by_rows(case), traces_looked_at(case)
+    term = diagnosis.term
+    if look is None or traces is None:
+        return []
+    found = shares_of_term(look, term) if term in look.terms else shares_at_the_loss(look)
+    if found is None:
+        return []
+    module, shares = found
+    if diagnosis.kind not in AT_THE_LOSS and not _make_the_gradient(case, shares):
+        return []
+    lines = lines_with_factors(traces, module, shares)[:MOST_LINES]
+    factors = [s.factor for s in shares if s.factor is not None]
+    if not same(factors):
+        return [_in_words(one, shares) for one in lines]
+    total = factors[0] if diagnosis.factor is None else float(Fraction(diagnosis.factor))
+    return [_of_one_factor(one, factors[0], total) for one in lines if len(one.lines) < 3]
+
+
+def _make_the_gradient(case: Case, shares: Sequence[Share]) -> bool:
+    facts = case.record.spec.facts
+    weights = None if facts is None else row_weights(shares, facts.num_rows)
+    return weights is not None and predicts(case, weights)
+
+
+def _in_words(found: FactorLines, shares: Sequence[Share]) -> str:
+    several = len({s.number for s in shares}) > 1
+    each = [_of_one(line, by, several=several)
+            for line, by in zip(found.lines, found.by, strict=True)]  # fmt: skip
+    if len(each) > 1:
+        return f"the factors go with two lines together: {'; and '.join(each)}"
+    right = fraction_of(found.right or 0.0)
+    end = "" if found.lines[0].beside else f"; were it {right} in all, each factor were 1"
+    return f"the factors go with this line: {each[0]}{end}"
+
+
+def _of_one_factor(found: FactorLines, factor: float, total: float) -> str:
+    """total: with which factor the gradient came out. What follows the loss may multiply, too, as
+    an average does."""
+    told = []
+    for line, by in zip(found.lines, found.by, strict=True):
+        number = next(iter(by.values()))
+        right = number * total if line.divides else number / total
+        told_by = as_fraction(right, 1e-9) if not line.beside else None
+        end = "" if told_by is None else f" (were it {told_by}, the gradient were right)"
+        told.append(f"{_of_one(line, by, several=False)}{end}")
+    if found.just and same([factor, total]):
+        return f"by just this factor {told[0]}"
+    return f"on the way to the loss, and nowhere in the single process, {'; and '.join(told)}"
+
+
+def _of_one(line: Scaling, by: Mapping[Key, float], *, several: bool) -> str:
+    verb = "divides by" if line.divides else "multiplies by"
+    made = ""
+    if line.at is not None and line.mine.made_at[line.at][0] not in ("", line.mine.line):
+        made = f"what is made at {line_and_code(*line.mine.made_at[line.at])}, "
+    if line.at is None:
+        made = "the number it takes the mean over, "
+    numbers = [*numbers_in(by).items()]
+    of = " times the single process's" if line.beside else ""
+    shown = [f"{fraction_of(number)}{of}"
+             + (f" {_where(keys, several=several)}" if len(numbers) > 1 else "")
+             for number, keys in numbers[:MOST_NUMBERS]]  # fmt: skip
+    more = sum(len(keys) for _, keys in numbers[MOST_NUMBERS:])
+    shown += [f"others in {more} more calls"] if more else []
+    return f"{expression(line.mine)} {verb} {made}{', '.join(shown)}"
+
+
+def _where(keys: Sequence[Key], *, several: bool) -> str:
+    if not several:
+        return f"(on rank {spans(sorted({rank for rank, _ in keys}))})"
+    by_rank: dict[int, list[int]] = {}
+    for rank, number in keys:
+        by_rank.setdefault(rank, []).append(number)
+    told = [f"rank {rank} call {spans(sorted(own))}" for rank, own in sorted(by_rank.items())]
+    more = [f"{len(told) - MOST_RANKS} more ranks"] if len(told) > MOST_RANKS else []
+    return f"(on {', '.join([*told[:MOST_RANKS], *more])})"

@@ -1,0 +1,160 @@
+"""The line that gives shares of a loss their factors: what it multiplies or divides by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sumgrad.diagnose.modules.factor_lines import lines_with_factors, numbers_in
+from sumgrad.diagnose.modules.loss_weights import Share
+from sumgrad.record.trace import Call, Trace, Traces
+from sumgrad.subjects.program.computations import Computations
+from torch.nn import functional as F
+
+G = torch.Generator().manual_seed(7)
+X = torch.randn(9, 4, generator=G, dtype=torch.float64)
+WANTED = torch.randn(9, 4, generator=G, dtype=torch.float64)
+WEIGHTS = torch.rand(9, 4, generator=G, dtype=torch.float64) + 0.5
+
+
+def trace(losses, rows):
+    """One call of `head` for each stretch of rows, and what a loss makes of its output."""
+    calls, outputs = [], []
+    with Computations(lambda: ((), 0)) as computations:
+        for number, (low, high) in enumerate(rows):
+            out = X[low:high].clone().requires_grad_() * 1.5
+            losses(out, low, high, number)
+            calls.append(Call(module="head", number=number, part=0, operation=0,
+                              operation_back=0, recomputed=False))  # fmt: skip
+            outputs.append(out.detach())
+    return Trace(
+        calls=tuple(calls),
+        outputs=tuple(outputs),
+        gradients=(None,) * len(calls),
+        sources={},
+        computed=computations.computed(),
+    )
+
+
+def share(rank, number, factor):
+    return Share(rank=rank, number=number, rows=(), factor=factor, by_row={})
+
+
+def found_with(losses, factors, *, single=None, rows=((0, 2), (2, 5))):
+    """losses: of a rank its loss; factors: (rank, call) -> its factor."""
+    whole = trace(single or (lambda out, low, high, number: summed(out, low, high)), [(0, 9)])
+    ranks = {rank: trace(loss, rows) for rank, loss in losses.items()}
+    shares = [share(rank, number, factor) for (rank, number), factor in factors.items()]
+    return lines_with_factors(
+        Traces(tier="structure", step=0, ranks=ranks, single=whole), "head", shares
+    )
+
+
+def summed(out, low, high):
+    return (out - WANTED[low:high]).square().sum()
+
+
+COUNTS = {0: 4.0, 1: 6.0}
+
+
+def by_counts(rank):
+    return lambda out, low, high, number: summed(out, low, high) / COUNTS[rank]
+
+
+def test_the_number_that_each_rank_divides_by():
+    factors = {(r, n): 9 / COUNTS[r] for r in (0, 1) for n in (0, 1)}
+    (found,) = found_with({r: by_counts(r) for r in (0, 1)}, factors)
+    assert [line.function for line in (one.mine for one in found.lines)] == ["div"]
+    assert numbers_in(found.by[0]) == {4.0: [(0, 0), (0, 1)], 6.0: [(1, 0), (1, 1)]}
+    assert found.right == pytest.approx(9)
+    assert not found.just
+
+
+def test_no_line_where_one_share_has_another_factor_than_its_number_makes():
+    factors = {(0, 0): 9 / 4, (0, 1): 9 / 4, (1, 0): 9 / 6, (1, 1): 9 / 5}
+    assert not found_with({r: by_counts(r) for r in (0, 1)}, factors)
+
+
+def test_no_line_where_a_share_has_no_factor_or_none_at_all():
+    assert not found_with({r: by_counts(r) for r in (0, 1)}, {(0, 0): 9 / 4, (1, 0): None})
+    assert not found_with({r: by_counts(r) for r in (0, 1)}, {(0, 0): 9 / 4, (1, 0): 0.0})
+
+
+def test_what_a_mean_is_taken_over_is_a_number_too():
+    def mean(out, low, high, number):
+        return F.mse_loss(out, WANTED[low:high])
+
+    (found,) = found_with({0: mean}, {(0, 0): 9 / 2, (0, 1): 9 / 3})
+    assert (found.lines[0].at, found.lines[0].divides) == (None, True)
+    assert found.by[0] == {(0, 0): 8.0, (0, 1): 12.0}
+    assert found.right == pytest.approx(36)
+
+
+def test_a_mean_of_targets_is_of_those_that_are_not_ignored():
+    def mean(out, low, high, number):
+        target = torch.tensor([1, -100, 2, 3])[: high - low]
+        return F.cross_entropy(out, target)
+
+    (found,) = found_with({0: mean}, {(0, 0): 1.0, (0, 1): 0.5})
+    assert found.by[0] == {(0, 0): 1.0, (0, 1): 2.0}
+
+
+def test_two_lines_together_where_neither_does_alone():
+    def mean_times_rows(out, low, high, number):
+        return ((out - WANTED[low:high]).square().sum() / (7, 4)[number]) * (2, 3)[number]
+
+    (found,) = found_with({0: mean_times_rows}, {(0, 0): 2 / 7, (0, 1): 3 / 4})
+    assert [line.mine.function for line in found.lines] == ["div", "mul"]
+    assert found.right is None
+    assert [list(by.values()) for by in found.by] == [[7.0, 4.0], [2.0, 3.0]]
+
+
+def test_weights_are_held_against_those_of_the_single_process():
+    def weighed(scale):
+        def loss(out, low, high, number):
+            return ((out - WANTED[low:high]) * (WEIGHTS[low:high] * scale[number])).sum()
+
+        return loss
+
+    (found,) = found_with(
+        {0: weighed((0.5, 2.0))},
+        {(0, 0): 1.5, (0, 1): 6.0},
+        single=lambda out, low, high, number: ((out - WANTED) * WEIGHTS).sum(),
+    )
+    assert found.lines[0].beside
+    assert [*found.by[0].values()] == pytest.approx([0.5, 2.0])
+
+
+def test_one_factor_everywhere_is_that_of_a_line_that_the_single_process_has_not():
+    def third(out, low, high, number):
+        return summed(out, low, high) / 9 / 3
+
+    factors = {(0, 0): 1 / 3, (0, 1): 1 / 3}
+    in_nines = {"single": lambda out, low, high, number: summed(out, low, high) / 9}
+    (found,) = found_with({0: third}, factors, **in_nines)
+    assert found.just
+    assert [*found.by[0].values()] == [3.0, 3.0]
+
+
+def test_all_lines_of_one_factor_that_is_none_of_theirs():
+    def loss(out, low, high, number):
+        return summed(out, low, high) * 3 / 10
+
+    (found,) = found_with({0: loss}, {(0, 0): 2.7, (0, 1): 2.7})
+    assert not found.just
+    assert [line.by for line in found.lines] == [3.0, 10.0]
+
+
+def test_nothing_is_said_where_one_factor_is_right_or_the_single_process_has_the_number():
+    def loss(out, low, high, number):
+        return summed(out, low, high) / 3
+
+    assert not found_with({0: loss}, {(0, 0): 1.0, (0, 1): 1.0})
+    alike = {"single": lambda out, low, high, number: summed(out, low, high) / 3}
+    assert not found_with({0: loss}, {(0, 0): 1 / 3, (0, 1): 1 / 3}, **alike)
+
+
+def test_a_line_that_runs_twice_with_other_numbers_tells_nothing():
+    def loss(out, low, high, number):
+        return sum(summed(out, low, high) * w for w in (2.0 + number, 5.0))
+
+    assert not found_with({0: loss}, {(0, 0): 2.0, (0, 1): 3.0})
