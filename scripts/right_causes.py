@@ -55,7 +55,7 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second` to `twenty-fifth`: each of two hands more, or one, written when what came before was
+    `second` to `twenty-sixth`: each of two hands more, or one, written when what came before was
     known; sealed as a whole.
     """
     later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij", "sixth": "kl",
@@ -66,7 +66,8 @@ def halves() -> dict[str, list[Path]]:
              "eighteenth": ("ah", "ai"), "nineteenth": ("aj", "ak"),
              "twentieth": ("al", "am"), "twenty-first": ("an", "ao"),
              "twenty-second": ("ap", "aq"), "twenty-third": ("ar", "as"),
-             "twenty-fourth": ("at", "au"), "twenty-fifth": ("av", "aw")}  # fmt: skip
+             "twenty-fourth": ("at", "au"), "twenty-fifth": ("av", "aw"),
+             "twenty-sixth": ("ax", "ay")}  # fmt: skip
     found: dict[str, list[Path]] = {half: [] for half in ("learn", "sealed", *later)}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
