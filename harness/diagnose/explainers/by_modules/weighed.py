@@ -103,7 +103,7 @@ def _by_part(case: Case, shares: Sequence[Share], several: bool, term: str | Non
     ones = torch.ones(facts.num_rows if facts else 0, dtype=torch.float64)
     counts = _row_counts(case, term)
     for level in ("call", "rank") if several else ("rank",):
-        unit = "micro-batch" if level == "call" else "rank"
+        unit = _unit(case, shares) if level == "call" else "rank"
         for kind, numbers in (("own count", counts), ("own number of rows", ones)):
             c = None if numbers is None else own_counts(shares, numbers, level=level)
             if c is None or numbers is None:
@@ -126,7 +126,8 @@ def _by_part(case: Case, shares: Sequence[Share], several: bool, term: str | Non
         return f"each rank divides by the count of some ranks, not by that of all: {shown} together"
     ratio = geometric(shares)
     if ratio is not None:
-        return f"each micro-batch weighs {fraction_of(ratio)} times what the one before it does"
+        times = fraction_of(ratio)
+        return f"each {_unit(case, shares)} weighs {times} times what the one before it does"
     by_rank = {s.rank: s.factor for s in shares}
     if not several or all(by_rank[s.rank] == s.factor for s in shares):
         known = {r: f for r, f in by_rank.items() if f is not None}
@@ -137,10 +138,10 @@ def _by_part(case: Case, shares: Sequence[Share], several: bool, term: str | Non
         return f"each rank's loss has a factor of its own, by rank: {shown}"
     by_call: dict[int, float] = {s.number: s.factor for s in shares if s.factor is not None}
     if all(s.factor is not None and same([s.factor, by_call[s.number]]) for s in shares):
-        return f"each micro-batch has a factor of its own, by number: {_list(by_call)}"
-    parts = {s.part for s in shares}
+        return f"each {_unit(case, shares)} has a factor of its own, by number: {_list(by_call)}"
+    parts, unit = {s.part for s in shares}, _unit(case, shares)
     told = [
-        f"rank {s.rank} micro-batch {s.number}"
+        f"rank {s.rank} {unit} {s.number}"
         + (f" output {s.part + 1}" if len(parts) > 1 else "")
         + f": {s.factor:.6g}"
         for s in shares
@@ -148,7 +149,19 @@ def _by_part(case: Case, shares: Sequence[Share], several: bool, term: str | Non
     ]
     more = f" and {len(told) - MOST_SHARES} more" if len(told) > MOST_SHARES else ""
     first = ", ".join(told[:MOST_SHARES])
-    return f"ranks and micro-batches have factors of their own: {first}{more}"
+    units = "micro-batches" if unit == "micro-batch" else "calls"
+    return f"ranks and {units} have factors of their own: {first}{more}"
+
+
+def _unit(case: Case, shares: Sequence[Share]) -> str:
+    """What a call of the module is: a micro-batch where each rank has as many losses."""
+    calls: dict[int, set[int]] = {}
+    for s in shares:
+        calls.setdefault(s.rank, set()).add(s.number)
+    ranks = case.traces.ranks if case.traces is not None else {}
+    losses = {rank: len(ranks[rank].losses) for rank in calls if rank in ranks}
+    known = all(losses.get(rank) in (0, len(own)) for rank, own in calls.items())
+    return "micro-batch" if known else "call"
 
 
 def _odd_rank(factors: dict[int, float]) -> str | None:
