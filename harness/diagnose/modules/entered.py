@@ -46,9 +46,12 @@ def odd_rows(mine: Trace, single: Trace, module: str) -> Iterator[Odd]:
     several = len(whole) > 1
     for name, calls in own.items():
         there = [row for _, data in whole.get(name, ()) for row in data]
+        calls = [
+            own for own in calls if there and not _are_numbered_anew(own, mine, single, module)
+        ]
         found = [
             replace(_told(call, i, row, there), name=name if several else "")
-            for call, data in (calls if there else ())
+            for call, data in calls
             for i, row in enumerate(data)
             if not any(is_stretch(row, other) for other in there)
         ]
@@ -59,7 +62,7 @@ def odd_rows(mine: Trace, single: Trace, module: str) -> Iterator[Odd]:
 
 def row_of(trace: Trace, module: str, odd: Odd, field: Tensor) -> int | None:
     """Of (rows, n) the one row that a row of what enters is, or is a stretch of."""
-    if field.dim() != 2 or not _is_whole(field):
+    if not is_whole(field):
         return None
     held = _numbers(trace, module)
     of = held.get(odd.name) if odd.name else next(iter(held.values()), None)
@@ -76,14 +79,34 @@ def _numbers(trace: Trace, module: str) -> dict[str, list[tuple[int, Tensor]]]:
     out: dict[str, list[tuple[int, Tensor]]] = {}
     named = trace.entered_as or ((None, ""),) * len(trace.entered)
     for module_of, (call, name), data in zip(trace.entered, named, trace.data, strict=True):
-        if module_of == module and data.dim() == 2 and _is_whole(data):
+        if module_of == module and is_whole(data):
             held = out.setdefault(name, [])
             held.append((len(held) if call is None else call, data))
     return out
 
 
-def _is_whole(data: Tensor) -> bool:
-    return not data.is_floating_point() and data.dtype != torch.bool and data.numel() > 0
+def _are_numbered_anew(own: tuple[int, Tensor], mine: Trace, single: Trace, module: str) -> bool:
+    """Whether these are numbers of the rows of something else that is handed there in that call,
+    of which a rank has not as many: nodes of a part of a graph."""
+    call, data = own
+    most, there = int(data.max()) + 1, {len(t) for t in _features(single, module, None)}
+    return any(len(t) == most and len(t) not in there for t in _features(mine, module, call))
+
+
+def _features(trace: Trace, module: str, call: int | None) -> Iterator[Tensor]:
+    for of, (number, _), data in zip(trace.entered, trace.entered_as, trace.data, strict=False):
+        if of == module and call in (None, number) and data.is_floating_point() and data.dim() > 1:
+            yield data
+
+
+def is_whole(data: Tensor) -> bool:
+    """Whether it is lines of whole numbers."""
+    return (
+        data.dim() == 2
+        and not data.is_floating_point()
+        and data.dtype != torch.bool
+        and data.numel() > 0
+    )
 
 
 def are_taken_alike(rows: Sequence[Tensor], there: Sequence[Tensor]) -> bool:
@@ -131,7 +154,8 @@ def _told(call: int, i: int, row: Tensor, there: list[Tensor]) -> Odd:
         int((row[: len(whole)] == whole[: len(row)]).sum()) if len(whole) else 0 for whole in there
     ]
     best = max(range(len(there)), key=alike.__getitem__)
-    if 2 * alike[best] > len(row) and alike.count(alike[best]) == 1:
+    long, short = sorted((len(row), len(there[best])))[::-1]
+    if 2 * alike[best] > len(row) and alike.count(alike[best]) == 1 and 4 * short >= 3 * long:
         n = min(len(row), len(there[best]))
         at = int((row[:n] != there[best][:n]).nonzero()[0]) if alike[best] < n else n
         now, was = (int(r[at]) if at < len(r) else -1 for r in (row, there[best]))

@@ -111,7 +111,7 @@ def _of_one_factor(
     own = [
         h
         for h in held
-        if same([s.by for s in h]) and not same([h[0].by, 1.0])
+        if same([s.by for s in h])
         and (h[0].beside or _number(h[0]) not in there)
     ]  # fmt: skip
     just = [h for h in own if same([h[0].factor, factor])]

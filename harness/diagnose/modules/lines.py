@@ -148,6 +148,26 @@ class Lines:
                         rank=rank, mine=c, place=place, at=at, back=True, beside=tuple(others)
                     )
 
+    def into_the_loss(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
+        """Against the order, those that take what is right and gets what is not, where what they
+        give is nothing that the single process has: what a loss is made of."""
+        mine = self._ranks[rank]
+        for place, c in reversed(list(enumerate(mine.computations))):
+            if not asked(c) or c.function.startswith(MODULE) or c.function_of or not c.gives:
+                continue
+            if any(self.forward(rank, n) == "right" or n not in mine.with_graph for n in c.gives):
+                continue
+            at = tuple(
+                i
+                for i, n in enumerate(c.takes)
+                if isinstance(n, int)
+                and n in mine.with_graph
+                and self.forward(rank, n) == "right"
+                and self.backward(rank, n) == "wrong"
+            )
+            if at:
+                yield AtLine(rank=rank, mine=c, place=place, at=at, back=True)
+
     def cuts(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
         """Those whose results autograd does not know, as it knows what they take, where the single
         process has a gradient of the same numbers."""

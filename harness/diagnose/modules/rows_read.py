@@ -12,10 +12,11 @@ from torch import Tensor
 FEWEST_VALUES = 3  # different numbers in a tensor that tells rows apart
 
 
-def rows_read(traces: Traces) -> dict[int, Counter[int]] | None:
+def rows_read(traces: Traces, *, counted: bool = False) -> dict[int, Counter[int]] | None:
     """Rank -> row -> how often it entered the first module that they enter in one process.
 
-    None where the data of some rank cannot be told.
+    counted: only in calls that a gradient reached, where others of that module have none. None
+    where the data of some rank cannot be told.
     """
     batch = traces.single.batch or {}
     for whole in batch.values():
@@ -26,7 +27,10 @@ def rows_read(traces: Traces) -> dict[int, Counter[int]] | None:
         for module in dict.fromkeys(traces.single.entered):
             if set(_rows_of(traces.single, module, whole)) != set(range(len(whole))):
                 continue
-            found = {rank: _rows_of(trace, module, whole) for rank, trace in traces.ranks.items()}
+            found = {
+                rank: _rows_of(trace, module, whole, counted=counted)
+                for rank, trace in traces.ranks.items()
+            }
             told = {rank: own for rank, own in found.items() if own}
             silent = [r for r in found if r not in told and module in traces.ranks[r].entered]
             if told and not silent:
@@ -51,12 +55,23 @@ def rows_through(look: Look) -> dict[str, dict[int, Counter[int]]]:
     return out
 
 
-def _rows_of(trace: Trace, module: str, whole: Tensor) -> Counter[int]:
+def _rows_of(trace: Trace, module: str, whole: Tensor, *, counted: bool = False) -> Counter[int]:
     found: Counter[int] = Counter()
-    for name, data in zip(trace.entered, trace.data, strict=True):
-        if name == module:
+    without = _calls_without_a_gradient(trace, module) if counted else set()
+    calls = [number for number, _ in trace.entered_as] or [-1] * len(trace.data)
+    for name, data, number in zip(trace.entered, trace.data, calls, strict=True):
+        if name == module and number not in without:
             found.update(_found(data, whole) or ())
     return found
+
+
+def _calls_without_a_gradient(trace: Trace, module: str) -> set[int]:
+    """Those of a module whose outputs none reached; nothing where it reached none of any."""
+    numbers: dict[int, bool] = {}
+    for call, gradient in zip(trace.calls, trace.gradients, strict=True):
+        if call.module == module and not call.recomputed:
+            numbers[call.number] = numbers.get(call.number, False) or gradient is not None
+    return {n for n, reached in numbers.items() if not reached} if any(numbers.values()) else set()
 
 
 def _found(data: Tensor, whole: Tensor) -> list[int] | None:

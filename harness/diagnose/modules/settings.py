@@ -25,14 +25,20 @@ class SetOtherwise:
     modules: tuple[str, ...]
     ranks: tuple[int, ...]
 
+    @property
+    def is_switched(self) -> bool:
+        """Whether it is on or off, stays so in the single process, and not on these ranks."""
+        return _is_switched(self.now, self.was)
+
 
 def set_otherwise(
     traces: Traces, near: Mapping[str, int], sizes: Iterable[int] = ()
 ) -> list[SetOtherwise]:
     """Of the modules in `near`, the nearest first: module -> how near, of which 0 is accused.
 
-    Only where no value is one of the single process's; of the accused also where a number with
-    digits behind its point is none, as of a scale that is set from call to call. Of other modules
+    Only where no value is one of the single process's, or where something is switched on or off;
+    of the accused also where a number with digits behind its point is none, as of a scale that is
+    set from call to call. Of other modules
     than the accused what differs from call to call or from rank to rank is left out, as what counts
     or measures. sizes: of axes; a count that is the single process's divided by one is a part of
     it, and left out.
@@ -45,8 +51,11 @@ def set_otherwise(
         for attribute, was in there.items():
             now = {rank: own[attribute] for rank, own in here.items() if attribute in own}
             odd = {rank: own for rank, own in now.items() if not {*own} & {*was}
-                   or (not near[module] and _is_a_measure_beyond(own, was))}  # fmt: skip
-            even = len({*odd.values()}) == 1 and all(len(own) == 1 for own in odd.values())
+                   or (not near[module] and _is_a_measure_beyond(own, was))
+                   or _is_switched(own, was)}  # fmt: skip
+            even = len({*odd.values()}) == 1 and all(
+                len(own) == 1 or _is_switched(own, was) for own in odd.values()
+            )
             if not odd or (near[module] and not even) or _by_right(attribute, odd, was, sizes):
                 continue
             for rank, own in odd.items():
@@ -71,6 +80,10 @@ def _is_a_measure_beyond(own: Values, was: Values) -> bool:
     return len(was) < MOST_VALUES and any(
         digits and all(len(d) <= MOST_DIGITS for d in digits) for digits in new
     )
+
+
+def _is_switched(own: Values, was: Values) -> bool:
+    return len(was) == 1 < len(own) and {*own} | {*was} == {"True", "False"}
 
 
 def _by_right(attribute: str, odd: Mapping[int, Values], was: Values, sizes: set[int]) -> bool:

@@ -22,6 +22,17 @@ def settings_of(module: nn.Module) -> dict[str, str]:
     return out
 
 
+def settings_in(config: object) -> dict[str, str]:
+    """The same of an object that a module is configured by, those that are one plain value."""
+    own = getattr(config, "__dict__", {})
+    return {
+        f"config.{name}": repr(value)
+        for name, value in own.items()
+        if not name.startswith("_") and isinstance(value, bool | int | float | str)
+        and len(repr(value)) <= MOST_CHARACTERS
+    }  # fmt: skip
+
+
 def _is_plain(value: object, deep: bool = True) -> bool:
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return True

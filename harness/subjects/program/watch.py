@@ -21,7 +21,7 @@ from sumgrad.subjects.program.arguments import (
 )
 from sumgrad.subjects.program.hooked import AroundHooks
 from sumgrad.subjects.program.seen_modules import is_trial, seen_modules, source_of
-from sumgrad.subjects.program.settings import settings_of
+from sumgrad.subjects.program.settings import settings_in, settings_of
 from sumgrad.subjects.program.taken_up import taken_up
 from sumgrad.subjects.program.ways import makers_of, ways_between
 from sumgrad.subjects.users_line import users_lines
@@ -79,6 +79,7 @@ class ModuleWatch:
         self._frozen: dict[str, dict[str, None]] = {}
         self._modes: dict[str, dict[str, None]] = {}
         self._settings: dict[str, dict[str, dict[str, None]]] = {}
+        self._config_of: dict[int, str] = {}
         self._hooks = AroundHooks(lambda name: self._numbers.get(name, -1) + 1)
         self._handed: dict[str, list[dict[str, str]]] = {}
         self._stacks: dict[Stack, int] = {}
@@ -202,7 +203,10 @@ class ModuleWatch:
     def _set(self, name: str, module: nn.Module) -> None:
         """What is set on a module when it is called."""
         held = self._settings.setdefault(name, {})
-        for attribute, value in settings_of(module).items():
+        config = getattr(module, "config", None)  # one object for many modules: the first has it
+        whose = name if config is None else self._config_of.setdefault(id(config), name)
+        beside = settings_in(config) if whose == name else {}
+        for attribute, value in (settings_of(module) | beside).items():
             known = held.setdefault(attribute, {})
             if len(known) < MAX_SETTINGS:
                 known[value] = None

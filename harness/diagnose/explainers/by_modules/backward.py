@@ -25,7 +25,12 @@ from sumgrad.diagnose.explainers.by_modules.gradient_of_others import (
     of_other_targets,
 )
 from sumgrad.diagnose.explainers.by_modules.how_it_is_off import off_at_a_line, off_at_a_module
-from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words, known_lines
+from sumgrad.diagnose.explainers.by_modules.lines import (
+    first_lines,
+    in_words,
+    into_the_loss,
+    known_lines,
+)
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     gone_into,
@@ -308,6 +313,7 @@ def _where_to_look(
         return
     towards = _towards(case, look, found) if above else (
         f"what follows {named(look, found.wrong)}: the loss, and its backward")  # fmt: skip
+    yield from () if above else into_the_loss(case, found)
     loss = above and len(found.modules) < len(found.beside)
     yield f"look at {towards}" + (", and at what else uses it, up to the loss" if loss else "")
     ends = _ends(case, look, found)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
     line_and_code,
     line_from_here,
     looked,
@@ -45,6 +46,23 @@ def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
     if not told and not _recomputes(case):
         told = _agreed(lines.cuts, asked, found.ranks)
     return told
+
+
+@as_a_hint
+def into_the_loss(case: Case, found: FirstWrong) -> list[str]:
+    """Where the gradient is wrong from the loss on: the last line that takes what is right, and
+    gives it another gradient."""
+    lines, traces = known_lines(case), case.traces
+    if lines is None or traces is None:
+        return []
+    asked = {rank: asked_between(case, found, rank, back=True) for rank in traces.ranks}
+    told = _agreed(lines.into_the_loss, asked, found.ranks)
+    if not told:
+        return []
+    on = f"on rank {spans(sorted(o.rank for o in told))}"
+    return [f"from the loss down the first gradient that is wrong {on}, of those that could be "
+            f"compared, is that of the {_arguments(told)} of {expression(told[0].mine)}: what "
+            f"stands there is right"]  # fmt: skip
 
 
 def lines_with_a_graph(case: Case) -> list[AtLine]:

@@ -13,7 +13,8 @@ from sumgrad.record.trace import INTO
 
 
 def called_on_ranks_alone(case: Case, found: FirstWrong) -> list[str]:
-    """Modules of build()'s model that the wrong ranks call, and the single process does not."""
+    """Modules inside of build()'s model that the wrong ranks call, and the single process does
+    not; it itself is wrapped, and called as they like."""
     traces = case.traces
     if traces is None:
         return []
@@ -23,7 +24,7 @@ def called_on_ranks_alone(case: Case, found: FirstWrong) -> list[str]:
         {c.module for c in traces.ranks[r].calls if not c.module.startswith(INTO)} - there
         for r in found.ranks
     ]
-    mine = set.intersection(*every) & {*traces.single.classes} - left_out
+    mine = set.intersection(*every) & {*traces.single.classes} - left_out - {""}
     outer = sorted(m for m in mine if not any(is_in(m, other) for other in mine))
     if not outer:
         return []

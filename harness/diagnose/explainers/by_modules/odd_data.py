@@ -10,7 +10,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code
 from sumgrad.diagnose.modules import companions
-from sumgrad.diagnose.modules.entered import Odd, odd_rows, row_of
+from sumgrad.diagnose.modules.entered import Odd, is_whole, odd_rows, row_of
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.rows_handed import as_often, wrong_and_right_rows
@@ -96,10 +96,10 @@ def _of_another_field(case: Case, found: FirstWrong, module: str) -> list[str]:
 
 def _made(trace: Trace, module: str, odd: Odd) -> Line:
     """The line that made what a row is of; empty where that is not known."""
-    for of, (call, name), at in zip(
-        trace.entered, trace.entered_as, trace.entered_at, strict=False
+    for of, (call, name), at, data in zip(
+        trace.entered, trace.entered_as, trace.entered_at, trace.data, strict=False
     ):
-        if (of, call) == (module, odd.call) and odd.name in ("", name):
+        if (of, call) == (module, odd.call) and odd.name in ("", name) and is_whole(data):
             return at
     return "", ""
 

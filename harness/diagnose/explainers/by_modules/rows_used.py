@@ -62,6 +62,8 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
         proved = predicts(case, weights)
         if not proved and (_count_alike(look, num_rows) or add_up_evenly(case)):
             continue  # as where a rank without rows takes one and weighs it with nought
+        if not proved and not module and _is_even(rows_read(traces, counted=True), num_rows):
+            continue  # what is read once more is for a log, say: no gradient comes of it
         where = f"{named(look, module)} on each rank" if module else "the modules"
         because = [_who_reads(by_rank)]
         if module and even is not None:
@@ -81,6 +83,12 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
             proved,
         )
     return None
+
+
+def _is_even(found: Mapping[int, Counter[int]] | None, num_rows: int) -> bool:
+    if found is None:
+        return False
+    return len({sum(own[row] for own in found.values()) for row in range(num_rows)}) == 1
 
 
 def _count_alike(look: Look, num_rows: int) -> bool:

@@ -32,8 +32,10 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         for module in modules:
             near.setdefault(module, distance)
     found = set_otherwise(traces, near, sizes_of(case.record).values())
-    told = tuple(map(_in_words, found[:MOST_SHOWN]))
-    return replace(diagnosis, because=(*diagnosis.because, *told)) if told else diagnosis
+    switched = [one for one in found if one.is_switched and one.ranks == diagnosis.ranks]
+    others = [one for one in found if one not in switched]
+    front, behind = (tuple(map(_in_words, some[:MOST_SHOWN])) for some in (switched, others))
+    return replace(diagnosis, because=(*front, *diagnosis.because, *behind))
 
 
 def _in_words(one: SetOtherwise) -> str:
