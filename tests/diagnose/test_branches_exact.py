@@ -116,7 +116,7 @@ def test_at_the_loss_what_is_in_no_module_is_looked_at(monkeypatch, kind, inside
     assert len(said) == num + 1
     assert said[-1] == "b"
     if num:
-        assert said[0].startswith("of the lines of surrogate that call torch rank 0 runs ")
+        assert said[0].startswith("in surrogate rank 0 calls torch at ")
         assert said[0].endswith("`gain = (y * 2).clamp(max=1.0)` in its place")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from sumgrad.diagnose.explainers import divergent
 from sumgrad.diagnose.explainers.divergent import _lost_alone, _lost_everywhere, _no_reduction
 from sumgrad.diagnose.row_fit import Factors, Unit
 
@@ -81,8 +82,32 @@ def test_what_some_rank_may_hold_is_another_matter(case, parts):
         ([{"grads": []}, {}], "no reduction in the ledger makes it"),  # too large to look into
     ],
 )  # fmt: skip
-def test_a_step_without_any_reduction_of_a_gradient_is_said_to_be_one(events, ends):
-    joints = [SimpleNamespace(events={0: event}) for event in events]
-    said = _no_reduction(joints)
+def test_a_step_without_any_reduction_of_a_gradient_is_said_to_be_one(monkeypatch, events, ends):
+    joints = [SimpleNamespace(events={0: {**event, "n": i}}) for i, event in enumerate(events)]
+    monkeypatch.setattr(divergent, "describe", lambda record, joint: "the all-reduce")
+    said = _no_reduction(SimpleNamespace(record=None, failing_cells=()), joints, {})
     assert said.startswith("no reduction in the ledger makes it")
     assert said.endswith(ends)
+
+
+@pytest.mark.parametrize(
+    ("feeds", "places", "more"),
+    [
+        ({(0, 0): {"b": 1.0}, (1, 0): {"c": 1.0}}, ["a", "a"], True),
+        ({(0, 0): {"b": 1.0}, (0, 1): {"c": 1.0}}, ["a", "b"], False),  # at two places
+        ({(0, 0): {"w": 1.0}}, ["a", "a"], False),  # it is the wrong one
+    ],
+)
+def test_where_the_right_ones_are_reduced_is_told(monkeypatch, feeds, places, more):
+    joints = [
+        SimpleNamespace(at=at, events={rank: {"n": i, "grads": [["x", 1.0]]} for rank in (0, 1)})
+        for i, at in enumerate(places)
+    ]
+    monkeypatch.setattr(divergent, "describe", lambda record, joint: f"the sum at {joint.at}")
+    case = SimpleNamespace(record=None, failing_cells=[SimpleNamespace(name="w")])
+    monkeypatch.setattr(divergent, "looked", lambda case: None)
+    said = _no_reduction(case, joints, feeds)
+    assert said == "no reduction in the ledger makes it" + (
+        "; the sum at a makes b, c, which are right: look at what goes into that, and what is left "
+        "out" if more else ""
+    )  # fmt: skip

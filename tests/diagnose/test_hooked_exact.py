@@ -251,6 +251,34 @@ def test_a_scale_that_moves_on_is_told_of_the_accused_beside_right_values():
     assert told(was, meter) == []  # nobody sets so many digits
 
 
+def test_a_switch_that_is_turned_is_told_also_beside_right_values():
+    was, now = {"m": {"on": ("True",)}}, {"m": {"on": ("True", "False")}}
+    for near in ({"m": 0}, {"m": 2}):
+        assert told(was, was, now, near=near) == [
+            ("on", ("True", "False"), ("True",), ("m",), (1,))
+        ]
+    assert told(now, now) == []  # it is turned there, too
+    count = {"m": {"on": ("1", "2")}}
+    assert told({"m": {"on": ("1",)}}, count, near={"m": 2}) == []
+    apart = [now, {"m": {"on": ("False", "True")}}]
+    assert told(was, *apart, near={"m": 2}) == []  # each in its own way
+
+
+def test_what_a_module_is_configured_by_is_kept_of_the_first_that_has_it(tmp_path):
+    model = nn.Sequential(Doubled(), Doubled())
+    config = SimpleNamespace(on=True, scale=0.5, sizes=[1], _own=1, name="x" * 100)
+    model.config = model[1].config = config
+    watching = ModuleWatch(model)
+    with watching:
+        model(ROWS)
+        config.on = False
+        model(ROWS)
+    write_trace(tmp_path / "one", watching.trace())
+    found = read_trace(tmp_path / "one").settings
+    assert found[""] == {"config.on": ("True", "False"), "config.scale": ("0.5",)}
+    assert not any(name.startswith("config") for name in found["1"])
+
+
 def test_of_many_values_the_first_are_written_out():
     assert settings._values(("1",)) == "1"
     assert settings._values(tuple("123456")).endswith(", then 6")
@@ -273,13 +301,15 @@ def test_settings_in_words(monkeypatch):
     assert settings.with_settings(case, Diagnosis(cause="c", kind="k")).because == ()
 
 
-def borders(monkeypatch, states, hooks=None):
+def borders(monkeypatch, states, hooks=None, calls=(), stack=None):
     """of the modules a -> b -> c -> the loss, by what reaches them."""
     monkeypatch.setattr(beside, "named", lambda look, module: module)
     order = tuple(states)
     takes = {LOSS: order[-1:], **{m: (n,) for n, m in pairwise(order)}}
     look = SimpleNamespace(modules=order, backward=states.get, paths=paths_of(order, takes))
-    traces = SimpleNamespace(ranks={0: SimpleNamespace(hooks=hooks or {})})
+    traces = SimpleNamespace(
+        ranks={0: SimpleNamespace(hooks=hooks or {}, calls=calls, stack=stack)}
+    )
     parts = [m for m, state in states.items() if state == "part"]
     return beside._border(SimpleNamespace(traces=traces), look, parts)
 
@@ -294,6 +324,17 @@ def test_the_border_of_gradients_that_are_parts(monkeypatch):
     said = borders(monkeypatch, {"a": "part", "b": "part", "c": "right"}, hooks)
     line = "model.py:7 `def steer(layer, args, output):`"
     assert said == f"{start} (a forward pre-hook there: {line}){end}"
+
+
+@pytest.mark.parametrize(("lines", "said"), [
+    ([LINE, LINE], " (c is called at model.py:7 `def steer(layer, args, output):`)"),
+    ([LINE, ("/x/model.py:8", "c(x)")], ""),
+])  # fmt: skip
+def test_the_line_that_calls_what_lies_behind_the_border(monkeypatch, lines, said):
+    calls = [SimpleNamespace(module="c", at=i) for i in range(len(lines))]
+    found = borders(monkeypatch, {"a": "part", "c": "right"}, calls=calls,
+                    stack=lambda call: SimpleNamespace(lines=(lines[call.at],)))  # fmt: skip
+    assert f"it is missing{said}, else" in found
 
 
 @pytest.mark.parametrize("states", [

@@ -407,3 +407,27 @@ def test_a_line_that_is_run_here_alone_and_leads_to_no_gradient_is_at_no_fault(u
     mine, there = recorded(noted, X[OWN], use), recorded(noted, X, None)
     told = list(lines([mine], there).first_forward(0, everything))
     assert bool(told) == use
+
+
+def own_loss(x, w, scale):
+    y = x @ w
+    return (y * y * scale).sum()
+
+
+def test_from_the_loss_down_the_first_line_that_gives_another_gradient():
+    """Not of squares: what it takes is right, and gets another gradient."""
+    there = recorded(own_loss, X, W, torch.ones(6, 1).double())
+
+    def other(x, w):
+        y = x @ w
+        return (y.exp() - 1).sum()
+
+    one = recorded(other, X[OWN], W)
+    (first,) = lines([one], there).into_the_loss(0, everything)
+    assert (first.mine.part, first.at, first.back) == ("y.exp()", (0,), True)
+
+
+def test_no_line_into_the_loss_where_all_that_could_be_compared_is_right():
+    there = recorded(own_loss, X, W, torch.ones(6, 1).double())
+    one = recorded(own_loss, X[OWN], W, torch.ones(3, 1).double())
+    assert not list(lines([one], there).into_the_loss(0, everything))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_forward,
     first_wrong_recomputed,
 )
-from sumgrad.diagnose.modules.look import look_at, terms_together
+from sumgrad.diagnose.modules.look import Look, look_at, terms_together
 from sumgrad.diagnose.modules.loss_weights import (
     Share,
     behind_few_directions,
@@ -867,3 +868,30 @@ def test_what_all_rows_share_has_its_gradient_over_all_ranks(rows, gives, state)
     wrong = first_wrong_backward(found, ["first"])
     assert (wrong is not None) == (state == "wrong")
     assert wrong is None or (wrong.wrong, wrong.over_all) == ("first", True)
+
+
+def test_what_is_right_again_behind_what_a_hook_hides_is_not_accused():
+    """Of a row of modules c was seen behind a hook, b before it; a and z are right again, and what
+    is wrong lies below them, if anywhere."""
+    order = ("y", "z", "a", "b", "c", "d")
+    takes = {LOSS: ("d",), **{m: (n,) for n, m in pairwise(order)}, "y": ()}
+
+    def seen(module, factor, state="right"):
+        call = Call(module=module, number=0, part=0, operation=0, operation_back=0,
+                    recomputed=False)  # fmt: skip
+        return Seen(rank=0, call=call, shape=(2, 3), forward="right", backward=state,
+                    factors=None if factor is None else torch.full((2,), factor),
+                    wrong=None if factor else torch.tensor([0]))  # fmt: skip
+
+    def accused(factors):
+        held = {
+            m: [seen(m, f, "right" if f else "wrong")] for m, f in zip(order, factors, strict=True)
+        }
+        found = Look(modules=order, seen=held, sources={}, paths=paths_of(order, takes), terms=())
+        first = first_wrong_backward(found, ())
+        return None if first is None else first.wrong
+
+    assert accused((1.0, 1.0, 1.0, 3.0, 0.3, 1.0)) is None
+    assert accused((None, 1.0, 1.0, 3.0, 0.3, 1.0)) == "y"
+    assert accused((0.3, 0.3, 0.3, 0.3, 0.3, 1.0)) == "c"
+    assert accused((2.0, 2.0, 2.0, 3.0, 0.3, 1.0)) == "a"

@@ -154,7 +154,7 @@ def of_part(part: int, *factors: float, number: int = 0) -> list[Share]:
 )  # fmt: skip
 def test_the_output_that_is_weighed_otherwise_is_looked_at_alone(monkeypatch, shares, words):
     monkeypatch.setattr(weighed, "_row_counts", lambda *_: None)
-    case = SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(facts=None)))
+    case = SimpleNamespace(traces=None, record=SimpleNamespace(spec=SimpleNamespace(facts=None)))
     assert weighed.shares_in_words(case, shares) == words
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import looked
 from sumgrad.diagnose.explainers.uniform import Explained, rank_scale
 from sumgrad.diagnose.names import list_rows, own_parts
 from sumgrad.diagnose.reductions import entered_by, reductions_of
@@ -243,13 +244,27 @@ def which_step(case: Case, names: Sequence[str], mixed: bool) -> tuple[str, str,
         "{what} is not reduced over all its ranks: each keeps a part of the sum"
         if over
         else "{what} is not reduced: every rank keeps its own partial",
-        f"it is reduced over {over} only" if over else _no_reduction(reductions),
+        f"it is reduced over {over} only" if over else _no_reduction(case, reductions, feeds),
     )
 
 
-def _no_reduction(reductions: Sequence[Joint]) -> str:
+def _no_reduction(
+    case: Case, reductions: Sequence[Joint], feeds: Mapping[tuple[int, int], Mapping[str, float]]
+) -> str:
     """What the ledger has instead of the reduction of a gradient that nobody reduces."""
     events = [event for joint in reductions for event in joint.events.values()]
+    wrong = {cell.name for cell in case.failing_cells}
+    made: dict[str, dict[str, None]] = {}
+    for joint in reductions:
+        for rank, event in joint.events.items():
+            right = [name for name in feeds.get((rank, event["n"]), ()) if name not in wrong]
+            made.setdefault(describe(case.record, joint), {}).update(dict.fromkeys(right))
+    others = {where: names for where, names in made.items() if names}
+    if len(others) == 1 and not _come_in_parts(case):
+        where, names = next(iter(others.items()))
+        return (f"no reduction in the ledger makes it; {where} makes {some_of([*names])}, which "
+                f"{'are' if len(names) > 1 else 'is'} right: look at what goes into that, and what "
+                f"is left out")  # fmt: skip
     if any(event.get("grads") != [] for event in events):
         return "no reduction in the ledger makes it"
     issued = "none carries that of a parameter" if events else "none is issued"
@@ -257,6 +272,13 @@ def _no_reduction(reductions: Sequence[Joint]) -> str:
         f"no reduction in the ledger makes it, and of all in the step {issued}: if the model is "
         f"wrapped, is its wrapper's own forward called?"
     )
+
+
+def _come_in_parts(case: Case) -> bool:
+    """Whether what reaches some module is right only as a sum over ranks: then its parameters may
+    be right to be summed by nobody."""
+    look = looked(case)
+    return look is not None and any(look.backward(m) == "part" for m in look.modules)
 
 
 def _left_out(case: Case, names: Sequence[str], carrying: Sequence[Joint]) -> list[int]:

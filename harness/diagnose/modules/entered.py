@@ -46,12 +46,10 @@ def odd_rows(mine: Trace, single: Trace, module: str) -> Iterator[Odd]:
     several = len(whole) > 1
     for name, calls in own.items():
         there = [row for _, data in whole.get(name, ()) for row in data]
-        calls = [
-            own for own in calls if there and not _are_numbered_anew(own, mine, single, module)
-        ]
+        apart = [c for c in calls if there and not _are_numbered_anew(c, mine, single, module)]
         found = [
             replace(_told(call, i, row, there), name=name if several else "")
-            for call, data in calls
+            for call, data in apart
             for i, row in enumerate(data)
             if not any(is_stretch(row, other) for other in there)
         ]

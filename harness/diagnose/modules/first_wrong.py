@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -142,13 +142,32 @@ def first_wrong_backward(look: Look, failing: Sequence[str]) -> FirstWrong | Non
     right = {module for module in order if module not in odd and look.backward(module) == "right"}
     # What is right again in a module that it is made from was put together in another way, unless
     # its own parameters are wrong: then the way down passed by its side.
+    passed: dict[str, FirstWrong] = {}
     for module, found in odd.items():
+        if _is_right_behind(look, found, passed):
+            continue
         one_part = found.lost and any(s.backward == "right" for s in look.seen[module])
         apart = module in failing or one_part or found.emptied
         below = right & look.paths.all_below(module)
         if apart or all(_is_as_wrong(look, m, found) for m in below):
             return found
+        passed[module] = found
     return None
+
+
+def _is_right_behind(look: Look, found: FirstWrong, passed: Mapping[str, FirstWrong]) -> bool:
+    """Whether what reaches it has the factor of what is above modules that were passed over, and
+    another only than these have: as where what reached them was seen before a hook."""
+    beside, over = [*found.beside], False
+    while odd := [m for m in beside if m in passed]:
+        above = {a for m in odd for a in passed[m].beside}
+        beside, over = [m for m in {*beside, *above} if m not in odd], True
+    return over and found.ratio is not None and all(
+        (f := constant(s.factors)) is not None
+        and (before := _factor_above(look, beside, s)) is not None
+        and abs(f - before) <= SAME_FACTOR * abs(before)
+        for s in found.seen
+    )  # fmt: skip
 
 
 def _is_as_wrong(look: Look, module: str, found: FirstWrong) -> bool:

@@ -9,6 +9,7 @@ from fractions import Fraction
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     line_and_code,
@@ -26,6 +27,7 @@ from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.modules.seen import Seen, constant
 from sumgrad.record.trace import INTO, LOSS
 
+ELSE_AT_THE_PARAMETERS = ", else where these parameters' gradients are put together"
 # Causes that say how much is wrong, or where, and not what was done.
 HOW_MUCH = ("open", "factor", "param_factors", "row_factors", "block_factor", "held_elsewhere")
 
@@ -91,6 +93,8 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
             f"the gradient that reaches {some_of(parts)} is a part, whole only when summed over "
             f"{axis}{_border(case, look, parts) if diagnosis.kind in NOT_SUMMED else ''}"
         )
+    if more and more[0].endswith(ELSE_AT_THE_PARAMETERS):  # it says where
+        return replace(diagnosis, because=(*more, *diagnosis.because, text))
     return replace(diagnosis, because=(*diagnosis.because, text, *more))
 
 
@@ -101,15 +105,29 @@ def _border(case: Case, look: Look, parts: Sequence[str]) -> str:
         above = look.paths.next_above(module, lambda m: look.backward(m) in ("right", "part"))
         if above and not {*above} & {*parts, LOSS}:
             found.append((module, above))
+    found = [(m, a) for m, a in found if not any(is_in(m, other) for other, _ in found)]
     if len(found) != 1:
         return ""
     module, above = found[0]
-    uses = some_of([m or "the model itself" for m in above])
+    near = [m for m in above if not look.paths.all_below(m) & {*above}]  # the others are behind it
+    uses = some_of([m or "the model itself" for m in near or above])
     return (
         f"; the first of them on the way back is {named(look, module)}, and of what it goes into, "
         f"{uses}, they are whole: where a sum belongs in between it is missing"
-        f"{_pre_hooks(case, above)}, else where these parameters' gradients are put together"
+        f"{_called_at(case, near or above)}{_pre_hooks(case, above)}{ELSE_AT_THE_PARAMETERS}"
     )
+
+
+def _called_at(case: Case, modules: Sequence[str]) -> str:
+    """The one line of a user's that calls the first of these."""
+    ranks = {} if case.traces is None else case.traces.ranks
+    lines = {
+        stack.lines[0]
+        for trace in ranks.values()
+        for call in trace.calls
+        if call.module == modules[0] and (stack := trace.stack(call)).lines
+    }
+    return f" ({modules[0]} is called at {line_and_code(*lines.pop())})" if len(lines) == 1 else ""
 
 
 def _pre_hooks(case: Case, modules: Sequence[str]) -> str:

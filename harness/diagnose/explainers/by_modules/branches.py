@@ -39,13 +39,15 @@ class Branch:
     there: tuple[Line, ...]
 
     def in_words(self) -> str:
-        start = f"of the lines of {self.within.partition(' ')[2]} that call torch"
-        own = f"rank {spans(self.ranks)} run{'s' * (len(self.ranks) == 1)} {_shown(self.here)}"
+        start = f"in {self.within.partition(' ')[2]}"
+        calls = "calls" if len(self.ranks) == 1 else "call"
+        own = f"{start} rank {spans(self.ranks)} {calls} torch at {_shown(self.here)}"
         if not self.here:
-            return f"{start} the single process runs {_shown(self.there)}, and no rank does"
+            there = f"{start} the single process calls torch at {_shown(self.there)}"
+            return f"{there}, and no rank does"
         if not self.there:
-            return f"{start} {own}, and the single process does not"
-        return f"{start} {own}, and the single process {_shown(self.there)} in its place"
+            return f"{own}, and the single process does not"
+        return f"{own}, and the single process at {_shown(self.there)} in its place"
 
 
 def with_branches(case: Case, diagnosis: Diagnosis) -> Diagnosis:

@@ -58,9 +58,10 @@ from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
 from sumgrad.diagnose.explainers.factors import explained, only_terms_weigh_otherwise
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
+from sumgrad.diagnose.modules.in_place_of import in_place_of
 from sumgrad.diagnose.modules.lacking_data import lacking_data
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.diagnose.modules.seen import TOLERANCES, Seen
 from sumgrad.record.trace import INTO
 
 
@@ -107,6 +108,10 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because = (*more.because, *handed_otherwise(case, look, found), *called, seen[1])
         text = f"{text}: {more.cause}"
         return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
+    if other := _in_place_of(case, found):
+        called = called_from(case, look, found, back=False)
+        text = f"{text}: {other}"
+        return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=(*called, seen[1]))
     if shared := whole_on_each(case, found):
         called = called_from(case, look, found, back=False)
         text = f"{text}: {shared}"
@@ -132,6 +137,23 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *reading(case),
     )
     return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
+
+
+def _in_place_of(case: Case, found: FirstWrong) -> str:
+    """Where a module is called in place of another that is like it."""
+    traces, dtype = case.traces, case.record.spec.tiers[case.tier]
+    if traces is None or dtype != "float64":
+        return ""
+    other = in_place_of(traces, found.wrong, found.ranks, TOLERANCES[dtype])
+    if other is None:
+        return ""
+    ours, theirs = found.wrong.split("."), other.split(".")
+    outer = max(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b) + 1
+    mine, its = (".".join(name[:outer]) for name in (ours, theirs))
+    return (
+        f"what goes into it there goes into {other} in the single process: {mine} is called where "
+        f"that calls {its}"
+    )
 
 
 def _output(

@@ -20,10 +20,12 @@ from sumgrad.diagnose.explainers.factors import explained, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
-from sumgrad.diagnose.modules.rows_read import rows_read, rows_through
+from sumgrad.diagnose.modules.rows_read import calls_of_rows, rows_read, rows_through
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.diagnose.own_gradients import add_up_evenly
 from sumgrad.record.trace import Traces
+
+MOST_RANKS = 3  # that are written out
 
 
 def rows_not_read_once(case: Case, left: Left) -> Iterator[Explanation]:
@@ -56,7 +58,7 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
         if len(set(times)) == 1:
             even = module
             continue
-        usual = max(set(times) - {0}, key=times.count)
+        usual = _usual(times)
         words = _uneven(times, usual, by_rank)
         weights = torch.tensor(times, dtype=torch.float64)
         proved = predicts(case, weights)
@@ -71,6 +73,7 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
         because.append("rows counted so often are the measured gradient, up to one factor" if proved
                        else "whether this alone is the measured gradient is not known")  # fmt: skip
         because += _where_they_enter(traces, by_rank)
+        because += [] if module else _in_which_calls(traces, by_rank)
         cause = f"not every row goes through {where} once: {words}"
         return (
             Diagnosis(
@@ -117,6 +120,30 @@ def _where_they_enter(traces: Traces, by_rank: Mapping[int, Counter[int]]) -> li
     if others or not made[0]:
         return []
     return [f"what enters {module or 'the model'} was made at {line_and_code(*made)}"]
+
+
+@as_a_hint
+def _in_which_calls(traces: Traces, by_rank: Mapping[int, Counter[int]]) -> list[str]:
+    """Of ranks that read rows more than once, in which calls each time."""
+    told = []
+    for rank, own in by_rank.items():
+        calls, often = calls_of_rows(traces, rank), max(own.values(), default=0)
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for row in (row for row, n in own.items() if n == often > 1):
+            alike.setdefault(tuple(sorted(calls[row])), []).append(row)
+        shown = [f"rows {spans(sorted(rows))} in calls {spans(list(at))}"
+                 for at, rows in alike.items() if len(at) > 1]  # fmt: skip
+        told += [f"rank {rank} takes {', '.join(shown)}"] if shown else []
+    return ["; ".join(told[:MOST_RANKS])] if told else []
+
+
+def _usual(times: Sequence[int]) -> int:
+    """How often most rows are there; where all others are whole multiples of the fewest, these."""
+    told = {*times} - {0}
+    fewest = min(told)
+    if all(n % fewest == 0 for n in told):
+        return fewest
+    return max(told, key=times.count)
 
 
 def _uneven(times: Sequence[int], usual: int, by_rank: Mapping[int, Counter[int]]) -> str:

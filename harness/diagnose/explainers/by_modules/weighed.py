@@ -160,7 +160,7 @@ def _unit(case: Case, shares: Sequence[Share]) -> str:
         calls.setdefault(s.rank, set()).add(s.number)
     ranks = case.traces.ranks if case.traces is not None else {}
     losses = {rank: len(ranks[rank].losses) for rank in calls if rank in ranks}
-    known = all(losses.get(rank) in (0, len(own)) for rank, own in calls.items())
+    known = all(losses.get(rank, 0) in (0, len(own)) for rank, own in calls.items())
     return "micro-batch" if known else "call"
 
 

@@ -203,15 +203,15 @@ def _single_numbers(
             f"{shown}"
         )
         because = [
-            "the forward is right; what follows this module, up to the loss, has another gradient "
-            "there, or gives a part of it only"
+            "what it gives in those calls is right; what follows it, up to the loss, has another "
+            "gradient there, or gives a part of it only"
         ]
     else:
         cause = (
             f"{term or 'the loss'} has another gradient than in loss_sum at some tokens: {shown}"
         )
         because = [
-            f"the forward is right; what {named(look, head)} gives is a number or two a token, so "
+            f"what {named(look, head)} gives in those calls is right, and a number or two a token: "
             f"a wrong target, a weight and a second path into the loss all look like a factor there"
         ]
     if usual is not None:
