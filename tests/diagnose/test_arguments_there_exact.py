@@ -8,7 +8,11 @@ import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import wrong_outputs
 from sumgrad.diagnose.explainers.by_modules.arguments_there import arguments_there
-from sumgrad.diagnose.modules.arguments_there import broadcast_here, in_another_order
+from sumgrad.diagnose.modules.arguments_there import (
+    broadcast_here,
+    in_another_order,
+    parameters_taken,
+)
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.lines import AtLine
 from sumgrad.diagnose.modules.made_by import line_that_computed
@@ -95,7 +99,8 @@ def test_both_in_words():
         tier="t",
         record=SimpleNamespace(spec=spec),
         traces=SimpleNamespace(
-            ranks={2: SimpleNamespace(computed=mine)}, single=SimpleNamespace(computed=whole)
+            ranks={2: SimpleNamespace(computed=mine)},
+            single=SimpleNamespace(computed=whole, params={}),
         ),
     )
     line = AtLine(rank=2, mine=last(mine), place=0)
@@ -160,3 +165,29 @@ def test_the_line_near_by_is_not_the_one_that_computed_it():
     line = line_that_computed(mine, last(mine).takes[1])
     assert line[1] == "bias = -slopes[:, None, None] * distance"
     assert line_that_computed(mine, last(mine).takes[1], {line[0]}) == NO_LINE
+
+
+WEIGHTS = {f"layers.{i}.weight": torch.randn(4, 4, generator=G).double() for i in range(3)}
+
+
+def layers(*names):
+    h = torch.ones(2, 4).double()
+    for name in names:
+        h = torch.tanh(h @ WEIGHTS[name].clone())
+    return h
+
+
+def taken(names, there, params=None):
+    mine, whole = recorded(layers, *names), recorded(layers, *there)
+    c = [c for c in mine.computations if c.function == "matmul"][-1]
+    found = parameters_taken(mine, whole, c, WEIGHTS if params is None else params)
+    return [(one.at, one.name, one.there) for one in found]
+
+
+def test_the_parameter_that_a_line_takes_beside_those_of_the_single_process():
+    every = tuple(WEIGHTS)
+    assert taken(every[:2], every) == [(1, every[1], every)]
+    assert taken(every[:1], every[1:]) == [(1, every[0], every[1:])]
+    assert taken(every[:1], every[1:2]) == []  # one alone, as of a layer of its own
+    assert taken(every[:1], every, {**WEIGHTS, "twin": WEIGHTS[every[0]]}) == []
+    assert taken(every[:1], every, {every[0]: WEIGHTS[every[0]]}) == []

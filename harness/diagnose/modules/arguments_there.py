@@ -1,9 +1,9 @@
 """What a line takes on a rank, beside what the same call in the code takes in the single process:
-vectors in another order, and dimensions that are broadcast on the rank alone."""
+vectors in another order, dimensions that are broadcast on the rank alone, other parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,6 +14,7 @@ from sumgrad.record.computed import Computation, Computed
 from sumgrad.record.line import Line
 from torch import Tensor
 
+FEWEST_NUMBERS = 6  # different ones, that tell a parameter
 MOST_STEPS = 16  # back along what is broadcast
 
 
@@ -149,3 +150,42 @@ def _first_with(
     assert isinstance(b, int)
     shapes = tuple(mine.values[number].shape), tuple(whole.values[b].shape)
     return (c.line, c.code), *shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Argument `at` is the parameter `name`. there: which it is in the single process, one after
+    the other, each once."""
+
+    at: int
+    name: str
+    there: tuple[str, ...]
+
+
+def parameters_taken(
+    mine: Computed, whole: Computed, c: Computation, params: Mapping[str, Tensor]
+) -> Iterator[Taken]:
+    """c: of `mine`. Where the single process's same call in the code takes several, by value."""
+    for at, number in enumerate(c.takes):
+        name = _parameter(mine, number, params)
+        if name is None:
+            continue
+        there = [_parameter(whole, w.takes[at], params) for w in _there(whole, c)]
+        named = tuple(dict.fromkeys(n for n in there if n is not None))
+        if None not in there and len(named) > 1:
+            yield Taken(at=at, name=name, there=named)
+
+
+def _parameter(computed: Computed, number: int | str, params: Mapping[str, Tensor]) -> str | None:
+    """The one parameter that has all numbers of a value, in their order."""
+    if not isinstance(number, int):
+        return None
+    flat = computed.values[number].reshape(-1).double()
+    if len(flat.unique()) < FEWEST_NUMBERS:
+        return None
+    found = [
+        name
+        for name, param in params.items()
+        if param.numel() == len(flat) and torch.equal(param.reshape(-1).double(), flat)
+    ]
+    return found[0] if len(found) == 1 else None

@@ -182,14 +182,12 @@ def _is_one_stretch(here: Tensor) -> bool:
 
 
 def _that_count(where: Match, gradient: Tensor | None) -> Match:
-    """Without vectors that are not there, if the rank's own loss does not change with any of them,
-    as with what is computed of padding, and others of the call are there."""
+    """Without vectors that are not there and with which the rank's own loss does not change, as
+    with what is computed of padding, if others of the call are there."""
     missing = ~where.here
     if gradient is None or not bool(missing.any()) or not bool(where.found.any()):
         return where
-    if bool(vectors(gradient)[where.picked[missing]].any()):
-        return where
-    keep = ~missing
+    keep = where.here | vectors(gradient)[where.picked].any(1)
     return replace(
         where, found=where.found[keep], picked=where.picked[keep], empty=where.empty[keep]
     )

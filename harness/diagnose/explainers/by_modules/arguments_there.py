@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sumgrad.base.outcome import some_of
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, ordinal
-from sumgrad.diagnose.modules.arguments_there import broadcast_here, in_another_order
+from sumgrad.diagnose.modules.arguments_there import (
+    broadcast_here,
+    in_another_order,
+    parameters_taken,
+)
 from sumgrad.diagnose.modules.lines import AtLine
 from sumgrad.diagnose.modules.made_by import line_that_computed
 from sumgrad.diagnose.modules.seen import TOLERANCES
@@ -37,5 +42,10 @@ def arguments_there(case: Case, found: Sequence[AtLine]) -> list[str]:
             f"of dimension {cast.dim} of what it gives, and that of the single process has one for "
             f"each: {line_and_code(*cast.line)} takes a tensor of shape {cast.now} where there it "
             f"is {cast.was}"
+        )
+    for taken in list(parameters_taken(mine, whole, one.mine, traces.single.params))[:1]:
+        said.append(
+            f"on rank {one.rank} its {ordinal(taken.at)} argument is {taken.name}, by its numbers; "
+            f"in the single process that line takes, one after the other, {some_of(taken.there)}"
         )
     return said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
@@ -83,8 +84,10 @@ def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
     if not issued:
         way = "on the way back" if back else "in the forward"
         return [f"{way} rank {s.rank} issues no collective in between"]
-    shown = [_without_place(case, w) for w in issued[:MAX_OPERATIONS]]
-    more = f" and {len(issued) - MAX_OPERATIONS} more" if len(issued) > MAX_OPERATIONS else ""
+    alike = [(w, len([*same])) for w, same in groupby(_without_place(case, w) for w in issued)]
+    shown = [w + (f" ({n} times)" if n > 1 else "") for w, n in alike[:MAX_OPERATIONS]]
+    left = sum(n for _, n in alike[MAX_OPERATIONS:])
+    more = f" and {left} more" if left else ""
     return [f"in between rank {s.rank} issues {'; '.join(shown)}{more}"]
 
 
