@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
-from sumgrad.diagnose.modules.factor_lines import lines_with_factors, numbers_in
+from sumgrad.diagnose.explainers.by_modules.factor_lines import _but_for
+from sumgrad.diagnose.modules.factor_lines import FactorLines, lines_with_factors, numbers_in
 from sumgrad.diagnose.modules.loss_weights import Share
 from sumgrad.record.trace import Call, Trace, Traces
 from sumgrad.subjects.program.computations import Computations
@@ -158,3 +162,38 @@ def test_a_line_that_runs_twice_with_other_numbers_tells_nothing():
         return sum(summed(out, low, high) * w for w in (2.0 + number, 5.0))
 
     assert not found_with({0: loss}, {(0, 0): 2.0, (0, 1): 3.0})
+
+
+def test_only_what_is_made_of_the_outputs_that_are_weighed():
+    """A module with two outputs, each divided by a number of its own."""
+    calls, outputs = [], []
+    with Computations(lambda: ((), 0)) as computations:
+        for part, scale in enumerate((4.0, 5.0)):
+            out = (X[part : part + 2].clone().requires_grad_() * 1.5).sin()
+            (out.sum() / scale).exp()
+            calls.append(Call(module="head", number=0, part=part, operation=0, operation_back=0,
+                              recomputed=False))  # fmt: skip
+            outputs.append(out.detach())
+    mine = Trace(calls=tuple(calls), outputs=tuple(outputs), gradients=(None, None), sources={},
+                 computed=computations.computed())  # fmt: skip
+    one = trace(lambda out, low, high, number: summed(out, low, high), [(0, 9)])
+    traces = Traces(tier="structure", step=0, ranks={0: mine, 1: mine}, single=one)
+    for part, scale in enumerate((4.0, 5.0)):
+        shares = [replace(share(rank, 0, 1 / scale), part=part) for rank in (0, 1)]
+        (found,) = lines_with_factors(traces, "head", shares)
+        assert [line.by for line in found.lines] == [scale]
+
+
+def told_of(*numbers, just=False):
+    lines = tuple(SimpleNamespace(divides=divides, by=by) for divides, by in numbers)
+    by = tuple({(0, 0): by, (1, 0): by} for _, by in numbers)
+    return FactorLines(lines=lines, by=by, just=just)
+
+
+def test_a_division_by_a_count_of_the_whole_batch_is_none_of_the_fault():
+    found = told_of((True, 47.0), (False, 47.0), (True, 3.0))
+    kept = _but_for(found, [47.0, 12.0])
+    assert [(line.divides, line.by) for line in kept.lines] == [(False, 47.0), (True, 3.0)]
+    assert len(kept.by) == 2
+    assert _but_for(told_of((True, 47.0)), [47.0]).lines == ()
+    assert len(_but_for(told_of((True, 47.0), just=True), [47.0]).lines) == 1  # it divides twice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -70,11 +70,12 @@ def lines_with_factors(traces: Traces, module: str, shares: Sequence[Share]) -> 
         if not s.factor or not same([factors.setdefault((s.rank, s.number), s.factor), s.factor]):
             return []
     every: list[dict[str, Scaling]] = []
+    parts = {s.part for s in shares}
     ranks: dict[int, _Rank] = {}
     for rank, number in factors:
         if rank not in ranks:
             ranks[rank] = _Rank(traces.ranks[rank], traces.single.computed)
-        every.append(ranks[rank].scalings(module, number))
+        every.append(ranks[rank].scalings(module, number, parts))
     sites = [site for site in every[0] if all(site in own for own in every)] if every else []
     held = [[own[site] for own in every] for site in sites]
     held = [own for own in held if len({(s.divides, s.beside) for s in own}) == 1]
@@ -141,22 +142,26 @@ class _Rank:
         self._ways = ways_of(trace.computed)
         self._both = Both(trace.computed, whole)
 
-    def scalings(self, module: str, number: int) -> dict[str, Scaling]:
+    def scalings(self, module: str, number: int, parts: Set[int]) -> dict[str, Scaling]:
         """By site, of what is made of that call's outputs; not of lines that run several times
         there with numbers of their own."""
         out: dict[str, Scaling] = {}
         several: set[str] = set()
-        for c, taken in self._passed([*self._outputs(module, number)]):
+        for c, taken in self._passed([*self._outputs(module, number, parts)]):
             for one in (*_scaling(self._computed, c, taken), *self._beside(c, taken)):
                 if c.site in out and not same([out[c.site].by, one.by]):
                     several.add(c.site)
                 out.setdefault(c.site, one)
         return {site: one for site, one in out.items() if site not in several}
 
-    def _outputs(self, module: str, number: int) -> Iterator[int]:
-        """The numbers of the values that a call of a module gave."""
+    def _outputs(self, module: str, number: int, parts: Set[int]) -> Iterator[int]:
+        """The numbers of the values that a call of a module gave as these parts of its output."""
         calls = (c for c in self._trace.calls if (c.module, c.number) == (module, number))
-        given = [self._trace.output_of(call) for call in calls if not call.recomputed]
+        given = [
+            self._trace.output_of(call)
+            for call in calls
+            if not call.recomputed and call.part in parts
+        ]
         for at in sorted(self._computed.with_graph):
             if any(same_value(self._computed.values[at], value) for value in given):
                 yield at

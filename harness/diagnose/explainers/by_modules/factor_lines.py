@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -34,6 +34,7 @@ from sumgrad.diagnose.modules.loss_weights import (
     shares_of_term,
 )
 
+ON_THE_WAY = "what follows the loss multiplies, too; "
 MOST_LINES = 2
 MOST_NUMBERS = 6
 MOST_RANKS = 8
@@ -45,6 +46,8 @@ IN_THE_GRADIENTS = ("factor", "row_factors", "rank_factor", "micro_batches", "me
 def with_the_factors_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause that tells how shares count, and the line that gives them these factors."""
     lines = _lines(case, diagnosis)
+    if lines and lines[0].startswith(ON_THE_WAY):  # what follows the loss multiplies, too
+        return replace(diagnosis, because=(*diagnosis.because, *lines))
     return replace(diagnosis, because=(*lines, *diagnosis.because)) if lines else diagnosis
 
 
@@ -69,7 +72,20 @@ def _lines(case: Case, diagnosis: Diagnosis) -> list[str]:
     if not same(factors):
         return [_in_words(one, shares) for one in lines]
     total = factors[0] if diagnosis.factor is None else float(Fraction(diagnosis.factor))
-    return [_of_one_factor(one, factors[0], total) for one in lines if len(one.lines) < 3]
+    by_right = [n for t, n in case.reference.counts.items() if term in (None, t)]
+    kept = [without for one in lines if (without := _but_for(one, by_right)).lines]
+    return [_of_one_factor(one, factors[0], total) for one in kept if len(one.lines) < 3]
+
+
+def _but_for(found: FactorLines, counts: Collection[float]) -> FactorLines:
+    """Without those that divide by a count of the whole batch: the right gradient does, too."""
+    pairs = [
+        (line, by)
+        for line, by in zip(found.lines, found.by, strict=True)
+        if found.just or not line.divides or not any(same([line.by, c]) for c in counts)
+    ]
+    lines, by = zip(*pairs, strict=True) if pairs else ((), ())
+    return replace(found, lines=lines, by=by)
 
 
 def _make_the_gradient(case: Case, shares: Sequence[Share]) -> bool:
@@ -101,7 +117,9 @@ def _of_one_factor(found: FactorLines, factor: float, total: float) -> str:
         told.append(f"{_of_one(line, by, several=False)}{end}")
     if found.just and same([factor, total]):
         return f"by just this factor {told[0]}"
-    return f"on the way to the loss, and nowhere in the single process, {'; and '.join(told)}"
+    start = "" if same([factor, total]) else ON_THE_WAY
+    on_the_way = "on the way to the loss, and nowhere in the single process, "
+    return f"{start}{on_the_way}{'; and '.join(told)}"
 
 
 def _of_one(line: Scaling, by: Mapping[Key, float], *, several: bool) -> str:
