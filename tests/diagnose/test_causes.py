@@ -86,6 +86,13 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             'value_term_by_local_tokens.py:92 `return value / mask.sum() / ctx.axes["dp"]`, in it '
             "`value / mask.sum()` divides by 12 (on rank 0), 10 (on rank 1-2); were it 32/3 in all",
         ),
+        ("az_07", "in it `scale.detach()` gives on rank 0-2, and in the single process a gradient"),
+        ("ax_02", "rank 0 takes rows 0-1 in calls 0-1, rows 2 in calls 0, 2; rank 1 takes rows 6"),
+        ("ax_03", "makes head.bias, head.weight, scale and 4 more, which are right: look at what"),
+        ("ax_06", "its second argument is blocks.middle.weight, by its numbers; in the single pro"),
+        ("ax_08", "where a sum belongs in between it is missing (cross is called at tests/bugs/ax"),
+        ("ax_09", "in the single process: layers.4 is called where that calls layers.6"),
+        ("ax_10", "is that of the second argument of tests/bugs/ax_10_divergence_counted_from_the"),
         ("g_03", "the factors go with two lines together: tests/bugs/g_03_dynamic_batches_weig"),
         ("u_10", "`return torch.tensor(target.numel())`, 69 (were it 47, the gradient were right)"),
         ("l_07", "`return weight / weight.max()`, 0.305384 times the single process's (on rank 0)"),

@@ -21,6 +21,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     ordinal,
     owners,
 )
+from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.modules.computed_otherwise import (
     ATTENTION,
     CTC,
@@ -226,7 +227,8 @@ def _differs(one: Otherwise, how: Difference, when: str) -> str:
         )
     if one.mine.function == CTC and one.at == 1:
         return f"another in {how.num} of {how.of} rows"
-    if how.factor is not None and not how.elsewhere:
+    tells = how.of > 1 or (how.factor is not None and as_fraction(how.factor, 1e-9) is not None)
+    if how.factor is not None and tells and not how.elsewhere:
         text = f"{fraction_of(how.factor)} times what it is there"
         shown = numbers if isinstance(one.mine.takes[one.at], str) else ""
         return f"{text}{_in_brackets(when, shown)}"

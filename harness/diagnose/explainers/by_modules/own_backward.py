@@ -130,11 +130,11 @@ def _are_right_beside(case: Case, names: Sequence[str]) -> bool:
 
 def a_line_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     """No module's gradient tells anything, and a line's does: right at its result, and wrong at
-    what it is made from."""
+    what it is made from; or a line cuts the graph."""
     look = looked_by_rows(case)
     if look is None or first_wrong_forward(look) or first_wrong_backward(look, owners(case)):
         return
-    found = [one for one in lines_inside(case, ()) if one.at]
+    found = [one for one in lines_inside(case, ()) if one.at or one.cut]
     if found:
         said, *more = in_words(found)
         told = sum(look.forward(m) == "right" for m in look.modules)
@@ -144,7 +144,10 @@ def a_line_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
                 cause=f"the forward is right in all {told} modules that could be compared; {said}",
                 kind="backward",
                 ranks=tuple(sorted({one.rank for one in found})),
-                because=(*off_at_a_line(known_lines(case), found), *more),
+                because=(
+                    *off_at_a_line(known_lines(case), [one for one in found if one.at]),
+                    *more,
+                ),
             ),
         )
 
