@@ -69,7 +69,6 @@ def test_a_column_of_nothing_tells_nothing():
         (W.sin(), W),
         (W, W[:5]),
         (torch.zeros_like(W), W),
-        (torch.cat([W[:, [1, 0, 2]], 0 * W[:, :1]], 1), W),  # moved, and one of them lost
         (W[:, [1, 0, 2, 3]] * FACTORS, W),  # moved, and with several factors: anything
     ],
 )
@@ -77,3 +76,18 @@ def test_what_is_not_told(got, wanted):
     how = how_off(got, wanted)
     assert how is None
     assert _in_words(how, "on rank 0") == []
+
+
+def test_columns_that_are_lost_are_wrong_too():
+    """And are none of those that are right up to one factor."""
+    wanted = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    got = wanted.clone()
+    got[:, 1], got[:, 2] = wanted[:, 1].flip(0), 0.0
+    told = how_off(got, wanted)
+    assert told is not None
+    assert told.wrong == (1, 2)
+    assert told.columns == (0, -1, -1, 3)
+    moved = torch.cat([W[:, [1, 0, 2]], 0 * W[:, :1]], 1)  # and one of them lost
+    assert how_off(moved, W).wrong == (0, 1, 3)
+    got[:, 0] = got[:, 3] = 0.0
+    assert how_off(got, wanted) is None

@@ -54,7 +54,8 @@ def how_off(got: Tensor, wanted: Tensor) -> HowOff | None:
 
 
 def _some_wrong(own: Tensor, live: Tensor, wrong: Tensor) -> HowOff | None:
-    """Where the other columns have one factor."""
+    """Where the other columns have one factor; what is lost is as wrong."""
+    wrong = wrong | (live & (own == 0))
     known = own[live & ~wrong]
     if not len(known) or float(known.max() - known.min()) > SAME_FACTOR * float(known.abs().max()):
         return None

@@ -32,7 +32,9 @@ from sumgrad.diagnose.explainers.divergent import which_step
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.loss_weights import row_weights, shares_at_the_loss
+from sumgrad.diagnose.reductions import carried_by, reductions_of
 from sumgrad.judge.cells import Cell
+from sumgrad.judge.joint import describe
 from torch import Tensor
 
 MAX_PARTS = 64
@@ -181,8 +183,20 @@ def _in_words(case: Case, parts: Sequence[Part], found: Sequence[Counted]) -> Di
         if cause:
             if (kind, cause) == own:
                 because.append(which_step(case, names, mixed=False)[2])
+            because += _where_it_is_reduced(case, names) if kind == "late_gradient" else []
             return Diagnosis(cause=cause, kind=kind, ranks=ranks, because=tuple(because))
     return None
+
+
+def _where_it_is_reduced(case: Case, names: Sequence[str]) -> list[str]:
+    """The one place where reductions take these gradients, or give them."""
+    wanted = {*names}
+    found = {
+        describe(case.record, joint)
+        for joint in reductions_of(case)
+        if len(joint.ranks) > 1 and wanted & {*carried_by(case, joint)}
+    }
+    return [f"that reduction is {found.pop()}"] if len(found) == 1 else []
 
 
 def _names(case: Case) -> list[str]:
