@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 from sumgrad.diagnose.modules.computed_otherwise import Both
-from sumgrad.diagnose.modules.followed import ways_of
+from sumgrad.diagnose.modules.followed import followed, ways_of
 from sumgrad.diagnose.modules.loss_weights import Share, same
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.record.computed import Computation, Computed, same_value
@@ -22,7 +22,6 @@ MEANS = {
 }  # fmt: skip
 OF_TARGETS = {"cross_entropy", "nll_loss"}  # they divide by how many targets they do not ignore
 MOST_PAIRED = 8  # lines that are tried two by two
-MOST_PASSED = 2000  # computations on the way from one output
 Key = tuple[int, int]  # rank, call
 
 
@@ -64,7 +63,8 @@ class FactorLines:
 
 def lines_with_factors(traces: Traces, module: str, shares: Sequence[Share]) -> list[FactorLines]:
     """Those with numbers that the factors go with, of which each share has its own; where all have
-    one factor, those that give it, or the only one there is."""
+    one factor, those that give it, or all that multiply by what nothing in the single process
+    does."""
     factors: dict[Key, float] = {}
     for s in shares:
         if not s.factor or not same([factors.setdefault((s.rank, s.number), s.factor), s.factor]):
@@ -110,11 +110,8 @@ def _of_one_factor(
     if abs(factor - 1) <= SAME_FACTOR:
         return []
     own = [
-        h
-        for h in held
-        if same([s.by for s in h])
-        and (h[0].beside or _number(h[0]) not in there)
-    ]  # fmt: skip
+        h for h in held if same([s.by for s in h]) and (h[0].beside or _number(h[0]) not in there)
+    ]
     just = [h for h in own if same([h[0].factor, factor])]
     found = [line for h in just if (line := _told([h], factors)) is not None]
     return found or ([line] if own and (line := _told(own, factors)) is not None else [])
@@ -169,18 +166,18 @@ class _Rank:
     def _passed(self, numbers: Sequence[int]) -> Iterator[tuple[Computation, int]]:
         """What is computed of these values with a gradient, each with the one of its arguments by
         which it is reached first."""
-        todo, seen, passed = [*numbers], {*numbers}, set[int]()
-        while todo and len(passed) < MOST_PASSED:
-            number = todo.pop(0)
+        seen: set[int] = set()
+        for number in (*numbers, *followed(numbers, self._ways.takes, self._gives)):
             for place in self._ways.takes.get(number, ()):
-                if place in passed:
-                    continue
-                passed.add(place)
-                c = self._computed.computations[place]
-                yield c, c.takes.index(number)
-                more = [n for n in c.gives if n in self._computed.with_graph and n not in seen]
-                seen.update(more)
-                todo += more
+                if place not in seen:
+                    seen.add(place)
+                    c = self._computed.computations[place]
+                    yield c, c.takes.index(number)
+
+    def _gives(self, place: int) -> list[int]:
+        """What a computation gives and a gradient can reach."""
+        gives = self._computed.computations[place].gives
+        return [n for n in gives if n in self._computed.with_graph]
 
     def _beside(self, c: Computation, taken: int) -> Iterator[Scaling]:
         """Where it multiplies by a tensor, which is one factor times that of the single process's

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import torch
 from sumgrad.diagnose.modules.look import Look
@@ -19,41 +18,46 @@ def rows_read(traces: Traces, *, counted: bool = False) -> dict[int, Counter[int
     counted: only in calls that a gradient reached, where others of that module have none. None
     where the data of some rank cannot be told.
     """
-    for module, whole in _telling(traces):
-        found = {
-            rank: _rows_of(trace, module, whole, counted=counted)
-            for rank, trace in traces.ranks.items()
-        }
-        told = {rank: own for rank, own in found.items() if own}
-        silent = [r for r in found if r not in told and module in traces.ranks[r].entered]
-        if told and not silent:
-            return told
-    return None
+    told = _told(traces, counted=counted)
+    return None if told is None else told[2]
 
 
-def calls_of_rows(traces: Traces, rank: int) -> dict[int, set[int]]:
-    """Row -> the calls in which it enters that module on a rank; empty where that is not told."""
-    for module, whole in _telling(traces):
-        out: dict[int, set[int]] = {}
-        trace = traces.ranks[rank]
+def calls_of_rows(traces: Traces) -> dict[int, dict[int, set[int]]]:
+    """Rank -> row -> the calls in which it enters that module; empty where that is not told."""
+    told = _told(traces)
+    if told is None:
+        return {}
+    module, whole, _ = told
+    out: dict[int, dict[int, set[int]]] = {}
+    for rank, trace in traces.ranks.items():
         for name, data, (call, _) in zip(trace.entered, trace.data, trace.entered_as, strict=False):
             for row in (_found(data, whole) or ()) if name == module else ():
-                out.setdefault(row, set()).add(call)
-        if out:
-            return out
-    return {}
+                out.setdefault(rank, {}).setdefault(row, set()).add(call)
+    return out
 
 
-def _telling(traces: Traces) -> Iterator[tuple[str, Tensor]]:
-    """The modules that all rows enter in one process, each with the field whose rows these are."""
+def _told(
+    traces: Traces, *, counted: bool = False
+) -> tuple[str, Tensor, dict[int, Counter[int]]] | None:
+    """The first module that all rows enter in one process and that tells those of every rank, the
+    field whose rows these are, and which each rank has how often."""
     for whole in (traces.single.batch or {}).values():
         if whole.dim() < 2 or len({_key(row) for row in whole}) < len(whole):
             continue  # rows that are alike
         if len(whole.unique()) < FEWEST_VALUES:
             continue  # a mask: any stretch of ones is like another
         for module in dict.fromkeys(traces.single.entered):
-            if set(_rows_of(traces.single, module, whole)) == set(range(len(whole))):
-                yield module, whole
+            if set(_rows_of(traces.single, module, whole)) != set(range(len(whole))):
+                continue
+            found = {
+                rank: _rows_of(trace, module, whole, counted=counted)
+                for rank, trace in traces.ranks.items()
+            }
+            told = {rank: own for rank, own in found.items() if own}
+            silent = [r for r in found if r not in told and module in traces.ranks[r].entered]
+            if told and not silent:
+                return module, whole, told
+    return None
 
 
 def rows_through(look: Look) -> dict[str, dict[int, Counter[int]]]:

@@ -38,10 +38,9 @@ def set_otherwise(
 
     Only where no value is one of the single process's, or where something is switched on or off;
     of the accused also where a number with digits behind its point is none, as of a scale that is
-    set from call to call. Of other modules
-    than the accused what differs from call to call or from rank to rank is left out, as what counts
-    or measures. sizes: of axes; a count that is the single process's divided by one is a part of
-    it, and left out.
+    set from call to call. Of other modules than the accused what differs from call to call or from
+    rank to rank is left out, as what counts or measures. sizes: of axes; a count that is the single
+    process's divided by one is a part of it, and left out.
     """
     sizes = {*sizes}
     found: dict[tuple[str, Values, Values], dict[str, dict[int, None]]] = {}

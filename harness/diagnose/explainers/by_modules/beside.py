@@ -27,7 +27,6 @@ from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.modules.seen import Seen, constant
 from sumgrad.record.trace import INTO, LOSS
 
-ELSE_AT_THE_PARAMETERS = ", else where these parameters' gradients are put together"
 # Causes that say how much is wrong, or where, and not what was done.
 HOW_MUCH = ("open", "factor", "param_factors", "row_factors", "block_factor", "held_elsewhere")
 
@@ -85,17 +84,22 @@ def beside(case: Case, diagnosis: Diagnosis) -> Diagnosis:
             f"how {some_of(inside)} makes its own parameters' gradients, which no module's output "
             f"shows"
         )  # fmt: skip
+    is_told, parts = _in_parts(case, look, diagnosis)
+    if is_told:
+        return replace(diagnosis, because=(*parts, *diagnosis.because, text))
+    return replace(diagnosis, because=(*diagnosis.because, text, *parts))
+
+
+def _in_parts(case: Case, look: Look, diagnosis: Diagnosis) -> tuple[bool, list[str]]:
+    """That gradients are whole only as a sum over ranks; and whether it says where that sum is
+    missing."""
     parts = [m for m in look.modules if look.backward(m) == "part"]
-    more = []
-    for module in parts[:1]:
-        axis = next(s.axis for s in look.seen[module] if s.backward == "part")
-        more.append(
-            f"the gradient that reaches {some_of(parts)} is a part, whole only when summed over "
-            f"{axis}{_border(case, look, parts) if diagnosis.kind in NOT_SUMMED else ''}"
-        )
-    if more and more[0].endswith(ELSE_AT_THE_PARAMETERS):  # it says where
-        return replace(diagnosis, because=(*more, *diagnosis.because, text))
-    return replace(diagnosis, because=(*diagnosis.because, text, *more))
+    if not parts:
+        return False, []
+    axis = next(s.axis for s in look.seen[parts[0]] if s.backward == "part")
+    border = _border(case, look, parts) if diagnosis.kind in NOT_SUMMED else ""
+    text = f"the gradient that reaches {some_of(parts)} is a part, whole only when summed over "
+    return bool(border), [f"{text}{axis}{border}"]
 
 
 def _border(case: Case, look: Look, parts: Sequence[str]) -> str:
@@ -114,7 +118,8 @@ def _border(case: Case, look: Look, parts: Sequence[str]) -> str:
     return (
         f"; the first of them on the way back is {named(look, module)}, and of what it goes into, "
         f"{uses}, they are whole: where a sum belongs in between it is missing"
-        f"{_called_at(case, near or above)}{_pre_hooks(case, above)}{ELSE_AT_THE_PARAMETERS}"
+        f"{_called_at(case, near or above)}{_pre_hooks(case, above)}, else where these "
+        f"parameters' gradients are put together"
     )
 
 

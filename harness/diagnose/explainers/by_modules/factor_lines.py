@@ -11,12 +11,12 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.lines import expression
 from sumgrad.diagnose.explainers.by_modules.looked import (
-    as_a_hint,
     fraction_of,
     line_and_code,
     looked_by_rows,
     predicts,
     traces_looked_at,
+    unless_it_fails,
 )
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.modules.factor_lines import (
@@ -34,7 +34,6 @@ from sumgrad.diagnose.modules.loss_weights import (
     shares_of_term,
 )
 
-ON_THE_WAY = "what follows the loss multiplies, too; "
 MOST_LINES = 2
 MOST_NUMBERS = 6
 MOST_RANKS = 8
@@ -45,36 +44,43 @@ IN_THE_GRADIENTS = ("factor", "row_factors", "rank_factor", "micro_batches", "me
 
 def with_the_factors_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause that tells how shares count, and the line that gives them these factors."""
-    lines = _lines(case, diagnosis)
-    if lines and lines[0].startswith(ON_THE_WAY):  # what follows the loss multiplies, too
-        return replace(diagnosis, because=(*diagnosis.because, *lines))
-    return replace(diagnosis, because=(*lines, *diagnosis.because)) if lines else diagnosis
+    found = _lines(case, diagnosis)
+    if found is None:
+        return diagnosis
+    lines, is_all = found
+    because = (*lines, *diagnosis.because) if is_all else (*diagnosis.because, *lines)
+    return replace(diagnosis, because=because)
 
 
-@as_a_hint
-def _lines(case: Case, diagnosis: Diagnosis) -> list[str]:
-    """Nothing where no line explains all factors. Ranks may weigh theirs and put that right again
-    afterwards: what is told of gradients alone has to be what these factors make."""
+@unless_it_fails
+def _lines(case: Case, diagnosis: Diagnosis) -> tuple[list[str], bool] | None:
+    """In words, and whether they make the measured factors alone: what follows the loss may
+    multiply, too. None where nothing is to be told.
+
+    Ranks may weigh theirs and put that right again afterwards: what is told of gradients alone has
+    to be what these factors make.
+    """
     if diagnosis.kind not in (*AT_THE_LOSS, *IN_THE_GRADIENTS):
-        return []
+        return None
     look, traces = looked_by_rows(case), traces_looked_at(case)
     term = diagnosis.term
     if look is None or traces is None:
-        return []
+        return None
     found = shares_of_term(look, term) if term in look.terms else shares_at_the_loss(look)
     if found is None:
-        return []
+        return None
     module, shares = found
     if diagnosis.kind not in AT_THE_LOSS and not _make_the_gradient(case, shares):
-        return []
+        return None
     lines = lines_with_factors(traces, module, shares)[:MOST_LINES]
     factors = [s.factor for s in shares if s.factor is not None]
     if not same(factors):
-        return [_in_words(one, shares) for one in lines]
+        return [_in_words(one, shares) for one in lines], True
     total = factors[0] if diagnosis.factor is None else float(Fraction(diagnosis.factor))
     by_right = [n for t, n in case.reference.counts.items() if term in (None, t)]
     kept = [without for one in lines if (without := _but_for(one, by_right)).lines]
-    return [_of_one_factor(one, factors[0], total) for one in kept if len(one.lines) < 3]
+    said = [_of_one_factor(one, factors[0], total) for one in kept if len(one.lines) < 3]
+    return said, same([factors[0], total])
 
 
 def _but_for(found: FactorLines, counts: Collection[float]) -> FactorLines:
@@ -117,7 +123,7 @@ def _of_one_factor(found: FactorLines, factor: float, total: float) -> str:
         told.append(f"{_of_one(line, by, several=False)}{end}")
     if found.just and same([factor, total]):
         return f"by just this factor {told[0]}"
-    start = "" if same([factor, total]) else ON_THE_WAY
+    start = "" if same([factor, total]) else "what follows the loss multiplies, too; "
     on_the_way = "on the way to the loss, and nowhere in the single process, "
     return f"{start}{on_the_way}{'; and '.join(told)}"
 

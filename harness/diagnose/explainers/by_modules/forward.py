@@ -35,7 +35,13 @@ from sumgrad.diagnose.explainers.by_modules.handed import (
 from sumgrad.diagnose.explainers.by_modules.hooked import changed_by_hooks
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right_ranks
-from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, looked, named
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
+    line_and_code,
+    looked,
+    named,
+    unless_it_fails,
+)
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
@@ -108,13 +114,9 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         because = (*more.because, *handed_otherwise(case, look, found), *called, seen[1])
         text = f"{text}: {more.cause}"
         return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
-    if other := _in_place_of(case, found):
+    if said := _in_place_of(case, found) or whole_on_each(case, found):
         called = called_from(case, look, found, back=False)
-        text = f"{text}: {other}"
-        return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=(*called, seen[1]))
-    if shared := whole_on_each(case, found):
-        called = called_from(case, look, found, back=False)
-        text = f"{text}: {shared}"
+        text = f"{text}: {said}"
         return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=(*called, seen[1]))
     if handed := handed_for_wrong_rows_in_words(case, look, found):
         called = called_from(case, look, found, back=False)
@@ -139,14 +141,15 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
 
 
-def _in_place_of(case: Case, found: FirstWrong) -> str:
+@unless_it_fails
+def _in_place_of(case: Case, found: FirstWrong) -> str | None:
     """Where a module is called in place of another that is like it."""
     traces, dtype = case.traces, case.record.spec.tiers[case.tier]
     if traces is None or dtype != "float64":
-        return ""
+        return None
     other = in_place_of(traces, found.wrong, found.ranks, TOLERANCES[dtype])
     if other is None:
-        return ""
+        return None
     ours, theirs = found.wrong.split("."), other.split(".")
     outer = max(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b) + 1
     mine, its = (".".join(name[:outer]) for name in (ours, theirs))

@@ -125,9 +125,9 @@ def _where_they_enter(traces: Traces, by_rank: Mapping[int, Counter[int]]) -> li
 @as_a_hint
 def _in_which_calls(traces: Traces, by_rank: Mapping[int, Counter[int]]) -> list[str]:
     """Of ranks that read rows more than once, in which calls each time."""
-    told = []
+    told, every = [], calls_of_rows(traces)
     for rank, own in by_rank.items():
-        calls, often = calls_of_rows(traces, rank), max(own.values(), default=0)
+        calls, often = every.get(rank, {}), max(own.values(), default=0)
         alike: dict[tuple[int, ...], list[int]] = {}
         for row in (row for row, n in own.items() if n == often > 1):
             alike.setdefault(tuple(sorted(calls[row])), []).append(row)
