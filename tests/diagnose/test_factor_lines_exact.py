@@ -197,3 +197,16 @@ def test_a_division_by_a_count_of_the_whole_batch_is_none_of_the_fault():
     assert len(kept.by) == 2
     assert _but_for(told_of((True, 47.0)), [47.0]).lines == ()
     assert len(_but_for(told_of((True, 47.0), just=True), [47.0]).lines) == 1  # it divides twice
+
+
+@pytest.mark.parametrize(("scale", "num"), [(1.0, 0), (0.5, 1)])
+def test_of_one_factor_everywhere_weights_that_are_there_too_are_not_listed(scale, num):
+    def weighed(out, low, high, number):
+        return ((out - WANTED[low:high]) * (WEIGHTS[low:high] * scale)).sum()
+
+    found = found_with(
+        {0: weighed},
+        {(0, 0): 0.25, (0, 1): 0.25},
+        single=lambda out, low, high, number: ((out - WANTED) * WEIGHTS).sum(),
+    )
+    assert [line.by for one in found for line in one.lines] == [pytest.approx(scale)] * num

@@ -109,12 +109,16 @@ def _of_one_factor(
     factor, there = next(iter(factors.values())), _numbers_there(whole)
     if abs(factor - 1) <= SAME_FACTOR:
         return []
-    own = [
-        h for h in held if same([s.by for s in h]) and (h[0].beside or _number(h[0]) not in there)
-    ]
+    alike = [h for h in held if same([s.by for s in h])]
+    own = [h for h in alike if not _is_there(h[0], there)]
     just = [h for h in own if same([h[0].factor, factor])]
     found = [line for h in just if (line := _told([h], factors)) is not None]
     return found or ([line] if own and (line := _told(own, factors)) is not None else [])
+
+
+def _is_there(scaling: Scaling, there: Set[tuple[bool, str]]) -> bool:
+    """Whether the single process multiplies by the same."""
+    return same([scaling.by, 1.0]) if scaling.beside else _number(scaling) in there
 
 
 def _number(scaling: Scaling) -> tuple[bool, str]:
