@@ -162,12 +162,12 @@ def _is_right_behind(look: Look, found: FirstWrong, passed: Mapping[str, FirstWr
     while odd := [m for m in beside if m in passed]:
         above = {a for m in odd for a in passed[m].beside}
         beside, over = [m for m in {*beside, *above} if m not in odd], True
-    return over and found.ratio is not None and all(
+    return over and all(
         (f := constant(s.factors)) is not None
         and (before := _factor_above(look, beside, s)) is not None
         and abs(f - before) <= SAME_FACTOR * abs(before)
         for s in found.seen
-    )  # fmt: skip
+    )
 
 
 def _is_as_wrong(look: Look, module: str, found: FirstWrong) -> bool:

@@ -107,17 +107,16 @@ class Numbers:
 
 def _as_a_slice(value: Tensor, whole: Tensor, told: Tensor, there: Tensor) -> Tensor | None:
     """(n,) which elements of the whole one all of a value's are, where it is a slice of it with
-    steps of one, and those that are told stand where they would in it; else None."""
+    steps of one, as its first element that is told says; else None."""
     if value.dim() != whole.dim():
         return None
-    mine, its = torch.unravel_index(told, value.shape), torch.unravel_index(there, whole.shape)
-    starts = []
-    for here, beyond, size, all_of in zip(mine, its, value.shape, whole.shape, strict=True):
-        start = int(beyond[0] - here[0])
-        if not 0 <= start <= all_of - size or bool((beyond - here != start).any()):
-            return None
-        starts.append(start)
-    cut = tuple(slice(a, a + n) for a, n in zip(starts, value.shape, strict=True))
+    mine = torch.unravel_index(told[0], value.shape)
+    its = torch.unravel_index(there[0], whole.shape)
+    starts = [int(beyond - here) for here, beyond in zip(mine, its, strict=True)]
+    sizes = [*zip(starts, value.shape, whole.shape, strict=True)]
+    if any(not 0 <= start <= all_of - n for start, n, all_of in sizes):
+        return None
+    cut = tuple(slice(start, start + n) for start, n, _ in sizes)
     same = (value == whole[cut]) | ((value - whole[cut]).abs() <= CLOSE * whole[cut].abs())
     if not bool(same.all()):
         return None
