@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.explainers.by_modules import factor_lines as words
 from sumgrad.diagnose.explainers.by_modules.factor_lines import _but_for
-from sumgrad.diagnose.modules.factor_lines import FactorLines, lines_with_factors, numbers_in
+from sumgrad.diagnose.modules.factor_lines import (
+    FactorLines,
+    Scaling,
+    _one_factor,
+    lines_with_factors,
+    numbers_in,
+)
 from sumgrad.diagnose.modules.loss_weights import Share
 from sumgrad.record.trace import Call, Trace, Traces
 from sumgrad.subjects.program.computations import Computations
@@ -210,3 +219,121 @@ def test_of_one_factor_everywhere_weights_that_are_there_too_are_not_listed(scal
         single=lambda out, low, high, number: ((out - WANTED) * WEIGHTS).sum(),
     )
     assert [line.by for one in found for line in one.lines] == [pytest.approx(scale)] * num
+
+
+def of_calls(*losses):
+    """One loss for each call of a rank."""
+    return lambda out, low, high, number: losses[number](out, low, high)
+
+
+def test_numbers_that_a_gradient_passes_are_no_weights():
+    """A temperature that is learnt, and weights that are."""
+
+    def learnt(scale):
+        def loss(out, low, high):
+            t = torch.full((), math.log(scale), dtype=torch.float64, requires_grad=True)
+            w = (WEIGHTS[low:high] * scale).clone().requires_grad_()
+            return (out - WANTED[low:high]).sum() * t.exp() + (out * w.clone()).sum()
+
+        return loss
+
+    def whole(out, low, high, number):
+        return (out * WEIGHTS).sum()
+
+    found = found_with({0: of_calls(learnt(2.0), learnt(3.0))}, {(0, 0): 2.0, (0, 1): 3.0},
+                       single=whole)  # fmt: skip
+    assert found == []
+
+
+def test_a_number_divided_by_what_is_on_the_way_is_no_factor():
+    def over(number):
+        return lambda out, low, high: torch.div(torch.tensor(number).double(), out).sum()
+
+    assert found_with({0: of_calls(over(2.0), over(3.0))}, {(0, 0): 2.0, (0, 1): 3.0}) == []
+
+
+def test_a_mean_with_weights_of_classes_divides_by_a_number_that_is_not_told():
+    def mean(out, low, high, number):
+        return F.cross_entropy(out, torch.arange(high - low), weight=torch.ones(4).double())
+
+    assert found_with({0: mean}, {(0, 0): 1 / 2, (0, 1): 1 / 3}) == []
+
+
+def test_weights_that_are_one_number_in_some_calls_only_are_not_put_together():
+    """Of one row it is multiplied by 3, of two by half of what stands there."""
+    rows, column = ((0, 1), (1, 3)), WEIGHTS[:, :1]
+
+    def loss(out, low, high, number):
+        weights = (torch.full((1, 1), 3.0).double(), column[low:high] * 0.5)[number]
+        return ((out - WANTED[low:high]) * weights).sum()
+
+    def whole(out, low, high, number):
+        return ((out - WANTED) * column).sum()
+
+    factors = {(0, 0): 3.0, (0, 1): 0.5}
+    assert found_with({0: loss}, factors, single=whole, rows=rows) == []
+
+
+def test_weights_where_there_are_none_have_no_factor():
+    mine, its = torch.tensor([2.0, 4.0, 1.0]), torch.tensor([1.0, 2.0, 0.0])
+    size, places = torch.Size([3]), (torch.arange(3), torch.arange(3))
+    assert [*_one_factor(mine, size, its, size, places)] == []
+    assert [*_one_factor(mine * its.bool(), size, its, size, places)] == [2.0]
+
+
+@pytest.fixture
+def told_by(monkeypatch):
+    """with_the_factors_line of a diagnosis, where a line that divides by 6 was found."""
+    made_at = (("", ""), ("", ""))
+    mine = SimpleNamespace(line="/x/a.py:3", code="loss / n", part="", made_at=made_at)
+    line = Scaling(mine=mine, at=1, divides=True, by=6.0)
+
+    def told(diagnosis, factors, *, predicts=True, counts=None, terms=()):
+        shares = [share(rank, 0, f) for rank, f in enumerate(factors)]
+        by = {(rank, 0): 6.0 for rank, _ in enumerate(factors)}
+        look = SimpleNamespace(terms=terms)
+        for name, value in {
+            "looked_by_rows": lambda case: look,
+            "traces_looked_at": lambda case: "traces",
+            "shares_at_the_loss": lambda look: ("head", shares),
+            "shares_of_term": lambda look, term: ("head", shares),
+            "row_weights": lambda shares, rows: "weights",
+            "predicts": lambda case, weights: predicts,
+            "lines_with_factors": lambda *_: [FactorLines(lines=(line,), by=(by,), right=9.0)],
+        }.items():
+            monkeypatch.setattr(words, name, value)
+        spec = SimpleNamespace(facts=SimpleNamespace(num_rows=4))
+        case = SimpleNamespace(
+            record=SimpleNamespace(spec=spec),
+            reference=SimpleNamespace(counts=counts or {"loss": 5.0}),
+        )
+        return words.with_the_factors_line(case, diagnosis).because
+
+    return told
+
+
+def diagnosis(kind, **more):
+    return Diagnosis(cause="c", kind=kind, because=("b",), **more)
+
+
+def test_what_is_told_of_gradients_has_to_be_what_these_factors_make(told_by):
+    for kind, num in (("loss_weights", 2), ("micro_batches", 1), ("forward", 1)):
+        assert len(told_by(diagnosis(kind), [2.0, 3.0], predicts=False)) == num
+    assert len(told_by(diagnosis("micro_batches"), [2.0, 3.0])) == 2
+
+
+def test_a_line_comes_first_unless_what_follows_the_loss_multiplies_too(told_by):
+    first, then = told_by(diagnosis("factor", factor="2"), [2.0, 2.0])
+    assert (first[:14], then) == ("on the way to ", "b")
+    first, then = told_by(diagnosis("factor", factor="1/2"), [2.0, 2.0])
+    assert (first, then[:31]) == ("b", "what follows the loss multiplie")
+    assert "divides by 6 (were it 3, the gradient were right)" in then
+
+
+def test_a_division_by_the_count_of_another_term_is_told(told_by):
+    counts = {"a": 6.0, "b": 5.0}
+    assert len(told_by(diagnosis("factor", factor="2"), [2.0, 2.0], counts=counts)) == 1
+    of_b = diagnosis("term_factor", factor="2", term="b")
+    assert len(told_by(of_b, [2.0, 2.0], counts=counts, terms=("a", "b"))) == 2
+    of_a = diagnosis("term_factor", factor="2", term="a")
+    assert len(told_by(of_a, [2.0, 2.0], counts=counts, terms=("a", "b"))) == 1
