@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules.computed import _argument, _in_words
-from sumgrad.diagnose.modules.computed_otherwise import _differ, computed_otherwise
+from sumgrad.diagnose.explainers.by_modules.computed import _argument, _differs, _in_words
+from sumgrad.diagnose.modules.computed_otherwise import Difference, _differ, computed_otherwise
 from sumgrad.record.computed import (
     computed_as_json,
     computed_as_tensors,
@@ -421,3 +421,14 @@ def test_a_line_that_runs_once_has_no_number():
         "the second argument of `cross_entropy` is another (the first: 1 where there it is 0) on "
         "rank 0"
     )
+
+
+@pytest.mark.parametrize(("factor", "of", "words"), [
+    (0.5, 1, "1/2 times what it is there"),
+    (-0.0376884, 1, "another (-0.01 where there it is 0.25)"),
+    (-0.0376884, 4, "-0.0376884 times what it is there"),
+])  # fmt: skip
+def test_one_number_is_no_multiple_of_another_but_by_a_fraction(factor, of, words):
+    how = Difference(factor=factor, num=of, of=of, now=-0.01, was=0.25)
+    mine = SimpleNamespace(function="sub", takes=(0, 1))
+    assert _differs(SimpleNamespace(mine=mine, at=1, how=how), how, "") == words

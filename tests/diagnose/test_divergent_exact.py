@@ -111,3 +111,13 @@ def test_where_the_right_ones_are_reduced_is_told(monkeypatch, feeds, places, mo
         "; the sum at a makes b, c, which are right: look at what goes into that, and what is left "
         "out" if more else ""
     )  # fmt: skip
+
+
+def test_where_gradients_come_in_parts_nobody_is_told_to_sum_them(monkeypatch):
+    joints = [SimpleNamespace(events={0: {"n": 0, "grads": [["x", 1.0]]}})]
+    monkeypatch.setattr(divergent, "describe", lambda record, joint: "the sum")
+    case = SimpleNamespace(record=None, failing_cells=[SimpleNamespace(name="w")])
+    for state, more in (("right", True), ("part", False)):
+        look = SimpleNamespace(modules=("m",), backward={"m": state}.get)
+        monkeypatch.setattr(divergent, "looked", lambda case, look=look: look)
+        assert ("the sum makes b" in _no_reduction(case, joints, {(0, 0): {"b": 1.0}})) == more

@@ -122,3 +122,40 @@ def test_rows_that_are_all_one_to_the_right_are_told_all_the_same():
     out, rolled = torch.zeros(1, 3), LONG.roll(1, 1)
     assert are_taken_alike(list(rolled), list(LONG))
     assert [one.by for one in odd_rows(trace(out, rolled), trace(out, LONG), "m")] == [1, 1, 1]
+
+
+def of_a_graph(features, edges):
+    """A call that is handed rows of features, and in two lines which of them are joined."""
+    data = (torch.zeros(features, 3), torch.tensor(edges))
+    call = Call(module="m", number=0, part=0, operation=0, operation_back=0, recomputed=False)
+    out = torch.zeros(1, 3)
+    return Trace(calls=(call,), outputs=(out,), gradients=(out,), sources={}, data=data,
+                 entered=("m", "m"), entered_as=((0, "x"), (0, "edges")))  # fmt: skip
+
+
+WHOLE_GRAPH = [[0, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 0]]
+
+
+@pytest.mark.parametrize(
+    ("features", "num"),
+    [
+        (4, 0),  # as many rows as the edges number: a part of the graph, numbered anew
+        (5, 2),  # others than these
+        (7, 2),  # the whole graph's
+    ],
+)
+def test_numbers_of_the_rows_of_a_part_are_held_against_nothing(features, num):
+    mine = of_a_graph(features, [[3, 0, 2, 1, 0], [0, 2, 3, 3, 1]])
+    if features == 7:
+        mine = of_a_graph(features, [[3, 0, 6, 1, 0], [0, 2, 3, 3, 1]])
+    assert len(list(odd_rows(mine, of_a_graph(7, WHOLE_GRAPH), "m"))) == num
+
+
+def test_a_row_of_another_length_is_none_of_them_but_for_a_few():
+    """Its first numbers are those of a row that is three times as long."""
+    out = torch.zeros(1, 3)
+    long = torch.arange(1, 19)[None]
+    short = torch.tensor([[1, 2, 3, 4, 9, 6]])
+    assert list(odd_rows(trace(out, short), trace(out, long), "m")) == [Odd(call=0, row=0)]
+    (one,) = odd_rows(trace(out, short), trace(out, long[:, :7]), "m")
+    assert (one.of, one.others, one.at, one.now, one.was) == (0, 1, 4, 9, 5)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import computed, entering, forward
 from sumgrad.diagnose.explainers.by_modules.lines import in_words
@@ -167,3 +168,15 @@ def test_places_are_asked_for_where_what_comes_back_belongs_nowhere(unwanted):
     (said,) = _torchs_formulas(passed, unwanted=unwanted)
     assert ("is right where no place is written twice" in said) == unwanted
     assert ("look for what autograd does not see" in said) == (not unwanted)
+
+
+@pytest.mark.parametrize(
+    ("back", "said"), [(3, "a gradient reaches them: "), (None, "these may be")]
+)
+def test_of_what_may_be_a_halo_it_is_said_whether_it_counts(monkeypatch, back, said):
+    monkeypatch.setattr(forward, "what_goes_into", lambda *_: "wrong")
+    one = seen(0)
+    one = replace(one, wrong=torch.tensor([1]), call=replace(one.call, operation_back=back))
+    look = SimpleNamespace(sources={}, seen={"m": [one]}, modules=("m",))
+    _, told = forward._start_of_forward(CASE, look, FirstWrong(wrong="m", seen=(one,)))
+    assert [text.startswith(said) for text in told] == [True]

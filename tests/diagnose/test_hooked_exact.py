@@ -301,6 +301,21 @@ def test_settings_in_words(monkeypatch):
     assert settings.with_settings(case, Diagnosis(cause="c", kind="k")).because == ()
 
 
+@pytest.mark.parametrize(("ranks", "first"), [((1,), True), ((0, 1), False)])
+def test_a_switch_that_is_turned_on_just_the_wrong_ranks_comes_first(monkeypatch, ranks, first):
+    was, now = {"": {"on": ("True",)}}, {"": {"on": ("True", "False")}}
+    monkeypatch.setattr(settings, "looked", lambda case: "look")
+    monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None)
+    monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: None)
+    monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})
+    failing = [SimpleNamespace(name="m.w")]
+    case = SimpleNamespace(traces=settings_traces(was, was, now), failing_cells=failing, record=0)
+    diagnosis = Diagnosis(cause="c", kind="k", ranks=ranks, because=("b",))
+    said = settings.with_settings(case, diagnosis).because
+    text = "the model itself has on = True, then False on rank 1, and True in the single process"
+    assert said == ((text, "b") if first else ("b", text))
+
+
 def borders(monkeypatch, states, hooks=None, calls=(), stack=None):
     """of the modules a -> b -> c -> the loss, by what reaches them."""
     monkeypatch.setattr(beside, "named", lambda look, module: module)
@@ -335,6 +350,31 @@ def test_the_line_that_calls_what_lies_behind_the_border(monkeypatch, lines, sai
     found = borders(monkeypatch, {"a": "part", "c": "right"}, calls=calls,
                     stack=lambda call: SimpleNamespace(lines=(lines[call.at],)))  # fmt: skip
     assert f"it is missing{said}, else" in found
+
+
+def test_of_a_module_and_its_inside_the_module_is_the_border(monkeypatch):
+    """What a gives goes into c, and on from there into d."""
+    monkeypatch.setattr(beside, "named", lambda look, module: module)
+    states = {"a.in": "part", "a": "part", "c": "right", "d": "right"}
+    takes = {LOSS: ("d",), "d": ("c", "a", "a.in"), "c": ("a", "a.in"), "a": (), "a.in": ()}
+    order = tuple(states)
+    look = SimpleNamespace(modules=order, backward=states.get, paths=paths_of(order, takes))
+    case = SimpleNamespace(traces=None)
+    said = beside._border(case, look, ["a.in", "a"])
+    assert said.startswith(
+        "; the first of them on the way back is a, and of what it goes into, c, "
+    )
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("skipped_collective", True), ("factor", False)])
+def test_where_a_sum_is_missing_is_told_of_what_nobody_reduces(monkeypatch, kind, is_told):
+    monkeypatch.setattr(beside, "_border", lambda case, look, parts: "; the border")
+    seen = {"a": [SimpleNamespace(backward="right"), SimpleNamespace(backward="part", axis="tp")]}
+    look = SimpleNamespace(modules=("a",), backward=lambda m: "part", seen=seen)
+    told, (text,) = beside._in_parts(None, look, Diagnosis(cause="c", kind=kind))
+    assert (told, text.endswith("summed over tp; the border")) == (is_told, is_told)
+    look.backward = lambda m: "right"
+    assert beside._in_parts(None, look, Diagnosis(cause="c", kind=kind)) == (False, [])
 
 
 @pytest.mark.parametrize("states", [

@@ -58,3 +58,12 @@ def test_only_of_one_that_is_like_it():
     names = {name: name.rpartition(".")[2] for name in ALL} | {"layers.2.norm": "another"}
     assert other([handed("layers.2.norm")], classes=names) is None
     assert other([handed("layers.1.norm", to="layers.0.linear")], module="layers.0.linear") is None
+
+
+def test_nothing_where_two_are_handed_the_same():
+    held = {**ALL, "layers.3.norm": ALL["layers.2.norm"]}
+    names = {name: name.rpartition(".")[2] for name in held}
+    single = trace([*held.items()], names)
+    mine = trace([handed("layers.2.norm")])
+    traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
+    assert in_place_of(traces, "layers.0.norm", [0], 1e-8) is None

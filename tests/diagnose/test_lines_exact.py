@@ -431,3 +431,16 @@ def test_no_line_into_the_loss_where_all_that_could_be_compared_is_right():
     there = recorded(own_loss, X, W, torch.ones(6, 1).double())
     one = recorded(own_loss, X[OWN], W, torch.ones(3, 1).double())
     assert not list(lines([one], there).into_the_loss(0, everything))
+
+
+def test_what_autograd_does_not_know_is_no_line_into_the_loss():
+    there = recorded(own_loss, X, W, torch.ones(6, 1).double())
+
+    def noted(x, w):
+        y = x @ w
+        y.detach().exp().sum()
+        torch.empty_like(y)
+        return (y.exp() - 1).sum()
+
+    told = list(lines([recorded(noted, X[OWN], W)], there).into_the_loss(0, everything))
+    assert parts(told) == [("y.exp()", (0,))]

@@ -31,7 +31,7 @@ from sumgrad.diagnose.modules.loss_weights import (
 from sumgrad.diagnose.modules.matching import compare_gradient, match
 from sumgrad.diagnose.modules.over_all import _is_even
 from sumgrad.diagnose.modules.paths import paths_of
-from sumgrad.diagnose.modules.rows_read import rows_read, rows_through
+from sumgrad.diagnose.modules.rows_read import calls_of_rows, rows_read, rows_through
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.record.trace import LOSS, Call, Trace, Traces, read_traces, single_trace, write_trace
 
@@ -895,3 +895,44 @@ def test_what_is_right_again_behind_what_a_hook_hides_is_not_accused():
     assert accused((None, 1.0, 1.0, 3.0, 0.3, 1.0)) == "y"
     assert accused((0.3, 0.3, 0.3, 0.3, 0.3, 1.0)) == "c"
     assert accused((2.0, 2.0, 2.0, 3.0, 0.3, 1.0)) == "a"
+
+
+def read_in(entered, *, counted=False):
+    """entered: of each call which rows enter `first`, and whether a gradient reaches its output."""
+    data = tuple(BATCH["x"][rows] for rows, _ in entered)
+    held = [("first", OUT["first"][rows], GRAD["first"][rows] if reached else None)
+            for rows, reached in entered]  # fmt: skip
+    mine = trace(held, data=data)
+    mine = replace(mine, entered_as=tuple((i, "x") for i in range(len(data))))
+    traces = Traces(tier="structure", step=0, ranks={0: mine}, single=whole())
+    return rows_read(traces, counted=counted), calls_of_rows(traces)
+
+
+def test_rows_that_are_read_again_without_a_gradient_count_once():
+    entered = [([0, 1], True), ([0], False), ([2, 3], True)]
+    read, calls = read_in(entered)
+    assert read == {0: {0: 2, 1: 1, 2: 1, 3: 1}}
+    assert calls == {0: {0: {0, 1}, 1: {0}, 2: {2}, 3: {2}}}
+    assert read_in(entered, counted=True)[0] == {0: {0: 1, 1: 1, 2: 1, 3: 1}}
+
+
+def test_where_no_gradient_reaches_any_call_all_count():
+    entered = [([0, 1], False), ([0], False)]
+    assert read_in(entered, counted=True)[0] == {0: {0: 2, 1: 1}}
+
+
+def test_of_what_is_not_there_only_what_counts_is_wrong():
+    """Two vectors that are in no output of the single process, one of them without a gradient."""
+
+    def off(x):
+        x[0, :2] += 1
+        return x
+
+    def lost(g):
+        g[0, 1] = 0
+        return g
+
+    (one,) = look(rank(slice(0, 2), first=off, grad_first=lost)).seen["first"]
+    assert (one.forward, one.wrong.tolist()) == ("wrong", [0])
+    (one,) = look(rank(slice(0, 2), first=off)).seen["first"]
+    assert one.wrong.tolist() == [0, 1]

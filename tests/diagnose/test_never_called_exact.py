@@ -40,13 +40,15 @@ def test_the_outermost_that_no_rank_calls(ranks, seen, failed, said):
     [
         ([["a", "head.old"]], ["head.old is called on rank 0, and not in the single process"]),
         ([["a", "head.old"], ["a"]], []),  # not on every wrong rank
+        ([["a", "", "head.old"]],
+         ["head.old is called on rank 0, and not in the single process"]),  # it is wrapped
         ([["a", "twin"]], []),  # the ranks' own, which build() did not make
         ([["a", "head.old", "head.old.A", "z"]],
          ["head.old, z are called on rank 0, and not in the single process"]),
     ],
 )  # fmt: skip
 def test_what_the_ranks_alone_call(ranks, said):
-    single = trace(["a", "what goes into head", "head"], seen=["head.old", "head.old.A", "z"])
+    single = trace(["a", "what goes into head", "head"], seen=["", "head.old", "head.old.A", "z"])
     single.left_out = ()
     traces = SimpleNamespace(ranks={i: trace(own) for i, own in enumerate(ranks)}, single=single)
     found = SimpleNamespace(ranks=tuple(range(len(ranks))))

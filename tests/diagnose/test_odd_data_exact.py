@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -104,3 +105,9 @@ def test_which_row_of_a_field_it_is():
     assert row_of(trace(torch.tensor([[1, 1, 1]])), "m", odd, torch.ones(1, 5).long()) is None
     assert row_of(trace(LABELS[1:2]), "m", odd, LABELS.double()) is None
     assert row_of(trace(LABELS[1:2]), "m", Odd(call=3, row=0), LABELS) is None
+
+
+def test_the_line_is_that_of_the_whole_numbers_not_of_what_enters_beside():
+    mine = trace(torch.zeros(2, 3), LABELS[1:])
+    mine = replace(mine, entered_as=((0, ""), (0, "")), entered_at=(("/x/a.py:2", "x"), MADE))
+    assert odd_data._made(mine, "m", Odd(call=0, row=0)) == MADE

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
+from sumgrad.diagnose.explainers.by_modules import between
 from sumgrad.diagnose.explainers.by_modules.between import places
 from sumgrad.diagnose.explainers.by_modules.weighed import _tokens_in_words
 from sumgrad.diagnose.explainers.by_modules.weights import _odd_ranks
@@ -89,3 +91,12 @@ def test_ranks_whose_tokens_are_all_weighed_alike_are_not_accused():
     assert _odd_ranks([usual, share(1, 0, dict.fromkeys(range(4), 2.0))]) == (0, 1)
     by_rank = [usual, replace(usual, rank=1), share(2, 0, dict.fromkeys(range(4), 2.0))]
     assert _odd_ranks(by_rank) == (0, 1, 2)  # ranks that are weighed, and no tokens
+
+
+def test_the_same_collective_again_is_counted_and_so_are_those_that_are_not_shown(monkeypatch):
+    issued = ("a", "b", "b", "c", "d", "e", "e", "f")
+    monkeypatch.setattr(between, "issued_between", lambda *_, back: issued)
+    found = SimpleNamespace(seen=[SimpleNamespace(rank=1)], modules=("m",))
+    case = SimpleNamespace(traces="traces", tier="t", step=0)
+    (said,) = between.between(case, found, back=True)
+    assert said == "in between rank 1 issues a; b (2 times); c; d and 3 more"

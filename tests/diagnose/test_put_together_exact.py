@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules import readings, weighed, weights
+from sumgrad.diagnose.explainers.by_modules import put_together, readings, weighed, weights
 from sumgrad.diagnose.explainers.by_modules.readings import (
     Counted,
     Part,
@@ -206,3 +206,42 @@ def test_what_the_backward_itself_gave_nothing_is_not_lost_in_a_reduction(
     if said:
         assert kind == "lost_rows"
         assert cause.startswith(f"what the backward gives w is zero on {said}, though the modules")
+
+
+@pytest.mark.parametrize(("losses", "unit"), [(2, "micro-batch"), (0, "micro-batch"), (1, "call")])
+def test_a_call_is_a_micro_batch_where_each_has_a_loss(losses, unit):
+    case = SimpleNamespace(traces=SimpleNamespace(
+        ranks={rank: SimpleNamespace(losses=(1.0,) * losses) for rank in (0, 1)}
+    ))  # fmt: skip
+    shares = [*of_part(0, 2.0, 3.5), *of_part(0, 1.25, 2.0, number=1)]
+    assert weighed._unit(case, shares) == unit
+
+
+def joint(at, ranks, *names):
+    return SimpleNamespace(at=at, ranks=ranks, names=names)
+
+
+@pytest.mark.parametrize(
+    ("joints", "said"),
+    [
+        ([joint("a", (0, 1), "w", "v"), joint("b", (0, 1), "v")], ["that reduction is a"]),
+        ([joint("a", (0, 1), "w"), joint("b", (0, 1), "w")], []),  # at two places
+        ([joint("a", (0, 1), "w"), joint("b", (0,), "w")], ["that reduction is a"]),
+        ([joint("a", (0, 1), "v")], []),
+    ],
+)
+def test_where_what_is_reduced_too_early_is_reduced(monkeypatch, joints, said):
+    monkeypatch.setattr(put_together, "reductions_of", lambda case: joints)
+    monkeypatch.setattr(put_together, "carried_by", lambda case, joint: joint.names)
+    monkeypatch.setattr(put_together, "describe", lambda record, joint: joint.at)
+    monkeypatch.setattr(put_together, "own_only", lambda *_: ("", None))
+    case = SimpleNamespace(record=None)
+    assert put_together._where_it_is_reduced(case, ["w"]) == said
+    parts = [*numbered(0, 0, 1), *numbered(1, 0, 1)]
+    found = [Counted(rank=rank, names=("w",), often=(1.0, float(rank == 0), 1.0, float(rank == 1)))
+             for rank in (0, 1)]  # fmt: skip
+    monkeypatch.setattr(put_together, "given_nothing", lambda *_: ("", None))
+    told = put_together._in_words(case, parts, found)
+    assert told.kind == "late_gradient"
+    assert [*told.because][-1:] == (said or [told.because[-1]])
+    assert ("that reduction is a" in told.because) == bool(said)
