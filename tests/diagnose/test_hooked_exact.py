@@ -361,9 +361,25 @@ def test_of_a_module_and_its_inside_the_module_is_the_border(monkeypatch):
     look = SimpleNamespace(modules=order, backward=states.get, paths=paths_of(order, takes))
     case = SimpleNamespace(traces=None)
     said = beside._border(case, look, ["a.in", "a"])
-    assert said.startswith(
-        "; the first of them on the way back is a, and of what it goes into, c, "
-    )
+    start = "; the first of them on the way back is a, and of what it goes into, c, they are whole"
+    assert said.startswith(start)
+
+
+@pytest.mark.parametrize(("is_told", "said"), [(True, ["p", "b", "t"]), (False, ["b", "t", "p"])])
+def test_where_a_sum_is_missing_comes_before_what_is_right(monkeypatch, is_told, said):
+    look = SimpleNamespace(modules=("m",), seen={"m": []}, forward=lambda m: "right",
+                           backward=lambda m: "right")  # fmt: skip
+    for name, value in {
+        "looked_by_rows": lambda case: look,
+        "first_wrong_forward": lambda look: None,
+        "first_wrong_backward": lambda look, owners: None,
+        "shares_at_the_loss": lambda look: ("m", [SimpleNamespace(factor=1.0)]),
+        "owners": lambda case: [],
+        "_in_parts": lambda case, look, diagnosis: (is_told, ["p"]),
+    }.items():
+        monkeypatch.setattr(beside, name, value)
+    told = beside.beside(None, Diagnosis(cause="c", kind="skipped_collective", because=("b",)))
+    assert [text[0] for text in told.because] == said
 
 
 @pytest.mark.parametrize(("kind", "is_told"), [("skipped_collective", True), ("factor", False)])

@@ -158,11 +158,11 @@ def first_wrong_backward(look: Look, failing: Sequence[str]) -> FirstWrong | Non
 def _is_right_behind(look: Look, found: FirstWrong, passed: Mapping[str, FirstWrong]) -> bool:
     """Whether what reaches it has the factor of what is above modules that were passed over, and
     another only than these have: as where what reached them was seen before a hook."""
-    beside, over = [*found.beside], False
+    beside = [*found.beside]
     while odd := [m for m in beside if m in passed]:
         above = {a for m in odd for a in passed[m].beside}
-        beside, over = [m for m in {*beside, *above} if m not in odd], True
-    return over and all(
+        beside = [m for m in {*beside, *above} if m not in odd]
+    return all(
         (f := constant(s.factors)) is not None
         and (before := _factor_above(look, beside, s)) is not None
         and abs(f - before) <= SAME_FACTOR * abs(before)
