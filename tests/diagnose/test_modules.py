@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -880,13 +881,15 @@ def test_what_is_right_again_behind_what_a_hook_hides_is_not_accused():
         call = Call(module=module, number=0, part=0, operation=0, operation_back=0,
                     recomputed=False)  # fmt: skip
         return Seen(rank=0, call=call, shape=(2, 3), forward="right", backward=state,
-                    factors=None if factor is None else torch.full((2,), factor),
-                    wrong=None if factor else torch.tensor([0]))  # fmt: skip
+                    factors=None if factor is None else torch.tensor([factor, 1.0])
+                    if math.isnan(factor) else torch.full((2,), factor),
+                    wrong=torch.tensor([0]) if state == "wrong" else None)  # fmt: skip
 
     def accused(factors):
-        held = {
-            m: [seen(m, f, "right" if f else "wrong")] for m, f in zip(order, factors, strict=True)
-        }
+        """None: wrong; NaN: in one of its two vectors, and the other has the factor 1."""
+        state = {m: "wrong" if f is None or math.isnan(f) else "right"
+                 for m, f in zip(order, factors, strict=True)}  # fmt: skip
+        held = {m: [seen(m, f, state[m])] for m, f in zip(order, factors, strict=True)}
         found = Look(modules=order, seen=held, sources={}, paths=paths_of(order, takes), terms=())
         first = first_wrong_backward(found, ())
         return None if first is None else first.wrong
@@ -895,6 +898,8 @@ def test_what_is_right_again_behind_what_a_hook_hides_is_not_accused():
     assert accused((None, 1.0, 1.0, 3.0, 0.3, 1.0)) == "y"
     assert accused((0.3, 0.3, 0.3, 0.3, 0.3, 1.0)) == "c"
     assert accused((2.0, 2.0, 2.0, 3.0, 0.3, 1.0)) == "a"
+    # Where nothing was passed over, what is wrong in one vector is accused.
+    assert accused((None, None, None, None, math.nan, 1.0)) == "c"
 
 
 def read_in(entered, *, counted=False):

@@ -158,16 +158,16 @@ def first_wrong_backward(look: Look, failing: Sequence[str]) -> FirstWrong | Non
 def _is_right_behind(look: Look, found: FirstWrong, passed: Mapping[str, FirstWrong]) -> bool:
     """Whether what reaches it has the factor of what is above modules that were passed over, and
     another only than these have: as where what reached them was seen before a hook."""
-    beside = [*found.beside]
+    beside, over = [*found.beside], False
     while odd := [m for m in beside if m in passed]:
         above = {a for m in odd for a in passed[m].beside}
-        beside = [m for m in {*beside, *above} if m not in odd]
-    return all(
+        beside, over = [m for m in {*beside, *above} if m not in odd], True
+    return over and found.ratio is not None and all(
         (f := constant(s.factors)) is not None
         and (before := _factor_above(look, beside, s)) is not None
         and abs(f - before) <= SAME_FACTOR * abs(before)
         for s in found.seen
-    )
+    )  # fmt: skip
 
 
 def _is_as_wrong(look: Look, module: str, found: FirstWrong) -> bool:
