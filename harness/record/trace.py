@@ -106,8 +106,9 @@ class Trace:
     handed, by the names of its arguments, in words. stacks: of calls. started: backwards that
     start at what modules gave. entered_at: the lines that made the data, where they are a user's.
     settings: by module, what is set on it beside its parameters when it is called, by attribute, in
-    words: values that differ. hooked: what goes in and comes out as it is before the hooks of
-    others; hooks: of these the lines where they start, by module, INTO before it for pre-hooks.
+    words: values that differ; turned: of those that change, what they are in each call. hooked:
+    what goes in and comes out as it is before the hooks of others; hooks: of these the lines where
+    they start, by module, INTO before it for pre-hooks.
     """
 
     calls: tuple[Call, ...]
@@ -142,6 +143,7 @@ class Trace:
     stacks: tuple[Stack, ...] = ()
     started: tuple[Started, ...] = ()
     settings: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    turned: Mapping[str, tuple[Mapping[str, str], ...]] = field(default_factory=dict)
     hooked: tuple[Hooked, ...] = ()
     hooks: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
 
@@ -227,6 +229,7 @@ def write_trace(path: Path, trace: Trace) -> None:
             name: {n: list(values) for n, values in own.items()}
             for name, own in trace.settings.items()
         },
+        "turned": {name: [dict(call) for call in calls] for name, calls in trace.turned.items()},
         "hooked": hooked_as_json(trace.hooked),
         "hooks": {name: [list(line) for line in lines] for name, lines in trace.hooks.items()},
         "started": [asdict(one) for one in trace.started],
@@ -295,6 +298,7 @@ def read_trace(path: Path) -> Trace:
             name: {n: tuple(values) for n, values in own.items()}
             for name, own in said.get("settings", {}).items()
         },
+        turned={name: tuple(calls) for name, calls in said.get("turned", {}).items()},
         hooked=hooked_from(said.get("hooked", ()), held),
         hooks={n: tuple(map(line_of, lines)) for n, lines in said.get("hooks", {}).items()},
         by_term={

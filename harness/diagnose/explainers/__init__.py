@@ -123,6 +123,6 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_copies_of_parameters,
     with_what_is_not_finite,
     with_hooks,
-    with_branches,
     with_settings,
+    with_branches,
 )

@@ -43,17 +43,42 @@ class FirstWrong:
 
 
 def first_wrong_forward(look: Look) -> FirstWrong | None:
-    """What is right again in a module made from it was computed in another way, and is no fault."""
-    for module in look.modules:
-        if look.forward(module) != "wrong":
-            continue
-        if _is_right_again(look, module) and not _in_one_output(look, module):
-            continue
-        seen = [s for s in look.seen[module] if s.forward == "wrong" and not s.call.recomputed]
-        below = look.paths.next_below(module, lambda m: _vouches(look, m))
-        right = sorted(below, key=look.modules.index)
-        return FirstWrong(wrong=module, seen=tuple(seen), beside=tuple(right))
-    return None
+    """What is right again in a module made from it was computed in another way, and is no fault.
+
+    Of modules that are called again and again on the way, the one that a rank meets first.
+    """
+    wrong = [
+        m
+        for m in look.modules
+        if look.forward(m) == "wrong" and (not _is_right_again(look, m) or _in_one_output(look, m))
+    ]
+    if not wrong:
+        return None
+    module = next((m for m in wrong[1:] if _is_met_before(look, m, wrong[0])), wrong[0])
+    below = look.paths.next_below(module, lambda m: _vouches(look, m))
+    right = sorted(below, key=look.modules.index)
+    return FirstWrong(wrong=module, seen=tuple(_wrong_calls(look, module)), beside=tuple(right))
+
+
+def _wrong_calls(look: Look, module: str) -> list[Seen]:
+    return [s for s in look.seen[module] if s.forward == "wrong" and not s.call.recomputed]
+
+
+def _is_met_before(look: Look, module: str, first: str) -> bool:
+    """Whether the first is made from this one in another call, and on each rank where it is wrong
+    an earlier call of this one is, which follows right calls of the first."""
+    if first not in look.paths.all_above(module):
+        return False
+    mine, its = _wrong_calls(look, module), _wrong_calls(look, first)
+    for rank in {s.rank for s in its}:
+        starts = min(s.at for s in its if s.rank == rank)
+        earlier = [s.at for s in mine if s.rank == rank and s.at < starts]
+        if not earlier:
+            return False
+        right = [s.at for s in look.seen[first] if s.rank == rank and s.forward == "right"]
+        if not any(at < min(earlier) for at in right):
+            return False
+    return True
 
 
 def _is_right_again(look: Look, module: str) -> bool:

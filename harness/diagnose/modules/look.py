@@ -12,6 +12,7 @@ from sumgrad.diagnose.modules.over_all import with_sums_over_all, with_vectors_o
 from sumgrad.diagnose.modules.parts import Groups, with_parts, without_sums_over_rows
 from sumgrad.diagnose.modules.paths import Paths, paths_of
 from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, Seen, State, see
+from sumgrad.diagnose.modules.together import with_rows_of_others
 from sumgrad.diagnose.modules.used_inside import unless_used_inside
 from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.record.trace import INTO, Call, Trace, Traces
@@ -71,13 +72,15 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
         m: [unless_used_inside(_unless_stage(s, seen, traces, modules), traces) for s in found]
         for m, found in seen.items()
     }
+    paths = paths_of(modules, traces.single.takes)
+    seen = with_rows_of_others(seen, traces, whole, paths)
     seen = with_vectors_of_several_calls(seen, traces, whole, tolerance)
     seen = with_sums_over_all(seen, traces, whole, tolerance)
     return Look(
         modules=modules,
         seen=seen,
         sources=traces.single.sources,
-        paths=paths_of(modules, traces.single.takes),
+        paths=paths,
         terms=terms,
         lacking=tuple(m for m in modules if _is_lacking(m, seen[m], whole)),
         terms_at={

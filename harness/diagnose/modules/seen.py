@@ -68,13 +68,15 @@ class Seen:
     shifted: bool = False
     in_order: bool = False
     mixed: tuple[Mixed, ...] = ()
+    told_by: Call | None = None
+    at: int = 0
 
 
 def see(
     rank: int, trace: Trace, i: int, whole: Mapping[tuple[str, int], Whole], tolerance: float
 ) -> Seen:
     call, output, gradient = trace.calls[i], trace.outputs[i], trace.gradients[i]
-    seen = Seen(rank=rank, call=call, shape=tuple(output.shape))
+    seen = Seen(rank=rank, call=call, shape=tuple(output.shape), at=i)
     if call.module in trace.left_out:
         return seen
     wanted, got = whole.get((call.module, call.part)), vectors(output)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from sumgrad.record.trace import Traces
+from sumgrad.diagnose.modules.matching import vectors
+from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.record.trace import Trace, Traces
 
 Values = tuple[str, ...]
 MOST_VALUES = 12  # of an attribute that are kept
@@ -29,6 +31,11 @@ class SetOtherwise:
     def is_switched(self) -> bool:
         """Whether it is on or off, stays so in the single process, and not on these ranks."""
         return _is_switched(self.now, self.was)
+
+    @property
+    def is_a_choice(self) -> bool:
+        """Whether it is a switch or a word, and no number."""
+        return _is_a_choice(*self.now, *self.was)
 
 
 def set_otherwise(
@@ -97,3 +104,86 @@ def _by_right(attribute: str, odd: Mapping[int, Values], was: Values, sizes: set
         any(part * size == whole or (whole == 1 and part == size) for size in sizes if size > 1)
         for part in parts
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedOtherwise:
+    """An attribute of a module that has the value `now` in a call on a rank, and `was` in every
+    call of the single process that gets the same; `more`: how many more such calls there are. left:
+    the call before it has that value, too, and is computed again in the backward."""
+
+    attribute: str
+    module: str
+    rank: int
+    call: int
+    now: str
+    was: str
+    more: int
+    left: bool
+
+
+def turned_otherwise(
+    traces: Traces, module: str, into: Sequence[Seen], wrong: Collection[tuple[int, int]]
+) -> list[TurnedOtherwise]:
+    """Choices that are another in a call than in the single process's for the same: switches and
+    words, no numbers, which count. into: what goes into the module; wrong: ranks and their calls
+    that are looked at."""
+    found: dict[str, list[TurnedOtherwise]] = {}
+    for s in into:
+        if s.forward != "right" or s.where is None or (s.rank, s.call.number) not in wrong:
+            continue
+        there = _calls_that_get(traces.single, s)
+        mine = traces.ranks[s.rank]
+        turned = {
+            n for t in (mine, traces.single) for call in t.turned.get(module, ()) for n in call
+        }
+        for attribute, now in _set_in(mine, module, s.call.number).items():
+            if attribute not in turned:
+                continue
+            was = {_set_in(traces.single, module, call).get(attribute, "") for call in there}
+            if was and now not in was and len(was) == 1 and _is_a_choice(now, *was):
+                left = _is_left(mine, s, module, attribute, now)
+                one = TurnedOtherwise(
+                    attribute=attribute,
+                    module=module,
+                    rank=s.rank,
+                    call=s.call.number,
+                    now=now,
+                    was=was.pop(),
+                    more=0,
+                    left=left,
+                )
+                found.setdefault(attribute, []).append(one)
+    return [replace(ones[0], more=len(ones) - 1) for ones in found.values()]
+
+
+def _calls_that_get(single: Trace, s: Seen) -> set[int]:
+    """The calls of the single process in which all of these vectors go in."""
+    assert s.where is not None
+    start, out = 0, set()
+    for call, tensor in zip(single.calls, single.outputs, strict=True):
+        if (call.module, call.part) != (s.call.module, s.call.part) or call.recomputed:
+            continue
+        num = len(vectors(tensor))
+        its = s.where.found[:, start : start + num].any(1) | s.where.empty
+        start += num
+        if its.shape[0] and bool(its.all()):
+            out.add(call.number)
+    return out
+
+
+def _set_in(trace: Trace, module: str, call: int) -> Mapping[str, str]:
+    """What is set on a module in a call."""
+    fixed = {n: v[0] for n, v in trace.settings.get(module, {}).items() if len(v) == 1}
+    calls = trace.turned.get(module, ())
+    return {**fixed, **calls[call]} if call < len(calls) else fixed
+
+
+def _is_left(trace: Trace, s: Seen, module: str, attribute: str, now: str) -> bool:
+    before = s.call.number - 1
+    again = {c.number for c in trace.calls if c.module == s.call.module and c.recomputed}
+    return before in again and _set_in(trace, module, before).get(attribute) == now
+
+
+def _is_a_choice(*values: str) -> bool:
+    return all(v in ("True", "False", "None") or v.startswith(("'", "torch.")) for v in values)

@@ -79,6 +79,8 @@ class ModuleWatch:
         self._frozen: dict[str, dict[str, None]] = {}
         self._modes: dict[str, dict[str, None]] = {}
         self._settings: dict[str, dict[str, dict[str, None]]] = {}
+        self._set_now: dict[str, dict[str, str]] = {}
+        self._set_in: dict[str, list[dict[str, str]]] = {}
         self._config_of: dict[int, str] = {}
         self._hooks = AroundHooks(lambda name: self._numbers.get(name, -1) + 1)
         self._handed: dict[str, list[dict[str, str]]] = {}
@@ -177,6 +179,7 @@ class ModuleWatch:
                 name: {n: tuple(values) for n, values in own.items()}
                 for name, own in self._settings.items()
             },
+            turned=self._turned(),
             hooked=tuple(self._hooks.kept),
             hooks=self._hooks.lines,
             classes={n: type(m).__name__ for n, m in seen_modules(self._model, self._names)},
@@ -206,10 +209,20 @@ class ModuleWatch:
         config = getattr(module, "config", None)  # one object for many modules: the first has it
         whose = name if config is None else self._config_of.setdefault(id(config), name)
         beside = settings_in(config) if whose == name else {}
-        for attribute, value in (settings_of(module) | beside).items():
+        self._set_now[name] = settings_of(module) | beside
+        for attribute, value in self._set_now[name].items():
             known = held.setdefault(attribute, {})
             if len(known) < MAX_SETTINGS:
                 known[value] = None
+
+    def _turned(self) -> dict[str, tuple[dict[str, str], ...]]:
+        """Of the settings that change, what they are in each call."""
+        out = {}
+        for name, calls in self._set_in.items():
+            changed = {n for n, values in self._settings[name].items() if len(values) > 1}
+            if changed:
+                out[name] = tuple({n: c[n] for n in c if n in changed} for c in calls)
+        return out
 
     def _uses(self, when: str, module: str) -> None:
         """The parameters and buffers that a module has now: a wrapper gathers those that it cuts,
@@ -241,6 +254,8 @@ class ModuleWatch:
 
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
         self._inside.append(name)
+        if len(calls := self._set_in.setdefault(name, [])) < MAX_HANDED:
+            calls.append(self._set_now[name])
         if torch._C._current_graph_task_id() == -1:
             self._uses("forward", name)
         named = named_arguments(self._modules[name], args, kwargs)

@@ -60,6 +60,7 @@ from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
 from sumgrad.diagnose.explainers.by_modules.surplus import too_much_back
 from sumgrad.diagnose.explainers.by_modules.way_back import (
     in_some_calls,
+    outputs_used_otherwise,
     parts_between,
     parts_of_output,
     terms_there,
@@ -266,6 +267,7 @@ def _evidence(
         yield from lost  # in full: no line and no collective between the modules is at fault
         yield from parts_of_output(look, found)
         return
+    yield from () if case.traces is None else outputs_used_otherwise(case.traces, found)
     yield from () if above else options_of_losses(case)
     # A line says where to look by itself; what else may lie between the two is no news then.
     lines = first_lines(case, found, back=True)

@@ -67,10 +67,7 @@ def with_branches(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     said = tuple(one.in_words() for one in told[:MOST_FUNCTIONS])
     if not said:
         return diagnosis
-    # At the loss few lines are left; in a model ranks may have a way of their own by right.
-    first = forward is None and found is not None and not found.modules
-    because = (*said, *diagnosis.because) if first else (*diagnosis.because, *said)
-    return replace(diagnosis, because=because)
+    return replace(diagnosis, because=(*said, *diagnosis.because))
 
 
 def _asked(

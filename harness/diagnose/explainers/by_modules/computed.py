@@ -150,7 +150,7 @@ def _in_words(case: Case, found: Sequence[Otherwise]) -> str:
     if one.how.spread is not None:
         said = f"{_spread(one)} on rank {spans(sorted(o.rank for o in found))}"
     elif one.how.elsewhere and mine.function != ATTENTION:
-        said = (f"the {what} does not belong to the {_beside(case, one)}, though "
+        said = (f"the {what} and the {_beside(case, one)} do not belong together, though "
                 f"the numbers of each are there: {'; '.join(_how(case, found))}")  # fmt: skip
     else:
         said = f"the {what} is {'; '.join(_how(case, found))}"

@@ -8,10 +8,27 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
-from sumgrad.diagnose.explainers.by_modules.looked import looked, owners
-from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
-from sumgrad.diagnose.modules.settings import SetOtherwise, set_otherwise
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
+    gone_into,
+    looked,
+    owners,
+    traces_looked_at,
+)
+from sumgrad.diagnose.modules.first_wrong import (
+    FirstWrong,
+    first_wrong_backward,
+    first_wrong_forward,
+)
+from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.diagnose.modules.settings import (
+    SetOtherwise,
+    TurnedOtherwise,
+    set_otherwise,
+    turned_otherwise,
+)
 from sumgrad.judge.joint import sizes_of
+from sumgrad.record.trace import Traces
 
 MOST_SHOWN = 3
 MOST_VALUES = 6  # that are written out
@@ -32,10 +49,59 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         for module in modules:
             near.setdefault(module, distance)
     found = set_otherwise(traces, near, sizes_of(case.record).values())
-    switched = [one for one in found if one.is_switched and one.ranks == diagnosis.ranks]
-    others = [one for one in found if one not in switched]
-    front, behind = (tuple(map(_in_words, some[:MOST_SHOWN])) for some in (switched, others))
-    return replace(diagnosis, because=(*front, *diagnosis.because, *behind))
+    first_ones = [
+        one
+        for one in found
+        if (one.is_switched and one.ranks == diagnosis.ranks)
+        or (one.is_a_choice and not {*one.modules}.isdisjoint(accused))
+    ]
+    others = [one for one in found if one not in first_ones]
+    front, behind = (tuple(map(_in_words, some[:MOST_SHOWN])) for some in (first_ones, others))
+    turned = [] if first is None else _turned(case, first)
+    return replace(diagnosis, because=(*turned, *front, *diagnosis.because, *behind))
+
+
+@as_a_hint
+def _turned(case: Case, first: FirstWrong) -> list[str]:
+    """What is set otherwise in the first wrong calls than in the single process's for the same: on
+    the module, or on one that it is in."""
+    traces = traces_looked_at(case)
+    if traces is None:
+        return []
+    inside = {
+        module: {
+            (s.rank, number) for s in first.seen for number in _calls_around(traces, s, module)
+        }
+        for module in traces.single.settings
+        if module == first.wrong or is_in(first.wrong, module)
+    }
+    told = [
+        one
+        for module, calls in sorted(inside.items(), key=lambda pair: -len(pair[0]))
+        for one in turned_otherwise(traces, module, gone_into(case, module), calls)
+    ]
+    return [_turned_in_words(one) for one in told[:MOST_SHOWN]]
+
+
+def _turned_in_words(one: TurnedOtherwise) -> str:
+    more = f" (and so in {one.more} more)" if one.more else ""
+    before = ("; so has the call before it, which is computed again in the backward and may have "
+              "left it so" if one.left else "")  # fmt: skip
+    return (
+        f"{one.module or 'the model itself'} has {one.attribute} = {one.now} in call {one.call} on "
+        f"rank {one.rank}{more}, and {one.was} in the single process's call that gets the "
+        f"same{before}"
+    )
+
+
+def _calls_around(traces: Traces, s: Seen, module: str) -> set[int]:
+    """The number of the call of a module that a rank's call is, or is inside of."""
+    if module == s.call.module:
+        return {s.call.number}
+    calls = traces.ranks[s.rank].calls
+    after = calls[calls.index(s.call) :]
+    ended = (c for c in after if (c.module, c.recomputed) == (module, s.call.recomputed))
+    return {c.number for c in (next(ended, None),) if c is not None}
 
 
 def _in_words(one: SetOtherwise) -> str:

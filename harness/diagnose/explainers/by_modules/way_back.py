@@ -6,6 +6,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import is_untold
+from sumgrad.record.trace import Trace, Traces
 
 
 def in_some_calls(look: Look, found: FirstWrong) -> str:
@@ -54,6 +55,36 @@ def parts_of_output(look: Look, found: FirstWrong) -> list[str]:
     if len(parts) < 2 or not others or any(s.backward != "right" for s in others):
         return []
     return [f"of its {len(parts)} outputs number {spans(sorted(p + 1 for p in wrong))} alone"]
+
+
+def outputs_used_otherwise(traces: Traces, found: FirstWrong) -> list[str]:
+    """Which of a module's several outputs get a gradient on the wrong ranks alone, and which in the
+    single process alone: a loss of another output than the one that is meant."""
+    there = _parts_reached(traces.single, found.wrong)
+    here = [_parts_reached(traces.ranks[rank], found.wrong) for rank in found.ranks]
+    if len(there) < 2 or any(set(own) != set(there) for own in here):
+        return []
+    more = [p for p in there if not there[p] and all(own[p] for own in here)]
+    less = [p for p in there if there[p] and not any(own[p] for own in here)]
+    on, said = f"on rank {spans(found.ranks)}", []
+    of = f"of its {len(there)} outputs number"
+    if more:
+        said.append(f"{of} {spans([p + 1 for p in more])} gets a gradient {on}, and none in the "
+                    f"single process: look at which output the loss is made of")  # fmt: skip
+    if less:
+        said.append(f"{of} {spans([p + 1 for p in less])} gets none {on}, and one in the single "
+                    f"process")  # fmt: skip
+    return said
+
+
+def _parts_reached(trace: Trace, module: str) -> dict[int, bool]:
+    """Part of a module's output -> whether any call's got a gradient that is not zero."""
+    out: dict[int, bool] = {}
+    for call, gradient in zip(trace.calls, trace.gradients, strict=True):
+        if call.module == module:
+            reached = gradient is not None and bool(gradient.any())
+            out[call.part] = out.get(call.part, False) or reached
+    return dict(sorted(out.items()))
 
 
 def terms_there(look: Look, found: FirstWrong) -> str:

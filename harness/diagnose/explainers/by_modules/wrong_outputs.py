@@ -39,6 +39,13 @@ def no_slice(look: Look, found: FirstWrong) -> str:
     wrong = sorted({s.call.part for s in found.seen})
     which = f" number {spans([p + 1 for p in wrong])} of {len(parts)}" if len(parts) > 1 else ""
     output = f"the output{which} of {found.wrong or 'the model'}"
+    told_by = next((s.told_by for s in found.seen if s.told_by is not None), None)
+    if told_by is not None:
+        other = f"output number {told_by.part + 1}" if told_by.module == found.wrong else (
+            f"what {named(look, told_by.module)} gives")  # fmt: skip
+        return (f"all vectors of {output} are the single process's, and some are not those of the "
+                f"rows and places where they stand, which {other} tells: "
+                f"{places(found.seen)}")  # fmt: skip
     mixed = next((s for s in found.seen if s.mixed), None)
     if mixed is None:
         return f"{output} is no slice of the single process's: {places(found.seen)}"
