@@ -352,8 +352,9 @@ def test_what_comes_back_in_words(back, said):
     found = [*movers(halos(back)).values()]
     first, second = words.how_they_bring_back(found)
     assert first == (
-        f"the forward of Halo only moves numbers, and {found[0].off} of 6 that it takes do not get "
-        f"back the sum of what their copies were given; it is called at a.py:9 `y = Halo.apply(x)`"
+        f"the forward of Halo only moves numbers, and {found[0].off} of 6 that it takes, and that "
+        f"no other number equals, do not get back the sum of what their copies were given; it is "
+        f"called at a.py:9 `y = Halo.apply(x)`"
     )
     assert second == f"for one, number {said}"
 

@@ -63,7 +63,9 @@ def _odd(
         wanted = whole.get((s.call.module, s.call.part))
         if teller is None or wanted is None or s.where is None or s.forward != "right":
             continue
-        if teller is s or s.call.recomputed or wanted.rows is None or teller.shape[0] != s.shape[0]:
+        if s.call.recomputed or wanted.rows is None or teller.shape[0] != s.shape[0]:
+            continue
+        if not _tells_more(teller, s):
             continue
         strange = _strange(s, teller, wanted, whole[teller.call.module, teller.call.part])
         strange &= _counts(s, traces)
@@ -78,6 +80,17 @@ def _tells_rows(s: Seen) -> bool:
     if s.forward != "right" or s.rows is None or s.call.recomputed or s.shape[-1] < FEWEST_LIVE:
         return False
     return s.in_order and not s.shared and bool((s.rows >= 0).any())
+
+
+def _tells_more(teller: Seen, s: Seen) -> bool:
+    """By fewer vectors that each may be, or else by more numbers, or as the first of several."""
+
+    def key(one: Seen) -> tuple[float, int, int]:
+        assert one.where is not None
+        own = one.where.found[one.where.found.any(1)].sum(1)
+        return float(own.double().mean()), -one.shape[-1], one.call.part
+
+    return key(teller) < key(s)
 
 
 def _strange(s: Seen, teller: Seen, wanted: Whole, others: Whole) -> Tensor:

@@ -159,8 +159,8 @@ def how_they_bring_back(found: Sequence[Mover]) -> Iterator[str]:
     for one in found:
         lines = some_of([line_and_code(*line) for line in one.lines])
         yield (f"the forward of {one.function} only moves numbers, and {one.off} of "
-               f"{one.told} that it takes do not get back the sum of what their copies were given; "
-               f"it is called at {lines}")  # fmt: skip
+               f"{one.told} that it takes, and that no other number equals, do not get back the "
+               f"sum of what their copies were given; it is called at {lines}")  # fmt: skip
         told = [w for w in one.wrong if w.foreign or w.lacks or w.times is not None]
         told.sort(key=_may_be_meant)
         yield from _brought_in_words(one, told[0]) if told else ()
