@@ -174,7 +174,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("aj_09", "ranks (0, 1, 2, 3)"),  # zeros of targets that others hold accuse nobody
         (
             "ah_04",
-            "had made of it in place, on rank 0-1\nwhat is kept for the second run was changed",
+            "had made of it in place, on rank 0-1\nblocks.0, blocks.1 have in_place = True on rank",
         ),
         (
             "aj_05",
@@ -334,6 +334,7 @@ def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
         "twenty-fifth": 20,
         "twenty-sixth": 20,
         "twenty-seventh": 20,
+        "twenty-eighth": 20,
     }  # fmt: skip
     for paths in halves.values():
         for path in paths:
