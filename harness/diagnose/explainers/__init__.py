@@ -55,6 +55,7 @@ from sumgrad.diagnose.explainers.by_modules.factor_lines import with_the_factors
 from sumgrad.diagnose.explainers.by_modules.hooks import with_hooks
 from sumgrad.diagnose.explainers.by_modules.not_finite import with_what_is_not_finite
 from sumgrad.diagnose.explainers.by_modules.settings import with_settings
+from sumgrad.diagnose.explainers.by_modules.written_over import with_what_was_written_over
 from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
 from sumgrad.diagnose.explainers.frozen import with_frozen
 from sumgrad.diagnose.explainers.history import with_history
@@ -123,6 +124,7 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_copies_of_parameters,
     with_what_is_not_finite,
     with_hooks,
+    with_what_was_written_over,
     with_settings,
     with_branches,
 )

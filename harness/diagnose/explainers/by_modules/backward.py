@@ -68,6 +68,7 @@ from sumgrad.diagnose.explainers.by_modules.way_back import (
 )
 from sumgrad.diagnose.explainers.factors import (
     explained,
+    fitted,
     in_the_gradients,
     only_terms_weigh_otherwise,
 )
@@ -91,13 +92,24 @@ def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     if look is None or first_wrong_forward(look) is not None:
         return
     found = first_wrong_backward(look, owners(case))
-    if found is None:
+    if found is None or _is_made_up_for(case, look, found):
         return
     uneven = None if found.modules else uneven_rows(case)
     if not found.modules and only_terms_weigh_otherwise(case):
         return  # that says all of it
     found = without_modules_not_entered(case, found)
     yield explained(case, uneven[0] if uneven else _backward(case, look, found))
+
+
+def _is_made_up_for(case: Case, look: Look, found: FirstWrong) -> bool:
+    """Whether what is off by one factor in all calls ends in gradients of which those of some rows
+    are right and others are not: the ranks multiply elsewhere, as by hooks of parameters."""
+    factors = None if _factor(found) is None else fitted(case)
+    calls = [s for s in look.seen[found.wrong] if s.rank in found.ranks]
+    if factors is None or len(calls) > len(found.seen):
+        return False
+    values = [v for _, one in factors[1] for v in one.values]
+    return len(values) > 1 and any(same([v, 1.0]) for v in values) and not same(values)
 
 
 def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
-from sumgrad.diagnose.explainers.by_modules.looked import gone_into
+from sumgrad.diagnose.explainers.by_modules.looked import gone_into, looked
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.seen import Seen, State
+
+VECTOR_BY_VECTOR = ("Linear", "LayerNorm", "RMSNorm")  # torch's own
 
 
 def into_the_calls(case: Case, found: FirstWrong) -> list[Seen]:
     """What went into the calls whose outputs are wrong."""
-    calls = {(s.rank, s.call.number) for s in found.seen}
-    return [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls]
+    calls = {(s.rank, s.call.number): s for s in found.seen}
+    into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls]
+    look = looked(case)
+    if look is None or look.sources.get(found.wrong) not in VECTOR_BY_VECTOR:
+        return into
+    return [_no_padding(s, calls[s.rank, s.call.number]) for s in into]
+
+
+def _no_padding(s: Seen, out: Seen) -> Seen:
+    """With zeros as wrong of which a wrong vector is made: they are not there for nothing."""
+    if (
+        s.forward != "right"
+        or s.where is None
+        or out.wrong is None
+        or s.shape[:-1] != out.shape[:-1]
+    ):
+        return s
+    zeros = s.where.picked[s.where.empty & ~s.where.found.any(1)]
+    odd = zeros[torch.isin(zeros, out.wrong)]
+    return replace(s, forward="wrong", backward="untold", wrong=odd) if len(odd) else s
 
 
 def what_goes_into(case: Case, found: FirstWrong) -> State:

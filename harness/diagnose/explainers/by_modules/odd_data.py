@@ -13,6 +13,7 @@ from sumgrad.diagnose.modules import companions
 from sumgrad.diagnose.modules.entered import Odd, is_whole, odd_rows, row_of
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.parts_handed import joined_parts
 from sumgrad.diagnose.modules.rows_handed import as_often, wrong_and_right_rows
 from sumgrad.record.line import Line
 from sumgrad.record.trace import Trace
@@ -37,6 +38,8 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
                 f"what {module or 'the model'} is handed for one row does not belong together: "
                 f"{'; '.join(beside[:MOST_ROWS])}"
             ]
+        if joined := _joined(case, found, module):
+            return module, joined
         if other := _of_another_field(case, found, module):
             return module, other
         told: list[str] = []
@@ -61,6 +64,27 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
                   if len(made) == 1 and next(iter(made))[0] else []),
             ]  # fmt: skip
     return None, []
+
+
+@as_a_hint
+def _joined(case: Case, found: FirstWrong, module: str) -> list[str]:
+    """Where rows of several parts are put together of other rows' parts; the first of a rank, and
+    how many there are more."""
+    traces = case.traces
+    for rank in () if traces is None else found.ranks:
+        assert traces is not None
+        told = list(joined_parts(traces.ranks[rank], traces.single, module))
+        if told:
+            one = told[0]
+            parts = ", ".join(f"part {i} is part {part} of row {row}"
+                              for i, (row, part) in enumerate(one.of))  # fmt: skip
+            made = f", made at {line_and_code(*one.made)}," if one.made[0] else ""
+            more = f", and so in {len(told) - 1} more" if len(told) > 1 else ""
+            return [f"row {one.row} of what {module or 'the model'} is handed as {one.name}{made} "
+                    f"is put together of parts that belong elsewhere in the single process, on "
+                    f"rank {rank} in call {one.call}: {parts}{more}: look at how rows and their "
+                    f"parts are stacked, viewed and transposed"]  # fmt: skip
+    return []
 
 
 def _without_chance(odd: Sequence[Odd]) -> list[Odd]:

@@ -202,6 +202,9 @@ def by_number(
     ratios = {round(b / a, 5) for a, b in pairwise(values) if a}
     if len(values) > 2 and len(ratios) == 1 and not lost:
         text = "each call rescales what was there before"
+        if abs(values[0] - 1) < CLOSE:
+            text = (f"each is multiplied by {_number(ratios.pop())} once more than the one before "
+                    f"it, as by a hook or a factor that is there once more each time")  # fmt: skip
         return "rescaled", f"micro-batches are counted {shown} in {some_of(list(names))}: {text}"
     if len({round(v, 5) for v in values}) > 1 and values == sorted(values, reverse=True):
         text = "what was there before is counted again with a later one"

@@ -1,0 +1,90 @@
+"""What a line takes of memory that another line has written into before, on ranks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from sumgrad.base.outcome import spans
+from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, ordinal
+from sumgrad.record.computed import Computation
+from sumgrad.record.line import Line
+from sumgrad.record.trace import Trace, Traces
+
+KINDS = ("forward", "backward", "recomputed", "open", "loss_weights", "row_factors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenOver:
+    """What a computation takes as argument `at`, which the line `by` wrote into before it was made.
+
+    first: the first of the rank's computations of which that is so; times: of how many runs of the
+    line, and `of` how many.
+    """
+
+    rank: int
+    first: Computation
+    at: int
+    by: Line
+    times: int
+    of: int
+
+
+def with_what_was_written_over(case: Case, diagnosis: Diagnosis) -> Diagnosis:
+    """A cause that says where, and the first line that takes what was written over."""
+    if diagnosis.kind not in KINDS:
+        return diagnosis
+    return replace(diagnosis, because=(*_in_words(case), *diagnosis.because))
+
+
+@as_a_hint
+def _in_words(case: Case) -> list[str]:
+    traces = case.traces
+    found = [] if traces is None else list(written_over(traces))
+    if not found:
+        return []
+    one = found[0]
+    ranks = sorted(o.rank for o in found if (o.first.line, o.at, o.by) == _key(one))
+    made = line_and_code(*one.first.made_at[one.at])
+    return [
+        f"what {line_and_code(one.first.line, one.first.code)} takes as its {ordinal(one.at)} "
+        f"argument, made at {made}, is of memory that {line_and_code(*one.by)} had written into "
+        f"before, in {one.times} of the {one.of} times that it runs, on rank {spans(ranks)}; in "
+        f"the single process it is not"
+    ]
+
+
+def _key(one: WrittenOver) -> tuple[str, int, Line]:
+    return one.first.line, one.at, one.by
+
+
+def written_over(traces: Traces) -> Iterator[WrittenOver]:
+    """Of each rank the first, of lines that the single process runs, too, and to which that never
+    happens there."""
+    fresh = _never_written_over(traces.single)
+    for rank, trace in traces.ranks.items():
+        found: dict[tuple[str, int, Line], list[Computation]] = {}
+        for c in trace.computed.computations:
+            for at, by in enumerate(c.written_at):
+                if by[0] and (c.line, c.function, at) in fresh and c.made_at[at][0]:
+                    found.setdefault((c.function, at, by), []).append(c)
+        if not found:
+            continue
+        (function, at, by), own = next(iter(found.items()))
+        first = own[0]
+        alike = [c for c in trace.computed.computations
+                 if (c.line, c.function) == (first.line, function)]  # fmt: skip
+        times = sum(c.line == first.line for c in own)
+        yield WrittenOver(rank=rank, first=first, at=at, by=by, times=times, of=len(alike))
+
+
+def _never_written_over(single: Trace) -> set[tuple[str, str, int]]:
+    """Line, function and argument."""
+    out: dict[tuple[str, str, int], bool] = {}
+    for c in single.computed.computations:
+        for at, by in enumerate(c.written_at):
+            key = c.line, c.function, at
+            out[key] = out.get(key, True) and not by[0]
+    return {key for key, never in out.items() if never}
