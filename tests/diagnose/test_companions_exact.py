@@ -127,18 +127,18 @@ def test_the_words_say_which_row_and_where():
     ))  # fmt: skip
     found = SimpleNamespace(wrong="m", modules=(), ranks=(0, 1))
     look = SimpleNamespace(modules=("m",), seen={"m": ()})
-    module, said = odd_data(case, look, found)
-    assert module == "m"
-    assert said == [
+    odd = odd_data(case, look, found)
+    assert (odd.module, odd.is_sure) == ("m", True)
+    assert odd.said == (
         "what m is handed for one row does not belong together: on rank 1 row 0 has as ids what "
         "row 1 has in the single process, and as types something else than that one at 4 of 5 "
-        "places (at place 0 0 where that has 1), and so in 1 more"
-    ]
+        "places (at place 0 0 where that has 1), and so in 1 more",
+    )
     # Where such a row comes out right all the same, it tells nothing.
     call = Call(module="m", number=0, part=0, operation=0, operation_back=0, recomputed=False)
     right = Seen(rank=1, call=call, shape=(2, 3), forward="right", in_order=True)
     look.seen["m"] = (right,)
-    assert odd_data(case, look, found) == (None, [])
+    assert odd_data(case, look, found) is None
 
 
 def windows(rows, gradient=None, num_rows=3):

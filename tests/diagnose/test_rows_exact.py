@@ -37,9 +37,9 @@ EACH = [(i, i + 1) for i in range(8)]
     ("numbers", "intervals", "values", "kind", "cause"),
     [
         (NUMBERS, EACH, (0.5, 0.25, 1, 1, 0.5, 0.25, 1, 1), "micro_batches",
-         "micro-batches are counted 0: 1/2, 1: 1/4, 2: 1 in w, on every rank alike"),
+         "micro-batches are counted 0: 1/2, 1: 1/4, 2: 1 in w, on every rank that has it alike"),
         (NUMBERS, EACH, (0.5, None, 1, 1, 0.5, 0.25, None, 1), "micro_batches",
-         "micro-batches are counted 0: 1/2, 1: 1/4, 2: 1 in w, on every rank alike"),
+         "micro-batches are counted 0: 1/2, 1: 1/4, 2: 1 in w, on every rank that has it alike"),
         (NUMBERS, EACH, (1, 0, 1, 1, 1, 0, 1, 1), "lost_rows",
          "micro-batch 1 of every rank is not in the gradient of w"),
         (NUMBERS, EACH, (1, 0, 1, 1, 1, 0, 2, 1), "row_factors", "the rows are counted different"),

@@ -164,7 +164,7 @@ def _by_micro_batch(case: Case, found: Factors, what: str) -> Diagnosis | None:
         cause = f"micro-batch {spans(lost)} of every rank is not in the gradient of {what}"
         return Diagnosis(cause=cause, kind="lost_rows", factor="0")
     shown = ", ".join(f"{number}: {fraction_of(value)}" for number, value in told.items())
-    cause = f"micro-batches are counted {shown} in {what}, on every rank alike"
+    cause = f"micro-batches are counted {shown} in {what}, on every rank that has it alike"
     return Diagnosis(
         cause=cause,
         kind="micro_batches",

@@ -121,7 +121,7 @@ def _one_factor(
     if counted is not None:
         return counted
     symbols = factor_symbols(case, value)
-    plain = [s for s in symbols if not {*"*/"} & {*s.removeprefix("1/")}]
+    plain = _plain(symbols)
     # Of some parameters alone, one of several sizes says nothing.
     told = bool(symbols) and (whole or len(plain) < 2)
     others = [s for s in plain if not told or s != symbols[0]][:3] or symbols[1:4]
@@ -208,6 +208,9 @@ def _factor_by_term(case: Case, found: Factors, names: Sequence[str]) -> Diagnos
     term, value, sigma = odd[0]
     shown, lost = _fraction_or_number(value, sigma), abs(value) < CLOSE
     symbols = [] if lost else factor_symbols(case, value)
+    several = _plain(symbols) if len(_plain(symbols)) > 1 else []
+    also = f"{some_of(several)} are all that number; unequal sizes separate them"
+    symbols = [] if several else symbols
     return Diagnosis(
         cause=_terms_in_words(case, odd, names, symbols)
         + ("; the other terms are right" if len(odd) < len(by_size) else "; no term is right"),
@@ -217,7 +220,13 @@ def _factor_by_term(case: Case, found: Factors, names: Sequence[str]) -> Diagnos
         symbol=symbols[0] if symbols else None,
         also=tuple(symbols[1:4]),
         because=("with one factor for each term the residual is under the threshold",),
+        however=(also,) if several else (),
     )
+
+
+def _plain(symbols: Sequence[str]) -> list[str]:
+    """Those that are one size or count, or one over it."""
+    return [s for s in symbols if not {*"*/"} & {*s.removeprefix("1/")}]
 
 
 def _terms_in_words(

@@ -19,8 +19,9 @@ FEWEST, RIGHT = 4, 0.25  # features; part of them that must be right for a vecto
 def wrong_features(
     traces: Traces, seen: Sequence[Seen], dtype: str
 ) -> tuple[list[int], int] | None:
-    """The features that are wrong in some vector, and of how many; None where a vector is none of
-    the single process's in enough of its features, or where all of them are wrong."""
+    """The features that are wrong in some vector, the same in each call, and of how many; None
+    where a vector is none of the single process's in enough of its features, or where all of them
+    are wrong."""
     if not seen:
         return None
     tolerance = TOLERANCES.get(dtype, COARSE)
@@ -33,9 +34,9 @@ def wrong_features(
         trace = traces.ranks[s.rank]
         got = vectors(trace.output_of(s.call))[s.wrong][:MOST_VECTORS]
         told = _wrong(got, wanted.outputs, tolerance)
-        if told is None or (wrong is not None and len(told) != len(wrong)):
+        if told is None or (wrong is not None and not torch.equal(told, wrong)):
             return None
-        wrong = told if wrong is None else wrong | told
+        wrong = told
     if wrong is None or bool(wrong.all()):
         return None
     return wrong.nonzero()[:, 0].tolist(), len(wrong)

@@ -60,6 +60,22 @@ def first_wrong_forward(look: Look) -> FirstWrong | None:
     return FirstWrong(wrong=module, seen=tuple(_wrong_calls(look, module)), beside=tuple(right))
 
 
+def first_wrong_elsewhere(look: Look, found: FirstWrong) -> dict[str, tuple[int, ...]]:
+    """On ranks where that module is not wrong, those that are and that nothing wrong leads to, as
+    other experts: module -> its ranks, each rank once."""
+    out: dict[str, tuple[int, ...]] = {}
+    told = {*found.ranks}
+    for module in look.modules:
+        wrong = _wrong_calls(look, module) if look.forward(module) == "wrong" else []
+        ranks = {s.rank for s in wrong} - told
+        below = look.paths.all_below(module)
+        if not ranks or not below or any(look.forward(m) == "wrong" for m in below):
+            continue
+        told |= ranks
+        out[module] = tuple(sorted(ranks))
+    return out
+
+
 def _wrong_calls(look: Look, module: str) -> list[Seen]:
     return [s for s in look.seen[module] if s.forward == "wrong" and not s.call.recomputed]
 
@@ -83,9 +99,11 @@ def _is_met_before(look: Look, module: str, first: str) -> bool:
 
 def _is_right_again(look: Look, module: str) -> bool:
     """Whether something right is made from it. Of what is right in those vectors alone that count,
-    the others may lead on: not where something else made from it is wrong up to the end."""
+    the others may lead on: not where something else made from it is wrong up to the end. Nor what
+    no gradient passes, where one passes it: that may be made from something else."""
     above = look.paths.all_above(module) - {LOSS}
-    right = [m for m in above if look.forward(m) == "right"]
+    passed = _is_passed(look, module)
+    right = [m for m in above if look.forward(m) == "right" and (not passed or _is_passed(look, m))]
     if not right or any(_in_full(look, m) for m in right):
         return bool(right)
     return not any(
@@ -93,6 +111,11 @@ def _is_right_again(look: Look, module: str) -> bool:
         and not any(look.forward(a) == "right" for a in look.paths.all_above(m) - {LOSS})
         for m in above
     )
+
+
+def _is_passed(look: Look, module: str) -> bool:
+    """Whether a gradient reaches its output in some call."""
+    return any(s.call.operation_back is not None for s in look.seen[module])
 
 
 def _in_full(look: Look, module: str) -> bool:

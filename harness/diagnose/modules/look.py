@@ -18,13 +18,16 @@ from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.record.trace import INTO, Call, Trace, Traces
 from torch import Tensor
 
+ELSEWHERE = ", in the single process "
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Look:
     """Modules in the order in which their outputs are there in one process, and what was seen of
     them. paths: which are made from which. terms_at: module and number of its output -> the terms
     with a gradient there. lacking: modules whose outputs are right on every rank, and that give the
-    single process others besides."""
+    single process others besides. sources: by module, its class and line, as it is on the
+    ranks and then in the single process where its forward is another there."""
 
     modules: tuple[str, ...]
     seen: Mapping[str, Sequence[Seen]]
@@ -79,7 +82,7 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
     return Look(
         modules=modules,
         seen=seen,
-        sources=traces.single.sources,
+        sources=_sources(traces),
         paths=paths,
         terms=terms,
         lacking=tuple(m for m in modules if _is_lacking(m, seen[m], whole)),
@@ -89,6 +92,16 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
             if held.by_term is not None
         },
     )
+
+
+def _sources(traces: Traces) -> dict[str, str]:
+    out = {**traces.single.sources}
+    for module, there in out.items():
+        here = {t.sources[module] for t in traces.ranks.values() if module in t.sources}
+        one = here.pop() if len(here) == 1 else ""
+        if " at " in one and one.rpartition(" at ")[2] != there.rpartition(" at ")[2]:
+            out[module] = f"{one}{ELSEWHERE}{there}"
+    return out
 
 
 def look_into(traces: Traces, dtype: str, groups: Groups, module: str) -> list[Seen]:

@@ -39,9 +39,11 @@ def _is_whole(module: nn.Module, names: Mapping[int, str]) -> bool:
 
 
 def source_of(module: nn.Module) -> str:
-    """A module's class, and the line of its forward where it is not torch's own."""
+    """A module's class, and the line of its forward, which it may have of its own, where it is not
+    torch's own."""
     cls = type(module)
-    forward = inspect.unwrap(cls.forward)
+    own = inspect.unwrap(module.__dict__.get("forward", cls.forward))
+    forward = own if hasattr(own, "__code__") else inspect.unwrap(cls.forward)
     code = getattr(forward, "__code__", None)
     if code is None or (forward.__module__ or "").startswith("torch."):  # inherited, perhaps
         return cls.__name__

@@ -196,8 +196,8 @@ def _when(case: Case, one: Otherwise) -> str:
     """Which of the times that a rank runs the line there; nothing where it is the only one."""
     traces = case.traces
     every = () if traces is None else traces.ranks[one.rank].computed.computations
-    key = one.mine.site, one.mine.function, one.mine.inside
-    times = [i for i, c in enumerate(every) if (c.site, c.function, c.inside) == key]
+    key = one.mine.site, one.mine.function
+    times = [i for i, c in enumerate(every) if (c.site, c.function) == key]
     if len(times) < 2 or one.place not in times:
         return ""
     which = times.index(one.place)

@@ -18,7 +18,7 @@ def into_the_calls(case: Case, found: FirstWrong) -> list[Seen]:
     """What went into the calls whose outputs are wrong."""
     calls = {(s.rank, s.call.number): s for s in found.seen}
     into = [s for s in gone_into(case, found.wrong) if (s.rank, s.call.number) in calls]
-    look = looked(case)
+    look = looked(case) if any(s.where is not None for s in into) else None
     if look is None or look.sources.get(found.wrong) not in VECTOR_BY_VECTOR:
         return into
     return [_no_padding(s, calls[s.rank, s.call.number]) for s in into]

@@ -63,7 +63,11 @@ from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
 )
 from sumgrad.diagnose.explainers.factors import explained, only_terms_weigh_otherwise
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
+from sumgrad.diagnose.modules.first_wrong import (
+    FirstWrong,
+    first_wrong_elsewhere,
+    first_wrong_forward,
+)
 from sumgrad.diagnose.modules.in_place_of import in_place_of
 from sumgrad.diagnose.modules.lacking_data import lacking_data
 from sumgrad.diagnose.modules.look import Look
@@ -76,7 +80,18 @@ def forward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
     look = looked(case)
     found = None if look is None else first_wrong_forward(look)
     if look is not None and found is not None and not only_terms_weigh_otherwise(case):
-        yield explained(case, _forward(case, look, found))
+        yield explained(case, _with_others(look, found, _forward(case, look, found)))
+
+
+def _with_others(look: Look, found: FirstWrong, diagnosis: Diagnosis) -> Diagnosis:
+    """And what is wrong first on ranks where that is not."""
+    others = first_wrong_elsewhere(look, found)
+    if not others:
+        return diagnosis
+    shown = [f"{m or 'the model'} on rank {spans(ranks)}" for m, ranks in others.items()]
+    ranks = tuple(sorted({*diagnosis.ranks}.union(*others.values())))
+    line = f"where that is not wrong, {some_of(shown)} is: nothing wrong leads to it"
+    return replace(diagnosis, ranks=ranks, because=(*diagnosis.because, line))
 
 
 def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
@@ -96,10 +111,14 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     kind = "skipped_collective" if missing else "forward"
     if misplaced := misplaced_in_words(case, found):
         return Diagnosis(cause=misplaced[0], kind=kind, ranks=found.ranks, because=seen)
-    of, odd = odd_data(case, look, found)
-    if of is not None and of != found.wrong:  # what is seen further on follows from it
-        text = f"in the forward what enters {named(look, of)} is another already on some ranks"
-        return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=tuple(odd))
+    odd = odd_data(case, look, found)
+    if odd is not None and (odd.module != found.wrong or odd.is_sure):
+        what = named(look, odd.module)
+        text = f"in the forward what enters {what} is another already on some ranks"
+        here = odd.module == found.wrong  # else what is seen further on follows from it
+        called = called_from(case, look, found, back=False) if here else ()
+        because = (*odd.said, *called, *seen[1 : 1 + here])
+        return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
     if _lacking_below(look, found) and (lacking := _lacking_data(case)):
         text = f"{text}: {lacking[0]}"
     if scaled := scaled_outside(case, look, found):
@@ -131,8 +150,8 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *handed_otherwise(case, look, found),
         *joined,
         *called_from(case, look, found, back=False),
-        *odd,
-        *_output(case, look, found, () if joined else look_at, enters=of is not None),
+        *(odd.said if odd else ()),
+        *_output(case, look, found, () if joined else look_at, enters=odd is not None),
         *held_beside(case, found.ranks),
         *_ranks_that_are_right(case, look, found, entered_right),
         *(() if joined else _in_between(case, look, found, parts)),
@@ -372,8 +391,9 @@ def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, l
     if into == "right":
         text = f"{start} it" if known else "the forward"
         text += f" goes wrong in {at} {ranks}"
-        where = ("all that goes into it is found in what goes into it in the single process: look "
-                 "at its forward, or at what belongs where in what it is given")  # fmt: skip
+        where = ("all vectors of numbers with digits that go into it are found in what goes into "
+                 "it in the single process: look at its forward, at whole numbers that it is "
+                 "given, or at what belongs where in that")  # fmt: skip
     elif into == "wrong":
         text = f"{start} what goes into {at} is wrong already {ranks}"
         where = (f"look between the output of {near} and the call of {called}" if near

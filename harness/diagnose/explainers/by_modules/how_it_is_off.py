@@ -45,9 +45,9 @@ def off_at_a_line(lines: Lines | None, found: Sequence[AtLine]) -> list[str]:
         for at in one.at:
             number = one.mine.takes[at]
             pair = lines.beside(one.rank, number) if lines and isinstance(number, int) else None
-            said = _in_words(how_off(*pair), f"on rank {one.rank}") if pair else []
-            if said:
-                return said
+            how = how_off(*pair) if pair else None
+            if how is not None and not how.wrong:  # which is not so in other calls
+                return _in_words(how, f"on rank {one.rank}")
     return []
 
 

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from sumgrad.diagnose.case import Case, explains, fails
 from sumgrad.diagnose.fit import as_fraction
-from sumgrad.diagnose.modules.look import Look, look_at, look_into, terms_together
+from sumgrad.diagnose.modules.look import ELSEWHERE, Look, look_at, look_into, terms_together
 from sumgrad.diagnose.modules.loss_weights import shares_at_the_loss
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.diagnose.names import axis_groups
@@ -127,7 +127,7 @@ def owners(case: Case) -> list[str]:
 
 def named(look: Look, module: str) -> str:
     """A module by its name, class and line."""
-    source = _from_here(look.sources.get(module, ""))
+    source = ELSEWHERE.join(map(_from_here, look.sources.get(module, "").split(ELSEWHERE)))
     return f"{module or 'the model itself'} ({source})" if source else module
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from sumgrad.base.outcome import spans
+from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code
@@ -13,6 +13,7 @@ from sumgrad.diagnose.modules import companions
 from sumgrad.diagnose.modules.entered import Odd, is_whole, odd_rows, row_of
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.pairs_twice import pairs_twice
 from sumgrad.diagnose.modules.parts_handed import joined_parts
 from sumgrad.diagnose.modules.rows_handed import as_often, wrong_and_right_rows
 from sumgrad.record.line import Line
@@ -21,27 +22,41 @@ from sumgrad.record.trace import Trace
 MOST_ROWS = 3  # that are written out
 
 
-def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, list[str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OddData:
+    """What enters a module and is none of the single process's, in words. is_sure: values say that
+    it belongs elsewhere; else it may be numbers that are meant to be others."""
+
+    module: str
+    said: tuple[str, ...]
+    is_sure: bool = True
+
+
+def odd_data(case: Case, look: Look, found: FirstWrong) -> OddData | None:
     """The module that is wrong, or one beside or around it, which whole numbers enter that are no
     row of the single process's, or are those of a row with what is not that row's beside; and
     which."""
     traces = case.traces
     if traces is None:
-        return None, []
+        return None
     around = [m for m in look.modules if m != found.wrong and is_in(found.wrong, m)]
     for module in (found.wrong, *reversed(found.modules), *around):
         beside = [] if _comes_out_right(case, look, found, module) else (
             list(_beside(case, found, module))
         )  # fmt: skip
         if beside:
-            return module, [
+            text = (
                 f"what {module or 'the model'} is handed for one row does not belong together: "
                 f"{'; '.join(beside[:MOST_ROWS])}"
-            ]
-        if joined := _joined(case, found, module):
-            return module, joined
-        if other := _of_another_field(case, found, module):
-            return module, other
+            )
+            return OddData(module=module, said=(text,))
+        strange = (
+            _joined(case, found, module)
+            or _twice(case, found, module)
+            or _of_another_field(case, found, module)
+        )
+        if strange:
+            return OddData(module=module, said=tuple(strange))
         told: list[str] = []
         made: dict[Line, None] = {}
         usual = _is_usual(case, look, found, module)
@@ -57,13 +72,14 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> tuple[str | None, lis
             told += [f"on rank {rank} {', '.join([*words, *more])}"] if odd else []
             made |= dict.fromkeys(_made(traces.ranks[rank], module, one) for one in odd)
         if told:
-            return module, [
+            said = (
                 f"whole numbers that enter {module or 'the model'} are no row, nor a stretch of a "
                 f"row, of those in the single process: {'; '.join(told[:MOST_ROWS])}",
                 *([f"they were made at {line_and_code(*next(iter(made)))}"]
                   if len(made) == 1 and next(iter(made))[0] else []),
-            ]  # fmt: skip
-    return None, []
+            )  # fmt: skip
+            return OddData(module=module, said=said, is_sure=False)
+    return None
 
 
 @as_a_hint
@@ -84,6 +100,24 @@ def _joined(case: Case, found: FirstWrong, module: str) -> list[str]:
                     f"is put together of parts that belong elsewhere in the single process, on "
                     f"rank {rank} in call {one.call}: {parts}{more}: look at how rows and their "
                     f"parts are stacked, viewed and transposed"]  # fmt: skip
+    return []
+
+
+@as_a_hint
+def _twice(case: Case, found: FirstWrong, module: str) -> list[str]:
+    """Where pairs stand twice; the first call of a rank, and how many there are more."""
+    traces = case.traces
+    for rank in () if traces is None else found.ranks:
+        assert traces is not None
+        told = list(pairs_twice(traces.ranks[rank], traces.single, module))
+        if told:
+            one = told[0]
+            pairs = some_of([f"({a}, {b})" for a, b in one.pairs])
+            made = f", made at {line_and_code(*one.made)}" if one.made[0] else ""
+            more = f", and so in {len(told) - 1} more calls" if len(told) > 1 else ""
+            return [f"of what {module or 'the model'} is handed as {one.name} on rank {rank} in "
+                    f"call {one.call}{made}, {pairs} stands there more than once{more}, and in the "
+                    f"single process nothing does"]  # fmt: skip
     return []
 
 

@@ -55,7 +55,7 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         if (one.is_switched and one.ranks == diagnosis.ranks)
         or (one.is_a_choice and not {*one.modules}.isdisjoint(accused))
     ]
-    others = [one for one in found if one not in first_ones]
+    others = sorted((o for o in found if o not in first_ones), key=lambda o: not o.is_a_choice)
     front, behind = (tuple(map(_in_words, some[:MOST_SHOWN])) for some in (first_ones, others))
     turned = [] if first is None else _turned(case, first)
     return replace(diagnosis, because=(*turned, *front, *diagnosis.because, *behind))

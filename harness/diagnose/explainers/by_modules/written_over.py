@@ -62,13 +62,20 @@ def _key(one: WrittenOver) -> tuple[str, int, Line]:
 
 def written_over(traces: Traces) -> Iterator[WrittenOver]:
     """Of each rank the first, of lines that the single process runs, too, and to which that never
-    happens there."""
+    happens there; it runs the one that writes, too."""
     fresh = _never_written_over(traces.single)
+    run = {c.line for c in traces.single.computed.computations}
     for rank, trace in traces.ranks.items():
         found: dict[tuple[str, int, Line], list[Computation]] = {}
         for c in trace.computed.computations:
             for at, by in enumerate(c.written_at):
-                if by[0] and (c.line, c.function, at) in fresh and c.made_at[at][0]:
+                if (
+                    c.line
+                    and by[0]
+                    and by[0] in run
+                    and (c.line, c.function, at) in fresh
+                    and c.made_at[at][0]
+                ):
                     found.setdefault((c.function, at, by), []).append(c)
         if not found:
             continue

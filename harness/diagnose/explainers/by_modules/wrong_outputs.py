@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.between import places
+from sumgrad.diagnose.explainers.by_modules.between import places, told_of
 from sumgrad.diagnose.explainers.by_modules.entering import (
     entered_wrong,
     into_the_calls,
@@ -136,13 +136,19 @@ def features_in_words(case: Case, found: FirstWrong) -> list[str]:
     """Which features of the wrong vectors, where some are right."""
     traces = traces_looked_at(case)
     seen = entered_wrong(case, found) or found.seen
-    told = traces and wrong_features(traces, seen, case.record.spec.tiers[case.tier])
-    if not told or any(s.mixed for s in seen):
+    if traces is None or not seen or any(s.mixed for s in seen):
+        return []
+    dtype, one = case.record.spec.tiers[case.tier], told_of(seen)
+    told, where = wrong_features(traces, seen, dtype), ""
+    if told is None:
+        told = wrong_features(traces, [one], dtype)
+        where = f", on rank {one.rank} in call {one.call.number}"
+    if told is None:
         return []
     wrong, width = told
-    what = "what goes in" if seen[0].call.module.startswith(INTO) else "its output"
-    return [f"of each such vector of {what} elements {spans(wrong)} of {width} are wrong, the "
-            f"others are right"]  # fmt: skip
+    what = "what goes in" if one.call.module.startswith(INTO) else "its output"
+    return [f"of each such vector of {what}{where} elements {spans(wrong)} of {width} are wrong, "
+            f"the others are right"]  # fmt: skip
 
 
 @as_a_hint
