@@ -13,12 +13,15 @@ from sumgrad.diagnose.explainers.by_modules import factor_lines as words
 from sumgrad.diagnose.explainers.by_modules.factor_lines import _but_for
 from sumgrad.diagnose.modules.factor_lines import (
     FactorLines,
+    OtherNumber,
     Scaling,
     _one_factor,
     lines_with_factors,
+    lines_with_other_numbers,
     numbers_in,
 )
 from sumgrad.diagnose.modules.loss_weights import Share
+from sumgrad.record.computed import Computation
 from sumgrad.record.trace import Call, Trace, Traces
 from sumgrad.subjects.program.computations import Computations
 from torch.nn import functional as F
@@ -299,6 +302,7 @@ def told_by(monkeypatch):
             "shares_of_term": lambda look, term: ("head", shares),
             "row_weights": lambda shares, rows: "weights",
             "predicts": lambda case, weights: predicts,
+            "lines_with_other_numbers": lambda *_: [],
             "lines_with_factors": lambda *_: [FactorLines(lines=(line,), by=(by,), right=9.0)],
         }.items():
             monkeypatch.setattr(words, name, value)
@@ -337,3 +341,68 @@ def test_a_division_by_the_count_of_another_term_is_told(told_by):
     assert len(told_by(of_b, [2.0, 2.0], counts=counts, terms=("a", "b"))) == 2
     of_a = diagnosis("term_factor", factor="2", term="a")
     assert len(told_by(of_a, [2.0, 2.0], counts=counts, terms=("a", "b"))) == 1
+
+
+def mixed(share):
+    def loss(out, low, high, number):
+        return share * summed(out, low, high) + (1 - share) * out.sum()
+
+    return loss
+
+
+def other_numbers(losses, factors, *, single=None, rows=((0, 2), (2, 5))):
+    whole = trace(single or mixed(0.8), [(0, 9)])
+    ranks = {rank: trace(loss, rows) for rank, loss in losses.items()}
+    shares = [share(rank, number, factor) for (rank, number), factor in factors.items()]
+    traces = Traces(tier="structure", step=0, ranks=ranks, single=whole)
+    return [(one.mine.mine.part or one.mine.mine.code, round(one.mine.by, 9), one.there, one.ranks)
+            for one in lines_with_other_numbers(traces, "head", shares)]  # fmt: skip
+
+
+EACH = [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_line_that_multiplies_by_another_number_than_the_same_line_there():
+    losses = {0: mixed(0.2), 1: mixed(0.2)}
+    found = other_numbers(losses, dict.fromkeys(EACH, 0.25))
+    assert found == [("share * summed(out, low, high)", 0.2, 0.8, (0, 1))]
+    assert other_numbers(losses, dict.fromkeys(EACH, 0.5)) == []
+    assert other_numbers(losses, dict.fromkeys(EACH, 1.0)) == []
+    assert other_numbers(losses, {**dict.fromkeys(EACH, 0.25), (1, 1): 0.5}) == [
+        ("share * summed(out, low, high)", 0.2, 0.8, (0,))
+    ]
+    right = other_numbers({0: mixed(0.2), 1: mixed(0.8)}, dict.fromkeys(EACH, 0.25))
+    assert [ranks for *_, ranks in right] == [(0,)]
+
+
+def divided(by):
+    return lambda out, low, high, number: summed(out, low, high) / by
+
+
+def test_a_line_that_divides_by_another_number():
+    found = other_numbers({0: divided(8)}, {(0, 0): 0.5}, single=divided(4))
+    assert found == [("summed(out, low, high) / by", 8.0, 4.0, (0,))]
+    assert other_numbers({0: divided(8)}, {(0, 0): 2.0}, single=divided(4)) == []
+    assert other_numbers({0: divided(8)}, {(0, 0): 0.5}, single=summed_of) == []
+
+
+def summed_of(out, low, high, number):
+    return summed(out, low, high)
+
+
+def test_of_the_same_line_it_is_said_what_it_multiplies_by_there():
+    mine = Scaling(mine=line_of_code("loss * share"), at=1, divides=False, by=0.2)
+    one = OtherNumber(mine=mine, there=0.8, factor=0.25, ranks=(1, 3))
+    assert words._of_another_number(one) == (
+        "1/4 times is what this line makes of it: a.py:1 `loss * share` multiplies by 1/5 on rank "
+        "1, 3, and in the single process by 4/5"
+    )
+    divides = replace(one, mine=replace(mine, divides=True, by=8.0), there=2.0)
+    assert "divides by 8 on rank 1, 3, and in the single process by 2" in (
+        words._of_another_number(divides)
+    )
+
+
+def line_of_code(code):
+    return Computation(function="mul", line="a.py:1", code=code, takes=(0, "0.2"),
+                       made_at=(("", ""),) * 2)  # fmt: skip

@@ -245,3 +245,14 @@ def test_where_what_is_reduced_too_early_is_reduced(monkeypatch, joints, said):
     assert told.kind == "late_gradient"
     assert [*told.because][-1:] == (said or [told.because[-1]])
     assert ("that reduction is a" in told.because) == bool(said)
+
+
+@pytest.mark.parametrize(("often", "said"), [
+    ((4.0, 2.0, 1.0), "each call rescales what was there before"),
+    ((1.0, 2 / 5, 4 / 25), "each is multiplied by 2/5 once more than the one before it, as by a "
+                           "hook or a factor that is there once more each time"),
+])  # fmt: skip
+def test_what_is_multiplied_again_and_again_is_told_by_which_is_right(often, said):
+    kind, cause = by_number([*numbered(0, 0, 1, 2)], held(often), ["w"])
+    assert kind == "rescaled"
+    assert cause.endswith(f"in w: {said}")

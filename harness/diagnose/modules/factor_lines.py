@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
@@ -85,6 +85,58 @@ def lines_with_factors(traces: Traces, module: str, shares: Sequence[Share]) -> 
     found = [line for own in varied if (line := _told([own], factors)) is not None]
     pairs = combinations(varied[:MOST_PAIRED], 2)
     return found or [line for own in pairs if (line := _told(own, factors)) is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OtherNumber:
+    """A line that multiplies by another number than the same line of the single process, which is
+    `factor` times that, as the gradients of these shares are. there: that number."""
+
+    mine: Scaling
+    there: float
+    factor: float
+    ranks: tuple[int, ...]
+
+
+def lines_with_other_numbers(
+    traces: Traces, module: str, shares: Sequence[Share]
+) -> list[OtherNumber]:
+    """Of shares, of one part of the output each, that have one factor on a rank: the lines that
+    give it."""
+    there = _by_site(traces.single.computed)
+    found: dict[str, list[OtherNumber]] = {}
+    for rank, part in dict.fromkeys((s.rank, s.part) for s in shares):
+        own = [s for s in shares if (s.rank, s.part) == (rank, part) and s.factor]
+        factors = [s.factor for s in own if s.factor is not None]
+        if not factors or not same(factors) or same([factors[0], 1.0]):
+            continue
+        held = _Rank(traces.ranks[rank], traces.single.computed)
+        every = [held.scalings(module, s.number, {part}) for s in own]
+        for site, one in every[0].items() if every else ():
+            numbers = there.get(site, ())
+            if one.beside or not numbers or not same(numbers) or not numbers[0] or not one.by:
+                continue
+            ratio = one.by / numbers[0] if not one.divides else numbers[0] / one.by
+            if same([ratio, factors[0]]) and all(
+                site in each and same([each[site].by, one.by]) for each in every
+            ):
+                other = OtherNumber(mine=one, there=numbers[0], factor=ratio, ranks=(rank,))
+                found.setdefault(site, []).append(other)
+    return [
+        replace(ones[0], ranks=tuple(sorted({r for one in ones for r in one.ranks})))
+        for ones in found.values()
+    ]
+
+
+def _by_site(whole: Computed) -> dict[str, list[float]]:
+    """The numbers that each line of the single process multiplies or divides by."""
+    out: dict[str, list[float]] = {}
+    for c in whole.computations:
+        for taken in range(min(len(c.takes), 2)):
+            for one in _scaling(whole, c, taken):
+                if one.at is not None:
+                    out.setdefault(c.site, []).append(one.by)
+    return out
 
 
 def _told(held: Sequence[Sequence[Scaling]], factors: Mapping[Key, float]) -> FactorLines | None:

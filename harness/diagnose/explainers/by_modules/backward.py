@@ -108,7 +108,7 @@ def _is_made_up_for(case: Case, look: Look, found: FirstWrong) -> bool:
     calls = [s for s in look.seen[found.wrong] if s.rank in found.ranks]
     if factors is None or len(calls) > len(found.seen):
         return False
-    values = [v for _, one in factors[1] for v in one.values if v is not None]
+    values = [v for _, one in factors[1] for v in one.known]
     return len(values) > 1 and any(same([v, 1.0]) for v in values) and not same(values)
 
 

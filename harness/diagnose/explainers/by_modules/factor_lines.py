@@ -22,8 +22,10 @@ from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.modules.factor_lines import (
     FactorLines,
     Key,
+    OtherNumber,
     Scaling,
     lines_with_factors,
+    lines_with_other_numbers,
     numbers_in,
 )
 from sumgrad.diagnose.modules.loss_weights import (
@@ -72,6 +74,9 @@ def _lines(case: Case, diagnosis: Diagnosis) -> tuple[list[str], bool] | None:
     module, shares = found
     if diagnosis.kind not in AT_THE_LOSS and not _make_the_gradient(case, shares):
         return None
+    others = lines_with_other_numbers(traces, module, shares)[:MOST_LINES]
+    if others:
+        return [_of_another_number(one) for one in others], True
     lines = lines_with_factors(traces, module, shares)[:MOST_LINES]
     factors = [s.factor for s in shares if s.factor is not None]
     if not same(factors):
@@ -81,6 +86,15 @@ def _lines(case: Case, diagnosis: Diagnosis) -> tuple[list[str], bool] | None:
     kept = [without for one in lines if (without := _but_for(one, by_right)).lines]
     said = [_of_one_factor(one, factors[0], total) for one in kept if len(one.lines) < 3]
     return said, same([factors[0], total])
+
+
+def _of_another_number(one: OtherNumber) -> str:
+    verb = "divides by" if one.mine.divides else "multiplies by"
+    return (
+        f"{fraction_of(one.factor)} times is what this line makes of it: "
+        f"{expression(one.mine.mine)} {verb} {fraction_of(one.mine.by)} on rank "
+        f"{spans(one.ranks)}, and in the single process by {fraction_of(one.there)}"
+    )
 
 
 def _but_for(found: FactorLines, counts: Collection[float]) -> FactorLines:
