@@ -90,7 +90,7 @@ WHY = (
     "Each rank divides cos(latitude) by the mean over its own band instead of over all 11 latitudes. The rank's whole contribution to the loss (all its points, both micro-batches, all rows) is multiplied by mean(all) / mean(own): "
     + ", ".join(
         f"rank {r} (latitudes {a}-{b - 1}) {float(_COS.mean() / _COS[a:b].mean()):.4f}"
-        for r, (a, b) in enumerate(zip(BANDS[:-1], BANDS[1:]))  # noqa: RUF007
+        for r, (a, b) in enumerate(zip(BANDS[:-1], BANDS[1:]))
     )
     + ". So the summed gradient of all parameters is wrong in direction, equally on all ranks after the sum. The model's forward, the latitude input, "
     "the divisor 132, the micro-batches and the sum over sp are right. Fix: normalise over the whole grid before the cut "
