@@ -26,6 +26,7 @@ from sumgrad.judge.cells import Cell
 from sumgrad.judge.joint import sizes_of
 
 NEITHER = "the ledger shows neither an average nor a repeated reduction of it"
+ALL_RANKS = ("world", "1/world")
 MOST_FACTORS = 4  # of parameters, that are written out
 MOST_NUMBERS = 3  # of terms that count otherwise
 Explained = tuple[Diagnosis, list[tuple[tuple[int, ...], Factors]]]
@@ -208,9 +209,9 @@ def _factor_by_term(case: Case, found: Factors, names: Sequence[str]) -> Diagnos
     term, value, sigma = odd[0]
     shown, lost = _fraction_or_number(value, sigma), abs(value) < CLOSE
     symbols = [] if lost else factor_symbols(case, value)
-    several = _plain(symbols) if len(_plain(symbols)) > 1 else []
+    several = [s for s in _plain(symbols) if s not in ALL_RANKS]  # which are those of one axis
     also = f"{some_of(several)} are all that number; unequal sizes separate them"
-    symbols = [] if several else symbols
+    symbols = [] if len(several) > 1 else symbols
     return Diagnosis(
         cause=_terms_in_words(case, odd, names, symbols)
         + ("; the other terms are right" if len(odd) < len(by_size) else "; no term is right"),
@@ -220,7 +221,7 @@ def _factor_by_term(case: Case, found: Factors, names: Sequence[str]) -> Diagnos
         symbol=symbols[0] if symbols else None,
         also=tuple(symbols[1:4]),
         because=("with one factor for each term the residual is under the threshold",),
-        however=(also,) if several else (),
+        however=(also,) if len(several) > 1 else (),
     )
 
 

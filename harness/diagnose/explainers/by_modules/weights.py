@@ -159,10 +159,10 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
 
 
 def _odd_ranks(shares: Sequence[Share]) -> tuple[int, ...]:
-    """Those where not all tokens have the usual factor; all where there is none."""
+    """Those where not all rows or tokens have the usual factor; all where there is none."""
     usual = usual_factor(shares)
-    tokens = any(s.factor is None and None in s.by_row.values() for s in shares)
-    odd = {s.rank for s in shares if usual is not None and tokens and odd_vectors(s, usual)}
+    differ = any(s.factor is None for s in shares)  # within one call
+    odd = {s.rank for s in shares if usual is not None and differ and odd_vectors(s, usual)}
     return tuple(sorted(odd or {s.rank for s in shares}))
 
 
