@@ -27,9 +27,11 @@ def trace(called, seen=(), sources=None):
     ],
 )
 def test_the_outermost_that_no_rank_calls(ranks, seen, failed, said):
-    single = trace(["a", "what goes into head", "head", "head.A"], sources={"head": "Linear"})
+    names = ["a", "what goes into head", "head", "head.A", ""]  # of the last ranks call the parts
+    single = trace(names, sources={"head": "Linear"})
     traces = SimpleNamespace(
-        ranks={i: trace(own, seen if own else ()) for i, own in enumerate(ranks)}, single=single
+        ranks={i: trace(own, ["", *seen] if own else ()) for i, own in enumerate(ranks)},
+        single=single,
     )
     (told,) = never_called(SimpleNamespace(traces=traces), failed) or [""]
     assert told.startswith(said) if said else not told

@@ -127,11 +127,11 @@ def owners(case: Case) -> list[str]:
 
 def named(look: Look, module: str) -> str:
     """A module by its name, class and line."""
-    source = ELSEWHERE.join(map(_from_here, look.sources.get(module, "").split(ELSEWHERE)))
+    source = ELSEWHERE.join(map(source_from_here, look.sources.get(module, "").split(ELSEWHERE)))
     return f"{module or 'the model itself'} ({source})" if source else module
 
 
-def _from_here(source: str) -> str:
+def source_from_here(source: str) -> str:
     """`Linear at FILE:LINE` with the file as it is called from here."""
     words, _, path = source.rpartition(" at ")
     try:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
+from sumgrad.diagnose.explainers.by_modules.looked import source_from_here
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.record.directory import Record
 from sumgrad.record.trace import INTO
@@ -45,12 +46,14 @@ def never_called(
     owners = {name.rpartition(".")[0] for name in failed}
     there = dict.fromkeys(c.module for c in traces.single.calls if not c.module.startswith(INTO))
     seen = {name for trace in traces.ranks.values() for name in trace.classes}
-    never = [m for m in there if m not in called and m in seen]  # not the inside of compiled ones
+    # Not the inside of compiled ones; of the model itself the ranks may call the parts.
+    never = [m for m in there if m and m not in called and m in seen]
     # The outermost of each, if parameters in it are not right.
     outer = [m for m in never if not any(is_in(m, other) for other in (*never, *right))]
     told = [m for m in outer if any(owner == m or is_in(owner, m) for owner in owners)]
     if not told or not called:
         return []
-    names = [f"{m} ({s})" if (s := traces.single.sources.get(m)) else m for m in told]
+    names = [f"{m} ({source_from_here(s)})" if (s := traces.single.sources.get(m)) else m
+             for m in told]  # fmt: skip
     return [f"{some_of(names)} is called in the single process and on no rank: look at what the "
             f"ranks call in its place"]  # fmt: skip
