@@ -27,6 +27,7 @@ FOLDER = "trace"
 LOSS = "the loss"
 INTO = "what goes into "
 A_GROUP = "a process group"  # of what a module is handed, in words
+MAX_USED = 4  # states of one parameter that differ
 MAX_SAMPLE = 2039  # elements of a parameter: a prime, or evenly apart may be all of one column
 
 

@@ -432,3 +432,16 @@ def test_one_number_is_no_multiple_of_another_but_by_a_fraction(factor, of, word
     how = Difference(factor=factor, num=of, of=of, now=-0.01, was=0.25)
     mine = SimpleNamespace(function="sub", takes=(0, 1))
     assert _differs(SimpleNamespace(mine=mine, at=1, how=how), how, "") == words
+
+
+def test_the_same_numbers_in_another_order_do_not_belong_together():
+    """As token losses by cluster beside weights by token: neither is another."""
+    weights = torch.tensor([3.0, 1.0, 2.0, 3.0, 1.0, 2.0]).double()
+    whole = recorded(masked, X, weights)
+    turned = first(recorded(masked, X[:3], weights[[2, 0, 1]]), whole)
+    assert turned.how.elsewhere
+    other = first(recorded(masked, X[:3], torch.tensor([3.0, 1.0, 2.5]).double()), whole)
+    assert not other.how.elsewhere
+    flags = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).double()
+    seen = first(recorded(masked, X[:3], flags[[1, 0, 2]]), recorded(masked, X, flags))
+    assert not seen.how.elsewhere  # of two values any are in another order

@@ -170,13 +170,19 @@ def test_places_are_asked_for_where_what_comes_back_belongs_nowhere(unwanted):
     assert ("look for what autograd does not see" in said) == (not unwanted)
 
 
-@pytest.mark.parametrize(
-    ("back", "said"), [(3, "a gradient reaches them: "), (None, "these may be")]
-)
-def test_of_what_may_be_a_halo_it_is_said_whether_it_counts(monkeypatch, back, said):
+@pytest.mark.parametrize(("back", "said"), [(3, []), (None, ["these may be"])])
+def test_what_no_gradient_reaches_may_be_a_halo(monkeypatch, back, said):
     monkeypatch.setattr(forward, "what_goes_into", lambda *_: "wrong")
     one = seen(0)
     one = replace(one, wrong=torch.tensor([1]), call=replace(one.call, operation_back=back))
     look = SimpleNamespace(sources={}, seen={"m": [one]}, modules=("m",))
     _, told = forward._start_of_forward(CASE, look, FirstWrong(wrong="m", seen=(one,)))
-    assert [text.startswith(said) for text in told] == [True]
+    assert [text[:12] for text in told] == said
+
+
+def test_beside_factors_a_line_tells_of_its_ranks_too(monkeypatch):
+    monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=2)])
+    monkeypatch.setattr(computed, "_in_words", lambda *_: "a line")
+    asked = Diagnosis(cause="c", kind="loss_weights", ranks=(1,), because=("b",))
+    told = computed.with_the_line(CASE, asked)
+    assert (told.cause, told.ranks, told.because) == ("c", (1, 2), ("a line", "b"))

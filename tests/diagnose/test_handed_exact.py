@@ -101,8 +101,30 @@ def test_the_argument_that_wrong_calls_have_alone(ranks, wrong, single, said):
         for rank, own in calls.items()
         for call in own
     ]  # fmt: skip
-    look = SimpleNamespace(modules=("inner", ""), seen={"inner": seen})
+    look = SimpleNamespace(modules=("inner", ""), seen={"inner": seen}, sources={})
     found = SimpleNamespace(
         wrong="inner", seen=tuple(s for s in seen if s.forward == "wrong"), ranks=(0, 1)
     )
     assert handed_otherwise(case, look, found) == ([said] if said else [])
+
+
+@pytest.mark.parametrize(("source", "state", "given", "is_told"), [
+    ("Block at a.py:1", "right", "nothing", False),
+    ("Block at a.py:1", "wrong", "nothing", True),
+    ("Other at b.py:1", "right", "nothing", True),
+    ("Block at a.py:1", "right", "a tensor of int64", True),
+])  # fmt: skip
+def test_what_another_of_its_class_is_handed_too_and_is_right_with_tells_nothing(
+    source, state, given, is_told
+):
+    call = Call(module="m", number=0, part=0, operation=0, operation_back=0, recomputed=False)
+    mine = {"m": ({"at": "nothing"},), "other": ({"at": given},)}
+    case = SimpleNamespace(traces=SimpleNamespace(
+        ranks={0: SimpleNamespace(handed=mine, calls=[call])},
+        single=SimpleNamespace(handed={"m": ({"at": "a tensor of int64"},)}),
+    ))  # fmt: skip
+    seen = SimpleNamespace(rank=0, call=call, forward="wrong")
+    look = SimpleNamespace(modules=("m", "other"), seen={"m": [seen]}, forward=lambda m: state,
+                           sources={"m": "Block at a.py:1", "other": source})  # fmt: skip
+    found = SimpleNamespace(wrong="m", seen=(seen,), ranks=(0,))
+    assert bool(handed_otherwise(case, look, found)) is is_told

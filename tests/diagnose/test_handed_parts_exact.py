@@ -132,9 +132,9 @@ def told(*mine, single=(READS, WRITES), ranks=1, kind="forward"):
 def test_memory_that_was_written_into_before():
     over = took("step.py:7", by=HIDE)
     assert told(READS, WRITES, over, WRITES, over, ranks=2) == (
-        "what step.py:7 `code of step.py:7` takes as its first argument, made at step.py:3 "
-        "`return x[a:b]`, is of memory that step.py:5 `window[hidden] = 0` had written into "
-        "before, in 2 of the 3 times that it runs, on rank 0-1; in the single process it is not",
+        "what step.py:7 `code of step.py:7` takes as its first argument is made at step.py:3 "
+        "`return x[a:b]` of memory that step.py:5 `window[hidden] = 0` had written into before, on "
+        "rank 0-1; in the single process it is never made of such memory",
         "b",
     )
 

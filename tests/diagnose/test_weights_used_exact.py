@@ -10,7 +10,7 @@ import torch
 from sumgrad.diagnose.explainers.by_modules.other_weights import held_beside
 from sumgrad.diagnose.modules.weights_used import how, other_weights, uncalled_state
 from sumgrad.record.ranks import sample_of
-from sumgrad.record.trace import MAX_SAMPLE, Trace, Traces, read_trace, write_trace
+from sumgrad.record.trace import MAX_SAMPLE, MAX_USED, Trace, Traces, read_trace, write_trace
 from sumgrad.subjects.program.watch import ModuleWatch
 from torch import nn
 
@@ -48,6 +48,13 @@ def test_what_a_module_that_is_never_called_holds(monkeypatch):
     assert held_beside(case, (0, 1)) == []  # what is wrong on other ranks is not by it
     spec.tiers = {"structure": "float32"}
     assert held_beside(case, (1,)) == []
+
+
+def test_where_as_many_states_are_kept_as_may_be_others_may_have_been_there():
+    several = [changed(0, 10.0 + i) for i in range(MAX_USED)]
+    other = trace_of(changed(1, 7.0))
+    assert found(other, trace_of(*several[1:]))
+    assert not found(other, trace_of(*several))
 
 
 def test_states_of_modules_that_are_never_called_are_kept_at_the_end():

@@ -48,8 +48,8 @@ def gradient_where_zero_belongs(case: Case, left: Left) -> Iterator[Explanation]
             ranks=tuple(sorted({cell.rank for cell in case.failing_cells})),
             because=(
                 "what sets it to zero in one process, as a tensor hook or a mask, does not act on "
-                "these ranks: a wrapper that makes the parameter anew (fully_shard, a flat buffer) "
-                "loses hooks that were registered before",
+                "these ranks; a wrapper that makes the parameter anew (fully_shard, a flat buffer) "
+                "may lose hooks that were registered before",
                 *([] if right else ["or what does not reach it in one process reaches it there"]),
             ),
         ),

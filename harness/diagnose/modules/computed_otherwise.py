@@ -233,7 +233,9 @@ class Both:
             return (
                 None  # of what all rows share none is another: what is in common stands elsewhere
             )
-        elsewhere = same or self._is_among(x, y)
+        elsewhere = (
+            same or self._is_among(x, y) or _is_in_another_order(flat[places[0]], beside[places[1]])
+        )
         if c.function == "add" and not elsewhere and min(got.numel(), wanted.numel()) > 1:
             return None
         return (replace(how, elsewhere=elsewhere),)
@@ -351,6 +353,11 @@ def _spread(tensor: Tensor, shape: torch.Size, *, targets: bool) -> Tensor | Non
         return torch.broadcast_to(tensor, shape).reshape(-1).double()
     except RuntimeError:
         return None
+
+
+def _is_in_another_order(got: Tensor, wanted: Tensor) -> bool:
+    """Whether these are the same numbers, of which some stand beside others."""
+    return len(got.unique()) > 2 and torch.equal(got.sort().values, wanted.sort().values)
 
 
 def _differ(got: Tensor, wanted: Tensor, number: Tensor, size: int) -> Difference | None:

@@ -100,9 +100,9 @@ def _is_met_before(look: Look, module: str, first: str) -> bool:
 def _is_right_again(look: Look, module: str) -> bool:
     """Whether something right is made from it. Of what is right in those vectors alone that count,
     the others may lead on: not where something else made from it is wrong up to the end. Nor what
-    no gradient passes, where one passes it: that may be made from something else."""
+    no gradient passes, where one passes it, or should: that may be made from something else."""
     above = look.paths.all_above(module) - {LOSS}
-    passed = _is_passed(look, module)
+    passed = module in look.paths.known or _is_passed(look, module)
     right = [m for m in above if look.forward(m) == "right" and (not passed or _is_passed(look, m))]
     if not right or any(_in_full(look, m) for m in right):
         return bool(right)

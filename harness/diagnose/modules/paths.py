@@ -11,10 +11,11 @@ from sumgrad.record.trace import LOSS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
     """below: module -> those whose outputs its own is made from; above: -> those made from it, or
-    LOSS. In both those next to it, with no other module in between."""
+    LOSS. In both those next to it, with no other module in between. known: those with a graph."""
 
     below: Mapping[str, tuple[str, ...]]
     above: Mapping[str, tuple[str, ...]]
+    known: frozenset[str] = frozenset()
 
     def next_above(self, module: str, told: Callable[[str], bool]) -> tuple[str, ...]:
         """The nearest on every way to the loss that are told of, and LOSS where none is on one."""
@@ -71,4 +72,5 @@ def paths_of(modules: Sequence[str], takes: Mapping[str, Sequence[str]]) -> Path
     return Paths(
         below={m: tuple(dict.fromkeys(others)) for m, others in below.items()},
         above={m: tuple(dict.fromkeys(others)) for m, others in above.items()},
+        known=frozenset(known),
     )

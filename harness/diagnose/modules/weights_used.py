@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 from sumgrad.record.ranks import sample_of
-from sumgrad.record.trace import MAX_SAMPLE, Trace, Traces
+from sumgrad.record.trace import MAX_SAMPLE, MAX_USED, Trace, Traces
 from torch import Tensor
 
 SAME = 1e-8  # of the parameter's largest element, in float64, as modules' outputs are compared
@@ -63,11 +63,14 @@ def uncalled_state(traces: Traces) -> list[OtherWeight]:
 
 
 def _other(single: Trace, rank: int, trace: Trace, name: str, when: When) -> OtherWeight | None:
-    """The first state of a parameter that the single process never has."""
+    """The first state of a parameter that the single process never has; None where that has as many
+    as are kept, and may have had this one, too."""
     numel = trace.used_numel.get(name)
-    states = (single.used.get(f"{at}/{name}", ()) for at in ("forward", "backward", UNCALLED))
+    states = [single.used.get(f"{at}/{name}", ()) for at in ("forward", "backward", UNCALLED)]
     right = [t.double() for own in states for t in own]
     if not numel or numel != single.used_numel.get(name) or not right:
+        return None
+    if any(len(own) >= MAX_USED for own in states):
         return None
     places = sample_of(numel, MAX_SAMPLE)
     for held in trace.used[f"{when}/{name}"]:

@@ -11,7 +11,7 @@ import torch
 from sumgrad.base.tensors import to_local
 from sumgrad.record.line import NO_LINE, Line
 from sumgrad.record.ranks import sample_of
-from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, Call, Stack, Started, Trace
+from sumgrad.record.trace import INTO, LOSS, MAX_SAMPLE, MAX_USED, Call, Stack, Started, Trace
 from sumgrad.subjects.program.arguments import (
     as_numbers,
     in_a_word,
@@ -31,7 +31,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 MAX_BYTES = 1 << 28  # of outputs and gradients, on each rank
 MAX_BYTES_INTO = 1 << 27  # of what goes into modules and is no output, and its gradients
-MAX_USED = 4  # states of one parameter that differ
 MAX_HANDED = 256  # calls of one module whose arguments are kept in words
 MAX_SETTINGS = 12  # values of one attribute of a module that differ
 MAX_PARTS = 4  # tensors of one output that are looked at

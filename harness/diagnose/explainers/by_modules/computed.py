@@ -52,12 +52,12 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if not found or (diagnosis.kind == "backward" and not _at_the_loss(case)):
         return diagnosis
     line = _in_words(case, found)
+    ranks = tuple(sorted({*diagnosis.ranks, *(one.rank for one in found)}))
     if diagnosis.kind in BESIDE or _comes_after(case, diagnosis, found):
-        return replace(diagnosis, because=(line, *diagnosis.because))
+        return replace(diagnosis, because=(line, *diagnosis.because), ranks=ranks)
     because: tuple[str, ...] = (diagnosis.cause.removeprefix("open: "),)
     if diagnosis.kind != "open":  # that no factors fit is no news then
         because += diagnosis.because
-    ranks = tuple(sorted({*diagnosis.ranks, *(one.rank for one in found)}))
     return replace(diagnosis, cause=line, because=because, standing="likely", ranks=ranks)
 
 

@@ -379,10 +379,10 @@ def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, l
     extra: list[str] = []
     if not near and _is_the_lesser_part(found.seen):
         reached = all(s.call.operation_back is not None for s in found.seen)
-        extra = ["a gradient reaches them: halos, ghosts or padding, which may be right to differ, "
-                 "must not count in the loss" if reached else
-                 "these may be halos, ghosts or padding that are right to differ: then they must "
-                 "not count in the loss, and what follows from them is wrong"]  # fmt: skip
+        extra = [] if reached else [
+            "these may be halos, ghosts or padding that are right to differ: then they must not "
+            "count in the loss, and what follows from them is wrong"
+        ]  # fmt: skip
         if into == "wrong":
             return (f"some of what goes into {at} is nothing that goes into it in the single "
                     f"process {ranks}", extra)  # fmt: skip

@@ -40,8 +40,24 @@ def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
                 continue  # a rank has groups, by right
             known = (right or "nothing" in has | others) and {*given} <= has | others
             if len(has) == 1 and not has & others and known and sum(too) * 2 <= len(too):
+                if _is_right_elsewhere(case, look, module, name, *has):
+                    continue
                 return [_in_words(found.wrong, module, name, has.pop(), others, wrong, too)]
     return []
+
+
+def _is_right_elsewhere(case: Case, look: Look, module: str, name: str, has: str) -> bool:
+    """Whether another module of that class, which comes out right, is handed the same."""
+    source = look.sources.get(module)
+    alike = [m for m in look.modules if m != module and source and look.sources.get(m) == source
+             and look.forward(m) == "right"]  # fmt: skip
+    traces = case.traces
+    return traces is not None and any(
+        call.get(name, "nothing") == has
+        for m in alike
+        for trace in traces.ranks.values()
+        for call in trace.handed.get(m, ())
+    )
 
 
 @as_a_hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
@@ -18,18 +19,13 @@ KINDS = ("forward", "backward", "recomputed", "open", "loss_weights", "row_facto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenOver:
-    """What a computation takes as argument `at`, which the line `by` wrote into before it was made.
-
-    first: the first of the rank's computations of which that is so; times: of how many runs of the
-    line, and `of` how many.
-    """
+    """What a computation, the first of a rank's, takes as argument `at`, into whose memory the line
+    `by` wrote before it was made."""
 
     rank: int
     first: Computation
     at: int
     by: Line
-    times: int
-    of: int
 
 
 def with_what_was_written_over(case: Case, diagnosis: Diagnosis) -> Diagnosis:
@@ -50,9 +46,8 @@ def _in_words(case: Case) -> list[str]:
     made = line_and_code(*one.first.made_at[one.at])
     return [
         f"what {line_and_code(one.first.line, one.first.code)} takes as its {ordinal(one.at)} "
-        f"argument, made at {made}, is of memory that {line_and_code(*one.by)} had written into "
-        f"before, in {one.times} of the {one.of} times that it runs, on rank {spans(ranks)}; in "
-        f"the single process it is not"
+        f"argument is made at {made} of memory that {line_and_code(*one.by)} had written into "
+        f"before, on rank {spans(ranks)}; in the single process it is never made of such memory"
     ]
 
 
@@ -66,25 +61,14 @@ def written_over(traces: Traces) -> Iterator[WrittenOver]:
     fresh = _never_written_over(traces.single)
     run = {c.line for c in traces.single.computed.computations}
     for rank, trace in traces.ranks.items():
-        found: dict[tuple[str, int, Line], list[Computation]] = {}
-        for c in trace.computed.computations:
-            for at, by in enumerate(c.written_at):
-                if (
-                    c.line
-                    and by[0]
-                    and by[0] in run
-                    and (c.line, c.function, at) in fresh
-                    and c.made_at[at][0]
-                ):
-                    found.setdefault((c.function, at, by), []).append(c)
-        if not found:
-            continue
-        (function, at, by), own = next(iter(found.items()))
-        first = own[0]
-        alike = [c for c in trace.computed.computations
-                 if (c.line, c.function) == (first.line, function)]  # fmt: skip
-        times = sum(c.line == first.line for c in own)
-        yield WrittenOver(rank=rank, first=first, at=at, by=by, times=times, of=len(alike))
+        found = (
+            WrittenOver(rank=rank, first=c, at=at, by=by)
+            for c in trace.computed.computations
+            for at, by in enumerate(c.written_at)
+            if c.line and by[0] and by[0] in run and c.made_at[at][0]
+            and (c.line, c.function, at) in fresh
+        )  # fmt: skip
+        yield from islice(found, 1)
 
 
 def _never_written_over(single: Trace) -> set[tuple[str, str, int]]:
