@@ -204,3 +204,12 @@ def test_outputs_that_the_loss_of_the_ranks_alone_is_made_of():
     one = replace(there, calls=there.calls[:1], outputs=there.outputs[:1],
                   gradients=there.gradients[1:])  # fmt: skip
     assert used(there, one) == []  # it has another number of outputs there
+
+
+def test_words_that_stand_in_another_order_tell_nothing():
+    """As positions that are dealt out in turn: which of them belong together is not known."""
+    words, other = WORDS[[0, 1, 2]].clone(), PLACED[[0, 1, 2]].clone()
+    words[0], other[1] = words[0].roll(1, 0), PLACED[2]
+    found = look(SUMMED, placed([0, 1, 2], other, words=words), placed([3, 4, 5], PLACED[3:]))
+    assert not next(s for s in found.seen["words"] if s.rank == 0).in_order
+    assert odd(found, "places") == {}
