@@ -406,3 +406,14 @@ def test_of_the_same_line_it_is_said_what_it_multiplies_by_there():
 def line_of_code(code):
     return Computation(function="mul", line="a.py:1", code=code, takes=(0, "0.2"),
                        made_at=(("", ""),) * 2)  # fmt: skip
+
+
+def test_of_lines_that_multiply_by_several_numbers_none_is_told():
+    def each(by):
+        return lambda out, low, high, number: by[number] * summed(out, low, high)
+
+    whole = {0: 0.8, 1: 0.4}
+    assert other_numbers({0: each({0: 0.2, 1: 0.2})}, dict.fromkeys([(0, 0), (0, 1)], 0.25),
+                         single=each({0: 0.8})) != []  # fmt: skip
+    assert other_numbers({0: each({0: 0.2, 1: 0.3})}, dict.fromkeys([(0, 0), (0, 1)], 0.25),
+                         single=each(whole)) == []  # fmt: skip

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from math import isnan
+from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules.how_it_is_off import _in_words
+from sumgrad.diagnose.explainers.by_modules.how_it_is_off import _in_words, off_at_a_line
 from sumgrad.diagnose.modules.how_off import how_off
 
 W = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -91,3 +92,17 @@ def test_columns_that_are_lost_are_wrong_too():
     assert how_off(moved, W).wrong == (0, 1, 3)
     got[:, 0] = got[:, 3] = 0.0
     assert how_off(got, wanted) is None
+
+
+def test_of_a_line_wrong_columns_are_not_told():
+    """They are those of one call, and others in the next."""
+    got, wanted = torch.ones(4, 3).double(), torch.ones(4, 3).double()
+    got[0, 1] = 5.0
+    assert how_off(got, wanted).wrong == (1,)
+    one = SimpleNamespace(rank=0, at=(0,), mine=SimpleNamespace(takes=(7,)))
+    lines = SimpleNamespace(beside=lambda rank, number: (got, wanted))
+    assert off_at_a_line(lines, [one]) == []
+    turned = SimpleNamespace(
+        beside=lambda rank, number: (wanted * torch.tensor([1.0, 2, 3]), wanted)
+    )
+    assert off_at_a_line(turned, [one]) != []

@@ -213,3 +213,10 @@ def test_words_that_stand_in_another_order_tell_nothing():
     found = look(SUMMED, placed([0, 1, 2], other, words=words), placed([3, 4, 5], PLACED[3:]))
     assert not next(s for s in found.seen["words"] if s.rank == 0).in_order
     assert odd(found, "places") == {}
+
+
+def test_of_one_output_nothing_is_another():
+    one = replace(two_outputs(True, True), calls=FLOW.calls[:1], outputs=(HIDDEN,),
+                  gradients=(torch.ones(2),))  # fmt: skip
+    held = replace(one, calls=(replace(one.calls[0], module="m"),))
+    assert used(replace(held, gradients=(torch.zeros(2),)), held) == []

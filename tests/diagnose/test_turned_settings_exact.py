@@ -174,3 +174,31 @@ def test_a_choice_of_the_accused_comes_first(monkeypatch, values, owner, first):
     said = settings.with_settings(case, Diagnosis(cause="c", kind="k", because=("b",))).because
     text = f"m has act = {here} on rank 0, and {there} in the single process"
     assert said == ((text, "b") if first else ("b", text))
+
+
+def test_a_switch_comes_before_a_number_that_is_another(monkeypatch):
+    has = {"m": {"size": ("3",), "act": ("'gelu'",)}, "m.inner": {}}
+    was = {"m": {"size": ("2",), "act": ("'relu'",)}, "m.inner": {}}
+    traces = SimpleNamespace(
+        single=SimpleNamespace(settings=was, turned={}),
+        ranks={0: SimpleNamespace(settings=has, turned={})},
+    )
+    monkeypatch.setattr(settings, "looked", lambda case: "look")
+    monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None)
+    monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: None)
+    monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})
+    failing = [SimpleNamespace(name="m.inner.w")]
+    case = SimpleNamespace(traces=traces, failing_cells=failing, record=0)
+    said = settings.with_settings(case, Diagnosis(cause="c", kind="k")).because
+    assert [text.split(" = ")[0] for text in said] == ["m has act", "m has size"]
+
+
+def test_the_call_around_is_one_of_the_same_pass():
+    """What is computed again ends after what is wrong, and is not around it."""
+    mine = rank("True", "True", "False", again=(1,))
+    wrong = mine.calls[1]
+    assert (wrong.module, wrong.number) == ("m.inner", 0)
+    order = (mine.calls[1], mine.calls[5], mine.calls[2])
+    traces = SimpleNamespace(ranks={0: SimpleNamespace(calls=order)})
+    s = Seen(rank=0, call=wrong, shape=(2, 3))
+    assert settings._calls_around(traces, s, "m") == {0}
