@@ -36,23 +36,25 @@ def look(takes, *held):
     return Look(modules=modules, seen=by_module, sources={}, paths=paths_of(modules, takes))
 
 
+def whole():
+    """All vectors of a tensor, each of them found."""
+    return Match(found=torch.eye(2).bool(), columns=(0, 3), picked=torch.arange(2),
+                 empty=torch.zeros(2).bool())  # fmt: skip
+
+
 @pytest.mark.parametrize(("back", "first"), [(None, "q"), (0, "out")])
 def test_what_no_gradient_passes_acquits_nothing(back, first):
     """k keeps no graph, so that it is taken to follow q."""
     takes = {"q": (), "k": ("q",), "out": ("k",), LOSS: ("out",)}
-    full = Match(found=torch.eye(2).bool(), columns=(0, 3), picked=torch.arange(2),
-                 empty=torch.zeros(2).bool())  # fmt: skip
-    found = look(takes, seen("q", 0, "wrong"), seen("k", 0, "right", back=back, where=full),
-                 seen("out", 0, "wrong"))  # fmt: skip
+    between = seen("k", 0, "right", back=back, where=whole())
+    found = look(takes, seen("q", 0, "wrong"), between, seen("out", 0, "wrong"))
     assert first_wrong_forward(found).wrong == first
 
 
 def test_where_none_passes_either_it_acquits():
     takes = {"q": (), "k": ("q",), "out": ("k",), LOSS: ("out",)}
-    full = Match(found=torch.eye(2).bool(), columns=(0, 3), picked=torch.arange(2),
-                 empty=torch.zeros(2).bool())  # fmt: skip
     found = look(takes, seen("q", 0, "wrong", back=None),
-                 seen("k", 0, "right", back=None, where=full), seen("out", 0, "wrong"))  # fmt: skip
+                 seen("k", 0, "right", back=None, where=whole()), seen("out", 0, "wrong"))  # fmt: skip
     assert first_wrong_forward(found).wrong == "q"  # in the single process one passes it
     frozen = replace(found, paths=replace(found.paths, known=frozenset()))
     assert first_wrong_forward(frozen).wrong == "out"
@@ -75,6 +77,11 @@ def test_what_is_wrong_first_on_other_ranks():
     assert first_wrong_elsewhere(found, first) == {"e1": (1,)}  # each rank once; top comes later
     right = of_experts(seen("e1", 1, "right"), seen("e2", 0, "wrong"))
     assert first_wrong_elsewhere(right, first_wrong_forward(right)) == {}
+    takes = {**EXPERTS, "after": ("e1",), LOSS: ("top", "after")}
+    again = look(takes, seen("norm", 1, "right"), seen("e0", 0, "wrong"), seen("e1", 1, "wrong"),
+                 seen("top", 0, "wrong"), seen("after", 1, "right", where=whole()))  # fmt: skip
+    first = first_wrong_forward(again)
+    assert (first.wrong, first_wrong_elsewhere(again, first)) == ("e0", {})  # it is meant
     alone = look({"a": (), "b": (), LOSS: ("a", "b")}, seen("a", 0, "wrong"), seen("b", 1, "wrong"))
     assert first_wrong_elsewhere(alone, first_wrong_forward(alone)) == {}  # nothing leads to it
 
@@ -106,6 +113,7 @@ def factors(*values):
     ((1.0, None, 0.4), 2, 2.5, True),
     ((1.0, 0.4), 3, 2.5, False),  # in one call it is right
     ((1.0, 0.4), 2, None, False),
+    ((1.0, 2.5), 2, 2.5, False),  # what is off on one rank, beside right rows of another
     (None, 2, 2.5, False),
 ])  # fmt: skip
 def test_what_is_off_and_ends_right_for_some_rows_is_made_up_for(

@@ -62,6 +62,8 @@ def test_a_number_of_another_row_is_told_by_the_vectors_beside_it():
         "not those of the rows and places where they stand, which output number 1 tells: vectors "
         "1 of 3 on rank 0 in call 0 (3 x 1)"
     )
+    others = replace(wrong, seen=(*wrong.seen, replace(wrong.seen[0], told_by=None)))
+    assert "is no slice of the single process's" in no_slice(found, others)
 
 
 def test_a_number_that_several_rows_have_may_be_any_of_theirs():

@@ -47,11 +47,7 @@ def first_wrong_forward(look: Look) -> FirstWrong | None:
 
     Of modules that are called again and again on the way, the one that a rank meets first.
     """
-    wrong = [
-        m
-        for m in look.modules
-        if look.forward(m) == "wrong" and (not _is_right_again(look, m) or _in_one_output(look, m))
-    ]
+    wrong = _wrong_modules(look)
     if not wrong:
         return None
     module = next((m for m in wrong[1:] if _is_met_before(look, m, wrong[0])), wrong[0])
@@ -65,15 +61,23 @@ def first_wrong_elsewhere(look: Look, found: FirstWrong) -> dict[str, tuple[int,
     other experts: module -> its ranks, each rank once."""
     out: dict[str, tuple[int, ...]] = {}
     told = {*found.ranks}
-    for module in look.modules:
-        wrong = _wrong_calls(look, module) if look.forward(module) == "wrong" else []
-        ranks = {s.rank for s in wrong} - told
+    for module in _wrong_modules(look):
+        ranks = {s.rank for s in _wrong_calls(look, module)} - told
         below = look.paths.all_below(module)
         if not ranks or not below or any(look.forward(m) == "wrong" for m in below):
             continue
         told |= ranks
         out[module] = tuple(sorted(ranks))
     return out
+
+
+def _wrong_modules(look: Look) -> list[str]:
+    """But for those that are right again in what is made from them."""
+    return [
+        m
+        for m in look.modules
+        if look.forward(m) == "wrong" and (not _is_right_again(look, m) or _in_one_output(look, m))
+    ]
 
 
 def _wrong_calls(look: Look, module: str) -> list[Seen]:

@@ -103,13 +103,16 @@ def backward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
 
 def _is_made_up_for(case: Case, look: Look, found: FirstWrong) -> bool:
     """Whether what is off by one factor in all calls ends in gradients of which those of some rows
-    are right and others are not: the ranks multiply elsewhere, as by hooks of parameters."""
-    factors = None if _factor(found) is None else fitted(case)
+    are right, others are not, and none has that factor: the ranks multiply elsewhere, as by hooks
+    of parameters."""
+    ratio = _factor(found)
+    factors = None if ratio is None else fitted(case)
     calls = [s for s in look.seen[found.wrong] if s.rank in found.ranks]
-    if factors is None or len(calls) > len(found.seen):
+    if ratio is None or factors is None or len(calls) > len(found.seen):
         return False
     values = [v for _, one in factors[1] for v in one.known]
-    return len(values) > 1 and any(same([v, 1.0]) for v in values) and not same(values)
+    none = not any(same([v, ratio]) for v in values)
+    return none and not same([*values, 1.0]) and any(same([v, 1.0]) for v in values)
 
 
 def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:

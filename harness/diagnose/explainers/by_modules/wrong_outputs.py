@@ -39,8 +39,8 @@ def no_slice(look: Look, found: FirstWrong) -> str:
     wrong = sorted({s.call.part for s in found.seen})
     which = f" number {spans([p + 1 for p in wrong])} of {len(parts)}" if len(parts) > 1 else ""
     output = f"the output{which} of {found.wrong or 'the model'}"
-    told_by = next((s.told_by for s in found.seen if s.told_by is not None), None)
-    if told_by is not None:
+    told_by = found.seen[0].told_by
+    if told_by is not None and all(s.told_by is not None for s in found.seen):
         other = f"output number {told_by.part + 1}" if told_by.module == found.wrong else (
             f"what {named(look, told_by.module)} gives")  # fmt: skip
         return (f"all vectors of {output} are the single process's, and some are not those of the "
