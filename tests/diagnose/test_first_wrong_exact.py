@@ -53,8 +53,8 @@ def test_what_no_gradient_passes_acquits_nothing(back, first):
 
 def test_where_none_passes_either_it_acquits():
     takes = {"q": (), "k": ("q",), "out": ("k",), LOSS: ("out",)}
-    found = look(takes, seen("q", 0, "wrong", back=None),
-                 seen("k", 0, "right", back=None, where=whole()), seen("out", 0, "wrong"))  # fmt: skip
+    between = seen("k", 0, "right", back=None, where=whole())
+    found = look(takes, seen("q", 0, "wrong", back=None), between, seen("out", 0, "wrong"))
     assert first_wrong_forward(found).wrong == "q"  # in the single process one passes it
     frozen = replace(found, paths=replace(found.paths, known=frozenset()))
     assert first_wrong_forward(frozen).wrong == "out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -84,11 +85,14 @@ def test_pairs_that_stand_twice():
     assert twice(torch.tensor([[4, 4], [4, 4]])) == []  # two rows of two are no pairs
 
 
-def said(single, rank, modules=()):
+def said(single, rank, right=()):
+    """right: numbers of calls in which it comes out right."""
     case = SimpleNamespace(traces=SimpleNamespace(ranks={0: rank}, single=single))
     call = Call(module="m", number=0, part=0, operation=0, operation_back=0, recomputed=False)
     found = FirstWrong(wrong="m", seen=(Seen(rank=0, call=call, shape=(1, 3)),))
-    look = SimpleNamespace(modules=("m",), seen={"m": ()})
+    calls = [Seen(rank=0, call=replace(call, number=n), shape=(1, 3), forward="right")
+             for n in right]  # fmt: skip
+    look = SimpleNamespace(modules=("m",), seen={"m": calls})
     return odd_data.odd_data(case, look, found)
 
 
@@ -108,6 +112,17 @@ def test_in_words():
         "of what m is handed as edges on rank 0 in call 0, (0, 1), (1, 2) stands there more than "
         "once, and so in 1 more calls, and in the single process nothing does",
     )
+
+
+def test_what_comes_out_right_all_the_same_tells_nothing():
+    """As edges of padding."""
+    mixed = QUESTIONS[[0, 1, 0], [0, 0, 1]][None]
+    assert said(trace(QUESTIONS), trace(mixed, mixed), right=(1,)) is None
+    assert said(trace(QUESTIONS), trace(mixed, QUESTIONS[:1]), right=(1,)).is_sure
+    sure = said(trace(EDGES), trace(DOUBLE), right=(1,))
+    assert sure.is_sure
+    other = said(trace(EDGES), trace(DOUBLE), right=(0,))
+    assert other is None or not other.is_sure
 
 
 def took(line, *, by=NO_LINE, made=("step.py:3", "return x[a:b]"), function="getitem"):

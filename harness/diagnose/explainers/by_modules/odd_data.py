@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
@@ -13,13 +14,14 @@ from sumgrad.diagnose.modules import companions
 from sumgrad.diagnose.modules.entered import Odd, is_whole, odd_rows, row_of
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.pairs_twice import pairs_twice
-from sumgrad.diagnose.modules.parts_handed import joined_parts
+from sumgrad.diagnose.modules.pairs_twice import Twice, pairs_twice
+from sumgrad.diagnose.modules.parts_handed import Joined, joined_parts
 from sumgrad.diagnose.modules.rows_handed import as_often, wrong_and_right_rows
 from sumgrad.record.line import Line
 from sumgrad.record.trace import Trace
 
 MOST_ROWS = 3  # that are written out
+T = TypeVar("T", Joined, Twice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,8 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> OddData | None:
             )
             return OddData(module=module, said=(text,))
         strange = (
-            _joined(case, found, module)
-            or _twice(case, found, module)
+            _joined(case, look, found, module)
+            or _twice(case, look, found, module)
             or _of_another_field(case, found, module)
         )
         if strange:
@@ -83,42 +85,64 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> OddData | None:
 
 
 @as_a_hint
-def _joined(case: Case, found: FirstWrong, module: str) -> list[str]:
+def _joined(case: Case, look: Look, found: FirstWrong, module: str) -> list[str]:
     """Where rows of several parts are put together of other rows' parts; the first of a rank, and
     how many there are more."""
-    traces = case.traces
-    for rank in () if traces is None else found.ranks:
-        assert traces is not None
-        told = list(joined_parts(traces.ranks[rank], traces.single, module))
-        if told:
-            one = told[0]
-            parts = ", ".join(f"part {i} is part {part} of row {row}"
-                              for i, (row, part) in enumerate(one.of))  # fmt: skip
-            made = f", made at {line_and_code(*one.made)}," if one.made[0] else ""
-            more = f", and so in {len(told) - 1} more" if len(told) > 1 else ""
-            return [f"row {one.row} of what {module or 'the model'} is handed as {one.name}{made} "
-                    f"is put together of parts that belong elsewhere in the single process, on "
-                    f"rank {rank} in call {one.call}: {parts}{more}: look at how rows and their "
-                    f"parts are stacked, viewed and transposed"]  # fmt: skip
-    return []
+    first = _first_of_a_rank(case, look, found, module, joined_parts)
+    if first is None:
+        return []
+    rank, one, num = first
+    parts = ", ".join(
+        f"part {i} is part {part} of row {row}" for i, (row, part) in enumerate(one.of)
+    )
+    made = f", made at {line_and_code(*one.made)}," if one.made[0] else ""
+    more = f", and so in {num - 1} more" if num > 1 else ""
+    return [f"row {one.row} of what {module or 'the model'} is handed as {one.name}{made} is put "
+            f"together of parts that belong elsewhere in the single process, on rank {rank} in "
+            f"call {one.call}: {parts}{more}: look at how rows and their parts are stacked, viewed "
+            f"and transposed"]  # fmt: skip
 
 
 @as_a_hint
-def _twice(case: Case, found: FirstWrong, module: str) -> list[str]:
+def _twice(case: Case, look: Look, found: FirstWrong, module: str) -> list[str]:
     """Where pairs stand twice; the first call of a rank, and how many there are more."""
+    first = _first_of_a_rank(case, look, found, module, pairs_twice)
+    if first is None:
+        return []
+    rank, one, num = first
+    pairs = some_of([f"({a}, {b})" for a, b in one.pairs])
+    made = f", made at {line_and_code(*one.made)}" if one.made[0] else ""
+    more = f", and so in {num - 1} more calls" if num > 1 else ""
+    return [f"of what {module or 'the model'} is handed as {one.name} on rank {rank} in call "
+            f"{one.call}{made}, {pairs} stands there more than once{more}, and in the single "
+            f"process nothing does"]  # fmt: skip
+
+
+def _first_of_a_rank(
+    case: Case,
+    look: Look,
+    found: FirstWrong,
+    module: str,
+    search: Callable[[Trace, Trace, str], Iterator[T]],
+) -> tuple[int, T, int] | None:
+    """What enters a module otherwise on the first wrong rank where something does, and how often
+    there; None where that comes out right in some call, on whatever rank: then it tells nothing."""
     traces = case.traces
-    for rank in () if traces is None else found.ranks:
-        assert traces is not None
-        told = list(pairs_twice(traces.ranks[rank], traces.single, module))
-        if told:
-            one = told[0]
-            pairs = some_of([f"({a}, {b})" for a, b in one.pairs])
-            made = f", made at {line_and_code(*one.made)}" if one.made[0] else ""
-            more = f", and so in {len(told) - 1} more calls" if len(told) > 1 else ""
-            return [f"of what {module or 'the model'} is handed as {one.name} on rank {rank} in "
-                    f"call {one.call}{made}, {pairs} stands there more than once{more}, and in the "
-                    f"single process nothing does"]  # fmt: skip
-    return []
+    if traces is None:
+        return None
+    right = _right_calls(look, found)
+    every = {rank: list(search(t, traces.single, module)) for rank, t in traces.ranks.items()}
+    for rank, trace in traces.ranks.items():
+        if as_often(trace, module, found.wrong) and any(
+            (rank, o.call) in right for o in every[rank]
+        ):
+            return None
+    own = ((rank, every[rank]) for rank in found.ranks if every[rank])
+    return next(((rank, told[0], len(told)) for rank, told in own), None)
+
+
+def _right_calls(look: Look, found: FirstWrong) -> set[tuple[int, int]]:
+    return {(s.rank, s.call.number) for s in look.seen[found.wrong] if s.forward == "right"}
 
 
 def _without_chance(odd: Sequence[Odd]) -> list[Odd]:
@@ -165,8 +189,7 @@ def _made(trace: Trace, module: str, odd: Odd) -> Line:
 def _is_usual(case: Case, look: Look, found: FirstWrong, module: str) -> bool:
     """Whether rows that are like none enter where it is right, too, as numbers that each
     micro-batch counts anew."""
-    right = {(s.rank, s.call.number) for s in look.seen[found.wrong] if s.forward == "right"}
-    traces = case.traces
+    right, traces = _right_calls(look, found), case.traces
     return traces is not None and any(
         odd.of is None and (rank, odd.call) in right
         for rank, trace in traces.ranks.items()
