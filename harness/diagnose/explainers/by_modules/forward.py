@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from sumgrad.base.files import is_librarys
 from sumgrad.base.outcome import some_of, spans
@@ -109,39 +110,31 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
             cause=accused.cause, kind=accused.kind, ranks=accused.ranks, because=because
         )
     kind = "skipped_collective" if missing else "forward"
+    said = partial(Diagnosis, kind=kind, ranks=found.ranks)
     if misplaced := misplaced_in_words(case, found):
-        return Diagnosis(cause=misplaced[0], kind=kind, ranks=found.ranks, because=seen)
+        return said(cause=misplaced[0], because=seen)
+    called = tuple(called_from(case, look, found, back=False))
     odd = odd_data(case, look, found)
     if odd is not None and (odd.module != found.wrong or odd.is_sure):
         what = named(look, odd.module)
         text = f"in the forward what enters {what} is another already on some ranks"
-        here = odd.module == found.wrong  # else what is seen further on follows from it
-        called = called_from(case, look, found, back=False) if here else ()
-        because = (*odd.said, *called, *seen[1 : 1 + here])
-        return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
+        # What is seen further on follows from it.
+        here = (*called, seen[1]) if odd.module == found.wrong else ()
+        return said(cause=text, because=(*odd.said, *here))
     if _lacking_below(look, found) and (lacking := _lacking_data(case)):
         text = f"{text}: {lacking[0]}"
     if scaled := scaled_outside(case, look, found):
-        return Diagnosis(cause=scaled[0], kind=kind, ranks=found.ranks, because=seen)
+        return said(cause=scaled[0], because=seen)
     if hooked := changed_by_hooks(case, look, found):
-        called = called_from(case, look, found, back=False)
-        because = (seen[0], *called, seen[1])
-        return Diagnosis(cause=hooked[0], kind=kind, ranks=found.ranks, because=because)
+        return said(cause=hooked[0], because=(seen[0], *called, seen[1]))
     joined = joined_in_words(case, look, found)
     if more := too_much(case, found):
-        called = called_from(case, look, found, back=False)
         because = (*more.because, *handed_otherwise(case, look, found), *called, seen[1])
-        text = f"{text}: {more.cause}"
-        return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
-    if said := _in_place_of(case, found) or whole_on_each(case, found):
-        called = called_from(case, look, found, back=False)
-        text = f"{text}: {said}"
-        return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=(*called, seen[1]))
+        return said(cause=f"{text}: {more.cause}", because=because)
+    if other := _in_place_of(case, found) or whole_on_each(case, found):
+        return said(cause=f"{text}: {other}", because=(*called, seen[1]))
     if handed := handed_for_wrong_rows_in_words(case, look, found):
-        called = called_from(case, look, found, back=False)
-        return Diagnosis(
-            cause=handed[0], kind=kind, ranks=found.ranks, because=(seen[0], *called, seen[1])
-        )
+        return said(cause=handed[0], because=(seen[0], *called, seen[1]))
     because = (
         *_of_other_classes(case, look, found),
         *_in_another_mode(case, found),
@@ -149,7 +142,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *called_on_ranks_alone(case, found),
         *handed_otherwise(case, look, found),
         *joined,
-        *called_from(case, look, found, back=False),
+        *called,
         *(odd.said if odd else ()),
         *_output(case, look, found, () if joined else look_at, enters=odd is not None),
         *held_beside(case, found.ranks),
@@ -157,7 +150,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *(() if joined else _in_between(case, look, found, parts)),
         *reading(case),
     )
-    return Diagnosis(cause=text, kind=kind, ranks=found.ranks, because=because)
+    return said(cause=text, because=because)
 
 
 @unless_it_fails
