@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from sumgrad.diagnose.explainers.by_modules import wrong_outputs
 from sumgrad.diagnose.modules.entered import Odd, are_taken_alike, odd_rows
 from sumgrad.diagnose.modules.features import wrong_features
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import look_at
 from sumgrad.record.trace import Call, Trace, Traces
 
@@ -159,3 +162,26 @@ def test_a_row_of_another_length_is_none_of_them_but_for_a_few():
     assert list(odd_rows(trace(out, short), trace(out, long), "m")) == [Odd(call=0, row=0)]
     (one,) = odd_rows(trace(out, short), trace(out, long[:, :7]), "m")
     assert (one.of, one.others, one.at, one.now, one.was) == (0, 1, 4, 9, 5)
+
+
+@pytest.mark.parametrize(("second", "of_all", "said"), [
+    ((2, 3), ([2, 3], 8), "its output elements 2-3 of 8"),
+    ((5,), None, "its output, on rank 0 in call 0 elements 2-3 of 8"),
+])  # fmt: skip
+def test_features_that_are_wrong_on_one_rank_are_told_of_it(monkeypatch, second, of_all, said):
+    whole = torch.randn(6, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    ranks = {}
+    for rank, wrong in enumerate(((2, 3), second)):
+        mine = whole[2:5].clone()
+        mine[:, list(wrong)] += 1
+        ranks[rank] = trace(mine, ROWS)
+    traces = Traces(tier="structure", step=0, single=trace(whole, ROWS), ranks=ranks)
+    seen = look_at(traces, "float64", ()).seen["m"]
+    assert wrong_features(traces, seen, "float64") == of_all
+    monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda case: traces)
+    monkeypatch.setattr(wrong_outputs, "entered_wrong", lambda *_: ())
+    spec = SimpleNamespace(tiers={"structure": "float64"})
+    case = SimpleNamespace(tier="structure", record=SimpleNamespace(spec=spec))
+    found = FirstWrong(wrong="m", seen=tuple(seen))
+    (text,) = wrong_outputs.features_in_words(case, found)
+    assert text == f"of each such vector of {said} are wrong, the others are right"

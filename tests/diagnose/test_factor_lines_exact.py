@@ -417,3 +417,18 @@ def test_of_lines_that_multiply_by_several_numbers_none_is_told():
                          single=each({0: 0.8})) != []  # fmt: skip
     assert other_numbers({0: each({0: 0.2, 1: 0.3})}, dict.fromkeys([(0, 0), (0, 1)], 0.25),
                          single=each(whole)) == []  # fmt: skip
+
+
+def test_a_line_with_the_same_number_is_none():
+    assert other_numbers({0: mixed(0.8)}, {(0, 0): 1.0}, single=mixed(0.8)) == []
+
+
+def test_a_line_that_the_single_process_runs_with_several_numbers_tells_nothing():
+    def of(numbers):
+        def loss(out, low, high, number):
+            return sum(by * out.square().sum() for by in numbers)
+
+        return loss
+
+    assert other_numbers({0: of((0.2,))}, {(0, 0): 0.25}, single=of((0.8,))) != []
+    assert other_numbers({0: of((0.2,))}, {(0, 0): 0.25}, single=of((0.8, 0.4))) == []

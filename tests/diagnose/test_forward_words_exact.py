@@ -10,6 +10,7 @@ import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import computed, entering, forward
 from sumgrad.diagnose.explainers.by_modules.lines import in_words
+from sumgrad.diagnose.explainers.by_modules.odd_data import OddData
 from sumgrad.diagnose.explainers.by_modules.passed import _torchs_formulas
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.lines import AtLine
@@ -186,3 +187,39 @@ def test_beside_factors_a_line_tells_of_its_ranks_too(monkeypatch):
     asked = Diagnosis(cause="c", kind="loss_weights", ranks=(1,), because=("b",))
     told = computed.with_the_line(CASE, asked)
     assert (told.cause, told.ranks, told.because) == ("c", (1, 2), ("a line", "b"))
+
+
+@pytest.mark.parametrize(("module", "is_sure", "because"), [
+    ("m", True, ("the data", "it is called from", "no slice")),
+    ("m", False, None),  # it may be meant
+    ("around", True, ("the data",)),
+    ("around", False, ("the data",)),
+])  # fmt: skip
+def test_data_that_are_surely_others_come_before_what_is_made_of_them(
+    monkeypatch, module, is_sure, because
+):
+    idle = ("where_it_enters_wrong", "_start_of_forward", "_parts_below", "collective_at_fault",
+            "misplaced_in_words", "_lacking_below", "scaled_outside", "changed_by_hooks",
+            "joined_in_words", "too_much", "_in_place_of", "whole_on_each", "reading",
+            "handed_for_wrong_rows_in_words", "_of_other_classes", "_in_another_mode",
+            "_right_again", "called_on_ranks_alone", "handed_otherwise", "_output", "held_beside",
+            "_ranks_that_are_right", "_in_between")  # fmt: skip
+    for name in idle:
+        monkeypatch.setattr(forward, name, lambda *_, **__: ())
+    found = FirstWrong(wrong="m", seen=(seen(0),))
+    monkeypatch.setattr(forward, "where_it_enters_wrong", lambda *_: (found, ()))
+    monkeypatch.setattr(forward, "_start_of_forward", lambda *_: ("it goes wrong in m", ()))
+    monkeypatch.setattr(forward, "_parts_below", lambda *_: ((), ""))
+    monkeypatch.setattr(forward, "collective_at_fault", lambda *_, **__: None)
+    monkeypatch.setattr(forward, "no_slice", lambda *_: "no slice")
+    monkeypatch.setattr(forward, "called_from", lambda *_, **__: ["it is called from"])
+    odd = OddData(module=module, said=("the data",), is_sure=is_sure)
+    monkeypatch.setattr(forward, "odd_data", lambda *_: odd)
+    look = SimpleNamespace(modules=("m",), seen={"m": [seen(0, "right")]}, sources={})
+    told = forward._forward(CASE, look, found)
+    if because is None:
+        assert told.cause == "it goes wrong in m"
+        assert told.because == ("it is called from", "the data")
+    else:
+        assert told.cause == f"in the forward what enters {module} is another already on some ranks"
+        assert told.because == because

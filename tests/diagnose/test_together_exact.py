@@ -222,3 +222,9 @@ def test_of_one_output_nothing_is_another():
                   gradients=(torch.ones(2),))  # fmt: skip
     held = replace(one, calls=(replace(one.calls[0], module="m"),))
     assert used(replace(held, gradients=(torch.zeros(2),)), held) == []
+
+
+def test_vectors_of_fewer_rows_belong_to_other_rows_of_the_call():
+    """As where a module gives pooled states of some rows alone beside all of them."""
+    found = look(FLOW, of_flow([0, 1, 2], COUNTS[[2, 2]]), of_flow([3, 4, 5], COUNTS[3:]))
+    assert odd(found, "flow") == {}
