@@ -228,3 +228,12 @@ def test_vectors_of_fewer_rows_belong_to_other_rows_of_the_call():
     """As where a module gives pooled states of some rows alone beside all of them."""
     found = look(FLOW, of_flow([0, 1, 2], COUNTS[[2, 2]]), of_flow([3, 4, 5], COUNTS[3:]))
     assert odd(found, "flow") == {}
+
+
+def test_modules_that_are_called_more_often_go_with_no_call_of_others():
+    """Which of them goes with which is not told by their numbers."""
+    words, other = WORDS[[0, 1, 2]], PLACED[[0, 1, 2]].clone()
+    other[1] = PLACED[2]
+    rank = trace(("words", 0, 0, words), ("places", 0, 0, other),
+                 ("places", 1, 0, PLACED[[0, 1, 2]]), ("sum", 0, 0, words + other))  # fmt: skip
+    assert odd(look(SUMMED, rank, placed([3, 4, 5], PLACED[3:])), "places") == {}

@@ -79,7 +79,7 @@ def _tells_rows(s: Seen) -> bool:
     """By vectors: one number soon stands in another row, too."""
     if s.forward != "right" or s.rows is None or s.call.recomputed or s.shape[-1] < FEWEST_LIVE:
         return False
-    return s.in_order and not s.shared and bool((s.rows >= 0).any())
+    return s.in_order and bool((s.rows >= 0).any())
 
 
 def _tells_more(teller: Seen, s: Seen) -> bool:
