@@ -37,6 +37,7 @@ from sumgrad.kernels.runtime import (
 )
 from torch import Tensor
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD = 128  # at 256 some dtypes need more shared memory than a GPU has
 
 
@@ -44,21 +45,32 @@ MAX_HEAD = 128  # at 256 some dtypes need more shared memory than a GPU has
 class AttentionTiles:
     """Positions of a query and of a key tile. A cut inside a sample is a multiple of `query`.
 
-    num_stages: tiles in flight in forward and dq; dk and dv always have one.
+    back_query, back_key, back_warps, back_stages: those of dk and dv; None: as query, key,
+    num_warps, and 1.
     """
 
     query: int
     key: int
     num_warps: int = 4
     num_stages: int = 2
+    back_query: int | None = None
+    back_key: int | None = None
+    back_warps: int | None = None
+    back_stages: int = 1
 
     def __post_init__(self) -> None:
-        if any(n < 16 or n & (n - 1) for n in (self.query, self.key)) or self.query % self.key:
+        sides = (self.query, self.key, *self.back)
+        if any(n < 16 or n & (n - 1) or self.query % n for n in sides):
             raise KernelError(f"{self}: expected powers of two >= 16, query a multiple of key")
+
+    @property
+    def back(self) -> tuple[int, int]:
+        """The query and the key tile of dk and dv."""
+        return self.back_query or self.query, self.back_key or self.key
 
 
 def default_tiles(dtype: torch.dtype, kind: str = KIND) -> AttentionTiles:
-    """One pair for each dtype and kind of machine; see docs/data/certificates.json."""
+    """One choice for each dtype and kind of machine; see docs/data/certificates.json."""
     if kind == "interpreted":
         return AttentionTiles(query=64, key=64)
     if dtype == torch.float64:
@@ -67,60 +79,91 @@ def default_tiles(dtype: torch.dtype, kind: str = KIND) -> AttentionTiles:
         return AttentionTiles(query=32, key=32, num_warps=8)
     if kind == "hip":
         return AttentionTiles(query=64, key=64, num_stages=1)
-    return AttentionTiles(query=128, key=64, num_warps=8)
+    return AttentionTiles(
+        query=128, key=64, num_warps=8, num_stages=3,
+        back_query=32, back_key=64, back_warps=4, back_stages=2,
+    )  # fmt: skip
 
 
 @triton.jit
-def _load_tile(base, row, inside, head, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """(positions, WIDE) of one head; rows outside and columns past DIM are 0."""
+def _load_tile(
+    base, row, inside, head, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """(positions, WIDE) of one head; rows outside and columns past DIM are 0.
+
+    MASKED: whether a row may be outside.
+    """
     d = tl.arange(0, WIDE)
-    place = (row[:, None] * HEADS + head) * DIM + d[None, :]
-    return tl.load(base + place, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
+    place = base + (row[:, None] * HEADS + head) * DIM + d[None, :]
+    if MASKED:
+        return tl.load(place, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
+    if DIM < WIDE:
+        return tl.load(place, mask=(d < DIM)[None, :], other=0.0)
+    return tl.load(place)
 
 
 @triton.jit
-def _scores(q, k, at, key, stop, scale, ACC: tl.constexpr):
-    """c q.k, and which of them count: causal, inside the sample."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC) * scale
-    return s, (key[None, :] <= at[:, None]) & (key < stop)[None, :]
+def _online(
+    query, k, v, acc, total, top, at, first, stop, kv_row, head, SCALE: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr,
+    ACC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One key tile more in the online softmax, in powers of 2. MASKED: not all keys count."""
+    key = first + tl.arange(0, BK)
+    keys = _load_tile(k, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
+    values = _load_tile(v, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
+    s = tl.dot(query, tl.trans(keys), input_precision="ieee", out_dtype=ACC) * (SCALE * LOG2_E)
+    if MASKED:
+        counts = (key[None, :] <= at[:, None]) & (key < stop)[None, :]
+        s = tl.where(counts, s, float("-inf"))
+    higher = tl.maximum(top, tl.max(s, axis=1))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp2(top - safe)
+    p = tl.exp2(s - safe[:, None])
+    total = total * shrink + tl.sum(p, axis=1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee", out_dtype=ACC)
+    return acc, total, higher
 
 
 @triton.jit
 def attention_fwd(
     q, k, v, o, lse, work, SCALE: tl.constexpr,
     H: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One query tile of one head: online softmax, keys ascending."""
+    """One query tile of one head: online softmax, keys ascending.
+
+    Keys before the tile count for all its queries and need no mask, which changes no bit. lse is
+    kept as a power of 2.
+    """
     item = work + tl.program_id(0).to(tl.int64) * 5
     head = tl.program_id(1).to(tl.int64)
     tile, start, stop = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     q_row, kv_row = tl.load(item + 3), tl.load(item + 4)
     at = tile * BQ + tl.arange(0, BQ)
     mine = (at >= start) & (at < stop)
-    query = _load_tile(q, q_row + at, mine, head, H, DIM, WIDE)
+    query = _load_tile(q, q_row + at, mine, head, H, DIM, WIDE, True)
     top = tl.full((BQ,), float("-inf"), dtype=ACC)
     total = tl.zeros((BQ,), dtype=ACC)
     acc = tl.zeros((BQ, WIDE), dtype=ACC)
-    for first in range(0, tl.minimum((tile + 1) * BQ, stop), BK):
-        key = first + tl.arange(0, BK)
-        keys = _load_tile(k, kv_row + key, key < stop, head // GROUP, H // GROUP, DIM, WIDE)
-        values = _load_tile(v, kv_row + key, key < stop, head // GROUP, H // GROUP, DIM, WIDE)
-        s, counts = _scores(query, keys, at, key, stop, SCALE, ACC)
-        s = tl.where(counts, s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, axis=1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp(top - safe)
-        p = tl.exp(s - safe[:, None])
-        total = total * shrink + tl.sum(p, axis=1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee", out_dtype=ACC)
-        top = higher
+    if SPLIT:
+        for first in range(0, tile * BQ, BK):
+            acc, total, top = _online(
+                query, k, v, acc, total, top, at, first, stop, kv_row, head // GROUP, SCALE,
+                H // GROUP, DIM, WIDE, BK, ACC, False,
+            )  # fmt: skip
+    for first in range(tile * BQ if SPLIT else 0, tl.minimum((tile + 1) * BQ, stop), BK):
+        acc, total, top = _online(
+            query, k, v, acc, total, top, at, first, stop, kv_row, head // GROUP, SCALE,
+            H // GROUP, DIM, WIDE, BK, ACC, True,
+        )  # fmt: skip
     d = tl.arange(0, WIDE)
     place = ((q_row + at)[:, None] * H + head) * DIM + d[None, :]
     inside = mine[:, None] & (d < DIM)[None, :]
     tl.store(o + place, (acc / total[:, None]).to(o.dtype.element_ty), mask=inside)
-    tl.store(lse + (q_row + at) * H + head, top + tl.log(total), mask=mine)
+    tl.store(lse + (q_row + at) * H + head, top + tl.log2(total), mask=mine)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -138,10 +181,31 @@ def attention_delta(
 
 
 @triton.jit
+def _dq_keys(
+    query, seed, level, along, k, v, acc, at, mine, first, stop, kv_row, head, SCALE: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr,
+    ACC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """acc + what one key tile adds to dq / c."""
+    key = first + tl.arange(0, BK)
+    keys = _load_tile(k, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
+    values = _load_tile(v, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
+    s = tl.dot(query, tl.trans(keys), input_precision="ieee", out_dtype=ACC) * (SCALE * LOG2_E)
+    s = s - level[:, None]
+    if MASKED:
+        counts = (key[None, :] <= at[:, None]) & (key < stop)[None, :] & mine[:, None]
+        s = tl.where(counts, s, float("-inf"))
+    p = tl.exp2(s)
+    dp = tl.dot(seed, tl.trans(values), input_precision="ieee", out_dtype=ACC)
+    ds = p * (dp - along[:, None])
+    return tl.dot(ds.to(keys.dtype), keys, acc, input_precision="ieee", out_dtype=ACC)
+
+
+@triton.jit
 def attention_dq(
     q, k, v, do, lse, delta, dq, work, SCALE: tl.constexpr,
     H: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dq of one query tile of one head, keys ascending."""
     item = work + tl.program_id(0).to(tl.int64) * 5
@@ -150,34 +214,73 @@ def attention_dq(
     q_row, kv_row = tl.load(item + 3), tl.load(item + 4)
     at = tile * BQ + tl.arange(0, BQ)
     mine = (at >= start) & (at < stop)
-    query = _load_tile(q, q_row + at, mine, head, H, DIM, WIDE)
-    seed = _load_tile(do, q_row + at, mine, head, H, DIM, WIDE)
+    query = _load_tile(q, q_row + at, mine, head, H, DIM, WIDE, True)
+    seed = _load_tile(do, q_row + at, mine, head, H, DIM, WIDE, True)
     level = tl.load(lse + (q_row + at) * H + head, mask=mine, other=0.0)
     along = tl.load(delta + (q_row + at) * H + head, mask=mine, other=0.0)
     acc = tl.zeros((BQ, WIDE), dtype=ACC)
-    for first in range(0, tl.minimum((tile + 1) * BQ, stop), BK):
-        key = first + tl.arange(0, BK)
-        keys = _load_tile(k, kv_row + key, key < stop, head // GROUP, H // GROUP, DIM, WIDE)
-        values = _load_tile(v, kv_row + key, key < stop, head // GROUP, H // GROUP, DIM, WIDE)
-        s, counts = _scores(query, keys, at, key, stop, SCALE, ACC)
-        p = tl.exp(tl.where(counts & mine[:, None], s - level[:, None], float("-inf")))
-        dp = tl.dot(seed, tl.trans(values), input_precision="ieee", out_dtype=ACC)
-        ds = p * (dp - along[:, None]) * SCALE
-        acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision="ieee", out_dtype=ACC)
+    if SPLIT:
+        for first in range(0, tile * BQ, BK):
+            acc = _dq_keys(
+                query, seed, level, along, k, v, acc, at, mine, first, stop, kv_row, head // GROUP,
+                SCALE, H // GROUP, DIM, WIDE, BK, ACC, False,
+            )  # fmt: skip
+    for first in range(tile * BQ if SPLIT else 0, tl.minimum((tile + 1) * BQ, stop), BK):
+        acc = _dq_keys(
+            query, seed, level, along, k, v, acc, at, mine, first, stop, kv_row, head // GROUP,
+            SCALE, H // GROUP, DIM, WIDE, BK, ACC, True,
+        )  # fmt: skip
     d = tl.arange(0, WIDE)
     place = ((q_row + at)[:, None] * H + head) * DIM + d[None, :]
-    tl.store(dq + place, acc.to(dq.dtype.element_ty), mask=mine[:, None] & (d < DIM)[None, :])
+    inside = mine[:, None] & (d < DIM)[None, :]
+    tl.store(dq + place, (acc * SCALE).to(dq.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dkv_queries(
+    keys, values, q, do, lse, delta, acc_k, acc_v, key, step, last, start, stop, q_row, group,
+    SCALE: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, BQ: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What a query tile of one head adds to dk and dv of a key tile.
+
+    step: which of the pairs (tile, head), tiles descending from `last`, the group's heads ascending
+    inside. Scores stand as (keys, queries), so that no product needs one turned.
+    """
+    head = group * GROUP + step % GROUP
+    at = (last - step // GROUP) * BQ + tl.arange(0, BQ)
+    mine = (at >= start) & (at < stop)
+    query = _load_tile(q, q_row + at, mine, head, H, DIM, WIDE, MASKED)
+    seed = _load_tile(do, q_row + at, mine, head, H, DIM, WIDE, MASKED)
+    place = (q_row + at) * H + head
+    if MASKED:
+        level = tl.load(lse + place, mask=mine, other=0.0)
+        along = tl.load(delta + place, mask=mine, other=0.0)
+    else:
+        level, along = tl.load(lse + place), tl.load(delta + place)
+    s = tl.dot(keys, tl.trans(query), input_precision="ieee", out_dtype=ACC) * (SCALE * LOG2_E)
+    s = s - level[None, :]
+    if MASKED:
+        counts = (key[:, None] <= at[None, :]) & (key < stop)[:, None] & mine[None, :]
+        s = tl.where(counts, s, float("-inf"))
+    p = tl.exp2(s)
+    acc_v = tl.dot(p.to(seed.dtype), seed, acc_v, input_precision="ieee", out_dtype=ACC)
+    dp = tl.dot(values, tl.trans(seed), input_precision="ieee", out_dtype=ACC)
+    ds = p * (dp - along[None, :]) * SCALE
+    acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision="ieee", out_dtype=ACC)
+    return acc_k, acc_v
 
 
 @triton.jit
 def attention_dkv(
     q, k, v, do, lse, delta, dk, dv, work, SCALE: tl.constexpr,
     H: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile of one key head, added to what dk and dv hold.
 
     Query tiles descending, the group's heads ascending inside: one chain, which later chunks began.
+    Only the sample's last, if it is not full, and those that hold the key tile need a mask.
     """
     item = work + tl.program_id(0).to(tl.int64) * 5
     group = tl.program_id(1).to(tl.int64)
@@ -185,34 +288,34 @@ def attention_dkv(
     q_row, kv_row = tl.load(item + 3), tl.load(item + 4)
     key = tile * BK + tl.arange(0, BK)
     there = key < stop
-    keys = _load_tile(k, kv_row + key, there, group, H // GROUP, DIM, WIDE)
-    values = _load_tile(v, kv_row + key, there, group, H // GROUP, DIM, WIDE)
+    keys = _load_tile(k, kv_row + key, there, group, H // GROUP, DIM, WIDE, True)
+    values = _load_tile(v, kv_row + key, there, group, H // GROUP, DIM, WIDE, True)
     d = tl.arange(0, WIDE)
     place = ((kv_row + key)[:, None] * (H // GROUP) + group) * DIM + d[None, :]
     inside = there[:, None] & (d < DIM)[None, :]
     acc_k = tl.load(dk + place, mask=inside, other=0.0)
     acc_v = tl.load(dv + place, mask=inside, other=0.0)
     first_tile = tl.maximum(start // BQ, tile * BK // BQ)
-    last_tile = (stop - 1) // BQ
-    for back in range(0, last_tile - first_tile + 1):
-        at = (last_tile - back) * BQ + tl.arange(0, BQ)
-        mine = (at >= start) & (at < stop)
-        for member in range(0, GROUP):
-            head = group * GROUP + member
-            query = _load_tile(q, q_row + at, mine, head, H, DIM, WIDE)
-            seed = _load_tile(do, q_row + at, mine, head, H, DIM, WIDE)
-            level = tl.load(lse + (q_row + at) * H + head, mask=mine, other=0.0)
-            along = tl.load(delta + (q_row + at) * H + head, mask=mine, other=0.0)
-            s, counts = _scores(query, keys, at, key, stop, SCALE, ACC)
-            p = tl.exp(tl.where(counts & mine[:, None], s - level[:, None], float("-inf")))
-            dp = tl.dot(seed, tl.trans(values), input_precision="ieee", out_dtype=ACC)
-            ds = p * (dp - along[:, None]) * SCALE
-            acc_v = tl.dot(
-                tl.trans(p.to(seed.dtype)), seed, acc_v, input_precision="ieee", out_dtype=ACC
-            )
-            acc_k = tl.dot(
-                tl.trans(ds.to(query.dtype)), query, acc_k, input_precision="ieee", out_dtype=ACC
-            )
+    end = (stop + BQ - 1) // BQ
+    full_end = tl.maximum(stop // BQ, first_tile)
+    full = tl.minimum(tl.maximum(((tile + 1) * BK + BQ - 1) // BQ, first_tile), full_end)
+    if SPLIT:
+        for step in range(0, (end - full_end) * GROUP):
+            acc_k, acc_v = _dkv_queries(
+                keys, values, q, do, lse, delta, acc_k, acc_v, key, step, end - 1, start, stop,
+                q_row, group, SCALE, H, GROUP, DIM, WIDE, BQ, ACC, True,
+            )  # fmt: skip
+        for step in range(0, (full_end - full) * GROUP):
+            acc_k, acc_v = _dkv_queries(
+                keys, values, q, do, lse, delta, acc_k, acc_v, key, step, full_end - 1, start, stop,
+                q_row, group, SCALE, H, GROUP, DIM, WIDE, BQ, ACC, False,
+            )  # fmt: skip
+    last = full if SPLIT else end
+    for step in range(0, (last - first_tile) * GROUP):
+        acc_k, acc_v = _dkv_queries(
+            keys, values, q, do, lse, delta, acc_k, acc_v, key, step, last - 1, start, stop, q_row,
+            group, SCALE, H, GROUP, DIM, WIDE, BQ, ACC, True,
+        )  # fmt: skip
     tl.store(dk + place, acc_k, mask=inside)
     tl.store(dv + place, acc_v, mask=inside)
 
@@ -220,7 +323,8 @@ def attention_dkv(
 def _work(layout: Layout, cache: KeyValueCache | None, tile: int, *, keys: bool) -> np.ndarray:
     """int64 (w, 5): tile, start, stop, row of position 0 among queries, and among keys.
 
-    One item for each query tile that holds a query, or (keys) for each key tile that one sees.
+    One item for each query tile that holds a query, or (keys) for each key tile that one sees;
+    those with most to do come first.
     """
     items = []
     for p in layout.pieces:
@@ -230,6 +334,7 @@ def _work(layout: Layout, cache: KeyValueCache | None, tile: int, *, keys: bool)
         first = 0 if keys else p.start // tile
         for i in range(first, -(-p.stop // tile) if p.length else 0):
             items.append((i, p.start, p.stop, p.row - p.start, kv_row))
+    items.sort(key=lambda item: item[2] - tile * item[0] if keys else item[0], reverse=True)
     return np.array(items, dtype=np.int64).reshape(-1, 5)
 
 
@@ -242,7 +347,7 @@ def _tables(
         layout.check_cuts(tiles.query, f"attention with query tiles of {tiles.query}")
         return tuple(
             torch.from_numpy(_work(layout, cache, size, keys=keys)).to(device)
-            for size, keys in ((tiles.query, False), (tiles.key, True))
+            for size, keys in ((tiles.query, False), (tiles.back[1], True))
         )
 
     if cache is not None:
@@ -307,12 +412,27 @@ class _Attention(torch.autograd.Function):
             dk, dv = ctx.cache.carry()
         launch(
             attention_dkv, (len(by_key), k.shape[1]),
-            *given, lse, delta, dk, dv, by_key, **(constants | {"num_stages": 1}),
+            *given, lse, delta, dk, dv, by_key, **(constants | back_constants(ctx.tiles)),
         )  # fmt: skip
         if ctx.cache is not None:
             dk, dv = ctx.cache.take(ctx.layout)
         token = torch.zeros((), device=q.device)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), token, None, None, None, None
+
+
+def splits(dtype: torch.dtype) -> bool:
+    """Whether tiles that need no mask have a loop of their own.
+
+    It pays where matrix units do the products; without them the second loop only costs registers.
+    """
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def back_constants(tiles: AttentionTiles) -> dict[str, Any]:
+    """What attention_dkv is launched with in place of the others' constants."""
+    query, key = tiles.back
+    warps = tiles.back_warps or tiles.num_warps
+    return {"BQ": query, "BK": key, "num_warps": warps, "num_stages": tiles.back_stages}
 
 
 def _check_cache(cache: KeyValueCache, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -336,6 +456,7 @@ def _constants(q: Tensor, k: Tensor, tiles: AttentionTiles, scale: float) -> dic
         "WIDE": block_of(q.shape[2], least=16),
         "BQ": tiles.query,
         "BK": tiles.key,
+        "SPLIT": splits(q.dtype),
         "ACC": TL_DTYPE[accumulator_dtype(q.dtype)],
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from sumgrad.kernels.layout import Layout, resolve
-from sumgrad.kernels.primitives import add_rows, fold_leaves, tables
+from sumgrad.kernels.primitives import add_rows, empty_rows, fold_leaves, tables
 from sumgrad.kernels.runtime import (
     TL_DTYPE,
     accumulator_dtype,
@@ -31,6 +31,7 @@ from sumgrad.kernels.runtime import (
     launch,
     rows_of_leaf,
     rows_per_program,
+    stages_of,
     tl,
     triton,
     warps_for,
@@ -70,7 +71,8 @@ def layer_norm_fwd(
 @triton.jit
 def layer_norm_bwd_leaf(
     dy, x, gamma, mean, low, rstd, dx, gamma_leaves, beta_leaves, leaf_row, leaf_count,
-    LENGTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    LENGTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """One leaf: dx of its rows, ROWS at a time; its dgamma and dbeta as chains from +0."""
     leaf = tl.program_id(0).to(tl.int64)
@@ -80,7 +82,7 @@ def layer_norm_bwd_leaf(
     scale = tl.load(gamma + column, mask=column < LENGTH, other=0.0).to(ACC)
     gamma_chain = tl.zeros((BLOCK,), dtype=ACC)
     beta_chain = tl.zeros((BLOCK,), dtype=ACC)
-    for start in range(0, count, ROWS):
+    for start in tl.range(0, count, ROWS, num_stages=STAGES):
         slot = start + tl.arange(0, ROWS)
         row, there = first + slot, slot < count
         place = row[:, None] * LENGTH + column
@@ -139,7 +141,7 @@ def backward(
     length = x.shape[1]
     block, plan = block_of(length), plan_tree(layout, leaf)
     table = tables(layout, plan, x.device)
-    dx = torch.zeros(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
+    dx = empty_rows(x, layout, compute_dtype(x.dtype))
     num_leaves, acc = len(plan.keys), stats[0].dtype
     gamma_leaves = torch.empty(num_leaves, length, dtype=acc, device=x.device)
     beta_leaves = torch.empty_like(gamma_leaves)
@@ -147,7 +149,8 @@ def backward(
         layer_norm_bwd_leaf, (num_leaves,),
         compute(dy), compute(x), compute(gamma), *stats, dx, gamma_leaves, beta_leaves,
         table["row"], table["count"],
-        LENGTH=length, ROWS=rows_of_leaf(leaf), BLOCK=block, ACC=TL_DTYPE[acc],
+        LENGTH=length, ROWS=rows_of_leaf(leaf), BLOCK=block, STAGES=stages_of(x.dtype),
+        ACC=TL_DTYPE[acc],
         num_warps=warps_for(block),
     )  # fmt: skip
     return dx.to(x.dtype), gamma_leaves, beta_leaves

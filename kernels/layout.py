@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import index
 from typing import Any
 
@@ -206,7 +206,13 @@ class Layout:
 def resolve(layout: Layout | None, num_rows: int) -> Layout:
     """The layout, or all rows as one sample. Raises LayoutError if it is for other rows."""
     if layout is None:
-        return Layout.single(num_rows)
+        return _single(num_rows)
     if layout.num_rows != num_rows:
         raise LayoutError(f"layout: has {layout.num_rows} physical rows, the tensor {num_rows}")
     return layout
+
+
+@lru_cache(maxsize=64)
+def _single(num_rows: int) -> Layout:
+    """One for all calls, so that its tables are made once."""
+    return Layout.single(num_rows)

@@ -80,6 +80,12 @@ def push(value, top, merges, stack, stride, offset, mask):
     return top + 1
 
 
+def empty_rows(x: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Memory for a gradient of x (R, D), whose valid rows will be written: 0 in padding rows."""
+    make = torch.empty_like if layout.num_tokens == len(x) else torch.zeros_like
+    return make(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def tables(layout: Layout, plan: TreePlan, device: torch.device) -> dict[str, Tensor]:
     """A plan's tables on a device, made once."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from sumgrad.kernels.layout import Layout, resolve
-from sumgrad.kernels.primitives import add_rows, fold_leaves, tables
+from sumgrad.kernels.primitives import add_rows, empty_rows, fold_leaves, tables
 from sumgrad.kernels.runtime import (
     INTERPRETED,
     TL_DTYPE,
@@ -34,6 +34,7 @@ from sumgrad.kernels.runtime import (
     launch,
     rows_of_leaf,
     rows_per_program,
+    stages_of,
     tl,
     triton,
     warps_for,
@@ -85,7 +86,8 @@ def _rms_rows(
 @triton.jit
 def rms_norm_bwd_leaf(
     dy, x, weight, rstd, dx, leaves, leaf_row, leaf_count,
-    LENGTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    LENGTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """One leaf: dx of its rows, ROWS at a time, and its dweight as one chain from +0."""
     leaf = tl.program_id(0).to(tl.int64)
@@ -94,7 +96,7 @@ def rms_norm_bwd_leaf(
     column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, mask=column < LENGTH, other=0.0).to(ACC)
     chain = tl.zeros((BLOCK,), dtype=ACC)
-    for start in range(0, count, ROWS):
+    for start in tl.range(0, count, ROWS, num_stages=STAGES):
         slot = start + tl.arange(0, ROWS)
         row, there = first + slot, slot < count
         dx_rows, terms = _rms_rows(dy, x, scale, rstd, row, there, LENGTH, BLOCK, ACC)
@@ -204,12 +206,13 @@ def backward(
     length = x.shape[1]
     block, plan = block_of(length), plan_tree(layout, leaf)
     table = tables(layout, plan, x.device)
-    dx = torch.zeros(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
+    dx = empty_rows(x, layout, compute_dtype(x.dtype))
     leaves = torch.empty(len(plan.keys), length, dtype=rstd.dtype, device=x.device)
     launch(
         rms_norm_bwd_leaf, (len(plan.keys),),
         compute(dy), compute(x), compute(weight), rstd, dx, leaves, table["row"], table["count"],
-        LENGTH=length, ROWS=rows_of_leaf(leaf), BLOCK=block, ACC=TL_DTYPE[rstd.dtype],
+        LENGTH=length, ROWS=rows_of_leaf(leaf), BLOCK=block, STAGES=stages_of(x.dtype),
+        ACC=TL_DTYPE[rstd.dtype],
         num_warps=warps_for(block),
     )  # fmt: skip
     return dx.to(x.dtype), leaves

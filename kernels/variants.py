@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from sumgrad.kernels import runtime
+from sumgrad.kernels.attention import back_constants, splits
 from sumgrad.kernels.attention import default_tiles as attention_tiles
-from sumgrad.kernels.linear import Tiles
+from sumgrad.kernels.linear import Tiles, turns_weights
 from sumgrad.kernels.linear import default_tiles as product_tiles
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -62,6 +63,7 @@ class _Maker:
         self.dtype = dtype
         self.x = "*" + SHORT[dtype]
         self.acc = "*" + SHORT[str(accumulator).removeprefix("torch.")]
+        self.stages = runtime.stages_of(getattr(torch, dtype))
         self.constant = {"ACC": runtime.TL_DTYPE[accumulator]}
 
     def __call__(
@@ -86,7 +88,7 @@ def _norm_variants(make: _Maker) -> Iterable[Variant]:
     )  # fmt: skip
     yield make(
         "rms_norm.rms_norm_bwd_leaf", rows | {"dx": x, "leaves": acc} | leaf,
-        constants=row | {"ROWS": 1}, **warps,
+        constants=row | {"ROWS": 1, "STAGES": make.stages}, **warps,
     )  # fmt: skip
     for fused in (True, False):
         yield make(
@@ -109,7 +111,7 @@ def _norm_variants(make: _Maker) -> Iterable[Variant]:
         "layer_norm.layer_norm_bwd_leaf",
         {"dy": x, "x": x, "gamma": x} | stats
         | {"dx": x, "gamma_leaves": acc, "beta_leaves": acc} | leaf,
-        constants=row | {"ROWS": 1}, **warps,
+        constants=row | {"ROWS": 1, "STAGES": make.stages}, **warps,
     )  # fmt: skip
 
 
@@ -120,8 +122,11 @@ def _product_variants(make: _Maker, tiles: Tiles) -> Iterable[Variant]:
         "num_stages": tiles.num_stages,
         "products": True,
     }
+    of_weight = tiles.weight or tiles
     tile = {"BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "N": ROW, "K": ROW}
-    for transposed, bias in ((True, True), (True, False), (False, False)):
+    turned = turns_weights(getattr(torch, make.dtype))
+    forward = [(not turned, True), (not turned, False)]
+    for transposed, bias in forward if turned else [*forward, (False, False)]:
         yield make(
             "linear.matmul",
             {"a": x, "b": x, "bias": x, "out": x, "num_rows": "i32"},
@@ -131,7 +136,8 @@ def _product_variants(make: _Maker, tiles: Tiles) -> Iterable[Variant]:
         "linear.linear_dweight",
         {"dy": x, "x": x, "values": acc, "stacks": acc} | leaf
         | {"node_first": index, "merges": "*i32", "depth": "i32"},
-        constants=tile, **launched,
+        constants=tile | {"BM": of_weight.rows, "BN": of_weight.columns, "BK": of_weight.depth},
+        **launched | {"num_warps": of_weight.num_warps, "num_stages": of_weight.num_stages},
     )  # fmt: skip
     yield make(
         "linear.column_leaf", {"dy": x, "leaves": acc} | leaf,
@@ -147,7 +153,7 @@ def _product_variants(make: _Maker, tiles: Tiles) -> Iterable[Variant]:
 def _attention_variants(m: _Maker, tiles: Any) -> Iterable[Variant]:
     make, x, acc, index = m, m.x, m.acc, INDEX
     shape = {"SCALE": HEAD**-0.5, "H": 32, "GROUP": 4, "DIM": HEAD, "WIDE": HEAD}
-    shape |= {"BQ": tiles.query, "BK": tiles.key}
+    shape |= {"BQ": tiles.query, "BK": tiles.key, "SPLIT": splits(getattr(torch, m.dtype))}
     inputs = dict.fromkeys("qkv", x)
     rest: dict[str, Any] = {"constants": shape, "num_warps": tiles.num_warps, "products": True}
     staged = rest | {"num_stages": tiles.num_stages}
@@ -159,7 +165,12 @@ def _attention_variants(m: _Maker, tiles: Any) -> Iterable[Variant]:
     )  # fmt: skip
     yield make("attention.attention_dq", inputs | grads | {"dq": x, "work": index}, **staged)
     carried = {"dk": acc, "dv": acc, "work": index}
-    yield make("attention.attention_dkv", inputs | grads | carried, num_stages=1, **rest)
+    back = back_constants(tiles)
+    launched = {name: back.pop(name) for name in ("num_warps", "num_stages")}
+    yield make(
+        "attention.attention_dkv", inputs | grads | carried,
+        constants=shape | back, products=True, **launched,
+    )  # fmt: skip
 
 
 def _token_variants(make: _Maker) -> Iterable[Variant]:

@@ -361,6 +361,13 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "(default: the YAML's, else auto)",
     )
     parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda", "auto"),
+        default=None,
+        help="where the ranks' tensors are: GPUs are dealt to ranks in turn, over NCCL where each "
+        "has one of its own, else over Gloo (default: the YAML's, else cpu)",
+    )
+    parser.add_argument(
         "--no-lift",
         action="store_true",
         help="leave casts to fewer digits in the structure tier as they are (default: a Program's "

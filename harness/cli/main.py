@@ -125,8 +125,16 @@ def _launcher() -> Iterator[Launcher]:
         yield launcher
 
 
+def _on_cpu(args: argparse.Namespace) -> bool:
+    """Whether the ranks of a run compute on the CPU, as its flags and its topology say."""
+    from sumgrad.topology.pools import load_topology
+    from sumgrad.topology.shipped import find_topology
+
+    return load_topology(find_topology(args.topology)).chosen_device(args.device) == "cpu"
+
+
 def _run(args: argparse.Namespace) -> int:
-    decide_interpreter(on_cpu=True)
+    decide_interpreter(on_cpu=_on_cpu(args))
     from sumgrad.launch.check import run_check
     from sumgrad.launch.matrix.shrink import shrink
 
@@ -168,7 +176,7 @@ def _torchrun() -> int:
     add_report_flags(parser)
     add_common_flags(parser)
     args = checked(parser.parse_args())
-    decide_interpreter(on_cpu=True)
+    decide_interpreter(on_cpu=_on_cpu(args))
     from sumgrad.launch.torchrun.ranks import run_torchrun_rank, under_torchrun
     from sumgrad.topology.shipped import find_topology
 
@@ -385,5 +393,6 @@ def _options(args: argparse.Namespace) -> Any:
         timeout_s=args.timeout,
         law=args.law,
         kernels=args.kernels,
+        device=args.device,
         lift=not args.no_lift,
     )

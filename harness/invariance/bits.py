@@ -127,9 +127,13 @@ class Report:
         ]
 
 
-def error_limit(dtype: torch.dtype) -> float:
-    """How many roundings of its inputs a result may be off."""
-    return ERROR_LIMIT_16_BIT if torch.finfo(dtype).bits == 16 else ERROR_LIMIT
+def error_limit(dtype: torch.dtype, parts: int = 1) -> float:
+    """How many roundings of its inputs a result may be off.
+
+    parts: operators one after another. In 16 bits each of them rounds what is float32 inside, up or
+    down, so their errors grow with the root of their number.
+    """
+    return ERROR_LIMIT_16_BIT * parts**0.5 if torch.finfo(dtype).bits == 16 else ERROR_LIMIT
 
 
 def compare(

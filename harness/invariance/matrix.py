@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sumgrad.base.errors import UserError
 from sumgrad.base.outcome import RankOutcome, first_to_fail
@@ -25,6 +25,9 @@ from sumgrad.invariance.protocol import Operator
 from sumgrad.invariance.ranks import LOCAL, NUM_RANKS, Selection, load_operators
 from sumgrad.launch.local.launcher import Launcher, RankJob
 from sumgrad.report.grid import Grid, GridTable, Square
+
+if TYPE_CHECKING:
+    import torch
 
 SHIPPED = (
     "sumgrad.workloads.operators.ours:shipped",
@@ -175,7 +178,7 @@ def run_matrix(
         )
         with _counting(directory, len(found), progress):
             outcomes = launcher.run(job)
-        reports, failures = collect(directory, found, error_limit(getattr(torch, dtype)))
+        reports, failures = collect(directory, found, getattr(torch, dtype))
         lost = _lost(outcomes, directory)
     return OpsMatrix(
         dtype=dtype,
@@ -223,11 +226,16 @@ def _lost(outcomes: Sequence[RankOutcome], directory: Path) -> list[str]:
 
 
 def collect(
-    directory: Path, operators: Sequence[tuple[Operator, str]], limit: float
+    directory: Path, operators: Sequence[tuple[Operator, str]], dtype: torch.dtype
 ) -> tuple[list[Report], list[str]]:
     """Every file that the ranks wrote -> one report an operator, and what failed."""
     reports = [
-        Report(operator=op.name, expect=expect, must_differ=op.must_differ, error_limit=limit)
+        Report(
+            operator=op.name,
+            expect=expect,
+            must_differ=op.must_differ,
+            error_limit=error_limit(dtype, getattr(op, "parts", 1)),
+        )
         for op, expect in operators
     ]
     failures = []

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Tensors = dict[str, Tensor]
 EXPECTATIONS = ("invariant", "planted", "control")
+LOSS_SCALE = 16.0  # a loss is divided by it in float16, whose range its gradients would leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,10 @@ def draw_problem(
         for name, shape in operator.weights.items()
     }
     shape = () if operator.output is None else (num_tokens, *operator.output)
-    return Problem(lengths=tuple(lengths), rows=rows, weights=weights, seed=values(shape))
+    drawn = values(shape)
+    if operator.output is None and dtype == torch.float16:
+        drawn = drawn / LOSS_SCALE
+    return Problem(lengths=tuple(lengths), rows=rows, weights=weights, seed=drawn)
 
 
 def place(

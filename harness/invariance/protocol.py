@@ -75,6 +75,7 @@ class Operator(Protocol):
 class OperatorFields:
     """What every operator says of itself; see Operator.
 
+    parts: how many operators it is made of, each of which rounds its result to the dtype.
     reference: float64 results by name, or None; what it is given is up to the kind of operator.
     """
 
@@ -87,6 +88,7 @@ class OperatorFields:
     chunks: bool = False
     expect: str = "invariant"
     must_differ: Sequence[tuple[str, str]] = ()
+    parts: int = 1
     reference: Callable[..., Any] | None = None
 
 

@@ -71,7 +71,7 @@ def check_operator(
         operator=operator.name,
         expect=operator.expect,
         must_differ=operator.must_differ,
-        error_limit=error_limit(dtype),
+        error_limit=error_limit(dtype, getattr(operator, "parts", 1)),
     )
     if reference is None:
         reference = run_arrangement(operator, problem, base(lengths))

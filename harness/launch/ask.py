@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sumgrad.base.commands import command_line, torchrun_prefix
+from sumgrad.base.devices import Kind
 from sumgrad.base.errors import UserError
 from sumgrad.base.outcome import some_of
 from sumgrad.faults.plan import find_fault, plant
@@ -55,6 +56,7 @@ class CheckOptions:
     timeout_s: float = DEFAULT_TIMEOUT_S
     law: str | None = None
     kernels: str | None = None
+    device: str | None = None
     keep_partials: bool = False
     lift: bool = True
     reuse: Path | None = None
@@ -80,6 +82,7 @@ def make_spec(options: CheckOptions, *, prefix: Sequence[str], look: Look = look
         reproduce=command_line([*prefix, *_flags(options, known["steps"])]),
         versions=versions(),
         lift=options.lift,
+        device=_device(options, topology),
         **known,
     )
 
@@ -158,8 +161,19 @@ def startable(options: CheckOptions) -> Topology:
     return topology
 
 
+def _device(options: CheckOptions, topology: Topology) -> Kind:
+    """The flag, else the YAML. Raises UserError."""
+    device = topology.chosen_device(options.device)
+    if device == "cuda" and BITS in options.tiers:
+        raise UserError(
+            "--tiers bitwise: compares with one process on the CPU, and the ranks are on cuda; use "
+            "--device cpu with it"
+        )
+    return device
+
+
 def chosen_kernels(options: CheckOptions, topology: Topology, workload: Workload) -> str:
-    """ "torch" or "triton": the flag, else the YAML; auto is torch, because ranks compute on CPUs.
+    """ "torch" or "triton": the flag, else the YAML; auto is Triton on GPUs, where it can be.
 
     Raises UserError if this machine or this workload cannot run Triton's.
     """
@@ -167,6 +181,9 @@ def chosen_kernels(options: CheckOptions, topology: Topology, workload: Workload
     kernels = flag or topology.kernels
     if kernels == "fixed" and BITS not in options.tiers:
         raise UserError("--kernels fixed is the bitwise tier's; use --tiers bitwise with it")
+    if kernels == "auto" and _device(options, topology) == "cuda":
+        there = has_kernels(workload) and importlib.util.find_spec("triton") is not None
+        return "triton" if there else "torch"
     if kernels != "triton":
         return "torch"
     source = "--kernels" if flag else topology.where(("kernels",))
@@ -239,6 +256,8 @@ def _flags(options: CheckOptions, steps: int) -> list[str]:
         flags += ["--timeout", f"{options.timeout_s:g}"]
     if options.kernels:
         flags += ["--kernels", options.kernels]
+    if options.device:
+        flags += ["--device", options.device]
     if not options.lift:
         flags += ["--no-lift"]
     if options.law:

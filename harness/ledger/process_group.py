@@ -1,8 +1,9 @@
 """A process group that records: put under torch.distributed, it writes every operation down.
 
-Registered as the backend "sumgrad", it delegates to Gloo. Raw collectives, DDP, DTensor and FSDP
-call it without knowing. Each operation is appended to the rank's ledger file before it starts and
-again when it is done, so that a rank which hangs or dies in C++ still tells where it was.
+Registered as the backend "sumgrad", it delegates to Gloo, or to NCCL for tensors on GPUs. Raw
+collectives, DDP, DTensor and FSDP call it without knowing. Each operation is appended to the rank's
+ledger file before it starts and again when it is done, so that a rank which hangs or dies in C++
+still tells where it was.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch
 import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
 from sumgrad.base.tensors import own_arithmetic
-from sumgrad.ledger.delegation import DELEGATED, carry_out, unrecorded_operations
+from sumgrad.ledger.backends import Backends
+from sumgrad.ledger.delegation import DELEGATED, unrecorded_operations
 from torch._C._dynamo import eval_frame as _eval_frame
 
 BACKEND = "sumgrad"
@@ -232,9 +234,10 @@ class RecordedWork(dist.Work):
 class RecordingProcessGroup(dist.ProcessGroup):
     """Records and delegates. `ranks`: the group's members as global ranks, in group order."""
 
-    def __init__(self, inner: Any, ranks: list[int], ledger: Ledger) -> None:
-        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
-        self._inner, self._ranks, self._ledger = inner, ranks, ledger
+    def __init__(self, below: Backends, ranks: list[int], ledger: Ledger) -> None:
+        self._inner = below.gloo
+        super().__init__(self._inner.rank(), self._inner.size())  # type: ignore[call-arg]
+        self._below, self._ranks, self._ledger = below, ranks, ledger
 
     @property
     def ranks(self) -> list[int]:
@@ -243,7 +246,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
 
     def delegate(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry an operation out on the backend below, unrecorded. Returns its work."""
-        return carry_out(self._inner, op, args, kwargs)
+        return self._below.carry_out(op, args, kwargs)
 
     def issue(
         self,
@@ -368,9 +371,9 @@ def register_backend(ledger: Ledger) -> None:
 
     def create(options: Any, _: Any = None) -> RecordingProcessGroup:
         size = options.group_size
-        inner = dist.ProcessGroupGloo(options.store, options.group_rank, size, options.timeout)
+        gloo = dist.ProcessGroupGloo(options.store, options.group_rank, size, options.timeout)
         ranks = list(options.global_ranks_in_group) or list(range(size))
-        return RecordingProcessGroup(inner, ranks, ledger)
+        return RecordingProcessGroup(Backends(gloo, options), ranks, ledger)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     _go_by_the_name_below()

@@ -134,6 +134,7 @@ class RunSpec:
 
     workload: as `--workload` takes it. lift: the structure tier lifts casts to fewer digits.
     bitwise: the dtype of the bitwise tier, "" where it does not run; its kernels are of their own.
+    device: where the ranks' tensors are, "cpu" or "cuda"; the reference is computed on the CPU.
     What the subject knows of itself is one of two: declaration: a planned workload's; facts: a
     Program's, and with script what a script's other run shows.
     """
@@ -156,6 +157,7 @@ class RunSpec:
     lift: bool = True
     bitwise: str = ""
     bitwise_kernels: str = "fixed"
+    device: str = "cpu"
 
     @property
     def name(self) -> str:

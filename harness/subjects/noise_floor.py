@@ -33,6 +33,11 @@ class Run:
     by_term: Mapping[str, Grads]
     total: Grads
 
+    def on_host(self) -> Run:
+        """The same, in host memory."""
+        terms = {t: {n: g.cpu() for n, g in own.items()} for t, own in self.by_term.items()}
+        return Run(by_term=terms, total={n: g.cpu() for n, g in self.total.items()})
+
 
 def measure_floor(exact: Run, runs: Sequence[Run]) -> Floor:
     """The largest errors of `runs` against the float64 run."""
@@ -48,10 +53,10 @@ def measure_floor(exact: Run, runs: Sequence[Run]) -> Floor:
 
 
 def raise_floor(
-    floor: Floor, exact: Run, other: Run, sizes: Mapping[str, float], dtype: torch.dtype
+    floor: Floor, exact: Run, others: Sequence[Run], sizes: Mapping[str, float], dtype: torch.dtype
 ) -> Floor:
-    """The floor that also knows a run on other kernels. sizes: sums of absolute partials."""
-    return raised(floor, measure_floor(exact, [other]), sizes, norm(exact.total), dtype)
+    """The floor that also knows runs on other kernels. sizes: sums of absolute partials."""
+    return raised(floor, measure_floor(exact, others), sizes, norm(exact.total), dtype)
 
 
 def louder(one: Floor, other: Floor) -> Floor:

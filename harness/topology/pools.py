@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from sumgrad.base.devices import Kind, chosen_device
 from sumgrad.base.errors import UserError
 from sumgrad.base.plain_text import meant, shown
 from sumgrad.topology.yaml_source import YamlSource, dotted, read_yaml
@@ -69,6 +70,7 @@ class Topology:
     why: str
     workload: str | None
     kernels: Literal["auto", "triton", "torch"]
+    device: Literal["cpu", "cuda", "auto"]
     plan_only: bool
     pools: tuple[Pool, ...]
     options: dict[str, Any]
@@ -96,6 +98,10 @@ class Topology:
     def where(self, loc: Sequence[str | int]) -> str:
         """`file.yaml:LINE: key.path`, for errors about a value of this topology."""
         return self.source.where(loc) if self.source else f"{self.name}: {dotted(loc)}"
+
+    def chosen_device(self, flag: str | None) -> Kind:
+        """Where the ranks' tensors are: as a flag says, else as the file does. Raises UserError."""
+        return chosen_device(flag or self.device, "--device" if flag else self.where(("device",)))
 
 
 class _PoolFile(BaseModel):
@@ -139,6 +145,10 @@ class TopologyFile(BaseModel):
         Literal["auto", "triton", "torch"],
         Field(description="auto: Triton on a GPU, torch on a CPU."),
     ] = "auto"
+    device: Annotated[
+        Literal["cpu", "cuda", "auto"],
+        Field(description="Where the ranks' tensors are; auto: cuda where there is a GPU."),
+    ] = "cpu"
     plan_only: Annotated[
         bool, Field(description="Too large to start: `sumgrad plan` proves it, no run.")
     ] = False
@@ -186,6 +196,7 @@ def parse_topology(source: YamlSource) -> Topology:
         why=file.why,
         workload=file.workload,
         kernels=file.kernels,
+        device=file.device,
         plan_only=file.plan_only,
         pools=pools,
         options=dict(file.options),
@@ -216,6 +227,7 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
         "why": topology.why,
         "workload": topology.workload,
         "kernels": topology.kernels,
+        "device": topology.device,
         "plan_only": topology.plan_only,
         "options": topology.options,
         "rows": topology.rows,

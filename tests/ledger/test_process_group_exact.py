@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from sumgrad.base.files import PACKAGE
 from sumgrad.ledger import process_group
+from sumgrad.ledger.backends import Backends
 from sumgrad.ledger.process_group import Ledger, RecordingProcessGroup, tensors_in
 
 
@@ -75,7 +76,7 @@ def ledger(tmp_path):
 
 @pytest.fixture
 def group(ledger):
-    return RecordingProcessGroup(Backend(), [4, 7], ledger)
+    return RecordingProcessGroup(Backends(Backend()), [4, 7], ledger)
 
 
 def lines(tmp_path, name="ledger.jsonl"):
@@ -177,7 +178,7 @@ def test_the_call_site_is_the_first_line_outside_of_torch_and_the_transport(grou
 
 def test_long_groups_are_written_short(ledger, tmp_path):
     for ranks in (list(range(3, 12)), list(range(8)), [0, 1, 2, 3, 4, 5, 6, 7, 9]):
-        RecordingProcessGroup(Backend(), ranks, ledger).barrier()
+        RecordingProcessGroup(Backends(Backend()), ranks, ledger).barrier()
     assert [e["group"] for e in lines(tmp_path)] == [
         "3-11", list(range(8)), [0, 1, 2, 3, 4, 5, 6, 7, 9]
     ]  # fmt: skip

@@ -32,7 +32,7 @@ def run_faults(guard: RankGuard, *, faults: list[str], look: bool = False) -> No
     directory, number = guard.env.directory, guard.env.rank
     with local_group(guard) as ledger:
         spec = read_spec(directory)
-        rank = Rank(spec.topology, number, ledger)
+        rank = Rank(spec.topology, number, ledger, spec.device)
         for i, fault in enumerate(faults):
             guard.renew()
             place = fault_directory(directory, i)

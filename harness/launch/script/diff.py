@@ -234,6 +234,7 @@ def _topology(script: str, world_size: int) -> Topology:
         why="",
         workload=script,
         kernels="torch",
+        device="cpu",
         plan_only=False,
         pools=(pool,),
         options={},

@@ -21,7 +21,18 @@ from sumgrad.record.spec import RunSpec
 from sumgrad.subjects.loading import find_class
 from sumgrad.topology.pools import topology_to_json
 
-COMPARED = ("seed", "steps", "tiers", "skipped", "fault", "law", "kernels", "lift", "timeout_s")
+COMPARED = (
+    "seed",
+    "steps",
+    "tiers",
+    "skipped",
+    "fault",
+    "law",
+    "kernels",
+    "device",
+    "lift",
+    "timeout_s",
+)
 MAX_SHOWN = 4
 AGREED = "sumgrad/agreed"
 SILENT = "silent: "  # before who is

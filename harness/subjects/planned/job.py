@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sumgrad.base.devices import take_device
 from sumgrad.base.tensors import hash_weights
 from sumgrad.faults.plan import find_fault, plant
 from sumgrad.ledger.process_group import Ledger
@@ -45,23 +46,23 @@ class PlannedStep:
         plan = build_plan(spec.topology, self.workload.declaration)
         if spec.fault:
             plan = plant(find_fault(spec.fault), plan)
-        group = _pool_group(plan, rank)
+        group, device = _pool_group(plan, rank), take_device(spec.device)
         steps = []
         for tier, dtype_name in spec.tiers.items():
             dtype = getattr(torch, dtype_name)
             ctx = RankContext(
                 plan=plan,
                 rank=rank,
-                formulas=rank_formulas(self.workload, dtype, "cpu", kernels=spec.kernels),
+                formulas=rank_formulas(self.workload, dtype, str(device), kernels=spec.kernels),
                 group=group,
                 ledger=ledger,
                 dtype=dtype,
-                device=torch.device("cpu"),
+                device=device,
                 tier=tier,
             )
             memory = Memory()
             for step in range(spec.steps):
-                params = _params(self.workload, step, dtype)
+                params = _params(self.workload, step, dtype, device)
                 result = run_step(ctx, params, step=step, memory=memory)
                 files.keep(f"{tier}/{step}", result.grads)
                 steps.append(
@@ -168,13 +169,16 @@ class PlannedStep:
             steps=self.spec.steps,
             num_chunks=max(pool.size for pool in topology.pools),
             kernels=self.spec.kernels,
+            ranks_on=self.spec.device,
         )
 
 
-def _params(workload: Workload, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _params(
+    workload: Workload, step: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
     params = workload.params(step)
     check_params(workload, params)
-    return {name: value.to(dtype) for name, value in params.items()}
+    return {name: value.to(dtype=dtype, device=device) for name, value in params.items()}
 
 
 def _pool_group(plan: Plan, rank: int) -> dist.ProcessGroup:

@@ -9,9 +9,10 @@ from the data.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from sumgrad.base.devices import take_device
 from sumgrad.base.tensors import hash_weights
 from sumgrad.record.reference import Reference
 from sumgrad.subjects.noise_floor import (
@@ -42,7 +43,8 @@ Progress = Callable[[str], object]
 class Job:
     """One tier's reference. producers: term -> (pool, its units); num_chunks: a floor run's.
 
-    kernels: what the ranks run on; the reference itself always has torch's operators.
+    kernels, ranks_on: what the ranks run on; the reference itself always has torch's operators, on
+    `device`.
     """
 
     workload: Workload
@@ -52,6 +54,7 @@ class Job:
     steps: int
     num_chunks: int
     kernels: str = "torch"
+    ranks_on: str = "cpu"
 
 
 def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[Reference]:
@@ -62,10 +65,7 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
     formulas = job.workload.formulas(job.dtype, job.device, rounded_to=job.dtype)
     cuts = floor_runs(num_rows, job.num_chunks, job.device)
     working = {name: _Single(job, job.dtype, formulas) for name in cuts}
-    kernels = None
-    if job.kernels != "torch":
-        theirs = rank_formulas(job.workload, job.dtype, job.device, kernels=job.kernels)
-        kernels = _Single(job, job.dtype, theirs)
+    theirs = _as_ranks(job)
     out = []
     for step in range(job.steps):
         progress(f"reference, step {step}")
@@ -81,10 +81,13 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
             scale.setdefault(param.name, torch.zeros(param.shape, dtype=torch.float64))
         sizes = {name: float(s.max()) if s.numel() else 0.0 for name, s in scale.items()}
         floor = measure_floor(reference.summed(), [run.summed() for run in runs])
-        if kernels is not None:
-            progress(f"noise floor ({job.kernels} kernels), step {step}")
-            on_kernels = kernels.run(step, [everything]).summed()
-            floor = raise_floor(floor, reference.summed(), on_kernels, sizes, job.dtype)
+        found = []
+        for name, single in theirs.items():
+            progress(f"noise floor ({job.kernels} kernels on {job.ranks_on}, {name}), step {step}")
+            chunks = [chunk.to(single.everything.device) for chunk in cuts[name]]
+            found.append(single.run(step, chunks).summed().on_host())
+        if found:
+            floor = raise_floor(floor, reference.summed(), found, sizes, job.dtype)
         out.append(
             Reference(
                 step=step,
@@ -102,6 +105,17 @@ def compute_reference(job: Job, *, progress: Progress = lambda _: None) -> list[
             )
         )
     return out
+
+
+def _as_ranks(job: Job) -> dict[str, _Single]:
+    """Single processes on what the ranks run on, by their cut of the rows; none where that is what
+    the reference has. Several on a GPU, whose roundings are its own, one of kernels on a CPU."""
+    if job.kernels == "torch" and job.ranks_on == job.device:
+        return {}
+    there = replace(job, device=str(take_device(job.ranks_on)))
+    formulas = rank_formulas(job.workload, job.dtype, there.device, kernels=job.kernels)
+    cuts = ["at once"] if job.ranks_on == job.device else ["at once", "reversed", "permuted"]
+    return {name: _Single(there, job.dtype, formulas) for name in cuts}
 
 
 def compute_partials(

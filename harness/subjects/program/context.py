@@ -80,26 +80,36 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where a rank sits: its number among the topology's, its ledger, its meshes by pool."""
+    """Where a rank sits: its number among the topology's, its ledger, its meshes by pool, its
+    device."""
 
     topology: Topology
     rank: int
     ledger: Ledger
     meshes: dict[str, DeviceMesh]
+    device: torch.device
 
 
-def make_meshes(topology: Topology) -> dict[str, DeviceMesh]:
+def make_meshes(topology: Topology, device: torch.device) -> dict[str, DeviceMesh]:
     """One DeviceMesh for each pool. Every rank makes all of them: groups are made together."""
     meshes = {}
     for pool in topology.pools:
         shape = [size for _, size in pool.axes]
         ranks = torch.tensor(list(pool.ranks)).view(shape)
-        meshes[pool.name] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(a for a, _ in pool.axes))
+        meshes[pool.name] = DeviceMesh(
+            device.type, ranks, mesh_dim_names=tuple(a for a, _ in pool.axes)
+        )
     return meshes
 
 
 def make_context(
-    topology: Topology, rank: int, meshes: dict[str, DeviceMesh], *, dtype: torch.dtype, seed: int
+    topology: Topology,
+    rank: int,
+    meshes: dict[str, DeviceMesh],
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device,
 ) -> Context:
     """The Context of one rank before its first step."""
     pool = topology.pool_of(rank)
@@ -112,7 +122,7 @@ def make_context(
         pools={p.name: tuple(p.ranks) for p in topology.pools},
         mesh=meshes[pool.name],
         meshes=meshes,
-        device=torch.device("cpu"),
+        device=device,
         dtype=dtype,
         seed=seed,
     )

@@ -31,7 +31,10 @@ class UserStep:
         self.spec = spec
 
     def run_rank(self, rank: int, ledger: Ledger, files: RankFiles) -> Mapping[str, Any]:
-        return Rank(self.spec.topology, rank, ledger).run(self.spec, files)
+        return self._rank(rank, ledger).run(self.spec, files)
+
+    def _rank(self, rank: int, ledger: Ledger) -> Rank:
+        return Rank(self.spec.topology, rank, ledger, self.spec.device)
 
     def pieces(self) -> list[str]:
         return [f"step {step}" for step in range(self.spec.steps)]
@@ -61,6 +64,7 @@ class UserStep:
                 num_chunks=max(pool.size for pool in spec.topology.pools),
                 lift=spec.lift,
                 jitters=jitters,
+                ranks_on=spec.device,
                 progress=progress,
             )
 
@@ -78,7 +82,7 @@ class UserStep:
 
     def trace_rank(self, rank: int, ledger: Ledger, tier: str, step: int) -> Trace:
         """What goes through the modules of a rank in one step."""
-        return Rank(self.spec.topology, rank, ledger).trace(self.spec, tier, step)
+        return self._rank(rank, ledger).trace(self.spec, tier, step)
 
     def trace_single(self, tier: str, step: int) -> Trace:
         """The same in one process, over the full batch. Raises Broken where loss_sum does."""

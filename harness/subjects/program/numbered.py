@@ -41,7 +41,7 @@ class Numbers:
         in it, of the local shape; None for all of them, in their order."""
         found = {}
         for shown, param in model.named_parameters():
-            known = self._read(to_local(param).detach())
+            known = self._read(to_local(param).detach().cpu())
             if known is not None:
                 found[shown] = known
         return found

@@ -236,7 +236,7 @@ def index_by_placement(param: DTensor) -> Tensor:
     read. RuntimeError, ValueError or NotImplementedError where they cannot be followed."""
     everything = torch.arange(param.numel()).view(param.shape)
     placed = distribute_tensor(everything, param.device_mesh, param.placements, src_data_rank=None)
-    return placed.to_local()
+    return placed.to_local().cpu()
 
 
 def _declared(name: str, cut: Any, full: Tensor, held: int) -> tuple[Tensor | None, str | None]:
@@ -320,7 +320,7 @@ def _agrees(param: Tensor, full: Tensor, index: Tensor | None) -> bool:
 
 
 def _is_permuted(param: Tensor, full: Tensor, index: Tensor | None) -> bool:
-    local = to_local(param).detach().reshape(-1)
+    local = to_local(param).detach().cpu().reshape(-1)
     whole = (full if index is None else full.reshape(-1)[index]).reshape(-1)
     same = len(local) == len(whole) and torch.equal(local.sort().values, whole.sort().values)
     return bool(same) and not torch.equal(local, whole)
@@ -328,7 +328,7 @@ def _is_permuted(param: Tensor, full: Tensor, index: Tensor | None) -> bool:
 
 def _by_value(param: Tensor, full: Mapping[str, Tensor]) -> list[str]:
     """Full parameters that hold exactly these values, or have them as one block."""
-    local = to_local(param).detach()
+    local = to_local(param).detach().cpu()
     if not local.numel():
         return []
     return [
@@ -349,7 +349,7 @@ def _index(param: Tensor, full: Tensor) -> tuple[Tensor | None, str | None]:
             index = index_by_placement(param)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             return None, f"placements {param.placements} cannot be read: {error}"
-        local = param.to_local()
+        local = param.to_local().cpu()
         found, problem = _found(local, full)
         if local.shape != index.shape:
             return found, problem
@@ -362,12 +362,12 @@ def _index(param: Tensor, full: Tensor) -> tuple[Tensor | None, str | None]:
 
 
 def _found(local: Tensor, full: Tensor) -> tuple[Tensor | None, str | None]:
-    shape = tuple(local.shape)
+    local, shape = local.detach().cpu(), tuple(local.shape)
     if local.dim() != full.dim():
         return None, f"has shape {shape}; build() has {tuple(full.shape)}"
     if not local.numel():
         return torch.empty(local.shape, dtype=torch.int64), None
-    offsets = _offsets(local.detach(), full)
+    offsets = _offsets(local, full)
     if len(offsets) != 1:
         often = "nowhere" if not offsets else f"{len(offsets)} times"
         return None, (
@@ -400,4 +400,6 @@ def _offsets(local: Tensor, full: Tensor) -> list[tuple[int, ...]]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.equal(a.detach(), b.detach().to(a.dtype)))  # False for other shapes
+    return bool(
+        torch.equal(a.detach().cpu(), b.detach().cpu().to(a.dtype))
+    )  # False for other shapes

@@ -234,6 +234,11 @@ def round_batch(
     return to_dtype(to_dtype(batch, rounded), dtype)
 
 
+def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The batch there; tensors that are there already stay themselves."""
+    return {key: value.to(device) for key, value in batch.items()}
+
+
 def hold_batch(
     program: Any,
     batch: Mapping[str, Tensor],

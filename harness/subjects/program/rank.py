@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from sumgrad.base.devices import take_device
 from sumgrad.base.memory import give_back_memory
 from sumgrad.base.outcome import SETUP
 from sumgrad.ledger.aside import without_operations
@@ -29,11 +30,13 @@ from sumgrad.topology.pools import Topology
 class Rank:
     """One rank and its meshes; runs jobs one after the other on the same process group."""
 
-    def __init__(self, topology: Topology, rank: int, ledger: Ledger) -> None:
+    def __init__(self, topology: Topology, rank: int, ledger: Ledger, device: str = "cpu") -> None:
+        """device: "cpu" or "cuda"."""
         self.rank, self.ledger = rank, ledger
+        own = take_device(device)
         with ledger.label(f"{SETUP}/meshes"):
-            meshes = make_meshes(topology)
-        self._seat = Seat(topology=topology, rank=rank, ledger=ledger, meshes=meshes)
+            meshes = make_meshes(topology, own)
+        self._seat = Seat(topology=topology, rank=rank, ledger=ledger, meshes=meshes, device=own)
 
     def run(self, job: RunSpec, files: RankFiles, *, again: bool = True) -> Result:
         """All tiers and steps; returns what goes into the end record.

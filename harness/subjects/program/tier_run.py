@@ -39,6 +39,7 @@ from sumgrad.subjects.program.protocol import (
     hash_model,
     hold_batch,
     make_program,
+    on_device,
     round_batch,
     scramble,
     takes_step,
@@ -98,7 +99,9 @@ class TierRun:
         job, seat = self.job, self.seat
         workload = planted_class(job.workload, job.fault) if job.fault else job.workload
         program = make_program(workload, job.topology, seed=job.seed)
-        ctx = make_context(job.topology, seat.rank, seat.meshes, dtype=dtype, seed=job.seed)
+        ctx = make_context(
+            job.topology, seat.rank, seat.meshes, dtype=dtype, seed=job.seed, device=seat.device
+        )
         scramble(101, seat.rank)
         return program, ctx
 
@@ -110,7 +113,8 @@ class TierRun:
         scramble(102, self.seat.rank)
         self._set_batch(0)
         self.batch_hash = self.hash_of_batch
-        self.model = to_precision(to_precision(model, self.rounded), self.dtype)
+        model = to_precision(to_precision(model, self.rounded), self.dtype)
+        self.model = model.to(self.seat.device)
         self.full = self._weights(0)
 
     def _distributed(
@@ -151,8 +155,10 @@ class TierRun:
             program, ctx = self._make(torch.float64)
             model = to_precision(build(program), torch.float64)
             scramble(102, self.seat.rank)
-            hold_batch(program, round_batch(full_batch(program), self.rounded, torch.float64))
+            rows = round_batch(full_batch(program), self.rounded, torch.float64)
+            hold_batch(program, on_device(rows, self.seat.device))
             numbers.write(trained(model))
+            model = model.to(self.seat.device)
             return numbers.read(self._distributed(program, model, ctx, torch.float64))
         except Exception:  # it looks at the values, or at how often: what is unknown is said so
             return {}
@@ -276,7 +282,7 @@ class TierRun:
         hold_batch(self.program, self.batch, self._rounded)
 
     def _rounded(self, batch: Mapping[str, Tensor]) -> Tensors:
-        return round_batch(batch, self.rounded, self.dtype)
+        return on_device(round_batch(batch, self.rounded, self.dtype), self.seat.device)
 
     def _info(self, step: int, began: dict[str, str]) -> Result:
         """began: a digest of every parameter as the step found it."""
@@ -341,7 +347,7 @@ class TierRun:
                 wanted = p.slice(self.full[p.name])
                 if self.stepped:
                     p.local().copy_(wanted)
-                if not same_bits(p.local(), wanted):
+                if not same_bits(p.local().cpu(), wanted):
                     other[p.name] = None
         return other
 

@@ -102,7 +102,7 @@ def buffers_after(
         if now.numel() > MAX_BUFFER_NUMEL and not compared(name):
             continue
         plain = torch.view_as_real(now.resolve_conj()) if now.is_complex() else now
-        held[name] = plain.clone().contiguous()
+        held[name] = plain.to(device="cpu", copy=True).contiguous()
         then = None if then is None else to_local(then)
         if then is None or now.shape != then.shape or not torch.equal(now, then.to(now.dtype)):
             changed.append(name)

@@ -25,7 +25,8 @@ def _attention(rows: Tensors, weights: Tensors, call: Call) -> Tensor:
     same = (sample[:, None] == sample) & (position[:, None] >= position)
     same |= torch.eye(call.num_rows, dtype=torch.bool)
     q, k, v = (rows[name].transpose(0, 1) for name in ("q", "k", "v"))
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=same).transpose(0, 1)
+    mask = same.to(q.device)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1)
 
 
 def _counted(call: Call, targets: Tensor) -> Tensor:

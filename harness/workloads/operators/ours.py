@@ -32,6 +32,7 @@ LEAF = 16
 WIDTH = 24
 VOCABULARY = 13
 TILES = AttentionTiles(query=16, key=16)
+PARTS = 24  # of the chain: ten operators a layer, one before them, three after
 _ANY = TreeId(leaf=LEAF)  # of a rank that holds no node and so knows no tree
 CHAIN = Chain(
     vocabulary=VOCABULARY, width=WIDTH, layers=2, heads=2, kv_heads=1, mlp=20, leaf=LEAF,
@@ -276,7 +277,7 @@ def _with_tokens() -> list[Operator]:
             name="chain",
             function=_chain,
             rows={"tokens": Rows(limit=VOCABULARY), "targets": Rows(limit=VOCABULARY)},
-            weights=CHAIN.shapes(), rows_alone=False, caches=CHAIN.caches,
+            weights=CHAIN.shapes(), rows_alone=False, caches=CHAIN.caches, parts=PARTS,
             reference=lambda v, seed, lengths: chain_reference(CHAIN, v, float(seed), lengths),
         ),
     ]  # fmt: skip

@@ -6,19 +6,37 @@ Together they turn every property red, so no column of the matrix is one that ca
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sumgrad.invariance.arrangement import PROPERTIES, Call
+from sumgrad.invariance.arrangement import PROPERTIES, Arrangement, Call
 from sumgrad.invariance.operator_run import Tensors
 from sumgrad.invariance.protocol import Operator, Rows
-from sumgrad.invariance.runs import plain
+from sumgrad.invariance.runs import PlainOperator
 from sumgrad.kernels.planted import column_sum_with_atomics
 from sumgrad.kernels.rms_norm import rms_norm
+from sumgrad.kernels.runtime import accumulator_dtype
 from torch import Tensor
 
 WIDTH = 24
 BLOCKS = 4
+
+
+class _Planted(PlainOperator):
+    """With weights of at least 32 bits: rounded to 16, a gradient seldom shows its order."""
+
+    def begin(
+        self, lengths: Sequence[int], arrangement: Arrangement, weights: Tensors, dtype: torch.dtype
+    ) -> Any:
+        wide = {
+            name: w.detach().to(accumulator_dtype(dtype)).requires_grad_()
+            for name, w in weights.items()
+        }
+        return super().begin(lengths, arrangement, wide, dtype)
+
+    def forward(self, state: Any, call: Call, rows: Tensors) -> Tensor:
+        return super().forward(state, call, rows).to(state["dtype"])
 
 
 class _Scale(torch.autograd.Function):
@@ -33,7 +51,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        return grads[0] * weight, ctx.column_sum(grads[0] * x), None
+        return (grads[0] * weight).to(x.dtype), ctx.column_sum(grads[0] * x), None
 
 
 def _per_multiprocessor(values: Tensor) -> Tensor:
@@ -64,7 +82,7 @@ def _by_alignment(rows: Tensors, weights: Tensors, call: Call) -> Tensor:
     """A vectorised path for aligned rows and another order for the rest."""
     x = rows["x"]
     aligned = x.storage_offset() % 4 == 0
-    total = torch.zeros(len(x), dtype=x.dtype)
+    total = torch.zeros(len(x), dtype=x.dtype, device=x.device)
     for i in range(WIDTH) if aligned else reversed(range(WIDTH)):
         total = total + x[:, i]
     return total[:, None] * weights["weight"]
@@ -76,7 +94,7 @@ def _unsteady() -> Any:
 
     def function(rows: Tensors, weights: Tensors, call: Call) -> Tensor:
         x = rows["x"].flip(1) if next(turn) % 2 else rows["x"]
-        total = torch.zeros(len(x), dtype=x.dtype)
+        total = torch.zeros(len(x), dtype=x.dtype, device=x.device)
         for i in range(WIDTH):
             total = total + x[:, i]
         return total[:, None] * weights["weight"]
@@ -86,7 +104,7 @@ def _unsteady() -> Any:
 
 def _hole(rows: Tensors, weights: Tensors, call: Call) -> Tensor:
     """Forgets the last column of its output."""
-    y = torch.empty(len(rows["x"]), WIDTH, dtype=rows["x"].dtype)
+    y = rows["x"].new_empty(len(rows["x"]), WIDTH)
     y[:, :-1] = rows["x"][:, :-1] * weights["weight"][:-1]
     return y
 
@@ -121,11 +139,12 @@ def planted() -> list[Operator]:
         "planted: output not written": (_hole, everywhere),
     }
     return [
-        plain(name, function, must_differ=cells, **common)
+        _Planted(name=name, function=function, must_differ=cells, **common)
         for name, (function, cells) in cases.items()
     ]
 
 
 def _last_block(rows: Tensors, weights: Tensors, call: Call) -> Tensor:
     """Ours, in the mode that is deterministic and no more."""
-    return rms_norm(rows["x"], weights["weight"], mode="last_block")
+    x, weight = rows["x"], weights["weight"]
+    return rms_norm(x.to(weight.dtype), weight, mode="last_block")

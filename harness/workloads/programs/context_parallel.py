@@ -47,8 +47,9 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         k, v = gather(k), gather(v)  # (B, T, W)
         scores = q @ k.transpose(1, 2) / WIDTH**0.5
-        at = start + torch.arange(q.shape[1]).view(-1, 1)
-        scores = scores.masked_fill(torch.arange(k.shape[1]) > at, float("-inf"))
+        at = start + torch.arange(q.shape[1], device=x.device).view(-1, 1)
+        later = torch.arange(k.shape[1], device=x.device) > at
+        scores = scores.masked_fill(later, float("-inf"))
         return x + self.out(scores.softmax(-1) @ v)
 
 

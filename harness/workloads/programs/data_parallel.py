@@ -29,7 +29,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, V)
         x = self.embed(tokens)
-        steps = torch.arange(1, tokens.shape[1] + 1).view(1, -1, 1)
+        steps = torch.arange(1, tokens.shape[1] + 1, device=x.device).view(1, -1, 1)
         x = x + self.down(torch.tanh(self.up(self.norm(x.cumsum(1) / steps))))
         return self.head(x)
 

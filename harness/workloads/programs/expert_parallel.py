@@ -118,15 +118,15 @@ class ExpertParallel:
 
     def experts(self, model: nn.Module, x, chosen, ctx) -> torch.Tensor:
         """Send each token to its expert's rank, compute there, send the result back."""
-        group, held = ctx.group("ep"), torch.tensor(self.holders(ctx))
+        group, held = ctx.group("ep"), torch.tensor(self.holders(ctx), device=x.device)
         order = torch.argsort(chosen, stable=True)  # experts are ordered by rank
         sent = torch.bincount(held[chosen], minlength=ctx.axes["ep"])
         got = torch.empty_like(sent)
         dist.all_to_all_single(got, sent, group=group)
-        which = torch.empty(int(got.sum()), dtype=torch.int64)
+        which = chosen.new_empty(int(got.sum()))
         sizes = got.tolist(), sent.tolist()
         dist.all_to_all_single(which, chosen[order].contiguous(), *sizes, group=group)
-        there = torch.empty(len(which), WIDTH, dtype=x.dtype)
+        there = x.new_empty(len(which), WIDTH)
         there = all_to_all_single(there, x[order], *sizes, group=group)
         done = torch.zeros_like(there)
         for e, expert in enumerate(model.experts):

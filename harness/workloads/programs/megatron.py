@@ -121,7 +121,7 @@ class Megatron:
 
     def distribute(self, model: nn.Module, ctx) -> nn.Module:
         (v, vocabulary), (h, hidden) = self.cut(VOCABULARY, ctx), self.cut(HIDDEN, ctx)
-        local = Model(vocabulary, hidden).to(ctx.dtype)
+        local = Model(vocabulary, hidden).to(device=ctx.device, dtype=ctx.dtype)
         with torch.no_grad():
             local.load_state_dict(model.state_dict() | self.shards(model, v, vocabulary, h, hidden))
         return local

@@ -52,7 +52,7 @@ class TwoPools:
     def step(self, model: nn.Module, batch: dict[str, torch.Tensor], ctx) -> None:
         a, b = self.rows(ctx, ctx.rank)
         mine = {k: v[a:b] for k, v in batch.items()}
-        like = torch.zeros(b - a, WIDTH, dtype=ctx.dtype)
+        like = torch.zeros(b - a, WIDTH, dtype=ctx.dtype, device=ctx.device)
         if ctx.pool == "encoder":
             out = model["encoder"](mine["x"])
             self.exchange(out.detach(), None, ctx)
@@ -85,7 +85,7 @@ class TwoPools:
             if c < d and sent is not None:
                 works.append(dist.isend(sent[c - a : d - a].contiguous(), other))
             elif c < d:
-                parts.append((c - a, torch.empty(d - c, WIDTH, dtype=got.dtype)))
+                parts.append((c - a, got.new_empty(d - c, WIDTH)))
                 works.append(dist.irecv(parts[-1][1], other))
         for work in works:
             work.wait()

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sumgrad.base.devices import take_device
 from sumgrad.base.memory import give_back_memory
 from sumgrad.record.reference import Reference, as_count
 from sumgrad.record.spec import Facts
@@ -48,12 +49,14 @@ def compute_program_reference(
     num_steps: int = 1,
     lift: bool = True,
     jitters: int = JITTERS,
+    ranks_on: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> dict[str, Reference]:
     """Every tier's reference of one step. Raises Broken where loss_sum does.
 
     It is float64, unless the Program cannot run in float64: then it is in the coarsest dtype.
-    jitters: runs with other roundings that the noise floor is taken from.
+    jitters: runs with other roundings that the noise floor is taken from. ranks_on: "cpu" or
+    "cuda"; there the noise is measured too.
     """
     rounded = coarsest(tiers.values())
     best = torch.float64 if facts.float64 is None else rounded
@@ -75,7 +78,13 @@ def compute_program_reference(
         if dtype != best:
             working = Single(program, facts, dtype, rounded_to=rounded, lift=lift)
             working.set_step(step)
-        coarser = noise = measure(exact, working, coarser)
+        beside = None
+        if ranks_on != "cpu":
+            beside = Single(
+                program, facts, dtype, rounded_to=rounded, lift=lift, device=take_device(ranks_on)
+            )
+            beside.set_step(step)
+        coarser = noise = measure(exact, working, coarser, beside)
         own = [*problems, *(narrow if dtype == torch.float64 else ())]
         if dtype == torch.float64 and not own:
             own += low_precision(noise.by_name, exact.scale)

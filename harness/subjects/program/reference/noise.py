@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from sumgrad.base.tolerances import STRUCTURE_CAP, zero_factor
@@ -33,8 +34,11 @@ class Noise:
     run: Run
 
 
-def measure(exact: Exact, working: Single, coarser: Noise | None) -> Noise:
+def measure(
+    exact: Exact, working: Single, coarser: Noise | None, beside: Single | None = None
+) -> Noise:
     """The noise in the dtype of `working`, at the step's weights. coarser: that of fewer digits.
+    beside: the same on the device of the ranks, whose roundings are its own.
 
     float64's own two sums are its runs; what sums that are cut within a row do to it is taken from
     the coarser dtype's, where there is one, and no more runs are asked for.
@@ -43,14 +47,21 @@ def measure(exact: Exact, working: Single, coarser: Noise | None) -> Noise:
     run = exact.again if working is single else working_run(working, exact.terms, exact.cut.coarse)
     floor = measure_floor(exact.sums, [run])
     few = len(exact.cut.drawn) <= JITTERS
-    if dtype == torch.float64 and coarser is not None:
-        less = finer(coarser.dtype, coarser.floor)
-        floor = raised(floor, less, exact.scale, norm(exact.sums.total), dtype)
-    if not few:
-        floor = louder(floor, jittered(working, exact))
-    elif dtype != torch.float64 or coarser is None:
-        found = louder(floor, jittered(working, exact))
-        floor = raised(floor, found, exact.scale, norm(exact.sums.total), dtype)
+    known_of_less = dtype == torch.float64 and coarser is not None
+    found = []
+    if known_of_less and coarser is not None:
+        found.append(finer(coarser.dtype, coarser.floor))
+    if beside is not None:
+        cuts = (exact.cut.coarse, exact.cut.fine, *exact.cut.drawn)
+        runs = [working_run(beside, exact.terms, chunks) for chunks in cuts]
+        found.append(measure_floor(exact.sums, runs))
+    moved = None if few and known_of_less else jittered(working, exact)
+    if few and moved is not None:
+        found.append(louder(floor, moved))
+    if found:  # at once: the bound is on what was found beside the first
+        floor = raised(floor, reduce(louder, found), exact.scale, norm(exact.sums.total), dtype)
+    if not few and moved is not None:
+        floor = louder(floor, moved)
     by_name = at_least_typical(
         floor.by_name, exact.scale, zero_by_mathematics(exact.terms, exact.single.dtype)
     )

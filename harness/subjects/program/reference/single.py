@@ -22,6 +22,7 @@ from sumgrad.subjects.program.protocol import (
     hash_model,
     hold_batch,
     loss_of,
+    on_device,
     round_batch,
     scramble,
     takes_step,
@@ -70,13 +71,14 @@ class Single:
         *,
         rounded_to: torch.dtype,
         lift: bool = True,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.lift = lift
+        self.lift, self.device = lift, torch.device(device)
         model = own_model(program)
         self.facts, self.dtype = facts, dtype
         self.base = {n: p.detach().clone() for n, p in trained(model).items()}
         self.built = hash_model(model)
-        self.model = to_precision(to_precision(model, rounded_to), dtype)
+        self.model = to_precision(to_precision(model, rounded_to), dtype).to(self.device)
         self.buffers = copy.deepcopy(dict(self.model.named_buffers()))
         self.program, self.terms = program, terms_of(program)
         self.rounded_to = rounded_to
@@ -104,7 +106,7 @@ class Single:
                 param.copy_(weights[name])
                 if jitter:
                     sign = 2 * torch.randint(0, 2, param.shape, generator=generator) - 1
-                    param.mul_(1 + eps * sign.to(param.dtype))
+                    param.mul_(1 + eps * sign.to(param))
         return hash_weights(weights)
 
     def _set_batch(self, step: int) -> None:
@@ -117,7 +119,7 @@ class Single:
             raise Broken(f"batch({step}) has {found} rows, batch(0) has {self.facts.num_rows}")
 
     def _rounded(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return round_batch(batch, self.rounded_to, self.dtype)
+        return on_device(round_batch(batch, self.rounded_to, self.dtype), self.device)
 
     def _params(self) -> dict[str, nn.Parameter]:
         """What build() trains; what the loss thaws later is outside."""
@@ -133,6 +135,7 @@ class Single:
         multiplied by before the backward, as a step's own division does.
         """
         self._begin()
+        rows, whole = rows.to(self.device), whole.to(self.device)
         params = self._params()
         for param in params.values():
             param.grad = None
@@ -233,7 +236,9 @@ def _taken(param: nn.Parameter) -> Tensor:
     """Its gradient, which it has no more; copied only where somebody else may have it too."""
     grad, param.grad = param.grad, None
     if grad is None:
-        return torch.zeros_like(param)
+        return torch.zeros_like(param, device="cpu")
+    if grad.device.type != "cpu":
+        return (grad.to_dense() if grad.is_sparse else grad).detach().cpu()
     if grad.is_sparse:
         return grad.to_dense().detach()
     whole = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
