@@ -57,7 +57,7 @@ def main() -> int:
     bench = bench_all(device, tiny=args.try_on_cpu)
     (args.out / f"gpu_{name}_bench.json").write_text(json.dumps(data | bench, indent=1) + "\n")
     with tempfile.TemporaryDirectory() as folder:
-        checks = all_checks(device, Path(folder))
+        checks = all_checks(device, Path(folder), few=args.try_on_cpu)
     kept = json.dumps(data | {"checks": checks}, indent=1) + "\n"
     (args.out / f"gpu_{name}_checks.json").write_text(kept)
     if not args.try_on_cpu:

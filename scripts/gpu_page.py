@@ -17,13 +17,13 @@ memory, that of operations torch's own product in bfloat16, both measured in the
 """
 
 
-def write_page(data: Path) -> None:
+def write_page(data: Path, page: Path = PAGE) -> None:
     """A section for each GPU."""
     parts = [INTRODUCTION]
     for path in sorted(data.glob("gpu_*_bench.json")):
         bench = json.loads(path.read_text())
         parts += _section(bench, data)
-    PAGE.write_text("\n".join(parts).rstrip() + "\n")
+    page.write_text("\n".join(parts).rstrip() + "\n")
 
 
 def _section(bench: dict[str, Any], data: Path) -> Iterator[str]:

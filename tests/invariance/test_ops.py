@@ -13,7 +13,7 @@ from sumgrad.base.errors import UserError
 from sumgrad.cli.catalogue import OPERATORS
 from sumgrad.cli.main import main
 from sumgrad.invariance.arrangement import PROPERTIES, arrangements, base
-from sumgrad.invariance.bits import Difference, Report, compare
+from sumgrad.invariance.bits import Difference, Report, compare, error_limit
 from sumgrad.invariance.matrix import OpsMatrix, run_matrix
 from sumgrad.invariance.operator_run import Poison, draw_problem
 from sumgrad.invariance.protocol import OperatorError, Rows, validate
@@ -203,6 +203,10 @@ def test_the_gpu_script_runs_every_step_at_toy_sizes(tmp_path):
     assert set(data["same_bits_at_real_sizes"].values()) == {True}
     assert {m["operator"] for m in data["measured"]} >= {"matmul dW", "attention backward"}
     assert json.loads((tmp_path / "gpu_cpu_ops_float32.json").read_text())["status"] == "pass"
+    checks = json.loads((tmp_path / "gpu_cpu_checks.json").read_text())["checks"]
+    assert (
+        [case["verdict"] for case in checks] == [case["right"] for case in checks] == 2 * ["pass"]
+    )
 
 
 def test_a_configuration_that_does_not_differ_is_an_error():
@@ -367,6 +371,21 @@ def test_an_oracle_counts_in_an_assertion_too(reference, words):
         assert_invariant(oracle_of(reference))
     right = oracle_of(lambda r, w, seed, n: {"y": 2 * r["x"], "dx": 2 * seed})
     assert assert_invariant(right).errors == {"y": 0.0, "dx": 0.0}
+
+
+def test_what_is_made_of_parts_may_round_with_each_of_them():
+    assert error_limit(torch.bfloat16) == error_limit(torch.float16) == 2
+    assert error_limit(torch.bfloat16, 4) == 4
+    assert error_limit(torch.float32, 4) == error_limit(torch.float32) == error_limit(torch.float64)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_planted_operators_are_caught_in_16_bits(dtype, sumgrad_launcher):
+    """Their weights' gradients are not rounded to 16 bits, where an order hides."""
+    names = ["rms_norm last_block", "planted: sum over physical rows"]
+    matrix = run_matrix(names, dtype=dtype, seed=0, timeout_s=240, launcher=sumgrad_launcher)
+    assert matrix.status == "pass", matrix.wrong
 
 
 def test_many_small_errors_count_where_the_largest_element_hides_them():

@@ -121,7 +121,7 @@ def test_a_run_on_other_kernels_raises_the_floor_within_its_cap():
     floor = measure_floor(exact, near)
     scale = {"w": 4.0, "e": 0.0}
     far = run(a={"w": [9.0, 0.0], "e": []}, b={"w": [0.0, 3.0 + 3e-6], "e": []})
-    raised = raise_floor(floor, exact, far, scale, torch.float32)
+    raised = raise_floor(floor, exact, [exact, far], scale, torch.float32)
     assert raised.by_name["w"] == pytest.approx(4 * 2e-6, rel=1e-6)
     assert raised.by_name["e"] == 0
     assert raised.by_term["a"]["w"] == pytest.approx(4 * 1e-6, rel=1e-6)
@@ -129,9 +129,9 @@ def test_a_run_on_other_kernels_raises_the_floor_within_its_cap():
     assert raised.norm == pytest.approx(4 * max(floor.norm, 5 * EPS32), rel=1e-6)
     # A rounding of the scale is the least that is known.
     none = measure_floor(exact, [exact])
-    raised = raise_floor(none, exact, far, scale, torch.float32)
+    raised = raise_floor(none, exact, [far, far], scale, torch.float32)
     assert raised.by_name["w"] == pytest.approx(4 * 4 * EPS32)
-    raised = raise_floor(none, exact, far, scale, torch.float64)
+    raised = raise_floor(none, exact, [far], scale, torch.float64)
     assert raised.by_name["w"] == pytest.approx(4 * 4 * EPS64)
 
 

@@ -223,7 +223,7 @@ def test_a_method_that_nobody_knows_is_written_down_and_handed_on(tmp_path, ledg
     class WithMore(RecordingProcessGroup):
         put_signal = process_group._unrecorded("put_signal")
 
-    group = WithMore(Backend(), [4, 7], ledger)
+    group = WithMore(Backends(Backend()), [4, 7], ledger)
     work = group.put_signal(X, peer=1)
     assert group._inner.asked == [("put_signal", (X,), {"peer": 1})]
     assert work is group._inner.works[0]

@@ -18,7 +18,7 @@ MAY_TOUCH_DISTRIBUTED = {
     "subjects.planned.job", "subjects.planned.bitwise.step",
     "subjects.program.context", "subjects.program.held_gradients",
     "subjects.program.tier_run", "subjects.program.placement",
-    "ledger.process_group", "ledger.delegation",
+    "ledger.process_group", "ledger.delegation", "ledger.backends",
     "faults.misbehaviour", "launch.rank", "launch.torchrun.member", "launch.torchrun.ranks",
     "launch.matrix.warm_rank",
     "launch.script.in_front", "launch.script.seat", "launch.script.watch",

@@ -11,6 +11,7 @@ from sumgrad.base.errors import Broken
 from sumgrad.record.reference import with_parts
 from sumgrad.subjects.program.probe import probe
 from sumgrad.subjects.program.protocol import Weights, hash_model
+from sumgrad.subjects.program.reference import compute, noise
 from sumgrad.subjects.program.reference import parts as program_parts
 from sumgrad.subjects.program.reference.compute import compute_program_reference
 from sumgrad.subjects.program.reference.noise import (
@@ -124,6 +125,47 @@ def test_float64_is_measured_itself_where_more_runs_are_asked_for():
     noise = float(torch.finfo(torch.float64).eps)
     assert one.floor["weight"] < 100 * noise * one.scale["weight"]
     assert nine.floor["weight"] > 1e4 * noise * nine.scale["weight"]
+
+
+def test_the_noise_of_the_ranks_device_raises_the_floor_within_its_cap(monkeypatch):
+    """Played: a device whose runs are off by a given part."""
+    facts, dtype = probe(Squares(), dtype=torch.float32), torch.float32
+    asked = []
+
+    def floor(ranks_on):
+        found = compute_program_reference(
+            Squares(), facts, {"tier": dtype}, step=1, num_chunks=3, ranks_on=ranks_on
+        )["tier"]
+        return found.floor["weight"], found.scale["weight"]
+
+    own = noise.working_run
+
+    def off_by(part):
+        def run(working, *args, **named):
+            found = own(working, *args, **named)
+            if working.device.type == "cpu" and working in asked:
+                total = {n: g * (1 + part) for n, g in found.total.items()}
+                return replace(found, total=total)
+            return found
+
+        return run
+
+    class There(Single):
+        def __init__(self, *args, device="cpu", **named):
+            super().__init__(*args, **named)
+            if device != "cpu":
+                asked.append(self)
+
+    monkeypatch.setattr(compute, "Single", There)
+    monkeypatch.setattr(compute, "take_device", lambda kind: kind)
+    quiet, scale = floor("cpu")
+    assert asked == []
+    assert floor("cuda")[0] == quiet  # the same arithmetic
+    assert len(asked) == 1
+    least = max(quiet, 2.0**-23 * scale)
+    for part, largest in ((1e-5, 4 * least), (0.5, 4 * least)):
+        monkeypatch.setattr(noise, "working_run", off_by(part))
+        assert quiet < floor("cuda")[0] <= largest * (1 + 1e-9)
 
 
 class Squares(Linear):

@@ -9,12 +9,14 @@ read    sum over rows of the quantity g = x w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sumgrad.base.tensors import hash_weights
 from sumgrad.subjects.noise_floor import floor_runs
+from sumgrad.subjects.planned import reference as planned
 from sumgrad.subjects.planned.reference import Job, compute_partials, compute_reference
 from sumgrad.subjects.planned.workload import Produced
 from sumgrad.topology.declaration import Declaration, Param, Quantity, Role, Term
@@ -206,6 +208,25 @@ def test_other_kernels_raise_the_floor_within_its_cap(off, raised):
     if off == 0.5:
         assert r.floor["one"] == pytest.approx(4 * least)
     assert torch.equal(r.grads["one"], plain.grads["one"])
+
+
+def test_the_roundings_of_the_ranks_device_raise_the_floor_once(monkeypatch):
+    """Several runs there, by their largest error; the bound is on all of them together."""
+    monkeypatch.setattr(planned, "take_device", lambda kind: torch.device("cpu"))
+    small = Small(("main",), off=0.5)
+    (plain,) = compute_reference(job(small, dtype=torch.float32, steps=1))
+    there = replace(job(small, dtype=torch.float32, steps=1, kernels="triton"), ranks_on="cuda")
+    said = []
+    (r,) = compute_reference(there, progress=said.append)
+    least = max(plain.floor["one"], 2.0**-23 * float(r.scale["one"]))
+    assert r.floor["one"] == pytest.approx(4 * least)
+    assert [text for text in said if "on cuda" in text] == [
+        f"noise floor (triton kernels on cuda, {cut}), step 0"
+        for cut in ("at once", "reversed", "permuted")
+    ]
+    on_torch = replace(there, kernels="torch")
+    (same,) = compute_reference(on_torch)
+    assert same.floor == plain.floor  # the same arithmetic, played: nothing to add
 
 
 def test_partials_of_rows_producers_and_wrong_sums():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ROOT
 from mini import MINI, ONE_POOL
+from sumgrad.base import devices
 from sumgrad.base.errors import UserError
 from sumgrad.base.tolerances import KERNEL_CAP, noise_floor, with_kernels
 from sumgrad.cli.main import main
@@ -126,6 +128,24 @@ def test_flag_and_yaml_choose_the_kernels(flag, name, wanted):
     options = CheckOptions(topology=ROOT / "topologies" / f"{name}.yaml", kernels=flag)
     spec = make_spec(options, prefix=["sumgrad", "run"])
     assert spec.kernels == wanted
+
+
+def test_on_a_gpu_the_kernels_are_tritons_where_a_workload_has_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    options = CheckOptions(topology=ROOT / "topologies" / "three_pool.yaml", device="cuda")
+    spec = make_spec(options, prefix=["sumgrad", "run"])
+    assert (spec.kernels, spec.device) == ("triton", "cuda")
+    assert spec.reproduce.endswith("--device cuda")
+    torchs = replace(options, kernels="torch")
+    assert make_spec(torchs, prefix=["sumgrad", "run"]).kernels == "torch"
+    with pytest.raises(UserError, match=r"--tiers bitwise: .* the ranks are on cuda"):
+        make_spec(replace(options, tiers=("bitwise",)), prefix=["sumgrad", "run"])
+    source, topology = tmp_path / "mini.py", tmp_path / "mini.yaml"
+    source.write_text(MINI)
+    topology.write_text(ONE_POOL + "device: auto\n")
+    own = CheckOptions(topology=topology, workload=f"{source}:Mini")
+    spec = make_spec(own, prefix=["sumgrad", "run"])
+    assert (spec.kernels, spec.device) == ("torch", "cuda")
 
 
 def test_a_kernels_error_raises_a_floor_by_little_only():
