@@ -66,7 +66,8 @@ class AttentionTiles:
     @property
     def back(self) -> tuple[int, int]:
         """The query and the key tile of dk and dv."""
-        return self.back_query or self.query, self.back_key or self.key
+        query, key = self.back_query, self.back_key
+        return self.query if query is None else query, self.key if key is None else key
 
 
 def default_tiles(dtype: torch.dtype, kind: str = KIND) -> AttentionTiles:
@@ -186,7 +187,7 @@ def _dq_keys(
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr,
     ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc + what one key tile adds to dq / c."""
+    """acc + what one key tile adds to dq."""
     key = first + tl.arange(0, BK)
     keys = _load_tile(k, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
     values = _load_tile(v, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
@@ -197,7 +198,7 @@ def _dq_keys(
         s = tl.where(counts, s, float("-inf"))
     p = tl.exp2(s)
     dp = tl.dot(seed, tl.trans(values), input_precision="ieee", out_dtype=ACC)
-    ds = p * (dp - along[:, None])
+    ds = p * (dp - along[:, None]) * SCALE  # before it is rounded: float16 ends at 65504
     return tl.dot(ds.to(keys.dtype), keys, acc, input_precision="ieee", out_dtype=ACC)
 
 
@@ -233,7 +234,7 @@ def attention_dq(
     d = tl.arange(0, WIDE)
     place = ((q_row + at)[:, None] * H + head) * DIM + d[None, :]
     inside = mine[:, None] & (d < DIM)[None, :]
-    tl.store(dq + place, (acc * SCALE).to(dq.dtype.element_ty), mask=inside)
+    tl.store(dq + place, acc.to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -57,6 +57,8 @@ class Tiles:
         sides = (self.rows, self.columns, self.depth, self.leaf)
         if any(side < 16 or side & (side - 1) for side in sides) or self.leaf % self.depth:
             raise KernelError(f"{self}: expected powers of two >= 16, leaf a multiple of depth")
+        if self.weight is not None and self.weight.leaf != self.leaf:
+            raise KernelError(f"{self}: expected the same leaf in `weight`")
 
 
 def default_tiles(dtype: torch.dtype, leaf: int | None = None, kind: str = KIND) -> Tiles:

@@ -74,9 +74,15 @@ def all_checks(device: str, folder: Path, *, few: bool) -> list[dict[str, Any]]:
         subprocess.Popen([sys.executable, __file__, str(i), str(parts), str(target), device])
         for i, target in enumerate(targets)
     ]
-    for process in started:
-        process.wait()
-    return [case for t in targets if t.exists() for case in json.loads(t.read_text())]
+    codes = [process.wait() for process in started]
+    done = [case for t in targets if t.exists() for case in json.loads(t.read_text())]
+    asked = cases(folder)
+    lost = {name for i in range(processes) for name, *_ in asked[i::parts]}
+    for name in sorted(lost - {case["case"] for case in done}):
+        why = [f"its process ended with {codes}"]
+        done.append({"case": name, "verdict": "none", "right": "?", "worst": {}, "says": why,
+                     "seconds": 0.0})  # fmt: skip
+    return done
 
 
 if __name__ == "__main__":

@@ -169,7 +169,8 @@ class _Finder(ast.NodeVisitor):
 
     def _text(self, node: ast.AST) -> str:
         start, end = self._span(node)
-        return self.data[start:end].decode()
+        text = self.data[start:end].decode()
+        return f"({text})" if isinstance(node, ast.NamedExpr) else text
 
     def visit_Compare(self, node: ast.Compare) -> None:
         operands = [node.left, *node.comparators]

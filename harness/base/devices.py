@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import metadata
 from typing import TYPE_CHECKING, Literal
 
 from sumgrad.base.errors import UserError
@@ -17,18 +18,31 @@ Kind = Literal["cpu", "cuda"]
 def chosen_device(asked: str, where: str) -> Kind:
     """ "cpu" or "cuda"; auto is cuda where this machine has a GPU. where: who asked.
 
-    Looks at device files: the process that starts ranks must not have begun CUDA. Raises UserError.
+    Looks at files only: the process that starts ranks must not have begun CUDA. Raises UserError.
     """
-    if asked == "cpu" or (asked == "auto" and not has_gpu()):
+    lacks = "" if asked == "cpu" else _lacks()
+    if asked == "cpu" or (asked == "auto" and lacks):
         return "cpu"
-    if not has_gpu():
-        raise UserError(f"{where}: cuda, and this machine has no GPU; use cpu or auto")
+    if lacks:
+        raise UserError(f"{where}: cuda, and {lacks}; use cpu or auto")
     return "cuda"
+
+
+def _lacks() -> str:
+    """Why no tensor can be on a GPU here; "" where one can."""
+    if not has_gpu():
+        return "this machine has no GPU"
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES shows none of its GPUs"
+    if metadata.version("torch").endswith("+cpu"):
+        return "this torch is for CPUs only"
+    return ""
 
 
 def take_device(kind: str) -> torch.device:
     """This rank's own device: GPUs are dealt in turn to the ranks of a machine, which may share
-    one. It becomes torch's current one. RuntimeError where torch sees none."""
+    one. It becomes torch's current one, and convolutions compute in the digits that they are asked
+    for, as products do by default. RuntimeError where torch sees no GPU."""
     import torch
 
     if kind == "cpu":
@@ -38,6 +52,7 @@ def take_device(kind: str) -> torch.device:
         raise RuntimeError("device cuda: this torch sees no GPU")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
     torch.cuda.set_device(device)
+    torch.backends.cudnn.allow_tf32 = False
     return device
 
 

@@ -4,8 +4,8 @@ FLOOR_FACTOR 4: the distributed sum is one more order of the same additions; the
 largest error of eight such orders. A prototype saw no alarm in 11,550 clean tensors at 4 while the
 median error was at 1/4 to 1/12 of the threshold; a fixed ratio to one run failed on 1 to 27 %.
 docs/data/false_alarms.json has the figures of the shipped workload.
-KERNEL_CAP 4: ranks on Triton's kernels round in other places than torch's operators, which the
-reference has, so the floor also looks at one single-process run on those kernels. A wrong kernel
+KERNEL_CAP 4: ranks on Triton's kernels or on a GPU round in other places than torch's operators on
+a CPU, which the reference has, so the floor also looks at single-process runs there. A wrong kernel
 must not hide in its own error: it raises the floor to at most 4 times what torch's runs show, so
 the threshold to at most 16 times, and in float64 never past STRUCTURE_CAP.
 STRUCTURE_CAP 1e-12: in float64 an algebra error is never below the weight of one row; whatever the
@@ -44,7 +44,7 @@ def noise_floor(floor: float, scale: float, dtype: str) -> float:
 
 
 def with_kernels(floor: float, kernel_error: float, scale: float, dtype: str) -> float:
-    """A floor that also knows one run on other kernels. All absolute."""
+    """A floor that also knows runs on other kernels or another device. All absolute."""
     known = noise_floor(floor, scale, dtype)
     most = KERNEL_CAP * known
     if dtype == "float64":  # the structure tier's cap holds whatever the ranks run on

@@ -298,13 +298,16 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _faults(args: argparse.Namespace) -> int:
-    decide_interpreter(on_cpu=True)
+    from sumgrad.topology.pools import load_topology
+    from sumgrad.topology.shipped import find_topology
+
+    given = [find_topology(path) for path in args.topologies]
+    decide_interpreter(on_cpu=all(load_topology(t).chosen_device(None) == "cpu" for t in given))
     from sumgrad.faults.matrix import allowing
     from sumgrad.launch.matrix.run import default_topologies, run_matrix
     from sumgrad.report.matrix import matrix_grid
-    from sumgrad.topology.shipped import find_topology
 
-    topologies = [find_topology(path) for path in args.topologies] or default_topologies()
+    topologies = given or default_topologies()
     with _launcher() as launcher, Progress(args.quiet) as progress:
         matrix = run_matrix(
             topologies,

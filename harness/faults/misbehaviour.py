@@ -68,9 +68,10 @@ class Misbehaviour:
 
     def _finished(self, outputs: list[Tensor]) -> dist.Work:
         """Real, ended work on these tensors: DDP asks for its future."""
-        if len({t.dtype for t in outputs}) != 1 or not outputs:
+        several = len(outputs) > 1
+        if len({t.dtype for t in outputs}) != 1 or (several and outputs[0].is_cuda):
             return self._alone.barrier()
-        if len(outputs) > 1:  # several at once would be added up
+        if several:  # at once they would be added up
             return self._alone.allreduce_coalesced(outputs)
         return self._alone.allreduce(outputs)
 

@@ -130,8 +130,8 @@ class Report:
 def error_limit(dtype: torch.dtype, parts: int = 1) -> float:
     """How many roundings of its inputs a result may be off.
 
-    parts: operators one after another. In 16 bits each of them rounds what is float32 inside, up or
-    down, so their errors grow with the root of their number.
+    parts: blocks one after another. In 16 bits each of them rounds what is float32 inside, up or
+    down, so their errors grow with the root of their number (the chain's four: at most 3.3).
     """
     return ERROR_LIMIT_16_BIT * parts**0.5 if torch.finfo(dtype).bits == 16 else ERROR_LIMIT
 

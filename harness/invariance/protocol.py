@@ -75,7 +75,8 @@ class Operator(Protocol):
 class OperatorFields:
     """What every operator says of itself; see Operator.
 
-    parts: how many operators it is made of, each of which rounds its result to the dtype.
+    parts: how many blocks it is made of, each of which rounds what it gives to the dtype; in 16
+    bits its errors may be larger by the root of that.
     reference: float64 results by name, or None; what it is given is up to the kind of operator.
     """
 
@@ -106,6 +107,9 @@ def validate(operator: Any) -> None:
         )
     if operator.expect not in EXPECTATIONS:
         raise OperatorError(f"{what}: expect: got {operator.expect!r}, not one of {EXPECTATIONS}")
+    parts = getattr(operator, "parts", 1)
+    if not isinstance(parts, int) or parts < 1:
+        raise OperatorError(f"{what}: parts: got {parts!r}, expected an integer >= 1")
     if not operator.rows:
         raise OperatorError(f"{what}: rows: is empty; an operator takes something for each token")
     for name, spec in operator.rows.items():

@@ -145,6 +145,8 @@ def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
         "lift",
         "bitwise",
         "bitwise_kernels",
+        "kernels",
+        "device",
     ):
         if getattr(theirs, name) != getattr(spec, name):
             raise UserError(f"{stored}: its reference is for another {name}")

@@ -31,14 +31,14 @@ def check_rank(guard: RankGuard) -> dict[str, Any]:
     spec = read_spec(guard.env.directory)
     if have_room(spec, guard.env.world_size):
         keep_freed_memory()
-    with local_group(guard) as ledger:
+    with local_group(guard, spec.device) as ledger:
         return run_rank(guard, spec, ledger)
 
 
 @contextmanager
-def local_group(guard: RankGuard) -> Iterator[Ledger]:
+def local_group(guard: RankGuard, device: str = "cpu") -> Iterator[Ledger]:
     """The recorded default group of a locally started rank, all ranks connected."""
-    env, ledger = guard.env, start_ledger(guard)
+    env, ledger = guard.env, start_ledger(guard, device)
     # Libraries ask the environment, as torchrun sets it, whether they are one process of several.
     os.environ.update({name: str(env.rank) for name in ("RANK", "LOCAL_RANK")})
     os.environ.update({name: str(env.world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")})
@@ -62,10 +62,10 @@ def meet(ledger: Ledger) -> None:
         dist.barrier()
 
 
-def start_ledger(guard: RankGuard) -> Ledger:
-    """Open this rank's ledger and make the recording backend known."""
+def start_ledger(guard: RankGuard, device: str = "cpu") -> Ledger:
+    """Open this rank's ledger and make the recording backend known. device: of the ranks."""
     guard.ledger = Ledger(guard.env.file(".ledger.jsonl"))
-    register_backend(guard.ledger)
+    register_backend(guard.ledger, nccl=device == "cuda")
     return guard.ledger
 
 

@@ -1,14 +1,18 @@
 """What carries an operation out below the recording group: Gloo, or NCCL for tensors on GPUs.
 
-NCCL where every rank of a machine has a GPU of its own; it refuses two ranks on one. Else Gloo,
-which takes CUDA tensors through host memory by itself, except in send and receive: there it would
-read the address as one of the host's, and end the process. Those are copied here. Waiting is the
-backend's: NCCL's makes the current stream wait, not the host.
+NCCL where every rank of the group has a GPU of its own; it refuses two ranks on one. Else Gloo,
+which takes CUDA tensors through host memory by itself, but for what is in THROUGH_HOST: there it
+would read the address as one of the host's, and end the process, or refuse. Those are copied here.
+Sends and receives go that way in any case: NCCL knows no tags, and ungrouped it lets two ranks that
+send to each other wait for ever.
+
+What is waited for has ended when the wait returns, under NCCL too, so that the ledger says `done`
+of nothing that is still under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,90 +21,118 @@ from sumgrad.base.devices import has_gpu_each
 from sumgrad.ledger.delegation import carry_out
 from torch import Tensor
 
-POINT_TO_POINT = ("send", "recv", "recv_anysource")
+THROUGH_HOST = ("send", "recv", "recv_anysource", "allreduce_coalesced", "allgather_coalesced")
 
 
 class Backends:
     """Gloo of one group, and NCCL of the same ranks once a CUDA tensor asks for it."""
 
-    def __init__(self, gloo: Any, options: Any = None) -> None:
-        """options: what torch gives a backend's creator; NCCL is made from it."""
-        self.gloo, self._options = gloo, options
+    def __init__(self, gloo: Any, options: Any = None, *, nccl: bool = False) -> None:
+        """options: what torch gives a backend's creator. nccl: whether NCCL may be taken."""
+        self.gloo, self._options, self._may = gloo, options, nccl
         self._gpus: Any = None
 
     def carry_out(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation on the backend that its tensors need. Returns its work; None where it has
         none."""
-        held = _first_tensor(args)
+        held = next(_tensors(args), None)
         if held is None or not held.is_cuda:
             return carry_out(self.gloo, op, args, kwargs)
-        if has_gpu_each() and dist.is_nccl_available():
-            return carry_out(self._nccl(), op, args, kwargs)
-        if op in POINT_TO_POINT:
+        if op in THROUGH_HOST:
             return self._through_host(op, args, kwargs)
+        if self._may and self._has_gpus():
+            return _Ended(carry_out(self._gpus, op, args, kwargs))
         return carry_out(self.gloo, op, args, kwargs)
 
-    def _nccl(self) -> Any:
-        """Made by all ranks at the same operation, as every collective is."""
+    def _has_gpus(self) -> bool:
+        """Whether NCCL is there; made where every member can have it, by all at one operation."""
         if self._gpus is None:
             given = self._options
-            store = dist.PrefixStore("sumgrad/nccl", given.store)  # type: ignore[attr-defined]
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = given.timeout
-            self._gpus = dist.ProcessGroupNCCL(store, given.group_rank, given.group_size, options)
-        return self._gpus
+            store = dist.PrefixStore("sumgrad/gpus", given.store)  # type: ignore[attr-defined]
+            able = has_gpu_each() and dist.is_nccl_available()
+            store.set(str(given.group_rank), "1" if able else "0")
+            members = [bytes(store.get(str(rank))) for rank in range(given.group_size)]
+            self._may = all(said == b"1" for said in members)
+            if self._may:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = given.timeout
+                self._gpus = dist.ProcessGroupNCCL(
+                    store, given.group_rank, given.group_size, options
+                )
+        return self._may
 
     def _through_host(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors, *rest = args
-        copies = [torch.empty_like(t, device="cpu") if op != "send" else t.cpu() for t in tensors]
-        work = carry_out(self.gloo, op, (copies, *rest), kwargs)
-        return _CopiedBack(work, tensors, copies) if op != "send" else _Kept(work, copies)
+        """On copies in host memory; what comes back is in args[0]."""
+        copies = {id(t): t.cpu() for t in _tensors(args)}
+        work = carry_out(self.gloo, op, _copied(args, copies), kwargs)
+        back = [] if op == "send" else [(t, copies[id(t)]) for t in _tensors(args[:1])]
+        return _CopiedBack(work, list(copies.values()), back)
 
 
-class _Kept:
-    """A work, and what it reads until it is done."""
+class _Work:
+    """A backend's work, and what has to happen once it was waited for."""
 
-    def __init__(self, inner: Any, copies: Sequence[Tensor]) -> None:
-        self._inner, self._copies = inner, copies
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-
-class _CopiedBack(_Kept):
-    """A receive into host memory; its tensors have what came once it has been waited for."""
-
-    def __init__(self, inner: Any, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        super().__init__(inner, copies)
-        self._tensors: Sequence[Tensor] = tensors
-
     def wait(self, *timeout: Any) -> bool:
         ok = bool(self._inner.wait(*timeout))
-        self._copy()
+        self._end()
         return ok
 
     def is_completed(self) -> bool:
         completed = bool(self._inner.is_completed())
         if completed:
-            self._copy()
+            self._end()
         return completed
 
     def synchronize(self) -> None:
         self._inner.synchronize()
-        self._copy()
+        self._end()
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+
+class _Ended(_Work):
+    """Of NCCL, whose own wait holds the current stream and not the host."""
+
+    def _end(self) -> None:
+        torch.cuda.current_stream().synchronize()
+
+
+class _CopiedBack(_Work):
+    """On copies in host memory, which live as long; the tensors have what came after the wait."""
+
+    def __init__(self, inner: Any, held: list[Tensor], back: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(inner)
+        self._held, self._back = held, back
+        self._tensors = [tensor for tensor, _ in back]
 
     def result(self) -> list[Tensor]:
-        return list(self._tensors)
+        return self._tensors
 
-    def _copy(self) -> None:
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+    def _end(self) -> None:
+        for tensor, copy in self._back:
             tensor.detach().copy_(copy)  # a leaf that requires a gradient may be received into
-        self._tensors = self._copies = ()
+        self._back = []
 
 
-def _first_tensor(value: Any) -> Tensor | None:
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        return value
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _copied(value: Any, copies: dict[int, Tensor]) -> Any:
+    """The same nest, with its copies in the tensors' places."""
+    if isinstance(value, Tensor):
+        return copies[id(value)]
     if isinstance(value, list | tuple):
-        return next((t for t in map(_first_tensor, value) if t is not None), None)
-    return None
+        return type(value)(_copied(item, copies) for item in value)
+    return value

@@ -366,14 +366,17 @@ for _name in unrecorded_operations():
     setattr(RecordingProcessGroup, _name, _unrecorded(_name))
 
 
-def register_backend(ledger: Ledger) -> None:
-    """Make `init_process_group("sumgrad")` and every later group record into this ledger."""
+def register_backend(ledger: Ledger, *, nccl: bool = False) -> None:
+    """Make `init_process_group("sumgrad")` and every later group record into this ledger.
+
+    nccl: CUDA tensors may go over NCCL, where every rank has a GPU of its own; else over Gloo.
+    """
 
     def create(options: Any, _: Any = None) -> RecordingProcessGroup:
         size = options.group_size
         gloo = dist.ProcessGroupGloo(options.store, options.group_rank, size, options.timeout)
         ranks = list(options.global_ranks_in_group) or list(range(size))
-        return RecordingProcessGroup(Backends(gloo, options), ranks, ledger)
+        return RecordingProcessGroup(Backends(gloo, options, nccl=nccl), ranks, ledger)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     _go_by_the_name_below()

@@ -1,7 +1,7 @@
 """The noise that arithmetic in a dtype makes around the reference, from single-process runs.
 
 A floor is the largest error of runs that differ only in order and cut of the rows. Where ranks run
-on other kernels than the reference, one run on those raises it, within a bound (`tolerances`).
+on other kernels or another device, runs on those raise it, within a bound (`tolerances`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure_floor(exact: Run, runs: Sequence[Run]) -> Floor:
 def raise_floor(
     floor: Floor, exact: Run, others: Sequence[Run], sizes: Mapping[str, float], dtype: torch.dtype
 ) -> Floor:
-    """The floor that also knows runs on other kernels. sizes: sums of absolute partials."""
+    """The floor that also knows runs on what the ranks have. sizes: sums of absolute partials."""
     return raised(floor, measure_floor(exact, others), sizes, norm(exact.total), dtype)
 
 

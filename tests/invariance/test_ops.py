@@ -406,6 +406,8 @@ def test_many_small_errors_count_where_the_largest_element_hides_them():
     [
         ({"expect": "invarient"}, "expect: got 'invarient'"),
         ({"rows": {}}, "rows: is empty"),
+        ({"parts": 0}, "parts: got 0, expected an integer >= 1"),
+        ({"parts": "two"}, "parts: got 'two'"),
         ({"rows": {"x": Rows(6)}}, r"rows\['x'\]"),
         ({"weights": {"x": (6,)}}, "share the name 'dx'"),
     ],

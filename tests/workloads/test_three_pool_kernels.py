@@ -131,7 +131,7 @@ def test_flag_and_yaml_choose_the_kernels(flag, name, wanted):
 
 
 def test_on_a_gpu_the_kernels_are_tritons_where_a_workload_has_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "_lacks", lambda: "")
     options = CheckOptions(topology=ROOT / "topologies" / "three_pool.yaml", device="cuda")
     spec = make_spec(options, prefix=["sumgrad", "run"])
     assert (spec.kernels, spec.device) == ("triton", "cuda")

@@ -158,6 +158,8 @@ def _flags(options: CheckOptions) -> list[str]:
         ("--workload", options.workload),
         ("--fault", options.fault),
         ("--steps", options.steps),
+        ("--kernels", options.kernels),
+        ("--device", options.device),
     ):
         if value:
             flags += [name, str(value)]

@@ -101,7 +101,7 @@ class Member:
         self.progress(f"connecting {self.env.world_size} ranks")
         listener: Listener | None = None
         try:
-            ledger = start_ledger(guard)
+            ledger = start_ledger(guard, self.spec.device)
             listener = Listener(
                 self.store, lambda: (ledger.waiting_for() or {}).get("n"),
                 seconds=self.env.timeout_s,

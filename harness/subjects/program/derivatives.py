@@ -276,7 +276,7 @@ def _factors(gradient: Tensor, shares: Tensor, scale: float) -> tuple[float, ...
     rest = (columns[:, live] @ found.solution - gradient.flatten()).abs().max()
     if int(torch.linalg.matrix_rank(columns[:, live])) < int(live.sum()) or float(rest) > scale:
         return ()
-    factors = torch.ones(shares.shape[0], dtype=gradient.dtype)
+    factors = gradient.new_ones(shares.shape[0])
     factors[live] = found.solution
     return tuple(factors.tolist())
 

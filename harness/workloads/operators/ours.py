@@ -32,7 +32,7 @@ LEAF = 16
 WIDTH = 24
 VOCABULARY = 13
 TILES = AttentionTiles(query=16, key=16)
-PARTS = 24  # of the chain: ten operators a layer, one before them, three after
+PARTS = 4  # of the chain: attention and MLP of each layer
 _ANY = TreeId(leaf=LEAF)  # of a rank that holds no node and so knows no tree
 CHAIN = Chain(
     vocabulary=VOCABULARY, width=WIDTH, layers=2, heads=2, kv_heads=1, mlp=20, leaf=LEAF,
