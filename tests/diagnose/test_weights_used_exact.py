@@ -40,6 +40,8 @@ def test_what_a_module_that_is_never_called_holds(monkeypatch):
     ranks[2] = trace_of(WEIGHT + 1, when="forward", name="drawn.a")  # that is called
     traces = Traces(tier="structure", step=0, ranks=ranks, single=single)
     assert [(one.rank, one.name) for one in uncalled_state(traces)] == [(1, "drawn.a")]
+    last = replace(traces, ranks={0: single, 1: ranks[1]})
+    assert [one.rank for one in uncalled_state(last)] == [1]
     spec = SimpleNamespace(tiers={"structure": "float64"}, script=None)
     case = SimpleNamespace(tier="structure", step=0, traces=traces,
                            record=SimpleNamespace(spec=spec))  # fmt: skip

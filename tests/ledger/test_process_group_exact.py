@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -312,3 +313,21 @@ def test_tensors_are_found_in_nested_lists_in_order():
     a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
     assert [t.numel() for t in tensors_in([a, (b, [c]), None, 3])] == [1, 2, 3]
     assert list(tensors_in("x")) == []
+
+
+@pytest.mark.parametrize(("given", "ranks"), [([], [0, 1, 2]), ([4, 6, 9], [4, 6, 9])])
+def test_a_groups_members_are_those_that_torch_names_else_all_of_its_size(
+    given, ranks, monkeypatch, ledger
+):
+    made = {}
+    monkeypatch.setattr(process_group, "_go_by_the_name_below", lambda: None)
+    monkeypatch.setattr(
+        process_group.dist.Backend, "register_backend",
+        lambda name, create, **_: made.update({name: create}),
+    )  # fmt: skip
+    monkeypatch.setattr(process_group.dist, "ProcessGroupGloo", lambda *_: Backend())
+    process_group.register_backend(ledger)
+    options = SimpleNamespace(
+        group_size=3, group_rank=1, store=None, timeout=None, global_ranks_in_group=given
+    )
+    assert made["sumgrad"](options).ranks == ranks

@@ -153,6 +153,7 @@ def test_that_the_model_is_the_model_tells_nothing_of_what_is_in_it():
     assert renamed(["last"], moved) == "Net.last"
     assert renamed(["last"], moved, least=1) is None
     assert layers_of({"a.w": "b.w", "a.v": "c.v"})["a"] is None
+    assert layers_of({"a.x.w": "b.y.w"}) == {"a.x": "b.y"}  # nothing is said of what holds them
 
 
 def test_what_is_left_on_the_meta_device_is_held_by_others():

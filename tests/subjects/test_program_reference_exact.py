@@ -543,6 +543,9 @@ def test_no_tensor_is_quieter_than_half_of_them_and_a_zero_has_the_noise_of_the_
     found = at_least_typical(floor, scale, {"zero"})  # noise as parts of the scale: 0, 0, 1/8, 1/4
     assert found == {"a": 0.125, "b": 0.25, "c": 1.0, "zero": 0.5, "unused": 0.0}
     assert at_least_typical({"w": 0.0}, {"w": 0.0}, set()) == {"w": 0.0}
+    one = {"a": 1.0, "b": 1.0}
+    assert at_least_typical({"a": 0.0, "b": 1.0}, one, set()) == one
+    assert at_least_typical({"a": 1.0, "b": 0.0}, one, set()) == one
 
 
 @pytest.mark.parametrize(("size", "zero"), [(0.0, True), (9e-14, True), (1.1e-13, False)])

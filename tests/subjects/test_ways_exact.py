@@ -7,6 +7,7 @@ import torch
 from sumgrad.record.trace import INTO, LOSS, Trace, read_trace, write_trace
 from sumgrad.record.ways import Passed
 from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.ways import ways_between
 from torch import nn
 
 
@@ -185,3 +186,12 @@ def test_what_an_outer_module_gives_later_is_on_no_way_to_what_came_before():
     assert passed(found, f"{INTO}inner.second", "inner.first") == ["Mul"]
     assert "inner" not in found.ways[f"{INTO}inner.second"]
     assert passed(found, LOSS, "inner") == ["Pow", "Sum"]
+
+
+def test_what_goes_into_a_module_as_another_gave_it_is_made_of_that_one_alone():
+    first = torch.ones(2, requires_grad=True) * 2
+    second = first.exp()
+    made = [("first", first.grad_fn), ("second", second.grad_fn), (f"{INTO}last", second.grad_fn)]
+    found = ways_between(made)
+    assert set(found[f"{INTO}last"]) == {"second"}
+    assert set(found["second"]) == {"first"}
