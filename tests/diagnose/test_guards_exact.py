@@ -8,6 +8,7 @@ import pytest
 import torch
 from sumgrad.diagnose import row_fit
 from sumgrad.diagnose.explainers import ledger, other_parts
+from sumgrad.diagnose.modules import elsewhere
 from sumgrad.diagnose.modules.saved_inputs import _rank_of
 from sumgrad.record.trace import INTO
 
@@ -46,3 +47,34 @@ def test_only_the_first_reduction_into_which_something_else_goes_is_said(monkeyp
     found = {1: None, 2: Of(cause="the second"), 3: Of(cause="the third")}
     monkeypatch.setattr(ledger, "_something_else_goes_in", lambda case, joint, *_: found[joint])
     assert ledger.something_else_goes_in(Of(record=None)) == ("the second",)
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [([1.0, 0, 3, 0], True), ([1.0, 0, 0, 0], False), ([1.0, 0, 4, 0], False),
+     ([1.0, 2, 3, 4], False)],
+)  # fmt: skip
+def test_two_numbers_that_are_left_tell_which_vector_it_was(row, wanted, monkeypatch):
+    whole = {("up", 0): Of(outputs=torch.tensor([[9.0, 9, 9, 9], [1, 2, 3, 4]]).double())}
+    monkeypatch.setattr(elsewhere, "by_module", lambda single, chosen: whole)
+    seen = [Of(call=Of(module="up", part=0), rank=0, wrong=torch.tensor([True]))]
+    trace = Of(output_of=lambda call: torch.tensor([row]).double())
+    traces = Of(single=None, ranks={0: trace})
+    assert elsewhere.zeroed(traces, seen, "float64") is wanted
+    assert elsewhere.zeroed(traces, seen, "float32") is False
+    assert elsewhere.zeroed(traces, [], "float64") is False
+
+
+def test_digits_that_do_not_fit_the_deviation_say_nothing_of_others_that_do(monkeypatch):
+    joints = [Of(events={0: {"dtype": d}}, first={"numel": 8}, ranks=[0, 1])
+              for d in ("bfloat16", "float32")]  # fmt: skip
+    monkeypatch.setattr(ledger, "joint_operations", lambda *_: joints)
+    monkeypatch.setattr(ledger, "fitted", lambda case: None)
+    monkeypatch.setattr(ledger, "describe", lambda record, joint: "the all-reduce")
+    monkeypatch.setattr(ledger, "_relative_error", lambda cell: 1e-9)
+    monkeypatch.setattr(ledger, "explained", lambda case, diagnosis, **_: diagnosis)
+    record = Of(spec=Of(tiers={"structure": "float64"}))
+    case = Of(has_plan=False, record=record, tier="structure", step=0, failing_cells=[1])
+    assert [d.cause for d in ledger.runs_narrow(case, frozenset())] == [
+        "the all-reduce runs in float32"
+    ]

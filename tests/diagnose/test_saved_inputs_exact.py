@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sumgrad.diagnose.modules.saved_inputs import saved_otherwise
@@ -38,6 +40,9 @@ def found(trace, name="up.weight"):
 def test_another_calls_input():
     assert found(trace_of([2, 2, 2])) == [(0, 2), (1, 2)]
     assert found(trace_of([0, 2, 1])) == [(1, 2), (2, 1)]
+    flat = trace_of([0, 2, 1])
+    square = tuple(o.view(2, 2, -1) if o.shape[-1] == IN else o for o in flat.outputs)
+    assert found(replace(flat, outputs=square)) == [(1, 2), (2, 1)]  # rows of rows
     one = saved_otherwise(1, trace_of([2, 1, 2]), "up.weight")[0]
     assert (one.rank, one.name, one.saved.module) == (1, "up.weight", f"{INTO}up")
 

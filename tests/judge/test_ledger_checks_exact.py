@@ -181,6 +181,7 @@ def test_what_an_operation_carries():
     one = Joint(ranks=GROUP, number=0, events=events)
     assert one.gradients() == {"w": {0: 1.0}}
     assert carries(one, {}) == []
+    assert carries(one, {(2, 2): ("w",)}) == ["w"]
     assert carries(one, {(1, 4): ("b", "w"), (2, 2): ("w",), (2, 3): ("x",)}) == ["b", "w"]
 
 

@@ -18,6 +18,7 @@ from sumgrad.kernels.embedding import check_tokens, default_leaf, embedding, emb
 from sumgrad.kernels.layer_norm import layer_norm
 from sumgrad.kernels.layout import Layout, Piece
 from sumgrad.kernels.linear import Tiles, column_nodes, linear, weight_nodes
+from sumgrad.kernels.primitives import empty_rows
 from sumgrad.kernels.rms_norm import rms_norm
 from sumgrad.kernels.rope import rope
 from sumgrad.kernels.runtime import KernelError
@@ -289,3 +290,16 @@ def test_an_operator_of_the_package_is_its_function():
         assert isinstance(getattr(package, name), type)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = package.nothing
+
+
+def test_memory_for_gradients_is_zero_in_padding_whatever_lay_there(monkeypatch):
+    own = torch.empty_like
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x, **more: own(x, **more).fill_(float("nan"))
+    )  # fmt: skip
+    x = torch.ones(6, 3, dtype=torch.bfloat16)
+    padded = empty_rows(x, Layout.padded([2, 1], width=3), torch.float32)
+    assert (padded.dtype, padded.tolist()) == (torch.float32, [[0.0] * 3] * 6)
+    packed = empty_rows(x, Layout.packed([4, 2]), torch.float32)
+    assert packed.shape == (6, 3)
+    assert packed.isnan().all()  # every row will be written

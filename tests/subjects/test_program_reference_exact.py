@@ -127,6 +127,32 @@ def test_float64_is_measured_itself_where_more_runs_are_asked_for():
     assert nine.floor["weight"] > 1e4 * noise * nine.scale["weight"]
 
 
+def test_a_method_with_nearly_a_name_of_ours_is_a_warning():
+    class Misspelled(Linear):
+        def distributed(self, model, ctx):
+            return model
+
+    facts = probe(Misspelled(), dtype=torch.float64)
+    found = compute_program_reference(
+        Misspelled(), facts, {"tier": torch.float64}, step=0, num_chunks=3
+    )["tier"]
+    assert [w for w in found.warnings if "did you mean distribute?" in w]
+
+
+def test_only_float64_takes_its_noise_from_a_dtype_of_fewer_digits(monkeypatch):
+    own, measured = noise.jittered, []
+
+    def counted(working, exact):
+        measured.append(working.dtype)
+        return own(working, exact)
+
+    monkeypatch.setattr(noise, "jittered", counted)
+    facts = probe(Squares(), dtype=torch.float32)
+    tiers = {"low": torch.bfloat16, "precision": torch.float32, "structure": torch.float64}
+    compute_program_reference(Squares(), facts, tiers, step=0, num_chunks=3)
+    assert measured == [torch.bfloat16, torch.float32]
+
+
 def test_the_noise_of_the_ranks_device_raises_the_floor_within_its_cap(monkeypatch):
     """Played: a device whose runs are off by a given part."""
     facts, dtype = probe(Squares(), dtype=torch.float32), torch.float32
