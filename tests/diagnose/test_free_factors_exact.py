@@ -216,7 +216,7 @@ def test_holders_with_one_cause_are_one_diagnosis(record):
     assert [(c.kind, c.ranks) for c in causes] == [("open", (0, 1))]
 
 
-def test_which_groups_of_cells_are_tried(record):
+def test_which_groups_of_cells_are_tried(record, monkeypatch):
     case = case_of_step(wrong(record, {("imp", "ci", None): 3.0}))
     (holder,) = case.failing
     levels = list(_levels(case, holder))
@@ -241,6 +241,9 @@ def test_which_groups_of_cells_are_tried(record):
     (label, groups) = levels[4][0]
     assert label == "a factor on each term and row interval"
     assert len(groups) <= MAX_INTERVALS
+    for most, tried in ((len(groups), 5), (len(groups) - 1, 4)):
+        monkeypatch.setattr(free_factors, "MAX_INTERVALS", most)
+        assert len(list(_levels(case, holder))) == tried
 
 
 def test_rows_of_ranks_and_intervals(record):

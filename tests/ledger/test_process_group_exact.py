@@ -331,3 +331,9 @@ def test_a_groups_members_are_those_that_torch_names_else_all_of_its_size(
         group_size=3, group_rank=1, store=None, timeout=None, global_ranks_in_group=given
     )
     assert made["sumgrad"](options).ranks == ranks
+
+
+def test_of_works_that_were_handed_over_the_last_64_are_kept_alive():
+    held = Ledger(None).handed_over
+    held.extend(range(70))  # type: ignore[arg-type]
+    assert list(held) == list(range(6, 70))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sumgrad.subjects.program.numbered import Numbers
+from sumgrad.subjects.program.numbered import MOST, Numbers
 from sumgrad.subjects.program.placement import place
 from torch import nn
 
@@ -69,3 +69,9 @@ def test_a_number_is_believed_only_where_the_weights_agree():
     assert found(torch.zeros(2), ("b", None)).placed == ()
     (whole,) = found(torch.zeros(4), ("b", None)).placed
     assert whole.index is None
+
+
+def test_there_are_no_more_numbers_than_float64_tells_apart():
+    assert float(MOST) + 1 == float(MOST)
+    assert float(MOST - 1) + 1 == float(MOST)
+    assert float(MOST - 1) != float(MOST)
