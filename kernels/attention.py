@@ -105,16 +105,29 @@ def _load_tile(
 
 
 @triton.jit
+def _scores(
+    query, k, v, first, stop, kv_row, head, SCALE: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """A key tile's positions, keys, values, and c q.k in powers of 2, as yet without a mask."""
+    key = first + tl.arange(0, BK)
+    keys = _load_tile(k, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
+    values = _load_tile(v, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
+    s = tl.dot(query, tl.trans(keys), input_precision="ieee", out_dtype=ACC) * (SCALE * LOG2_E)
+    return key, keys, values, s
+
+
+@triton.jit
 def _online(
     query, k, v, acc, total, top, at, first, stop, kv_row, head, SCALE: tl.constexpr,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr,
     ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One key tile more in the online softmax, in powers of 2. MASKED: not all keys count."""
-    key = first + tl.arange(0, BK)
-    keys = _load_tile(k, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
-    values = _load_tile(v, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
-    s = tl.dot(query, tl.trans(keys), input_precision="ieee", out_dtype=ACC) * (SCALE * LOG2_E)
+    key, _, values, s = _scores(
+        query, k, v, first, stop, kv_row, head, SCALE, HEADS, DIM, WIDE, BK, ACC, MASKED
+    )
     if MASKED:
         counts = (key[None, :] <= at[:, None]) & (key < stop)[None, :]
         s = tl.where(counts, s, float("-inf"))
@@ -188,10 +201,9 @@ def _dq_keys(
     ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """acc + what one key tile adds to dq."""
-    key = first + tl.arange(0, BK)
-    keys = _load_tile(k, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
-    values = _load_tile(v, kv_row + key, key < stop, head, HEADS, DIM, WIDE, MASKED)
-    s = tl.dot(query, tl.trans(keys), input_precision="ieee", out_dtype=ACC) * (SCALE * LOG2_E)
+    key, keys, values, s = _scores(
+        query, k, v, first, stop, kv_row, head, SCALE, HEADS, DIM, WIDE, BK, ACC, MASKED
+    )
     s = s - level[:, None]
     if MASKED:
         counts = (key[None, :] <= at[:, None]) & (key < stop)[None, :] & mine[:, None]

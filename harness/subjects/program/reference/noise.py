@@ -47,15 +47,13 @@ def measure(
     run = exact.again if working is single else working_run(working, exact.terms, exact.cut.coarse)
     floor = measure_floor(exact.sums, [run])
     few = len(exact.cut.drawn) <= JITTERS
-    known_of_less = dtype == torch.float64 and coarser is not None
-    found = []
-    if known_of_less and coarser is not None:
-        found.append(finer(coarser.dtype, coarser.floor))
+    less = coarser if dtype == torch.float64 else None
+    found = [] if less is None else [finer(less.dtype, less.floor)]
     if beside is not None:
         cuts = (exact.cut.coarse, exact.cut.fine, *exact.cut.drawn)
         runs = [working_run(beside, exact.terms, chunks) for chunks in cuts]
         found.append(measure_floor(exact.sums, runs))
-    moved = None if few and known_of_less else jittered(working, exact)
+    moved = None if few and less is not None else jittered(working, exact)
     if few and moved is not None:
         found.append(louder(floor, moved))
     if found:  # at once: the bound is on what was found beside the first
