@@ -55,7 +55,7 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second` to `twenty-ninth`: each of two hands more, or one, written when what came before was
+    `second` to `thirtieth`: each of two hands more, or one, written when what came before was
     known; sealed as a whole.
     """
     later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij", "sixth": "kl",
@@ -68,7 +68,8 @@ def halves() -> dict[str, list[Path]]:
              "twenty-second": ("ap", "aq"), "twenty-third": ("ar", "as"),
              "twenty-fourth": ("at", "au"), "twenty-fifth": ("av", "aw"),
              "twenty-sixth": ("ax", "ay"), "twenty-seventh": ("az", "ba"),
-             "twenty-eighth": ("bb", "bc"), "twenty-ninth": ("bd", "be")}  # fmt: skip
+             "twenty-eighth": ("bb", "bc"), "twenty-ninth": ("bd", "be"),
+             "thirtieth": ("bf", "bg")}  # fmt: skip
     found: dict[str, list[Path]] = {half: [] for half in ("learn", "sealed", *later)}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)

@@ -20,6 +20,9 @@ from torch import Tensor
 
 MODULE = "module "
 LARGE = "a large tensor, number "  # in place of the number of its value
+OF_THE_FIRST = {"to", "type_as", "view_as", "expand_as", "reshape_as"}  # of others dtype or shape
+OF_NONE = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+           "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "len"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,13 @@ class Computation:
     within: str = ""
     keys: tuple[str, ...] = ()
     written_at: tuple[Line, ...] = ()
+
+    @property
+    def uses(self) -> list[int]:
+        """The numbers of those arguments whose own numbers enter what it gives."""
+        taken = [] if self.function in OF_NONE else self.takes
+        taken = taken[:1] if self.function in OF_THE_FIRST else taken
+        return [t for t in taken if isinstance(t, int)]
 
     def key(self, at: int) -> str:
         """The name of argument `at`; empty where it was given by its place."""

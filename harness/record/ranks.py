@@ -43,13 +43,14 @@ At = tuple[str, int]  # tier and step
 class RankRecord:
     """What one rank wrote. grads, info, events and buffers by (tier, step).
 
-    info: what it says of the step (counts and norms; races and weights that changed). params: names
-    it holds; index: the elements it holds of a sharded one, index_in: in a tier where they differ.
-    again: the gradients of the step that was repeated, the last of `again_tier`. unknown: what it
-    could not place. untied: names that are one parameter in build() and several here. ddp: whether
-    a DistributedDataParallel is in its model. by_name: those that nothing but their names tell, on
-    a rank that has others by another name. built, batch: hashes. stray: operations that belong
-    to no step. ledger_whole: every operation it started is in the ledger and ended.
+    info: what it says of the step (counts and norms; races and weights that changed). params: names it holds;
+    index: the elements it holds of a sharded one, index_in: in a tier where they differ. again:
+    the gradients of the step that was repeated, the last of `again_tier`. unknown: what it
+    could not place. untied: names that are one parameter in build() and several here. ddp: by
+    how many ranks a DistributedDataParallel in its model divides; 0 where none does. by_name:
+    those that nothing but their names tell, on a rank that has others by another name. built,
+    batch: hashes. stray: operations that belong to no step. ledger_whole: every operation it
+    started is in the ledger and ended.
     """
 
     rank: int
@@ -66,7 +67,7 @@ class RankRecord:
     buffers: dict[At, Grads] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     untied: tuple[tuple[str, ...], ...] = ()
-    ddp: bool = False
+    ddp: int = 0
     by_name: tuple[str, ...] = ()
     built: str = ""
     batch: str = ""
@@ -190,7 +191,7 @@ def read_rank(
         buffers=buffers,
         unknown=() if planned else tuple(result["unknown"]),
         untied=tuple(tuple(map(str, names)) for names in result.get("untied", ())),
-        ddp=bool(result.get("ddp", False)),
+        ddp=int(result.get("ddp", 0)),
         by_name=tuple(map(str, result.get("by_name", ()))),
         built="" if planned else str(result["built"]),
         batch="" if planned else str(result["batch"]),

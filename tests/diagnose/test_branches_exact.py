@@ -158,3 +158,50 @@ def test_what_applies_a_function_is_a_line_that_runs():
     assert told([ran((applied, True))], ran((applied, False))) == [
         ("applied", (0,), ["y = Doubled.apply(y)"], [])
     ]
+
+
+class Handed(torch.autograd.Function):
+    """As one whose backward reduces."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def entered(x, hand):
+    y = x * 3
+    if hand:
+        y = Handed.apply(y)
+    return y.sum()
+
+
+def test_what_hands_on_what_it_takes_is_no_other_way_of_a_forward():
+    mine, single = ran((entered, True)), ran((entered, False))
+    asked = {0: lambda c: True}
+    assert branches({0: mine}, asked, single, back=False) == []
+    (one,) = branches({0: mine}, asked, single)
+    assert [code for _, code in one.here] == ["y = Handed.apply(y)"]
+    (one,) = branches({0: ran((prepared, True))}, asked, ran((prepared, False)), back=False)
+    assert [code for _, code in one.here] == ["y = y.flip(1)"]
+
+
+@pytest.mark.parametrize(("line", "at"), [("y = y.flip(1)", 0), ("y = x * 3", 2), (None, 0)])
+def test_another_line_that_gives_what_is_nowhere_comes_first(monkeypatch, line, at):
+    traces = [SimpleNamespace(computed=ran((prepared, swap)), calls=()) for swap in (True, False)]
+    mine = [c for c in traces[0].computed.computations if c.code == line]
+    found = FirstWrong(wrong="m", seen=(SimpleNamespace(rank=0),))
+    monkeypatch.setattr(words, "looked", lambda case: "look")
+    monkeypatch.setattr(words, "first_wrong_forward", lambda look: found)
+    monkeypatch.setattr(words, "asked_between", lambda *_, back: lambda c: True)
+    lines = [SimpleNamespace(mine=c) for c in mine]
+    monkeypatch.setattr(words, "first_lines", lambda *_, back: lines)
+    case = SimpleNamespace(traces=SimpleNamespace(ranks={0: traces[0]}, single=traces[1]))
+    shown = [words.line_and_code(c.line, c.code) for c in mine]
+    because = ("a", *(f"see {text}" for text in shown), "c")
+    said = words.with_branches(case, Diagnosis(cause="c", kind="forward", because=because)).because
+    assert said[at].startswith("in prepared rank 0 calls torch at ")
+    assert [text for text in said if not text.startswith("in prepared")] == [*because]

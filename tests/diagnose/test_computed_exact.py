@@ -6,6 +6,7 @@ and on a rank over its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -445,3 +446,50 @@ def test_the_same_numbers_in_another_order_do_not_belong_together():
     flags = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).double()
     seen = first(recorded(masked, X[:3], flags[[1, 0, 2]]), recorded(masked, X, flags))
     assert not seen.how.elsewhere  # of two values any are in another order
+
+
+def turned(x, table):
+    return x * table
+
+
+def test_what_belongs_to_another_call_of_the_same_line():
+    """As the table of one kind of layer in the layers of another: the other call takes nothing of
+    what is handed to this one, and so is not meant."""
+    tables = [torch.randn(1, 5, generator=G).double() for _ in range(2)]
+    layers = [X, X.flip(1) + 2]
+    own = [x[OWN] for x in layers]
+
+    def every(given, of):
+        for x, table in zip(given, of, strict=True):
+            turned(x, table)
+
+    whole = recorded(every, layers, tables)
+    found = first(recorded(every, own, tables[:1] * 2), whole)
+    assert (found.place, found.at, found.how.elsewhere, found.how.num) == (1, 1, True, 5)
+    assert first(recorded(every, own, tables), whole) is None
+    many = tables[0].exp().expand(2, 12, 5).clone()
+    both = recorded(every, [*layers, torch.cat(layers)], [*tables, many])
+    assert first(recorded(every, own, tables[:1] * 2), both) is None  # or of the third: who knows
+
+
+def test_ranks_where_two_do_not_belong_together_are_told_alike():
+    weights = torch.tensor([3.0, 1.0, 2.0, 3.0, 1.0, 2.0]).double()
+    whole = recorded(masked, X, weights)
+    ranks = [recorded(masked, X[:3], weights[[2, 0, 1]]),
+             recorded(masked, X[3:], torch.tensor([3.0, 3.0, 2.0]).double())]  # fmt: skip
+    found = [next(computed_otherwise(i, rank, whole)) for i, rank in enumerate(ranks)]
+    held = {i: SimpleNamespace(computed=rank) for i, rank in enumerate(ranks)}
+    case = SimpleNamespace(traces=SimpleNamespace(ranks=held))
+    assert [one.how.elsewhere for one in found] == [True, False]
+    alone, both = _in_words(case, found[:1]), _in_words(case, found)
+    assert "do not belong together, though the numbers of each are there: in 3 of 3" in alone
+    assert "though" not in both
+    assert both.endswith(
+        "do not belong together: in 3 of 3 elements that could be compared (the first: 2 stands "
+        "beside what has 3 there) on rank 0; in 1 of 3 elements that could be compared (the first: "
+        "3 stands beside what has 1 there) on rank 1"
+    )
+    several = replace(found[0], how=replace(found[0].how, several=True))
+    assert _in_words(case, [several]).endswith(
+        "though the numbers of each are there: they stand together in no call there on rank 0"
+    )

@@ -92,6 +92,17 @@ def test_what_is_right_again_is_marked():
     assert [(one.mine.part, one.again) for one in told] == [("x + k", False), ("x + k", True)]
 
 
+def like_it(x, k):
+    y = (x + k).sin()
+    return x * (torch.linspace(0.3, 1.7, 5).to(y) * torch.ones_like(y).mul(0.7))
+
+
+def test_what_takes_only_its_kind_or_shape_is_not_made_of_it():
+    mine, there = recorded(like_it, X[OWN], 0.25), recorded(like_it, X, 0.75)
+    told = list(lines([mine], there).first_forward(0, everything))
+    assert [(one.mine.part, one.again) for one in told] == [("x + k", False)]
+
+
 def test_what_only_moves_numbers_is_at_no_fault():
     def turned(x):
         y = torch.tensor(x.detach().numpy() + 0.1)  # from outside

@@ -8,7 +8,7 @@ import pytest
 from sumgrad.diagnose.explainers.by_modules.losses import losses_beside
 
 
-def said(single, *ranks, ddp=False):
+def said(single, *ranks, ddp=0):
     traces = SimpleNamespace(
         single=SimpleNamespace(losses=single),
         ranks={i: SimpleNamespace(losses=own) for i, own in enumerate(ranks)},
@@ -31,7 +31,7 @@ def test_losses_that_do_not():
     (text,) = said((3.0,), (1.0,), (1.0,), (2.5,))  # not all are shared by as many
     assert "start from add up to 4.5, 1.5 times" in text
     assert "DDP" not in text
-    (text,) = said((3.0,), (1.0,), (1.0,), (2.5,), ddp=True)
+    (text,) = said((3.0,), (1.0,), (1.0,), (2.5,), ddp=3)
     assert text.endswith("; divided by 3, as DDP does, 0.5 times")
 
 

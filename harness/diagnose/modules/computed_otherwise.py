@@ -92,7 +92,13 @@ def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[O
         if not others or len(others) < len(found):
             continue  # it is the same as one of them
         elsewhere = c.function in ELEMENTWISE and any(one.how.elsewhere for one in others)
-        if elsewhere and len(found) < len(alike):
+        compared = {id(w) for w, *_ in found}
+        if elsewhere and any(
+            both.may_take(w, c.takes[one.beside])
+            for w in alike
+            if id(w) not in compared
+            for one in others
+        ):
             continue  # it may belong to one that could not be compared
         own = [one for one in others if one.its.line == c.line]
         if own or len({(one.its.line, one.at, one.how) for one in others}) == 1:
@@ -158,6 +164,11 @@ class Both:
         if not isinstance(a, int) or not isinstance(b, int) or b not in self._holding(a):
             return None
         return self.there.places(self.mine.values[a], b)
+
+    def may_take(self, w: Computation, value: int | str) -> bool:
+        """Whether some tensor that one of the single process's takes may have all its numbers."""
+        held = self._holding(value) if isinstance(value, int) else frozenset()
+        return not held.isdisjoint(t for t in w.takes if isinstance(t, int))
 
     def _is_among(self, x: int | str, y: int | str) -> bool:
         """Whether all numbers of a rank's value stand in one of the single process's, wherever."""

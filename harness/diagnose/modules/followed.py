@@ -12,7 +12,7 @@ MOST_FOLLOWED = 5000  # computations on the way from one value
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ways:
-    """By number of a value: the computations that give and that take it."""
+    """By number of a value: the computations that give it, and that take its numbers."""
 
     gives: dict[int, list[int]] = field(default_factory=dict)
     takes: dict[int, list[int]] = field(default_factory=dict)
@@ -40,7 +40,6 @@ def ways_of(computed: Computed) -> Ways:
     for place, c in enumerate(computed.computations):
         for number in c.gives:
             ways.gives.setdefault(number, []).append(place)
-        for taken in c.takes:
-            if isinstance(taken, int):
-                ways.takes.setdefault(taken, []).append(place)
+        for used in c.uses:
+            ways.takes.setdefault(used, []).append(place)
     return ways

@@ -391,11 +391,7 @@ class Lines:
 
     def _before(self, rank: int, numbers: Sequence[int]) -> Iterator[int]:
         mine, ways = self._ranks[rank], self._ways[rank]
-        return followed(
-            numbers,
-            ways.gives,
-            lambda place: [t for t in mine.computations[place].takes if isinstance(t, int)],
-        )
+        return followed(numbers, ways.gives, lambda place: mine.computations[place].uses)
 
 
 def _gradient(computed: Computed, number: int) -> Tensor | None:

@@ -65,6 +65,17 @@ MOST_FROZEN = 1 << 24  # elements of frozen parameters that are put back before 
 OWN_SAMPLES = 1 << 16  # of each parameter, that are kept of what a failing step's backwards give
 
 
+def _ddp_divides_by(model: nn.Module) -> int:
+    """By how many ranks the DistributedDataParallel in it divides; 0 where none does, or a hook
+    does what it wants, or there are several that differ."""
+    sizes = {
+        dist.get_world_size(m.process_group) if not m._comm_hooks else 0
+        for m in model.modules()
+        if isinstance(m, DistributedDataParallel)
+    }
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
 def _frozen(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """Parameters that are not trained, and their values; none of them where they are many."""
     held = {n: p for n, p in model.named_parameters() if not p.requires_grad}
@@ -193,7 +204,7 @@ class TierRun:
         assert facts is not None
         result["built"], result["batch"] = self.built, self.batch_hash
         result["untied"] = self.untied
-        result["ddp"] = any(isinstance(m, DistributedDataParallel) for m in self.model.modules())
+        result["ddp"] = _ddp_divides_by(self.model)
         for p in self.placement.placed:
             self._keep_place(p, files.others, known=p.name in result["params"])
             result["params"][p.name] = {"sharded": p.index is not None}

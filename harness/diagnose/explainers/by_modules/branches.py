@@ -6,13 +6,14 @@ what they have set: of code that both run the same way none is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.lines import asked_between
+from sumgrad.diagnose.explainers.by_modules.lines import asked_between, first_lines
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, looked, owners
 from sumgrad.diagnose.modules.first_wrong import (
     FirstWrong,
@@ -62,12 +63,24 @@ def with_branches(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         for rank in (traces.ranks if found is None else found.ranks)
     }
     every = {rank: trace.computed for rank, trace in traces.ranks.items()}
-    told = branches(every, asked, traces.single.computed)
+    told = branches(every, asked, traces.single.computed, back=forward is None)
     told.sort(key=lambda one: not (one.here and one.there))
     said = tuple(one.in_words() for one in told[:MOST_FUNCTIONS])
-    if not said:
-        return diagnosis
-    return replace(diagnosis, because=(*said, *diagnosis.because))
+    at = 0 if forward is None else _after_another_line(case, forward, told, diagnosis.because)
+    return replace(diagnosis, because=(*diagnosis.because[:at], *said, *diagnosis.because[at:]))
+
+
+def _after_another_line(
+    case: Case, found: FirstWrong, told: Sequence[Branch], because: Sequence[str]
+) -> int:
+    """The place after the reason that names the first line that gives what the single process has
+    nowhere, where that is in no branch: then it tells more than these do."""
+    lines = first_lines(case, found, back=False)
+    here = {line for one in told for line in one.here}
+    if not lines or (lines[0].mine.line, lines[0].mine.code) in here:
+        return 0
+    text = line_and_code(lines[0].mine.line, lines[0].mine.code)
+    return next((i + 1 for i, reason in enumerate(because) if text in reason), 0)
 
 
 def _asked(
@@ -85,9 +98,11 @@ def branches(
     every: Mapping[int, Computed],
     asked: Mapping[int, Callable[[Computation], bool]],
     single: Computed,
+    *,
+    back: bool = True,
 ) -> list[Branch]:
     """In the order of the ranks. every: what each rank computed; asked: of some of them, which of
-    it is looked at."""
+    it is looked at. back: whether a backward is looked at, too."""
     there = {within: dict.fromkeys(lines) for within, lines in single.ran.items()}
     on_ranks = {line for own in every.values() for lines in own.ran.values() for line in lines}
     found: dict[str, dict[int, dict[Line, None]]] = {}
@@ -95,7 +110,8 @@ def branches(
         for c in filter(is_asked, every[rank].computations):
             if c.line and c.within in there:
                 lines = found.setdefault(c.within, {}).setdefault(rank, {})
-                if (c.line, c.code) not in there[c.within]:
+                same = not back and _hands_on(c, every[rank])
+                if (c.line, c.code) not in there[c.within] and not same:
                     lines[c.line, c.code] = None
     told = []
     for within, by_rank in found.items():
@@ -105,6 +121,15 @@ def branches(
         if here or lacking:
             told.append(Branch(within=within, ranks=ranks, here=tuple(here), there=tuple(lacking)))
     return told
+
+
+def _hands_on(c: Computation, computed: Computed) -> bool:
+    """Whether it gives what it takes, as a Function does whose backward reduces: in the forward
+    nothing goes wrong there."""
+    if len(c.gives) != 1 or not c.uses:
+        return False
+    given, taken = computed.values[c.gives[0]], computed.values[c.uses[0]]
+    return given.shape == taken.shape and torch.equal(given, taken)
 
 
 def _shown(lines: tuple[Line, ...]) -> str:

@@ -149,9 +149,11 @@ def _in_words(case: Case, found: Sequence[Otherwise]) -> str:
         what += f", made{made}," if made else ""
     if one.how.spread is not None:
         said = f"{_spread(one)} on rank {spans(sorted(o.rank for o in found))}"
-    elif one.how.elsewhere and mine.function != ATTENTION:
-        said = (f"the {what} and the {_beside(case, one)} do not belong together, though "
-                f"the numbers of each are there: {'; '.join(_how(case, found))}")  # fmt: skip
+    elif mine.function != ATTENTION and any(o.how.elsewhere for o in found):
+        there = ", though the numbers of each are there"
+        said = (f"the {what} and the {_beside(case, one)} do not belong together"
+                f"{there if all(o.how.elsewhere for o in found) else ''}: "
+                f"{'; '.join(_how(case, found, together=False))}")  # fmt: skip
     else:
         said = f"the {what} is {'; '.join(_how(case, found))}"
     beside = (
@@ -204,11 +206,13 @@ def _when(case: Case, one: Otherwise) -> str:
     return f"the {ordinal(which)} of the {len(times)} times that it runs"
 
 
-def _how(case: Case, found: Sequence[Otherwise]) -> Iterator[str]:
-    """How it differs, ranks alike together."""
+def _how(case: Case, found: Sequence[Otherwise], *, together: bool = True) -> Iterator[str]:
+    """How it differs, ranks alike together. together: whether it is told by itself, and not by what
+    it stands beside."""
     alike: dict[str, list[int]] = {}
     for one in found:
-        alike.setdefault(_differs(one, one.how, _when(case, one)), []).append(one.rank)
+        words = _differs if together else _stands_beside
+        alike.setdefault(words(one, one.how, _when(case, one)), []).append(one.rank)
     for text, ranks in alike.items():
         yield f"{text} on rank {spans(sorted(ranks))}"
 
@@ -235,11 +239,16 @@ def _differs(one: Otherwise, how: Difference, when: str) -> str:
     if how.several:
         return "another than in any call there that has the rest of it"
     few = f"in {how.num} of {how.of} elements that could be compared"
-    if how.elsewhere:
-        beside = f"the first: {how.now:.6g} stands beside what has {how.was:.6g} there"
-        return f"{few}{_in_brackets(when, beside)}"
     first = f"{'the first: ' if how.of > 1 else ''}{numbers}"
     return f"another{f' {few}' if how.num < how.of else ''}{_in_brackets(when, first)}"
+
+
+def _stands_beside(one: Otherwise, how: Difference, when: str) -> str:
+    if how.several:
+        return f"they stand together in no call there{_in_brackets(when)}"
+    beside = f"the first: {how.now:.6g} stands beside what has {how.was:.6g} there"
+    few = f"in {how.num} of {how.of} elements that could be compared"
+    return f"{few}{_in_brackets(when, beside)}"
 
 
 def _in_brackets(*said: str) -> str:

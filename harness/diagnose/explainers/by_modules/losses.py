@@ -30,10 +30,16 @@ def losses_beside(case: Case) -> list[str]:
         up_to = "" if times == 1 else f", {fraction_of(times)} times"
         return [f"the losses that the ranks' backwards start from{of} add up to that of the single "
                 f"process{up_to}: its value may be right, and its gradient is not"]  # fmt: skip
-    ranks, ddp = len(case.record.ranks), all(r.ddp for r in case.record.ranks.values())
-    after = f"; divided by {ranks}, as DDP does, {ratio / ranks:.6g} times" if ddp else ""
+    ranks = ddp_divides_by(case)
+    after = f"; divided by {ranks}, as DDP does, {ratio / ranks:.6g} times" if ranks else ""
     return [f"the losses that the ranks' backwards start from{of} add up to {got:.9g}, {ratio:.6g} "
             f"times that of the single process ({wanted:.9g}){after}"]  # fmt: skip
+
+
+def ddp_divides_by(case: Case) -> int:
+    """The number that DDP divides by on every rank; 0 where it is not one number, or no DDP is."""
+    numbers = {rank.ddp for rank in case.record.ranks.values()}
+    return numbers.pop() if len(numbers) == 1 else 0
 
 
 def _each_once(losses: Sequence[tuple[float, ...]]) -> tuple[list[float], str]:

@@ -15,6 +15,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     owners,
     predicts,
 )
+from sumgrad.diagnose.explainers.by_modules.losses import ddp_divides_by
 from sumgrad.diagnose.explainers.by_modules.passed import (
     has_functions_between,
     own_functions_between,
@@ -112,7 +113,8 @@ def terms_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             because=(
                 f"no gradient of it reaches {named(look, module)}"
                 if lost
-                else f"so weighed is its gradient where it reaches {named(look, module)}",
+                else f"so weighed is its gradient where it reaches {named(look, module)}"
+                f"{_before_ddp(case)}",
                 f"{some_of(right)} has one factor on all ranks",
                 *in_the_gradients(case),
             ),
@@ -147,7 +149,7 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             standing="proved" if proved else "likely",
             ranks=_odd_ranks(shares),
             because=(
-                f"so weighed is the gradient that reaches {named(look, module)}",
+                f"so weighed is the gradient that reaches {named(look, module)}{_before_ddp(case)}",
                 "the rows' gradients with these weights add up to what was measured, up to one "
                 "factor on all of them"
                 if proved
@@ -156,6 +158,12 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             ),
         ),
     )
+
+
+def _before_ddp(case: Case) -> str:
+    """A right loss has the factor of its ranks there, where DDP divides by them later."""
+    size = ddp_divides_by(case)
+    return f", before DDP divides by {size}" if size > 1 else ""
 
 
 def _odd_ranks(shares: Sequence[Share]) -> tuple[int, ...]:
