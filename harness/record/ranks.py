@@ -43,11 +43,11 @@ At = tuple[str, int]  # tier and step
 class RankRecord:
     """What one rank wrote. grads, info, events and buffers by (tier, step).
 
-    info: what it says of the step (counts and norms; races and weights that changed). params: names it holds;
-    index: the elements it holds of a sharded one, index_in: in a tier where they differ. again:
-    the gradients of the step that was repeated, the last of `again_tier`. unknown: what it
-    could not place. untied: names that are one parameter in build() and several here. ddp: by
-    how many ranks a DistributedDataParallel in its model divides; 0 where none does. by_name:
+    info: what it says of the step (counts and norms; races and weights that changed). params:
+    names it holds; index: the elements it holds of a sharded one, index_in: in a tier where they
+    differ. again: the gradients of the step that was repeated, the last of `again_tier`. unknown:
+    what it could not place. untied: names that are one parameter in build() and several here. ddp:
+    by how many ranks a DistributedDataParallel in its model divides; 0 where none does. by_name:
     those that nothing but their names tell, on a rank that has others by another name. built,
     batch: hashes. stray: operations that belong to no step. ledger_whole: every operation it
     started is in the ledger and ended.
