@@ -205,3 +205,24 @@ def test_another_line_that_gives_what_is_nowhere_comes_first(monkeypatch, line, 
     said = words.with_branches(case, Diagnosis(cause="c", kind="forward", because=because)).because
     assert said[at].startswith("in prepared rank 0 calls torch at ")
     assert [text for text in said if not text.startswith("in prepared")] == [*because]
+
+
+def guarded(x, safe):
+    if safe:
+        try:
+            x = x * 3
+            return x + x.sin()
+        finally:
+            safe = False
+    x = x * 3
+    y = x + x.sin()
+    return y * 2
+
+
+def test_the_same_words_in_two_branches_are_no_other_way():
+    assert told([ran((guarded, False))], ran((guarded, True))) == [
+        ("guarded", (0,), ["return y * 2"], [])
+    ]
+    assert told([ran((guarded, True))], ran((guarded, False))) == [
+        ("guarded", (0,), [], ["return y * 2"])
+    ]

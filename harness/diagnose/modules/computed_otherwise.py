@@ -310,9 +310,10 @@ def _classes_there(
 
 
 def _of_classes(how: Difference, function: str, got: Tensor) -> Difference:
-    """The same without a factor where it is of targets: a class is no multiple of another."""
+    """The same without a factor where it is of targets or truth values: a class is no multiple of
+    another."""
     are_targets = not got.is_floating_point() and function in OF_CLASSES
-    return replace(how, factor=None) if are_targets else how
+    return replace(how, factor=None) if are_targets or got.dtype == torch.bool else how
 
 
 def _are_all_keys(got: Tensor, wanted: Tensor, i: int, queries: torch.Size) -> bool:

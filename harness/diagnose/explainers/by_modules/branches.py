@@ -6,7 +6,7 @@ what they have set: of code that both run the same way none is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -115,12 +115,27 @@ def branches(
                     lines[c.line, c.code] = None
     told = []
     for within, by_rank in found.items():
-        here = dict.fromkeys(line for lines in by_rank.values() for line in lines)
         lacking = [line for line in there[within] if line not in on_ranks]
-        ranks = tuple(sorted(r for r, lines in by_rank.items() if lines or not here))
+        own = dict.fromkeys(line for lines in by_rank.values() for line in lines)
+        here = _of_other_words(own, lacking)
+        lacking = _of_other_words(lacking, own)
+        ranks = tuple(sorted(r for r, lines in by_rank.items() if not here or {*lines} & {*here}))
         if here or lacking:
             told.append(Branch(within=within, ranks=ranks, here=tuple(here), there=tuple(lacking)))
     return told
+
+
+def _of_other_words(lines: Iterable[Line], others: Iterable[Line]) -> list[Line]:
+    """Those that compute something else than all of the others, by their words: not the same
+    twice, in two branches."""
+    known = {_computes(code) for _, code in others}
+    return [(line, code) for line, code in lines if _computes(code) not in known]
+
+
+def _computes(code: str) -> str:
+    """What a line computes, wherever it puts that."""
+    target, is_put, value = code.removeprefix("return ").partition(" = ")
+    return value if is_put and "(" not in target else code.removeprefix("return ")
 
 
 def _hands_on(c: Computation, computed: Computed) -> bool:

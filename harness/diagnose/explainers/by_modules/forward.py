@@ -215,6 +215,8 @@ def _in_between(case: Case, look: Look, found: FirstWrong, parts: Sequence[str])
     lines, made = first_lines(case, found, back=False), _made(case, entered)
     if made and all(is_librarys(one.mine.line) for one in lines):
         lines = []  # what it makes of that is the library's
+    follows = made if any(found.wrong in one.mine.inside for one in lines) else []
+    yield from follows  # what is computed of it inside is another for that reason
     yield from in_words(lines)
     yield from arguments_there(case, lines)
     if not lines_that_differ(case) and not (lines and all(one.told for one in lines)):
@@ -222,7 +224,7 @@ def _in_between(case: Case, look: Look, found: FirstWrong, parts: Sequence[str])
         several = not entered and len({s.call.part for s in look.seen[found.wrong]}) > 1
         end = f"{INTO}{found.wrong}" if entered else found.wrong
         ways = lines_in(case, found) if several else lines_between(case, found, end)
-        yield from made or ways
+        yield from () if follows else made or ways
     yield from parts or between(case, replace(found, seen=entered or found.seen), back=False)
 
 
