@@ -46,7 +46,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
-from sumgrad.diagnose.explainers.by_modules.other_weights import held_beside
+from sumgrad.diagnose.explainers.by_modules.other_weights import handed_other_weights, held_beside
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between, lines_in
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
 from sumgrad.diagnose.explainers.by_modules.scaled_outside import scaled_outside
@@ -131,7 +131,8 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     if more := too_much(case, found):
         because = (*more.because, *handed_otherwise(case, look, found), *called, seen[1])
         return said(cause=f"{text}: {more.cause}", because=because)
-    if other := _in_place_of(case, found) or whole_on_each(case, found):
+    other = _in_place_of(case, found) or whole_on_each(case, found)
+    if other := other or handed_other_weights(case, found):
         return said(cause=f"{text}: {other}", because=(*called, seen[1]))
     if handed := handed_for_wrong_rows_in_words(case, look, found):
         return said(cause=handed[0], because=(seen[0], *called, seen[1]))

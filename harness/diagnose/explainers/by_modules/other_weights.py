@@ -8,11 +8,17 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import between, is_in, right_up_to
-from sumgrad.diagnose.explainers.by_modules.looked import looked, named
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    line_and_code,
+    looked,
+    named,
+    unless_it_fails,
+)
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.weights_of_calls import weights_of_calls
 from sumgrad.diagnose.modules.weights_used import (
     OtherWeight,
     When,
@@ -83,6 +89,35 @@ def weights_there(case: Case, modules: Sequence[str], when: When) -> list[OtherW
     if traces is None or spec.tiers[case.tier] != "float64" or (spec.script and case.step):
         return []
     return [found for module in modules for found in other_weights(traces, module, when)]
+
+
+@unless_it_fails
+def handed_other_weights(case: Case, found: FirstWrong) -> str | None:
+    """Where the first wrong call gets what is right, and computes with a weight that is made in the
+    step and is none that the single process has there."""
+    traces, dtype = case.traces, case.record.spec.tiers[case.tier]
+    if traces is None or dtype != "float64":
+        return None
+    for rank in found.ranks:
+        wrong = {s.call.number for s in found.seen if s.rank == rank}
+        told = [o for o in weights_of_calls(traces, found.wrong, rank) if o.call in wrong]
+        if not told:
+            continue
+        one = told[0]
+        made = f", made at {line_and_code(*one.made)}," if one.made[0] else ""
+        its = "the model's own" if one.of_the_model else "another"
+        there = f" made at {line_and_code(*one.there)}" if one.there[0] else ""
+        there = "" if one.there == one.made else there
+        more = f"; so in {len(told) - 1} more of its calls" if len(told) > 1 else ""
+        calls = "the single process's call that gets the same, which has"
+        if one.num > 1:
+            calls = (f"any of the single process's {one.num} calls that get the same, of which "
+                     f"the first has")  # fmt: skip
+        return (
+            f"in call {one.call} on rank {rank} it computes with another weight{made} than {calls} "
+            f"{its}{there}{more}: it may be left of what ran before"
+        )
+    return None
 
 
 def held_beside(case: Case, ranks: Sequence[int]) -> list[str]:
