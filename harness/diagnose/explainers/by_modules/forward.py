@@ -34,15 +34,10 @@ from sumgrad.diagnose.explainers.by_modules.handed import (
     handed_otherwise,
 )
 from sumgrad.diagnose.explainers.by_modules.hooked import changed_by_hooks
+from sumgrad.diagnose.explainers.by_modules.in_place_of import in_place_of_in_words
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right_ranks
-from sumgrad.diagnose.explainers.by_modules.looked import (
-    as_a_hint,
-    line_and_code,
-    looked,
-    named,
-    unless_it_fails,
-)
+from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, looked, named
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
@@ -69,10 +64,9 @@ from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_elsewhere,
     first_wrong_forward,
 )
-from sumgrad.diagnose.modules.in_place_of import in_place_of
 from sumgrad.diagnose.modules.lacking_data import lacking_data
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.seen import TOLERANCES, Seen
+from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.record.trace import INTO
 
 
@@ -131,7 +125,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     if more := too_much(case, found):
         because = (*more.because, *handed_otherwise(case, look, found), *called, seen[1])
         return said(cause=f"{text}: {more.cause}", because=because)
-    other = _in_place_of(case, found) or whole_on_each(case, found)
+    other = in_place_of_in_words(case, found) or whole_on_each(case, found)
     if other := other or handed_other_weights(case, found):
         return said(cause=f"{text}: {other}", because=(*called, seen[1]))
     if handed := handed_for_wrong_rows_in_words(case, look, found):
@@ -152,24 +146,6 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *reading(case),
     )
     return said(cause=text, because=because)
-
-
-@unless_it_fails
-def _in_place_of(case: Case, found: FirstWrong) -> str | None:
-    """Where a module is called in place of another that is like it."""
-    traces, dtype = case.traces, case.record.spec.tiers[case.tier]
-    if traces is None or dtype != "float64":
-        return None
-    other = in_place_of(traces, found.wrong, found.ranks, TOLERANCES[dtype])
-    if other is None:
-        return None
-    ours, theirs = found.wrong.split("."), other.split(".")
-    outer = max(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b) + 1
-    mine, its = (".".join(name[:outer]) for name in (ours, theirs))
-    return (
-        f"what goes into it there goes into {other} in the single process: {mine} is called where "
-        f"that calls {its}"
-    )
 
 
 def _output(

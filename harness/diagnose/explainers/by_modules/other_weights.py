@@ -16,9 +16,9 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 )
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.adapted_weights import weights_of_calls
 from sumgrad.diagnose.modules.first_wrong import FirstWrong, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.weights_of_calls import weights_of_calls
 from sumgrad.diagnose.modules.weights_used import (
     OtherWeight,
     When,

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.other_weights import handed_other_weights
+from sumgrad.diagnose.modules.adapted_weights import weights_of_calls
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.diagnose.modules.weights_of_calls import weights_of_calls
 from sumgrad.record.computed import MODULE, Computation, Computed
 
 G = torch.Generator().manual_seed(3)
