@@ -200,7 +200,8 @@ def test_data_that_are_surely_others_come_before_what_is_made_of_them(
 ):
     idle = ("where_it_enters_wrong", "_start_of_forward", "_parts_below", "collective_at_fault",
             "misplaced_in_words", "_lacking_below", "scaled_outside", "changed_by_hooks",
-            "joined_in_words", "too_much", "in_place_of_in_words", "handed_other_weights", "whole_on_each", "reading",
+            "joined_in_words", "too_much", "in_place_of_in_words", "handed_other_weights",
+            "whole_on_each", "reading",
             "handed_for_wrong_rows_in_words", "_of_other_classes", "_in_another_mode",
             "_right_again", "called_on_ranks_alone", "handed_otherwise", "_output", "held_beside",
             "_ranks_that_are_right", "_in_between")  # fmt: skip

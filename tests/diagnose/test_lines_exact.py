@@ -5,6 +5,7 @@ Both sides are what lines really computed, recorded as in a run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -385,6 +386,12 @@ def test_lines_that_are_meant_on_one_rank_are_meant_on_every():
     assert said.endswith(", on rank 0-1")
     (said,) = in_words([at_line(7, 0, told=False)])
     assert said.startswith("this line gives what the single process has nowhere: step.py:7")
+    assert said.endswith(", on rank 0; not all that it takes could be told")
+    one = at_line(7, 0)
+    two = replace(one, mine=replace(one.mine, takes=(0, "dim=1", 4)))
+    (said,) = in_words([two])
+    assert said.endswith(", on rank 0; its two arguments may not belong beside each other")
+    (said,) = in_words([replace(two, told=False)])
     assert said.endswith(", on rank 0; not all that it takes could be told")
     (said,) = in_words([at_line(7, 0, there=False)])
     assert said.startswith(

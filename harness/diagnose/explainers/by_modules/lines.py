@@ -190,7 +190,7 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
     else:
         told = all(o.told for o in found)
         of = ", of numbers that it has" if told else ""
-        beside = "" if told else "; not all that it takes could be told"
+        beside = _pairs(one) if told else "; not all that it takes could be told"
         beside += _written(one)
         if one.there:
             yield (f"this line gives what the single process has nowhere{of}: {line}, "
@@ -207,6 +207,12 @@ def expression(mine: Computation) -> str:
     if mine.part and mine.part not in (whole[0], whole[2]) and len(mine.part) < len(mine.code):
         text += f", in it `{mine.part}`"
     return text
+
+
+def _pairs(one: AtLine) -> str:
+    """Of two tensors that are right, each by itself."""
+    two = sum(isinstance(t, int) for t in one.mine.takes) == 2
+    return "; its two arguments may not belong beside each other" if two else ""
 
 
 def _function(c: Computation) -> str:
