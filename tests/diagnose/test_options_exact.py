@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from sumgrad.diagnose.explainers.by_modules.losses import options_of_losses
@@ -45,6 +46,19 @@ def test_other_numbers_tell_nothing():
     assert told(recorded("batchmean", x=1.01 * X, classes="mean"), recorded("sum")) == []
 
 
+@pytest.mark.parametrize(("on_rank", "alone", "num"), [(3, 6, 0), (3, 4, 1), (2, 6, 1), (6, 6, 0)])
+def test_a_size_of_the_input_is_meant_to_be_another(on_rank, alone, num):
+    """As of an index one beyond the last, where nothing is to be counted."""
+
+    def loss(rows, index):
+        with Computations(lambda: ((), 0)) as computations:
+            logits, labels = X[:rows].clone().requires_grad_(), LABELS[:rows]
+            F.cross_entropy(logits, labels, ignore_index=index).backward()
+        return computations.computed()
+
+    assert len(told(loss(3, on_rank), loss(6, alone))) == num
+
+
 def test_in_words_with_the_ranks():
     single = SimpleNamespace(computed=recorded("sum"))
     ranks = {r: SimpleNamespace(computed=recorded(how, slice(r, r + 3)))
@@ -52,7 +66,7 @@ def test_in_words_with_the_ranks():
     (said,) = options_of_losses(SimpleNamespace(traces=SimpleNamespace(ranks=ranks, single=single)))
     assert said.startswith("kl_div at ")
     assert said.endswith(
-        "has reduction='batchmean' on rank 0, 2, and in the single process reduction='sum' with "
-        "the same input"
+        "has reduction='batchmean' on rank 0, 2, and in the single process reduction='sum' where "
+        "that gets the same numbers"
     )
     assert not [*options_of_losses(SimpleNamespace(traces=None))]

@@ -50,3 +50,9 @@ def test_only_what_is_so_is_said_of_the_others(factors, said):
 
 def test_beside_vectors_that_no_gradient_reaches():
     assert list(the_others(found([1, NAN], emptied=True))) == ["the others there are right"]
+
+
+def test_what_ddp_divides_by_is_said():
+    said = "the others there have the factor 3, and DDP divides by 3 later"
+    assert list(the_others(found([3, NAN, 3]), 3)) == [said]
+    assert list(the_others(found([3, NAN, 3]), 1)) == [said.partition(",")[0]]

@@ -68,6 +68,8 @@ TERMS = [Unit(term=t, rows=r) for t in ("main", "kl") for r in ((0, 2), (2, 3), 
          "kl is counted otherwise in w: 1/2 in rows 0-2, 3 in rows 3-5", 2),
         ((1, 1, 1, 3, 6, 2), {},  # by their own number of rows
          "kl is counted otherwise in w: 3 in rows 0-1, 6 in rows 2, 2 in rows 3-5", 3),
+        ((1, 1, 1, 1, 2, 2 / 3), {},
+         "kl is counted otherwise in w: 1 in rows 0-1, 2 in rows 2, 2/3 in rows 3-5", 3),
         ((1, 1, 1, 0.5, 0.5, 0.5), {}, None, 0),  # one factor on the term
         ((1, 2, 1, 0.5, 2, 3), {}, None, 0),  # both are odd
     ],
@@ -83,6 +85,11 @@ def test_one_term_that_each_rank_weighs_by_its_own(monkeypatch, values, read, ca
     assert said.cause == cause
     assert said.because[0] == "main is counted once in all rows"
     assert len(said.because) == because - 1
+    divided = {
+        (3, 6, 2): "every stretch is divided by its own rows, not by all",
+        (1, 2, 2 / 3): "every stretch is divided by a multiple of its own, not by all",
+    }
+    assert (divided.get(values[3:]) or "") in said.because[1 if len(said.because) > 1 else 0]
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,10 @@ def _one_term(case: Case, found: Factors, what: str) -> Diagnosis | None:
     because = [f"{some_of(others)} is counted once in all rows"]
     sizes = [value * len(rows) for rows, value in stretches]
     if max(sizes) - min(sizes) < CLOSE * abs(max(sizes)):
-        because.append("each factor times its number of rows is one number: every stretch is "
-                       "divided by its own rows, not by all")  # fmt: skip
+        whole = sum(len(rows) for rows, _ in stretches)
+        by = "its own rows" if abs(sizes[0] - whole) < CLOSE * whole else "a multiple of its own"
+        because.append(f"each factor times its number of rows is one number: every stretch is "
+                       f"divided by {by}, not by all")  # fmt: skip
     read = {rank: set(rows) for rank, rows in (_rows_of_ranks(case) or {}).items()}
     mine = [[rank for rank, own in read.items() if own == set(rows)] for rows, _ in stretches]
     if all(mine):

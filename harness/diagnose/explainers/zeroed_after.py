@@ -54,7 +54,7 @@ def zeroed_after(case: Case, left: Left) -> Iterator[Explanation]:
             ranks=tuple(sorted({c.rank for c in case.failing_cells})),
             because=(
                 "added up over all ranks, what their own backwards gave is the right gradient, "
-                "there and in the other elements",
+                "there and in what else these ranks hold",
             ),
         ),
     )

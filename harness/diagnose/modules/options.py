@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from sumgrad.diagnose.modules.numbers import Numbers
 from sumgrad.record.computed import Computation, Computed
 
@@ -41,13 +42,15 @@ def other_options(mine: Computed, whole: Computed) -> Iterator[OtherOption]:
             continue
         held = there.holding(mine.values[c.takes[0]])
         own = _options(c)
-        alike = [_options(w) for w in whole.computations if w.function == c.function
+        alike = [(w.takes[0], _options(w)) for w in whole.computations if w.function == c.function
                  and w.takes and isinstance(w.takes[0], int) and w.takes[0] in held]  # fmt: skip
-        if not own or not alike or own in alike:
+        if not own or not alike or own in [options for _, options in alike]:
             continue
-        theirs = alike[0]
+        number, theirs = alike[0]
+        shapes = mine.values[c.takes[0]].shape, whole.values[number].shape
         for key in own.keys() & theirs.keys():
-            if own[key] != theirs[key]:
+            sizes = _is_a_size(own[key], shapes[0]) and _is_a_size(theirs[key], shapes[1])
+            if own[key] != theirs[key] and not sizes:
                 yield OtherOption(mine=c, now=own[key], was=theirs[key])
 
 
@@ -55,3 +58,9 @@ def _options(c: Computation) -> Mapping[str, str]:
     """By name, those that are no tensors."""
     words = [t for t in c.takes if isinstance(t, str) and "=" in t]
     return {word.partition("=")[0]: word for word in words}
+
+
+def _is_a_size(option: str, shape: torch.Size) -> bool:
+    """Whether it is a size of its input, as an index one beyond the last: that is meant to differ
+    where the sizes do."""
+    return option.partition("=")[2] in map(str, shape)

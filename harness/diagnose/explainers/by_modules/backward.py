@@ -39,7 +39,11 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     named,
     owners,
 )
-from sumgrad.diagnose.explainers.by_modules.losses import losses_beside, options_of_losses
+from sumgrad.diagnose.explainers.by_modules.losses import (
+    ddp_divides_by,
+    losses_beside,
+    options_of_losses,
+)
 from sumgrad.diagnose.explainers.by_modules.missing_sum import lacking_sum
 from sumgrad.diagnose.explainers.by_modules.never_called import never_called
 from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
@@ -305,7 +309,7 @@ def _evidence(
             yield "there the single process has no gradient"
         yield from of_other_places(case, look, found)
         yield from off_at_a_module(case, found)
-        yield from the_others(found) if len(look.terms) < 2 else ()
+        yield from the_others(found, ddp_divides_by(case)) if len(look.terms) < 2 else ()
         if not above:
             yield from of_other_targets(case, look, found)
     if max(s.call.arrivals for s in found.seen) > 1:

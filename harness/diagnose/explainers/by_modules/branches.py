@@ -119,7 +119,8 @@ def branches(
         own = dict.fromkeys(line for lines in by_rank.values() for line in lines)
         here = _of_other_words(own, lacking)
         lacking = _of_other_words(lacking, own)
-        ranks = tuple(sorted(r for r, lines in by_rank.items() if not here or {*lines} & {*here}))
+        run = {r for r, own in every.items() if not {*own.ran.get(within, ())}.isdisjoint(here)}
+        ranks = tuple(sorted(run or by_rank))
         if here or lacking:
             told.append(Branch(within=within, ranks=ranks, here=tuple(here), there=tuple(lacking)))
     return told

@@ -15,8 +15,9 @@ from sumgrad.diagnose.modules.seen import Seen, constant
 MOST_FACTORS = 4  # different ones that are written out
 
 
-def the_others(found: FirstWrong) -> Iterator[str]:
-    """What all vectors that are not wrong have in common, where they are not simply right."""
+def the_others(found: FirstWrong, ddp: int = 0) -> Iterator[str]:
+    """What all vectors that are not wrong have in common, where they are not simply right. ddp: by
+    what DDP divides later."""
     if found.emptied:
         yield "the others there are right"
         return
@@ -26,7 +27,8 @@ def the_others(found: FirstWrong) -> Iterator[str]:
         return
     factor = constant(there.factors)
     if factor is not None and abs(factor - 1) > SAME_FACTOR:
-        yield f"the others there have the factor {fraction_of(factor)}"
+        later = f", and DDP divides by {ddp} later" if ddp > 1 else ""
+        yield f"the others there have the factor {fraction_of(factor)}{later}"
 
 
 def with_factors(seen: Seen) -> bool:

@@ -134,7 +134,9 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
     narrow = _single_numbers(look, module, shares)
     if narrow is not None:
         own = _own_functions(case, look, module)
-        yield explained(case, replace(narrow, because=(*narrow.because, *own)))
+        size = ddp_divides_by(case)
+        later = [f"DDP divides by {size} later"] if size > 1 else []
+        yield explained(case, replace(narrow, because=(*narrow.because, *later, *own)))
         return
     words = shares_in_words(case, shares)
     if words is None:
