@@ -99,7 +99,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("m_06", "on rank 1 1/2 times at positions 0-1, 4-5 of 6 in rows 0-6"),
         ("a_42", "one, made at tests/bugs/a_42_moe_combine"),
         ("c_05", "micro-batch 0-1 over rank 0-1 and over rank 2-3; micro-batch 2 over rank 0-3"),
-        ("c_13", "of lstm's 3 outputs number 1 alone could be compared"),
+        ("c_13", "of lstm's 3 outputs the first alone could be compared"),
         ("f_04", "hands on what one rank has, where the sum of what all of them have is right"),
         ("f_20", "with weights of their own: 2/5, 3/10, 3/10 of rank 0, 1, 2"),
         ("g_12", "of each such vector of what goes in elements 4-11 of 16 are wrong, the others"),

@@ -44,7 +44,7 @@ def test_of_several_outputs_it_is_said_which():
     one, two = seen(ALL), seen([0, 2])
     two = replace(two, call=replace(two.call, part=1))
     assert places([one, two]) == (
-        "for one, vectors 0, 2 of 6 on rank 0 in call 0, output number 2 (2 x 3 x 4)"
+        "for one, vectors 0, 2 of 6 on rank 0 in call 0, second output (2 x 3 x 4)"
     )
 
 

@@ -139,7 +139,7 @@ def of_part(part: int, *factors: float, number: int = 0) -> list[Share]:
     ("shares", "words"),
     [
         ([*of_part(0, 2.0, 2.0, 2.0), *of_part(1, 1.0, 1.0, 3.0)],
-         "of 2 outputs number 2 alone, every other has one factor: the loss of rank 2 has the "
+         "of 2 outputs the second alone, every other has one factor: the loss of rank 2 has the "
          "factor 3, that of all other ranks 1: its rows count 3 times as much"),
         (of_part(1, 1.0, 1.0, 3.0),
          "the loss of rank 2 has the factor 3, that of all other ranks 1: its rows count 3 times "

@@ -108,7 +108,7 @@ def test_of_several_outputs_the_wrong_one_is_named():
     two = replace(one, call=replace(one.call, part=1))
     look = SimpleNamespace(seen={"m": [seen(call(0)), two]})
     said = no_slice(look, FirstWrong(wrong="m", seen=(two,)))
-    assert said.startswith("the output number 2 of 2 of m is no slice of the single process's: ")
+    assert said.startswith("the second of the 2 outputs of m is no slice of the single process's: ")
     alone = SimpleNamespace(seen={"m": [one]})
     assert no_slice(alone, FirstWrong(wrong="m", seen=(one,))).startswith("the output of m is no")
 
@@ -118,8 +118,8 @@ def test_another_output_that_stands_there_is_named(monkeypatch):
     calls = tuple(replace(call(0, back=0), part=p) for p in (0, 1))
     single = Trace(calls=calls, outputs=(FIRST.double(), OTHER.double()), gradients=(None, None),
                    sources={}, batch={"x": FIRST})  # fmt: skip
-    of_the_first = ["each vector that stands there is one of output number 1 of the single process"]
-    for given, said in ((FIRST, of_the_first), (OTHER + 1, [])):
+    first = "each vector that stands there is one of the first output of the single process"
+    for given, said in ((FIRST, [first]), (OTHER + 1, [])):
         mine = replace(single, outputs=(FIRST.double(), given.double()))
         traces = SimpleNamespace(single=single, ranks={0: mine})
         monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda _, traces=traces: traces)

@@ -58,8 +58,8 @@ def test_a_number_of_another_row_is_told_by_the_vectors_beside_it():
     assert found.forward("flow") == "wrong"
     wrong = first_wrong_forward(found)
     assert no_slice(found, wrong) == (
-        "all vectors of the output number 2 of 2 of flow are the single process's, and some are "
-        "not those of the rows and places where they stand, which output number 1 tells: vectors "
+        "all vectors of the second of the 2 outputs of flow are the single process's, and some are "
+        "not those of the rows and places where they stand, which its first output tells: vectors "
         "1 of 3 on rank 0 in call 0 (3 x 1)"
     )
     others = replace(wrong, seen=(*wrong.seen, replace(wrong.seen[0], told_by=None)))
@@ -195,11 +195,11 @@ def used(single, *ranks):
 def test_outputs_that_the_loss_of_the_ranks_alone_is_made_of():
     there, here = two_outputs(False, True), two_outputs(True, True)
     assert used(there, here, here) == [
-        "of its 2 outputs number 1 gets a gradient on rank 0-1, and none in the single process: "
+        "of its 2 outputs the first gets a gradient on rank 0-1, and none in the single process: "
         "look at which output the loss is made of"
     ]
     assert used(here, there, there) == [
-        "of its 2 outputs number 1 gets none on rank 0-1, and one in the single process"
+        "of its 2 outputs the first gets none on rank 0-1, and one in the single process"
     ]
     assert used(there, there, here) == []  # not on each
     assert used(here, here, there) == []

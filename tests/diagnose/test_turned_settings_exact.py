@@ -61,6 +61,18 @@ def test_a_choice_that_is_another_in_a_call_for_the_same():
     assert two == [("on", 0, 1, "True", "False", 1, False)]
 
 
+def test_a_call_that_two_tensors_go_into_counts_once():
+    def twice(one):
+        into = [i for i, c in enumerate(one.calls) if c.module == f"{INTO}m"]
+        return replace(one, calls=one.calls + tuple(replace(one.calls[i], part=1) for i in into),
+                       outputs=one.outputs + tuple(one.outputs[i] for i in into),
+                       gradients=one.gradients + tuple(one.gradients[i] for i in into))  # fmt: skip
+
+    assert told(twice(rank("True", "True")), single=twice(SINGLE)) == [
+        ("on", 0, 1, "True", "False", 0, False)
+    ]
+
+
 def test_it_may_be_left_so_by_what_was_computed_again():
     mine = rank("True", "False", "False", again=(1,))
     assert told(mine, wrong=((0, 2),)) == [("on", 0, 2, "False", "True", 0, True)]

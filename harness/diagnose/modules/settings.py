@@ -128,7 +128,7 @@ def turned_otherwise(
     """Choices that are another in a call than in the single process's for the same: switches and
     words, no numbers, which count. into: what goes into the module; wrong: ranks and their calls
     that are looked at."""
-    found: dict[str, list[TurnedOtherwise]] = {}
+    found: dict[str, dict[tuple[int, int], TurnedOtherwise]] = {}
     for s in into:
         if s.forward != "right" or s.where is None or (s.rank, s.call.number) not in wrong:
             continue
@@ -153,8 +153,9 @@ def turned_otherwise(
                     more=0,
                     left=left,
                 )
-                found.setdefault(attribute, []).append(one)
-    return [replace(ones[0], more=len(ones) - 1) for ones in found.values()]
+                found.setdefault(attribute, {}).setdefault((s.rank, s.call.number), one)
+    every = [[*ones.values()] for ones in found.values()]
+    return [replace(ones[0], more=len(ones) - 1) for ones in every]
 
 
 def _calls_that_get(single: Trace, s: Seen) -> set[int]:

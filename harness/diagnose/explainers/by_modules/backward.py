@@ -37,6 +37,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     line_and_code,
     looked,
     named,
+    ordinals,
     owners,
 )
 from sumgrad.diagnose.explainers.by_modules.losses import (
@@ -243,8 +244,8 @@ def _listed_by_output(look: Look, modules: Sequence[str]) -> str:
         parts = {s.call.part for s in look.seen[module]}
         right = {s.call.part for s in look.seen[module] if s.backward == "right"}
         if right and right < parts:
-            text += (f" (of {module}'s {len(parts)} outputs number "
-                     f"{spans(sorted(p + 1 for p in right))} alone could be compared)")  # fmt: skip
+            text += (f" (of {module}'s {len(parts)} outputs the "
+                     f"{ordinals(right)} alone could be compared)")  # fmt: skip
     return text
 
 

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import looked, named
+from sumgrad.diagnose.explainers.by_modules.looked import looked, named, ordinal
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
@@ -48,7 +48,7 @@ def places(seen: Sequence[Seen]) -> str:
     total, one = _vectors(s), "for one, " if len(seen) > 1 else ""
     where = f"on rank {s.rank} in call {s.call.number}"
     if any(x.call.part != s.call.part for x in seen):
-        where += f", output number {s.call.part + 1}"
+        where += f", {ordinal(s.call.part)} output"
     if len(s.wrong) >= total:
         return f"{one}all its {total} vectors, some elements or all, {where}"
     where += f" ({' x '.join(map(str, s.shape))})"

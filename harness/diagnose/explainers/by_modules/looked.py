@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -155,6 +155,11 @@ def line_and_code(line: str, code: str, most: int = MOST_CODE) -> str:
 def ordinal(at: int) -> str:
     """`second` of 1."""
     return ORDINALS[at] if at < len(ORDINALS) else f"{at + 1}th"
+
+
+def ordinals(numbers: Iterable[int]) -> str:
+    """`first, third` of 0 and 2."""
+    return ", ".join(ordinal(n) for n in sorted({*numbers}))
 
 
 def fraction_of(value: float) -> str:

@@ -84,7 +84,7 @@ def _turned(case: Case, first: FirstWrong) -> list[str]:
 
 
 def _turned_in_words(one: TurnedOtherwise) -> str:
-    more = f" (and so in {one.more} more)" if one.more else ""
+    more = f" (and so in {one.more} more calls of all ranks)" if one.more else ""
     before = ("; so has the call before it, which is computed again in the backward and may have "
               "left it so" if one.left else "")  # fmt: skip
     return (

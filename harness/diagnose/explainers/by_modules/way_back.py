@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sumgrad.base.outcome import some_of, spans
+from sumgrad.diagnose.explainers.by_modules.looked import ordinals
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import is_untold
@@ -54,7 +55,7 @@ def parts_of_output(look: Look, found: FirstWrong) -> list[str]:
     others = [s for s in every if s.call.part not in wrong and s.rank in found.ranks]
     if len(parts) < 2 or not others or any(s.backward != "right" for s in others):
         return []
-    return [f"of its {len(parts)} outputs number {spans(sorted(p + 1 for p in wrong))} alone"]
+    return [f"of its {len(parts)} outputs the {ordinals(wrong)} alone"]
 
 
 def outputs_used_otherwise(traces: Traces, found: FirstWrong) -> list[str]:
@@ -67,12 +68,12 @@ def outputs_used_otherwise(traces: Traces, found: FirstWrong) -> list[str]:
     more = [p for p in there if not there[p] and all(own[p] for own in here)]
     less = [p for p in there if there[p] and not any(own[p] for own in here)]
     on, said = f"on rank {spans(found.ranks)}", []
-    of = f"of its {len(there)} outputs number"
+    of = f"of its {len(there)} outputs the"
     if more:
-        said.append(f"{of} {spans([p + 1 for p in more])} gets a gradient {on}, and none in the "
+        said.append(f"{of} {ordinals(more)} gets a gradient {on}, and none in the "
                     f"single process: look at which output the loss is made of")  # fmt: skip
     if less:
-        said.append(f"{of} {spans([p + 1 for p in less])} gets none {on}, and one in the single "
+        said.append(f"{of} {ordinals(less)} gets none {on}, and one in the single "
                     f"process")  # fmt: skip
     return said
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import fraction_of
+from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, ordinal
 from sumgrad.diagnose.modules.loss_weights import (
     Share,
     counts_of_groups,
@@ -39,8 +39,8 @@ def shares_in_words(case: Case, shares: Sequence[Share], term: str | None = None
     odd = _odd_part(shares)
     if odd is not None:
         words = shares_in_words(case, odd, term)
-        number, every = odd[0].part + 1, len({s.part for s in shares})
-        alone = f"of {every} outputs number {number} alone, every other has one factor"
+        every = len({s.part for s in shares})
+        alone = f"of {every} outputs the {ordinal(odd[0].part)} alone, every other has one factor"
         return None if words is None else f"{alone}: {words}"
     if len(known) == len(factors):
         if same(known):

@@ -17,6 +17,8 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     gone_into,
     line_and_code,
     named,
+    ordinal,
+    ordinals,
     traces_looked_at,
 )
 from sumgrad.diagnose.fit import as_fraction
@@ -37,11 +39,11 @@ def no_slice(look: Look, found: FirstWrong) -> str:
     """Which vectors of the output are wrong, or are of two rows."""
     parts = {s.call.part for s in look.seen[found.wrong]}
     wrong = sorted({s.call.part for s in found.seen})
-    which = f" number {spans([p + 1 for p in wrong])} of {len(parts)}" if len(parts) > 1 else ""
-    output = f"the output{which} of {found.wrong or 'the model'}"
+    which = f"the {ordinals(wrong)} of the {len(parts)} outputs" if len(parts) > 1 else "the output"
+    output = f"{which} of {found.wrong or 'the model'}"
     told_by = found.seen[0].told_by
     if told_by is not None and all(s.told_by is not None for s in found.seen):
-        other = f"output number {told_by.part + 1}" if told_by.module == found.wrong else (
+        other = f"its {ordinal(told_by.part)} output" if told_by.module == found.wrong else (
             f"what {named(look, told_by.module)} gives")  # fmt: skip
         return (f"all vectors of {output} are the single process's, and some are not those of the "
                 f"rows and places where they stand, which {other} tells: "
@@ -66,7 +68,7 @@ def another_output(case: Case, found: FirstWrong) -> list[str]:
     there = by_module(traces.single, found.wrong.__eq__)
     for (_, part), whole in there.items():
         if all(part != s.call.part and _is_of(traces, s, whole, tolerance) for s in found.seen):
-            return [f"each vector that stands there is one of output number {part + 1} of the "
+            return [f"each vector that stands there is one of the {ordinal(part)} output of the "
                     f"single process"]  # fmt: skip
     return []
 
