@@ -113,6 +113,14 @@ def test_the_weights_are_recovered_and_named(tables, kind, words):
     assert words in cause.cause
 
 
+@pytest.mark.parametrize(("table", "ddp", "told"), [(only, 3, 1), (only, 0, 0), (first_only, 3, 0)])
+def test_what_makes_ddp_reduce_is_said_where_it_did_not(table, ddp, told):
+    record = record_of([table(r) for r in range(3)])
+    ranks = {rank: replace(held, ddp=ddp) for rank, held in record.ranks.items()}
+    cause = diagnose(compared(replace(record, ranks=ranks))).causes[0]
+    assert sum("outside of no_sync()" in text for text in cause.because) == told
+
+
 def test_a_shard_is_put_together_from_the_whole_that_each_rank_made():
     """As FSDP does: a rank keeps a part, and every rank's own backward gave all of it."""
     record = record_of([EVEN] * 3)

@@ -13,6 +13,7 @@ import torch
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.losses import ddp_divides_by
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explainers.tables import (
     alone,
@@ -44,6 +45,10 @@ from torch import Tensor
 
 SAME_NORM = 1e-5  # torch's clip adds 1e-6 to a norm
 LEFT_IN = "left_in"  # kind of a cause: a backward that belongs in no gradient
+DDP_REDUCES = (
+    "DistributedDataParallel reduces in a backward whose forward ran through it, and not through "
+    "its module, and outside of no_sync(): look which ones of the step did"
+)
 SHOWN = 4  # ranks whose weights are written out
 
 
@@ -74,6 +79,7 @@ def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
                 "what every rank's own backwards gave was kept before its reduction; with these "
                 f"weights it gives the measured gradient, and with those {right}, both under the "
                 f"threshold",
+                *([DDP_REDUCES] if kind == "not_reduced" and ddp_divides_by(case) else []),
                 *_as_a_clip(case, found),
                 *_tables(found),
             ),
@@ -166,7 +172,8 @@ def _in_words(found: Sequence[Weighed], right: str, *, every: bool) -> tuple[str
         return (
             "not_reduced",
             f"it is not reduced, no gradient of another rank is in it: rank {_ranks(found)} "
-            f"{keeps} own backward gave{_times(found)}; {right} has other ranks' in it",
+            f"{keeps} own backward{_called(found, range(found[0].got.shape[1]))} "
+            f"gave{_times(found)}; {right} has other ranks' in it",
         )
     lost = [left_out(m) for m in found]
     if all(lost):
