@@ -7,8 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules.how_it_is_off import _in_words, off_at_a_line
-from sumgrad.diagnose.modules.how_off import how_off
+from sumgrad.diagnose.explainers.by_modules.how_it_is_off import (
+    _in_words,
+    _zeros_in_words,
+    off_at_a_line,
+)
+from sumgrad.diagnose.modules.how_off import how_off, zeros_off
 
 W = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 FACTORS = torch.tensor([3.0, 3.0, 0.5, 2.0], dtype=torch.float64)
@@ -106,3 +110,34 @@ def test_of_a_line_wrong_columns_are_not_told():
         beside=lambda rank, number: (wanted * torch.tensor([1.0, 2, 3]), wanted)
     )
     assert off_at_a_line(turned, [one]) != []
+    lost = SimpleNamespace(beside=lambda rank, number: (with_zeros((1, 1)), W))
+    (said,) = off_at_a_line(lost, [one])
+    assert "1 of 24 numbers that were compared are zero" in said
+
+
+def with_zeros(*places):
+    mask = torch.ones_like(W)
+    for place in places:
+        mask[place] = 0
+    return W * mask
+
+
+@pytest.mark.parametrize(("got", "wanted", "said"), [
+    (with_zeros((0, 1), (2, 2)) * 3, W,
+     "2 of 24 numbers that were compared are zero and should not be"),
+    (W, with_zeros((0, 1)), "1 of 24 numbers that were compared should be zero and are not"),
+    (with_zeros((0, 1), (2, 2)), with_zeros((5, 3), (2, 2)),
+     "1 of 24 numbers that were compared are zero and should not be, and 1 should be zero and are "
+     "not"),
+    (W * 3, W, None),
+    (with_zeros((0, 1)) * FACTORS, W, None),  # others are wrong, too
+    (with_zeros((0, 1))[:, :3], W, None),
+    (with_zeros(*((i, j) for i in range(6) for j in range(4) if i + j)), W, None),  # one is left
+])  # fmt: skip
+def test_what_is_zero_and_should_not_be(got, wanted, said):
+    told = _zeros_in_words(got, wanted, "on rank 1")
+    assert told == ([] if said is None else [
+        f"for one, on rank 1 {said}; the others are right up to one factor: look at what takes or "
+        f"leaves out numbers (a mask, a clamp, an index)"
+    ])  # fmt: skip
+    assert (zeros_off(got, wanted) is None) == (said is None)

@@ -95,3 +95,26 @@ def _moved(got: Tensor, wanted: Tensor, live: Tensor) -> HowOff | None:
         columns=tuple(best.where(told, -1).tolist()),
         factors=tuple(factors.where(told, float("nan")).tolist()),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZerosOff:
+    """How many of `of` numbers are zero and should not be, and should be and are not."""
+
+    lost: int
+    surplus: int
+    of: int
+
+
+def zeros_off(got: Tensor, wanted: Tensor) -> ZerosOff | None:
+    """(n, C) both. Where all that is zero in neither has one factor, and more is not; None else."""
+    if got.shape != wanted.shape:
+        return None
+    both = (got != 0) & (wanted != 0)
+    ratios = got[both] / wanted[both]
+    lost, surplus = (wanted != 0) & (got == 0), (wanted == 0) & (got != 0)
+    if len(ratios) < FEWEST or not bool((lost | surplus).any()):
+        return None
+    if float(ratios.max() - ratios.min()) > SAME_FACTOR * float(ratios.abs().max()):
+        return None
+    return ZerosOff(lost=int(lost.sum()), surplus=int(surplus.sum()), of=got.numel())

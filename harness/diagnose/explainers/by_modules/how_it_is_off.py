@@ -10,10 +10,11 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import told_of
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, fraction_of, traces_looked_at
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.diagnose.modules.how_off import HowOff, how_off
+from sumgrad.diagnose.modules.how_off import HowOff, how_off, zeros_off
 from sumgrad.diagnose.modules.lines import AtLine, Lines
 from sumgrad.diagnose.modules.matching import SAME_FACTOR, vectors
 from sumgrad.diagnose.modules.whole import by_module
+from torch import Tensor
 
 MOST_GROUPS = 4
 MOST_MOVED = 4
@@ -35,7 +36,9 @@ def off_at_a_module(case: Case, found: FirstWrong) -> list[str]:
         return []
     got = vectors(gradient)[s.where.picked[alone]]
     wanted = whole.gradients[s.where.found[alone].long().argmax(1), start:end]
-    return _in_words(how_off(got, wanted), f"on rank {s.rank} in call {s.call.number}")
+    where = f"on rank {s.rank} in call {s.call.number}"
+    how, zeros = how_off(got, wanted), _zeros_in_words(got, wanted, where)
+    return zeros if zeros and (how is None or how.wrong) else _in_words(how, where)
 
 
 @as_a_hint
@@ -48,7 +51,25 @@ def off_at_a_line(lines: Lines | None, found: Sequence[AtLine]) -> list[str]:
             how = how_off(*pair) if pair else None
             if how is not None and not how.wrong:  # which is not so in other calls
                 return _in_words(how, f"on rank {one.rank}")
+            if zeros := _zeros_in_words(*pair, f"on rank {one.rank}") if pair else []:
+                return zeros
     return []
+
+
+def _zeros_in_words(got: Tensor, wanted: Tensor, where: str) -> list[str]:
+    zeros = zeros_off(got, wanted)
+    if zeros is None:
+        return []
+    lost = f"{zeros.lost} of {zeros.of} numbers that were compared are zero and should not be"
+    more = f"{zeros.surplus} should be zero and are not"
+    if zeros.lost and zeros.surplus:
+        more = f"{lost}, and {more}"
+    elif zeros.lost:
+        more = lost
+    else:
+        more = f"{zeros.surplus} of {zeros.of} numbers that were compared {more.partition(' ')[2]}"
+    return [f"for one, {where} {more}; the others are right up to one factor: look at what takes "
+            f"or leaves out numbers (a mask, a clamp, an index)"]  # fmt: skip
 
 
 def _in_words(how: HowOff | None, where: str) -> list[str]:
