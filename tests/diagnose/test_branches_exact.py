@@ -226,3 +226,20 @@ def test_the_same_words_in_two_branches_are_no_other_way():
     assert told([ran((guarded, True))], ran((guarded, False))) == [
         ("guarded", (0,), [], ["return y * 2"])
     ]
+
+
+@pytest.mark.parametrize(("function", "single", "at"), [
+    ((applied, True), (applied, False), 1),  # a Function alone: after all else
+    ((prepared, True), (prepared, False), 0),
+])  # fmt: skip
+def test_functions_in_place_of_nothing_come_last(monkeypatch, function, single, at):
+    traces = [SimpleNamespace(computed=ran(one), calls=()) for one in (function, single)]
+    found = FirstWrong(wrong="m", seen=(SimpleNamespace(rank=0),))
+    monkeypatch.setattr(words, "looked", lambda case: "look")
+    monkeypatch.setattr(words, "owners", lambda case: [])
+    monkeypatch.setattr(words, "first_wrong_forward", lambda look: None)
+    monkeypatch.setattr(words, "first_wrong_backward", lambda look, failing: found)
+    monkeypatch.setattr(words, "asked_between", lambda *_, back: lambda c: True)
+    case = SimpleNamespace(traces=SimpleNamespace(ranks={0: traces[0]}, single=traces[1]))
+    said = words.with_branches(case, Diagnosis(cause="c", kind="backward", because=("b",))).because
+    assert [text.endswith("and the single process does not") for text in said] == [at == 0, at == 1]

@@ -32,12 +32,14 @@ KINDS = ("forward", "backward", "open", "loss_weights", "loss_at_tokens", "row_f
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
     """In a function `within` that these ranks run the lines that the single process does not, and
-    those that it runs there, and no rank does. Of the two one may be empty."""
+    those that it runs there, and no rank does. Of the two one may be empty. of_functions: the
+    ranks' lines apply Functions alone, which bring what is cut together, and replace nothing."""
 
     within: str
     ranks: tuple[int, ...]
     here: tuple[Line, ...]
     there: tuple[Line, ...]
+    of_functions: bool = False
 
     def in_words(self) -> str:
         start = f"in {self.within.partition(' ')[2]}"
@@ -65,9 +67,11 @@ def with_branches(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     every = {rank: trace.computed for rank, trace in traces.ranks.items()}
     told = branches(every, asked, traces.single.computed, back=forward is None)
     told.sort(key=lambda one: not (one.here and one.there))
-    said = tuple(one.in_words() for one in told[:MOST_FUNCTIONS])
+    told = told[:MOST_FUNCTIONS]
+    said, last = ([b.in_words() for b in told if b.of_functions == of] for of in (False, True))
     at = 0 if forward is None else _after_another_line(case, forward, told, diagnosis.because)
-    return replace(diagnosis, because=(*diagnosis.because[:at], *said, *diagnosis.because[at:]))
+    because = (*diagnosis.because[:at], *said, *diagnosis.because[at:], *last)
+    return replace(diagnosis, because=because)
 
 
 def _after_another_line(
@@ -105,24 +109,33 @@ def branches(
     it is looked at. back: whether a backward is looked at, too."""
     there = {within: dict.fromkeys(lines) for within, lines in single.ran.items()}
     on_ranks = {line for own in every.values() for lines in own.ran.values() for line in lines}
-    found: dict[str, dict[int, dict[Line, None]]] = {}
+    found: dict[str, dict[int, dict[Line, bool]]] = {}
     for rank, is_asked in asked.items():
         for c in filter(is_asked, every[rank].computations):
             if c.line and c.within in there:
                 lines = found.setdefault(c.within, {}).setdefault(rank, {})
                 same = not back and _hands_on(c, every[rank])
                 if (c.line, c.code) not in there[c.within] and not same:
-                    lines[c.line, c.code] = None
+                    applied = bool(c.written) and lines.get((c.line, c.code), True)
+                    lines[c.line, c.code] = applied
     told = []
     for within, by_rank in found.items():
         lacking = [line for line in there[within] if line not in on_ranks]
-        own = dict.fromkeys(line for lines in by_rank.values() for line in lines)
+        own = {line: of for lines in by_rank.values() for line, of in lines.items()}
         here = _of_other_words(own, lacking)
         lacking = _of_other_words(lacking, own)
         run = {r for r, own in every.items() if not {*own.ran.get(within, ())}.isdisjoint(here)}
         ranks = tuple(sorted(run or by_rank))
         if here or lacking:
-            told.append(Branch(within=within, ranks=ranks, here=tuple(here), there=tuple(lacking)))
+            told.append(
+                Branch(
+                    within=within,
+                    ranks=ranks,
+                    here=tuple(here),
+                    there=tuple(lacking),
+                    of_functions=bool(here) and not lacking and all(own[line] for line in here),
+                )
+            )
     return told
 
 
