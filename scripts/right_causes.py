@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -42,7 +43,7 @@ from sumgrad.diagnose.names import axis_groups
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher
-from sumgrad.launch.trace import trace_step
+from sumgrad.launch.trace import LOOKING, trace_step
 from sumgrad.record.directory import load_record
 from sumgrad.record.spec import read_spec
 
@@ -129,16 +130,24 @@ def asked(path: Path, cls: str, **more: Any) -> Iterator[CheckOptions]:
 def run(path: Path, cls: str, launcher: Launcher, *, seed: int = 0) -> dict[str, Any]:
     """One Program: its verdict and, of a buggy one, the marks of its cause."""
     module = load(path)
+    looked: list[float] = []  # when what follows a failure began
+
+    def progress(phase: str) -> None:
+        if phase == LOOKING:
+            looked.append(time.monotonic())
+
     with asked(path, cls, seed=seed) as options:
         began = time.monotonic()
         try:
-            verdict, _ = run_check(options, launcher=launcher)
+            verdict, _ = run_check(options, launcher=launcher, progress=progress)
         except UserError as error:
             return {"name": path.stem, "class": cls, "status": "refused", "said": str(error)}
-        seconds = time.monotonic() - began
+        now = time.monotonic()
     said = said_by(verdict)
     row: dict[str, Any] = {"name": path.stem, "class": cls, "seed": seed,
-                           "status": verdict.status, "seconds": round(seconds, 1)}  # fmt: skip
+                           "status": verdict.status, "seconds": round(now - began, 1)}  # fmt: skip
+    if looked:
+        row["explaining"] = round(now - looked[0], 1)
     first = verdict.diagnoses[0] if verdict.diagnoses else None
     row["kind"] = first.kind if first else None
     row["standing"] = first.standing if first else None
@@ -247,7 +256,17 @@ def _head(rows: list[dict[str, Any]], *, clean: bool) -> dict[str, Any]:
         "right_and_place": sum(bool(r.get("right") and r.get("place")) for r in failed),
         "with_false_statement": sum(bool(r.get("wrong")) for r in failed),
         "open": sum(r.get("kind") == "open" for r in failed),
+        "explaining_in_failing_runs": _cost(failed),
     }
+
+
+def _cost(failed: list[dict[str, Any]]) -> dict[str, float]:
+    """What explaining took, in the seconds of the failing run before it."""
+    told = [r for r in failed if "explaining" in r]
+    ratios = [r["explaining"] / max(r["seconds"] - r["explaining"], 0.1) for r in told]
+    if not ratios:
+        return {}
+    return {"median": round(statistics.median(ratios), 2), "most": round(max(ratios), 2)}
 
 
 if __name__ == "__main__":

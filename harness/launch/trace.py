@@ -24,6 +24,8 @@ from sumgrad.record.trace import (
 )
 from sumgrad.subjects.program.job import UserStep
 
+LOOKING = "looking into the modules"  # the phase, as it is shown
+
 
 def trace_step(
     directory: Path,
@@ -39,7 +41,7 @@ def trace_step(
     (folder / "ranks").mkdir(parents=True)
     asked: Mapping[str, Any] = {"tier": tier, "step": step}
     num_ranks = spec.topology.world_size
-    progress("looking into the modules")
+    progress(LOOKING)
     job = RankJob(
         target="sumgrad.launch.trace:trace_rank",
         arguments=asked,
