@@ -291,6 +291,15 @@ def test_few_numbers_are_fitted_with_one_unknown_only():
     assert solve(torch.zeros(5, 2, dtype=torch.float64), numbers(1, 5), 1e-8, 2) is None
 
 
+@pytest.mark.parametrize("off", [float("-inf"), float("nan")])
+def test_what_is_not_finite_is_not_fitted(off, capfd):
+    """As scores behind a mask; the library would print that its arguments are wrong."""
+    parts = torch.stack([numbers(r, 50) for r in range(3)], 1)
+    parts[7, 1] = off
+    assert solve(parts, parts.sum(1), 1e-8, 3) is None
+    assert capfd.readouterr() == ("", "")
+
+
 def test_what_is_whole_already():
     same = dict.fromkeys(("r0", "r1", "r2"), GIVEN[3])
     assert is_whole_already(issued(**same), truth(GIVEN[3]), 1e-8)

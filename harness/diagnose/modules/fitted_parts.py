@@ -64,7 +64,7 @@ def solve(
     """
     told = columns.shape[1] if told is None else told
     live = columns.abs().amax(0) > 0
-    if not bool(live[:told].any()):
+    if not bool(live[:told].any()) or not bool(columns.isfinite().all() & target.isfinite().all()):
         return None
     if len(target) < 2 * columns.shape[1]:
         return _once_but_one(columns[:, :told], target, tolerance, num)
