@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules.others_there import the_others
+from sumgrad.diagnose.explainers.by_modules.others_there import the_others, zero_on_others
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.matching import Match
 from sumgrad.diagnose.modules.seen import Seen
@@ -56,3 +59,19 @@ def test_what_ddp_divides_by_is_said():
     said = "the others there have the factor 3, and DDP divides by 3 later"
     assert list(the_others(found([3, NAN, 3]), 3)) == [said]
     assert list(the_others(found([3, NAN, 3]), 1)) == [said.partition(",")[0]]
+
+
+@pytest.mark.parametrize(("others", "said"), [
+    ([[0, 0], [NAN, 0]], ["on rank 1-2 it is zero, and in the single process it is not"]),
+    ([[0, 0], [0, 3]], ["on rank 1 it is zero, and in the single process it is not"]),
+    ([[3, 3], [NAN, NAN]], []),
+])  # fmt: skip
+def test_other_ranks_that_get_nothing(others, said):
+    wrong = found([3, NAN])
+    right = [replace(s, rank=i + 1, backward="right")
+             for i, s in enumerate(found(*others).seen)]  # fmt: skip
+    look = SimpleNamespace(seen={"m": [*wrong.seen, *right]})
+    assert list(zero_on_others(look, wrong)) == said
+    several = [*look.seen["m"], replace(right[0], factors=torch.tensor([2.0, 2.0]).double())]
+    told = list(zero_on_others(SimpleNamespace(seen={"m": several}), wrong))
+    assert not any("rank 1" in text for text in told)  # in another call it gets some

@@ -48,7 +48,7 @@ from sumgrad.diagnose.explainers.by_modules.losses import (
 from sumgrad.diagnose.explainers.by_modules.missing_sum import lacking_sum
 from sumgrad.diagnose.explainers.by_modules.never_called import never_called
 from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
-from sumgrad.diagnose.explainers.by_modules.others_there import the_others
+from sumgrad.diagnose.explainers.by_modules.others_there import the_others, zero_on_others
 from sumgrad.diagnose.explainers.by_modules.own_backward import saved_in_words
 from sumgrad.diagnose.explainers.by_modules.passed import (
     has_functions_between,
@@ -311,6 +311,7 @@ def _evidence(
         yield from of_other_places(case, look, found)
         yield from off_at_a_module(case, found)
         yield from the_others(found, ddp_divides_by(case)) if len(look.terms) < 2 else ()
+        yield from zero_on_others(look, found)
         if not above:
             yield from of_other_targets(case, look, found)
     if max(s.call.arrivals for s in found.seen) > 1:

@@ -9,6 +9,7 @@ from sumgrad.base.outcome import spans
 from sumgrad.diagnose.explainers.by_modules.between import told_of
 from sumgrad.diagnose.explainers.by_modules.looked import fraction_of
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
 from sumgrad.diagnose.modules.seen import Seen, constant
 
@@ -29,6 +30,25 @@ def the_others(found: FirstWrong, ddp: int = 0) -> Iterator[str]:
     if factor is not None and abs(factor - 1) > SAME_FACTOR:
         later = f", and DDP divides by {ddp} later" if ddp > 1 else ""
         yield f"the others there have the factor {fraction_of(factor)}{later}"
+
+
+def zero_on_others(look: Look, found: FirstWrong) -> Iterator[str]:
+    """Other ranks where all of it is zero, and in the single process it is not."""
+    by_rank: dict[int, list[Seen]] = {}
+    for s in look.seen[found.wrong]:
+        if not s.call.recomputed:
+            by_rank.setdefault(s.rank, []).append(s)
+    zero = [
+        rank
+        for rank, own in by_rank.items()
+        if rank not in found.ranks and all(s.backward == "right" and _is_zero(s) for s in own)
+    ]
+    if zero:
+        yield f"on rank {spans(sorted(zero))} it is zero, and in the single process it is not"
+
+
+def _is_zero(seen: Seen) -> bool:
+    return constant(seen.factors) == 0
 
 
 def with_factors(seen: Seen) -> bool:
