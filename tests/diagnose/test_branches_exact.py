@@ -116,8 +116,8 @@ def test_at_the_loss_what_is_in_no_module_is_looked_at(monkeypatch, kind, inside
     assert len(said) == num + 1
     assert said[-1] == "b"
     if num:
-        assert said[0].startswith("in surrogate rank 0 calls torch at ")
-        assert said[0].endswith("`gain = (y * 2).clamp(max=1.0)` in its place")
+        assert said[0].startswith("in surrogate rank 0 calls torch functions at ")
+        assert said[0].endswith("`gain = (y * 2).clamp(max=1.0)`, where no rank does")
 
 
 def test_lines_whose_tensors_are_too_large_to_be_kept_ran_all_the_same():
@@ -203,7 +203,7 @@ def test_another_line_that_gives_what_is_nowhere_comes_first(monkeypatch, line, 
     shown = [words.line_and_code(c.line, c.code) for c in mine]
     because = ("a", *(f"see {text}" for text in shown), "c")
     said = words.with_branches(case, Diagnosis(cause="c", kind="forward", because=because)).because
-    assert said[at].startswith("in prepared rank 0 calls torch at ")
+    assert said[at].startswith("in prepared rank 0 calls torch functions at ")
     assert [text for text in said if not text.startswith("in prepared")] == [*because]
 
 
@@ -242,4 +242,7 @@ def test_functions_in_place_of_nothing_come_last(monkeypatch, function, single, 
     monkeypatch.setattr(words, "asked_between", lambda *_, back: lambda c: True)
     case = SimpleNamespace(traces=SimpleNamespace(ranks={0: traces[0]}, single=traces[1]))
     said = words.with_branches(case, Diagnosis(cause="c", kind="backward", because=("b",))).because
-    assert [text.endswith("and the single process does not") for text in said] == [at == 0, at == 1]
+    assert [text.endswith("where the single process calls none") for text in said] == [
+        at == 0,
+        at == 1,
+    ]

@@ -493,3 +493,18 @@ def test_ranks_where_two_do_not_belong_together_are_told_alike():
     assert _in_words(case, [several]).endswith(
         "though the numbers of each are there: they stand together in no call there on rank 0"
     )
+
+
+def products(x, y, mask):
+    if mask is not None:
+        x, y = x * mask, y * mask
+    return x * y
+
+
+def test_what_another_line_takes_is_no_measure_where_the_line_itself_runs():
+    """As a product of what is not masked, whose one side another line puts beside the mask."""
+    y = torch.randn(6, 5, generator=G).double()
+    mask = torch.ones(6, 1).double()
+    mask[3] = 0
+    whole = recorded(products, X, y, mask)
+    assert first(recorded(products, X[OWN], y[OWN], None), whole) is None

@@ -57,6 +57,12 @@ def test_the_right_one_with_another_added():
     assert told(mine, GRAD[3:]) == [(0, "vectors", True, (1,))]
 
 
+def test_what_is_no_number_is_not_that_of_others():
+    mine = GRAD[:3].clone()
+    mine[1] = float("nan")
+    assert told(mine, GRAD[:3]) == [(1, "vectors", False, (0,))]
+
+
 def test_the_same_numbers_in_another_order():
     assert told(GRAD[:3].flip(1), GRAD[3:]) == [(0, "numbers", False, ())]
 

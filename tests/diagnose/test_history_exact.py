@@ -61,6 +61,11 @@ def test_a_source_that_ran_fewer_backwards_has_no_weights_of_others():
     assert in_weights(sources[:1], table[:1]) == "(1, 0 by backward) of rank 0"
 
 
+def test_what_takes_a_kind_or_a_shape_alone_takes_no_gradient():
+    one = history(lambda: FIRST.new_zeros(6, 7) + torch.zeros_like(FIRST) + SECOND * 2)
+    assert [part for part, gives, *_ in told(one) if not gives] == ["SECOND * 2"]
+
+
 def test_what_was_kept_and_overwritten_is_seen_where_it_is_taken():
     one = history(overwritten)
     assert told(one) == [

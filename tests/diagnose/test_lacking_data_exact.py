@@ -46,6 +46,15 @@ def test_the_same_part_on_every_rank_is_no_cut():
     assert told(EDGES[1:2], EDGES[1:2], whole=EDGES[:3]) == []
 
 
+def test_what_is_lacking_in_one_micro_batch_may_be_in_another():
+    parts = [trace(EDGES[:1], EDGES[1:2]), trace(EDGES[2:3], EDGES[3:])]
+    assert list(lacking_data(traces(trace(EDGES), *parts))) == []
+    assert (
+        len(list(lacking_data(traces(trace(EDGES), *(trace(p) for p in (EDGES[:1], EDGES[3:]))))))
+        == 1
+    )
+
+
 @pytest.mark.parametrize(
     "parts",
     [

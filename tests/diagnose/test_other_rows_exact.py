@@ -37,6 +37,25 @@ def test_values_that_are_added_by_their_places_are_told():
     )
 
 
+def test_rows_that_lack_some_are_no_rows_of_other_numbers():
+    def held(sums, rank):
+        total = by_slots(sums, rank)
+        total[4] = sums[rank, 4]
+        return total
+
+    wrong = 0
+
+    def counted(sums, rank):
+        nonlocal wrong
+        total = held(sums, rank)
+        wrong += int(((total - sums.sum(0)).abs().amax(1) > 1e-9).sum())
+        return total
+
+    (cause,) = told(counted)
+    assert f"; of {wrong} wrong rows on all ranks " in cause.cause
+    assert cause.cause.endswith(" lack some or all of their own")
+
+
 def test_a_right_sum_and_another_number_are_not_told():
     assert told(lambda sums, rank: sums.sum(0)) == []
     assert told(lambda sums, rank: sums.sum(0) + (rank == 1)) == []

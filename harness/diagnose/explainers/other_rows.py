@@ -42,9 +42,14 @@ class OtherRows:
     rows: Mapping[int, Whose]
     untold: int
 
+    @property
+    def of_others(self) -> Mapping[int, Whose]:
+        """Those that have a row of another number."""
+        return {i: whose for i, whose in self.rows.items() if {*whose.values()} - {i}}
+
     def in_words(self) -> str:
-        """The first that has a row of another number."""
-        row, whose = next((i, w) for i, w in self.rows.items() if {*w.values()} - {i})
+        """The first of these."""
+        row, whose = next(iter(self.of_others.items()))
         sources, several = self.columns.sources, self.columns.passes > 1
         parts = [
             f"row {j} of " + (f"backward {p + 1} on " if several else "") + f"rank {sources[k][0]}"
@@ -71,8 +76,10 @@ def rows_of_other_numbers(case: Case, left: Left) -> Iterator[Explanation]:
         return
     names = list(dict.fromkeys(one.columns.cell.name for one in found))
     shown = "; ".join(one.in_words() for one in found[:MOST_SHOWN])
-    num, untold = sum(len(one.rows) for one in found), sum(one.untold for one in found)
-    more = f"; {num} of {num + untold} wrong rows on all ranks are told so"
+    told, untold = sum(len(one.rows) for one in found), sum(one.untold for one in found)
+    num = sum(len(one.of_others) for one in found)
+    more = f"; of {told + untold} wrong rows on all ranks {num} have those of other numbers"
+    more += f", {told - num} lack some or all of their own" if told > num else ""
     yield explained(
         case,
         Diagnosis(

@@ -93,8 +93,9 @@ def computed_otherwise(rank: int, mine: Computed, whole: Computed) -> Iterator[O
             continue  # it is the same as one of them
         elsewhere = c.function in ELEMENTWISE and any(one.how.elsewhere for one in others)
         compared = {id(w) for w, *_ in found}
+        known = any(one.its.code == c.code for one in others)  # the line itself, and no other
         if elsewhere and any(
-            both.may_take(w, c.takes[one.beside])
+            not known or both.may_take(w, c.takes[one.beside])
             for w in alike
             if id(w) not in compared
             for one in others

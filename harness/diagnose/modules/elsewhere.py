@@ -50,6 +50,8 @@ def gradients_elsewhere(
     out = []
     for rank in sorted({s.rank for s in seen}):
         own = [s for s in seen if s.rank == rank and s.call.operation_back is not None]
+        if any(not _is_finite(traces.ranks[rank].gradient_of(s.call)) for s in own):
+            continue
         summed = _sums_of_calls(traces.ranks[rank], own, whole, look, factor)
         if summed is not None:
             out.append(summed)
@@ -63,6 +65,10 @@ def gradients_elsewhere(
             first = next(t for t in told if t is not None)
             out.append(replace(first, holders=tuple(sorted(held)), calls=calls))
     return out
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    return gradient is None or bool(gradient.isfinite().all())
 
 
 def numbers_elsewhere(traces: Traces, seen: Sequence[Seen], dtype: str) -> bool:

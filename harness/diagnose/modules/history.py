@@ -79,8 +79,7 @@ def _held(columns: Columns, computed: Computed) -> Iterator[Held]:
     starts: dict[int, int | None] = {}  # by number of elements, where it begins in such a buffer
     known: dict[int, Tensor | None] = {}
     for c in computed.in_order():
-        taken = [t for t in c.takes if isinstance(t, int)]
-        taken = taken[1:] if c.function in OVERWRITES else taken
+        taken = c.uses[1:] if c.function in OVERWRITES else c.uses
         for number, gives in (*((n, False) for n in taken), *((n, True) for n in c.gives)):
             value = computed.values[number]
             if not value.is_floating_point() or value.numel() < numel:

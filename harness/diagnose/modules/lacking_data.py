@@ -28,10 +28,14 @@ class LackingData:
 
 
 def lacking_data(traces: Traces) -> Iterator[LackingData]:
-    """Where each rank's part is rows of the whole, in the same call, each at most once."""
+    """Where each rank's part is rows of the whole, in the same call, each at most once. Not of
+    what ranks call more or less often, as in micro-batches: what is lacking may be in another."""
     there = _handed(traces.single)
     ranks = [_handed(trace) for trace in traces.ranks.values()]
+    often = [Counter(key[:2] for key in own) for own in (there, *ranks)]
     for key, (whole, _) in there.items():
+        if len({own[key[:2]] for own in often}) > 1:
+            continue
         held = [own[key] for own in ranks if key in own]
         if len(held) < len(ranks) or len(ranks) < 2 or not 0 < len(whole) <= MOST_ROWS:
             continue

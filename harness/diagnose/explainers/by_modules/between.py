@@ -53,7 +53,7 @@ def places(seen: Sequence[Seen]) -> str:
         return f"{one}all its {total} vectors, some elements or all, {where}"
     where += f" ({' x '.join(map(str, s.shape))})"
     if s.forward == "wrong" and s.told_by is None and s.call.operation_back is not None:
-        where = f"that a gradient reaches, {where}"  # of others nothing is told
+        one += "of those that a gradient reaches "  # of others nothing is told
     if len(s.shape) >= 3:
         last = s.shape[-2]
         positions = sorted({int(i) % last for i in s.wrong})

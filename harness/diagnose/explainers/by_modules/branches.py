@@ -44,13 +44,13 @@ class Branch:
     def in_words(self) -> str:
         start = f"in {self.within.partition(' ')[2]}"
         calls = "calls" if len(self.ranks) == 1 else "call"
-        own = f"{start} rank {spans(self.ranks)} {calls} torch at {_shown(self.here)}"
-        if not self.here:
-            there = f"{start} the single process calls torch at {_shown(self.there)}"
-            return f"{there}, and no rank does"
+        own = f"{start} rank {spans(self.ranks)} {calls} torch functions at {_shown(self.here)}"
+        its = f"the single process calls torch functions at {_shown(self.there)}"
+        if not self.here:  # a line with two branches may run all the same
+            return f"{start} {its}, where no rank calls one"
         if not self.there:
-            return f"{own}, and the single process does not"
-        return f"{own}, and the single process at {_shown(self.there)} in its place"
+            return f"{own}, where the single process calls none"
+        return f"{own}, where the single process calls none, and {its}, where no rank does"
 
 
 def with_branches(case: Case, diagnosis: Diagnosis) -> Diagnosis:

@@ -363,9 +363,13 @@ def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, l
     if into == "right":
         text = f"{start} it" if known else "the forward"
         text += f" goes wrong in {at} {ranks}"
-        where = ("all vectors of numbers with digits that go into it are found in what goes into "
-                 "it in the single process: look at its forward, at whole numbers that it is "
-                 "given, or at what belongs where in that")  # fmt: skip
+        handed = case.traces is not None and any(
+            found.wrong in case.traces.ranks[rank].entered for rank in found.ranks
+        )
+        given = ", at whole numbers that it is given" if handed else ""
+        where = (f"all vectors of other than whole numbers that go into it are found in what goes "
+                 f"into it in the single process: look at its forward{given}, or at what belongs "
+                 f"where in that")  # fmt: skip
     elif into == "wrong":
         text = f"{start} what goes into {at} is wrong already {ranks}"
         where = (f"look between the output of {near} and the call of {called}" if near
