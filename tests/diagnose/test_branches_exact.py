@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -246,3 +247,25 @@ def test_functions_in_place_of_nothing_come_last(monkeypatch, function, single, 
         at == 0,
         at == 1,
     ]
+
+
+def cut_or_padded(x, short):
+    x = x * 2
+    if short:  # noqa: SIM108 - two lines
+        x = x[:2]
+    else:
+        x = x.neg()
+    return x.sum()
+
+
+def whole(x, short):
+    return ran((cut_or_padded, short))
+
+
+def test_ranks_are_told_with_the_lines_that_they_run():
+    single = ran((prepared, False))
+    single = replace(single, ran={**single.ran, **dict.fromkeys(whole(X, True).ran, ())})
+    found = told([whole(X, True), whole(X, False)], single)
+    assert [(ranks, here) for _, ranks, here, _ in found] == [
+        ((0, 1), ["x = x * 2", "return x.sum()"]), ((0,), ["x = x[:2]"]), ((1,), ["x = x.neg()"])
+    ]  # fmt: skip

@@ -58,8 +58,8 @@ def test_a_line_that_all_wrong_calls_come_from_and_no_right_one():
     wrong = (at(LONG, STEP), "wrong", "untold", None)
     right = (at(LIBRARY, SHORT, STEP), "right", "untold", None)
     assert said(wrong, right) == [
-        "all calls of it that are seen to be wrong come from step.py:5 `long(x)`, and none that is "
-        "right does"
+        "all calls of lm.head that are seen to be wrong come from step.py:5 `long(x)`, and none "
+        "that is right does"
     ]
     assert said(wrong) == []  # nothing to tell it from
     assert said(wrong, (at(LONG, STEP), "right", "untold", None)) == []
@@ -68,9 +68,9 @@ def test_a_line_that_all_wrong_calls_come_from_and_no_right_one():
 
 def test_a_librarys_call_is_told_by_the_line_outside():
     wrong = (at(LIBRARY, SHORT, STEP), "wrong", "untold", None)
-    assert said(wrong) == ["it is called from step.py:7 `short(x)`"]
+    assert said(wrong) == ["lm.head is called from step.py:7 `short(x)`"]
     assert said(wrong, (at(LIBRARY, LONG, STEP), "wrong", "untold", None)) == [
-        "it is called from step.py:20 `loss = model(x)`"
+        "lm.head is called from step.py:20 `loss = model(x)`"
     ]
     assert said((at(LIBRARY), "wrong", "untold", None)) == []
 

@@ -291,7 +291,7 @@ def told_by(monkeypatch):
     mine = SimpleNamespace(line="/x/a.py:3", code="loss / n", part="", made_at=made_at)
     line = Scaling(mine=mine, at=1, divides=True, by=6.0)
 
-    def told(diagnosis, factors, *, predicts=True, counts=None, terms=()):
+    def told(diagnosis, factors, *, predicts=True, counts=None, terms=(), ddp=0):
         shares = [share(rank, 0, f) for rank, f in enumerate(factors)]
         by = {(rank, 0): 6.0 for rank, _ in enumerate(factors)}
         look = SimpleNamespace(terms=terms)
@@ -308,7 +308,7 @@ def told_by(monkeypatch):
             monkeypatch.setattr(words, name, value)
         spec = SimpleNamespace(facts=SimpleNamespace(num_rows=4))
         case = SimpleNamespace(
-            record=SimpleNamespace(spec=spec),
+            record=SimpleNamespace(spec=spec, ranks={0: SimpleNamespace(ddp=ddp)}),
             reference=SimpleNamespace(counts=counts or {"loss": 5.0}),
         )
         return words.with_the_factors_line(case, diagnosis).because
@@ -324,6 +324,15 @@ def test_what_is_told_of_gradients_has_to_be_what_these_factors_make(told_by):
     for kind, num in (("loss_weights", 2), ("micro_batches", 1), ("forward", 1)):
         assert len(told_by(diagnosis(kind), [2.0, 3.0], predicts=False)) == num
     assert len(told_by(diagnosis("micro_batches"), [2.0, 3.0])) == 2
+
+
+@pytest.mark.parametrize(("ddp", "words"), [
+    (0, "; were it 9 in all, each factor were 1"),
+    (3, "; were it 3 in all, each factor were 3, and DDP divides by 3 later"),
+])  # fmt: skip
+def test_which_number_were_right_is_told_by_what_ddp_divides_by(told_by, ddp, words):
+    said = told_by(diagnosis("loss_weights"), [2.0, 3.0], ddp=ddp)
+    assert [text.endswith(words) for text in said] == [True, False]
 
 
 def test_a_line_comes_first_unless_what_follows_the_loss_multiplies_too(told_by):

@@ -107,33 +107,39 @@ def branches(
 ) -> list[Branch]:
     """In the order of the ranks. every: what each rank computed; asked: of some of them, which of
     it is looked at. back: whether a backward is looked at, too."""
-    there = {within: dict.fromkeys(lines) for within, lines in single.ran.items()}
+    in_one = {within: dict.fromkeys(lines) for within, lines in single.ran.items()}
     on_ranks = {line for own in every.values() for lines in own.ran.values() for line in lines}
     found: dict[str, dict[int, dict[Line, bool]]] = {}
     for rank, is_asked in asked.items():
         for c in filter(is_asked, every[rank].computations):
-            if c.line and c.within in there:
+            if c.line and c.within in in_one:
                 lines = found.setdefault(c.within, {}).setdefault(rank, {})
                 same = not back and _hands_on(c, every[rank])
-                if (c.line, c.code) not in there[c.within] and not same:
+                if (c.line, c.code) not in in_one[c.within] and not same:
                     applied = bool(c.written) and lines.get((c.line, c.code), True)
                     lines[c.line, c.code] = applied
     told = []
     for within, by_rank in found.items():
-        lacking = [line for line in there[within] if line not in on_ranks]
+        lacking = [line for line in in_one[within] if line not in on_ranks]
         own = {line: of for lines in by_rank.values() for line, of in lines.items()}
         here = _of_other_words(own, lacking)
         lacking = _of_other_words(lacking, own)
-        run = {r for r, own in every.items() if not {*own.ran.get(within, ())}.isdisjoint(here)}
-        ranks = tuple(sorted(run or by_rank))
-        if here or lacking:
+        ran = {rank: {*one.ran.get(within, ())} for rank, one in every.items()}
+        groups: dict[tuple[int, ...], list[Line]] = {}  # ranks need not run the same of them
+        for line in here:
+            on = tuple(sorted(rank for rank, every_line in ran.items() if line in every_line))
+            groups.setdefault(on, []).append(line)
+        if lacking and not groups:
+            groups[tuple(sorted(by_rank))] = []
+        for i, (ranks, group) in enumerate(groups.items()):
+            there = () if i else tuple(lacking)
             told.append(
                 Branch(
                     within=within,
                     ranks=ranks,
-                    here=tuple(here),
-                    there=tuple(lacking),
-                    of_functions=bool(here) and not lacking and all(own[line] for line in here),
+                    here=tuple(group),
+                    there=there,
+                    of_functions=bool(group) and not there and all(own[line] for line in group),
                 )
             )
     return told

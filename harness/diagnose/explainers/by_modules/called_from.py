@@ -20,14 +20,15 @@ from sumgrad.record.trace import LOSS
 def called_from(case: Case, look: Look, found: FirstWrong, *, back: bool) -> list[str]:
     """The line that all wrong calls come from and no right one does; else, of what a library calls,
     the line outside of it."""
+    what = found.wrong or "the model"
     if line := line_of_wrong_calls(case, look, found, back=back):
         right = "where a gradient that is not zero is right" if back else "that is right"
-        return [f"all calls of it that are seen to be wrong come from {line_and_code(*line)}, and "
-                f"none {right} does"]  # fmt: skip
+        return [f"all calls of {what} that are seen to be wrong come from {line_and_code(*line)}, "
+                f"and none {right} does"]  # fmt: skip
     always = _in_all(case, found)
     own = [line for line in always if not _is_librarys(line)]
     if own and _is_librarys(_lines(case, found.seen[0])[0]):
-        return [f"it is called from {line_and_code(*own[0])}"]
+        return [f"{what} is called from {line_and_code(*own[0])}"]
     return []
 
 

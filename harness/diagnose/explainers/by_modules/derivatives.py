@@ -202,7 +202,7 @@ def how_they_are_off(found: Sequence[OwnFormula]) -> Iterator[str]:
         lines = list(dict.fromkeys(line_and_code(*w.line) for _, w in one.wrong))
         names = list(dict.fromkeys(w.argument for _, w in one.wrong))
         wrong, told = (len({(r, t.line, t.call) for r, t in own}) for own in (one.wrong, one.told))
-        often = f"all {told}" if wrong == told else f"{wrong} of {told}"
+        often = f"all {told}" if wrong == told else f"at least {wrong} of {told}"
         text = (f"what the backward of {one.function} gives for {some_of(names)} is {SAID}, by "
                 f"finite differences, in {often} calls that were looked at")  # fmt: skip
         text += f"; for {some_of(sorted(right))} it is" if right else ""

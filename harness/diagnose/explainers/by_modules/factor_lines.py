@@ -18,6 +18,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     traces_looked_at,
     unless_it_fails,
 )
+from sumgrad.diagnose.explainers.by_modules.losses import ddp_divides_by
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.modules.factor_lines import (
     FactorLines,
@@ -80,7 +81,7 @@ def _lines(case: Case, diagnosis: Diagnosis) -> tuple[list[str], bool] | None:
     lines = lines_with_factors(traces, module, shares)[:MOST_LINES]
     factors = [s.factor for s in shares if s.factor is not None]
     if not same(factors):
-        return [_in_words(one, shares) for one in lines], True
+        return [_in_words(one, shares, ddp_divides_by(case)) for one in lines], True
     total = factors[0] if diagnosis.factor is None else float(Fraction(diagnosis.factor))
     by_right = [n for t, n in case.reference.counts.items() if term in (None, t)]
     kept = [without for one in lines if (without := _but_for(one, by_right)).lines]
@@ -114,14 +115,18 @@ def _make_the_gradient(case: Case, shares: Sequence[Share]) -> bool:
     return weights is not None and predicts(case, weights)
 
 
-def _in_words(found: FactorLines, shares: Sequence[Share]) -> str:
+def _in_words(found: FactorLines, shares: Sequence[Share], ddp: int = 0) -> str:
+    """ddp: by what DDP divides later, which is then the right factor."""
     several = len({s.number for s in shares}) > 1
     each = [_of_one(line, by, several=several)
             for line, by in zip(found.lines, found.by, strict=True)]  # fmt: skip
     if len(each) > 1:
         return f"the factors go with two lines together: {'; and '.join(each)}"
-    right = fraction_of(found.right or 0.0)
-    end = "" if found.lines[0].beside else f"; were it {right} in all, each factor were 1"
+    factor, right = max(ddp, 1), found.right or 0.0
+    right = right / factor if found.lines[0].divides else right * factor
+    later = f", and DDP divides by {ddp} later" if ddp > 1 else ""
+    end = f"; were it {fraction_of(right)} in all, each factor were {factor}{later}"
+    end = "" if found.lines[0].beside else end
     return f"the factors go with this line: {each[0]}{end}"
 
 

@@ -213,8 +213,8 @@ def _single_numbers(
             f"{shown}"
         )
         because = [
-            "what it gives in those calls is right; what follows it, up to the loss, has another "
-            "gradient there, or gives a part of it only"
+            f"what {module or 'the model'} gives in those calls is right; what follows it, up to "
+            f"the loss, has another gradient there, or gives a part of it only"
         ]
     else:
         cause = (
