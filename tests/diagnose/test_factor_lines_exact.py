@@ -327,8 +327,8 @@ def test_what_is_told_of_gradients_has_to_be_what_these_factors_make(told_by):
 
 
 @pytest.mark.parametrize(("ddp", "words"), [
-    (0, "; were it 9 in all, each factor were 1"),
-    (3, "; were it 3 in all, each factor were 3, and DDP divides by 3 later"),
+    (0, "; were it 9 in all, each factor there were 1"),
+    (3, "; were it 3 in all, each factor there were 3, and DDP divides by 3 later"),
 ])  # fmt: skip
 def test_which_number_were_right_is_told_by_what_ddp_divides_by(told_by, ddp, words):
     said = told_by(diagnosis("loss_weights"), [2.0, 3.0], ddp=ddp)

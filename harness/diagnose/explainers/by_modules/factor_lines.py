@@ -125,7 +125,7 @@ def _in_words(found: FactorLines, shares: Sequence[Share], ddp: int = 0) -> str:
     factor, right = max(ddp, 1), found.right or 0.0
     right = right / factor if found.lines[0].divides else right * factor
     later = f", and DDP divides by {ddp} later" if ddp > 1 else ""
-    end = f"; were it {fraction_of(right)} in all, each factor were {factor}{later}"
+    end = f"; were it {fraction_of(right)} in all, each factor there were {factor}{later}"
     end = "" if found.lines[0].beside else end
     return f"the factors go with this line: {each[0]}{end}"
 
