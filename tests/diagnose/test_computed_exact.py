@@ -508,3 +508,16 @@ def test_what_another_line_takes_is_no_measure_where_the_line_itself_runs():
     mask[3] = 0
     whole = recorded(products, X, y, mask)
     assert first(recorded(products, X[OWN], y[OWN], None), whole) is None
+
+
+def beside_all(x, y, pairs):
+    if pairs:
+        return x[:, :, None] + y[:, None, :]
+    return x + y[:, :1]
+
+
+def test_a_formula_of_other_dimensions_is_no_measure():
+    """As of what is added to each, and to each pair there."""
+    y = torch.randn(6, 5, generator=G).double()
+    whole = recorded(beside_all, X, y, True)
+    assert first(recorded(beside_all, X[OWN], y[OWN].flip(1), False), whole) is None

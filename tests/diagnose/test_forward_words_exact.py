@@ -94,6 +94,7 @@ def in_between(monkeypatch, lines=(), differ=(), made=()):
     monkeypatch.setattr(forward, "lines_that_differ", lambda _: differ)
     monkeypatch.setattr(forward, "entered_wrong", lambda *_: ())
     monkeypatch.setattr(forward, "arguments_there", lambda *_: [])
+    monkeypatch.setattr(forward, "masked_in_words", lambda *_: [])
     monkeypatch.setattr(forward, "_made", lambda *_: list(made))
     monkeypatch.setattr(forward, "lines_between", lambda *_: ["lines"])
     look = SimpleNamespace(seen={"m": [seen(0)]})
@@ -105,6 +106,13 @@ def test_lines_in_between_are_idle_beside_the_one(monkeypatch):
     assert in_between(monkeypatch, differ=[1]) == ["parts"]
     assert in_between(monkeypatch, [line()])[1:] == ["parts"]
     assert in_between(monkeypatch, [line(told=False)])[1:] == ["lines", "parts"]
+
+
+def test_what_is_computed_inside_of_what_goes_in_follows_from_that(monkeypatch):
+    own = line(told=False)
+    inside = replace(own, mine=replace(own.mine, inside=("", "m")))
+    assert in_between(monkeypatch, [inside], made=["made"])[::2] == ["made", "parts"]
+    assert in_between(monkeypatch, [own], made=["made"])[1:] == ["made", "parts"]
 
 
 def test_what_made_what_goes_in_comes_before_what_a_library_makes_of_it(monkeypatch):

@@ -134,6 +134,7 @@ def said_of(monkeypatch, wrong, mine, because=("b",)):
     monkeypatch.setattr(settings, "looked", lambda case: "look")
     monkeypatch.setattr(settings, "traces_looked_at", lambda case: traces)
     monkeypatch.setattr(settings, "first_wrong_forward", lambda look: found)
+    monkeypatch.setattr(settings, "what_goes_into", lambda case, found: "right")
     monkeypatch.setattr(
         settings, "gone_into", lambda case, module: look_into(traces, "float64", (), module)
     )
@@ -186,6 +187,24 @@ def test_a_choice_of_the_accused_comes_first(monkeypatch, values, owner, first):
     said = settings.with_settings(case, Diagnosis(cause="c", kind="k", because=("b",))).because
     text = f"m has act = {here} on rank 0, and {there} in the single process"
     assert said == ((text, "b") if first else ("b", text))
+
+
+@pytest.mark.parametrize(("into", "first"), [("wrong", True), ("right", False)])
+def test_a_choice_of_the_module_around_comes_first_where_what_goes_in_is_wrong(
+    monkeypatch, into, first
+):
+    own = {"m": {"act": ("'gelu'",)}, "m.inner": {}}, {"m": {"act": ("'relu'",)}, "m.inner": {}}
+    here, there = (SimpleNamespace(settings=held, turned={}) for held in own)
+    traces = SimpleNamespace(single=there, ranks={0: here})
+    found = FirstWrong(wrong="m.inner", seen=())
+    monkeypatch.setattr(settings, "looked", lambda case: "look")
+    monkeypatch.setattr(settings, "first_wrong_forward", lambda look: found)
+    monkeypatch.setattr(settings, "what_goes_into", lambda case, found: into)
+    monkeypatch.setattr(settings, "_turned", lambda case, found: [])
+    monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})
+    case = SimpleNamespace(traces=traces, failing_cells=[], record=0)
+    said = settings.with_settings(case, Diagnosis(cause="c", kind="k", because=("b",))).because
+    assert [text == "b" for text in said] == ([False, True] if first else [True, False])
 
 
 def test_a_switch_comes_before_a_number_that_is_another(monkeypatch):

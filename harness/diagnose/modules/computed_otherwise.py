@@ -239,15 +239,17 @@ class Both:
         if how is None:
             return ()
         how = _of_classes(how, c.function, got)
-        if c.code != w.code and (how.factor is not None or min(got.numel(), wanted.numel()) == 1):
+        elsewhere = (
+            same or self._is_among(x, y) or _is_in_another_order(flat[places[0]], beside[places[1]])
+        )
+        other = elsewhere and [*map(len, here)] != [*map(len, there)]  # another formula
+        few = how.factor is not None or min(got.numel(), wanted.numel()) == 1
+        if c.code != w.code and (few or other):
             return None
         if same and got.numel() < shapes[0].numel():
             return (
                 None  # of what all rows share none is another: what is in common stands elsewhere
             )
-        elsewhere = (
-            same or self._is_among(x, y) or _is_in_another_order(flat[places[0]], beside[places[1]])
-        )
         if c.function == "add" and not elsewhere and min(got.numel(), wanted.numel()) > 1:
             return None
         return (replace(how, elsewhere=elsewhere),)

@@ -38,6 +38,7 @@ from sumgrad.diagnose.explainers.by_modules.in_place_of import in_place_of_in_wo
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right_ranks
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, looked, named
+from sumgrad.diagnose.explainers.by_modules.masked import masked_in_words
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
@@ -195,6 +196,7 @@ def _in_between(case: Case, look: Look, found: FirstWrong, parts: Sequence[str])
     follows = made if any(found.wrong in one.mine.inside for one in lines) else []
     yield from follows  # what is computed of it inside is another for that reason
     yield from in_words(lines)
+    yield from masked_in_words(case, lines)
     yield from arguments_there(case, lines)
     if not lines_that_differ(case) and not (lines and all(one.told for one in lines)):
         # Of one of several outputs the ways are those of all together.

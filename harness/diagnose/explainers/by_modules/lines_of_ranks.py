@@ -55,6 +55,9 @@ def _only(
 
 
 def _lines(trace: Trace) -> dict[Line, None]:
+    """Not those of two branches, which run everywhere and call something here or there."""
     return dict.fromkeys(
-        (c.line, c.code) for c in trace.computed.computations if c.line and not is_librarys(c.line)
+        (c.line, c.code)
+        for c in trace.computed.computations
+        if c.line and not is_librarys(c.line) and not (" if " in c.code and " else " in c.code)
     )

@@ -8,6 +8,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
+from sumgrad.diagnose.explainers.by_modules.entering import what_goes_into
 from sumgrad.diagnose.explainers.by_modules.looked import (
     as_a_hint,
     gone_into,
@@ -42,6 +43,8 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         return diagnosis
     first = first_wrong_forward(look) or first_wrong_backward(look, owners(case))
     accused = [first.wrong] if first is not None else owners(case)
+    if first is not None and what_goes_into(case, first) == "wrong":
+        accused += [module for module in (first.wrong.rpartition(".")[0],) if module]
     around = [m for m in traces.single.settings if any(is_in(a, m) for a in accused)]
     around.sort(key=lambda m: -m.count(".") - bool(m))
     near: dict[str, int] = {}

@@ -42,7 +42,9 @@ def other_sums(looking: Looking, op: Collective) -> AtFault | None:
 
 def zeros_put_in(looking: Looking, op: Collective) -> AtFault | None:
     """A sum of a linear layer's parts that is not right, into which a rank puts nothing although
-    something goes into its part of the layer."""
+    something goes into its part of the layer. Not where it is wrong on ranks before, without it."""
+    if looking.rank != min(looking.found.ranks):
+        return None
     members = [r for r in op.ranks if r in op.by_rank]
     empty = [r for r in members if not bool(op.by_rank[r].given.any())]
     if looking.back or not op.is_sum or not empty or 2 * len(empty) > len(members):
