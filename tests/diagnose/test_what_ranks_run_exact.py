@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +57,8 @@ def test_lines_of_some_right_ranks_of_another_way_and_of_libraries_are_none():
     assert not lines_of_right_ranks(too, (1, 2), (0,))  # the single process does not run it
     many = [line(n) for n in range(4)]
     assert not lines_of_right_ranks(case([trace(), trace(*many)], trace(*many)), (1,), (0,))
+    either = replace(line(4), code="x = a.exp() if first else b")  # it runs everywhere
+    assert not lines_of_right_ranks(case([trace(), trace(either)], trace(either)), (1,), (0,))
     library = line(1, path="/y/site-packages/a.py")
     assert not lines_of_right_ranks(case([trace(), trace(library)], trace(library)), (1,), (0,))
 
