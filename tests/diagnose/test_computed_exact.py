@@ -11,7 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules.computed import _argument, _differs, _in_words
+from sumgrad.diagnose.explainers.by_modules.computed import (
+    _argument,
+    _differs,
+    _in_words,
+    _sent_from,
+)
 from sumgrad.diagnose.modules.computed_otherwise import Difference, _differ, computed_otherwise
 from sumgrad.record.computed import (
     computed_as_json,
@@ -522,3 +527,31 @@ def test_a_formula_of_other_dimensions_is_no_measure():
     y = torch.randn(6, 5, generator=G).double()
     whole = recorded(beside_all, X, y, True)
     assert first(recorded(beside_all, X[OWN], y[OWN], False), whole) is None
+
+
+def sending(h, running):
+    return torch.cat([h, running[:, None]], 1)
+
+
+def weighing(got, x):
+    running = got[:, 2]
+    return x * running[:, None]
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_which_line_of_another_rank_made_what_it_is_a_part_of(is_sent):
+    h, running = torch.randn(3, 2, generator=G).double(), torch.rand(3, generator=G).double()
+    sender = recorded(sending, h, running if is_sent else running + 1)
+    got = torch.cat([h, running[:, None]], 1)
+    mine = recorded(weighing, got, X[OWN])
+    both = torch.cat([torch.randn(6, 2, generator=G).double(), 0.5 + X[:, :1].abs()], 1)
+    found = first(mine, recorded(weighing, both, X))
+    case = SimpleNamespace(traces=SimpleNamespace(
+        ranks={0: SimpleNamespace(computed=mine), 1: SimpleNamespace(computed=sender)}
+    ))  # fmt: skip
+    (text,) = _sent_from(case, found) or [""]
+    assert text.startswith("its numbers were made on rank 1 at ") == is_sent
+    assert text.endswith("`return torch.cat([h, running[:, None]], 1)`") == is_sent
+    assert _sent_from(SimpleNamespace(traces=None), found) == []
+    own = first(recorded(scaled, X[OWN], X[0, 0]), recorded(scaled, X, X[1, 1]))
+    assert own is None or _sent_from(case, own) == []  # nothing was cut

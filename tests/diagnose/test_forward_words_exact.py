@@ -138,7 +138,9 @@ def test_that_nothing_leads_to_it_is_said_where_nothing_right_does(below, told, 
 def test_beside_a_line_an_open_end_says_no_more(monkeypatch):
     monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=0)])
     monkeypatch.setattr(computed, "_in_words", lambda *_: "a line")
-    for kind, because in (("open", ("w is wrong",)), ("forward", ("w is wrong", "no factor"))):
+    monkeypatch.setattr(computed, "_sent_from", lambda *_: ["made there"])
+    for kind, because in (("open", ("made there", "w is wrong")),
+                          ("forward", ("made there", "w is wrong", "no factor"))):  # fmt: skip
         asked = Diagnosis(cause="open: w is wrong", kind=kind, because=("no factor",))
         assert computed.with_the_line(CASE, asked).because == because
 
@@ -147,6 +149,7 @@ def test_beside_a_line_an_open_end_says_no_more(monkeypatch):
 def test_what_a_module_is_handed_comes_before_the_lines_in_it(monkeypatch, inside, leads):
     monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=0, mine=0)])
     monkeypatch.setattr(computed, "_in_words", lambda *_: "a line")
+    monkeypatch.setattr(computed, "_sent_from", lambda *_: ["made there"])
     monkeypatch.setattr(computed, "looked", lambda _: "look")
     monkeypatch.setattr(computed, "first_wrong_forward", lambda _: "found")
     monkeypatch.setattr(computed, "is_handed_before", lambda *_: inside)
@@ -192,9 +195,10 @@ def test_what_no_gradient_reaches_may_be_a_halo(monkeypatch, back, said):
 def test_beside_factors_a_line_tells_of_its_ranks_too(monkeypatch):
     monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=2)])
     monkeypatch.setattr(computed, "_in_words", lambda *_: "a line")
+    monkeypatch.setattr(computed, "_sent_from", lambda *_: ["made there"])
     asked = Diagnosis(cause="c", kind="loss_weights", ranks=(1,), because=("b",))
     told = computed.with_the_line(CASE, asked)
-    assert (told.cause, told.ranks, told.because) == ("c", (1, 2), ("a line", "b"))
+    assert (told.cause, told.ranks, told.because) == ("c", (1, 2), ("a line", "made there", "b"))
 
 
 @pytest.mark.parametrize(("module", "is_sure", "because"), [

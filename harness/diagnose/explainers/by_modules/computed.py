@@ -12,9 +12,11 @@ import torch
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.brought import made_on_another_rank
 from sumgrad.diagnose.explainers.by_modules.handed import ROWS_ALONE, is_handed_before
 from sumgrad.diagnose.explainers.by_modules.lines import in_words, lines_with_a_graph
 from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
     fraction_of,
     line_and_code,
     looked,
@@ -31,7 +33,7 @@ from sumgrad.diagnose.modules.computed_otherwise import (
 )
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.made_by import line_that_computed
+from sumgrad.diagnose.modules.made_by import SHAPING, line_that_computed
 from sumgrad.record.computed import Computed
 from sumgrad.record.trace import LOSS, Trace
 
@@ -53,12 +55,30 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         return diagnosis
     line = _in_words(case, found)
     ranks = tuple(sorted({*diagnosis.ranks, *(one.rank for one in found)}))
+    sent = _sent_from(case, found[0])
     if diagnosis.kind in BESIDE or _comes_after(case, diagnosis, found):
-        return replace(diagnosis, because=(line, *diagnosis.because), ranks=ranks)
-    because: tuple[str, ...] = (diagnosis.cause.removeprefix("open: "),)
+        return replace(diagnosis, because=(line, *sent, *diagnosis.because), ranks=ranks)
+    because: tuple[str, ...] = (*sent, diagnosis.cause.removeprefix("open: "))
     if diagnosis.kind != "open":  # that no factors fit is no news then
         because += diagnosis.because
     return replace(diagnosis, cause=line, because=because, standing="likely", ranks=ranks)
+
+
+@as_a_hint
+def _sent_from(case: Case, one: Otherwise) -> list[str]:
+    """Where the argument is a part of what another rank sent: the line that made it there."""
+    traces = case.traces
+    if traces is None:
+        return []
+    computed = traces.ranks[one.rank].computed
+    makers = {n: c for c in computed.computations[: one.place] for n in c.gives}
+    number, taken = one.mine.takes[one.at], list[int]()
+    while isinstance(number, int) and number in makers and makers[number].function in SHAPING:
+        taken = makers[number].uses
+        number = taken[0] if len(taken) == 1 else ""
+    if not taken or not isinstance(number, int) or number in makers:
+        return []
+    return made_on_another_rank(traces, one.rank, computed.values[number])
 
 
 def _comes_after(case: Case, diagnosis: Diagnosis, found: Sequence[Otherwise]) -> bool:
