@@ -11,6 +11,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code
 from sumgrad.diagnose.modules import companions
+from sumgrad.diagnose.modules.bags import OtherBag, other_bags
 from sumgrad.diagnose.modules.entered import Odd, is_whole, odd_rows, row_of
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
@@ -21,7 +22,7 @@ from sumgrad.record.line import Line
 from sumgrad.record.trace import Trace
 
 MOST_ROWS = 3  # that are written out
-T = TypeVar("T", Joined, Twice)
+T = TypeVar("T", Joined, Twice, OtherBag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ def odd_data(case: Case, look: Look, found: FirstWrong) -> OddData | None:
         strange = (
             _joined(case, look, found, module)
             or _twice(case, look, found, module)
+            or _bags(case, look, found, module)
             or _of_another_field(case, found, module)
         )
         if strange:
@@ -116,6 +118,23 @@ def _twice(case: Case, look: Look, found: FirstWrong, module: str) -> list[str]:
     return [f"of what {module or 'the model'} is handed as {one.name} on rank {rank} in call "
             f"{one.call}{made}, {pairs} stands there more than once{more}, and in the single "
             f"process nothing does"]  # fmt: skip
+
+
+@as_a_hint
+def _bags(case: Case, look: Look, found: FirstWrong, module: str) -> list[str]:
+    """Where bags end elsewhere; the first of a rank, and how many there are more."""
+    first = _first_of_a_rank(case, look, found, module, other_bags)
+    if first is None:
+        return []
+    rank, one, num = first
+    made = f", made at {line_and_code(*one.made)}," if one.made[0] else ""
+    more = f", and so in {num - 1} more" if num > 1 else ""
+    its = f"with which a bag of {one.theirs} begins in the single process"
+    if one.theirs < one.size:
+        its = f"of which the first {one.theirs} alone are a bag of the single process's"
+    return [f"bag {one.bag} of {one.of} that {module or 'the model'} is handed{made} on rank "
+            f"{rank} in call {one.call} has {one.size} numbers, {its}{more}: look at where bags "
+            f"begin and end"]  # fmt: skip
 
 
 def _first_of_a_rank(
