@@ -21,8 +21,8 @@ from torch import Tensor
 MODULE = "module "
 LARGE = "a large tensor, number "  # in place of the number of its value
 OF_THE_FIRST = {"to", "type_as", "view_as", "expand_as", "reshape_as"}  # of others dtype or shape
-OF_NONE = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
-           "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "len"}  # fmt: skip
+OF_THE_OTHERS = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+                 "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "len"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Computation:
     @property
     def uses(self) -> list[int]:
         """The numbers of those arguments whose own numbers enter what it gives."""
-        taken = [] if self.function in OF_NONE else self.takes
+        taken = self.takes[1:] if self.function in OF_THE_OTHERS else self.takes
         taken = taken[:1] if self.function in OF_THE_FIRST else taken
         return [t for t in taken if isinstance(t, int)]
 

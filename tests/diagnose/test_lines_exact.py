@@ -462,3 +462,11 @@ def test_what_autograd_does_not_know_is_no_line_into_the_loss():
 
     told = list(lines([recorded(noted, X[OWN], W)], there).into_the_loss(0, everything))
     assert parts(told) == [("y.exp()", (0,))]
+
+
+@pytest.mark.parametrize(("function", "uses"), [
+    ("to", [3]), ("full_like", [5]), ("new_tensor", [5]), ("mul", [3, 5]),
+])  # fmt: skip
+def test_of_which_arguments_the_numbers_are_used(function, uses):
+    one = replace(at_line(1, 0).mine, function=function, takes=(3, "dim=1", 5))
+    assert one.uses == uses

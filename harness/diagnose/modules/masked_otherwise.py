@@ -19,31 +19,24 @@ MOST_ROWS = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedOtherwise:
-    """Of `of` rows in which the softmax of a rank is another than the single process's, the first:
-    vector `row`, in which `now` numbers count, of which in the single process `was` do. num: in how
-    many rows more count, or fewer, as in the first."""
+    """The first row in which the softmax of a rank is another than the single process's: vector
+    `row`, in which `now` numbers count, of which in the single process `was` do. num: in how many
+    rows more count, or fewer, as in the first."""
 
     row: int
     now: int
     was: int
     num: int
-    of: int
 
 
-def masked_otherwise(c: Computation, mine: Computed, whole: Computed) -> MaskedOtherwise | None:
+def masked_otherwise(
+    c: Computation, mine: Computed, known: KnownRows | None
+) -> MaskedOtherwise | None:
     """Where every row that is another has the single process's numbers and some more that count, or
     some fewer; None where any is otherwise wrong, or cannot be told."""
-    if c.function not in SOFTMAX or not c.uses:
+    rows = _rows(mine.values[c.uses[0]]) if c.function in SOFTMAX and c.uses else None
+    if rows is None or known is None:
         return None
-    rows = _rows(mine.values[c.uses[0]])
-    there = [
-        _rows(whole.values[w.uses[0]])
-        for w in whole.computations
-        if w.function == c.function and w.uses
-    ]
-    if rows is None or not there or any(one is None for one in there):
-        return None
-    known = _Known([row for one in there if one is not None for row in one])
     odd: list[tuple[int, int, int]] = []
     reached = _reached(mine, c)
     for i, row in enumerate(rows):
@@ -54,26 +47,36 @@ def masked_otherwise(c: Computation, mine: Computed, whole: Computed) -> MaskedO
         if was is None:
             return None
         num, common = was
-        if common < min(len(live), num):
-            return None  # other numbers
-        if num > row.numel():
-            return None  # a part of the keys
+        if common < min(len(live), num) or num > row.numel():
+            return None  # other numbers, or a part of the keys
         if num != len(live):
             odd.append((i, len(live), num))
     if not odd:
         return None
-    first = odd[0]
-    alike = sum((now > was) == (first[1] > first[2]) for _, now, was in odd)
-    return MaskedOtherwise(row=first[0], now=first[1], was=first[2], num=alike, of=len(odd))
+    first, now, before = odd[0]
+    alike = sum((n > w) == (now > before) for _, n, w in odd)
+    return MaskedOtherwise(row=first, now=now, was=before, num=alike)
 
 
-class _Known:
+def known_rows(function: str, whole: Computed) -> KnownRows | None:
+    """What the single process's calls of a softmax take; None where that cannot be told."""
+    there = [
+        _rows(whole.values[w.uses[0]])
+        for w in whole.computations
+        if w.function == function and w.uses
+    ]
+    if function not in SOFTMAX or not there or any(one is None for one in there):
+        return None
+    return KnownRows([row for one in there if one is not None for row in one])
+
+
+class KnownRows:
     """Rows of the single process, by the numbers that count in them."""
 
     def __init__(self, rows: list[Tensor]) -> None:
         live = [_counting(row) for row in rows]
         self._sizes = [len(one) for one in live]
-        numbers = torch.cat(live) if live else torch.empty(0, dtype=torch.float64)
+        numbers = torch.cat(live)
         self._numbers, order = numbers.sort()
         self._owners = torch.repeat_interleave(
             torch.arange(len(live)), torch.tensor(self._sizes, dtype=torch.long)

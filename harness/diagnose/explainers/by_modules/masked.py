@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint
 from sumgrad.diagnose.modules.lines import AtLine
-from sumgrad.diagnose.modules.masked_otherwise import masked_otherwise
+from sumgrad.diagnose.modules.masked_otherwise import known_rows, masked_otherwise
 
 
 @as_a_hint
@@ -19,7 +19,8 @@ def masked_in_words(case: Case, found: Sequence[AtLine]) -> list[str]:
     line = found[0]
     computed = traces.ranks[line.rank].computed
     every = [c for c in computed.computations if c.site == line.mine.site]
-    told = ((c, masked_otherwise(c, computed, traces.single.computed)) for c in every)
+    known = known_rows(line.mine.function, traces.single.computed)
+    told = ((c, masked_otherwise(c, computed, known)) for c in every)
     call, one = next(((c, one) for c, one in told if one is not None), (line.mine, None))
     if one is None:
         return []
