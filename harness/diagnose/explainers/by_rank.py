@@ -186,21 +186,7 @@ def _in_words(found: Sequence[Weighed], right: str, *, every: bool) -> tuple[str
         )
     foreign = {tuple(foreign_passes(m)) for m in found}
     if len(foreign) == 1 and (passes := next(iter(foreign))):
-        number, total = spans([p + 1 for p in passes]), found[0].got.shape[1]
-        which = f"backward {number} of the {total} that"
-        if every:
-            return (
-                LEFT_IN,
-                f"what {which} each rank runs{_called(found, passes)} gave is left in it, and is "
-                f"no part of the right gradient; the others add up to that: look at what should "
-                f"clear the gradients after it (a zero_grad without effect, say), whether it "
-                f"should run, or, where its right gradient is zero, at what it computes",
-            )
-        return (
-            "foreign_backward",
-            f"{which} reach it on each rank{_called(found, passes)} is in it, and is no part of "
-            f"its right gradient: it runs through this parameter for another's sake",
-        )
+        return _of_foreign(found, passes, every=every)
     if all(early_passes_alone(m) for m in found):
         return (
             "not_reduced",
@@ -227,6 +213,26 @@ def _in_words(found: Sequence[Weighed], right: str, *, every: bool) -> tuple[str
         "weights_of_ranks",
         f"{on}the ranks' own gradients are weighed by {_weights(found[0], found[0].got)}, where "
         f"{right} weighs them by {_weights(found[0], found[0].wanted)}{_changed_between(found)}",
+    )
+
+
+def _of_foreign(found: Sequence[Weighed], passes: Sequence[int], *, every: bool) -> tuple[str, str]:
+    """Kind and cause where whole backwards are no part of the right gradient. every: of all
+    parameters."""
+    number, total = spans([p + 1 for p in passes]), found[0].got.shape[1]
+    which = f"backward {number} of the {total} that"
+    if every:
+        return (
+            LEFT_IN,
+            f"what {which} each rank runs{_called(found, passes)} gave is left in it, and is "
+            f"no part of the right gradient; the others add up to that: look at what should "
+            f"clear the gradients after it (a zero_grad without effect, say), whether it "
+            f"should run, or, where its right gradient is zero, at what it computes",
+        )
+    return (
+        "foreign_backward",
+        f"{which} reach it on each rank{_called(found, passes)} is in it, and is no part of "
+        f"its right gradient: it runs through this parameter for another's sake",
     )
 
 
