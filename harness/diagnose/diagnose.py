@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sumgrad.base.time_limit import time_limit
 from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
 from sumgrad.diagnose.case import Case, case_of
 from sumgrad.diagnose.explainers import BESIDE_A_CAUSE, EXPLAINERS, LAST_RESORT
 from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
 from sumgrad.diagnose.explainers.frozen import with_frozen
-from sumgrad.diagnose.explanation import BROKEN, choose
+from sumgrad.diagnose.explanation import BROKEN, PART_S, choose
 from sumgrad.diagnose.of_bits import first_other_bits
 from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.outright import (
@@ -46,10 +47,19 @@ def diagnose(compared: Compared, *, clean: Record | None = None) -> Found:
         causes, coefficients = _diagnose(compared, case)
         if plan_of(compared.record) is None:
             causes = [_with_report(cause) for cause in causes]
-        where = None if case is None else first_wrong_modules(case)
+        where = None if case is None else _where(case)
     except Exception as error:  # an error of ours takes no verdict away
         return Found(causes=(_broken(error),))
     return Found(causes=tuple(causes), coefficients=tuple(coefficients), where=where)
+
+
+def _where(case: Case) -> Mapping[str, Any] | None:
+    """None, too, where it fails itself: no cause is lost by that."""
+    try:
+        with time_limit(PART_S):
+            return first_wrong_modules(case)
+    except Exception:
+        return None
 
 
 def _beside_an_error(error: Exception, cause: Diagnosis) -> Diagnosis:
@@ -61,7 +71,8 @@ def _beside_an_error(error: Exception, cause: Diagnosis) -> Diagnosis:
 def _with(step: Callable[[Case, Diagnosis], Diagnosis], case: Case, cause: Diagnosis) -> Diagnosis:
     """What a step makes of a cause; the cause as it is where the step fails itself."""
     try:
-        return step(case, cause)
+        with time_limit(PART_S):
+            return step(case, cause)
     except Exception as error:  # a hint takes no cause away
         case.known.setdefault(BROKEN, []).append(error)
         return cause

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sumgrad.base.outcome import some_of
+from sumgrad.base.time_limit import time_limit
 from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
 from sumgrad.diagnose.case import Case
 
 BROKEN = "broken"  # of what is known of a case: errors of explainers
+PART_S = 300.0  # for each explainer: most take less than a second
 Left = frozenset[int]
 Explainer = Callable[[Case, Left], Iterator["Explanation"]]
 
@@ -66,7 +68,8 @@ def choose(case: Case, explainers: Sequence[Explainer]) -> Chosen:
 def _asked(explainer: Explainer, case: Case, left: Left) -> list[Explanation]:
     """What it finds; nothing where it fails itself, which is written down: others go on."""
     try:
-        return list(explainer(case, left))
+        with time_limit(PART_S):
+            return list(explainer(case, left))
     except Exception as error:
         case.known.setdefault(BROKEN, []).append(error)
         return []

@@ -14,6 +14,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.brought import made_on_another_rank
 from sumgrad.diagnose.explainers.by_modules.handed import ROWS_ALONE, is_handed_before
+from sumgrad.diagnose.explainers.by_modules.kept import kept_in_words
 from sumgrad.diagnose.explainers.by_modules.lines import in_words, lines_with_a_graph
 from sumgrad.diagnose.explainers.by_modules.looked import (
     as_a_hint,
@@ -55,7 +56,7 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         return diagnosis
     line = _in_words(case, found)
     ranks = tuple(sorted({*diagnosis.ranks, *(one.rank for one in found)}))
-    sent = _sent_from(case, found[0])
+    sent = [*_sent_from(case, found[0]), *kept_in_words(case, found[0].rank, found[0].place)]
     if diagnosis.kind in BESIDE or _comes_after(case, diagnosis, found):
         return replace(diagnosis, because=(line, *sent, *diagnosis.because), ranks=ranks)
     because: tuple[str, ...] = (*sent, diagnosis.cause.removeprefix("open: "))
@@ -71,14 +72,22 @@ def _sent_from(case: Case, one: Otherwise) -> list[str]:
     if traces is None:
         return []
     computed = traces.ranks[one.rank].computed
-    makers = {n: c for c in computed.computations[: one.place] for n in c.gives}
-    number, taken = one.mine.takes[one.at], list[int]()
-    while isinstance(number, int) and number in makers and makers[number].function in SHAPING:
-        taken = makers[number].uses
-        number = taken[0] if len(taken) == 1 else ""
-    if not taken or not isinstance(number, int) or number in makers:
+    number = _before_it_was_cut(computed, one)
+    if number is None:
         return []
     return made_on_another_rank(traces, one.rank, computed.values[number])
+
+
+def _before_it_was_cut(computed: Computed, one: Otherwise) -> int | None:
+    """The value that lines which only cut and shape made the argument of, and that no line made."""
+    earlier = reversed(computed.computations[: one.place])
+    makers = {n: c for c in earlier for n in c.gives}  # what hands it on gives it, too
+    number, passed = one.mine.takes[one.at], set[int]()
+    while isinstance(number, int) and number in makers and number not in passed:
+        passed.add(number)
+        taken = makers[number].uses if makers[number].function in SHAPING else []
+        number = taken[0] if len(taken) == 1 else ""
+    return number if passed and isinstance(number, int) and number not in makers else None
 
 
 def _comes_after(case: Case, diagnosis: Diagnosis, found: Sequence[Otherwise]) -> bool:

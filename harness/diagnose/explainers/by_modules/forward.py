@@ -35,6 +35,7 @@ from sumgrad.diagnose.explainers.by_modules.handed import (
 )
 from sumgrad.diagnose.explainers.by_modules.hooked import changed_by_hooks
 from sumgrad.diagnose.explainers.by_modules.in_place_of import in_place_of_in_words
+from sumgrad.diagnose.explainers.by_modules.kept import kept_for_the_call, kept_in_words
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right_ranks
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, looked, named
@@ -196,6 +197,10 @@ def _in_between(case: Case, look: Look, found: FirstWrong, parts: Sequence[str])
     follows = made if any(found.wrong in one.mine.inside for one in lines) else []
     yield from follows  # what is computed of it inside is another for that reason
     yield from in_words(lines)
+    if lines:
+        yield from kept_in_words(case, lines[0].rank, lines[0].place)
+    else:
+        yield from kept_for_the_call(case, found.wrong, found.seen)
     yield from masked_in_words(case, lines)
     yield from arguments_there(case, lines)
     if not lines_that_differ(case) and not (lines and all(one.told for one in lines)):
