@@ -555,3 +555,20 @@ def test_which_line_of_another_rank_made_what_it_is_a_part_of(is_sent):
     assert _sent_from(SimpleNamespace(traces=None), found) == []
     own = first(recorded(scaled, X[OWN], X[0, 0]), recorded(scaled, X, X[1, 1]))
     assert own is None or _sent_from(case, own) == []  # nothing was cut
+
+
+def handed_on(got, x):
+    running = got[:, 2].contiguous().double()
+    return x * running[:, None]
+
+
+def test_what_only_hands_a_tensor_on_is_no_way_without_end():
+    """Each of these gives the very tensor that it takes, where nothing is to be done."""
+    running = torch.rand(3, 1, generator=G).double()
+    got = torch.cat([torch.randn(3, 2, generator=G).double(), running], 1)
+    both = torch.cat([torch.randn(6, 2, generator=G).double(), 0.5 + X[:, :1].abs()], 1)
+    mine = recorded(handed_on, got, X[OWN])
+    assert any({*c.gives} & {*c.takes} for c in mine.computations)
+    found = first(mine, recorded(handed_on, both, X))
+    traces = SimpleNamespace(ranks={0: SimpleNamespace(computed=mine)})
+    assert _sent_from(SimpleNamespace(traces=traces), found) == []

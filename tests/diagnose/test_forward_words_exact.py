@@ -95,6 +95,8 @@ def in_between(monkeypatch, lines=(), differ=(), made=()):
     monkeypatch.setattr(forward, "entered_wrong", lambda *_: ())
     monkeypatch.setattr(forward, "arguments_there", lambda *_: [])
     monkeypatch.setattr(forward, "masked_in_words", lambda *_: [])
+    monkeypatch.setattr(forward, "kept_in_words", lambda *_: [])
+    monkeypatch.setattr(forward, "kept_for_the_call", lambda *_: [])
     monkeypatch.setattr(forward, "_made", lambda *_: list(made))
     monkeypatch.setattr(forward, "lines_between", lambda *_: ["lines"])
     look = SimpleNamespace(seen={"m": [seen(0)]})
@@ -136,20 +138,24 @@ def test_that_nothing_leads_to_it_is_said_where_nothing_right_does(below, told, 
 
 
 def test_beside_a_line_an_open_end_says_no_more(monkeypatch):
-    monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=0)])
+    monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=0, place=3)])
     monkeypatch.setattr(computed, "_in_words", lambda *_: "a line")
     monkeypatch.setattr(computed, "_sent_from", lambda *_: ["made there"])
-    for kind, because in (("open", ("made there", "w is wrong")),
-                          ("forward", ("made there", "w is wrong", "no factor"))):  # fmt: skip
+    monkeypatch.setattr(computed, "kept_in_words", lambda _, rank, place: [f"kept {rank} {place}"])
+    for kind, because in (("open", ("made there", "kept 0 3", "w is wrong")),
+                          ("forward", ("made there", "kept 0 3", "w is wrong", "no factor"))):  # fmt: skip
         asked = Diagnosis(cause="open: w is wrong", kind=kind, because=("no factor",))
         assert computed.with_the_line(CASE, asked).because == because
 
 
 @pytest.mark.parametrize(("inside", "leads"), [(True, False), (False, True)])
 def test_what_a_module_is_handed_comes_before_the_lines_in_it(monkeypatch, inside, leads):
-    monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=0, mine=0)])
+    monkeypatch.setattr(
+        computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=0, mine=0, place=3)]
+    )
     monkeypatch.setattr(computed, "_in_words", lambda *_: "a line")
     monkeypatch.setattr(computed, "_sent_from", lambda *_: ["made there"])
+    monkeypatch.setattr(computed, "kept_in_words", lambda *_: [])
     monkeypatch.setattr(computed, "looked", lambda _: "look")
     monkeypatch.setattr(computed, "first_wrong_forward", lambda _: "found")
     monkeypatch.setattr(computed, "is_handed_before", lambda *_: inside)
@@ -193,9 +199,10 @@ def test_what_no_gradient_reaches_may_be_a_halo(monkeypatch, back, said):
 
 
 def test_beside_factors_a_line_tells_of_its_ranks_too(monkeypatch):
-    monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=2)])
+    monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=2, place=0)])
     monkeypatch.setattr(computed, "_in_words", lambda *_: "a line")
     monkeypatch.setattr(computed, "_sent_from", lambda *_: ["made there"])
+    monkeypatch.setattr(computed, "kept_in_words", lambda *_: [])
     asked = Diagnosis(cause="c", kind="loss_weights", ranks=(1,), because=("b",))
     told = computed.with_the_line(CASE, asked)
     assert (told.cause, told.ranks, told.because) == ("c", (1, 2), ("a line", "made there", "b"))
