@@ -20,9 +20,20 @@ from torch import Tensor
 
 MODULE = "module "
 LARGE = "a large tensor, number "  # in place of the number of its value
-OF_THE_FIRST = {"to", "type_as", "view_as", "expand_as", "reshape_as"}  # of others dtype or shape
+OF_THE_FIRST = {
+    "to",
+    "type_as",
+    "view_as",
+    "expand_as",
+    "reshape_as",  # of others dtype or shape
+    "getitem",
+    "gather",
+    "index_select",
+    "take_along_dim",
+}  # or where they stand
 OF_THE_OTHERS = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
-                 "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "len"}  # fmt: skip
+                 "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "len",
+                 "embedding"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,6 +245,12 @@ def test_what_is_added_may_be_a_part():
 
     assert first(recorded(plus, X[OWN], X[OWN] / 2), recorded(plus, X, X)) is None
     assert first(recorded(plus, X[OWN], 1e-3), recorded(plus, X, 1e-5)).how.now == 1e-3
+    with_graph = X.clone().requires_grad_()
+    found = first(recorded(plus, with_graph[OWN], 0 * X[OWN]), recorded(plus, with_graph, X))
+    assert (found.at, found.how.factor, found.how.num) == (1, 0, 15)  # a mask, or a bias
+    assert "zero, and there it is not (the first: " in _differs(found, found.how, "")
+    own = (X[OWN] / 2).requires_grad_()
+    assert first(recorded(plus, with_graph[OWN], own), recorded(plus, with_graph, X)) is None
 
 
 def test_what_belongs_elsewhere_is_no_part():

@@ -38,6 +38,8 @@ def test_rows_of_other_rows_parts():
     assert joined(QUESTIONS[1:]) == []
     assert joined(QUESTIONS[:1, [1, 0, 2]]) == [(0, 0, ((0, 1), (0, 0), (0, 2)))]
     assert joined(QUESTIONS[1:], mixed[:1]) == [(1, 0, ((0, 0), (1, 0), (0, 1)))]
+    assert joined(QUESTIONS[:, 1:]) == []  # as a rank holds of a row that is cut
+    assert joined(QUESTIONS[:1, [1, 0]]) == [(0, 0, ((0, 1), (0, 0)))]
 
 
 def test_parts_that_are_padded_are_told_all_the_same():

@@ -50,3 +50,14 @@ def test_infinite_numbers_are_the_same_where_both_are():
     whole[:, 0] = -torch.inf
     assert places(whole[0:3], whole) == expected((slice(0, 3), slice(0, 5)))
     assert places(WHOLE[:2] + 1, TWICE) is None
+
+
+@pytest.mark.parametrize(("order", "rows", "at"), [
+    ([0, 1, 2, 0, 2, 1], [0, 1], 0),  # each of them stands there twice, and so only once
+    ([0, 1, 2, 0, 2, 1], [1, 0], None),
+    ([0, 1, 0, 1], [0, 1], None),  # which of the two it is no one knows
+    ([0, 1, 0, 1], [1, 0], 1),
+])  # fmt: skip
+def test_of_numbers_that_all_stand_there_several_times_the_only_slice_tells(order, rows, at):
+    found = places(WHOLE[rows], WHOLE[order])
+    assert found == (None if at is None else {i: 5 * at + i for i in range(10)})

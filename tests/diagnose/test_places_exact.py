@@ -28,14 +28,14 @@ ALL = list(range(6))
 
 
 def test_one_call_is_told_and_that_there_are_others():
-    assert places([seen([0, 2])]) == "vectors 0, 2 of 6 on rank 0 in call 0 (2 x 3 x 4)"
+    assert places([seen([0, 2])]) == "at least vectors 0, 2 of 6 on rank 0 in call 0 (2 x 3 x 4)"
     told = places([seen([1, 4], rank=1, number=2), seen([5], rank=2)])
     assert told == "for one, positions 1 of 3 on rank 1 in call 2 (2 x 3 x 4)"
 
 
 def test_a_call_of_which_some_is_wrong_tells_more_than_one_of_which_all_is():
     told = places([seen(ALL), seen([5], rank=1, number=3)])
-    assert told == "for one, vectors 5 of 6 on rank 1 in call 3 (2 x 3 x 4)"
+    assert told == "for one, at least vectors 5 of 6 on rank 1 in call 3 (2 x 3 x 4)"
     told = places([seen(ALL), seen(ALL, rank=1)])
     assert told == "for one, all its 6 vectors, some elements or all, on rank 0 in call 0"
 
@@ -44,7 +44,7 @@ def test_of_several_outputs_it_is_said_which():
     one, two = seen(ALL), seen([0, 2])
     two = replace(two, call=replace(two.call, part=1))
     assert places([one, two]) == (
-        "for one, vectors 0, 2 of 6 on rank 0 in call 0, second output (2 x 3 x 4)"
+        "for one, at least vectors 0, 2 of 6 on rank 0 in call 0, second output (2 x 3 x 4)"
     )
 
 

@@ -190,3 +190,15 @@ def test_the_factor_in_words(factor, shown, monkeypatch):
     ]
     tiers["structure"] = "bfloat16"
     assert wrong_outputs.scaled_in_words(case, found) == []
+
+
+def test_what_stands_elsewhere_as_it_is_has_no_factor(monkeypatch):
+    case = SimpleNamespace(
+        record=SimpleNamespace(spec=SimpleNamespace(tiers={"s": "float64"})), tier="s"
+    )
+    found = FirstWrong(wrong="m", seen=(SimpleNamespace(call=SimpleNamespace(module="m")),))
+    monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda _: "traces")
+    monkeypatch.setattr(wrong_outputs, "entered_wrong", lambda *_: ())
+    for factor, lines in ((1 + 1e-12, 0), (1.001, 1)):
+        monkeypatch.setattr(wrong_outputs, "one_factor", lambda *_, factor=factor: factor)
+        assert len(wrong_outputs.scaled_in_words(case, found)) == lines

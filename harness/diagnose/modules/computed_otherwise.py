@@ -209,13 +209,11 @@ class Both:
         of a sum, as it is put together, unless it is what belongs elsewhere.
         """
         x, y = c.takes[i], w.takes[i]
-        if isinstance(x, str) and isinstance(y, str):
-            if x == y:
-                return ()
-            if c.function not in NUMBERS:
-                return None
+        words = isinstance(x, str) and isinstance(y, str)
+        if words and (x == y or c.function not in NUMBERS):
+            return () if x == y else None
         got, wanted = _tensor(x, self.mine), _tensor(y, self.whole)
-        if got is None or wanted is None:
+        if got is None or wanted is None or _are_tensor_and_number(x, y, got, wanted):
             return None
         here, there = (shapes[0], got.shape), (shapes[1], wanted.shape)
         spread = c.function in ELEMENTWISE and _is_spread(*here) and not _is_spread(*there)
@@ -246,13 +244,39 @@ class Both:
         few = how.factor is not None or min(got.numel(), wanted.numel()) == 1
         if c.code != w.code and (few or other):
             return None
+        # Of what all rows share none is another: what is in common stands elsewhere.
         if same and got.numel() < shapes[0].numel():
-            return (
-                None  # of what all rows share none is another: what is in common stands elsewhere
-            )
-        if c.function == "add" and not elsewhere and min(got.numel(), wanted.numel()) > 1:
+            return None
+        several = min(got.numel(), wanted.numel()) > 1
+        if c.function == "add" and self._is_of_a_sum(c, w, i, several=several, elsewhere=elsewhere):
             return None
         return (replace(how, elsewhere=elsewhere),)
+
+    def _is_of_a_sum(
+        self, c: Computation, w: Computation, i: int, *, several: bool, elsewhere: bool
+    ) -> bool:
+        """Whether what is added may be another because the sum is put together otherwise: a part of
+        it, which is summed over ranks, or one of more that are added one after the other."""
+        if not elsewhere:
+            return several and not self._are_no_parts(c, w, i)
+        return any(
+            w.takes[i] in other.gives
+            for other in self.whole.computations
+            if (other.site, other.function) == (w.site, w.function)
+        )
+
+    def _are_no_parts(self, c: Computation, w: Computation, i: int) -> bool:
+        """Whether the same words add to what has a gradient something of which autograd knows
+        nothing, as a mask or a bias by places: what is summed over ranks later has one."""
+        graphs = [
+            {k for k, t in enumerate(takes) if t in known}
+            for takes, known in ((c.takes, self.mine.with_graph), (w.takes, self.whole.with_graph))
+        ]
+        return c.site == w.site and graphs == [{1 - i}] * 2
+
+
+def _are_tensor_and_number(x: int | str, y: int | str, got: Tensor, wanted: Tensor) -> bool:
+    return type(x) is not type(y) and max(got.numel(), wanted.numel()) > 1
 
 
 def _is_spread(a: torch.Size, b: torch.Size) -> bool:

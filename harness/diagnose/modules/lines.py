@@ -21,6 +21,7 @@ from sumgrad.record.computed import LARGE, MODULE, Computation, Computed, places
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
+PRODUCTS = {"matmul", "mm", "bmm"}
 MOST_ALIKE = 8  # values of the single process that one is compared with
 # Formulas that use what was kept for the backward, which may have been changed meanwhile: what only
 # passes a gradient on, as an addition, gives none that is wrong.
@@ -40,7 +41,8 @@ class AtLine:
     where there they have one; kept: they have one, where there they have none. told: whether all
     that it takes is known to be right. parts: what it takes is right only as a sum over ranks.
     there: whether the single process runs it, too. again: something right is made of what it gives.
-    beside: Functions that take the same and get what is right, in the backward.
+    beside: Functions that take the same and get what is right, in the backward. then: of a line
+    that the single process does not run, what it does not run either and is wrong because of it.
     """
 
     rank: int
@@ -55,6 +57,7 @@ class AtLine:
     there: bool = True
     again: bool = False
     beside: tuple[Computation, ...] = ()
+    then: tuple[Computation, ...] = ()
 
 
 class Lines:
@@ -101,6 +104,8 @@ class Lines:
                 continue  # a collective in it hands on what is wrong there
             if c.site not in self._sites and not self._has_a_gradient(rank, c):
                 continue  # as of a norm that is written down
+            if self._is_a_part_of_a_product(rank, c):
+                continue  # as of a rank's own keys: what goes into it is told by what it takes
             yield AtLine(
                 rank=rank,
                 mine=c,
@@ -110,6 +115,7 @@ class Lines:
                 parts="part" in takes,
                 there=c.site in self._sites,
                 again=self._is_right_again(rank, c),
+                then=() if c.site in self._sites else tuple(self._then(rank, c, asked)),
             )
 
     def first_backward(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
@@ -385,6 +391,25 @@ class Lines:
         known = {n for own in self._ranks[rank].gradients for n in own}
         return any(n in known for n in (*c.gives, *self._after(rank, c.gives)))
 
+    def _is_a_part_of_a_product(self, rank: int, c: Computation) -> bool:
+        """Whether it sums over fewer numbers than that line does in the single process, each time
+        that it runs there."""
+        own = _summed_over(c, self._ranks[rank])
+        there = {_summed_over(w, self._single) for w in self._single.computations
+                 if (w.site, w.function) == (c.site, c.function)}  # fmt: skip
+        return own is not None and bool(there) and all(n is not None and n > own for n in there)
+
+    def _then(
+        self, rank: int, c: Computation, asked: Callable[[Computation], bool]
+    ) -> Iterator[Computation]:
+        mine, ways = self._ranks[rank], self._ways[rank]
+        reached = {*c.gives, *self._after(rank, c.gives)}
+        for place in sorted({p for n in reached for p in ways.takes.get(n, ())}):
+            then = mine.computations[place]
+            wrong = "wrong" in (self.forward(rank, n) for n in then.gives)
+            if wrong and then.site not in self._sites and then.line and asked(then):
+                yield then
+
     def _after(self, rank: int, numbers: Sequence[int]) -> Iterator[int]:
         mine, ways = self._ranks[rank], self._ways[rank]
         return followed(numbers, ways.takes, lambda place: mine.computations[place].gives)
@@ -392,6 +417,14 @@ class Lines:
     def _before(self, rank: int, numbers: Sequence[int]) -> Iterator[int]:
         mine, ways = self._ranks[rank], self._ways[rank]
         return followed(numbers, ways.gives, lambda place: mine.computations[place].uses)
+
+
+def _summed_over(c: Computation, computed: Computed) -> int | None:
+    """Over how many numbers a product of matrices sums; None of anything else."""
+    if c.function not in PRODUCTS or len(c.uses) != 2:
+        return None
+    first, second = (computed.values[n].shape for n in c.uses)
+    return first[-1] if len(first) > 1 and len(second) > 1 else None
 
 
 def _gradient(computed: Computed, number: int) -> Tensor | None:

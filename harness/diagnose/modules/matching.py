@@ -166,8 +166,11 @@ def _one_factor(mine: Tensor, candidates: Tensor, bound: float) -> tuple[float, 
     none = not bool(mine.any()) and not bool(squares[fits].all())
     if not bool(telling.any()) or none:
         return float("nan"), int(fits.nonzero()[0])
-    nearest = torch.where(telling, (factor - 1).abs(), float("inf")).argmin()
-    return float(factor[nearest]), int(nearest)
+    nearest = int(torch.where(telling, (factor - 1).abs(), float("inf")).argmin())
+    found = float(factor[nearest])
+    others = bool(((factor[telling] - found).abs() > SAME_FACTOR * abs(found)).any())
+    # Of several with other factors it is the one that is right, or no one knows which.
+    return float("nan") if others and abs(found - 1) > SAME_FACTOR else found, nearest
 
 
 def _are_apart(parts: Tensor) -> bool:

@@ -16,6 +16,7 @@ FEWEST = 3  # different numbers: fewer are found by chance
 FEWEST_LONG = 2  # of those that have more digits than what people write
 ROUND = 5040 * 1024  # what people write times this is whole
 SAMPLES = 8
+MOST_SLICES = 32  # that a value may be, of which each is looked at
 MOST_COMPARED = 1 << 24  # elements of one rank, seconds of work; what comes later is not told
 LOOKED_AT = 64  # elements of a tensor, for as many samples
 MOST_ASKED = 8191  # elements of a tensor that are looked for, wherever they are
@@ -65,7 +66,8 @@ class Numbers:
         flat = value.reshape(-1)
         told = (end - at == 1).nonzero().reshape(-1)
         if not are_enough(flat[told].unique()):
-            return None
+            every = _as_the_only_slice(value, self._values[number], found)
+            return None if every is None else (torch.arange(len(flat)), every)
         there = order[at[told]]
         if len(told) < len(flat):
             every = _as_a_slice(value, self._values[number], told, there)
@@ -121,6 +123,23 @@ def _as_a_slice(value: Tensor, whole: Tensor, told: Tensor, there: Tensor) -> Te
     if not bool(same.all()):
         return None
     return torch.arange(whole.numel()).reshape(whole.shape)[cut].reshape(-1)
+
+
+def _as_the_only_slice(
+    value: Tensor, whole: Tensor, found: tuple[Tensor, Tensor, Tensor]
+) -> Tensor | None:
+    """(n,) which elements of the whole one a value's are, where none of its numbers is there once,
+    as of words that come again, and it is one slice of it all the same; else None."""
+    at, end, order = found
+    times = end - at
+    rarest = times.argmin()
+    if not are_enough(value.unique()) or int(times[rarest]) > MOST_SLICES:
+        return None
+    first = rarest.reshape(1)
+    slices = (_as_a_slice(value, whole, first, place.reshape(1))
+              for place in order[at[rarest] : end[rarest]])  # fmt: skip
+    told = [every for every in slices if every is not None]
+    return told[0] if len(told) == 1 else None
 
 
 def telling(flat: Tensor) -> Tensor:

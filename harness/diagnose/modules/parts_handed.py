@@ -29,7 +29,8 @@ class Joined:
 
 def joined_parts(mine: Trace, single: Trace, module: str) -> Iterator[Joined]:
     """Of whole numbers (rows, parts, n), each part told by its values: rows whose parts are all
-    there, and in no row of the single process together in these places."""
+    there, and in no row of the single process together in this order: a stretch of a row's is what
+    a rank may hold of it."""
     for of, (call, name), data, made in zip(
         mine.entered, mine.entered_as, mine.data, mine.entered_at, strict=False
     ):
@@ -39,7 +40,8 @@ def joined_parts(mine: Trace, single: Trace, module: str) -> Iterator[Joined]:
             if not all(len(places) == 1 for places in found):
                 continue
             at = tuple(places[0] for places in found)
-            if len({r for r, _ in at}) > 1 or [p for _, p in at] != list(range(len(at))):
+            row_there, first = at[0]
+            if at != tuple((row_there, first + i) for i in range(len(at))):
                 yield Joined(call=call, row=row, name=name, of=at, made=made)
 
 

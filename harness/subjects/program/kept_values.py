@@ -99,7 +99,9 @@ def _held(value: Tensor) -> Tensor | None:
         if any(p.is_partial() for p in getattr(value, "placements", ())):
             return None
         local = to_local(value).detach()
-        if local.is_complex() or local.is_sparse or local.numel() > MOST_ELEMENTS:
+        if local.is_complex():
+            local = torch.view_as_real(local.resolve_conj())
+        if local.is_sparse or local.numel() > MOST_ELEMENTS:
             return None
         return local.to(device="cpu", copy=True).contiguous()
     except (RuntimeError, NotImplementedError, AttributeError):

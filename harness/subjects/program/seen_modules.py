@@ -43,7 +43,8 @@ def source_of(module: nn.Module) -> str:
     torch's own."""
     cls = type(module)
     own = inspect.unwrap(module.__dict__.get("forward", cls.forward))
-    forward = own if hasattr(own, "__code__") else inspect.unwrap(cls.forward)
+    called = own if hasattr(own, "__code__") else vars(type(own)).get("__call__")
+    forward = called if hasattr(called, "__code__") else inspect.unwrap(cls.forward)
     code = getattr(forward, "__code__", None)
     if code is None or (forward.__module__ or "").startswith("torch."):  # inherited, perhaps
         return cls.__name__

@@ -52,8 +52,10 @@ def places(seen: Sequence[Seen]) -> str:
     if len(s.wrong) >= total:
         return f"{one}all its {total} vectors, some elements or all, {where}"
     where += f" ({' x '.join(map(str, s.shape))})"
-    if s.forward == "wrong" and s.told_by is None and s.call.operation_back is not None:
-        one += "of those that a gradient reaches "  # of others nothing is told
+    if s.forward == "wrong" and s.told_by is None:
+        # Of others nothing is told; and what is found elsewhere may be wrong where it stands.
+        reached = "of those that a gradient reaches " if s.call.operation_back is not None else ""
+        one += f"{reached}at least "
     if len(s.shape) >= 3:
         last = s.shape[-2]
         positions = sorted({int(i) % last for i in s.wrong})

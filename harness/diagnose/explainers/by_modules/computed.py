@@ -263,6 +263,7 @@ def _differs(one: Otherwise, how: Difference, when: str) -> str:
     tells = how.of > 1 or (how.factor is not None and as_fraction(how.factor, 1e-9) is not None)
     if how.factor is not None and tells and not how.elsewhere:
         text = f"{fraction_of(how.factor)} times what it is there"
+        text = text if how.factor else f"zero, and there it is not (the first: {how.was:.6g})"
         shown = numbers if isinstance(one.mine.takes[one.at], str) else ""
         return f"{text}{_in_brackets(when, shown)}"
     if how.several:

@@ -19,6 +19,8 @@ from sumgrad.diagnose.modules.seen import TOLERANCES
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.computed import Computation
 
+MOST_THEN = 8  # lines that follow, which are shown
+
 
 def first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
     """Of the wrong ranks the first line, where it is the same one; empty where none is known. Not
@@ -198,6 +200,19 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
         else:
             yield (f"this line, which the single process does not run, gives what was not seen "
                    f"there{of}: {line}, {on}{beside}")  # fmt: skip
+            yield from _then(one)
+
+
+def _then(one: AtLine) -> list[str]:
+    """Lines behind it that are wrong, too, and nothing tells whether not of themselves."""
+    known = {one.mine.line}
+    lines = {c.line: c.code for c in one.then if c.line not in known}
+    if not lines:
+        return []
+    shown = [line_and_code(line, code) for line, code in lines.items()]
+    more = f" and {len(shown) - MOST_THEN} more" if len(shown) > MOST_THEN else ""
+    return [f"what it should give is not known, so it may be right and one of those that follow it "
+            f"on ranks alone wrong: {', '.join(shown[:MOST_THEN])}{more}"]  # fmt: skip
 
 
 def expression(mine: Computation) -> str:

@@ -247,7 +247,7 @@ def _odd_in_words(shares: Sequence[Share], usual: float | None) -> dict[int, str
             continue
         if usual is None:
             factors = [s.vectors[at] for at in odd]
-            words = f"factors from {min(factors):.6g} to {max(factors):.6g}"
+            words = f"factors such as {min(factors):.6g} and {max(factors):.6g}"
         else:
             words = f"at {places_of(s, odd)}"
         if s.rank not in out:

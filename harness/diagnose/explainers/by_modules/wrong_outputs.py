@@ -28,7 +28,7 @@ from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.matching import match, vectors
 from sumgrad.diagnose.modules.picked import picked_otherwise
-from sumgrad.diagnose.modules.scaled import one_factor
+from sumgrad.diagnose.modules.scaled import SAME, one_factor
 from sumgrad.diagnose.modules.seen import TOLERANCES, Seen
 from sumgrad.diagnose.modules.sequences import joined_rows
 from sumgrad.diagnose.modules.whole import Whole, by_module
@@ -161,7 +161,7 @@ def scaled_in_words(case: Case, found: FirstWrong) -> list[str]:
     if traces is None or dtype != "float64":
         return []
     factor = one_factor(traces, seen, TOLERANCES[dtype])
-    if factor is None:
+    if factor is None or abs(factor - 1) <= SAME:
         return []
     what = "what goes in" if seen[0].call.module.startswith(INTO) else "its output"
     return [f"each such vector of {what} is {factor_in_words(factor)} times one that is there in "
