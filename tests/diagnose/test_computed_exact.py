@@ -578,3 +578,31 @@ def test_what_only_hands_a_tensor_on_is_no_way_without_end():
     found = first(mine, recorded(handed_on, both, X))
     traces = SimpleNamespace(ranks={0: SimpleNamespace(computed=mine)})
     assert _sent_from(SimpleNamespace(traces=traces), found) == []
+
+
+def added_up(first, *others):
+    for other in others:
+        first = first + other
+    return first
+
+
+def test_of_a_sum_one_by_one_a_rank_may_have_some():
+    """Each summand stands beside the sum of those before it, and not beside one of them."""
+    terms = [torch.randn(6, 5, generator=G).double() for _ in range(4)]
+    there = recorded(added_up, *terms)
+    assert first(recorded(added_up, terms[2][OWN], terms[3][OWN]), there) is None
+    found = first(recorded(added_up, terms[0][OWN], terms[1][:3]), there)
+    assert found.how.elsewhere  # it is of other rows
+
+
+def test_a_tensor_is_not_held_against_a_number():
+    def plus(x, y):
+        return x + y
+
+    def both(x, y):
+        plus(x, 0)
+        return plus(x, y)
+
+    mine = recorded(plus, X[OWN], X[OWN].sin() * (X[OWN] > 0))
+    assert first(mine, recorded(plus, X, 0)) is None
+    assert first(mine, recorded(both, X, X.sin())) is None

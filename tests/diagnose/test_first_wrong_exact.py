@@ -160,6 +160,11 @@ def other_forward(self, x):
     return x
 
 
+class Called:
+    def __call__(self, x):
+        return x
+
+
 def test_a_forward_of_its_own_is_where_a_module_is_from():
     class Mine(nn.Module):
         def forward(self, x):
@@ -172,6 +177,8 @@ def test_a_forward_of_its_own_is_where_a_module_is_from():
     here = other_forward.__code__.co_firstlineno
     assert source_of(one) == f"Mine at {__file__}:{here}"
     assert at != str(here)
+    one.forward = Called()
+    assert source_of(one) == f"Mine at {__file__}:{Called.__call__.__code__.co_firstlineno}"
     one.forward = len  # of which no line is known
     assert source_of(one).endswith(f":{at}")
 

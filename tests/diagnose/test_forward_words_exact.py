@@ -142,8 +142,8 @@ def test_beside_a_line_an_open_end_says_no_more(monkeypatch):
     monkeypatch.setattr(computed, "_in_words", lambda *_: "a line")
     monkeypatch.setattr(computed, "_sent_from", lambda *_: ["made there"])
     monkeypatch.setattr(computed, "kept_in_words", lambda _, rank, place: [f"kept {rank} {place}"])
-    for kind, because in (("open", ("made there", "kept 0 3", "w is wrong")),
-                          ("forward", ("made there", "kept 0 3", "w is wrong", "no factor"))):  # fmt: skip
+    first = "made there", "kept 0 3", "w is wrong"
+    for kind, because in (("open", first), ("forward", (*first, "no factor"))):
         asked = Diagnosis(cause="open: w is wrong", kind=kind, because=("no factor",))
         assert computed.with_the_line(CASE, asked).because == because
 

@@ -465,8 +465,45 @@ def test_what_autograd_does_not_know_is_no_line_into_the_loss():
 
 
 @pytest.mark.parametrize(("function", "uses"), [
-    ("to", [3]), ("full_like", [5]), ("new_tensor", [5]), ("mul", [3, 5]),
+    ("to", [3]), ("full_like", [5]), ("new_tensor", [5]), ("mul", [3, 5]), ("getitem", [3]),
+    ("gather", [3]), ("embedding", [5]),
 ])  # fmt: skip
 def test_of_which_arguments_the_numbers_are_used(function, uses):
     one = replace(at_line(1, 0).mine, function=function, takes=(3, "dim=1", 5))
     assert one.uses == uses
+
+
+def scores_of(q, k, v, shift):
+    return ((q @ k.T).exp() @ v) * (1.0 + shift * v.new_ones(1))
+
+
+@pytest.mark.parametrize(("keys", "told"), [(OWN, []), (slice(None), ["(q @ k.T).exp() @ v"])])
+def test_a_product_over_a_part_of_the_keys_is_what_a_rank_has(keys, told):
+    there = recorded(scores_of, X, X.cos(), X.sin(), 0.0)
+    v = X.sin() if told == [] else X.sin().flip(0)  # beside what it does not belong to
+    mine = recorded(scores_of, X[OWN], X.cos()[keys], v[keys], 0.0)
+    assert [part for part, _ in parts(lines([mine], there).first_forward(0, everything))] == told
+
+
+def in_one_product(x, a, b, alone):
+    if not alone:
+        return x @ a.T + x @ b.T
+    a = a * 1.5
+    both = a + b
+    y = x @ both.t()
+    return y.sin()
+
+
+def test_of_lines_that_ranks_alone_run_those_that_follow_are_named_too():
+    a, b = X[:, :5] * 2, X.cos()
+    mine, there = recorded(in_one_product, X, a, b, True), recorded(in_one_product, X, a, b, False)
+    told = next(lines([mine], there).first_forward(0, everything))
+    assert told.mine.code == "a = a * 1.5"
+    assert [c.code for c in told.then] == ["both = a + b", "y = x @ both.t()", "return y.sin()"]
+    first, then = list(in_words([told]))
+    assert first.startswith("this line, which the single process does not run, ")
+    assert then.startswith("what it should give is not known, so it may be right and one of those ")
+    assert "`both = a + b`" in then
+    assert "`return y.sin()`" in then
+    assert "1.5" not in then
+    assert len(list(in_words([replace(told, there=True)]))) == 1

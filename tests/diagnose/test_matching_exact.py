@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sumgrad.diagnose.modules.matching import compare_gradient, match
@@ -43,3 +45,24 @@ def test_a_gradient_of_rounding_has_no_factor(rounding, got, right):
     mine[2] = torch.tensor([1.0, -2.0, 0.5]) * got
     found = compare_gradient(mine, wanted, where, 1e-9)
     assert found.right.tolist() == [True, True, right, True, True, True]
+
+
+@pytest.mark.parametrize(("got", "factor"), [
+    (6.0, None),  # three times the one, or twice the other
+    (3.0, 1.0),  # it is the other, so it is right
+])  # fmt: skip
+def test_of_two_that_it_may_be_no_factor_is_guessed(got, factor):
+    twice = torch.cat([WANTED, WANTED[:1]])  # two tokens of which the module gives the same
+    wanted = torch.tensor([[2.0], [5.0], [7.0], [9.0], [11.0], [13.0], [3.0]]).double()
+    where = match(WANTED[:1], twice, 1e-9)
+    where = replace(where, columns=(0, 1))
+    (found,) = compare_gradient(torch.tensor([[got]]).double(), wanted, where, 1e-9).factors
+    assert found.isnan() if factor is None else found == factor
+
+
+def test_two_that_have_one_gradient_have_one_factor():
+    twice = torch.cat([WANTED, WANTED[:1]])
+    wanted = torch.tensor([[2.0], [5.0], [7.0], [9.0], [11.0], [13.0], [2.0]]).double()
+    where = replace(match(WANTED[:1], twice, 1e-9), columns=(0, 1))
+    (found,) = compare_gradient(torch.tensor([[6.0]]).double(), wanted, where, 1e-9).factors
+    assert found == 3.0

@@ -30,7 +30,7 @@ ALL = list(range(6))
 def test_one_call_is_told_and_that_there_are_others():
     assert places([seen([0, 2])]) == "at least vectors 0, 2 of 6 on rank 0 in call 0 (2 x 3 x 4)"
     told = places([seen([1, 4], rank=1, number=2), seen([5], rank=2)])
-    assert told == "for one, positions 1 of 3 on rank 1 in call 2 (2 x 3 x 4)"
+    assert told == "for one, at least positions 1 of 3 on rank 1 in call 2 (2 x 3 x 4)"
 
 
 def test_a_call_of_which_some_is_wrong_tells_more_than_one_of_which_all_is():
