@@ -189,16 +189,25 @@ def test_a_choice_of_the_accused_comes_first(monkeypatch, values, owner, first):
     assert said == ((text, "b") if first else ("b", text))
 
 
-@pytest.mark.parametrize(("into", "first"), [("wrong", True), ("right", False)])
-def test_a_choice_of_the_module_around_comes_first_where_what_goes_in_is_wrong(
-    monkeypatch, into, first
+@pytest.mark.parametrize("around", ["m", ""])
+@pytest.mark.parametrize(("into", "back", "modules", "first"), [
+    ("wrong", False, (), True),
+    ("right", False, (), False),
+    ("right", True, (), True),  # between it and the loss
+    ("right", True, ("other",), False),
+])  # fmt: skip
+def test_a_choice_of_the_module_around_comes_first_where_it_is_wrong_in_its_forward(
+    monkeypatch, around, into, back, modules, first
 ):
-    own = {"m": {"act": ("'gelu'",)}, "m.inner": {}}, {"m": {"act": ("'relu'",)}, "m.inner": {}}
+    inner = f"{around}.inner".lstrip(".")
+    own = {around: {"act": ("'gelu'",)}, inner: {}}, {around: {"act": ("'relu'",)}, inner: {}}
     here, there = (SimpleNamespace(settings=held, turned={}) for held in own)
     traces = SimpleNamespace(single=there, ranks={0: here})
-    found = FirstWrong(wrong="m.inner", seen=())
+    found = FirstWrong(wrong=inner, seen=(), beside=modules)
+    assert found.modules == modules
     monkeypatch.setattr(settings, "looked", lambda case: "look")
-    monkeypatch.setattr(settings, "first_wrong_forward", lambda look: found)
+    monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None if back else found)
+    monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: found)
     monkeypatch.setattr(settings, "what_goes_into", lambda case, found: into)
     monkeypatch.setattr(settings, "_turned", lambda case, found: [])
     monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})

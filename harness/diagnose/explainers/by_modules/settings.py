@@ -41,10 +41,13 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     traces, look = case.traces, looked(case)
     if traces is None or look is None:
         return diagnosis
-    first = first_wrong_forward(look) or first_wrong_backward(look, owners(case))
+    forward = first_wrong_forward(look)
+    first = forward or first_wrong_backward(look, owners(case))
     accused = [first.wrong] if first is not None else owners(case)
-    if first is not None and what_goes_into(case, first) == "wrong":
-        accused += [module for module in (first.wrong.rpartition(".")[0],) if module]
+    within = None  # the module in whose forward it lies
+    if first is not None and first.wrong and _is_around_it(case, first, back=forward is None):
+        within = first.wrong.rpartition(".")[0]
+    accused += [within] if within and forward is not None else []
     around = [m for m in traces.single.settings if any(is_in(a, m) for a in accused)]
     around.sort(key=lambda m: -m.count(".") - bool(m))
     near: dict[str, int] = {}
@@ -56,12 +59,18 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         one
         for one in found
         if (one.is_switched and one.ranks == diagnosis.ranks)
-        or (one.is_a_choice and not {*one.modules}.isdisjoint(accused))
+        or (one.is_a_choice and not {*one.modules}.isdisjoint([*accused, within]))
     ]
     others = sorted((o for o in found if o not in first_ones), key=lambda o: not o.is_a_choice)
     front, behind = (tuple(map(_in_words, some[:MOST_SHOWN])) for some in (first_ones, others))
     turned = [] if first is None else _turned(case, first)
     return replace(diagnosis, because=(*turned, *front, *diagnosis.because, *behind))
+
+
+def _is_around_it(case: Case, first: FirstWrong, *, back: bool) -> bool:
+    """Whether what is wrong first lies in the forward around a module: before it, or between it and
+    the loss."""
+    return not first.modules if back else what_goes_into(case, first) == "wrong"
 
 
 @as_a_hint
