@@ -98,19 +98,21 @@ def test_columns_that_are_lost_are_wrong_too():
     assert how_off(got, wanted) is None
 
 
+def states(beside):
+    return SimpleNamespace(states=SimpleNamespace(beside=beside))
+
+
 def test_of_a_line_wrong_columns_are_not_told():
     """They are those of one call, and others in the next."""
     got, wanted = torch.ones(4, 3).double(), torch.ones(4, 3).double()
     got[0, 1] = 5.0
     assert how_off(got, wanted).wrong == (1,)
     one = SimpleNamespace(rank=0, at=(0,), mine=SimpleNamespace(takes=(7,)))
-    lines = SimpleNamespace(beside=lambda rank, number: (got, wanted))
+    lines = states(lambda rank, number: (got, wanted))
     assert off_at_a_line(lines, [one]) == []
-    turned = SimpleNamespace(
-        beside=lambda rank, number: (wanted * torch.tensor([1.0, 2, 3]), wanted)
-    )
+    turned = states(lambda rank, number: (wanted * torch.tensor([1.0, 2, 3]), wanted))
     assert off_at_a_line(turned, [one]) != []
-    lost = SimpleNamespace(beside=lambda rank, number: (with_zeros((1, 1)), W))
+    lost = states(lambda rank, number: (with_zeros((1, 1)), W))
     (said,) = off_at_a_line(lost, [one])
     assert "1 of 24 numbers that were compared are zero" in said
 

@@ -1,8 +1,6 @@
 """The line where what is right becomes what the single process has nowhere, or its gradient does.
 
-What a rank's lines take and give is looked for among all that the single process has, by value: any
-slice of it, in any order, is right. A gradient is compared where its value was found, as that of a
-module is.
+What a rank's lines take and give is looked for among all that the single process has, by value.
 """
 
 from __future__ import annotations
@@ -13,16 +11,13 @@ from dataclasses import dataclass
 import torch
 from sumgrad.diagnose.modules.followed import followed, ways_of
 from sumgrad.diagnose.modules.loss_weights import same
-from sumgrad.diagnose.modules.matching import Match, add_up, compare_gradient, match, vectors
-from sumgrad.diagnose.modules.numbers import Numbers
 from sumgrad.diagnose.modules.parts import Groups
-from sumgrad.diagnose.modules.seen import State, constant, one_factor
-from sumgrad.record.computed import LARGE, MODULE, Computation, Computed, places_of, same_value
+from sumgrad.diagnose.modules.seen import State
+from sumgrad.diagnose.modules.value_states import ValueStates, gradient_of
+from sumgrad.record.computed import LARGE, MODULE, Computation, Computed, same_value
 from sumgrad.record.trace import Traces
-from torch import Tensor
 
 PRODUCTS = {"matmul", "mm", "bmm"}
-MOST_ALIKE = 8  # values of the single process that one is compared with
 # Formulas that use what was kept for the backward, which may have been changed meanwhile: what only
 # passes a gradient on, as an addition, gives none that is wrong.
 ONE_BY_ONE = {
@@ -61,27 +56,14 @@ class AtLine:
 
 
 class Lines:
-    """What the lines of every rank computed, beside the single process's.
-
-    groups: names of axes with their groups of ranks, over which parts may add up.
-    """
+    """What every rank's lines computed, beside the single process's. groups: as in ValueStates."""
 
     def __init__(self, traces: Traces, groups: Groups, tolerance: float) -> None:
+        self.states = ValueStates(traces, groups, tolerance)
         self._ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
         self._single = traces.single.computed
-        self._there = Numbers([*self._single.values, *traces.single.params.values()])
-        self._sets = [ranks for _, sets in groups for ranks in sets]
         self._sites = {c.site for c in self._single.computations}
-        self._tolerance = tolerance
-        self._forward: dict[tuple[int, int], State] = {}
-        self._backward: dict[tuple[int, int], State] = {}
-        self._factors: dict[tuple[int, int], float | None] = {}  # of gradients that are right
         self._ways = {rank: ways_of(computed) for rank, computed in self._ranks.items()}
-        self._places = {rank: places_of(computed) for rank, computed in self._ranks.items()}
-        self._at_place = {
-            rank: {place: number for number, place in found.items()}
-            for rank, found in self._places.items()
-        }
 
     def first_forward(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
         """Of the computations that are asked for, those that give something else than the single
@@ -90,8 +72,10 @@ class Lines:
         for place, c in enumerate(self._ranks[rank].computations):
             if not asked(c) or c.function.startswith(MODULE) or "empty" in c.function:
                 continue
-            takes = [self.forward(rank, t) if isinstance(t, int) else "untold" for t in c.takes]
-            if "wrong" not in (self.forward(rank, n) for n in c.gives):
+            takes = [
+                self.states.forward(rank, t) if isinstance(t, int) else "untold" for t in c.takes
+            ]
+            if "wrong" not in (self.states.forward(rank, n) for n in c.gives):
                 continue
             at = tuple(i for i, state in enumerate(takes) if state == "wrong")
             known = {c.takes[i] for i in at} & self._ways[rank].gives.keys()
@@ -138,7 +122,7 @@ class Lines:
                 if isinstance(n, int)
                 and n in mine.with_graph
                 and (c.written or (c.function in ONE_BY_ONE and {mine.values[n].shape} == shapes))
-                and self.backward(rank, n) == "wrong"
+                and self.states.backward(rank, n) == "wrong"
                 and self._is_first(rank, n)
             )
             if at:
@@ -161,15 +145,17 @@ class Lines:
         for place, c in reversed(list(enumerate(mine.computations))):
             if not asked(c) or c.function.startswith(MODULE) or c.function_of or not c.gives:
                 continue
-            if any(self.forward(rank, n) == "right" or n not in mine.with_graph for n in c.gives):
+            if any(
+                self.states.forward(rank, n) == "right" or n not in mine.with_graph for n in c.gives
+            ):
                 continue
             at = tuple(
                 i
                 for i, n in enumerate(c.takes)
                 if isinstance(n, int)
                 and n in mine.with_graph
-                and self.forward(rank, n) == "right"
-                and self.backward(rank, n) == "wrong"
+                and self.states.forward(rank, n) == "right"
+                and self.states.backward(rank, n) == "wrong"
             )
             if at:
                 yield AtLine(rank=rank, mine=c, place=place, at=at, back=True)
@@ -199,10 +185,10 @@ class Lines:
 
     def _is_kept(self, rank: int, number: int) -> bool:
         mine = self._ranks[rank]
-        got = _gradient(mine, number) if number in mine.with_graph else None
+        got = gradient_of(mine, number) if number in mine.with_graph else None
         if got is None or not bool(got.any()):
             return False
-        held = self._there.holding(mine.values[number])
+        held = self.states.there.holding(mine.values[number])
         return bool(held) and not any(
             n >= len(self._single.values) or n in self._single.with_graph for n in held
         )
@@ -212,7 +198,7 @@ class Lines:
         if not isinstance(taken, int):
             return not taken.startswith(LARGE)
         value = self._ranks[rank].values[taken]
-        return not value.is_floating_point() or self.forward(rank, taken) == "right"
+        return not value.is_floating_point() or self.states.forward(rank, taken) == "right"
 
     def _moves(self, rank: int, c: Computation) -> bool:
         """Whether all that it gives is among what it takes, as of a view or an index."""
@@ -223,14 +209,12 @@ class Lines:
 
     def _takes_wrong_elsewhere(self, c: Computation, rank: int) -> bool:
         """Whether the same call of another rank takes what is wrong already."""
-        place = self._places[rank].get(c.gives[0]) if c.gives else None
-        for other, found in self._at_place.items() if place is not None else ():
-            number = found.get(place)  # type: ignore[arg-type]
-            if other == rank or number is None:
-                continue
+        for other, number in self.states.same_call(rank, c.gives[0]) if c.gives else ():
             for at in self._ways[other].gives.get(number, ()):
                 takes = self._ranks[other].computations[at].takes
-                if any(isinstance(t, int) and self.forward(other, t) == "wrong" for t in takes):
+                if any(
+                    isinstance(t, int) and self.states.forward(other, t) == "wrong" for t in takes
+                ):
                     return True
         return False
 
@@ -238,8 +222,8 @@ class Lines:
         """Whether something right is made of what it gives, and not only beside what is wrong."""
         mine, ways = self._ranks[rank], self._ways[rank]
         for n in self._after(rank, c.gives):
-            if self.forward(rank, n) == "right" and all(
-                self.forward(rank, beside) != "wrong"
+            if self.states.forward(rank, n) == "right" and all(
+                self.states.forward(rank, beside) != "wrong"
                 for place in ways.gives.get(n, ())
                 for beside in mine.computations[place].gives
             ):
@@ -249,112 +233,8 @@ class Lines:
     def _reached(self, rank: int, c: Computation, number: int) -> State:
         """What reaches a result of it; where that is one number, only a factor may be wrong."""
         if c.written and self._ranks[rank].values[number].numel() == 1:
-            return "right" if _gradient(self._ranks[rank], number) is not None else "untold"
-        return self.backward(rank, number)
-
-    def forward(self, rank: int, number: int) -> State:
-        key = rank, number
-        if key not in self._forward:
-            self._forward[key] = self._state(rank, number)
-        return self._forward[key]
-
-    def backward(self, rank: int, number: int) -> State:
-        key = rank, number
-        if key not in self._backward:
-            self._backward[key] = self._state_back(rank, number)
-        return self._backward[key]
-
-    def _state(self, rank: int, number: int) -> State:
-        unknown = self._there.unknown(self._ranks[rank].values[number])
-        if unknown is None:
-            return "untold"
-        if not unknown:
-            return "right"
-        for held in self._together(rank, number):
-            values = torch.stack([self._ranks[r].values[n] for r, n in held])
-            if bool((values == values[0]).all()):
-                continue  # copies, whose sum may be anything
-            total = values.sum(0)
-            if 0 in (self._there.unknown(total), self._there.unknown(total / len(held))):
-                return "part"
-        return "wrong"
-
-    def _state_back(self, rank: int, number: int) -> State:
-        value, got = self._ranks[rank].values[number], _gradient(self._ranks[rank], number)
-        told: list[State] = []
-        for other in self._alike(value):
-            whole, wanted = self._single.values[other], _gradient(self._single, other)
-            where = match(vectors(value), vectors(whole), self._tolerance)
-            if wanted is None or where is None or not bool(where.here.all()):
-                continue
-            if not bool(vectors(wanted)[where.found.any(0)].any()):
-                continue
-            if got is None:
-                told.append("wrong")
-                continue
-            if got.shape != value.shape:
-                continue
-            by_term = self._by_term(other, wanted)
-            found = compare_gradient(vectors(got), vectors(wanted), where, self._tolerance, by_term)
-            if bool(found.right.all()):
-                if one_factor(found):
-                    self._factors[rank, number] = constant(found.factors)
-                    return "right"
-                told.append("untold")  # weights of rows or places, which what follows may mix
-                continue
-            if self._is_part(rank, number, vectors(wanted), where):
-                return "part"
-            told.append("wrong")
-        return "wrong" if told and {*told} == {"wrong"} else "untold"
-
-    def beside(self, rank: int, number: int) -> tuple[Tensor, Tensor] | None:
-        """(n, C) both: what reaches a value, and what reaches it in the single process, of the
-        vectors that are there once; None where that is not known."""
-        value, got = self._ranks[rank].values[number], _gradient(self._ranks[rank], number)
-        for other in self._alike(value) if got is not None and got.shape == value.shape else ():
-            wanted = _gradient(self._single, other)
-            where = match(vectors(value), vectors(self._single.values[other]), self._tolerance)
-            if wanted is None or where is None or got is None:
-                continue
-            alone = where.found.sum(1) == 1
-            start, end = where.columns
-            its = vectors(wanted)[where.found[alone].long().argmax(1), start:end]
-            return vectors(got)[where.picked[alone]], its
-        return None
-
-    def _by_term(self, number: int, wanted: Tensor) -> Tensor | None:
-        """(T, N, C) the single process's gradient of each term, where the loss has several."""
-        own = [g.get(number) for g in self._single.gradients]
-        held = [torch.zeros_like(wanted) if g is None else g for g in own]
-        return torch.stack([vectors(g) for g in held]) if len(held) > 1 else None
-
-    def _is_part(self, rank: int, number: int, wanted: Tensor, where: Match) -> bool:
-        """Whether the gradients of all ranks of a group add up to what is wanted."""
-        for ranks in self._together(rank, number):
-            parts = [_gradient(self._ranks[r], n) for r, n in ranks]
-            known = [vectors(p) for p in parts if p is not None]
-            if len(known) == len(parts) and add_up(known, wanted, where, self._tolerance):
-                return True
-        return False
-
-    def _alike(self, value: Tensor) -> list[int]:
-        """Values of the single process that have all its numbers, of its last dimension first."""
-        held = sorted(n for n in self._there.holding(value) if n < len(self._single.values))
-        last = value.shape[-1:]
-        return sorted(held, key=lambda n: self._single.values[n].shape[-1:] != last)[:MOST_ALIKE]
-
-    def _together(self, rank: int, number: int) -> Iterator[list[tuple[int, int]]]:
-        """The same value of all ranks of a group that this one is in: rank and number of each."""
-        place, shape = self._places[rank].get(number), self._ranks[rank].values[number].shape
-        for ranks in self._sets if place is not None else ():
-            if rank not in ranks or len(ranks) < 2:
-                continue
-            held = [(r, self._at_place.get(r, {}).get(place)) for r in ranks]  # type: ignore[arg-type]
-            known = [(r, n) for r, n in held if n is not None]
-            if len(known) == len(ranks) and all(
-                self._ranks[r].values[n].shape == shape for r, n in known
-            ):
-                yield known
+            return "right" if gradient_of(self._ranks[rank], number) is not None else "untold"
+        return self.states.backward(rank, number)
 
     def _is_first(self, rank: int, number: int) -> bool:
         """Whether all else that a value goes into gets what is right, and nothing right is met
@@ -366,24 +246,24 @@ class Lines:
             for n in c.gives if not c.function_of else ():
                 if n not in mine.with_graph:
                     continue
-                if self.backward(rank, n) in ("wrong", "part"):
+                if self.states.backward(rank, n) in ("wrong", "part"):
                     return False
-                factors.append(self._factors.get((rank, n)))
+                factors.append(self.states.factor(rank, n))
         told = [f for f in factors if f is not None]
         if told and not same(told):
             return False  # right each by itself, and no sum of them
         before = (n for n in self._before(rank, [number]) if n in mine.with_graph)
-        return not any(self.backward(rank, n) == "right" for n in before)
+        return not any(self.states.backward(rank, n) == "right" for n in before)
 
     def _is_cut(self, rank: int, number: int) -> bool:
         mine, value = self._ranks[rank], self._ranks[rank].values[number]
         if number in mine.with_graph or not value.is_floating_point():
             return False
-        held = self._alike(value)
+        held = self.states.alike(value)
         if any(same_value(mine.values[n], value) for n in mine.arrivals if n > number):
             return False  # a leaf from here on, whose gradient a step hands on itself
         return bool(held) and all(
-            n in self._single.with_graph and _gradient(self._single, n) is not None for n in held
+            n in self._single.with_graph and gradient_of(self._single, n) is not None for n in held
         )
 
     def _has_a_gradient(self, rank: int, c: Computation) -> bool:
@@ -406,7 +286,7 @@ class Lines:
         reached = {*c.gives, *self._after(rank, c.gives)}
         for place in sorted({p for n in reached for p in ways.takes.get(n, ())}):
             then = mine.computations[place]
-            wrong = "wrong" in (self.forward(rank, n) for n in then.gives)
+            wrong = "wrong" in (self.states.forward(rank, n) for n in then.gives)
             if wrong and then.site not in self._sites and then.line and asked(then):
                 yield then
 
@@ -425,9 +305,3 @@ def _summed_over(c: Computation, computed: Computed) -> int | None:
         return None
     first, second = (computed.values[n].shape for n in c.uses)
     return first[-1] if len(first) > 1 and len(second) > 1 else None
-
-
-def _gradient(computed: Computed, number: int) -> Tensor | None:
-    """Of all terms together."""
-    held = [own[number] for own in computed.gradients if number in own]
-    return torch.stack(held).sum(0) if held else None

@@ -25,13 +25,8 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     owners,
 )
 from sumgrad.diagnose.fit import as_fraction
-from sumgrad.diagnose.modules.computed_otherwise import (
-    ATTENTION,
-    CTC,
-    Difference,
-    Otherwise,
-    computed_otherwise,
-)
+from sumgrad.diagnose.modules.comparable import ATTENTION, CTC
+from sumgrad.diagnose.modules.computed_otherwise import Difference, Otherwise, computed_otherwise
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.made_by import SHAPING, line_that_computed

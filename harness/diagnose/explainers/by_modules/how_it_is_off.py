@@ -47,7 +47,9 @@ def off_at_a_line(lines: Lines | None, found: Sequence[AtLine]) -> list[str]:
     for one in found if lines is not None else ():
         for at in one.at:
             number = one.mine.takes[at]
-            pair = lines.beside(one.rank, number) if lines and isinstance(number, int) else None
+            pair = (
+                lines.states.beside(one.rank, number) if lines and isinstance(number, int) else None
+            )
             how = how_off(*pair) if pair else None
             if how is not None and not how.wrong:  # which is not so in other calls
                 return _in_words(how, f"on rank {one.rank}")
