@@ -192,6 +192,7 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
         verdict = judge(record)
     wanted = _step_to_explain(verdict, run, record)
     if wanted is not None:
+        written(directory, verdict)  # who ends us while we explain it has the verdict all the same
         progress("recovering the coefficients")
         tier, step = wanted
         failed: str | None = None

@@ -615,3 +615,21 @@ def test_a_second_look_that_fails_is_said(tmp_path, sumgrad_launcher):
         (said,) = [w for w in one.warnings if "looks into its modules" in w]
         assert "rank 1 raised: RuntimeError: not while somebody looks" in said
         assert any("on one rank" in w for w in one.warnings)
+
+
+def test_the_verdict_is_there_before_it_is_explained(tmp_path, sumgrad_launcher):
+    """As where a job's time is over, or somebody has seen enough."""
+    (tmp_path / "shy.py").write_text(SHY)
+    options = CheckOptions(
+        topology=shipped("data_parallel"), workload=f"{tmp_path / 'shy.py'}:Shy", steps=1,
+        tiers=("structure",), out=tmp_path / "run",
+    )  # fmt: skip
+
+    def stops(step: str, *_: object) -> None:
+        if step == "recovering the coefficients":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_check(options, launcher=sumgrad_launcher, progress=stops)
+    assert json.loads((tmp_path / "run" / "verdict.json").read_text())["status"] == "fail"
+    assert "FAIL" in (tmp_path / "run" / "report.md").read_text()
