@@ -17,20 +17,17 @@ from sumgrad.base.errors import Broken
 from sumgrad.base.outcome import some_of
 from sumgrad.base.tensors import hash_weights
 from sumgrad.record.spec import Facts, RowsAs
+from sumgrad.subjects.program.batch import cut, full_batch, hold_batch, to_dtype
 from sumgrad.subjects.program.declared import after_of, compared_buffers, microbatches_of
 from sumgrad.subjects.program.lift import lifting
 from sumgrad.subjects.program.protocol import (
     build,
-    cut,
     default_dtype,
-    full_batch,
     function_of,
     hash_model,
-    hold_batch,
     loss_of,
     scramble,
     terms_of,
-    to_dtype,
     to_precision,
     trained,
     with_place,

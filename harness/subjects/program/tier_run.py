@@ -25,6 +25,13 @@ from sumgrad.ledger.process_group import Observer
 from sumgrad.record.ranks import AGAIN, BUFFER, INDEX, INDEX_IN, RankFiles
 from sumgrad.record.spec import RunSpec
 from sumgrad.subjects.own_gradients import OwnGradients, gathered
+from sumgrad.subjects.program.batch import (
+    full_batch,
+    hold_batch,
+    on_device,
+    round_batch,
+    takes_step,
+)
 from sumgrad.subjects.program.context import Context, Seat, make_context
 from sumgrad.subjects.program.held_gradients import held_gradients
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
@@ -35,14 +42,9 @@ from sumgrad.subjects.program.protocol import (
     build,
     coarsest,
     default_dtype,
-    full_batch,
     hash_model,
-    hold_batch,
     make_program,
-    on_device,
-    round_batch,
     scramble,
-    takes_step,
     tied,
     to_precision,
     trained,

@@ -12,20 +12,22 @@ from sumgrad.base.errors import Broken
 from sumgrad.base.tensors import hash_weights
 from sumgrad.record.spec import Facts
 from sumgrad.subjects.noise_floor import Grads
+from sumgrad.subjects.program.batch import (
+    cut,
+    full_batch,
+    hold_batch,
+    on_device,
+    round_batch,
+    takes_step,
+)
 from sumgrad.subjects.program.lift import lifting
 from sumgrad.subjects.program.protocol import (
     Weights,
     build,
-    cut,
     default_dtype,
-    full_batch,
     hash_model,
-    hold_batch,
     loss_of,
-    on_device,
-    round_batch,
     scramble,
-    takes_step,
     terms_of,
     to_precision,
     trained,
