@@ -41,7 +41,7 @@ class Net(nn.Module):
 def traced(keep, *parts, given=None):
     model = Net(keep)
     with ModuleWatch(model) as watching, Computations(watching.now) as computations:
-        table = None if given is None else given.exp()
+        table = given if given is None or isinstance(given, nn.Parameter) else given.exp()
         for x in parts:
             out = model(x) if table is None else model(x, table)
             out.square().sum().backward()
@@ -74,7 +74,10 @@ def test_one_that_the_step_hands_in_each_time():
     whole = traced(False, ROWS, given=ROWS[..., 0])
     one = kept_since(mine, whole, added(mine, 1))
     assert (one.call, one.then, one.taken_then) == (1, 0, True)
-    assert one.made[1] == "table = None if given is None else given.exp()"
+    assert (
+        one.made[1]
+        == "table = given if given is None or isinstance(given, nn.Parameter) else given.exp()"
+    )
 
 
 @pytest.mark.parametrize(("mine", "single"), [
@@ -82,6 +85,7 @@ def test_one_that_the_step_hands_in_each_time():
     (traced(ALIKE, *HALVES), traced(ALIKE, HALVES[0])),  # the same there
     (traced(True, *HALVES), traced(True, *HALVES)),  # kept there, too
     (traced(True, *HALVES), traced(False, *HALVES, given=HALVES[0][..., 0])),
+    (traced(False, *HALVES, given=nn.Parameter(ROWS[:2, :, 0])), traced(False, ROWS)),
 ])  # fmt: skip
 def test_what_is_the_same_there_or_kept_there_too(mine, single):
     assert kept_since(mine, single, added(mine, 1)) is None

@@ -77,8 +77,12 @@ class _Run:
         self.computed: Computed = trace.computed
         ends = _ends(trace)
         self.calls = [sum(end < c.calls for end in ends) for c in self.computed.computations]
-        places = reversed(list(enumerate(self.computed.computations)))
-        self.makers = {n: i for i, c in places for n in c.gives}
+        self.makers: dict[int, int] = {}
+        self._at_site: dict[tuple[str, str], list[int]] = {}
+        for i, c in enumerate(self.computed.computations):
+            self._at_site.setdefault((c.site, c.function), []).append(i)
+            for n in c.gives:
+                self.makers.setdefault(n, i)
 
     def back(self, place: int) -> Iterator[int]:
         """The places of what leads there in the same call of the model, the nearest first."""
@@ -104,11 +108,11 @@ class _Run:
                 return None
             if then or self.computed.computations[maker].inside:
                 return then, False
-        for i in self._of_its_site(c):
-            if self.calls[i] < self.calls[at]:
-                taken = self.computed.computations[i].takes
-                if taken[argument : argument + 1] == (number,):
-                    return self.calls[i], True
+        # What no line made is a parameter or the batch.
+        for i in self._of_its_site(c) if c.made_at[argument][0] else ():
+            taken = self.computed.computations[i].takes
+            if self.calls[i] < self.calls[at] and taken[argument : argument + 1] == (number,):
+                return self.calls[i], True
         return None
 
     def has_another(self, c: Computation, argument: int, value: Tensor) -> bool:
@@ -122,5 +126,4 @@ class _Run:
         return bool(held) and not kept and not all(same_value(h, value) for h in held)
 
     def _of_its_site(self, c: Computation) -> Sequence[int]:
-        return [i for i, other in enumerate(self.computed.computations)
-                if (other.site, other.function) == (c.site, c.function)]  # fmt: skip
+        return self._at_site.get((c.site, c.function), ())
