@@ -510,4 +510,5 @@ def test_of_lines_that_ranks_alone_run_those_that_follow_are_named_too():
     assert "`both = a + b`" in then
     assert "`return y.sin()`" in then
     assert "1.5" not in then
+    assert "test_lines_exact" not in then  # the file is that of the first line
     assert len(list(in_words([replace(told, there=True)]))) == 1

@@ -209,7 +209,8 @@ def _then(one: AtLine) -> list[str]:
     lines = {c.line: c.code for c in one.then if c.line not in known}
     if not lines:
         return []
-    shown = [line_and_code(line, code) for line, code in lines.items()]
+    path = one.mine.line.rpartition(":")[0]
+    shown = [line_and_code(line.removeprefix(path), code) for line, code in lines.items()]
     more = f" and {len(shown) - MOST_THEN} more" if len(shown) > MOST_THEN else ""
     return [f"what it should give is not known, so it may be right and one of those that follow it "
             f"on ranks alone wrong: {', '.join(shown[:MOST_THEN])}{more}"]  # fmt: skip
