@@ -78,3 +78,10 @@ def hash_weights(params: Mapping[str, Tensor]) -> str:
         total.update(f"{name}{tuple(flat.shape)}{flat.dtype}".encode())
         total.update(_raw(flat))
     return total.hexdigest()[:16]
+
+
+def is_in_a_buffer(tensor: Tensor) -> bool:
+    """Whether it is a part of a larger memory, as a gradient of a flat buffer that is reduced."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()

@@ -115,7 +115,8 @@ class Script:
     of torch's made it; empty where there is none. draws: of each step, by line, digests of what it
     drew at random. said: what a reader should know of how the runs were made comparable.
     since: that run beside one that was kept earlier; None where it is compared with none. twins:
-    groups of parameters of one shape that began with the same values.
+    groups of parameters of one shape that began with the same values. again: of each step, of each
+    later call of the optimizer's closure in it, the gradients' norms by parameter.
     """
 
     command: str
@@ -126,6 +127,7 @@ class Script:
     draws: tuple[dict[str, list[str]], ...] = ()
     since: Since | None = None
     twins: tuple[tuple[str, ...], ...] = ()
+    again: tuple[tuple[dict[str, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +253,10 @@ def _script_from_json(data: Mapping[str, Any]) -> Script:
         draws=tuple(data.get("draws", ())),
         since=_since_from_json(data["since"]) if data.get("since") else None,
         twins=tuple(tuple(map(str, names)) for names in data.get("twins", ())),
+        again=tuple(
+            tuple({n: float(x) for n, x in call.items()} for call in step)
+            for step in data.get("again", ())
+        ),
     )
 
 

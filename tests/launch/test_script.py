@@ -420,3 +420,14 @@ def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch, capsys, words,
     assert main(["diff", *words]) == 2
     assert text in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("fault", "code"), [("", 0), ("half", 3), ("raises", 0)])
+def test_what_a_closure_makes_when_it_is_called_again(tmp_path, fault, code):
+    """Its sign hides that it is too small: the weights after the step do not tell."""
+    found, verdict = on_ranks(tmp_path, 2, "sharp.py", "--batch", "{12/ranks}", "--fault", fault)
+    assert found == code, verdict
+    if fault == "half":
+        told = json.dumps(verdict)
+        assert "calls its closure again, and in call 1 the gradient of " in told
+        assert "only the gradients of its first call are compared" in told

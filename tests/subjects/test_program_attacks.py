@@ -238,3 +238,58 @@ def test_a_program_may_say_which_shard_it_holds(check):
 """
     verdict, _ = check(body)
     assert verdict.status == "pass", text(verdict)[:3000]
+
+
+FLAT = (
+    HAND
+    + """
+    def reduce(self, model, ctx):
+        dist.all_reduce(self.flat)
+    def step(self, model, batch, ctx):
+        if not hasattr(self, "flat"):
+            self.flat = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=ctx.dtype)
+            parts = self.flat.split([p.numel() for p in model.parameters()])
+            for p, part in zip(model.parameters(), parts):
+                p.grad = part.view_as(p)
+        self.flat.zero_()
+        count = batch["mask"].sum()
+        loss, _ = self.loss_sum(model, self.mine(batch, ctx))
+        (loss / count).backward()
+        FAULT
+        self.reduce(model, ctx)
+"""
+)
+
+
+@pytest.mark.parametrize(("fault", "status"), [
+    ("pass", "pass"),
+    ("self.flat[:7] *= 1 + ctx.rank", "fail"),
+])  # fmt: skip
+def test_gradients_that_are_views_of_a_buffer_stay_so_from_step_to_step(check, fault, status):
+    """The buffer is made in the first step, and reduced in each."""
+    verdict, _ = check(FLAT.replace("FAULT", fault), steps=3)
+    assert verdict.status == status, text(verdict)[:2000]
+
+
+TIED = """
+    def build(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+        TIE
+        return model
+"""
+
+
+@pytest.mark.parametrize(("tie", "status"), [
+    ("model[2].bias.data = model[0].bias.data[:3]", "unknown"),
+    ("model[2].weight.data = model[0].weight.data[:3]", "unknown"),
+    ("model[2].bias.data = model[0].weight.data[1, 1:4]", "unknown"),
+    ("""flat = torch.randn(20)
+        model[0].bias.data, model[2].bias.data = flat[2:7], flat[7:10]""", "pass"),
+])  # fmt: skip
+def test_two_parameters_in_one_memory_are_two_models(check, tie, status):
+    """A cast parts them: what is trained in float32 is not what float64 is compared with."""
+    verdict, _ = check(TIED.replace("TIE", tie))
+    assert verdict.status == status, text(verdict)[:2000]
+    if status == "unknown":
+        assert "are two parameters in one memory" in text(verdict)

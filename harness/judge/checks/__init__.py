@@ -10,6 +10,7 @@ from __future__ import annotations
 from sumgrad.judge.checks import (
     beside,
     bitwise,
+    closures,
     complete,
     ledgers,
     replicas,
@@ -53,6 +54,7 @@ CHECKS: tuple[Check, ...] = (
     beside.said_by_the_reference,
     beside.rows_for_every_rank,
     rescaled.nothing_hidden_before_the_optimizer,
+    closures.closures_that_run_again,
     updates.the_same_weights_after,
     script.what_was_done_to_compare,
     bitwise.the_same_bits,

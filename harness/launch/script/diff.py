@@ -213,6 +213,7 @@ def _spec(
             losses=tuple(tuple(step["losses"]) for step in single.steps) if single else (),
             said=tuple(said),
             rescaled=tuple(step.get("rescaled", {}) for step in single.steps) if single else (),
+            again=tuple(tuple(step.get("again", ())) for step in single.steps) if single else (),
             draws=tuple(step.get("draws", {}) for step in single.steps) if single else (),
             since=diff.since,
             twins=twins_of(single) if single else (),

@@ -93,7 +93,8 @@ class Watch:
         self.lift: Any = None
         self.dropout = NoDropout()
         self.draws = self.dropout.draws
-        self.calls, self.roots, self.depth = 0, 0, 0
+        self.calls, self.roots = 0, 0
+        self.within: list[int] = []  # ids of optimizers whose step runs, the outermost first
         self.inside: nn.Module | None = None
         self.is_inside = False  # the same, for Dynamo, which may not see one module twice
         self.ended = False
@@ -248,8 +249,12 @@ class Watch:
     @step_aside
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer is about to step: the gradients that it finds, or its closure makes."""
-        self.depth += 1
-        if self.depth > 1 or self.ended or not self.seat.take():
+        if id(optimizer) in self.within:  # a step of it raised, and somebody went on
+            del self.within[self.within.index(id(optimizer)) :]
+            if not self.within and self.infos and self.infos[-1]["step"] == self.calls:
+                self.infos.pop()
+        self.within.append(id(optimizer))
+        if len(self.within) > 1 or self.ended or not self.seat.take():
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -258,12 +263,14 @@ class Watch:
         written = False
 
         @functools.wraps(closure)
-        def seen() -> Any:
+        def seen(*args: Any, **kwargs: Any) -> Any:
             nonlocal written
-            value = closure()
+            value = closure(*args, **kwargs)
             if not written:
                 written = True
                 self._guarded(lambda: self._write_gradients(optimizer))
+            else:
+                self._guarded(lambda: self._write_norms(optimizer))
             return value
 
         if "closure" in kwargs:
@@ -309,6 +316,20 @@ class Watch:
             self.infos.append({**self._said(), **info})
             if self.look is not None and self.calls == self.asked.look:
                 self.look.write(place()[0])
+
+    def _write_norms(self, optimizer: Optimizer) -> None:
+        """Of the gradients that a closure makes when it is called again in one step: as of a line
+        search, or of a step that looks at how sharp the loss is."""
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not self.infos or self.infos[-1]["step"] != self.calls:
+            return  # no model was called yet
+        with own_arithmetic():
+            self.infos[-1].setdefault("again", []).append({
+                n: float(h.param.grad.double().norm())
+                for n, h in self.models.held.items()
+                if id(h.param) in mine and h.window is None and h.index is None
+                and type(h.param.grad) is torch.Tensor
+            })  # fmt: skip
 
     def _look_at_unowned(self) -> None:
         """Parameters with a gradient that no optimizer of torch's has in the single run, and that
@@ -365,8 +386,8 @@ class Watch:
     @step_aside
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped: the weights that it made, and those of the single run."""
-        self.depth -= 1
-        if self.depth == 0 and not self.ended and self.seat.taken:
+        self.within = self.within[: self.within.index(id(optimizer))]
+        if not self.within and not self.ended and self.seat.taken:
             self._guarded(self._write_weights)
             self.calls += 1
             self.stepped.update(id(p) for g in optimizer.param_groups for p in g["params"])

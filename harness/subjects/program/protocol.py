@@ -159,7 +159,30 @@ def build(program: Any) -> nn.Module:
                 f"build(): elements of {name} share memory, as of an expanded view, and have no "
                 f"values of their own: clone it"
             )
+    if tied := _tied_by_memory(model):
+        raise Broken(
+            f"build(): {tied[0]} and {tied[1]} are two parameters in one memory, as after "
+            f"`a.data = b.data`: each has a gradient of its own, and a step of one moves the "
+            f"other, until they are cast or copied; let them be one Parameter, `a = b`"
+        )
     return model
+
+
+def _tied_by_memory(model: nn.Module) -> tuple[str, str] | None:
+    """The first two parameters that begin at one place of a memory, or of which one, whose elements
+    lie side by side, begins within the other: not those beside each other in a flat buffer."""
+    known: dict[int, list[tuple[int, int, str]]] = {}
+    for name, param in model.named_parameters():
+        if param.is_meta or not param.numel() or type(param.data) is not Tensor:
+            continue
+        start = int(param.storage_offset())
+        end = start + (param.numel() if param.is_contiguous() else 1)
+        held = known.setdefault(param.untyped_storage().data_ptr(), [])
+        for begin, stop, other in held:
+            if start < stop and begin < end:
+                return other, name
+        held.append((start, end, name))
+    return None
 
 
 def to_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:

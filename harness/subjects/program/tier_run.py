@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from sumgrad.base.memory import give_back_memory
 from sumgrad.base.outcome import SETUP, describe_operation
-from sumgrad.base.tensors import bits, hash_weights, same_bits, to_local
+from sumgrad.base.tensors import bits, hash_weights, is_in_a_buffer, same_bits, to_local
 from sumgrad.faults.collective import CollectiveFault
 from sumgrad.faults.misbehaviour import Misbehaviour
 from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
@@ -257,7 +257,11 @@ class TierRun:
         self.stepped = True
         other |= self._unsynchronise()
         for param in self.model.parameters():
-            param.grad = None
+            grad = param.grad
+            if grad is not None and is_in_a_buffer(grad):
+                grad.zero_()  # the step reduces the buffer, and not the gradient
+            else:
+                param.grad = None
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 if name in self.buffers and buffer.shape == self.buffers[name].shape:
