@@ -14,7 +14,7 @@ from sumgrad.base.outcome import some_of
 from sumgrad.diagnose.diagnose import diagnose
 from sumgrad.diagnose.of_script import which_rows
 from sumgrad.judge.checks.drawn import other_draws
-from sumgrad.judge.checks.script import other_rows
+from sumgrad.judge.checks.script import other_order, other_rows
 from sumgrad.judge.checks.updates import update_error
 from sumgrad.judge.comparison import TensorDiff
 from sumgrad.judge.finding import Compared
@@ -57,6 +57,16 @@ def _not_the_same(record: Record) -> Iterator[tuple[str, int, str]]:
         yield from ((tier, drawn.step, draws[0].text) for drawn in draws)
         batches = [rows for rows in other_rows(record, tier) if rows.another_batch]
         yield from ((tier, rows.step, which_rows(batches[0])) for rows in batches)
+
+
+def _in_another_order(
+    record: Record, diffs: list[TensorDiff], clean: Record | None
+) -> list[TensorDiff]:
+    """A script's gradients of steps at which other optimizers step than in the single run."""
+    found = list(other_order(record))
+    at = {(tier, step) for tier, step, _ in found}
+    failed = [d for d in diffs if d.status == "fail" and (d.tier, d.step) in at]
+    return _unknown(diffs, {id(d): found[0][2] for d in failed}) if failed else diffs
 
 
 def _like_float32(
@@ -254,6 +264,7 @@ def _unknown(diffs: list[TensorDiff], why: dict[int, str]) -> list[TensorDiff]:
 
 
 DOUBTS: tuple[Doubt, ...] = (
+    _in_another_order,
     _perhaps_another,
     _like_float32,
     _like_fewer_digits,

@@ -18,6 +18,7 @@ from sumgrad.judge.checks.script import (
     changed_between,
     left_behind,
     one_job,
+    other_order,
     other_rows,
     something_is_exchanged,
     the_optimizers_together,
@@ -288,6 +289,33 @@ def test_what_no_ranks_optimizer_has():
     ]
     others = {rank: replace(held, params=("b",)) for rank, held in record.ranks.items()}
     assert list(unowned(replace(record, ranks=others))) == []  # held by no rank
+
+
+def in_turns(*of_ranks, single=("w", "b")):
+    """A record whose single run steps these one after the other, and its ranks those."""
+    record = record_of(FOUR, steps=len(single))
+    for name, reference in zip(single, record.references["structure"], strict=True):
+        reference.after[name] = torch.zeros(1)
+    for held in record.ranks.values():
+        for (_, step), info in held.info.items():
+            info["stepped"] = [of_ranks[step]]
+        held.grads[AT]["w"] = held.grads[AT]["w"] + 1
+    return record
+
+
+def test_optimizers_that_step_in_another_order_are_not_compared():
+    record = in_turns("b", "w")
+    verdict = judge(record)
+    assert verdict.status == "unknown"
+    said = " ".join(verdict.tiers[0].reasons)
+    assert "optimizers step in another order than in the single run: at step 0 the ranks'" in said
+    assert "have b, which that run's have at step 1" in said
+    assert list(unowned(record)) == []
+    (text,) = texts(the_optimizers_together, record)
+    assert text.startswith("optimizers step in another order")
+    for same in (in_turns("w", "b"), in_turns("b", "b", single=("w", "w"))):
+        assert not list(other_order(same))
+        assert judge(same).status == "fail"
 
 
 def test_what_its_owner_keeps_to_itself():

@@ -7,7 +7,14 @@ import re
 import pytest
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.subjects.program.placement import Placed, Siblings, layers_of, place, renamed
+from sumgrad.subjects.program.placement import (
+    Placed,
+    Siblings,
+    bare_name,
+    layers_of,
+    place,
+    renamed,
+)
 from torch import nn
 
 FULL = {
@@ -400,3 +407,14 @@ def test_what_a_program_declares_of_its_cut_is_an_index_of_what_it_holds(cut, wo
         return
     with pytest.raises(TypeError, match=re.escape(words)):
         place(model, {}, full, lambda name: cut)
+
+
+@pytest.mark.parametrize(("shown", "name"), [
+    ("module.0.weight", "0.weight"),
+    ("_fsdp_wrapped_module.module.a._orig_mod.b", "a.b"),
+    ("submodule.weight", "submodule.weight"),  # a name that ends like a wrapper's
+    ("module.", ""),
+    ("module.a.", "a."),
+])  # fmt: skip
+def test_a_name_without_wrappers(shown, name):
+    assert bare_name(shown) == name

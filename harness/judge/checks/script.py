@@ -304,6 +304,9 @@ def as_many_steps(compared: Compared) -> Iterator[Finding]:
 def the_optimizers_together(compared: Compared) -> Iterator[Finding]:
     """Optimizers that have a part of the parameters each: nothing is left out, and what one of
     them makes reaches the ranks that use it."""
+    for _, _, text in other_order(compared.record):
+        yield Finding(level="unknown", text=text)
+        return
     for names, step in unowned(compared.record):
         text = f"no rank's optimizer has {some_of(names)} at step {step}; the single run's does"
         yield Finding(level="fail", text=text)
@@ -311,6 +314,25 @@ def the_optimizers_together(compared: Compared) -> Iterator[Finding]:
         yield Finding(level="fail", text=left.text)
     for text in not_together_at_the_end(compared.record):
         yield Finding(level="unknown", text=text)
+
+
+def other_order(record: Record) -> Iterator[tuple[str, int, str]]:
+    """Tier and step at which the ranks' optimizers step what the single run's step at another, as
+    two that are called in another order; and that in words. Steps are compared by their number."""
+    for tier, references in record.references.items() if record.spec.script else ():
+        its = [set(reference.after) for reference in references]
+        for step, whole in enumerate(its):
+            told = [h.info.get((tier, step), {}) for h in record.ranks.values()]
+            had = {name for info in told for name in info.get("stepped", ())}
+            others = [i for i, other in enumerate(its) if had <= other]
+            if had and whole and had.isdisjoint(whole) and others:
+                yield (
+                    tier,
+                    step,
+                    f"optimizers step in another order than in the single run: at step {step} the "
+                    f"ranks' have {some_of(sorted(had))}, which that run's have at step "
+                    f"{others[0]}: steps are compared by their number",
+                )
 
 
 def not_together_at_the_end(record: Record) -> Iterator[str]:
@@ -350,7 +372,7 @@ def unowned(record: Record) -> Iterator[tuple[list[str], int]]:
     has; of the first such step."""
     if record.spec.script is None:
         return
-    if any(rank.unknown for rank in record.ranks.values()):
+    if any(rank.unknown for rank in record.ranks.values()) or any(other_order(record)):
         return  # parameters that were put in the place of others may be these
     held = {name for rank in record.ranks.values() for name in rank.params}
     for tier, references in record.references.items():

@@ -39,6 +39,8 @@ def single_runs(diff: Diff) -> Runs | str:
     noise = heard(single, found)
     if not noise:
         why = found[0] if isinstance(found[0], str) else "runs of it ended before it did"
+        if _as_far(single, found):
+            why = "its optimizers step in another order each time, as those of a set"
         return f"no noise was measured: {why}"
     keep_noise(diff.directory, noise)
     if diff.options.save:
@@ -143,10 +145,22 @@ def noises(diff: Diff, first: int, last: int) -> list[Single | str]:
 
 
 def heard(single: Single, found: Sequence[Single | str]) -> list[Noise]:
-    """Of each step, what those runs say that came as far as the single run; empty if none did."""
+    """Of each step, what those runs say that came as far as the single run, with the same
+    optimizers at each step; empty if none did."""
     count = len(single.steps)
-    runs = [run for run in found if isinstance(run, Single) and len(run.steps) >= count]
+    runs = [run for run in _as_far(single, found) if _step_alike(single, run)]
     return [noise_of(single, runs, step) for step in range(count)] if runs else []
+
+
+def _as_far(single: Single, found: Sequence[Single | str]) -> list[Single]:
+    return [r for r in found if isinstance(r, Single) and len(r.steps) >= len(single.steps)]
+
+
+def _step_alike(single: Single, run: Single) -> bool:
+    """Whether the same parameters are stepped at each step: two optimizers of a set may not be."""
+    return all(
+        own.keys() == there.keys() for own, there in zip(single.after, run.after, strict=False)
+    )
 
 
 def _noise(diff: Diff, seed: int) -> Single | str:

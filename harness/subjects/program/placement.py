@@ -27,9 +27,7 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."
 
 def bare_name(name: str) -> str:
     """A name without the prefixes of wrappers."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if f"{part}." not in WRAPPERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,9 +304,7 @@ def _one_of_several(name: str | None, full: Mapping[str, Tensor]) -> str | None:
 
 def _by_name(shown: str, full: Mapping[str, Tensor]) -> list[str]:
     """Names it may have: as shown, without wrappers' prefixes, or the longest that it ends with."""
-    name = shown
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
+    name = bare_name(shown)
     ends = [n for n in full if shown.endswith(f".{n}") or name.endswith(f".{n}")]
     found = [n for n in (shown, name) if n in full] + sorted(ends, key=len, reverse=True)
     return list(dict.fromkeys(found))

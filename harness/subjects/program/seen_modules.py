@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 
-from sumgrad.subjects.program.placement import WRAPPERS
+from sumgrad.subjects.program.placement import WRAPPERS, bare_name
 from torch import nn
 
 _PREFIXES = {a + b for a in (*WRAPPERS, "") for b in WRAPPERS}
@@ -25,10 +25,8 @@ def seen_modules(model: nn.Module, names: Mapping[int, str]) -> Iterator[tuple[s
                 compiled[-1] = "_orig_mod"
         if names and not shown and not _is_whole(module, names):
             continue  # a stage of a pipeline is not the model
-        name = f"{shown}."
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
-        found[names.get(id(module), name.rstrip("."))] = module  # the innermost of wrapped ones
+        name = bare_name(shown)
+        found[names.get(id(module), name)] = module  # the innermost of wrapped ones
     yield from found.items()
 
 

@@ -1,0 +1,30 @@
+"""Which of the runs of a script on one process tell the noise of the single run."""
+
+from __future__ import annotations
+
+import torch
+from sumgrad.launch.script.single_runs import heard
+from sumgrad.subjects.script.reference import Single
+
+
+def run(*stepped):
+    """A run whose optimizers step these parameters, one after the other."""
+    weights = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(1, dtype=torch.float64)}
+    each = tuple({n: weights[n]} for n in stepped)
+    return Single(
+        params={n: tuple(t.shape) for n, t in weights.items()},
+        dtype="float64",
+        grads=each,
+        after=each,
+        buffers=(({}, ()),) * len(each),
+        steps=({},) * len(each),
+        unknown=(),
+    )
+
+
+def test_runs_that_end_before_it_or_step_in_another_order_tell_none():
+    single = run("w", "b")
+    assert len(heard(single, [run("w", "b"), "why"])) == 2
+    assert heard(single, [run("b", "w")]) == []
+    assert heard(single, [run("w")]) == []
+    assert len(heard(single, [run("b", "w"), run("w", "b", "w")])) == 2
