@@ -198,7 +198,8 @@ def the_same_start(compared: Compared) -> Iterator[Finding]:
         yield Finding(
             level="warning",
             text=f"the ranks start from other weights than the single run in {len(other)} "
-            f"parameters (another seed, or another order of draws); they were given the same",
+            f"parameters (another seed, another order of draws, or a checkpoint that only one of "
+            f"them loaded); they were given the same",
         )
 
 
