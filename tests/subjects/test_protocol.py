@@ -335,6 +335,7 @@ def test_first_rows_of_the_rows_of_each_step(check):
 
 MEAN = """
     def loss_sum(self, model, rows):
+        self.calls = getattr(self, "calls", 0) + 1
         total, count = super().loss_sum(model, rows)
         return {}, {}
 """
@@ -343,7 +344,8 @@ MEAN = """
 @pytest.mark.parametrize(
     ("given", "count", "mean"),
     [("total / count", "count", True), ("total / count", "1", False), ("total", "count", False),
-     ("0 * total", "count", False)],
+     ("0 * total", "count", False),
+     ("total / 2**self.calls", "count", False)],  # half as much each time it is called
 )  # fmt: skip
 def test_a_mean_in_place_of_a_sum_is_said_to_be_one(check, given, count, mean):
     verdict, _ = check(MEAN.format(given, count))
