@@ -489,7 +489,8 @@ def in_one_product(x, a, b, alone):
     if not alone:
         return x @ a.T + x @ b.T
     a = a * 1.5
-    both = a + b
+    was = a / 1.5  # right again, and not among those that are named
+    both = a + b + 0 * was
     y = x @ both.t()
     return y.sin()
 
@@ -500,14 +501,14 @@ def test_of_lines_that_ranks_alone_run_those_that_follow_are_named_too():
     told = next(lines([mine], there).first_forward(0, everything))
     assert told.mine.code == "a = a * 1.5"
     assert [*dict.fromkeys(c.code for c in told.then)] == [
-        "both = a + b",
+        "both = a + b + 0 * was",
         "y = x @ both.t()",
         "return y.sin()",
     ]
     first, then = list(in_words([told]))
     assert first.startswith("this line, which the single process does not run, ")
     assert then.startswith("what it should give is not known, so it may be right and one of those ")
-    assert "`both = a + b`" in then
+    assert "`both = a + b + 0 * was`" in then
     assert "`return y.sin()`" in then
     assert "1.5" not in then
     assert "test_lines_exact" not in then  # the file is that of the first line
