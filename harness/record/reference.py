@@ -235,11 +235,22 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors atomically, without a copy of them in memory where they are contiguous."""
+    """Write tensors atomically, without a copy of them in memory where they are contiguous and
+    share none."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, temporary)
+        save_file(dict(_each_alone(tensors)), temporary)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _each_alone(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """On the CPU; of those that share a memory, as weights that are tied by it, copies."""
+    memories: set[int] = set()
+    for name, tensor in tensors.items():
+        held = tensor.detach().cpu().contiguous()
+        at = held.untyped_storage().data_ptr()
+        yield name, held.clone() if at in memories else held
+        memories.add(at)

@@ -14,7 +14,13 @@ from sumgrad.launch.check import copy_reference
 from sumgrad.record.directory import load_record, read_ranks, write_problems
 from sumgrad.record.endings import rank_file
 from sumgrad.record.ranks import SAID, RankFiles
-from sumgrad.record.reference import read_parts, read_reference, write_reference
+from sumgrad.record.reference import (
+    read_parts,
+    read_reference,
+    read_tensors,
+    write_reference,
+    write_tensors,
+)
 from sumgrad.record.spec import read_spec, write_spec
 
 
@@ -134,3 +140,11 @@ def test_a_reference_of_a_workload_comes_back_with_its_partials_or_without(tmp_p
     parts = read_parts(tmp_path, "structure", 1)
     assert parts is not None
     assert set(parts.partials) == set(references[1].partials)
+
+
+def test_tensors_that_share_a_memory_are_written_each_alone(tmp_path):
+    whole = torch.arange(6.0)
+    held = {"a": whole, "b": whole.view(2, 3), "c": whole[2:4], "none": torch.empty(0)}
+    write_tensors(tmp_path / "t.safetensors", held)
+    read = dict(read_tensors(tmp_path / "t.safetensors"))
+    assert {n: t.tolist() for n, t in read.items()} == {n: t.tolist() for n, t in held.items()}
