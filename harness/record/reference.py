@@ -236,7 +236,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors atomically, without a copy of them in memory where they are contiguous and
-    share none."""
+    do not overlap."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file(dict(_each_alone(tensors)), temporary)
@@ -247,10 +247,12 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _each_alone(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """On the CPU; of those that share a memory, as weights that are tied by it, copies."""
-    memories: set[int] = set()
+    """On the CPU; of those that overlap in memory, as weights that are tied by it, copies."""
+    memories: dict[int, list[tuple[int, int]]] = {}
     for name, tensor in tensors.items():
         held = tensor.detach().cpu().contiguous()
-        at = held.untyped_storage().data_ptr()
-        yield name, held.clone() if at in memories else held
-        memories.add(at)
+        start, end = held.data_ptr(), held.data_ptr() + held.nbytes
+        known = memories.setdefault(held.untyped_storage().data_ptr(), [])
+        overlaps = any(start < stop and begin < end for begin, stop in known)
+        yield name, held.clone() if overlaps else held
+        known.append((start, end))

@@ -15,6 +15,7 @@ from sumgrad.record.directory import load_record, read_ranks, write_problems
 from sumgrad.record.endings import rank_file
 from sumgrad.record.ranks import SAID, RankFiles
 from sumgrad.record.reference import (
+    _each_alone,
     read_parts,
     read_reference,
     read_tensors,
@@ -144,7 +145,11 @@ def test_a_reference_of_a_workload_comes_back_with_its_partials_or_without(tmp_p
 
 def test_tensors_that_share_a_memory_are_written_each_alone(tmp_path):
     whole = torch.arange(6.0)
-    held = {"a": whole, "b": whole.view(2, 3), "c": whole[2:4], "none": torch.empty(0)}
+    held = {"a": whole, "b": whole.view(2, 3), "c": whole[2:4]}
+    held |= {"none": torch.empty(0), "nor": torch.empty(0)}
     write_tensors(tmp_path / "t.safetensors", held)
     read = dict(read_tensors(tmp_path / "t.safetensors"))
+    beside = dict(_each_alone({"a": whole[:3], "b": whole[3:], "c": whole[2:4]}))
+    copied = [n for n, t in beside.items() if t.untyped_storage().nbytes() < 24]
+    assert copied == ["c"]  # no copy of what lies side by side
     assert {n: t.tolist() for n, t in read.items()} == {n: t.tolist() for n, t in held.items()}
