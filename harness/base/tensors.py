@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,3 +85,17 @@ def is_in_a_buffer(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
+    """Of each tensor that has memory in common with one before it, the name of that one and its
+    own; of what does not lie side by side only the first element is looked at."""
+    known: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in named:
+        start = tensor.data_ptr()
+        end = start + (tensor.nbytes if tensor.is_contiguous() else tensor.element_size())
+        held = known.setdefault(tensor.untyped_storage().data_ptr(), [])
+        other = next((o for begin, stop, o in held if start < stop and begin < end), None)
+        if other is not None:
+            yield other, name
+        held.append((start, end, name))

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from sumgrad.base.files import is_regular, read_json, write_json
+from sumgrad.base.tensors import overlapping
 
 Grads = dict[str, torch.Tensor]
 Partials = dict[tuple[str, str], Grads]
@@ -239,20 +240,16 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     do not overlap."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(dict(_each_alone(tensors)), temporary)
+        save_file(_each_alone(tensors), temporary)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _each_alone(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _each_alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """On the CPU; of those that overlap in memory, as weights that are tied by it, copies."""
-    memories: dict[int, list[tuple[int, int]]] = {}
-    for name, tensor in tensors.items():
-        held = tensor.detach().cpu().contiguous()
-        start, end = held.data_ptr(), held.data_ptr() + held.nbytes
-        known = memories.setdefault(held.untyped_storage().data_ptr(), [])
-        overlaps = any(start < stop and begin < end for begin, stop in known)
-        yield name, held.clone() if overlaps else held
-        known.append((start, end))
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    for _, name in list(overlapping(held.items())):
+        held[name] = held[name].clone()
+    return held

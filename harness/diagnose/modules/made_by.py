@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from sumgrad.base.files import is_librarys
-from sumgrad.record.computed import Computed
+from sumgrad.record.computed import Computation, Computed
 from sumgrad.record.line import NO_LINE, Line
 
 MOST_STEPS = 16  # from what was made back to what it was made of
@@ -20,7 +20,7 @@ def line_that_computed(computed: Computed, number: int | str, near: Collection[s
     """Where a library's lines, or those that only shape, made value `number` of one tensor, and
     that of one: the first line of the step's own that computed it. NO_LINE where that is one of
     `near`, by `PATH:12`, or none was seen."""
-    makers = {n: c for c in reversed(computed.computations) for n in c.gives}
+    makers = _makers(computed.computations)
     for _ in range(MOST_STEPS):
         maker = makers.get(number) if isinstance(number, int) else None
         if maker is None:
@@ -31,3 +31,19 @@ def line_that_computed(computed: Computed, number: int | str, near: Collection[s
             return NO_LINE if maker.line in near else (maker.line, maker.code)
         number = taken[0] if len(taken) == 1 else ""
     return NO_LINE
+
+
+def before_it_was_cut(computations: Sequence[Computation], number: int | str) -> int | None:
+    """The value that lines which only cut and shape made value `number` of, and that no line made;
+    None where one did, or where none of these made it."""
+    makers, passed = _makers(computations), set[int]()
+    while isinstance(number, int) and number in makers and number not in passed:
+        passed.add(number)
+        taken = makers[number].uses if makers[number].function in SHAPING else []
+        number = taken[0] if len(taken) == 1 else ""
+    return number if passed and isinstance(number, int) and number not in makers else None
+
+
+def _makers(computations: Sequence[Computation]) -> dict[int, Computation]:
+    """By number of a value what gave it first: what hands it on as it is gives it, too."""
+    return {n: c for c in reversed(computations) for n in c.gives}

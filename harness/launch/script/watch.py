@@ -277,9 +277,13 @@ class Watch:
             return args, {**kwargs, "closure": seen}
         return (args[0], seen, *args[2:]), kwargs
 
-    def _write_gradients(self, optimizer: Optimizer) -> None:
+    def _held_by(self, optimizer: Optimizer) -> dict[str, Held]:
+        """What is known of the parameters that an optimizer has, by name."""
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        held = {n: h for n, h in self.models.held.items() if id(h.param) in mine}
+        return {n: h for n, h in self.models.held.items() if id(h.param) in mine}
+
+    def _write_gradients(self, optimizer: Optimizer) -> None:
+        held = self._held_by(optimizer)
         self.stepping = held
         known = {id(h.param) for h in held.values()}
         lost = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
@@ -320,15 +324,13 @@ class Watch:
     def _write_norms(self, optimizer: Optimizer) -> None:
         """Of the gradients that a closure makes when it is called again in one step: as of a line
         search, or of a step that looks at how sharp the loss is."""
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not self.infos or self.infos[-1]["step"] != self.calls:
             return  # no model was called yet
         with own_arithmetic():
             self.infos[-1].setdefault("again", []).append({
                 n: float(h.param.grad.double().norm())
-                for n, h in self.models.held.items()
-                if id(h.param) in mine and h.window is None and h.index is None
-                and type(h.param.grad) is torch.Tensor
+                for n, h in self._held_by(optimizer).items()
+                if h.window is None and h.index is None and type(h.param.grad) is torch.Tensor
             })  # fmt: skip
 
     def _look_at_unowned(self) -> None:

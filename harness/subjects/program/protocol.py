@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from sumgrad.base.errors import Broken, UserError
-from sumgrad.base.tensors import hash_weights
+from sumgrad.base.tensors import hash_weights, overlapping
 from sumgrad.subjects.loading import find_class, lacking, takes
 from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
@@ -169,20 +169,11 @@ def build(program: Any) -> nn.Module:
 
 
 def _tied_by_memory(model: nn.Module) -> tuple[str, str] | None:
-    """The first two parameters that begin at one place of a memory, or of which one, whose elements
-    lie side by side, begins within the other: not those beside each other in a flat buffer."""
-    known: dict[int, list[tuple[int, int, str]]] = {}
-    for name, param in model.named_parameters():
-        if param.is_meta or not param.numel() or type(param.data) is not Tensor:
-            continue
-        start = int(param.storage_offset())
-        end = start + (param.numel() if param.is_contiguous() else 1)
-        held = known.setdefault(param.untyped_storage().data_ptr(), [])
-        for begin, stop, other in held:
-            if start < stop and begin < end:
-                return other, name
-        held.append((start, end, name))
-    return None
+    """The first two parameters that are not one and have memory in common: not those beside each
+    other in a flat buffer."""
+    plain = ((n, p) for n, p in model.named_parameters()
+             if not p.is_meta and p.numel() and type(p.data) is Tensor)  # fmt: skip
+    return next(overlapping(plain), None)
 
 
 def to_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:

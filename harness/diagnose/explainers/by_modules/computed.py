@@ -29,7 +29,7 @@ from sumgrad.diagnose.modules.comparable import ATTENTION, CTC
 from sumgrad.diagnose.modules.computed_otherwise import Difference, Otherwise, computed_otherwise
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.made_by import SHAPING, line_that_computed
+from sumgrad.diagnose.modules.made_by import before_it_was_cut, line_that_computed
 from sumgrad.record.computed import Computed
 from sumgrad.record.trace import LOSS, Trace
 
@@ -67,22 +67,10 @@ def _sent_from(case: Case, one: Otherwise) -> list[str]:
     if traces is None:
         return []
     computed = traces.ranks[one.rank].computed
-    number = _before_it_was_cut(computed, one)
+    number = before_it_was_cut(computed.computations[: one.place], one.mine.takes[one.at])
     if number is None:
         return []
     return made_on_another_rank(traces, one.rank, computed.values[number])
-
-
-def _before_it_was_cut(computed: Computed, one: Otherwise) -> int | None:
-    """The value that lines which only cut and shape made the argument of, and that no line made."""
-    earlier = reversed(computed.computations[: one.place])
-    makers = {n: c for c in earlier for n in c.gives}  # what hands it on gives it, too
-    number, passed = one.mine.takes[one.at], set[int]()
-    while isinstance(number, int) and number in makers and number not in passed:
-        passed.add(number)
-        taken = makers[number].uses if makers[number].function in SHAPING else []
-        number = taken[0] if len(taken) == 1 else ""
-    return number if passed and isinstance(number, int) and number not in makers else None
 
 
 def _comes_after(case: Case, diagnosis: Diagnosis, found: Sequence[Otherwise]) -> bool:
