@@ -564,12 +564,13 @@ def test_which_line_of_another_rank_made_what_it_is_a_part_of(is_sent):
 
 
 def handed_on(got, x):
-    running = got[:, 2].contiguous().double()
+    running = got.double()[:, 2]
     return x * running[:, None]
 
 
 def test_what_only_hands_a_tensor_on_is_no_way_without_end():
-    """Each of these gives the very tensor that it takes, where nothing is to be done."""
+    """A cast gives the very tensor that it takes, where nothing is to be done; so it is the first
+    line that gives what came from elsewhere, and is made of itself."""
     running = torch.rand(3, 1, generator=G).double()
     got = torch.cat([torch.randn(3, 2, generator=G).double(), running], 1)
     both = torch.cat([torch.randn(6, 2, generator=G).double(), 0.5 + X[:, :1].abs()], 1)
