@@ -133,9 +133,12 @@ class Ledger:
         return [number for number in self.open_works if number not in self.asked]
 
     def settle(self) -> None:
-        """Say `done` of what has ended without anybody's asking, as under DDP's futures."""
+        """Say `done` of what has ended without anybody's asking, as under DDP's futures.
+
+        Gloo completes a work's future first, and who waits for that may run before the rest of it.
+        """
         for number, work in list(self.open_works.items()):
-            if work.is_completed():
+            if work.is_completed() or (number in self.asked and work.get_future().done()):
                 self.done(number)
 
     @contextmanager

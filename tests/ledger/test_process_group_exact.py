@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ class Work:
     def __init__(self) -> None:
         self.waited: list[object] = []
         self.synchronized = False
+        self.future = Future()
 
     def wait(self, *timeout):
         self.waited.append(timeout)
@@ -42,7 +44,7 @@ class Work:
         return ["the result"]
 
     def get_future(self):
-        return "a future"
+        return self.future
 
 
 class Backend:
@@ -206,7 +208,7 @@ def test_a_timeout_is_handed_on_and_futures_and_streams_count_as_waiting(group, 
     assert ledger.nobody_waits_for() == [0, 1, 2]
     one.wait("soon")
     assert group._inner.works[0].waited == [("soon",)]
-    assert two.get_future() == "a future"
+    assert two.get_future() is group._inner.works[1].future
     assert ledger.nobody_waits_for() == [2]
     three.synchronize()
     assert group._inner.works[2].synchronized
@@ -218,6 +220,15 @@ def test_a_timeout_is_handed_on_and_futures_and_streams_count_as_waiting(group, 
     ledger.settle()
     assert ledger.waiting_for() is None
     assert [e["done"] for e in lines(tmp_path) if "done" in e] == [0, 2, 1]
+
+
+def test_whose_future_is_done_has_ended_before_the_work_says_so(group, ledger):
+    """Gloo's thread completes the future, which wakes who waits for it, and then the work."""
+    group.allreduce([X], options()).get_future().set_result(None)
+    group.allreduce([X], options())
+    group._inner.works[1].future.set_result(None)  # nobody has asked for this one
+    ledger.settle()
+    assert list(ledger.open_works) == [1]
 
 
 def test_a_method_that_nobody_knows_is_written_down_and_handed_on(tmp_path, ledger):
