@@ -47,6 +47,7 @@ from sumgrad.diagnose.explainers.by_modules.other_weights import handed_other_we
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between, lines_in
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
 from sumgrad.diagnose.explainers.by_modules.scaled_outside import scaled_outside
+from sumgrad.diagnose.explainers.by_modules.solved import solved_in_words
 from sumgrad.diagnose.explainers.by_modules.surplus import too_much, whole_on_each
 from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
     another_output,
@@ -132,6 +133,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         return said(cause=f"{text}: {other}", because=(*called, seen[1]))
     if handed := handed_for_wrong_rows_in_words(case, look, found):
         return said(cause=handed[0], because=(seen[0], *called, seen[1]))
+    solved = () if lines_that_differ(case) else tuple(solved_in_words(case, found))
     because = (
         *_of_other_classes(case, look, found),
         *_in_another_mode(case, found),
@@ -144,9 +146,11 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *_output(case, look, found, () if joined else look_at, enters=odd is not None),
         *held_beside(case, found.ranks),
         *_ranks_that_are_right(case, look, found, entered_right),
-        *(() if joined else _in_between(case, look, found, parts)),
+        *(() if joined else _in_between(case, look, found, parts, solved=bool(solved))),
         *reading(case),
     )
+    if solved:
+        return said(cause=solved[0], because=(seen[0], *because))
     return said(cause=text, because=because)
 
 
@@ -188,10 +192,14 @@ def _ranks_that_are_right(
         yield from lines_of_right_ranks(case, whole, found.ranks)
 
 
-def _in_between(case: Case, look: Look, found: FirstWrong, parts: Sequence[str]) -> Iterator[str]:
-    """Lines and collectives on the way. parts: what is said of what is there in parts."""
+def _in_between(
+    case: Case, look: Look, found: FirstWrong, parts: Sequence[str], *, solved: bool
+) -> Iterator[str]:
+    """Lines and collectives on the way. parts: what is said of what is there in parts. solved: the
+    line on ranks alone is known."""
     entered = entered_wrong(case, found)
     lines, made = first_lines(case, found, back=False), _made(case, entered)
+    lines = [one for one in lines if one.there or not solved]
     if made and all(is_librarys(one.mine.line) for one in lines):
         lines = []  # what it makes of that is the library's
     follows = made if any(found.wrong in one.mine.inside for one in lines) else []

@@ -1,0 +1,164 @@
+"""Which argument of a line on ranks alone would have to be another, and how, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from sumgrad.base.outcome import spans
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.lines import expression, known_lines
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
+    fraction_of,
+    line_and_code,
+    looked,
+    ordinal,
+)
+from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.solved_back import Solved, SolvedBack
+from sumgrad.record.computed import MODULE, Computation
+
+SURE = 3  # numbers that come right without being needed: a chance of none
+MOST_FACTORS = 6
+KINDS = ("given", "there", "order", "zeros", "offset", "factors", "factor")  # the last tell more
+
+
+@as_a_hint
+def solved_in_words(case: Case, found: FirstWrong) -> list[str]:
+    """What the wrong ranks have in common, of the first argument of all that tells most."""
+    told = _solved(case, found)
+    if not told:
+        return []
+    one = told[0]
+    on = f"on rank {spans(sorted(o.rank for o in told))}"
+    over = (
+        f"; {one.need.spare} numbers more than it takes to find that agree"
+        if one.need.spare
+        else ""
+    )
+    part = "" if one.alone else "its part of "
+    return [f"{expression(one.mine)}: were the {_argument(one)} {_differs(case, one)}, "
+            f"{part}{_end(one)} would be right {on}{over}"]  # fmt: skip
+
+
+def _solved(case: Case, found: FirstWrong) -> list[Solved]:
+    lines, traces = known_lines(case), case.traces
+    if lines is None or traces is None:
+        return []
+    back = SolvedBack(traces, lines.states)
+    best = []
+    for rank in found.ranks:
+        asked = _asked(case, found, rank)
+        own = back.solved(rank, asked)
+        if own:
+            best.append(max(enumerate(own), key=lambda at: (*_weight(at[1]), at[0]))[1])
+    keyed = [(o.mine.site, o.at, o.how.kind) for o in best]
+    return [o for o, key in zip(best, keyed, strict=True) if key == max(keyed, key=keyed.count)]
+
+
+def _weight(one: Solved) -> tuple[bool, int]:
+    """Which of several tells most; of equals the last, which is the nearest to what is wrong."""
+    return one.need.spare >= SURE, KINDS.index(one.how.kind)
+
+
+def _asked(case: Case, found: FirstWrong, rank: int) -> Callable[[Computation], bool]:
+    """Whether a computation is before what follows the first wrong call of the wrong module, and
+    inside of no module that gives what is right."""
+    look, traces = looked(case), case.traces
+    if look is None or traces is None:
+        return lambda _: False
+    calls = traces.ranks[rank].calls
+    numbers = {s.call.number for s in found.seen if s.rank == rank} or {0}
+    wrong = [i for i, c in enumerate(calls) if c.module == found.wrong and c.number in numbers]
+    right = {
+        module
+        for module, seen in look.seen.items()
+        if {s.forward for s in seen if s.rank == rank and not s.call.recomputed} == {"right"}
+    }
+    end = min(wrong, default=len(calls)) + 1
+    return lambda c: c.calls - c.function.startswith(MODULE) <= end and right.isdisjoint(c.inside)
+
+
+def _argument(one: Solved) -> str:
+    if one.mine.function.startswith(MODULE):
+        return f"{ordinal(one.at)} argument"
+    made, code = one.mine.made_at[one.at]
+    where = f", made at {line_and_code(made, code)}," if made and made != one.mine.line else ""
+    key = one.mine.key(one.at)
+    which = f"argument {key}" if key else f"{ordinal(one.at)} argument"
+    return f"{which} of `{one.mine.function}`{where}"
+
+
+def _end(one: Solved) -> str:
+    name = one.end.function.removeprefix(MODULE)
+    if name == one.end.function:
+        name = line_and_code(one.end.line, one.end.code)
+    return f"what goes into {name}" if one.enters else f"what {name} gives"
+
+
+def _differs(case: Case, one: Solved) -> str:
+    is_, wanted = one.is_, one.need.value
+    if one.how.kind == "factor":
+        (factor,) = one.how.factors
+        return f"{fraction_of(factor)} times what it is" if abs(factor) > 1e-12 else "zero"
+    if one.how.kind == "factors":
+        return f"along its dimension {one.how.dim} {', '.join(_each(one.how.factors))}"
+    if one.how.kind == "offset":
+        (apart,) = one.how.factors
+        return f"{fraction_of(abs(apart))} {'more' if apart > 0 else 'less'} everywhere"
+    if one.how.kind == "zeros":
+        return _zeros(one)
+    if one.how.kind == "order":
+        turned = is_.dim() > 1 and is_.shape == is_.mT.shape and torch.allclose(is_.mT, wanted)
+        return "transposed" if turned else "the same numbers in another order"
+    if one.how.kind == "there":
+        return f"what {_given_there(case, one.how.there)} in the single process"
+    known = ~wanted.isnan() & (wanted != is_)
+    at = tuple(known.nonzero()[0].tolist())
+    return (f"another ({float(wanted[at]):.6g} where it is {float(is_[at]):.6g}, at "
+            f"{[*at]}, the first)")  # fmt: skip
+
+
+def _each(factors: Sequence[float]) -> Iterator[str]:
+    """`0.85 times what it is at 0`, indices with one factor together."""
+    rows = [(fraction_of(f), i) for i, f in enumerate(factors)]
+    together: dict[str, list[int]] = {}
+    for text, i in rows:
+        together.setdefault(text, []).append(i)
+    for text, at in [*together.items()][:MOST_FACTORS]:
+        yield f"at {spans(at)} {'what it is' if text == '1' else f'{text} times what it is'}"
+    if len(together) > MOST_FACTORS:
+        yield f"and others at {len(together) - MOST_FACTORS} more"
+
+
+def _zeros(one: Solved) -> str:
+    """Elements that have to be nothing, or must not be."""
+    is_, wanted = one.is_, one.need.value
+    known = ~wanted.isnan()
+    scale = float(wanted[known & wanted.isfinite()].abs().max())
+    off = known & ~torch.isclose(is_, wanted, rtol=1e-6, atol=1e-6 * scale)
+    at = off.nonzero()[0].tolist()
+    num, first = int(off.sum()), f"at {at}, the first" if is_.dim() else "all of it"
+    here = tuple(at)
+    want = float(wanted[here])
+    if want == -torch.inf:
+        return f"masked (minus infinity) in {num} of {is_.numel()} elements ({first})"
+    if abs(want) <= 1e-6 * scale:
+        return f"zero in {num} of {is_.numel()} elements where it is not ({first})"
+    return f"another in {num} of {is_.numel()} elements that are zero ({want:.6g} {first})"
+
+
+def _given_there(case: Case, number: int) -> str:
+    traces = case.traces
+    assert traces is not None
+    for c in traces.single.computed.computations:
+        if number in c.gives:
+            if c.function.startswith(MODULE):
+                return f"{c.function.removeprefix(MODULE)} gives"
+            return f"{expression(c)} gives"
+    for c in traces.single.computed.computations:
+        if number in c.takes:
+            where = c.function.removeprefix(MODULE) if not c.line else expression(c)
+            return f"{where} takes as its {ordinal(c.takes.index(number))} argument"
+    return "some line has"

@@ -1,0 +1,289 @@
+"""What a line that ranks alone run would have to be given for what follows it to be right.
+
+Where it ends, a line that the single process runs, too, takes what was made there, and what it has
+to be is known: the single process's, at the same rows and places. From there back, function by
+function, each argument is solved for with all others as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal
+
+import torch
+from sumgrad.diagnose.modules.followed import followed, ways_of
+from sumgrad.diagnose.modules.inverses import CLOSE, PARTS_JOINED, Needed, moved_back, needed
+from sumgrad.diagnose.modules.made_by import SHAPING
+from sumgrad.diagnose.modules.numbers import Numbers
+from sumgrad.diagnose.modules.value_states import ValueStates
+from sumgrad.record.computed import MODULE, Computation, Computed
+from sumgrad.record.trace import Traces
+from torch import Tensor
+
+MOST_GUIDES = 6  # values that may tell which rows and places one is of
+MOST_ENDS = 8
+MOST_STEPS = 48  # functions that are solved for on the way back from one end
+FEWEST_EACH = 3  # numbers that have one factor, for each of the factors
+Kind = Literal["factor", "factors", "offset", "zeros", "order", "there", "given"]
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """In what way a tensor has to be another. dim: along which the factors differ; factors: one, or
+    one for each index, or the offset. there: the number of the single process's value it has to be.
+    """
+
+    kind: Kind
+    dim: int = 0
+    factors: tuple[float, ...] = ()
+    there: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Solved:
+    """Argument `at` of a rank's computation: were it what it needs to be, the end would be right.
+
+    mine, place: the computation. is_: what the argument is. end: the computation that gives what is
+    known to be wrong, or takes it where it `enters`. alone: nothing else that is put together with
+    it is wrong.
+    """
+
+    rank: int
+    mine: Computation
+    place: int
+    at: int
+    how: How
+    is_: Tensor
+    need: Needed
+    end: Computation
+    alone: bool = True
+    enters: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A value that has to be another. spare: as in Needed, of all on the way to it."""
+
+    number: int
+    wanted: Tensor
+    spare: int = 0
+    alone: bool = True
+
+
+class SolvedBack:
+    def __init__(self, traces: Traces, states: ValueStates) -> None:
+        self._ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
+        self._single = traces.single.computed
+        self._states = states
+        self._single_ways = ways_of(self._single)
+        self._ways = {rank: ways_of(c) for rank, c in self._ranks.items()}
+        self._at_site: dict[tuple[str, str], list[Computation]] = {}
+        for c in self._single.computations:
+            self._at_site.setdefault((c.site, c.function), []).append(c)
+        self._there = Numbers(self._single.values)
+
+    def solved(self, rank: int, asked: Callable[[Computation], bool]) -> list[Solved]:
+        """Of the first end that tells anything, of those that are asked for; from there back."""
+        for end, number, its, wanted in islice(self._ends(rank, asked), MOST_ENDS):
+            enters = number in end.takes
+            found = [
+                replace(one, enters=enters)
+                for one in self._back(rank, number, wanted, end)
+                if one.how.there not in (its, *self._taken_there(one))
+            ]
+            if found:
+                return found
+        return []
+
+    def _taken_there(self, one: Solved) -> Iterator[int | str]:
+        """What the same line of the single process takes there, which is no news."""
+        for w in self._at_site.get((one.mine.site, one.mine.function), ()):
+            yield from w.takes[one.at : one.at + 1]
+
+    def _ends(
+        self, rank: int, asked: Callable[[Computation], bool]
+    ) -> Iterator[tuple[Computation, int, int, Tensor]]:
+        """Values that are wrong and what they have to be, which is one of the single process's."""
+        mine, seen = self._ranks[rank], set[tuple[int, int]]()
+        for c in mine.computations:
+            if not asked(c):
+                continue
+            for w in self._at_site.get((c.site, c.function), ()):
+                pairs = [*zip(c.takes, w.takes, strict=False), *zip(c.gives, w.gives, strict=False)]
+                for number, its in pairs:
+                    if not isinstance(number, int) or not isinstance(its, int):
+                        continue
+                    module = c.function.startswith(MODULE)
+                    if (number, its) in seen or (
+                        not module and self._states.forward(rank, number) != "wrong"
+                    ):
+                        continue
+                    seen.add((number, its))
+                    index = self._index(rank, number, its)
+                    if index is None:
+                        continue
+                    wanted = self._single.values[its].reshape(-1)[index]
+                    if _is_wrong(mine.values[number], wanted):
+                        yield c, number, its, wanted
+
+    def _index(self, rank: int, number: int, its: int) -> Tensor | None:
+        """Which elements of one of the single process's values those of a rank's have to be, by
+        what is right of what both were made of."""
+        mine, whole = self._ranks[rank], self._single.values[its]
+        value = mine.values[number]
+        if value.dim() != whole.dim() or not value.dim() or not value.is_floating_point():
+            return None
+        before = followed([number], self._ways[rank].gives, lambda p: mine.computations[p].uses)
+        known = {*followed([its], self._single_ways.gives,
+                           lambda p: self._single.computations[p].uses)}  # fmt: skip
+        asked = 0
+        for guide in before:
+            tensor = mine.values[guide]
+            alike = tensor.shape[:-1] == value.shape[:-1] and tensor.dim() == value.dim() > 1
+            if not alike and tensor.shape != value.shape:
+                continue
+            if self._states.forward(rank, guide) != "right":
+                continue
+            asked += 1
+            if asked > MOST_GUIDES:
+                return None
+            for other in self._states.alike(tensor):
+                if other not in known:
+                    continue
+                index = self._guided(tensor, value, other, whole)
+                if index is not None:
+                    return index
+        return None
+
+    def _guided(self, guide: Tensor, value: Tensor, other: int, whole: Tensor) -> Tensor | None:
+        its = self._single.values[other]
+        places = self._there.places(guide, other)
+        if places is None or len(places[0]) < guide.numel():
+            return None
+        there = torch.empty(guide.numel(), dtype=torch.long)
+        there[places[0]] = places[1]
+        if guide.shape == value.shape and its.shape == whole.shape:
+            return there.reshape(value.shape)
+        if its.shape[:-1] != whole.shape[:-1] or value.shape[-1] != whole.shape[-1]:
+            return None
+        which = (there // its.shape[-1]).reshape(*guide.shape[:-1], guide.shape[-1])
+        if bool((which != which[..., :1]).any()):
+            return None
+        return which[..., :1] * whole.shape[-1] + torch.arange(whole.shape[-1])
+
+    def _back(self, rank: int, number: int, wanted: Tensor, end: Computation) -> Iterator[Solved]:
+        """From a value that has to be another to what it was made of, breadth first."""
+        mine, ways = self._ranks[rank], self._ways[rank]
+        todo, seen = [_Asked(number, wanted)], {number}
+        for _ in range(MOST_STEPS):
+            if not todo:
+                return
+            one = todo.pop(0)
+            for place in ways.gives.get(one.number, ())[:1]:
+                c = mine.computations[place]
+                wrong = [(at, n) for at, n in _needs(mine, c, one) if c.takes[at] not in seen]
+                alone = one.alone and not (c.function in PARTS_JOINED and len(wrong) > 1)
+                for at, need in wrong:
+                    taken = c.takes[at]
+                    assert isinstance(taken, int)
+                    seen.add(taken)
+                    whole = replace(need, spare=need.spare + one.spare)
+                    todo.append(_Asked(taken, whole.value, whole.spare, alone))
+                    own = mine.values[taken]
+                    told = None if c.function in SHAPING else self._told(own, whole)
+                    if told is not None:
+                        yield Solved(rank=rank, mine=c, place=place, at=at, how=told, is_=own,
+                                     need=whole, end=end, alone=alone)  # fmt: skip
+
+    def _told(self, own: Tensor, need: Needed) -> How | None:
+        """How it has to differ, if that is simple, or more comes out right than was needed."""
+        wanted = need.value
+        known = ~wanted.isnan()
+        got, want = own[known].double(), wanted[known]
+        if not bool(want.isfinite().any()):
+            return None
+        near = 1e3 * CLOSE * float(want[want.isfinite()].abs().max())
+        off = (want - got).abs() > near
+        if not bool(want.isfinite().all()):
+            return How("zeros") if bool((~want.isfinite() == off).all()) else None
+        if max(len(got), need.spare) >= FEWEST_EACH:
+            factor = _factor(got, want, near)
+            if factor is not None:
+                return How("factor", factors=(factor,))
+            apart = want - got
+            if bool(((apart - apart[0]).abs() <= near).all()):
+                return How("offset", factors=(float(apart[0]),))
+        for dim in range(own.dim() - 1, -1, -1):
+            factors = _factors_along(own.double(), wanted, dim, near)
+            if factors is not None:
+                return How("factors", dim=dim, factors=factors)
+        if bool(((got == 0) | (want.abs() <= near))[off].all()) and not bool(off.all()):
+            return How("zeros")
+        if (
+            bool(known.all())
+            and len(got.unique()) >= FEWEST_EACH
+            and bool(((got.sort().values - want.sort().values).abs() <= near).all())
+        ):
+            return How("order")
+        for number in sorted(self._there.holding(want)):
+            if self._there.has_all(want, number):
+                return How("there", there=number)
+        return How("given") if need.spare >= own.numel() else None
+
+
+def _needs(mine: Computed, c: Computation, asked: _Asked) -> Iterator[tuple[int, Needed]]:
+    """Of the arguments of a computation that have to be others, which and what."""
+    given = [mine.values[t] if isinstance(t, int) else t for t in c.takes]
+    moves = c.function in SHAPING or c.function in PARTS_JOINED
+    for at, own in enumerate(given):
+        if not isinstance(own, Tensor) or c.takes[at] == asked.number:
+            continue
+        if moves:
+            which = c.gives.index(asked.number)
+            found = moved_back(c.function, given, at, which, mine.values[asked.number],
+                               asked.wanted)  # fmt: skip
+        else:
+            takes = [_number(t) if isinstance(t, str) else t for t in given]
+            found = needed(c.function, takes, at, asked.wanted)
+        if found is not None and _is_wrong(own, found.value):
+            yield at, found
+
+
+def _is_wrong(own: Tensor, wanted: Tensor) -> bool:
+    known = ~wanted.isnan()
+    if not bool(known.any()):
+        return False
+    finite = wanted[known & wanted.isfinite()].abs()
+    scale = float(finite.max()) if len(finite) else 0.0
+    return bool(((own - wanted)[known].abs() > 1e3 * CLOSE * scale).any())
+
+
+def _factor(got: Tensor, want: Tensor, near: float) -> float | None:
+    square = float((got * got).sum())
+    if not square:
+        return None
+    factor = float((got * want).sum()) / square
+    return factor if bool(((got * factor - want).abs() <= near).all()) else None
+
+
+def _factors_along(own: Tensor, wanted: Tensor, dim: int, near: float) -> tuple[float, ...] | None:
+    """One for each index of a dimension, where each has enough numbers to tell."""
+    out, known = [], ~wanted.isnan()
+    for i in range(own.shape[dim] if own.shape[dim] > 1 else 0):
+        here = known.select(dim, i)
+        factor = None
+        if int(here.sum()) >= FEWEST_EACH:
+            factor = _factor(own.select(dim, i)[here], wanted.select(dim, i)[here], near)
+        if factor is None:
+            return None
+        out.append(factor)
+    return tuple(out) or None
+
+
+def _number(argument: str) -> float | None:
+    try:
+        return float(argument)
+    except ValueError:
+        return None
