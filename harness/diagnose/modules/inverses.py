@@ -7,17 +7,18 @@ argument, or where what is wanted is not known.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from sumgrad.diagnose.modules.made_by import SHAPING
 from torch import Tensor
 
 SMALL = 1e-9  # of the largest: what is smaller tells nothing when it is divided by
 CLOSE = 1e-9  # as of a few roundings, of the largest number
 MOST_NUMBERS = 1 << 16
+FEWEST = 3  # different numbers that are no chance
 PARTS_JOINED = {"cat", "stack", "concat"}
 SUMS = {"add", "sub", "rsub"}
 COPIES = {"contiguous", "clone", "detach", "to", "float", "double"}
@@ -35,17 +36,17 @@ class Needed:
     spare: int
 
 
-def needed(function: str, takes: Arguments, at: int, wanted: Tensor) -> Needed | None:
-    """Argument `at`, which is a tensor, for a result `wanted`. None where no such one does it, or
-    the function is none of those that are known."""
+def needed(function: str, takes: Arguments, at: int, gave: Tensor, wanted: Tensor) -> Needed | None:
+    """Argument `at`, which is a tensor, for a result `wanted` where it `gave` another. None where
+    no such one does it, or the function is none of those that are known."""
     own = takes[at]
     if not isinstance(own, Tensor) or not own.is_floating_point():
         return None
     if max(own.numel(), wanted.numel()) > MOST_NUMBERS:
         return None
     name = function.removesuffix("_")
-    if name in SHAPING or name in PARTS_JOINED:
-        return None  # see `moved_back`, which asks for what the function gave
+    if not _is_given(name, takes, gave):
+        return None  # with an option that is not known here
     if name in OF_PRODUCTS:
         return _of_product(name, takes, at, wanted)
     if name == "softmax":
@@ -107,6 +108,75 @@ def _moved_index(
         return given if isinstance(given, Tensor) else given[which]
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return None
+
+
+def other_way(function: str, takes: Arguments, wanted: Tensor) -> str:
+    """How the function would give what is wanted of just what it takes, in words; else empty."""
+    tensors = [t for t in takes if isinstance(t, Tensor)]
+    if len({*wanted.reshape(-1).tolist()[:MOST_NUMBERS]}) < FEWEST or not tensors:
+        return ""
+    for words, way in _ways(function.removesuffix("_"), tensors):
+        try:
+            given = way()
+        except RuntimeError:
+            continue
+        if given.shape == wanted.shape and _are_near(given, wanted):
+            return words
+    return ""
+
+
+def _ways(name: str, takes: Sequence[Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    a = takes[0]
+    if name in ("softmax", "log_softmax", "cumsum", "cumprod", "flip"):
+        for dim in range(a.dim()):
+            yield f"over dimension {dim}", partial(getattr(torch, name), a, dim)
+    if len(takes) != 2:
+        return
+    b = takes[1]
+    if name in ("matmul", "mm", "bmm"):
+        yield "with its two arguments the other way round", lambda: b @ a
+        yield "with the first of them transposed", lambda: a.mT @ b
+        yield "with the second of them transposed", lambda: a @ b.mT
+    if name in ("sub", "div"):
+        yield "with its two arguments the other way round", partial(getattr(torch, name), b, a)
+    for other in {"mul": ("div",), "div": ("mul",), "maximum": ("minimum", "add"),
+                  "minimum": ("maximum", "add"), "add": ("mul",)}.get(name, ()):  # fmt: skip
+        yield f"with `{other}` in its place", partial(getattr(torch, other), a, b)
+
+
+def _is_given(name: str, takes: Arguments, gave: Tensor) -> bool:
+    """Whether the function is what its name says: there may be options, or a dimension."""
+    a, b = takes[0], takes[1] if len(takes) > 1 else None
+    try:
+        match name:
+            case "matmul" | "mm" | "bmm" if isinstance(a, Tensor) and isinstance(b, Tensor):
+                given = a @ b
+            case "linear" if isinstance(a, Tensor) and isinstance(b, Tensor):
+                given = a @ b.mT
+                if len(takes) > 2 and isinstance(takes[2], Tensor):
+                    given = given + takes[2]
+            case "softmax" if isinstance(a, Tensor):
+                given = a.softmax(-1)
+            case "rsub" | "rdiv" if a is not None and b is not None:
+                by = torch.as_tensor(b, dtype=torch.float64)
+                given = by - a if name == "rsub" else by / a
+            case "maximum" | "minimum" if isinstance(a, Tensor) and isinstance(b, Tensor):
+                given = getattr(torch, name)(a, b)
+            case "add" | "sub" | "mul" | "div" | "true_divide" if None not in (a, b):
+                given = getattr(torch, name)(torch.as_tensor(a, dtype=torch.float64), b)
+            case "log" | "exp" | "neg" | "tanh" | "sqrt" if isinstance(a, Tensor):
+                given = getattr(torch, name)(a)
+            case _:
+                return False
+    except (RuntimeError, TypeError):
+        return False
+    return given.shape == gave.shape and _are_near(given, gave)
+
+
+def _are_near(a: Tensor, b: Tensor) -> bool:
+    finite = b[b.isfinite()].abs()
+    near = 1e3 * CLOSE * float(finite.max()) if len(finite) else 0.0
+    return bool(((a == b) | ((a - b).abs() <= near) | (a.isnan() & b.isnan())).all())
 
 
 class Unread:

@@ -14,7 +14,15 @@ from typing import Literal
 
 import torch
 from sumgrad.diagnose.modules.followed import followed, ways_of
-from sumgrad.diagnose.modules.inverses import CLOSE, PARTS_JOINED, Needed, moved_back, needed
+from sumgrad.diagnose.modules.inverses import (
+    CLOSE,
+    PARTS_JOINED,
+    Needed,
+    moved_back,
+    needed,
+    other_way,
+)
+from sumgrad.diagnose.modules.keys_needed import KeysNeeded, keys_needed
 from sumgrad.diagnose.modules.made_by import SHAPING
 from sumgrad.diagnose.modules.numbers import Numbers
 from sumgrad.diagnose.modules.value_states import ValueStates
@@ -26,28 +34,35 @@ MOST_GUIDES = 6  # values that may tell which rows and places one is of
 MOST_ENDS = 8
 MOST_STEPS = 48  # functions that are solved for on the way back from one end
 FEWEST_EACH = 3  # numbers that have one factor, for each of the factors
-Kind = Literal["factor", "factors", "offset", "zeros", "order", "there", "given"]
+MASKS = {"masked_fill", "masked_fill_"}
+Kind = Literal[
+    "way", "keys", "factor", "factors", "offset", "inverse", "zeros", "order", "there", "given"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class How:
     """In what way a tensor has to be another. dim: along which the factors differ; factors: one, or
-    one for each index, or the offset. there: the number of the single process's value it has to be.
+    one for each index, or the offset, or the product with what it is, where it is its inverse.
+    there: the number of the single process's value it has to be. way: the function does it in
+    another way, with what it takes. keys: of an attention, over which it has to go.
     """
 
     kind: Kind
     dim: int = 0
     factors: tuple[float, ...] = ()
     there: int = -1
+    way: str = ""
+    keys: KeysNeeded | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Solved:
     """Argument `at` of a rank's computation: were it what it needs to be, the end would be right.
 
-    mine, place: the computation. is_: what the argument is. end: the computation that gives what is
-    known to be wrong, or takes it where it `enters`. alone: nothing else that is put together with
-    it is wrong.
+    at: -1 where it is what the function gives. mine, place: the computation. is_: what it is.
+    end: the computation that gives what is known to be wrong, or takes it where it `enters`.
+    alone: nothing else that is put together with it is wrong.
     """
 
     rank: int
@@ -91,16 +106,23 @@ class SolvedBack:
             found = [
                 replace(one, enters=enters)
                 for one in self._back(rank, number, wanted, end)
-                if one.how.there not in (its, *self._taken_there(one))
+                if one.how.there != its and not self._is_no_news(one)
             ]
             if found:
                 return found
         return []
 
-    def _taken_there(self, one: Solved) -> Iterator[int | str]:
-        """What the same line of the single process takes there, which is no news."""
-        for w in self._at_site.get((one.mine.site, one.mine.function), ()):
-            yield from w.takes[one.at : one.at + 1]
+    def _is_no_news(self, one: Solved) -> bool:
+        """Whether the same line of the single process takes just that, and nothing but the value
+        itself tells that it has to be that one."""
+        if one.how.kind != "there" or one.need.spare >= FEWEST_EACH:
+            return False
+        want = one.need.value[~one.need.value.isnan()]
+        return any(
+            isinstance(t, int) and self._there.has_all(want, t)
+            for w in self._at_site.get((one.mine.site, one.mine.function), ())
+            for t in w.takes[one.at : one.at + 1]
+        )
 
     def _ends(
         self, rank: int, asked: Callable[[Computation], bool]
@@ -183,6 +205,8 @@ class SolvedBack:
             one = todo.pop(0)
             for place in ways.gives.get(one.number, ())[:1]:
                 c = mine.computations[place]
+                yield from self._in_another_way(rank, place, one, end)
+                yield from self._over_other_keys(rank, place, one, end)
                 wrong = [(at, n) for at, n in _needs(mine, c, one) if c.takes[at] not in seen]
                 alone = one.alone and not (c.function in PARTS_JOINED and len(wrong) > 1)
                 for at, need in wrong:
@@ -196,6 +220,34 @@ class SolvedBack:
                     if told is not None:
                         yield Solved(rank=rank, mine=c, place=place, at=at, how=told, is_=own,
                                      need=whole, end=end, alone=alone)  # fmt: skip
+
+    def _in_another_way(
+        self, rank: int, place: int, one: _Asked, end: Computation
+    ) -> Iterator[Solved]:
+        """Where the same function of the same arguments gives what is wanted in another way."""
+        mine = self._ranks[rank]
+        c = mine.computations[place]
+        takes = [mine.values[t] if isinstance(t, int) else _number(t) for t in c.takes]
+        way = "" if bool(one.wanted.isnan().any()) else other_way(c.function, takes, one.wanted)
+        if way:
+            need = Needed(value=one.wanted, spare=one.spare + one.wanted.numel())
+            yield Solved(rank=rank, mine=c, place=place, at=-1, how=How("way", way=way), end=end,
+                         is_=mine.values[one.number], need=need, alone=one.alone)  # fmt: skip
+
+    def _over_other_keys(
+        self, rank: int, place: int, one: _Asked, end: Computation
+    ) -> Iterator[Solved]:
+        """Where a softmax, and the product of it with values, has to go over other keys."""
+        mine = self._ranks[rank]
+        found = _attention(mine, self._ways[rank].gives, mine.computations[place])
+        if found is None:
+            return
+        c, scores, shares, values = found
+        keys = keys_needed(scores, shares, values, one.wanted)
+        if keys is not None and bool(keys.wrong.any()):
+            need = Needed(value=one.wanted, spare=one.spare + one.wanted.numel())
+            yield Solved(rank=rank, mine=c, place=place, at=-1, how=How("keys", keys=keys), end=end,
+                         is_=mine.values[one.number], need=need, alone=one.alone)  # fmt: skip
 
     def _told(self, own: Tensor, need: Needed) -> How | None:
         """How it has to differ, if that is simple, or more comes out right than was needed."""
@@ -215,6 +267,10 @@ class SolvedBack:
             apart = want - got
             if bool(((apart - apart[0]).abs() <= near).all()):
                 return How("offset", factors=(float(apart[0]),))
+            product = want * got
+            same = (product - product[0]).abs() <= 1e3 * CLOSE * abs(product[0])
+            if bool(product[0]) and bool(same.all()):
+                return How("inverse", factors=(float(product[0]),))
         for dim in range(own.dim() - 1, -1, -1):
             factors = _factors_along(own.double(), wanted, dim, near)
             if factors is not None:
@@ -233,6 +289,33 @@ class SolvedBack:
         return How("given") if need.spare >= own.numel() else None
 
 
+def _attention(
+    mine: Computed, gives: dict[int, list[int]], c: Computation
+) -> tuple[Computation, Tensor, Tensor, Tensor] | None:
+    """The softmax that a product with values takes, its scores before a mask, what it gave, and the
+    values; None where it is no such product."""
+    first, second = (*c.takes[:2], "", "")[:2]
+    if c.function != "matmul" or not isinstance(first, int) or not isinstance(second, int):
+        return None
+    maker = _maker(mine, gives, first)
+    if maker is not None and maker.function == "dropout":
+        maker = _maker(mine, gives, maker.takes[0])
+    if maker is None or maker.function != "softmax" or not isinstance(maker.takes[0], int):
+        return None
+    scores, shares, values = (mine.values[n] for n in (maker.takes[0], first, second))
+    masked = _maker(mine, gives, maker.takes[0])
+    if masked is not None and masked.function in MASKS and isinstance(masked.takes[0], int):
+        before = mine.values[masked.takes[0]]
+        scores = before if before.shape == scores.shape else scores
+    same = shares.shape == scores.shape and min(shares.dim(), values.dim()) > 1
+    return (maker, scores.double(), shares, values) if same else None
+
+
+def _maker(mine: Computed, gives: dict[int, list[int]], number: int | str) -> Computation | None:
+    places = gives.get(number, []) if isinstance(number, int) else []
+    return mine.computations[places[0]] if places else None
+
+
 def _needs(mine: Computed, c: Computation, asked: _Asked) -> Iterator[tuple[int, Needed]]:
     """Of the arguments of a computation that have to be others, which and what."""
     given = [mine.values[t] if isinstance(t, int) else t for t in c.takes]
@@ -246,7 +329,7 @@ def _needs(mine: Computed, c: Computation, asked: _Asked) -> Iterator[tuple[int,
                                asked.wanted)  # fmt: skip
         else:
             takes = [_number(t) if isinstance(t, str) else t for t in given]
-            found = needed(c.function, takes, at, asked.wanted)
+            found = needed(c.function, takes, at, mine.values[asked.number], asked.wanted)
         if found is not None and _is_wrong(own, found.value):
             yield at, found
 

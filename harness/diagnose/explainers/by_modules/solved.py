@@ -16,12 +16,15 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     ordinal,
 )
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.keys_needed import KeysNeeded
 from sumgrad.diagnose.modules.solved_back import Solved, SolvedBack
 from sumgrad.record.computed import MODULE, Computation
 
 SURE = 3  # numbers that come right without being needed: a chance of none
 MOST_FACTORS = 6
-KINDS = ("given", "there", "order", "zeros", "offset", "factors", "factor")  # the last tell more
+KINDS = (
+    "given", "there", "order", "zeros", "inverse", "offset", "factors", "factor", "keys", "way",
+)  # fmt: skip  # the last tell more
 
 
 @as_a_hint
@@ -38,8 +41,12 @@ def solved_in_words(case: Case, found: FirstWrong) -> list[str]:
         else ""
     )
     part = "" if one.alone else "its part of "
-    return [f"{expression(one.mine)}: were the {_argument(one)} {_differs(case, one)}, "
-            f"{part}{_end(one)} would be right {on}{over}"]  # fmt: skip
+    what = f"were the {_argument(one)} {_differs(case, one)}"
+    if one.how.kind == "way":
+        what, over = f"were its `{one.mine.function}` {one.how.way}", ""
+    if one.how.keys is not None:
+        what, over = f"were its `{one.mine.function}` {_over(one.how.keys)}", ""
+    return [f"{expression(one.mine)}: {what}, {part}{_end(one)} would be right {on}{over}"]
 
 
 def _solved(case: Case, found: FirstWrong) -> list[Solved]:
@@ -107,6 +114,9 @@ def _differs(case: Case, one: Solved) -> str:
     if one.how.kind == "offset":
         (apart,) = one.how.factors
         return f"{fraction_of(abs(apart))} {'more' if apart > 0 else 'less'} everywhere"
+    if one.how.kind == "inverse":
+        (number,) = one.how.factors
+        return f"{fraction_of(number)} divided by what it is"
     if one.how.kind == "zeros":
         return _zeros(one)
     if one.how.kind == "order":
@@ -118,6 +128,16 @@ def _differs(case: Case, one: Solved) -> str:
     at = tuple(known.nonzero()[0].tolist())
     return (f"another ({float(wanted[at]):.6g} where it is {float(is_[at]):.6g}, at "
             f"{[*at]}, the first)")  # fmt: skip
+
+
+def _over(keys: KeysNeeded) -> str:
+    """Over which keys a query has to go, the first where that is others, and of how many."""
+    at = int(keys.wrong.nonzero()[0])
+    which = [int(i) for i in torch.unravel_index(torch.tensor(at), keys.shape)]
+    now, needed = (spans(row.nonzero()[:, 0].tolist()) for row in (keys.now[at], keys.needed[at]))
+    num, of = int(keys.wrong.sum()), int(keys.told.sum())
+    return (f"over other keys in {num} of {of} queries (that at {which}, the first, over {needed} "
+            f"and not {now})")  # fmt: skip
 
 
 def _each(factors: Sequence[float]) -> Iterator[str]:
