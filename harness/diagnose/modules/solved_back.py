@@ -7,6 +7,7 @@ function, each argument is solved for with all others as they are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -61,7 +62,7 @@ class Solved:
     """Argument `at` of a rank's computation: were it what it needs to be, the end would be right.
 
     at: -1 where it is what the function gives. mine, place: the computation. is_: what it is.
-    end: the computation that gives what is known to be wrong, or takes it where it `enters`.
+    end: what is known to be wrong because of it.
     alone: nothing else that is put together with it is wrong.
     """
 
@@ -72,9 +73,24 @@ class Solved:
     how: How
     is_: Tensor
     need: Needed
-    end: Computation
+    end: _End
     alone: bool = True
-    enters: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _End:
+    """What a computation takes or gives, and has to be, as the single process's value `its` is.
+    again: it runs there as often as here, or here some times as often."""
+
+    at: Computation
+    number: int
+    its: int
+    wanted: Tensor
+    again: bool
+
+    @property
+    def enters(self) -> bool:
+        return self.number in self.at.takes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,12 +117,13 @@ class SolvedBack:
 
     def solved(self, rank: int, asked: Callable[[Computation], bool]) -> list[Solved]:
         """Of the first end that tells anything, of those that are asked for; from there back."""
-        for end, number, its, wanted in islice(self._ends(rank, asked), MOST_ENDS):
-            enters = number in end.takes
+        for end in islice(self._ends(rank, asked), MOST_ENDS):
             found = [
-                replace(one, enters=enters)
-                for one in self._back(rank, number, wanted, end)
-                if one.how.there != its and not self._is_no_news(one)
+                one
+                for one in self._back(rank, end)
+                if one.how.there != end.its
+                and not self._is_no_news(one)
+                and (end.again or one.need.spare >= FEWEST_EACH)
             ]
             if found:
                 return found
@@ -121,18 +138,23 @@ class SolvedBack:
         return any(
             isinstance(t, int) and self._there.has_all(want, t)
             for w in self._at_site.get((one.mine.site, one.mine.function), ())
-            for t in w.takes[one.at : one.at + 1]
+            for t in w.takes
         )
 
-    def _ends(
-        self, rank: int, asked: Callable[[Computation], bool]
-    ) -> Iterator[tuple[Computation, int, int, Tensor]]:
+    def _ends(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[_End]:
         """Values that are wrong and what they have to be, which is one of the single process's."""
         mine, seen = self._ranks[rank], set[tuple[int, int]]()
+        every = Counter((c.site, c.function) for c in mine.computations)
+        times = Counter[tuple[str, str]]()
         for c in mine.computations:
-            if not asked(c):
+            key = c.site, c.function
+            nth = times[key]
+            times[key] += 1
+            there = self._at_site.get(key, ())
+            if not asked(c) or not there:
                 continue
-            for w in self._at_site.get((c.site, c.function), ()):
+            again = every[key] % len(there) == 0  # in each micro-batch once more, or in its own way
+            for w in there[nth % len(there) :][:1] if again else there:
                 pairs = [*zip(c.takes, w.takes, strict=False), *zip(c.gives, w.gives, strict=False)]
                 for number, its in pairs:
                     if not isinstance(number, int) or not isinstance(its, int):
@@ -148,7 +170,7 @@ class SolvedBack:
                         continue
                     wanted = self._single.values[its].reshape(-1)[index]
                     if _is_wrong(mine.values[number], wanted):
-                        yield c, number, its, wanted
+                        yield _End(c, number, its, wanted, again)
 
     def _index(self, rank: int, number: int, its: int) -> Tensor | None:
         """Which elements of one of the single process's values those of a rank's have to be, by
@@ -195,10 +217,10 @@ class SolvedBack:
             return None
         return which[..., :1] * whole.shape[-1] + torch.arange(whole.shape[-1])
 
-    def _back(self, rank: int, number: int, wanted: Tensor, end: Computation) -> Iterator[Solved]:
+    def _back(self, rank: int, end: _End) -> Iterator[Solved]:
         """From a value that has to be another to what it was made of, breadth first."""
         mine, ways = self._ranks[rank], self._ways[rank]
-        todo, seen = [_Asked(number, wanted)], {number}
+        todo, seen = [_Asked(end.number, end.wanted)], {end.number}
         for _ in range(MOST_STEPS):
             if not todo:
                 return
@@ -221,9 +243,7 @@ class SolvedBack:
                         yield Solved(rank=rank, mine=c, place=place, at=at, how=told, is_=own,
                                      need=whole, end=end, alone=alone)  # fmt: skip
 
-    def _in_another_way(
-        self, rank: int, place: int, one: _Asked, end: Computation
-    ) -> Iterator[Solved]:
+    def _in_another_way(self, rank: int, place: int, one: _Asked, end: _End) -> Iterator[Solved]:
         """Where the same function of the same arguments gives what is wanted in another way."""
         mine = self._ranks[rank]
         c = mine.computations[place]
@@ -234,9 +254,7 @@ class SolvedBack:
             yield Solved(rank=rank, mine=c, place=place, at=-1, how=How("way", way=way), end=end,
                          is_=mine.values[one.number], need=need, alone=one.alone)  # fmt: skip
 
-    def _over_other_keys(
-        self, rank: int, place: int, one: _Asked, end: Computation
-    ) -> Iterator[Solved]:
+    def _over_other_keys(self, rank: int, place: int, one: _Asked, end: _End) -> Iterator[Solved]:
         """Where a softmax, and the product of it with values, has to go over other keys."""
         mine = self._ranks[rank]
         found = _attention(mine, self._ways[rank].gives, mine.computations[place])

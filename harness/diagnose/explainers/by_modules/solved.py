@@ -98,10 +98,10 @@ def _argument(one: Solved) -> str:
 
 
 def _end(one: Solved) -> str:
-    name = one.end.function.removeprefix(MODULE)
-    if name == one.end.function:
-        name = line_and_code(one.end.line, one.end.code)
-    return f"what goes into {name}" if one.enters else f"what {name} gives"
+    name = one.end.at.function.removeprefix(MODULE)
+    if name == one.end.at.function:
+        name = line_and_code(one.end.at.line, one.end.at.code)
+    return f"what goes into {name}" if one.end.enters else f"what {name} gives"
 
 
 def _differs(case: Case, one: Solved) -> str:
