@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules.solved import _differs, _each, _over
+from sumgrad.diagnose.explainers.by_modules.solved import _differs, _each, _given_there, _over
+from sumgrad.diagnose.modules.how_apart import How, how_apart, is_apart
 from sumgrad.diagnose.modules.inverses import Needed, literal, moved_back, needed, other_way
 from sumgrad.diagnose.modules.keys_needed import keys_needed
-from sumgrad.diagnose.modules.solved_back import How, SolvedBack
+from sumgrad.diagnose.modules.numbers import Numbers
+from sumgrad.diagnose.modules.solved_back import SolvedBack
 from sumgrad.diagnose.modules.value_states import ValueStates
 from sumgrad.subjects.program.computations import Computations
 from torch.nn import functional as F
@@ -330,8 +332,83 @@ def case(*given):
     ],
 )  # fmt: skip
 def test_how_it_has_to_differ_in_words(how, is_, wanted, words):
-    one = SimpleNamespace(how=how, is_=is_, need=Needed(value=wanted, spare=0))
+    mine = SimpleNamespace(takes=(0, "1"))
+    one = SimpleNamespace(how=how, is_=is_, need=Needed(value=wanted, spare=0), mine=mine)
     assert _differs(case(), one) == words
+
+
+def test_one_of_two_in_another_order_may_be_the_other_one():
+    need = Needed(value=X.flip(0), spare=0)
+    mine = SimpleNamespace(takes=(0, 1))
+    one = SimpleNamespace(how=How("order"), is_=X, need=need, mine=mine)
+    words = "the same numbers in another order (or what it stands beside)"
+    assert _differs(case(), one) == words
+
+
+def scaled_rows(t):
+    return t * torch.tensor([1, 2, 2, 2, 3, 1]).double()[:, None]
+
+
+def shifted(t):
+    return torch.where(torch.arange(30).reshape(6, 5) % 4 == 1, t - 6, t)
+
+
+def zeroed(t):
+    return torch.where(torch.arange(30).reshape(6, 5) == 7, 0.0, t)
+
+
+@pytest.mark.parametrize(
+    ("change", "spare", "how"),
+    [
+        (lambda t: 2 * t, 0, How("factor", factors=(2.0,))),
+        (lambda t: t - 3, 0, How("offset", factors=(-3.0,))),
+        (lambda t: 4 / t, 0, How("inverse", factors=(4.0,))),
+        (scaled_rows, 0, How("factors", factors=(1.0, 2.0, 2.0, 2.0, 3.0, 1.0))),
+        (shifted, 0, How("offset", factors=(-6.0,), some=8)),
+        (zeroed, 0, How("zeros")),
+        (lambda t: t.roll(1, 0), 0, How("order")),
+        (torch.tanh, 0, None),
+        (torch.tanh, 29, None),
+        (torch.tanh, 30, How("given")),
+        (torch.exp, 0, How("there")),
+    ],
+)
+def test_how_a_tensor_has_to_differ(change, spare, how):
+    there = Numbers([X.exp()])
+    found = how_apart(X, Needed(value=change(X), spare=spare), there)
+    if how is None:
+        assert found is None
+        return
+    assert (found.kind, found.some, found.dim) == (how.kind, how.some, how.dim)
+    assert found.factors == pytest.approx(how.factors)
+
+
+def test_of_few_numbers_only_others_tell_a_factor():
+    two = drawn(2)
+    assert how_apart(two, Needed(value=2 * two, spare=0), Numbers([])) is None
+    assert how_apart(two, Needed(value=2 * two, spare=3), Numbers([])).kind == "factor"
+    nothing = Needed(value=torch.full((2,), torch.nan).double(), spare=9)
+    assert how_apart(two, nothing, Numbers([])) is None
+    assert not is_apart(two, nothing.value)
+    assert not is_apart(two, two * (1 + 1e-12))
+    assert is_apart(two, torch.tensor([-torch.inf, torch.nan]))
+
+
+def test_a_power_of_positive_numbers():
+    gave = POSITIVE**0.75
+    found = needed("pow", (POSITIVE, 0.75), 0, gave, (2 * POSITIVE) ** 0.75)
+    torch.testing.assert_close(found.value, 2 * POSITIVE)
+    assert needed("pow", (X, 2.0), 0, X**2, 4 * X**2) is None
+
+
+def test_what_it_has_to_be_is_named_by_the_line_that_gives_it_or_takes_it():
+    there = case().traces.single.computed
+    gives = next(c for c in there.computations if c.function == "sin").gives[0]
+    assert _given_there(case(), gives).endswith("`h.sin()` gives")
+    product = next(c for c in there.computations if c.function == "matmul")
+    leaf = product.takes[1]
+    assert _given_there(case(), leaf).endswith("`h = x @ w` takes as its second argument")
+    assert _given_there(case(), 10_000) == "numbers that are there"
 
 
 def test_elements_that_have_to_be_nothing():

@@ -164,6 +164,8 @@ def _is_given(name: str, takes: Arguments, gave: Tensor) -> bool:
                 given = getattr(torch, name)(a, b)
             case "add" | "sub" | "mul" | "div" | "true_divide" if None not in (a, b):
                 given = getattr(torch, name)(torch.as_tensor(a, dtype=torch.float64), b)
+            case "pow" if isinstance(a, Tensor) and isinstance(b, float) and bool((a > 0).all()):
+                given = a**b
             case "log" | "exp" | "neg" | "tanh" | "sqrt" if isinstance(a, Tensor):
                 given = getattr(torch, name)(a)
             case _:
@@ -355,6 +357,13 @@ def _sqrt(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
     return torch.where(wanted >= 0, wanted, torch.nan).square() if not others else None
 
 
+def _pow(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
+    """Of positive numbers, to a power that is one number."""
+    if at or not others or isinstance(others[0], Tensor) or not others[0]:
+        return None
+    return torch.where(wanted > 0, wanted, torch.nan) ** (1 / others[0])
+
+
 def _maximum(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
     return _of_the_larger(wanted, others[0]) if others else None
 
@@ -375,5 +384,5 @@ def _of_the_larger(wanted: Tensor, other: Tensor | float) -> Tensor | None:
 ONE_BY_ONE: dict[str, Callable[..., Tensor | None]] = {
     "add": _add, "sub": _sub, "rsub": _rsub, "mul": _mul, "div": _div, "rdiv": _rdiv,
     "true_divide": _div, "log": _log, "exp": _exp, "neg": _neg, "tanh": _tanh, "sqrt": _sqrt,
-    "maximum": _maximum, "minimum": _minimum,
+    "pow": _pow, "maximum": _maximum, "minimum": _minimum,
 }  # fmt: skip

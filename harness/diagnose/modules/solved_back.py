@@ -11,19 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal
 
 import torch
 from sumgrad.diagnose.modules.followed import followed, ways_of
-from sumgrad.diagnose.modules.inverses import (
-    CLOSE,
-    PARTS_JOINED,
-    Needed,
-    moved_back,
-    needed,
-    other_way,
-)
-from sumgrad.diagnose.modules.keys_needed import KeysNeeded, keys_needed
+from sumgrad.diagnose.modules.how_apart import ENOUGH, How, how_apart, is_apart
+from sumgrad.diagnose.modules.inverses import PARTS_JOINED, Needed, moved_back, needed, other_way
+from sumgrad.diagnose.modules.keys_needed import keys_needed
 from sumgrad.diagnose.modules.made_by import SHAPING
 from sumgrad.diagnose.modules.numbers import Numbers
 from sumgrad.diagnose.modules.value_states import ValueStates
@@ -34,27 +27,7 @@ from torch import Tensor
 MOST_GUIDES = 6  # values that may tell which rows and places one is of
 MOST_ENDS = 8
 MOST_STEPS = 48  # functions that are solved for on the way back from one end
-FEWEST_EACH = 3  # numbers that have one factor, for each of the factors
 MASKS = {"masked_fill", "masked_fill_"}
-Kind = Literal[
-    "way", "keys", "factor", "factors", "offset", "inverse", "zeros", "order", "there", "given"
-]
-
-
-@dataclass(frozen=True, slots=True)
-class How:
-    """In what way a tensor has to be another. dim: along which the factors differ; factors: one, or
-    one for each index, or the offset, or the product with what it is, where it is its inverse.
-    there: the number of the single process's value it has to be. way: the function does it in
-    another way, with what it takes. keys: of an attention, over which it has to go.
-    """
-
-    kind: Kind
-    dim: int = 0
-    factors: tuple[float, ...] = ()
-    there: int = -1
-    way: str = ""
-    keys: KeysNeeded | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,8 +35,8 @@ class Solved:
     """Argument `at` of a rank's computation: were it what it needs to be, the end would be right.
 
     at: -1 where it is what the function gives. mine, place: the computation. is_: what it is.
-    end: what is known to be wrong because of it.
-    alone: nothing else that is put together with it is wrong.
+    end: what is known to be wrong because of it. alone: nothing else that is put together with it
+    is wrong.
     """
 
     rank: int
@@ -123,7 +96,7 @@ class SolvedBack:
                 for one in self._back(rank, end)
                 if one.how.there != end.its
                 and not self._is_no_news(one)
-                and (end.again or one.need.spare >= FEWEST_EACH)
+                and (end.again or one.need.spare >= ENOUGH)
             ]
             if found:
                 return found
@@ -132,7 +105,7 @@ class SolvedBack:
     def _is_no_news(self, one: Solved) -> bool:
         """Whether the same line of the single process takes just that, and nothing but the value
         itself tells that it has to be that one."""
-        if one.how.kind != "there" or one.need.spare >= FEWEST_EACH:
+        if one.how.kind != "there" or one.need.spare >= ENOUGH:
             return False
         want = one.need.value[~one.need.value.isnan()]
         return any(
@@ -169,7 +142,7 @@ class SolvedBack:
                     if index is None:
                         continue
                     wanted = self._single.values[its].reshape(-1)[index]
-                    if _is_wrong(mine.values[number], wanted):
+                    if is_apart(mine.values[number], wanted):
                         yield _End(c, number, its, wanted, again)
 
     def _index(self, rank: int, number: int, its: int) -> Tensor | None:
@@ -238,7 +211,7 @@ class SolvedBack:
                     whole = replace(need, spare=need.spare + one.spare)
                     todo.append(_Asked(taken, whole.value, whole.spare, alone))
                     own = mine.values[taken]
-                    told = None if c.function in SHAPING else self._told(own, whole)
+                    told = None if c.function in SHAPING else how_apart(own, whole, self._there)
                     if told is not None:
                         yield Solved(rank=rank, mine=c, place=place, at=at, how=told, is_=own,
                                      need=whole, end=end, alone=alone)  # fmt: skip
@@ -266,45 +239,6 @@ class SolvedBack:
             need = Needed(value=one.wanted, spare=one.spare + one.wanted.numel())
             yield Solved(rank=rank, mine=c, place=place, at=-1, how=How("keys", keys=keys), end=end,
                          is_=mine.values[one.number], need=need, alone=one.alone)  # fmt: skip
-
-    def _told(self, own: Tensor, need: Needed) -> How | None:
-        """How it has to differ, if that is simple, or more comes out right than was needed."""
-        wanted = need.value
-        known = ~wanted.isnan()
-        got, want = own[known].double(), wanted[known]
-        if not bool(want.isfinite().any()):
-            return None
-        near = 1e3 * CLOSE * float(want[want.isfinite()].abs().max())
-        off = (want - got).abs() > near
-        if not bool(want.isfinite().all()):
-            return How("zeros") if bool((~want.isfinite() == off).all()) else None
-        if max(len(got), need.spare) >= FEWEST_EACH:
-            factor = _factor(got, want, near)
-            if factor is not None:
-                return How("factor", factors=(factor,))
-            apart = want - got
-            if bool(((apart - apart[0]).abs() <= near).all()):
-                return How("offset", factors=(float(apart[0]),))
-            product = want * got
-            same = (product - product[0]).abs() <= 1e3 * CLOSE * abs(product[0])
-            if bool(product[0]) and bool(same.all()):
-                return How("inverse", factors=(float(product[0]),))
-        for dim in range(own.dim() - 1, -1, -1):
-            factors = _factors_along(own.double(), wanted, dim, near)
-            if factors is not None:
-                return How("factors", dim=dim, factors=factors)
-        if bool(((got == 0) | (want.abs() <= near))[off].all()) and not bool(off.all()):
-            return How("zeros")
-        if (
-            bool(known.all())
-            and len(got.unique()) >= FEWEST_EACH
-            and bool(((got.sort().values - want.sort().values).abs() <= near).all())
-        ):
-            return How("order")
-        for number in sorted(self._there.holding(want)):
-            if self._there.has_all(want, number):
-                return How("there", there=number)
-        return How("given") if need.spare >= own.numel() else None
 
 
 def _attention(
@@ -348,39 +282,8 @@ def _needs(mine: Computed, c: Computation, asked: _Asked) -> Iterator[tuple[int,
         else:
             takes = [_number(t) if isinstance(t, str) else t for t in given]
             found = needed(c.function, takes, at, mine.values[asked.number], asked.wanted)
-        if found is not None and _is_wrong(own, found.value):
+        if found is not None and is_apart(own, found.value):
             yield at, found
-
-
-def _is_wrong(own: Tensor, wanted: Tensor) -> bool:
-    known = ~wanted.isnan()
-    if not bool(known.any()):
-        return False
-    finite = wanted[known & wanted.isfinite()].abs()
-    scale = float(finite.max()) if len(finite) else 0.0
-    return bool(((own - wanted)[known].abs() > 1e3 * CLOSE * scale).any())
-
-
-def _factor(got: Tensor, want: Tensor, near: float) -> float | None:
-    square = float((got * got).sum())
-    if not square:
-        return None
-    factor = float((got * want).sum()) / square
-    return factor if bool(((got * factor - want).abs() <= near).all()) else None
-
-
-def _factors_along(own: Tensor, wanted: Tensor, dim: int, near: float) -> tuple[float, ...] | None:
-    """One for each index of a dimension, where each has enough numbers to tell."""
-    out, known = [], ~wanted.isnan()
-    for i in range(own.shape[dim] if own.shape[dim] > 1 else 0):
-        here = known.select(dim, i)
-        factor = None
-        if int(here.sum()) >= FEWEST_EACH:
-            factor = _factor(own.select(dim, i)[here], wanted.select(dim, i)[here], near)
-        if factor is None:
-            return None
-        out.append(factor)
-    return tuple(out) or None
 
 
 def _number(argument: str) -> float | None:

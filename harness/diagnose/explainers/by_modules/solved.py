@@ -106,14 +106,16 @@ def _end(one: Solved) -> str:
 
 def _differs(case: Case, one: Solved) -> str:
     is_, wanted = one.is_, one.need.value
+    some = f" in {one.how.some} of {is_.numel()} elements" if one.how.some else ""
     if one.how.kind == "factor":
         (factor,) = one.how.factors
-        return f"{fraction_of(factor)} times what it is" if abs(factor) > 1e-12 else "zero"
+        text = f"{fraction_of(factor)} times what it is" if abs(factor) > 1e-12 else "zero"
+        return f"{text}{some}"
     if one.how.kind == "factors":
         return f"along its dimension {one.how.dim} {', '.join(_each(one.how.factors))}"
     if one.how.kind == "offset":
         (apart,) = one.how.factors
-        return f"{fraction_of(abs(apart))} {'more' if apart > 0 else 'less'} everywhere"
+        return f"{fraction_of(abs(apart))} {'more' if apart > 0 else 'less'}{some or ' everywhere'}"
     if one.how.kind == "inverse":
         (number,) = one.how.factors
         return f"{fraction_of(number)} divided by what it is"
@@ -121,9 +123,11 @@ def _differs(case: Case, one: Solved) -> str:
         return _zeros(one)
     if one.how.kind == "order":
         turned = is_.dim() > 1 and is_.shape == is_.mT.shape and torch.allclose(is_.mT, wanted)
-        return "transposed" if turned else "the same numbers in another order"
+        beside = sum(isinstance(t, int) for t in one.mine.takes) > 1 and not one.need.spare
+        other = " (or what it stands beside)" if beside else ""
+        return "transposed" if turned else f"the same numbers in another order{other}"
     if one.how.kind == "there":
-        return f"what {_given_there(case, one.how.there)} in the single process"
+        return f"{_given_there(case, one.how.there)} in the single process"
     known = ~wanted.isnan() & (wanted != is_)
     at = tuple(known.nonzero()[0].tolist())
     return (f"another ({float(wanted[at]):.6g} where it is {float(is_[at]):.6g}, at "
@@ -170,15 +174,18 @@ def _zeros(one: Solved) -> str:
 
 
 def _given_there(case: Case, number: int) -> str:
-    traces = case.traces
-    assert traces is not None
-    for c in traces.single.computed.computations:
+    """`` `x.exp()` gives``, of the first line that has it; else what takes it."""
+    assert case.traces is not None
+    computations = case.traces.single.computed.computations
+    for c in computations:
         if number in c.gives:
-            if c.function.startswith(MODULE):
-                return f"{c.function.removeprefix(MODULE)} gives"
-            return f"{expression(c)} gives"
-    for c in traces.single.computed.computations:
+            return f"what {_place(c)} gives"
+    for c in computations:
         if number in c.takes:
-            where = c.function.removeprefix(MODULE) if not c.line else expression(c)
-            return f"{where} takes as its {ordinal(c.takes.index(number))} argument"
-    return "some line has"
+            which = ordinal(c.takes.index(number))
+            return f"what {_place(c)} takes as its {which} argument"
+    return "numbers that are there"
+
+
+def _place(c: Computation) -> str:
+    return c.function.removeprefix(MODULE) if c.function.startswith(MODULE) else expression(c)
