@@ -114,8 +114,15 @@ def test_a_wrong_call_outside_of_a_module_does_not_go_into_it():
 def test_what_made_what_goes_in_is_told(monkeypatch):
     made = Stack(lines=(STEP,), made=("/x/step.py:3", "after = obs[:, 1:]"))
     case, _, seen = case_of((made, "wrong", "untold", None), module=f"{INTO}net")
+    monkeypatch.setattr(forward, "gone_into", lambda *_: list(seen))
     assert forward._made(case, seen) == [
         "on rank 0 in call 0 what goes in was made at step.py:3 `after = obs[:, 1:]`"
+    ]
+    other = replace(seen[0], call=replace(seen[0].call, part=1))
+    monkeypatch.setattr(forward, "gone_into", lambda *_: [*seen, other])
+    assert forward._made(case, [other]) == [
+        "on rank 0 in call 0 the second tensor that goes in was made at step.py:3 "
+        "`after = obs[:, 1:]`"
     ]
     assert forward._made(case, ()) == []
     case, _, seen = case_of((at(STEP), "wrong", "untold", None), module=f"{INTO}net")

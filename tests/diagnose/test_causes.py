@@ -102,7 +102,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("c_13", "of lstm's 3 outputs the first alone could be compared"),
         ("f_04", "hands on what one rank has, where the sum of what all of them have is right"),
         ("f_20", "with weights of their own: 2/5, 3/10, 3/10 of rank 0, 1, 2"),
-        ("g_12", "of each such vector of what goes in elements 4-11 of 16 are wrong, the others"),
+        ("g_12", "of each such vector of what goes in elements 4-11 of 16 are not what stands"),
         ("l_19", "policy is counted 17/27 = count of policy/count of kl times; the other terms"),
         ("af_08", "on rank 0, 2 it is computed again in the backward, and is right then: look at"),
         ("af_10", "of attention.inv_freq, on rank 1-2, all its elements are zeros"),

@@ -419,10 +419,12 @@ def test_what_is_only_cut_and_shaped_was_made_by_the_line_that_looked_it_up():
     found = first(on_rank, whole)
     said = _in_words(case_of(on_rank), [found])
     assert "test_computed_exact.py" in said
-    assert "`labels = tags[number].masked_fill(tags[number] < 0, -100)` gives, is another" in said
+    assert (
+        "`labels = tags[number].masked_fill(tags[number] < 0, -100)` gives, and the first" in said
+    )
     assert said.endswith(
-        "is another in 1 of 2 elements that could be compared (the second of the 3 times that it "
-        "runs; the first: 1 where there it is 2) on rank 0"
+        "do not belong together: in 1 of 2 elements that could be compared (the second of the 3 "
+        "times that it runs; the first: 1 stands beside what has 2 there) on rank 0"
     )
 
 
@@ -430,8 +432,8 @@ def test_a_line_that_runs_once_has_no_number():
     on_rank = recorded(token_loss, X[OWN], LABELS[OWN] + 1)
     said = _in_words(case_of(on_rank), [first(on_rank, recorded(token_loss, X, LABELS))])
     assert said.endswith(
-        "the second argument of `cross_entropy` is another (the first: 1 where there it is 0) on "
-        "rank 0"
+        "do not belong together: in 3 of 3 elements that could be compared (the first: 1 stands "
+        "beside what has 0 there) on rank 0"
     )
 
 

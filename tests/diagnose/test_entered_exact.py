@@ -184,4 +184,5 @@ def test_features_that_are_wrong_on_one_rank_are_told_of_it(monkeypatch, second,
     case = SimpleNamespace(tier="structure", record=SimpleNamespace(spec=spec))
     found = FirstWrong(wrong="m", seen=tuple(seen))
     (text,) = wrong_outputs.features_in_words(case, found)
-    assert text == f"of each such vector of {said} are wrong, the others are right"
+    beside = "are not what stands beside the others in the single process"
+    assert text == f"of each such vector of {said} {beside}"

@@ -220,7 +220,7 @@ def test_data_that_are_surely_others_come_before_what_is_made_of_them(
     idle = ("where_it_enters_wrong", "_start_of_forward", "_parts_below", "collective_at_fault",
             "misplaced_in_words", "_lacking_below", "scaled_outside", "changed_by_hooks",
             "joined_in_words", "too_much", "in_place_of_in_words", "handed_other_weights",
-            "whole_on_each", "reading",
+            "whole_on_each", "reading", "lines_that_differ", "solved_in_words",
             "handed_for_wrong_rows_in_words", "_of_other_classes", "_in_another_mode",
             "_right_again", "called_on_ranks_alone", "handed_otherwise", "_output", "held_beside",
             "_ranks_that_are_right", "_in_between")  # fmt: skip
@@ -240,6 +240,14 @@ def test_data_that_are_surely_others_come_before_what_is_made_of_them(
     if because is None:
         assert told.cause == "it goes wrong in m"
         assert told.because == ("it is called from", "the data")
+        monkeypatch.setattr(forward, "solved_in_words", lambda *_: ["a line: were it another"])
+        monkeypatch.setattr(forward, "_in_between", lambda *_, solved: ["lines"][solved:])
+        told = forward._forward(CASE, look, found)
+        assert told.cause == "a line: were it another"
+        assert told.because == ("as seen from modules: it goes wrong in m", "it is called from",
+                                "the data")  # fmt: skip
+        monkeypatch.setattr(forward, "lines_that_differ", lambda _: ["a line that is known"])
+        assert forward._forward(CASE, look, found).cause == "it goes wrong in m"
     else:
         assert told.cause == f"in the forward what enters {module} is another already on some ranks"
         assert told.because == because

@@ -285,10 +285,13 @@ def test_of_many_values_the_first_are_written_out():
     assert settings._values(tuple("1234567")).endswith(", then 6, ...")
 
 
+LOOK = SimpleNamespace(sources={})
+
+
 def test_settings_in_words(monkeypatch):
     was, now = {"": {"flag": ("False",)}, "m": {}}, {"": {"flag": ("True",)}, "m": {}}
     traces = settings_traces(was, now, now)
-    monkeypatch.setattr(settings, "looked", lambda case: "look")
+    monkeypatch.setattr(settings, "looked", lambda case: LOOK)
     monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None)
     monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: None)
     monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})
@@ -301,10 +304,34 @@ def test_settings_in_words(monkeypatch):
     assert settings.with_settings(case, Diagnosis(cause="c", kind="k")).because == ()
 
 
+@pytest.mark.parametrize(
+    ("source", "now", "first"),
+    [
+        ("Net at /home/me/net.py:3", "True", True),
+        ("Net at /home/me/site-packages/lib/net.py:3", "True", False),
+        ("Linear", "True", False),
+        ("Net at /home/me/net.py:3", "off", False),
+    ],
+)
+def test_the_opposite_of_a_switch_of_the_users_own_comes_first(monkeypatch, source, now, first):
+    was, own = {"": {"on": ("False",)}, "m": {}}, {"": {"on": (now,)}, "m": {}}
+    look = SimpleNamespace(sources={"": source})
+    monkeypatch.setattr(settings, "looked", lambda case: look)
+    monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None)
+    monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: None)
+    monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})
+    failing = [SimpleNamespace(name="m.w")]
+    case = SimpleNamespace(traces=settings_traces(was, own, own), failing_cells=failing, record=0)
+    diagnosis = Diagnosis(cause="c", kind="k", ranks=(0, 1), because=("b",))
+    said = settings.with_settings(case, diagnosis).because
+    text = f"the model itself has on = {now} on rank 0-1, and False in the single process"
+    assert said == ((text, "b") if first else ("b", text))
+
+
 @pytest.mark.parametrize(("ranks", "first"), [((1,), True), ((0, 1), False)])
 def test_a_switch_that_is_turned_on_just_the_wrong_ranks_comes_first(monkeypatch, ranks, first):
     was, now = {"": {"on": ("True",)}}, {"": {"on": ("True", "False")}}
-    monkeypatch.setattr(settings, "looked", lambda case: "look")
+    monkeypatch.setattr(settings, "looked", lambda case: LOOK)
     monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None)
     monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: None)
     monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})

@@ -507,7 +507,9 @@ def test_of_lines_that_ranks_alone_run_those_that_follow_are_named_too():
     ]
     first, then = list(in_words([told]))
     assert first.startswith("this line, which the single process does not run, ")
-    assert then.startswith("what it should give is not known, so it may be right and one of those ")
+    assert then.startswith(
+        "what it should give is not known, so it may be right, and what is wrong "
+    )
     assert "`both = a + b + 0 * was`" in then
     assert "`return y.sin()`" in then
     assert "1.5" not in then

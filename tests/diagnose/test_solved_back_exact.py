@@ -337,14 +337,6 @@ def test_how_it_has_to_differ_in_words(how, is_, wanted, words):
     assert _differs(case(), one) == words
 
 
-def test_one_of_two_in_another_order_may_be_the_other_one():
-    need = Needed(value=X.flip(0), spare=0)
-    mine = SimpleNamespace(takes=(0, 1))
-    one = SimpleNamespace(how=How("order"), is_=X, need=need, mine=mine)
-    words = "the same numbers in another order (or what it stands beside)"
-    assert _differs(case(), one) == words
-
-
 def scaled_rows(t):
     return t * torch.tensor([1, 2, 2, 2, 3, 1]).double()[:, None]
 

@@ -27,6 +27,7 @@ def with_what_was_not_cleared(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     what = f"the leaf made at {line_and_code(*one.made)}" if one.made[0] else "a leaf"
     line = (
         f"the gradient of {what} that {line_and_code(*one.read)} reads was there still when the "
-        f"next backward added to it, on rank {spans(held)}: what is read then has that of both"
+        f"next backward added to it, on rank {spans(held)}: read after that it has that of both, "
+        f"and read before that it lacks the later one"
     )
     return replace(diagnosis, because=(line, *diagnosis.because))

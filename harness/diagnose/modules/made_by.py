@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from sumgrad.base.files import is_librarys
-from sumgrad.record.computed import Computation, Computed
+from sumgrad.record.computed import Computation, Computed, same_value
 from sumgrad.record.line import NO_LINE, Line
 
 MOST_STEPS = 16  # from what was made back to what it was made of
@@ -26,11 +26,18 @@ def line_that_computed(computed: Computed, number: int | str, near: Collection[s
         if maker is None:
             return NO_LINE
         taken = [t for t in maker.takes if isinstance(t, int)]
-        only_shapes = maker.function in SHAPING and len(taken) == 1
+        only_shapes = len(taken) == 1 and (
+            maker.function in SHAPING or _hands_on(computed, taken[0], maker.gives)
+        )
         if maker.line and not is_librarys(maker.line) and not only_shapes:
             return NO_LINE if maker.line in near else (maker.line, maker.code)
         number = taken[0] if len(taken) == 1 else ""
     return NO_LINE
+
+
+def _hands_on(computed: Computed, taken: int, gives: Sequence[int]) -> bool:
+    """Whether what is given is what was taken, as by a Function that is there for its backward."""
+    return any(same_value(computed.values[taken], computed.values[n]) for n in gives)
 
 
 def before_it_was_cut(computations: Sequence[Computation], number: int | str) -> int | None:

@@ -33,6 +33,11 @@ class SetOtherwise:
         return _is_switched(self.now, self.was)
 
     @property
+    def is_the_opposite(self) -> bool:
+        """Whether it is on all the time where it is off in the single process, or off for on."""
+        return len(self.now) == len(self.was) == 1 and {*self.now, *self.was} == {"True", "False"}
+
+    @property
     def is_a_choice(self) -> bool:
         """Whether it is a switch or a word, and no number."""
         return _is_a_choice(*self.now, *self.was)

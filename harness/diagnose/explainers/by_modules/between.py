@@ -11,6 +11,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import looked, named, ordinal
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.matching import MAX_VECTORS
 from sumgrad.diagnose.modules.seen import Seen
 
 MAX_OPERATIONS = 4
@@ -31,9 +32,15 @@ def right_up_to(look: Look, found: FirstWrong) -> str:
     if not told or not all(s.in_order for s in seen if s.forward == "right"):
         return ""
     before = look.modules[: look.modules.index(found.wrong)]
+    known = ", where a gradient reaches it" if any(map(_is_told_in_part, seen)) else ""
     if any(look.forward(m) == "wrong" for m in before):
-        return f"in the forward what {near} gives is right"
-    return f"the forward is right up to {near}"
+        return f"in the forward what {near} gives is right{known}"
+    return f"the forward is right up to {near}{known}"
+
+
+def _is_told_in_part(s: Seen) -> bool:
+    """Whether some of its vectors, which do not count in the loss, may be others."""
+    return s.where is not None and len(s.where.picked) < min(_vectors(s), MAX_VECTORS)
 
 
 def is_in(module: str, outer: str) -> bool:

@@ -25,7 +25,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     owners,
 )
 from sumgrad.diagnose.fit import as_fraction
-from sumgrad.diagnose.modules.comparable import ATTENTION, CTC
+from sumgrad.diagnose.modules.comparable import ATTENTION, CTC, OF_CLASSES
 from sumgrad.diagnose.modules.computed_otherwise import Difference, Otherwise, computed_otherwise
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.look import Look
@@ -161,7 +161,9 @@ def _in_words(case: Case, found: Sequence[Otherwise]) -> str:
         what += f", made{made}," if made else ""
     if one.how.spread is not None:
         said = f"{_spread(one)} on rank {spans(sorted(o.rank for o in found))}"
-    elif mine.function != ATTENTION and any(o.how.elsewhere for o in found):
+    elif mine.function != ATTENTION and (
+        any(o.how.elsewhere for o in found) or (mine.function in OF_CLASSES and one.at)
+    ):  # of targets nothing tells which of the two belongs to other rows
         there = ", though the numbers of each are there"
         said = (f"the {what} and the {_beside(case, one)} do not belong together"
                 f"{there if all(o.how.elsewhere for o in found) else ''}: "

@@ -59,6 +59,9 @@ def where_it_enters_wrong(case: Case, found: FirstWrong) -> tuple[FirstWrong, li
     ranks where it is right: what such a rank gives may be its part of a sum."""
     into = into_the_calls(case, found)
     wrong = {s.rank for s in into if s.forward == "wrong"}
+    first = _first_calls(found)
+    if wrong and len(first.seen) < len(found.seen) and _enters_right(case, first):
+        return first, []  # the calls after these take what comes of it
     if wrong:  # what runs inside of it comes later
         found = replace(found, beside=tuple(m for m in found.beside if not is_in(m, found.wrong)))
     right = {*found.ranks} - wrong
@@ -69,3 +72,18 @@ def where_it_enters_wrong(case: Case, found: FirstWrong) -> tuple[FirstWrong, li
     ):
         return found, []
     return replace(found, seen=tuple(s for s in found.seen if s.rank in wrong)), sorted(right)
+
+
+def _first_calls(found: FirstWrong) -> FirstWrong:
+    """The same of the first wrong call of each rank alone."""
+    first: dict[int, int] = {}
+    for s in found.seen:
+        first[s.rank] = min(first.get(s.rank, s.call.number), s.call.number)
+    return replace(found, seen=tuple(s for s in found.seen if s.call.number == first[s.rank]))
+
+
+def _enters_right(case: Case, found: FirstWrong) -> bool:
+    """Whether all that goes into these calls is right, and stands as in the single process."""
+    into = into_the_calls(case, found)
+    told = {s.rank for s in into} == {s.rank for s in found.seen}
+    return told and all(s.forward == "right" and s.in_order for s in into)

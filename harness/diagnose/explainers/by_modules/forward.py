@@ -38,7 +38,14 @@ from sumgrad.diagnose.explainers.by_modules.in_place_of import in_place_of_in_wo
 from sumgrad.diagnose.explainers.by_modules.kept import kept_for_the_call, kept_in_words
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right_ranks
-from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, looked, named
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
+    gone_into,
+    line_and_code,
+    looked,
+    named,
+    ordinal,
+)
 from sumgrad.diagnose.explainers.by_modules.masked import masked_in_words
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
@@ -193,13 +200,20 @@ def _ranks_that_are_right(
 
 
 def _in_between(
-    case: Case, look: Look, found: FirstWrong, parts: Sequence[str], *, solved: bool
+    case: Case, look: Look, found: FirstWrong, parts: Sequence[str], *, solved: bool = False
 ) -> Iterator[str]:
-    """Lines and collectives on the way. parts: what is said of what is there in parts. solved: the
-    line on ranks alone is known."""
+    """Lines and collectives on the way. parts: what is said of what is there in parts. solved: what
+    a line has to be given is known, and leads."""
     entered = entered_wrong(case, found)
+    if not solved:
+        yield from _lines_in_between(case, look, found, entered)
+    yield from parts or between(case, replace(found, seen=entered or found.seen), back=False)
+
+
+def _lines_in_between(
+    case: Case, look: Look, found: FirstWrong, entered: Sequence[Seen]
+) -> Iterator[str]:
     lines, made = first_lines(case, found, back=False), _made(case, entered)
-    lines = [one for one in lines if one.there or not solved]
     if made and all(is_librarys(one.mine.line) for one in lines):
         lines = []  # what it makes of that is the library's
     follows = made if any(found.wrong in one.mine.inside for one in lines) else []
@@ -217,7 +231,6 @@ def _in_between(
         end = f"{INTO}{found.wrong}" if entered else found.wrong
         ways = lines_in(case, found) if several else lines_between(case, found, end)
         yield from () if follows else made or ways
-    yield from parts or between(case, replace(found, seen=entered or found.seen), back=False)
 
 
 def _made(case: Case, entered: Sequence[Seen]) -> list[str]:
@@ -230,7 +243,9 @@ def _made(case: Case, entered: Sequence[Seen]) -> list[str]:
     where = f"on rank {s.rank} in call {s.call.number}"
     if not made[0] or is_librarys(made[0]):
         return []
-    return [f"{where} what goes in was made at {line_and_code(*made)}"]
+    several = len({x.call.part for x in gone_into(case, s.call.module.removeprefix(INTO))}) > 1
+    what = f"the {ordinal(s.call.part)} tensor that goes in" if several else "what goes in"
+    return [f"{where} {what} was made at {line_and_code(*made)}"]
 
 
 def _of_other_classes(case: Case, look: Look, found: FirstWrong) -> list[str]:

@@ -17,7 +17,7 @@ from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.lines import AtLine, Lines
 from sumgrad.diagnose.modules.seen import TOLERANCES
 from sumgrad.diagnose.names import axis_groups
-from sumgrad.record.computed import Computation
+from sumgrad.record.computed import MODULE, Computation
 
 MOST_THEN = 8  # lines that follow, which are shown
 
@@ -127,10 +127,10 @@ def known_lines(case: Case) -> Lines | None:
 
 
 def asked_between(
-    case: Case, found: FirstWrong, rank: int, *, back: bool
+    case: Case, found: FirstWrong, rank: int, *, back: bool, beyond: int = 0
 ) -> Callable[[Computation], bool]:
     """Whether a rank's computation lies between what is right and what is wrong, and inside of no
-    module that gives what is right."""
+    module that gives what is right. beyond: of the forward, up to so many calls later."""
     look, traces = looked(case), case.traces
     if look is None or traces is None:
         return lambda _: False
@@ -145,8 +145,8 @@ def asked_between(
         for module, seen in look.seen.items()
         if {s.forward for s in seen if s.rank == rank and not s.call.recomputed} == {"right"}
     }
-    end = min(wrong, default=len(calls))
-    return lambda c: c.calls <= end and right.isdisjoint(c.inside)
+    end = min(wrong, default=len(calls)) + beyond
+    return lambda c: c.calls - c.function.startswith(MODULE) <= end and right.isdisjoint(c.inside)
 
 
 def _recomputes(case: Case) -> bool:
@@ -212,8 +212,8 @@ def _then(one: AtLine) -> list[str]:
     path = one.mine.line.rpartition(":")[0]
     shown = [line_and_code(line.removeprefix(path), code) for line, code in lines.items()]
     more = f" and {len(shown) - MOST_THEN} more" if len(shown) > MOST_THEN else ""
-    return [f"what it should give is not known, so it may be right and one of those that follow it "
-            f"on ranks alone wrong: {', '.join(shown[:MOST_THEN])}{more}"]  # fmt: skip
+    return [f"what it should give is not known, so it may be right, and what is wrong behind it, "
+            f"on ranks alone, as at {', '.join(shown[:MOST_THEN])}{more}"]  # fmt: skip
 
 
 def expression(mine: Computation) -> str:
@@ -227,7 +227,8 @@ def expression(mine: Computation) -> str:
 
 def _pairs(one: AtLine) -> str:
     """Of two tensors that are right, each by itself."""
-    two = sum(isinstance(t, int) for t in one.mine.takes) == 2
+    two = len([t for t in one.mine.takes if isinstance(t, int)]) == 2
+    two = two and len({*one.mine.takes}) > 1
     return "; its two arguments may not belong beside each other" if two else ""
 
 

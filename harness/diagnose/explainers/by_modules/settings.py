@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sumgrad.base.files import is_librarys
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
@@ -21,6 +22,7 @@ from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_backward,
     first_wrong_forward,
 )
+from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.diagnose.modules.settings import (
     SetOtherwise,
@@ -60,11 +62,18 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         for one in found
         if (one.is_switched and one.ranks == diagnosis.ranks)
         or (one.is_a_choice and not {*one.modules}.isdisjoint([*accused, within]))
+        or (one.is_the_opposite and {*one.ranks} >= {*diagnosis.ranks} and _is_users(look, one))
     ]
     others = sorted((o for o in found if o not in first_ones), key=lambda o: not o.is_a_choice)
     front, behind = (tuple(map(_in_words, some[:MOST_SHOWN])) for some in (first_ones, others))
     turned = [] if first is None else _turned(case, first)
     return replace(diagnosis, because=(*turned, *front, *diagnosis.because, *behind))
+
+
+def _is_users(look: Look, one: SetOtherwise) -> bool:
+    """Whether a class of the user's own has it set: a library's may be on by design."""
+    sources = [look.sources.get(module, "").partition(" at ") for module in one.modules]
+    return any(at and not is_librarys(line) for _, at, line in sources)
 
 
 def _is_around_it(case: Case, first: FirstWrong, *, back: bool) -> bool:

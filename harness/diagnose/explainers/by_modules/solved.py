@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.lines import expression, known_lines
+from sumgrad.diagnose.explainers.by_modules.lines import asked_between, expression, known_lines
 from sumgrad.diagnose.explainers.by_modules.looked import (
     as_a_hint,
     fraction_of,
     line_and_code,
-    looked,
     ordinal,
 )
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
@@ -22,9 +21,8 @@ from sumgrad.record.computed import MODULE, Computation
 
 SURE = 3  # numbers that come right without being needed: a chance of none
 MOST_FACTORS = 6
-KINDS = (
-    "given", "there", "order", "zeros", "inverse", "offset", "factors", "factor", "keys", "way",
-)  # fmt: skip  # the last tell more
+KINDS = ("given", "there", "order", "zeros", "inverse", "offset", "factors", "factor", "keys",
+         "way")  # fmt: skip  # those that tell more are behind
 
 
 @as_a_hint
@@ -33,20 +31,28 @@ def solved_in_words(case: Case, found: FirstWrong) -> list[str]:
     told = _solved(case, found)
     if not told:
         return []
-    one = told[0]
-    on = f"on rank {spans(sorted(o.rank for o in told))}"
-    over = (
-        f"; {one.need.spare} numbers more than it takes to find that agree"
-        if one.need.spare
-        else ""
-    )
-    part = "" if one.alone else "its part of "
-    what = f"were the {_argument(one)} {_differs(case, one)}"
+    alike: dict[str, list[int]] = {}
+    for o in told:
+        alike.setdefault(_what(case, o), []).append(o.rank)
+    (what, ranks), *others = alike.items()
+    also = [rank for _, more in others for rank in more]
+    so = f", and with other numbers on rank {spans(sorted(also))}" if also else ""
+    spare = told[0].need.spare if told[0].at >= 0 else 0
+    agree = f" ({spare} more numbers agree than it takes to solve for that)" if spare else ""
+    return [f"{expression(told[0].mine)}: {what} on rank {spans(sorted(ranks))}{so}{agree}"]
+
+
+def _what(case: Case, one: Solved) -> str:
+    """Under which condition what would be right."""
+    part = f"{'' if one.alone else 'its part of '}{_end(one)} would be right"
     if one.how.kind == "way":
-        what, over = f"were its `{one.mine.function}` {one.how.way}", ""
+        return f"were its `{one.mine.function}` {one.how.way}, {part}"
+    if one.how.kind == "order" and not one.need.spare and _takes_several(one):
+        return (f"the {_argument(one)} and what else it takes do not belong together: beside that, "
+                f"the same numbers in another order would be right for {_end(one)}")  # fmt: skip
     if one.how.keys is not None:
-        what, over = f"were its `{one.mine.function}` {_over(one.how.keys)}", ""
-    return [f"{expression(one.mine)}: {what}, {part}{_end(one)} would be right {on}{over}"]
+        return f"were its `{one.mine.function}` {_over(one.how.keys)}, {part}"
+    return f"were the {_argument(one)} {_differs(case, one)}, {part}"
 
 
 def _solved(case: Case, found: FirstWrong) -> list[Solved]:
@@ -56,8 +62,7 @@ def _solved(case: Case, found: FirstWrong) -> list[Solved]:
     back = SolvedBack(traces, lines.states)
     best = []
     for rank in found.ranks:
-        asked = _asked(case, found, rank)
-        own = back.solved(rank, asked)
+        own = back.solved(rank, asked_between(case, found, rank, back=False, beyond=1))
         if own:
             best.append(max(enumerate(own), key=lambda at: (*_weight(at[1]), at[0]))[1])
     keyed = [(o.mine.site, o.at, o.how.kind) for o in best]
@@ -69,22 +74,8 @@ def _weight(one: Solved) -> tuple[bool, int]:
     return one.need.spare >= SURE, KINDS.index(one.how.kind)
 
 
-def _asked(case: Case, found: FirstWrong, rank: int) -> Callable[[Computation], bool]:
-    """Whether a computation is before what follows the first wrong call of the wrong module, and
-    inside of no module that gives what is right."""
-    look, traces = looked(case), case.traces
-    if look is None or traces is None:
-        return lambda _: False
-    calls = traces.ranks[rank].calls
-    numbers = {s.call.number for s in found.seen if s.rank == rank} or {0}
-    wrong = [i for i, c in enumerate(calls) if c.module == found.wrong and c.number in numbers]
-    right = {
-        module
-        for module, seen in look.seen.items()
-        if {s.forward for s in seen if s.rank == rank and not s.call.recomputed} == {"right"}
-    }
-    end = min(wrong, default=len(calls)) + 1
-    return lambda c: c.calls - c.function.startswith(MODULE) <= end and right.isdisjoint(c.inside)
+def _takes_several(one: Solved) -> bool:
+    return sum(isinstance(t, int) for t in one.mine.takes) > 1
 
 
 def _argument(one: Solved) -> str:
@@ -123,9 +114,7 @@ def _differs(case: Case, one: Solved) -> str:
         return _zeros(one)
     if one.how.kind == "order":
         turned = is_.dim() > 1 and is_.shape == is_.mT.shape and torch.allclose(is_.mT, wanted)
-        beside = sum(isinstance(t, int) for t in one.mine.takes) > 1 and not one.need.spare
-        other = " (or what it stands beside)" if beside else ""
-        return "transposed" if turned else f"the same numbers in another order{other}"
+        return "transposed" if turned else "the same numbers in another order"
     if one.how.kind == "there":
         return f"{_given_there(case, one.how.there)} in the single process"
     known = ~wanted.isnan() & (wanted != is_)

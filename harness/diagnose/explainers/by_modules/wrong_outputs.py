@@ -149,8 +149,8 @@ def features_in_words(case: Case, found: FirstWrong) -> list[str]:
         return []
     wrong, width = told
     what = "what goes in" if one.call.module.startswith(INTO) else "its output"
-    return [f"of each such vector of {what}{where} elements {spans(wrong)} of {width} are wrong, "
-            f"the others are right"]  # fmt: skip
+    return [f"of each such vector of {what}{where} elements {spans(wrong)} of {width} are not "
+            f"what stands beside the others in the single process"]  # fmt: skip
 
 
 @as_a_hint
