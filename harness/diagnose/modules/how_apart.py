@@ -12,9 +12,7 @@ from torch import Tensor
 
 ENOUGH = 3  # numbers that have one factor, or come out right without being needed: no chance
 ROUNDINGS = 1e3 * CLOSE
-Kind = Literal[
-    "way", "keys", "factor", "factors", "offset", "inverse", "zeros", "order", "there", "given"
-]
+Kind = Literal["way", "keys", "factor", "factors", "offset", "inverse", "zeros", "order", "there"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class How:
 
 
 def how_apart(own: Tensor, need: Needed, there: Numbers) -> How | None:
-    """None where it is not simple, and no more comes out right than was needed to solve for it.
+    """None where it is not simple.
 
     there: the single process's values.
     """
@@ -53,14 +51,14 @@ def how_apart(own: Tensor, need: Needed, there: Numbers) -> How | None:
     enough = max(len(got), need.spare) >= ENOUGH
     how = (_of_all(got, want, near) if enough else None) or _along_one(own, wanted, near)
     if how is None and not bool(off.all()):
-        how = _of_some(got, want, off, near)
+        how = _of_some(got, want, off, near, sure=need.spare >= ENOUGH)
     if how is None and bool(known.all()) and len(got.unique()) >= ENOUGH:
         same = (got.sort().values - want.sort().values).abs() <= near
         how = How("order") if bool(same.all()) else None
     for number in sorted(there.holding(want)) if how is None else ():
         if there.has_all(want, number):
             return How("there", there=number)
-    return how or (How("given") if need.spare >= own.numel() else None)
+    return how
 
 
 def is_apart(own: Tensor, wanted: Tensor) -> bool:
@@ -86,9 +84,10 @@ def _of_all(got: Tensor, want: Tensor, near: float) -> How | None:
     return None
 
 
-def _of_some(got: Tensor, want: Tensor, off: Tensor, near: float) -> How | None:
-    """Of those elements that are off."""
-    if bool(((got == 0) | (want.abs() <= near))[off].all()):
+def _of_some(got: Tensor, want: Tensor, off: Tensor, near: float, *, sure: bool) -> How | None:
+    """Of those elements that are off. Zeros that have to be something only if others agree: what is
+    added up begins with zeros, and anything that is missing may be put there."""
+    if bool((((got == 0) & sure) | (want.abs() <= near))[off].all()):
         return How("zeros")
     if int(off.sum()) < ENOUGH:
         return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
+from sumgrad.base.files import is_librarys
 from sumgrad.diagnose.modules.followed import followed, ways_of
 from sumgrad.diagnose.modules.how_apart import ENOUGH, How, how_apart, is_apart
 from sumgrad.diagnose.modules.inverses import PARTS_JOINED, Needed, moved_back, needed, other_way
@@ -95,12 +96,27 @@ class SolvedBack:
                 one
                 for one in self._back(rank, end)
                 if one.how.there != end.its
+                and self._is_of_ranks_alone(one)
                 and not self._is_no_news(one)
                 and (end.again or one.need.spare >= ENOUGH)
             ]
             if found:
                 return found
         return []
+
+    def _is_of_ranks_alone(self, one: Solved) -> bool:
+        """Whether the line, or what makes the argument, is none of the single process's, or a
+        number beside it may be another. Else a line that takes what is right is accused of what is
+        missing behind it; but for what a mask does, and for functions done in another way."""
+        c, mine = one.mine, self._ranks[one.rank]
+        if one.how.kind in ("way", "keys", "order") or (c.site, c.function) not in self._at_site:
+            return True
+        maker = _maker(mine, self._ways[one.rank].gives, c.takes[one.at])
+        if maker is None or (maker.site, maker.function) not in self._at_site:
+            return True
+        numbers = any(isinstance(t, str) and _number(t) is not None for t in c.takes)
+        users = numbers and not is_librarys(c.line)
+        return users or bool(one.need.value.isneginf().any())
 
     def _is_no_news(self, one: Solved) -> bool:
         """Whether the same line of the single process takes just that, and nothing but the value

@@ -21,7 +21,7 @@ from sumgrad.record.computed import MODULE, Computation
 
 SURE = 3  # numbers that come right without being needed: a chance of none
 MOST_FACTORS = 6
-KINDS = ("given", "there", "order", "zeros", "inverse", "offset", "factors", "factor", "keys",
+KINDS = ("there", "order", "zeros", "inverse", "offset", "factors", "factor", "keys",
          "way")  # fmt: skip  # those that tell more are behind
 
 
@@ -115,12 +115,7 @@ def _differs(case: Case, one: Solved) -> str:
     if one.how.kind == "order":
         turned = is_.dim() > 1 and is_.shape == is_.mT.shape and torch.allclose(is_.mT, wanted)
         return "transposed" if turned else "the same numbers in another order"
-    if one.how.kind == "there":
-        return f"{_given_there(case, one.how.there)} in the single process"
-    known = ~wanted.isnan() & (wanted != is_)
-    at = tuple(known.nonzero()[0].tolist())
-    return (f"another ({float(wanted[at]):.6g} where it is {float(is_[at]):.6g}, at "
-            f"{[*at]}, the first)")  # fmt: skip
+    return f"{_given_there(case, one.how.there)} in the single process"
 
 
 def _over(keys: KeysNeeded) -> str:
