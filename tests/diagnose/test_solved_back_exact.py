@@ -248,6 +248,11 @@ def ending(x, y):
     return (x * y).cos()
 
 
+def inner(x, w):
+    h = x @ w
+    return h.sin()
+
+
 def whole(x, w):
     h = x @ w
     return ending(x.tanh(), h.sin())
@@ -386,8 +391,9 @@ def test_a_line_that_both_run_is_no_cause_if_what_it_takes_is_made_as_there():
     scale = torch.full((3, 1), 2.0).double()
     parts = {one.mine.part for one in solved(recorded(on_ranks, X[HERE], SQUARE, scale), there)}
     assert parts == {"h.sin() * scale"}
-    mine = recorded(whole, X[HERE] * 1.0, SQUARE * 2)
-    assert solved(mine, there) == []
+    there = recorded(lambda x, w: ending(x.tanh(), inner(x, w) * 0.5), X, SQUARE)
+    mine = recorded(lambda x, w: ending(x.tanh(), inner(x, w)), X[HERE], SQUARE)
+    assert solved(mine, there) == []  # what is missing stands behind `h.sin()`
 
 
 def test_of_few_numbers_only_others_tell_a_factor():
