@@ -105,14 +105,16 @@ class SolvedBack:
         return []
 
     def _is_of_ranks_alone(self, one: Solved) -> bool:
-        """Whether the line, or what makes the argument, is none of the single process's, or a
-        number beside it may be another. Else a line that takes what is right is accused of what is
+        """Whether the line is none of the single process's, nor what makes the argument, which is
+        not known to be right, or a number beside it may be another. Else a line that takes what is right is accused of what is
         missing behind it; but for what a mask does, and for functions done in another way."""
         c, mine = one.mine, self._ranks[one.rank]
         if one.how.kind in ("way", "keys", "order") or (c.site, c.function) not in self._at_site:
             return True
-        maker = _maker(mine, self._ways[one.rank].gives, c.takes[one.at])
-        if maker is None or (maker.site, maker.function) not in self._at_site:
+        taken = c.takes[one.at]
+        maker = _maker(mine, self._ways[one.rank].gives, taken)
+        own = maker is None or (maker.site, maker.function) not in self._at_site
+        if own and isinstance(taken, int) and self._states.forward(one.rank, taken) != "right":
             return True
         numbers = any(isinstance(t, str) and _number(t) is not None for t in c.takes)
         users = numbers and not is_librarys(c.line)
