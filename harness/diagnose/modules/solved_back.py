@@ -106,8 +106,11 @@ class SolvedBack:
 
     def _is_of_ranks_alone(self, one: Solved) -> bool:
         """Whether the line is none of the single process's, nor what makes the argument, which is
-        not known to be right, or a number beside it may be another. Else a line that takes what is right is accused of what is
-        missing behind it; but for what a mask does, and for functions done in another way."""
+        not known to be right, or a number beside it may be another.
+
+        Else a line that takes what is right is accused of what is missing behind it; but for what a
+        mask does, and for functions done in another way.
+        """
         c, mine = one.mine, self._ranks[one.rank]
         if one.how.kind in ("way", "keys", "order") or (c.site, c.function) not in self._at_site:
             return True
