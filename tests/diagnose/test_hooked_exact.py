@@ -305,6 +305,34 @@ def test_settings_in_words(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("now", "was", "first"),
+    [
+        ("0.0", "-inf", True),
+        ("0.85", "0.6", True),
+        ("(1, 2)", "(2, 1)", True),
+        ("(1, 2)", "(2, 1, 3)", False),
+        ("[0, 1]", "[2, 3]", False),
+        ("3", "7", False),
+        ("None", "0.5", False),
+    ],
+)
+def test_another_constant_of_the_module_that_is_wrong_comes_first(monkeypatch, now, was, first):
+    there, own = {"m": {"c": (was,)}}, {"m": {"c": (now,)}}
+    look = SimpleNamespace(sources={"m": "Net at /home/me/net.py:3"})
+    monkeypatch.setattr(settings, "looked", lambda case: look)
+    monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None)
+    monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: None)
+    monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})
+    failing = [SimpleNamespace(name="m.w")]
+    traces = settings_traces(there, own, own)
+    case = SimpleNamespace(traces=traces, failing_cells=failing, record=0)
+    diagnosis = Diagnosis(cause="c", kind="k", ranks=(0, 1), because=("b",))
+    said = settings.with_settings(case, diagnosis).because
+    text = f"m has c = {now} on rank 0-1, and {was} in the single process"
+    assert said == ((text, "b") if first else ("b", text))
+
+
+@pytest.mark.parametrize(
     ("source", "now", "first"),
     [
         ("Net at /home/me/net.py:3", "True", True),

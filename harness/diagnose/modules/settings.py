@@ -13,6 +13,7 @@ from sumgrad.record.trace import Trace, Traces
 Values = tuple[str, ...]
 MOST_VALUES = 12  # of an attribute that are kept
 MOST_DIGITS = 4  # behind the point, of what is set by hand
+CONSTANT = r"-?\d+\.\d+(e-?\d+)?|-?inf|\([-\d., ]+\)"
 OF_A_RANK = ("rank", "world", "stage")  # in names of what differs by right
 
 
@@ -36,6 +37,16 @@ class SetOtherwise:
     def is_the_opposite(self) -> bool:
         """Whether it is on all the time where it is off in the single process, or off for on."""
         return len(self.now) == len(self.was) == 1 and {*self.now, *self.was} == {"True", "False"}
+
+    @property
+    def is_another_constant(self) -> bool:
+        """Whether it is one number with digits behind its point, or an infinite one, or a tuple,
+        all the time, and another of that length there: no count, and no share of a rank's."""
+        if len(self.now) != 1 or len(self.was) != 1:
+            return False
+        return all(re.fullmatch(CONSTANT, v) for v in (*self.now, *self.was)) and (
+            self.now[0].count(",") == self.was[0].count(",")
+        )
 
     @property
     def is_a_choice(self) -> bool:

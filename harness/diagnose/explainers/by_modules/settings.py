@@ -62,7 +62,11 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         for one in found
         if (one.is_switched and one.ranks == diagnosis.ranks)
         or (one.is_a_choice and not {*one.modules}.isdisjoint([*accused, within]))
-        or (one.is_the_opposite and {*one.ranks} >= {*diagnosis.ranks} and _is_users(look, one))
+        or (
+            {*one.ranks} >= {*diagnosis.ranks}
+            and _is_users(look, one)
+            and (one.is_the_opposite or (one.is_another_constant and {*one.modules} & {*accused}))
+        )
     ]
     others = sorted((o for o in found if o not in first_ones), key=lambda o: not o.is_a_choice)
     front, behind = (tuple(map(_in_words, some[:MOST_SHOWN])) for some in (first_ones, others))
