@@ -167,6 +167,28 @@ def test_the_line_near_by_is_not_the_one_that_computed_it():
     assert line_that_computed(mine, last(mine).takes[1], {line[0]}) == NO_LINE
 
 
+class AsItIs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def through(slopes, distance):
+    bias = -slopes[:, None, None] * distance
+    bias = AsItIs.apply(bias)[..., :2]
+    return bias.sum()
+
+
+def test_what_a_function_hands_on_as_it_is_was_computed_before_it():
+    mine = recorded(through, SLOPES, DISTANCE)
+    line = line_that_computed(mine, last(mine).takes[0])
+    assert line[1] == "bias = -slopes[:, None, None] * distance"
+
+
 WEIGHTS = {f"layers.{i}.weight": torch.randn(4, 4, generator=G).double() for i in range(3)}
 
 

@@ -55,6 +55,28 @@ def test_only_ranks_where_it_enters_wrong_are_told_of(state, ordered, ranks, rig
 
 
 @pytest.mark.parametrize(
+    ("first", "ordered", "numbers", "goes_in"),
+    [
+        ("right", True, {0}, "right"),
+        ("wrong", True, {0, 1}, "wrong"),
+        ("untold", True, {0, 1}, "wrong"),
+        ("right", False, {0, 1}, "wrong"),
+    ],
+)
+def test_what_is_wrong_in_its_first_call_makes_what_goes_into_the_next(
+    monkeypatch, first, ordered, numbers, goes_in
+):
+    """As of a cell whose state goes into it again."""
+    into = [seen(0, first, ordered=ordered), seen(0, number=1)]
+    monkeypatch.setattr(entering, "gone_into", lambda *_: into)
+    monkeypatch.setattr(entering, "looked", lambda _: None)
+    both = FirstWrong(wrong="m", seen=(seen(0), seen(0, number=1)))
+    found, entered = entering.where_it_enters_wrong(CASE, both)
+    assert ({s.call.number for s in found.seen}, entered) == (numbers, [])
+    assert entering.what_goes_into(CASE, found) == goes_in
+
+
+@pytest.mark.parametrize(
     ("state", "beside"), [("wrong", ("before",)), ("right", ("m.in", "before"))]
 )
 def test_what_runs_inside_comes_after_what_goes_in(monkeypatch, state, beside):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.between import right_up_to
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.diagnose.modules.matching import match, vectors
+from sumgrad.diagnose.modules.matching import Match, match, vectors
 from sumgrad.diagnose.modules.order import in_order
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.diagnose.modules.whole import Whole
@@ -84,6 +85,17 @@ def test_it_is_said_what_the_values_prove():
     assert words(seen("near")) == "the forward is right up to near"
     behind = words(seen("other", right=False), seen("near"))
     assert behind == "in the forward what near gives is right"
+
+
+def test_vectors_that_do_not_count_are_not_cleared():
+    """As those of pairs that are too far from each other: no gradient passes them."""
+    near = seen("near")
+    where = Match(found=torch.ones(1, 4, dtype=torch.bool), columns=(0, 3),
+                  picked=torch.tensor([1]), empty=torch.zeros(1, dtype=torch.bool))  # fmt: skip
+    told = words(replace(near, where=where))
+    assert told == "the forward is right up to near, where a gradient reaches it"
+    both = replace(where, picked=torch.tensor([0, 1]))
+    assert words(replace(near, where=both)) == "the forward is right up to near"
 
 
 def test_what_may_stand_in_another_order_is_not_cleared():

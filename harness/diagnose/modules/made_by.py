@@ -25,7 +25,7 @@ def line_that_computed(computed: Computed, number: int | str, near: Collection[s
         maker = makers.get(number) if isinstance(number, int) else None
         if maker is None:
             return NO_LINE
-        taken = [t for t in maker.takes if isinstance(t, int)]
+        taken = [*dict.fromkeys(t for t in maker.takes if isinstance(t, int))]
         only_shapes = len(taken) == 1 and (
             maker.function in SHAPING or _hands_on(computed, taken[0], maker.gives)
         )
