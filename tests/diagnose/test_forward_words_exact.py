@@ -14,6 +14,7 @@ from sumgrad.diagnose.explainers.by_modules.odd_data import OddData
 from sumgrad.diagnose.explainers.by_modules.passed import _torchs_formulas
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.lines import AtLine
+from sumgrad.diagnose.modules.matching import Match
 from sumgrad.diagnose.modules.paths import paths_of
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.record.computed import Computation
@@ -39,6 +40,11 @@ def test_a_rank_is_right_where_all_its_calls_are_row_by_row():
     assert right_ranks(seen(0), seen(1, "right")) == ["on rank 1 it is right"]
     assert right_ranks(seen(0), seen(1, "right"), seen(1, "untold", number=1)) == []
     assert right_ranks(seen(0), seen(1, "right", ordered=False)) == []
+    where = Match(found=torch.ones(1, 2, dtype=torch.bool), columns=(0, 3),
+                  picked=torch.tensor([1]), empty=torch.zeros(1, dtype=torch.bool))  # fmt: skip
+    part = replace(seen(1, "right"), where=where)
+    assert right_ranks(seen(0), replace(part, shape=(1, 3))) == ["on rank 1 it is right"]
+    assert right_ranks(seen(0), part) == ["on rank 1 it is right, where a gradient reaches it"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.reductions import CLOSE, carried_by, reductions_of
@@ -36,16 +37,33 @@ def by_a_reduction(
             by_ddp = [DDP_DIVIDES.format(size)] * any(r.ddp for r in record.ranks.values())
             return replace(found, because=(*found.because, *by_ddp))
         if identical(joint) and abs(value - size) < CLOSE * size:
+            beside = _ranks_of_others(case, joint, names)
+            also = f"; so are those of ranks {spans(beside)}" if beside else ""
             return Diagnosis(
                 cause=f"{words} sums what is already whole: it is counted {size} times",
                 kind="double_reduction",
                 standing="proved",
-                ranks=joint.ranks,
+                ranks=tuple(sorted({*joint.ranks, *beside})),
                 factor=shown,
                 symbol=group_name(record.spec.topology, joint.ranks),
-                because=(fits, f"its inputs are the same bits on all {size} ranks"),
+                because=(fits, f"its inputs are the same bits on all {size} ranks{also}"),
             )
     return None
+
+
+def _ranks_of_others(case: Case, joint: Joint, names: Sequence[str]) -> list[int]:
+    """Ranks of other groups of the same axis that sum the same gradients, whole already, too."""
+    topology = case.record.spec.topology
+    alike = [
+        other
+        for other in reductions_of(case)
+        if {*other.ranks}.isdisjoint(joint.ranks)
+        and group_name(topology, other.ranks) == group_name(topology, joint.ranks)
+        and len(other.ranks) == len(joint.ranks)
+        and identical(other)
+        and set(carried_by(case, other)) & set(names)
+    ]
+    return sorted({rank for other in alike for rank in other.ranks})
 
 
 def by_a_counts_reduction(case: Case, value: float, shown: str, fits: str) -> Diagnosis | None:

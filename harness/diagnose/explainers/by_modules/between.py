@@ -32,13 +32,13 @@ def right_up_to(look: Look, found: FirstWrong) -> str:
     if not told or not all(s.in_order for s in seen if s.forward == "right"):
         return ""
     before = look.modules[: look.modules.index(found.wrong)]
-    known = ", where a gradient reaches it" if any(map(_is_told_in_part, seen)) else ""
+    known = ", where a gradient reaches it" if any(map(is_told_in_part, seen)) else ""
     if any(look.forward(m) == "wrong" for m in before):
         return f"in the forward what {near} gives is right{known}"
     return f"the forward is right up to {near}{known}"
 
 
-def _is_told_in_part(s: Seen) -> bool:
+def is_told_in_part(s: Seen) -> bool:
     """Whether some of its vectors, which do not count in the loss, may be others."""
     return s.where is not None and len(s.where.picked) < min(_vectors(s), MAX_VECTORS)
 

@@ -15,6 +15,7 @@ from sumgrad.diagnose.explainers.by_modules.arguments_there import arguments_the
 from sumgrad.diagnose.explainers.by_modules.between import (
     SUMS,
     between,
+    is_told_in_part,
     issued_between,
     listed,
     places,
@@ -195,7 +196,9 @@ def _ranks_that_are_right(
     if entered_right:
         yield f"on rank {spans(entered_right)} what goes into it is right"
     elif whole:
-        yield f"on rank {spans(whole)} it is right"
+        in_part = any(is_told_in_part(s) for s in calls if s.rank in whole)
+        reached = ", where a gradient reaches it" if in_part else ""
+        yield f"on rank {spans(whole)} it is right{reached}"
         yield from lines_of_right_ranks(case, whole, found.ranks)
 
 
