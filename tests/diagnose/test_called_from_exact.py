@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.base.files import is_librarys
-from sumgrad.diagnose.explainers.by_modules import called_from, forward
+from sumgrad.diagnose.explainers.by_modules import called_from, in_between
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.seen import Seen
@@ -114,19 +114,19 @@ def test_a_wrong_call_outside_of_a_module_does_not_go_into_it():
 def test_what_made_what_goes_in_is_told(monkeypatch):
     made = Stack(lines=(STEP,), made=("/x/step.py:3", "after = obs[:, 1:]"))
     case, _, seen = case_of((made, "wrong", "untold", None), module=f"{INTO}net")
-    monkeypatch.setattr(forward, "gone_into", lambda *_: list(seen))
-    assert forward._made(case, seen) == [
+    monkeypatch.setattr(in_between, "gone_into", lambda *_: list(seen))
+    assert in_between.made_before(case, seen) == [
         "on rank 0 in call 0 what goes in was made at step.py:3 `after = obs[:, 1:]`"
     ]
     other = replace(seen[0], call=replace(seen[0].call, part=1))
-    monkeypatch.setattr(forward, "gone_into", lambda *_: [*seen, other])
-    assert forward._made(case, [other]) == [
+    monkeypatch.setattr(in_between, "gone_into", lambda *_: [*seen, other])
+    assert in_between.made_before(case, [other]) == [
         "on rank 0 in call 0 the second tensor that goes in was made at step.py:3 "
         "`after = obs[:, 1:]`"
     ]
-    assert forward._made(case, ()) == []
+    assert in_between.made_before(case, ()) == []
     case, _, seen = case_of((at(STEP), "wrong", "untold", None), module=f"{INTO}net")
-    assert forward._made(case, seen) == []
+    assert in_between.made_before(case, seen) == []
 
 
 def test_lines_and_modules_of_each_call_are_kept(tmp_path):

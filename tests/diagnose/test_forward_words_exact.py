@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
-from sumgrad.diagnose.explainers.by_modules import computed, entering, forward
+from sumgrad.diagnose.explainers.by_modules import computed, entering, forward, in_between
 from sumgrad.diagnose.explainers.by_modules.lines import in_words
 from sumgrad.diagnose.explainers.by_modules.odd_data import OddData
 from sumgrad.diagnose.explainers.by_modules.passed import _torchs_formulas
@@ -117,41 +117,43 @@ def line(**more):
     return AtLine(rank=0, mine=mine, place=0, **more)
 
 
-def in_between(monkeypatch, lines=(), differ=(), made=()):
-    monkeypatch.setattr(forward, "first_lines", lambda *_, back: list(lines))
-    monkeypatch.setattr(forward, "lines_that_differ", lambda _: differ)
-    monkeypatch.setattr(forward, "entered_wrong", lambda *_: ())
-    monkeypatch.setattr(forward, "arguments_there", lambda *_: [])
-    monkeypatch.setattr(forward, "masked_in_words", lambda *_: [])
-    monkeypatch.setattr(forward, "kept_in_words", lambda *_: [])
-    monkeypatch.setattr(forward, "kept_for_the_call", lambda *_: [])
-    monkeypatch.setattr(forward, "_made", lambda *_: list(made))
-    monkeypatch.setattr(forward, "lines_between", lambda *_: ["lines"])
+def lines_on_the_way(monkeypatch, lines=(), differ=(), made=()):
+    monkeypatch.setattr(in_between, "first_lines", lambda *_, back: list(lines))
+    monkeypatch.setattr(in_between, "lines_that_differ", lambda _: differ)
+    monkeypatch.setattr(in_between, "entered_wrong", lambda *_: ())
+    monkeypatch.setattr(in_between, "arguments_there", lambda *_: [])
+    monkeypatch.setattr(in_between, "masked_in_words", lambda *_: [])
+    monkeypatch.setattr(in_between, "kept_in_words", lambda *_: [])
+    monkeypatch.setattr(in_between, "kept_for_the_call", lambda *_: [])
+    monkeypatch.setattr(in_between, "made_before", lambda *_: list(made))
+    monkeypatch.setattr(in_between, "lines_between", lambda *_: ["lines"])
     look = SimpleNamespace(seen={"m": [seen(0)]})
-    return list(forward._in_between(CASE, look, FirstWrong(wrong="m", seen=(seen(0),)), ["parts"]))
+    return list(
+        in_between.in_between(CASE, look, FirstWrong(wrong="m", seen=(seen(0),)), ["parts"])
+    )
 
 
 def test_lines_in_between_are_idle_beside_the_one(monkeypatch):
-    assert in_between(monkeypatch) == ["lines", "parts"]
-    assert in_between(monkeypatch, differ=[1]) == ["parts"]
-    assert in_between(monkeypatch, [line()])[1:] == ["parts"]
-    assert in_between(monkeypatch, [line(told=False)])[1:] == ["lines", "parts"]
+    assert lines_on_the_way(monkeypatch) == ["lines", "parts"]
+    assert lines_on_the_way(monkeypatch, differ=[1]) == ["parts"]
+    assert lines_on_the_way(monkeypatch, [line()])[1:] == ["parts"]
+    assert lines_on_the_way(monkeypatch, [line(told=False)])[1:] == ["lines", "parts"]
 
 
 def test_what_is_computed_inside_of_what_goes_in_follows_from_that(monkeypatch):
     own = line(told=False)
     inside = replace(own, mine=replace(own.mine, inside=("", "m")))
-    assert in_between(monkeypatch, [inside], made=["made"])[::2] == ["made", "parts"]
-    assert in_between(monkeypatch, [own], made=["made"])[1:] == ["made", "parts"]
+    assert lines_on_the_way(monkeypatch, [inside], made=["made"])[::2] == ["made", "parts"]
+    assert lines_on_the_way(monkeypatch, [own], made=["made"])[1:] == ["made", "parts"]
 
 
 def test_what_made_what_goes_in_comes_before_what_a_library_makes_of_it(monkeypatch):
-    assert in_between(monkeypatch, made=["made"]) == ["made", "parts"]
-    assert len(in_between(monkeypatch, [line()], made=["made"])) == 2  # the line, and parts
+    assert lines_on_the_way(monkeypatch, made=["made"]) == ["made", "parts"]
+    assert len(lines_on_the_way(monkeypatch, [line()], made=["made"])) == 2  # the line, and parts
     own = line()
     of_library = replace(own, mine=replace(own.mine, line="/v/site-packages/lib/model.py:3"))
-    assert in_between(monkeypatch, [of_library], made=["made"]) == ["made", "parts"]
-    assert len(in_between(monkeypatch, [of_library])) == 2
+    assert lines_on_the_way(monkeypatch, [of_library], made=["made"]) == ["made", "parts"]
+    assert len(lines_on_the_way(monkeypatch, [of_library])) == 2
 
 
 @pytest.mark.parametrize(("below", "told"), [("right", False), ("untold", True)])
@@ -251,7 +253,7 @@ def test_data_that_are_surely_others_come_before_what_is_made_of_them(
             "whole_on_each", "reading", "lines_that_differ", "solved_in_words",
             "handed_for_wrong_rows_in_words", "_of_other_classes", "_in_another_mode",
             "_right_again", "called_on_ranks_alone", "handed_otherwise", "_output", "held_beside",
-            "_ranks_that_are_right", "_in_between")  # fmt: skip
+            "_ranks_that_are_right", "in_between")  # fmt: skip
     for name in idle:
         monkeypatch.setattr(forward, name, lambda *_, **__: ())
     found = FirstWrong(wrong="m", seen=(seen(0),))
@@ -269,7 +271,7 @@ def test_data_that_are_surely_others_come_before_what_is_made_of_them(
         assert told.cause == "it goes wrong in m"
         assert told.because == ("it is called from", "the data")
         monkeypatch.setattr(forward, "solved_in_words", lambda *_: ["a line: were it another"])
-        monkeypatch.setattr(forward, "_in_between", lambda *_, solved: ["lines"][solved:])
+        monkeypatch.setattr(forward, "in_between", lambda *_, solved: ["lines"][solved:])
         told = forward._forward(CASE, look, found)
         assert told.cause == "a line: were it another"
         assert told.because == ("as seen from modules: it goes wrong in m", "it is called from",

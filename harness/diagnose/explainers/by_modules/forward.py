@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from sumgrad.base.files import is_librarys
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.arguments_there import arguments_there
 from sumgrad.diagnose.explainers.by_modules.between import (
     SUMS,
     between,
@@ -20,39 +18,24 @@ from sumgrad.diagnose.explainers.by_modules.between import (
     listed,
     places,
     right_up_to,
-    told_of,
 )
 from sumgrad.diagnose.explainers.by_modules.called_from import called_from
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
-from sumgrad.diagnose.explainers.by_modules.entering import (
-    entered_wrong,
-    what_goes_into,
-    where_it_enters_wrong,
-)
+from sumgrad.diagnose.explainers.by_modules.entering import what_goes_into, where_it_enters_wrong
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
 from sumgrad.diagnose.explainers.by_modules.handed import (
     handed_for_wrong_rows_in_words,
     handed_otherwise,
 )
 from sumgrad.diagnose.explainers.by_modules.hooked import changed_by_hooks
+from sumgrad.diagnose.explainers.by_modules.in_between import in_between
 from sumgrad.diagnose.explainers.by_modules.in_place_of import in_place_of_in_words
-from sumgrad.diagnose.explainers.by_modules.kept import kept_for_the_call, kept_in_words
-from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right_ranks
-from sumgrad.diagnose.explainers.by_modules.looked import (
-    as_a_hint,
-    gone_into,
-    line_and_code,
-    looked,
-    named,
-    ordinal,
-)
-from sumgrad.diagnose.explainers.by_modules.masked import masked_in_words
+from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, looked, named
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
 from sumgrad.diagnose.explainers.by_modules.other_weights import handed_other_weights, held_beside
-from sumgrad.diagnose.explainers.by_modules.passed import lines_between, lines_in
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
 from sumgrad.diagnose.explainers.by_modules.scaled_outside import scaled_outside
 from sumgrad.diagnose.explainers.by_modules.solved import solved_in_words
@@ -78,7 +61,6 @@ from sumgrad.diagnose.modules.first_wrong import (
 from sumgrad.diagnose.modules.lacking_data import lacking_data
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
-from sumgrad.record.trace import INTO
 
 
 def forward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:
@@ -154,7 +136,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *_output(case, look, found, () if joined else look_at, enters=odd is not None),
         *held_beside(case, found.ranks),
         *_ranks_that_are_right(case, look, found, entered_right),
-        *(() if joined else _in_between(case, look, found, parts, solved=bool(solved))),
+        *(() if joined else in_between(case, look, found, parts, solved=bool(solved))),
         *reading(case),
     )
     if solved:
@@ -200,55 +182,6 @@ def _ranks_that_are_right(
         reached = ", where a gradient reaches it" if in_part else ""
         yield f"on rank {spans(whole)} it is right{reached}"
         yield from lines_of_right_ranks(case, whole, found.ranks)
-
-
-def _in_between(
-    case: Case, look: Look, found: FirstWrong, parts: Sequence[str], *, solved: bool = False
-) -> Iterator[str]:
-    """Lines and collectives on the way. parts: what is said of what is there in parts. solved: what
-    a line has to be given is known, and leads."""
-    entered = entered_wrong(case, found)
-    if not solved:
-        yield from _lines_in_between(case, look, found, entered)
-    yield from parts or between(case, replace(found, seen=entered or found.seen), back=False)
-
-
-def _lines_in_between(
-    case: Case, look: Look, found: FirstWrong, entered: Sequence[Seen]
-) -> Iterator[str]:
-    lines, made = first_lines(case, found, back=False), _made(case, entered)
-    if made and all(is_librarys(one.mine.line) for one in lines):
-        lines = []  # what it makes of that is the library's
-    follows = made if any(found.wrong in one.mine.inside for one in lines) else []
-    yield from follows  # what is computed of it inside is another for that reason
-    yield from in_words(lines)
-    if lines:
-        yield from kept_in_words(case, lines[0].rank, lines[0].place)
-    else:
-        yield from kept_for_the_call(case, found.wrong, found.seen)
-    yield from masked_in_words(case, lines)
-    yield from arguments_there(case, lines)
-    if not lines_that_differ(case) and not (lines and all(one.told for one in lines)):
-        # Of one of several outputs the ways are those of all together.
-        several = not entered and len({s.call.part for s in look.seen[found.wrong]}) > 1
-        end = f"{INTO}{found.wrong}" if entered else found.wrong
-        ways = lines_in(case, found) if several else lines_between(case, found, end)
-        yield from () if follows else made or ways
-
-
-def _made(case: Case, entered: Sequence[Seen]) -> list[str]:
-    """The line of a user's own that made what goes in, of the call that is told of."""
-    traces = case.traces
-    if traces is None or not entered:
-        return []
-    s = told_of(entered)
-    made = traces.ranks[s.rank].stack(s.call).made
-    where = f"on rank {s.rank} in call {s.call.number}"
-    if not made[0] or is_librarys(made[0]):
-        return []
-    several = len({x.call.part for x in gone_into(case, s.call.module.removeprefix(INTO))}) > 1
-    what = f"the {ordinal(s.call.part)} tensor that goes in" if several else "what goes in"
-    return [f"{where} {what} was made at {line_and_code(*made)}"]
 
 
 def _of_other_classes(case: Case, look: Look, found: FirstWrong) -> list[str]:
