@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.solved import _differs, _each, _given_there, _over
+from sumgrad.diagnose.modules import solved_back
 from sumgrad.diagnose.modules.how_apart import How, how_apart, is_apart
 from sumgrad.diagnose.modules.inverses import Needed, literal, moved_back, needed, other_way
 from sumgrad.diagnose.modules.keys_needed import keys_needed
@@ -275,6 +276,13 @@ def test_on_ranks_alone_a_factor_is_solved_for_from_the_end_that_both_have():
     assert one.how == How("factor", factors=(pytest.approx(0.5),))
     assert one.end.at.part == "x * y"
     assert one.end.enters
+
+
+def test_not_all_that_is_wrong_is_asked_for(monkeypatch):
+    monkeypatch.setattr(solved_back, "MOST_TRIED", 0)
+    scale = torch.full((3, 1), 2.0).double()
+    mine = recorded(on_ranks, X[HERE], SQUARE, scale)
+    assert solved(mine, recorded(whole, X, SQUARE)) == []
 
 
 def test_nothing_is_solved_for_where_all_is_right():
