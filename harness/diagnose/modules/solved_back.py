@@ -27,7 +27,7 @@ from torch import Tensor
 
 MOST_GUIDES = 6  # values that may tell which rows and places one is of
 MOST_ENDS = 8
-MOST_TRIED = 64  # values of which it is asked what they have to be, until those are found
+MOST_TRIED = 256  # values of which it is asked what they have to be, until those are found
 MOST_STEPS = 48  # functions that are solved for on the way back from one end
 MASKS = {"masked_fill", "masked_fill_"}
 
