@@ -17,6 +17,7 @@ from sumgrad.record.trace import INTO, Call, Trace, Traces, read_trace, write_tr
 from sumgrad.subjects.program.watch import ModuleWatch
 from torch import nn
 
+LOOK = SimpleNamespace(sources={})
 G = torch.Generator().manual_seed(13)
 FIRST, SECOND = (torch.randn(4, 3, generator=G).double() for _ in range(2))
 
@@ -131,7 +132,7 @@ def said_of(monkeypatch, wrong, mine, because=("b",)):
     traces = Traces(tier="structure", step=0, ranks={0: mine}, single=SINGLE)
     s = Seen(rank=0, call=wrong, shape=(2, 3))
     found = FirstWrong(wrong=wrong.module, seen=(s,))
-    monkeypatch.setattr(settings, "looked", lambda case: "look")
+    monkeypatch.setattr(settings, "looked", lambda case: LOOK)
     monkeypatch.setattr(settings, "traces_looked_at", lambda case: traces)
     monkeypatch.setattr(settings, "first_wrong_forward", lambda look: found)
     monkeypatch.setattr(settings, "what_goes_into", lambda case, found: "right")
@@ -179,7 +180,7 @@ def test_a_choice_of_the_accused_comes_first(monkeypatch, values, owner, first):
         single=SimpleNamespace(settings={"m": {"act": (there,)}, "m.inner": {}}, turned={}),
         ranks={0: SimpleNamespace(settings={"m": {"act": (here,)}, "m.inner": {}}, turned={})},
     )
-    monkeypatch.setattr(settings, "looked", lambda case: "look")
+    monkeypatch.setattr(settings, "looked", lambda case: LOOK)
     monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None)
     monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: None)
     monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})
@@ -205,7 +206,7 @@ def test_a_choice_of_the_module_around_comes_first_where_it_is_wrong_in_its_forw
     traces = SimpleNamespace(single=there, ranks={0: here})
     found = FirstWrong(wrong=inner, seen=(), beside=modules)
     assert found.modules == modules
-    monkeypatch.setattr(settings, "looked", lambda case: "look")
+    monkeypatch.setattr(settings, "looked", lambda case: LOOK)
     monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None if back else found)
     monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: found)
     monkeypatch.setattr(settings, "what_goes_into", lambda case, found: into)
@@ -223,7 +224,7 @@ def test_a_switch_comes_before_a_number_that_is_another(monkeypatch):
         single=SimpleNamespace(settings=was, turned={}),
         ranks={0: SimpleNamespace(settings=has, turned={})},
     )
-    monkeypatch.setattr(settings, "looked", lambda case: "look")
+    monkeypatch.setattr(settings, "looked", lambda case: LOOK)
     monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None)
     monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: None)
     monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})

@@ -64,8 +64,8 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         or (one.is_a_choice and not {*one.modules}.isdisjoint([*accused, within]))
         or (
             {*one.ranks} >= {*diagnosis.ranks}
-            and _is_users(look, one)
             and (one.is_the_opposite or (one.is_another_constant and {*one.modules} & {*accused}))
+            and _is_users(look, one)
         )
     ]
     others = sorted((o for o in found if o not in first_ones), key=lambda o: not o.is_a_choice)
