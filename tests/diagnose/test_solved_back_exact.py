@@ -191,6 +191,7 @@ def test_an_index_that_is_no_number_is_found_by_value():
         ("matmul", (SQUARE, X[:5]), drawn(5, 5), ""),
         ("matmul", (SQUARE, X[:5]), torch.zeros(5, 5).double(), ""),
         ("mul", (X, W), X, ""),
+        ("flip", (X,), X.flip(0), ""),
     ],
 )
 def test_the_same_function_in_another_way(name, takes, wanted, words):

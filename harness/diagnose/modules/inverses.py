@@ -118,7 +118,7 @@ def other_way(function: str, takes: Arguments, wanted: Tensor) -> str:
     for words, way in _ways(function.removesuffix("_"), tensors):
         try:
             given = way()
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             continue
         if given.shape == wanted.shape and _are_near(given, wanted):
             return words
@@ -127,7 +127,7 @@ def other_way(function: str, takes: Arguments, wanted: Tensor) -> str:
 
 def _ways(name: str, takes: Sequence[Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     a = takes[0]
-    if name in ("softmax", "log_softmax", "cumsum", "cumprod", "flip"):
+    if name in ("softmax", "log_softmax", "cumsum", "cumprod"):
         for dim in range(a.dim()):
             yield f"over dimension {dim}", partial(getattr(torch, name), a, dim)
     if len(takes) != 2:
