@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sumgrad.diagnose.modules.inverses import CLOSE, Needed
+from sumgrad.diagnose.modules.inverses import ROUNDINGS, Needed
 from sumgrad.diagnose.modules.keys_needed import KeysNeeded
 from sumgrad.diagnose.modules.numbers import Numbers
 from torch import Tensor
 
 ENOUGH = 3  # numbers that have one factor, or come out right without being needed: no chance
-ROUNDINGS = 1e3 * CLOSE
 Kind = Literal["way", "keys", "factor", "factors", "offset", "inverse", "zeros", "order", "there"]
 
 

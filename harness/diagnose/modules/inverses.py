@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 SMALL = 1e-9  # of the largest: what is smaller tells nothing when it is divided by
-CLOSE = 1e-9  # as of a few roundings, of the largest number
+CLOSE = 1e-9  # as of a rounding, of the largest number
+ROUNDINGS = 1e3 * CLOSE  # as of what was solved for and put in again
 MOST_NUMBERS = 1 << 16
 FEWEST = 3  # different numbers that are no chance
 PARTS_JOINED = {"cat", "stack", "concat"}
-SUMS = {"add", "sub", "rsub"}
 COPIES = {"contiguous", "clone", "detach", "to", "float", "double"}
 OF_PRODUCTS = {"matmul", "mm", "bmm", "linear"}
 
@@ -51,11 +51,11 @@ def needed(function: str, takes: Arguments, at: int, gave: Tensor, wanted: Tenso
         return _of_product(name, takes, at, wanted)
     if name == "softmax":
         return None if at else _of_softmax(own, wanted)
-    solve = ONE_BY_ONE.get(name)
-    if solve is None or len(takes) > 2 or any(t is None for t in takes):
-        return None
-    others = [t for i, t in enumerate(takes) if i != at]
-    solved = solve(at, wanted, *others)
+    solved = None
+    if name in OF_ONE and len(takes) == 1:
+        solved = OF_ONE[name](wanted)
+    elif name in OF_TWO and len(takes) == 2 and takes[1 - at] is not None:
+        solved = OF_TWO[name](at, wanted, takes[1 - at])
     return None if solved is None else _gathered(solved, own.shape)
 
 
@@ -162,7 +162,7 @@ def _is_given(name: str, takes: Arguments, gave: Tensor) -> bool:
                 given = by - a if name == "rsub" else by / a
             case "maximum" | "minimum" if isinstance(a, Tensor) and isinstance(b, Tensor):
                 given = getattr(torch, name)(a, b)
-            case "add" | "sub" | "mul" | "div" | "true_divide" if None not in (a, b):
+            case "add" | "sub" | "mul" | "div" if None not in (a, b):
                 given = getattr(torch, name)(torch.as_tensor(a, dtype=torch.float64), b)
             case "pow" if isinstance(a, Tensor) and isinstance(b, float) and bool((a > 0).all()):
                 given = a**b
@@ -177,7 +177,7 @@ def _is_given(name: str, takes: Arguments, gave: Tensor) -> bool:
 
 def _are_near(a: Tensor, b: Tensor) -> bool:
     finite = b[b.isfinite()].abs()
-    near = 1e3 * CLOSE * float(finite.max()) if len(finite) else 0.0
+    near = ROUNDINGS * float(finite.max()) if len(finite) else 0.0
     return bool(((a == b) | ((a - b).abs() <= near) | (a.isnan() & b.isnan())).all())
 
 
@@ -199,9 +199,7 @@ def _read(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id == "Ellipsis":
         return ...
     if isinstance(node, ast.Tuple | ast.List):
-        return type(ast.literal_eval("()" if isinstance(node, ast.Tuple) else "[]"))(
-            map(_read, node.elts)
-        )
+        return tuple(map(_read, node.elts))
     return ast.literal_eval(node)
 
 
@@ -231,7 +229,7 @@ def _gathered(solved: Tensor, shape: torch.Size) -> Needed | None:
     most = torch.where(known, solved, -torch.inf).amax(dims, keepdim=True)
     num = known.sum(dims, keepdim=True)
     scale = float(solved[known].abs().max()) if bool(known.any()) else 0.0
-    if bool((num > 0).any()) and bool(((most - least)[num > 0] > 1e3 * CLOSE * scale).any()):
+    if bool((num > 0).any()) and bool(((most - least)[num > 0] > ROUNDINGS * scale).any()):
         return None
     value = torch.where(num > 0, (least + most) / 2, torch.nan).reshape(shape)
     return Needed(value=value, spare=int((num - 1).clamp(min=0).sum()))
@@ -248,9 +246,9 @@ def _of_softmax(own: Tensor, wanted: Tensor) -> Needed | None:
     given = own.softmax(-1)
     if given.shape != wanted.shape or bool((wanted < -CLOSE).any()):
         return None
-    if bool(((wanted.sum(-1) - 1).abs() > 1e3 * CLOSE).any()):
+    if bool(((wanted.sum(-1) - 1).abs() > ROUNDINGS).any()):
         return None
-    wanted = torch.where(wanted.abs() <= 1e3 * CLOSE, 0.0, wanted)
+    wanted = torch.where(wanted.abs() <= ROUNDINGS, 0.0, wanted)
     more = (wanted / given).log()
     usual = torch.where(more.isfinite(), more, torch.nan).nanmedian(-1, keepdim=True).values
     return Needed(value=own + more - usual, spare=0)
@@ -303,73 +301,29 @@ def _solved(left: Tensor, wanted: Tensor) -> Needed | None:
         return None
     x = torch.linalg.lstsq(left, wanted, driver="gelsd").solution
     off = ((left @ x - wanted) * told).abs().max()
-    if not bool(off <= 1e3 * CLOSE * wanted.abs().max()):
+    if not bool(off <= ROUNDINGS * wanted.abs().max()):
         return None
     spare = (rows - columns) * x.shape[-1] * int(told.sum())
     return Needed(value=torch.where(told, x, torch.nan), spare=spare)
 
 
-def _add(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    return wanted - others[0] if others else None
+def _sub(at: int, wanted: Tensor, other: Tensor | float) -> Tensor:
+    return other - wanted if at else wanted + other
 
 
-def _sub(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    if not others:
-        return None
-    return others[0] - wanted if at else wanted + others[0]
+def _div(at: int, wanted: Tensor, other: Tensor | float) -> Tensor:
+    return _divided(wanted, torch.as_tensor(other) + 0 * wanted) if at else wanted * other
 
 
-def _rsub(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    return _sub(1 - at, wanted, *others)
-
-
-def _mul(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    return _divided(others[0], wanted) if others else None
-
-
-def _div(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    if not others:
-        return None
-    return _divided(wanted, torch.as_tensor(others[0]) + 0 * wanted) if at else wanted * others[0]
-
-
-def _rdiv(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    return _div(1 - at, wanted, *others)
-
-
-def _log(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    return wanted.exp() if not others else None
-
-
-def _exp(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    return torch.where(wanted > 0, wanted, torch.nan).log() if not others else None
-
-
-def _neg(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    return -wanted if not others else None
-
-
-def _tanh(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    return torch.where(wanted.abs() < 1, wanted, torch.nan).atanh() if not others else None
-
-
-def _sqrt(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    return torch.where(wanted >= 0, wanted, torch.nan).square() if not others else None
-
-
-def _pow(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
+def _pow(at: int, wanted: Tensor, other: Tensor | float) -> Tensor | None:
     """Of positive numbers, to a power that is one number."""
-    if at or not others or isinstance(others[0], Tensor) or not others[0]:
+    if at or isinstance(other, Tensor) or not other:
         return None
-    return torch.where(wanted > 0, wanted, torch.nan) ** (1 / others[0])
+    return torch.where(wanted > 0, wanted, torch.nan) ** (1 / other)
 
 
-def _maximum(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    return _of_the_larger(wanted, others[0]) if others else None
-
-
-def _minimum(at: int, wanted: Tensor, *others: Tensor | float) -> Tensor | None:
-    larger = _of_the_larger(-wanted, -others[0]) if others else None
+def _minimum(at: int, wanted: Tensor, other: Tensor | float) -> Tensor | None:
+    larger = _of_the_larger(-wanted, -other)
     return None if larger is None else -larger
 
 
@@ -381,8 +335,21 @@ def _of_the_larger(wanted: Tensor, other: Tensor | float) -> Tensor | None:
     return torch.where(wanted > other + near, wanted, torch.nan)
 
 
-ONE_BY_ONE: dict[str, Callable[..., Tensor | None]] = {
-    "add": _add, "sub": _sub, "rsub": _rsub, "mul": _mul, "div": _div, "rdiv": _rdiv,
-    "true_divide": _div, "log": _log, "exp": _exp, "neg": _neg, "tanh": _tanh, "sqrt": _sqrt,
-    "pow": _pow, "maximum": _maximum, "minimum": _minimum,
-}  # fmt: skip
+OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "log": torch.exp,
+    "exp": lambda wanted: torch.where(wanted > 0, wanted, torch.nan).log(),
+    "neg": torch.neg,
+    "tanh": lambda wanted: torch.where(wanted.abs() < 1, wanted, torch.nan).atanh(),
+    "sqrt": lambda wanted: torch.where(wanted >= 0, wanted, torch.nan).square(),
+}
+OF_TWO: dict[str, Callable[[int, Tensor, Any], Tensor | None]] = {
+    "add": lambda _, wanted, other: wanted - other,
+    "sub": _sub,
+    "rsub": lambda at, wanted, other: _sub(1 - at, wanted, other),
+    "mul": lambda _, wanted, other: _divided(other, wanted),
+    "div": _div,
+    "rdiv": lambda at, wanted, other: _div(1 - at, wanted, other),
+    "pow": _pow,
+    "maximum": lambda _, wanted, other: _of_the_larger(wanted, other),
+    "minimum": _minimum,
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from sumgrad.diagnose.modules.inverses import CLOSE
+from sumgrad.diagnose.modules.inverses import ROUNDINGS
 from torch import Tensor
 
 MOST_KEYS = 48
@@ -46,7 +46,7 @@ def keys_needed(
     lines = values.unsqueeze(-3).expand(*shares.shape[:-1], *values.shape[-2:])
     flat, rows = lines.reshape(-1, size, values.shape[-1]), scores.reshape(-1, size)
     now, aims = shares.reshape(-1, size) > TINY, wanted.reshape(-1, wanted.shape[-1])
-    near = 1e3 * CLOSE * float(wanted.abs().max())
+    near = ROUNDINGS * float(wanted.abs().max())
     needed, told = now.clone(), torch.ones(len(now), dtype=torch.bool)
     stretches = _stretches(size)
     for i, (row, own, held, aim) in enumerate(zip(rows, now, flat, aims, strict=True)):
@@ -55,10 +55,10 @@ def keys_needed(
             continue
         sets = torch.cat([own[None], own ^ torch.eye(size, dtype=torch.bool), stretches])
         sets = sets[sets.any(1)]
-        off = (_attended(row, sets, held) - aim).abs().amax(1) <= near
-        if bool(off[0]):
+        right = (_attended(row, sets, held) - aim).abs().amax(1) <= near
+        if bool(right[0]):
             continue
-        fits = sets[off].unique(dim=0)
+        fits = sets[right].unique(dim=0)
         if not len(fits):
             return None
         told[i] = len(fits) == 1

@@ -227,8 +227,8 @@ def expression(mine: Computation) -> str:
 
 def _pairs(one: AtLine) -> str:
     """Of two tensors that are right, each by itself."""
-    two = len([t for t in one.mine.takes if isinstance(t, int)]) == 2
-    two = two and len({*one.mine.takes}) > 1
+    tensors = [t for t in one.mine.takes if isinstance(t, int)]
+    two = len(tensors) == len({*tensors}) == 2
     return "; its two arguments may not belong beside each other" if two else ""
 
 

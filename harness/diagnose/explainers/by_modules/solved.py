@@ -15,11 +15,11 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     ordinal,
 )
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.how_apart import ENOUGH
 from sumgrad.diagnose.modules.keys_needed import KeysNeeded
 from sumgrad.diagnose.modules.solved_back import Solved, SolvedBack
 from sumgrad.record.computed import MODULE, Computation
 
-SURE = 3  # numbers that come right without being needed: a chance of none
 MOST_FACTORS = 6
 KINDS = ("there", "order", "zeros", "inverse", "offset", "factors", "factor", "keys",
          "way")  # fmt: skip  # those that tell more are behind
@@ -73,8 +73,8 @@ def _solved(case: Case, found: FirstWrong) -> list[Solved]:
 
 
 def _weight(one: Solved) -> tuple[bool, int]:
-    """Which of several tells most; of equals the last, which is the nearest to what is wrong."""
-    return one.need.spare >= SURE, KINDS.index(one.how.kind)
+    """Which of several tells most; of equals the one that is furthest back."""
+    return one.need.spare >= ENOUGH, KINDS.index(one.how.kind)
 
 
 def _takes_several(one: Solved) -> bool:
