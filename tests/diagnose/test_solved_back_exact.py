@@ -319,6 +319,19 @@ def test_the_second_time_is_held_against_the_second_time():
     assert told["w * 1", 0].need.spare == 5
 
 
+def later_by_half(x, w):
+    for factor in (1.0, 1.5, 1.0):
+        x = mixed(x, w * factor)
+    return x
+
+
+def test_what_is_wrong_later_is_held_against_what_is_there_later():
+    there = recorded(repeated, X, SQUARE)
+    found = solved(recorded(later_by_half, X.flip(0), SQUARE), there)
+    told = [one.how for one in found if one.mine.part == "x @ w" and one.at == 1]
+    assert told == [How("factor", factors=(pytest.approx(2 / 3),))]
+
+
 def test_what_the_same_line_takes_there_is_no_news():
     there = recorded(whole, X, SQUARE)
     assert solved(recorded(on_ranks, X[HERE], SQUARE, drawn(3, 5)), there) == []
