@@ -91,12 +91,11 @@ def test_what_runs_inside_comes_after_what_goes_in(monkeypatch, state, beside):
     assert entering.where_it_enters_wrong(CASE, one)[0].beside == beside
 
 
-def output(monkeypatch, *, lacking=(), differ=(), enters=False):
+def output(monkeypatch, *, lacking=(), enters=False):
     for name, said in (("_lacking_below", [*lacking]), ("_without_a_graph", []),
                        ("another_output", []), ("picked_in_words", []), ("features_in_words", []),
                        ("in_other_places", []), ("scaled_in_words", []),
-                       ("cut_in_words", []), ("changed_in_place", []),
-                       ("lines_that_differ", differ)):  # fmt: skip
+                       ("cut_in_words", []), ("changed_in_place", [])):  # fmt: skip
         monkeypatch.setattr(forward, name, lambda *_, said=said: said)
     monkeypatch.setattr(forward, "no_slice", lambda *_: "no slice")
     look = SimpleNamespace(paths=paths_of(("m",), {}), forward=lambda _: "wrong")
@@ -104,9 +103,8 @@ def output(monkeypatch, *, lacking=(), differ=(), enters=False):
     return list(forward._output(CASE, look, found, ["look there"], enters=enters))
 
 
-def test_where_to_look_is_idle_beside_a_line_or_what_is_missing(monkeypatch):
+def test_where_to_look_is_idle_beside_what_is_missing(monkeypatch):
     assert output(monkeypatch) == ["no slice", "look there"]
-    assert output(monkeypatch, differ=[1]) == ["no slice"]
     assert output(monkeypatch, lacking=["some is missing"]) == ["some is missing", "no slice"]
     assert output(monkeypatch, enters=True) == []
 
@@ -117,9 +115,8 @@ def line(**more):
     return AtLine(rank=0, mine=mine, place=0, **more)
 
 
-def lines_on_the_way(monkeypatch, lines=(), differ=(), made=()):
+def lines_on_the_way(monkeypatch, lines=(), made=(), *, leads=False):
     monkeypatch.setattr(in_between, "first_lines", lambda *_, back: list(lines))
-    monkeypatch.setattr(in_between, "lines_that_differ", lambda _: differ)
     monkeypatch.setattr(in_between, "entered_wrong", lambda *_: ())
     monkeypatch.setattr(in_between, "arguments_there", lambda *_: [])
     monkeypatch.setattr(in_between, "masked_in_words", lambda *_: [])
@@ -128,14 +125,13 @@ def lines_on_the_way(monkeypatch, lines=(), differ=(), made=()):
     monkeypatch.setattr(in_between, "made_before", lambda *_: list(made))
     monkeypatch.setattr(in_between, "lines_between", lambda *_: ["lines"])
     look = SimpleNamespace(seen={"m": [seen(0)]})
-    return list(
-        in_between.in_between(CASE, look, FirstWrong(wrong="m", seen=(seen(0),)), ["parts"])
-    )
+    found = FirstWrong(wrong="m", seen=(seen(0),))
+    return list(in_between.in_between(CASE, look, found, ["parts"], leads=leads))
 
 
 def test_lines_in_between_are_idle_beside_the_one(monkeypatch):
     assert lines_on_the_way(monkeypatch) == ["lines", "parts"]
-    assert lines_on_the_way(monkeypatch, differ=[1]) == ["parts"]
+    assert lines_on_the_way(monkeypatch, [line()], made=["made"], leads=True) == ["parts"]
     assert lines_on_the_way(monkeypatch, [line()])[1:] == ["parts"]
     assert lines_on_the_way(monkeypatch, [line(told=False)])[1:] == ["lines", "parts"]
 
@@ -251,8 +247,9 @@ def test_data_that_are_surely_others_come_before_what_is_made_of_them(
             "misplaced_in_words", "_lacking_below", "scaled_outside", "changed_by_hooks",
             "joined_in_words", "too_much", "in_place_of_in_words", "handed_other_weights",
             "whole_on_each", "reading", "lines_that_differ", "solved_in_words",
-            "handed_for_wrong_rows_in_words", "_of_other_classes", "_in_another_mode",
-            "_right_again", "called_on_ranks_alone", "handed_otherwise", "_output", "held_beside",
+            "handed_for_wrong_rows_in_words", "reordered_in_words", "a_switch_is_turned",
+            "_of_other_classes", "_in_another_mode", "_right_again",
+            "called_on_ranks_alone", "handed_otherwise", "_output", "held_beside",
             "_ranks_that_are_right", "in_between")  # fmt: skip
     for name in idle:
         monkeypatch.setattr(forward, name, lambda *_, **__: ())
@@ -271,7 +268,7 @@ def test_data_that_are_surely_others_come_before_what_is_made_of_them(
         assert told.cause == "it goes wrong in m"
         assert told.because == ("it is called from", "the data")
         monkeypatch.setattr(forward, "solved_in_words", lambda *_: ["a line: were it another"])
-        monkeypatch.setattr(forward, "in_between", lambda *_, solved: ["lines"][solved:])
+        monkeypatch.setattr(forward, "in_between", lambda *_, leads: ["lines"][leads:])
         told = forward._forward(CASE, look, found)
         assert told.cause == "a line: were it another"
         assert told.because == ("as seen from modules: it goes wrong in m", "it is called from",

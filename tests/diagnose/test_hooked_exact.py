@@ -356,6 +356,35 @@ def test_the_opposite_of_a_switch_of_the_users_own_comes_first(monkeypatch, sour
     assert said == ((text, "b") if first else ("b", text))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "leads"),
+    [
+        ("on", "forward", True),
+        ("on", "open", True),
+        ("on", "double_reduction", False),  # what is done is known
+        ("is_sharded", "forward", False),  # on by right, where there are ranks
+    ],
+)
+def test_a_switch_that_is_the_opposite_leads_where_only_a_place_is_known(
+    monkeypatch, name, kind, leads
+):
+    was, own = {"": {name: ("False",)}, "m": {}}, {"": {name: ("True",)}, "m": {}}
+    look = SimpleNamespace(sources={"": "Net at /home/me/net.py:3"})
+    found = SimpleNamespace(wrong="m", ranks=(0,), modules=())
+    monkeypatch.setattr(settings, "looked", lambda case: look)
+    monkeypatch.setattr(settings, "first_wrong_forward", lambda look: found)
+    monkeypatch.setattr(settings, "what_goes_into", lambda case, found: "untold")
+    monkeypatch.setattr(settings, "_turned", lambda case, found: [])
+    monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})
+    case = SimpleNamespace(traces=settings_traces(was, own), failing_cells=[], record=0)
+    told = settings.with_settings(case, Diagnosis(cause="c", kind=kind, ranks=(0,)))
+    text = f"the model itself has {name} = True on rank 0, and False in the single process"
+    assert (told.cause, told.because) == ((f"{text}; c", ()) if leads else ("c", (text,)))
+    assert settings.a_switch_is_turned(case, found) == (name == "on")
+    case.traces = None
+    assert not settings.a_switch_is_turned(case, found)
+
+
 @pytest.mark.parametrize(("ranks", "first"), [((1,), True), ((0, 1), False)])
 def test_a_switch_that_is_turned_on_just_the_wrong_ranks_comes_first(monkeypatch, ranks, first):
     was, now = {"": {"on": ("True",)}}, {"": {"on": ("True", "False")}}

@@ -380,20 +380,15 @@ def test_lines_that_are_meant_on_one_rank_are_meant_on_every():
     told = _agreed(lambda rank, asked: iter(found[rank]), dict.fromkeys(found, everything), [0, 1])
     assert [(one.rank, one.mine.site) for one in told] == [(0, "7"), (1, "7")]
     (said,) = in_words(told)
-    assert said.startswith(
-        "this line gives what the single process has nowhere, of numbers that it has: step.py:7"
-    )
-    assert said.endswith(", on rank 0-1")
-    (said,) = in_words([at_line(7, 0, told=False)])
     assert said.startswith("this line gives what the single process has nowhere: step.py:7")
+    assert said.endswith(", on rank 0-1")
+    (said,) = in_words([at_line(7, 0, whole=True)])
+    assert "has nowhere, of vectors that it has: step.py:7" in said
+    (said,) = in_words([at_line(7, 0, whole=True), at_line(7, 1)])
+    assert "of vectors that it has" not in said
+    (said,) = in_words([at_line(7, 0, told=False)])
     assert said.endswith(", on rank 0; not all that it takes could be told")
-    one = at_line(7, 0)
-    two = replace(one, mine=replace(one.mine, takes=(0, "dim=1", 4)))
-    (said,) = in_words([two])
-    assert said.endswith(", on rank 0; its two arguments may not belong beside each other")
-    (said,) = in_words([replace(two, told=False)])
-    assert said.endswith(", on rank 0; not all that it takes could be told")
-    (said,) = in_words([at_line(7, 0, there=False)])
+    (said,) = in_words([at_line(7, 0, there=False, whole=True)])
     assert said.startswith(
         "this line, which the single process does not run, gives what was not seen there, of "
     )

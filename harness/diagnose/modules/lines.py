@@ -34,10 +34,11 @@ class AtLine:
     wrong, where its results get what is right; in the forward one that no line gives and that the
     single process has nowhere. back: it is told of the backward. cut: its results have no gradient,
     where there they have one; kept: they have one, where there they have none. told: whether all
-    that it takes is known to be right. parts: what it takes is right only as a sum over ranks.
-    there: whether the single process runs it, too. again: something right is made of what it gives.
-    beside: Functions that take the same and get what is right, in the backward. then: of a line
-    that the single process does not run, what it does not run either and is wrong because of it.
+    that it takes is known to be right, number by number; whole: vector by vector. parts: what it
+    takes is right only as a sum over ranks. there: whether the single process runs it, too. again:
+    something right is made of what it gives. beside: Functions that take the same and get what is
+    right, in the backward. then: of a line that the single process does not run, what it does not
+    run either and is wrong because of it.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class AtLine:
     cut: bool = False
     kept: bool = False
     told: bool = True
+    whole: bool = False
     parts: bool = False
     there: bool = True
     again: bool = False
@@ -96,6 +98,7 @@ class Lines:
                 place=place,
                 at=at,
                 told=all(self._is_told(rank, t) for t in c.takes),
+                whole=all(self._is_whole(rank, t) for t in c.takes),
                 parts="part" in takes,
                 there=c.site in self._sites,
                 again=self._is_right_again(rank, c),
@@ -199,6 +202,13 @@ class Lines:
             return not taken.startswith(LARGE)
         value = self._ranks[rank].values[taken]
         return not value.is_floating_point() or self.states.forward(rank, taken) == "right"
+
+    def _is_whole(self, rank: int, taken: int | str) -> bool:
+        """Whether each vector of it is one of one value of the single process."""
+        if not isinstance(taken, int):
+            return not taken.startswith(LARGE)
+        value = self._ranks[rank].values[taken]
+        return not value.is_floating_point() or self.states.has_its_vectors(value)
 
     def _moves(self, rank: int, c: Computation) -> bool:
         """Whether all that it gives is among what it takes, as of a view or an index."""

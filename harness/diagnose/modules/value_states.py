@@ -144,6 +144,14 @@ class ValueStates:
         last = value.shape[-1:]
         return sorted(held, key=lambda n: self._single.values[n].shape[-1:] != last)[:MOST_ALIKE]
 
+    def has_its_vectors(self, value: Tensor) -> bool:
+        """Whether each vector of a value is one of one value of the single process."""
+        for other in self.alike(value):
+            where = match(vectors(value), vectors(self._single.values[other]), self._tolerance)
+            if where is not None and bool(where.here.all()):
+                return True
+        return False
+
     def _together(self, rank: int, number: int) -> Iterator[list[tuple[int, int]]]:
         """The same value of all ranks of a group that this one is in: rank and number of each."""
         place, shape = self._places[rank].get(number), self._ranks[rank].values[number].shape

@@ -83,14 +83,17 @@ def _vectors(s: Seen) -> int:
     return math.prod(s.shape[:-1])
 
 
-def between(case: Case, found: FirstWrong, *, back: bool) -> list[str]:
-    """The collectives that the first wrong rank issues in between, in words."""
+def between(case: Case, found: FirstWrong, *, back: bool, only_some: bool = False) -> list[str]:
+    """The collectives that the first wrong rank issues in between, in words. only_some: nothing
+    where there are none."""
     s, traces = found.seen[0], case.traces
     if traces is not None and not found.modules:
         every = traces.ranks[s.rank].operations if back else ()
         return _since_the_forward(s, [_without_place(case, w) for w in every])
     issued = issued_between(case, found, back=back)
     if issued is None:
+        return []
+    if not issued and only_some:
         return []
     if not issued:
         way = "on the way back" if back else "in the forward"

@@ -36,8 +36,10 @@ from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
 from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
 from sumgrad.diagnose.explainers.by_modules.other_weights import handed_other_weights, held_beside
+from sumgrad.diagnose.explainers.by_modules.reordered import reordered_in_words
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
 from sumgrad.diagnose.explainers.by_modules.scaled_outside import scaled_outside
+from sumgrad.diagnose.explainers.by_modules.settings import a_switch_is_turned
 from sumgrad.diagnose.explainers.by_modules.solved import solved_in_words
 from sumgrad.diagnose.explainers.by_modules.surplus import too_much, whole_on_each
 from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
@@ -101,6 +103,8 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     if misplaced := misplaced_in_words(case, found):
         return said(cause=misplaced[0], because=seen)
     called = tuple(called_from(case, look, found, back=False))
+    if moved := reordered_in_words(case, look, found):
+        return said(cause=moved[0], because=(*called, seen[1]))
     odd = odd_data(case, look, found)
     if odd is not None and (odd.module != found.wrong or odd.is_sure):
         what = named(look, odd.module)
@@ -124,6 +128,8 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     if handed := handed_for_wrong_rows_in_words(case, look, found):
         return said(cause=handed[0], because=(seen[0], *called, seen[1]))
     solved = () if lines_that_differ(case) else tuple(solved_in_words(case, found))
+    # What leads the report is enough to look at.
+    leads = bool(solved) or bool(lines_that_differ(case)) or a_switch_is_turned(case, found)
     because = (
         *_of_other_classes(case, look, found),
         *_in_another_mode(case, found),
@@ -133,10 +139,10 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *joined,
         *called,
         *(odd.said if odd else ()),
-        *_output(case, look, found, () if joined else look_at, enters=odd is not None),
+        *_output(case, look, found, () if joined or leads else look_at, enters=odd is not None),
         *held_beside(case, found.ranks),
         *_ranks_that_are_right(case, look, found, entered_right),
-        *(() if joined else in_between(case, look, found, parts, solved=bool(solved))),
+        *(() if joined else in_between(case, look, found, parts, leads=leads)),
         *reading(case),
     )
     if solved:
@@ -156,7 +162,7 @@ def _output(
         yield from changed_in_place(case, look, found)
         yield from another_output(case, found)
         yield from picked_in_words(case, look, found)
-        yield from () if lacking or lines_that_differ(case) else look_at
+        yield from () if lacking else look_at
         yield from cut_in_words(case, look, found)
         yield from scaled_in_words(case, found)
         yield from features_in_words(case, found)

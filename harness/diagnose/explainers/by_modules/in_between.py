@@ -9,7 +9,6 @@ from sumgrad.base.files import is_librarys
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.arguments_there import arguments_there
 from sumgrad.diagnose.explainers.by_modules.between import between, told_of
-from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
 from sumgrad.diagnose.explainers.by_modules.entering import entered_wrong
 from sumgrad.diagnose.explainers.by_modules.kept import kept_for_the_call, kept_in_words
 from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
@@ -23,30 +22,33 @@ from sumgrad.record.trace import INTO
 
 
 def in_between(
-    case: Case, look: Look, found: FirstWrong, parts: Sequence[str], *, solved: bool = False
+    case: Case, look: Look, found: FirstWrong, parts: Sequence[str], *, leads: bool = False
 ) -> Iterator[str]:
-    """Lines and collectives on the way. parts: what is said of what is there in parts. solved: what
-    a line has to be given is known, and leads."""
+    """Lines and collectives on the way. parts: what is said of what is there in parts. leads: a
+    line, or a switch, leads the report, so that none has to be guessed."""
     entered = entered_wrong(case, found)
-    if not solved:
-        yield from _lines(case, look, found, entered)
-    yield from parts or between(case, replace(found, seen=entered or found.seen), back=False)
+    yield from _lines(case, look, found, entered, leads=leads)
+    since = replace(found, seen=entered or found.seen)
+    yield from parts or between(case, since, back=False, only_some=leads)
 
 
-def _lines(case: Case, look: Look, found: FirstWrong, entered: Sequence[Seen]) -> Iterator[str]:
+def _lines(
+    case: Case, look: Look, found: FirstWrong, entered: Sequence[Seen], *, leads: bool
+) -> Iterator[str]:
     lines, made = first_lines(case, found, back=False), made_before(case, entered)
     if made and all(is_librarys(one.mine.line) for one in lines):
         lines = []  # what it makes of that is the library's
     follows = made if any(found.wrong in one.mine.inside for one in lines) else []
-    yield from follows  # what is computed of it inside is another for that reason
-    yield from in_words(lines)
+    if not leads:
+        yield from follows  # what is computed of it inside is another for that reason
+        yield from in_words(lines)
     if lines:
         yield from kept_in_words(case, lines[0].rank, lines[0].place)
     else:
         yield from kept_for_the_call(case, found.wrong, found.seen)
     yield from masked_in_words(case, lines)
     yield from arguments_there(case, lines)
-    if not lines_that_differ(case) and not (lines and all(one.told for one in lines)):
+    if not leads and not (lines and all(one.told for one in lines)):
         # Of one of several outputs the ways are those of all together.
         several = not entered and len({s.call.part for s in look.seen[found.wrong]}) > 1
         end = f"{INTO}{found.wrong}" if entered else found.wrong

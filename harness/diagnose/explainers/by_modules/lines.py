@@ -191,8 +191,8 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
                f"linear, and added once")  # fmt: skip
     else:
         told = all(o.told for o in found)
-        of = ", of numbers that it has" if told else ""
-        beside = _pairs(one) if told else "; not all that it takes could be told"
+        of = ", of vectors that it has" if all(o.whole for o in found) else ""
+        beside = "" if told else "; not all that it takes could be told"
         beside += _written(one)
         if one.there:
             yield (f"this line gives what the single process has nowhere{of}: {line}, "
@@ -223,13 +223,6 @@ def expression(mine: Computation) -> str:
     if mine.part and mine.part not in (whole[0], whole[2]) and len(mine.part) < len(mine.code):
         text += f", in it `{mine.part}`"
     return text
-
-
-def _pairs(one: AtLine) -> str:
-    """Of two tensors that are right, each by itself."""
-    tensors = [t for t in one.mine.takes if isinstance(t, int)]
-    two = len(tensors) == len({*tensors}) == 2
-    return "; its two arguments may not belong beside each other" if two else ""
 
 
 def _function(c: Computation) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sumgrad.base.files import is_librarys
@@ -35,14 +36,58 @@ from sumgrad.record.trace import Traces
 
 MOST_SHOWN = 3
 MOST_VALUES = 6  # that are written out
+# Causes that say where it goes wrong, or how much, and not by what.
+PLACES = ("forward", "backward", "own_backward", "open", "loss_weights", "loss_at_tokens",
+          "row_factors")  # fmt: skip
+OF_RANKS = ("parallel", "shard", "distribut", "sync", "local")  # in names of what is on by right
 
 
 def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause, and what the first wrong module, those around it or those that own what is wrong
-    have set that the single process has not."""
-    traces, look = case.traces, looked(case)
-    if traces is None or look is None:
+    have set that the single process has not. Where the cause says no more than a place, a switch
+    that is turned the other way all the time is told first."""
+    look = looked(case)
+    if case.traces is None or look is None:
         return diagnosis
+    first, accused, found = _settings(case, look)
+    leading = _turned_over(look, found, diagnosis.ranks)
+    first_ones = leading + [
+        one
+        for one in found
+        if one not in leading
+        and (
+            (one.is_switched and one.ranks == diagnosis.ranks)
+            or (one.is_a_choice and not {*one.modules}.isdisjoint(accused))
+            or (
+                {*one.ranks} >= {*diagnosis.ranks}
+                and (one.is_the_opposite or (one.is_another_constant and {*one.modules} & accused))
+                and _is_users(look, one)
+            )
+        )
+    ]
+    others = sorted((o for o in found if o not in first_ones), key=lambda o: not o.is_a_choice)
+    front, behind = (tuple(map(_in_words, some[:MOST_SHOWN])) for some in (first_ones, others))
+    turned = [] if first is None else _turned(case, first)
+    cause = diagnosis.cause
+    if leading and diagnosis.kind in PLACES:
+        cause, front = f"{front[0]}; {cause}", front[1:]
+    return replace(diagnosis, cause=cause, because=(*turned, *front, *diagnosis.because, *behind))
+
+
+def a_switch_is_turned(case: Case, found: FirstWrong) -> bool:
+    """Whether a switch of the user's own is on in the ranks' modules where it is off in the single
+    process's, or off for on: what leads a report of where it goes wrong."""
+    look = looked(case)
+    if case.traces is None or look is None:
+        return False
+    return bool(_turned_over(look, _settings(case, look)[2], found.ranks))
+
+
+def _settings(
+    case: Case, look: Look
+) -> tuple[FirstWrong | None, set[str | None], list[SetOtherwise]]:
+    """The first wrong module, those that are accused, and what is set otherwise near them."""
+    assert case.traces is not None
     forward = first_wrong_forward(look)
     first = forward or first_wrong_backward(look, owners(case))
     accused = [first.wrong] if first is not None else owners(case)
@@ -50,28 +95,29 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if first is not None and first.wrong and _is_around_it(case, first, back=forward is None):
         within = first.wrong.rpartition(".")[0]
     accused += [within] if within and forward is not None else []
-    around = [m for m in traces.single.settings if any(is_in(a, m) for a in accused)]
+    around = [m for m in case.traces.single.settings if any(is_in(a, m) for a in accused)]
     around.sort(key=lambda m: -m.count(".") - bool(m))
     near: dict[str, int] = {}
     for distance, modules in enumerate((accused, owners(case), around)):
         for module in modules:
             near.setdefault(module, distance)
-    found = set_otherwise(traces, near, sizes_of(case.record).values())
-    first_ones = [
+    found = set_otherwise(case.traces, near, sizes_of(case.record).values())
+    return first, {*accused, within}, found
+
+
+def _turned_over(
+    look: Look, found: Sequence[SetOtherwise], ranks: Sequence[int]
+) -> list[SetOtherwise]:
+    """Of what is set otherwise the switches of the user's own that are the other way on all of
+    these ranks, but for those that say by their names that there are ranks."""
+    return [
         one
         for one in found
-        if (one.is_switched and one.ranks == diagnosis.ranks)
-        or (one.is_a_choice and not {*one.modules}.isdisjoint([*accused, within]))
-        or (
-            {*one.ranks} >= {*diagnosis.ranks}
-            and (one.is_the_opposite or (one.is_another_constant and {*one.modules} & {*accused}))
-            and _is_users(look, one)
-        )
+        if one.is_the_opposite
+        and {*one.ranks} >= {*ranks}
+        and not any(word in one.attribute.lower() for word in OF_RANKS)
+        and _is_users(look, one)
     ]
-    others = sorted((o for o in found if o not in first_ones), key=lambda o: not o.is_a_choice)
-    front, behind = (tuple(map(_in_words, some[:MOST_SHOWN])) for some in (first_ones, others))
-    turned = [] if first is None else _turned(case, first)
-    return replace(diagnosis, because=(*turned, *front, *diagnosis.because, *behind))
 
 
 def _is_users(look: Look, one: SetOtherwise) -> bool:
