@@ -13,6 +13,7 @@ import torch
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.leading import led_by
 from sumgrad.diagnose.explainers.by_modules.lines import asked_between, first_lines
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, looked, owners
 from sumgrad.diagnose.modules.first_wrong import (
@@ -41,6 +42,11 @@ class Branch:
     there: tuple[Line, ...]
     of_functions: bool = False
 
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the ranks run no line in place of those of the single process."""
+        return bool(self.there) and not self.here
+
     def in_words(self) -> str:
         start = f"in {self.within.partition(' ')[2]}"
         calls = "calls" if len(self.ranks) == 1 else "call"
@@ -54,20 +60,40 @@ class Branch:
 
 
 def with_branches(case: Case, diagnosis: Diagnosis) -> Diagnosis:
-    """A cause that says where, and the branches there."""
-    look, traces = looked(case), case.traces
-    if look is None or traces is None or diagnosis.kind not in KINDS:
+    """A cause that says where, and the branches there. Lines that are left out on the ranks come
+    first."""
+    look = looked(case)
+    if look is None or case.traces is None or diagnosis.kind not in KINDS:
         return diagnosis
     forward = first_wrong_forward(look)
-    found = forward or first_wrong_backward(look, owners(case))
+    told = _told(case, forward, forward or first_wrong_backward(look, owners(case)))
+    if told and told[0].is_left_out:
+        return led_by(_beside(case, forward, told[1:], diagnosis), told[0].in_words())
+    return _beside(case, forward, told, diagnosis)
+
+
+def lines_are_left_out(case: Case, found: FirstWrong) -> bool:
+    """Whether, before what is wrong first in the forward, ranks run nothing in place of what the
+    single process does in the same function: what leads a report of where it goes wrong."""
+    told = _told(case, found, found)
+    return bool(told) and told[0].is_left_out
+
+
+def _told(case: Case, forward: FirstWrong | None, found: FirstWrong | None) -> list[Branch]:
+    """Those that tell the most."""
+    assert case.traces is not None
     asked = {
         rank: _asked(case, found, rank, back=forward is None)
-        for rank in (traces.ranks if found is None else found.ranks)
+        for rank in (case.traces.ranks if found is None else found.ranks)
     }
-    every = {rank: trace.computed for rank, trace in traces.ranks.items()}
-    told = branches(every, asked, traces.single.computed, back=forward is None)
-    told.sort(key=lambda one: not (one.here and one.there))
-    told = told[:MOST_FUNCTIONS]
+    every = {rank: trace.computed for rank, trace in case.traces.ranks.items()}
+    told = branches(every, asked, case.traces.single.computed, back=forward is None)
+    return sorted(told, key=lambda one: not (one.here and one.there))[:MOST_FUNCTIONS]
+
+
+def _beside(
+    case: Case, forward: FirstWrong | None, told: Sequence[Branch], diagnosis: Diagnosis
+) -> Diagnosis:
     said, last = ([b.in_words() for b in told if b.of_functions == of] for of in (False, True))
     at = 0 if forward is None else _after_another_line(case, forward, told, diagnosis.because)
     because = (*diagnosis.because[:at], *said, *diagnosis.because[at:], *last)

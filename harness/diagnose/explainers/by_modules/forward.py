@@ -19,6 +19,7 @@ from sumgrad.diagnose.explainers.by_modules.between import (
     places,
     right_up_to,
 )
+from sumgrad.diagnose.explainers.by_modules.branches import lines_are_left_out
 from sumgrad.diagnose.explainers.by_modules.called_from import called_from
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
 from sumgrad.diagnose.explainers.by_modules.entering import what_goes_into, where_it_enters_wrong
@@ -129,7 +130,12 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         return said(cause=handed[0], because=(seen[0], *called, seen[1]))
     solved = () if lines_that_differ(case) else tuple(solved_in_words(case, found))
     # What leads the report is enough to look at.
-    leads = bool(solved) or bool(lines_that_differ(case)) or a_switch_is_turned(case, found)
+    leads = (
+        bool(solved)
+        or bool(lines_that_differ(case))
+        or a_switch_is_turned(case, found)
+        or (case.traces is not None and lines_are_left_out(case, found))
+    )
     because = (
         *_of_other_classes(case, look, found),
         *_in_another_mode(case, found),

@@ -11,6 +11,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.explainers.by_modules.entering import what_goes_into
+from sumgrad.diagnose.explainers.by_modules.leading import PLACES, led_by
 from sumgrad.diagnose.explainers.by_modules.looked import (
     as_a_hint,
     gone_into,
@@ -36,9 +37,6 @@ from sumgrad.record.trace import Traces
 
 MOST_SHOWN = 3
 MOST_VALUES = 6  # that are written out
-# Causes that say where it goes wrong, or how much, and not by what.
-PLACES = ("forward", "backward", "own_backward", "open", "loss_weights", "loss_at_tokens",
-          "row_factors")  # fmt: skip
 OF_RANKS = ("parallel", "shard", "distribut", "sync", "local")  # in names of what is on by right
 
 
@@ -68,10 +66,10 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     others = sorted((o for o in found if o not in first_ones), key=lambda o: not o.is_a_choice)
     front, behind = (tuple(map(_in_words, some[:MOST_SHOWN])) for some in (first_ones, others))
     turned = [] if first is None else _turned(case, first)
-    cause = diagnosis.cause
-    if leading and diagnosis.kind in PLACES:
-        cause, front = f"{front[0]}; {cause}", front[1:]
-    return replace(diagnosis, cause=cause, because=(*turned, *front, *diagnosis.because, *behind))
+    said = replace(diagnosis, because=(*turned, *front, *diagnosis.because, *behind))
+    if leading and not turned and diagnosis.kind in PLACES:
+        return led_by(replace(said, because=said.because[1:]), front[0])
+    return said
 
 
 def a_switch_is_turned(case: Case, found: FirstWrong) -> bool:
