@@ -247,7 +247,7 @@ def test_data_that_are_surely_others_come_before_what_is_made_of_them(
             "misplaced_in_words", "_lacking_below", "scaled_outside", "changed_by_hooks",
             "joined_in_words", "too_much", "in_place_of_in_words", "handed_other_weights",
             "whole_on_each", "reading", "lines_that_differ", "solved_in_words",
-            "handed_for_wrong_rows_in_words", "reordered_in_words", "a_switch_is_turned",
+            "handed_for_wrong_rows_in_words", "reordered_in_words", "is_set_otherwise",
             "lines_are_left_out", "_of_other_classes", "_in_another_mode", "_right_again",
             "called_on_ranks_alone", "handed_otherwise", "_output", "held_beside",
             "_ranks_that_are_right", "in_between")  # fmt: skip

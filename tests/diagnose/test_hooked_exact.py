@@ -314,6 +314,8 @@ def test_settings_in_words(monkeypatch):
         ("[0, 1]", "[2, 3]", False),
         ("3", "7", False),
         ("None", "0.5", False),
+        ("'b'", "'a'", True),
+        ("'b'", "None", True),  # a choice, which leads no report
     ],
 )
 def test_another_constant_of_the_module_that_is_wrong_comes_first(monkeypatch, now, was, first):
@@ -330,6 +332,10 @@ def test_another_constant_of_the_module_that_is_wrong_comes_first(monkeypatch, n
     said = settings.with_settings(case, diagnosis).because
     text = f"m has c = {now} on rank 0-1, and {was} in the single process"
     assert said == ((text, "b") if first else ("b", text))
+    told = settings.with_settings(case, replace(diagnosis, kind="open"))
+    assert (told.cause == text) == (first and was != "None")
+    look.sources["m"] = "Net at /home/me/site-packages/lib/net.py:3"
+    assert settings.with_settings(case, replace(diagnosis, kind="open")).cause == "c"
 
 
 @pytest.mark.parametrize(
@@ -380,9 +386,9 @@ def test_a_switch_that_is_the_opposite_leads_where_only_a_place_is_known(
     told = settings.with_settings(case, Diagnosis(cause="c", kind=kind, ranks=(0,)))
     text = f"the model itself has {name} = True on rank 0, and False in the single process"
     assert (told.cause, told.because) == ((text, ("c",)) if leads else ("c", (text,)))
-    assert settings.a_switch_is_turned(case, found) == (name == "on")
+    assert settings.is_set_otherwise(case, found) == (name == "on")
     case.traces = None
-    assert not settings.a_switch_is_turned(case, found)
+    assert not settings.is_set_otherwise(case, found)
 
 
 @pytest.mark.parametrize(("ranks", "first"), [((1,), True), ((0, 1), False)])

@@ -49,6 +49,13 @@ class SetOtherwise:
         )
 
     @property
+    def is_another_word(self) -> bool:
+        """Whether it is one word all the time, and another there."""
+        return len(self.now) == len(self.was) == 1 and all(
+            value.startswith("'") for value in (*self.now, *self.was)
+        )
+
+    @property
     def is_a_choice(self) -> bool:
         """Whether it is a switch or a word, and no number."""
         return _is_a_choice(*self.now, *self.was)

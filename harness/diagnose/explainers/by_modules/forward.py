@@ -40,7 +40,7 @@ from sumgrad.diagnose.explainers.by_modules.other_weights import handed_other_we
 from sumgrad.diagnose.explainers.by_modules.reordered import reordered_in_words
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
 from sumgrad.diagnose.explainers.by_modules.scaled_outside import scaled_outside
-from sumgrad.diagnose.explainers.by_modules.settings import a_switch_is_turned
+from sumgrad.diagnose.explainers.by_modules.settings import is_set_otherwise
 from sumgrad.diagnose.explainers.by_modules.solved import solved_in_words
 from sumgrad.diagnose.explainers.by_modules.surplus import too_much, whole_on_each
 from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
@@ -133,7 +133,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     leads = (
         bool(solved)
         or bool(lines_that_differ(case))
-        or a_switch_is_turned(case, found)
+        or is_set_otherwise(case, found)
         or (case.traces is not None and lines_are_left_out(case, found))
     )
     because = (

@@ -43,12 +43,12 @@ OF_RANKS = ("parallel", "shard", "distribut", "sync", "local")  # in names of wh
 def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause, and what the first wrong module, those around it or those that own what is wrong
     have set that the single process has not. Where the cause says no more than a place, a switch
-    that is turned the other way all the time is told first."""
+    that is turned the other way all the time, or another constant, is told first."""
     look = looked(case)
     if case.traces is None or look is None:
         return diagnosis
     first, accused, found = _settings(case, look)
-    leading = _turned_over(look, found, diagnosis.ranks)
+    leading = _leading(look, found, accused, diagnosis.ranks)
     first_ones = leading + [
         one
         for one in found
@@ -56,11 +56,6 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         and (
             (one.is_switched and one.ranks == diagnosis.ranks)
             or (one.is_a_choice and not {*one.modules}.isdisjoint(accused))
-            or (
-                {*one.ranks} >= {*diagnosis.ranks}
-                and (one.is_the_opposite or (one.is_another_constant and {*one.modules} & accused))
-                and _is_users(look, one)
-            )
         )
     ]
     others = sorted((o for o in found if o not in first_ones), key=lambda o: not o.is_a_choice)
@@ -72,13 +67,14 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     return said
 
 
-def a_switch_is_turned(case: Case, found: FirstWrong) -> bool:
-    """Whether a switch of the user's own is on in the ranks' modules where it is off in the single
-    process's, or off for on: what leads a report of where it goes wrong."""
+def is_set_otherwise(case: Case, found: FirstWrong) -> bool:
+    """Whether something of the user's own modules is set otherwise on the ranks that leads a report
+    of where it goes wrong."""
     look = looked(case)
     if case.traces is None or look is None:
         return False
-    return bool(_turned_over(look, _settings(case, look)[2], found.ranks))
+    _, accused, every = _settings(case, look)
+    return bool(_leading(look, every, accused, found.ranks))
 
 
 def _settings(
@@ -103,18 +99,22 @@ def _settings(
     return first, {*accused, within}, found
 
 
-def _turned_over(
-    look: Look, found: Sequence[SetOtherwise], ranks: Sequence[int]
+def _leading(
+    look: Look, found: Sequence[SetOtherwise], accused: set[str | None], ranks: Sequence[int]
 ) -> list[SetOtherwise]:
-    """Of what is set otherwise the switches of the user's own that are the other way on all of
-    these ranks, but for those that say by their names that there are ranks."""
+    """Of what is set otherwise on all of these ranks the switches of the user's own that are the
+    other way, and other words or constants of what is accused; but for what says by its name that
+    there are ranks."""
     return [
         one
         for one in found
-        if one.is_the_opposite
-        and {*one.ranks} >= {*ranks}
+        if {*one.ranks} >= {*ranks}
         and not any(word in one.attribute.lower() for word in OF_RANKS)
         and _is_users(look, one)
+        and (
+            one.is_the_opposite
+            or ((one.is_another_constant or one.is_another_word) and {*one.modules} & accused)
+        )
     ]
 
 
