@@ -196,7 +196,9 @@ def test_a_placed_shard_cuts_a_full_tensor():
 def test_what_occurs_twice_or_nowhere_is_not_guessed():
     twice = {"w": torch.tensor([1.0, 2.0, 1.0, 2.0, 5.0]), "v": torch.tensor([7.0, 8.0])}
     (text,) = place(model_of(x=torch.tensor([1.0, 2.0])), {}, twice).unknown
-    assert text == "x (2,): is none of build()'s parameters by name, identity or value"
+    assert text == (
+        "x (2,): its values occur 2 times in w: which part it is can be said by shard_of"
+    )
     (text,) = place(model_of(w=torch.tensor([1.0, 2.0])), {}, twice).unknown
     assert text.startswith(
         "w (2,): has shape (2,), and its values occur 2 times in the full weight: which part"
@@ -252,18 +254,34 @@ def test_identity_comes_before_names_and_values():
     assert [(p.name, p.index) for p in found.placed] == [("0.weight", None)]
 
 
-def test_of_two_parameters_for_one_the_second_has_no_place():
-    """One gradient is read for each name."""
-    halves = {"a": FULL["0.weight"][:2], "b": FULL["0.weight"][2:]}
-    assert place(model_of(**halves), {}, FULL).unknown == (
-        "b: another parameter of this rank is 0.weight too",
-    )
-    for second in (FULL["0.weight"], FULL["0.weight"][:2]):
-        found = place(model_of(a=FULL["0.weight"], b=second), {}, FULL)
+def test_of_two_parameters_for_one_what_is_known_by_its_name_has_the_place():
+    """One gradient is read for each name; of two that values alone tell, none is."""
+    w = FULL["0.weight"]
+    for first, second in ((w[:2], w[2:]), (w, w), (w, w[:2]), (w[:2], w)):
+        found = place(model_of(a=first, b=second), {}, FULL)
+        assert found.placed == ()
+        assert found.unknown == tuple(
+            f"{name}: another parameter of this rank is 0.weight too" for name in "ab"
+        )
+    for order in (("a", "0__weight"), ("0__weight", "a")):
+        found = place(model_of(**dict.fromkeys(order, w)), {}, FULL)
         assert [p.name for p in found.placed] == ["0.weight"]
-        assert found.unknown == ("b: another parameter of this rank is 0.weight too",)
-    found = place(model_of(a=FULL["0.weight"][:2], b=FULL["0.weight"]), {}, FULL)
-    assert found.unknown == ("b: another parameter of this rank is 0.weight too",)
+        assert found.unknown == ("a: another parameter of this rank is 0.weight too",)
+    model = model_of(a=w, b=w)
+    found = place(model, {id(model.b): "0.weight"}, FULL)
+    assert [p.param for p in found.placed] == [model.b]
+
+
+def test_a_part_of_zeros_is_no_other_parameter_of_that_size():
+    """A bias that starts at zero is cut: it is not the one whole bias of zeros beside it."""
+    full = {"conv.bias": torch.zeros(9), "head.bias": torch.zeros(3)}
+    model = model_of(conv__bias=torch.zeros(3), head__bias=torch.zeros(3))
+    found = place(model, {}, full)
+    assert [p.name for p in found.placed] == ["head.bias"]
+    (text,) = found.unknown
+    assert text.startswith("conv.bias (3,): has shape (3,), and its values occur 2 times")
+    (text,) = place(model_of(x=torch.zeros(3)), {}, full).unknown
+    assert text == "x (3,): is several of build()'s parameters by name, identity or value"
 
 
 def test_values_in_another_order_are_said_to_be():

@@ -84,6 +84,7 @@ def place(
     siblings = Siblings(
         {bare_name(n): name for n, (name, _, why) in found.items() if not why}, full
     )
+    claims: dict[str, list[tuple[str, bool]]] = {}  # who is it, and by more than its values
     for shown, param in params:
         name, index, problem = found[shown]
         by_identity = owned[shown] is not None or id(param) in known
@@ -96,14 +97,18 @@ def place(
                 problem = _one_of_several(name, full)
         if problem is not None and shown in (numbered or {}):
             name, index, problem = _as_numbered(param, full, (numbered or {})[shown], problem)
+        found[shown] = name, index, problem
+        if param.requires_grad and problem is None and name is not None:
+            is_sure = by_identity or bare_name(shown) == name
+            claims.setdefault(name, []).append((shown, is_sure))
+    for shown, param in params:
+        name, index, problem = found[shown]
         if not param.requires_grad:
             if name is not None and problem is None:
                 frozen.append(name)
-            continue
-        taken = {p.name for p in placed}
-        if problem is not None or name is None:
+        elif problem is not None or name is None:
             unknown.append(f"{shown} {tuple(param.shape)}: {problem}")
-        elif name in taken:
+        elif _owner(claims[name]) != shown:
             unknown.append(f"{shown}: another parameter of this rank is {name} too")
         else:
             placed.append(Placed(name=name, param=param, index=index))
@@ -111,6 +116,13 @@ def place(
     lost = [name for name in frozen if name not in {p.name for p in placed}]
     unknown += [f"{name} is frozen here, though build() trains it" for name in lost]
     return Placement(placed=tuple(placed), unknown=tuple(unknown))
+
+
+def _owner(claims: Sequence[tuple[str, bool]]) -> str | None:
+    """Which of a rank's parameters one of build()'s is, by name: of several the first that is known
+    by more than its values; None where none of them is."""
+    sure = [shown for shown, is_sure in claims if is_sure]
+    return next(iter(sure or [shown for shown, _ in claims][: len(claims) == 1]), None)
 
 
 class Siblings:
@@ -284,7 +296,10 @@ def _place_one(
         if problem is None and _is_permuted(param, full[named[0]], index):
             problem = "holds the values of build()'s in another order, a layout that is not known"
         return named[0], index, problem
-    often = "none of" if not found else "several of"
+    if len({*found}) == 1:
+        return None, None, (f"its values occur {len(found)} times in {found[0]}: which part it is "
+                            f"can be said by shard_of")  # fmt: skip
+    often = "several of" if found else "none of"
     return None, None, f"is {often} build()'s parameters by name, identity or value"
 
 
@@ -323,16 +338,16 @@ def _is_permuted(param: Tensor, full: Tensor, index: Tensor | None) -> bool:
 
 
 def _by_value(param: Tensor, full: Mapping[str, Tensor]) -> list[str]:
-    """Full parameters that hold exactly these values, or have them as one block."""
+    """Full parameters that hold exactly these values, or have them as a block: twice one that has
+    several such blocks, as zeros are found in any bias that starts at zero."""
     local = to_local(param).detach().cpu()
     if not local.numel():
         return []
     return [
         name
         for name, value in full.items()
-        if value.dim() == local.dim()
-        and value.dtype == local.dtype
-        and len(_offsets(local, value)) == 1
+        if value.dim() == local.dim() and value.dtype == local.dtype
+        for _ in _offsets(local, value)
     ]
 
 
