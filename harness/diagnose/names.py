@@ -96,13 +96,15 @@ def mean_of_means(case: Case, found: Factors) -> int | None:
     return parts if whole and abs(sum(shares) - 1) < 1e-5 else None
 
 
-def own_parts(case: Case, names: Sequence[str], *, wrong_only: bool) -> str | None:
+def own_parts(
+    case: Case, names: Sequence[str], *, wrong_only: bool = False, mean: bool = False
+) -> str | None:
     """The axis over whose ranks the copies of these parameters add up to the reference, if any.
 
-    wrong_only: at the elements that are wrong on every one of them.
+    wrong_only: at the elements that are wrong on every one of them. mean: their mean is it.
     """
     for label, groups in axis_groups(case):
-        if all(_adds_up(case, name, groups, wrong_only) for name in names):
+        if all(_adds_up(case, name, groups, wrong_only, mean=mean) for name in names):
             return label
     return None
 
@@ -133,7 +135,9 @@ def axis_groups(case: Case) -> list[tuple[str, list[tuple[int, ...]]]]:
     return out
 
 
-def _adds_up(case: Case, name: str, groups: Sequence[tuple[int, ...]], wrong_only: bool) -> bool:
+def _adds_up(
+    case: Case, name: str, groups: Sequence[tuple[int, ...]], wrong_only: bool, *, mean: bool
+) -> bool:
     held = {cell.rank: cell for cell in case.cells if cell.name == name}
     seen = False
     for ranks in groups:
@@ -148,7 +152,8 @@ def _adds_up(case: Case, name: str, groups: Sequence[tuple[int, ...]], wrong_onl
         )
         if not same:
             return False
-        error = torch.stack([c.measured for c in mine]).sum(0) - first.wanted.value
+        together = torch.stack([c.measured for c in mine])
+        error = (together.mean(0) if mean else together.sum(0)) - first.wanted.value
         if wrong_only:
             wrong = torch.stack(
                 [(c.measured - c.wanted.value).abs() > c.wanted.threshold for c in mine]

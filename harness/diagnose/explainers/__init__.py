@@ -55,8 +55,10 @@ from sumgrad.diagnose.explainers.by_modules.derivatives import with_formulas
 from sumgrad.diagnose.explainers.by_modules.factor_lines import with_the_factors_line
 from sumgrad.diagnose.explainers.by_modules.hooks import with_hooks
 from sumgrad.diagnose.explainers.by_modules.not_finite import with_what_is_not_finite
+from sumgrad.diagnose.explainers.by_modules.other_graph import with_another_graph
 from sumgrad.diagnose.explainers.by_modules.settings import with_settings
 from sumgrad.diagnose.explainers.by_modules.written_over import with_what_was_written_over
+from sumgrad.diagnose.explainers.by_modules.wrong_later import with_the_turn
 from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
 from sumgrad.diagnose.explainers.frozen import with_frozen
 from sumgrad.diagnose.explainers.history import with_history
@@ -117,6 +119,8 @@ LAST_RESORT: tuple[Explainer, ...] = (
 BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     beside,
     with_the_line,
+    with_another_graph,
+    with_the_turn,
     with_the_factors_line,
     with_formulas,
     with_history,

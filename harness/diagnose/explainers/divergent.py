@@ -39,10 +39,20 @@ def divergent_cause(case: Case) -> Explained | None:
                 _lost_everywhere(case, parts, names)
                 or _lost_alone(case, parts)
                 or _late(parts, names)
-                or _missing_reduction(case, names, ranks, mixed, summed, parts)
+                or _missing_reduction(case, names, ranks, mixed, _add_up(summed), parts)
             )
             return diagnosis, [((r,), f) for r, f in parts.items()]
-    return None
+    meant = own_parts(case, names, mean=True)
+    if meant is None:
+        return None
+    # Of losses that are scaled for an average that DDP, or whoever reduces, takes.
+    ranks = sorted({cell.rank for cell in failing})
+    together = f"have over {meant} the mean that is the reference"
+    return _missing_reduction(case, names, ranks, False, (meant, together), {}), []
+
+
+def _add_up(over: str | None) -> tuple[str, str] | None:
+    return (over, f"over {over} add up to the reference") if over else None
 
 
 def _lost_everywhere(
@@ -158,15 +168,16 @@ def _missing_reduction(
     names: Sequence[str],
     ranks: Sequence[int],
     mixed: bool,
-    summed: str | None,
+    whole: tuple[str, str] | None,
     by_rank: dict[int, Factors],
 ) -> Diagnosis:
-    """Every rank keeps a partial. Which step of the reduction is missing, the ledger tells."""
+    """Every rank keeps a partial. Which step of the reduction is missing, the ledger tells. whole:
+    over which axis the ranks' copies together are the gradient, and how."""
     what = some_of(names)
     because = []
-    if summed:
+    if whole:
         where = "where they are wrong, " if mixed else ""
-        because.append(f"{where}the ranks' copies of {what} over {summed} add up to the reference")
+        because.append(f"{where}the ranks' copies of {what} {whole[1]}")
     for rank, found in list(by_rank.items())[:2]:
         rows = [u.rows for u in found.counted(1) if u.rows]
         if rows:
@@ -174,8 +185,8 @@ def _missing_reduction(
     if mixed:
         because.append("only some of its elements are wrong: " + _wrong_elements(case, names[0]))
     kind, cause, evidence = which_step(case, names, mixed)
-    if kind == "skipped_collective" and summed and not mixed:
-        cause = f"{{what}} is not reduced over {summed}: its ranks keep their own partials"
+    if kind == "skipped_collective" and whole and not mixed:
+        cause = f"{{what}} is not reduced over {whole[0]}: its ranks keep their own partials"
     return Diagnosis(
         cause=cause.format(what=what),
         kind=kind,

@@ -67,6 +67,9 @@ class Lines:
         self._sites = {c.site for c in self._single.computations}
         self._ways = {rank: ways_of(computed) for rank, computed in self._ranks.items()}
 
+    def computations(self, rank: int) -> Sequence[Computation]:
+        return self._ranks[rank].computations
+
     def first_forward(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
         """Of the computations that are asked for, those that give something else than the single
         process has, of what it has, or of parts of that."""

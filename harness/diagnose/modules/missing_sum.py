@@ -19,6 +19,7 @@ from sumgrad.diagnose.modules.whole import Whole
 from sumgrad.record.trace import Call, Trace, Traces
 from torch import Tensor
 
+SUMMED = "a sum: "  # before the words of a collective
 CLOSE = 1e-9  # of the largest number: what ranks have alike
 FEWEST = 4  # numbers that differ
 
@@ -26,8 +27,8 @@ FEWEST = 4  # numbers that differ
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingSum:
     """Over an axis, of what reaches an output on ranks that hold the same; kept: the module whose
-    output has, or what goes into it, the gradient that is whole on each of them. of: likewise, what
-    the gradient is of that is right as a sum."""
+    output has, or what goes into it, the gradient that is whole on each of them; or SUMMED and the
+    collective that gives it. of: likewise, what the gradient is of that is right as a sum."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -88,8 +89,8 @@ def whole_but_for(
     terms: Sequence[Tensor],
     is_right: Callable[[Tensor], bool],
 ) -> str | None:
-    """The module whose gradient all ranks have alike, and with which counted once the sum of these
-    terms, one of each rank, is right. None where no gradient of a module is that."""
+    """The module whose gradient all ranks have alike, or SUMMED and a sum that gives it, and with
+    which counted once the sum of these terms, one of each rank, is right; None where none is."""
     if len({t.shape for t in terms}) > 1 or float((terms[0] - terms[-1]).abs().max()) == 0:
         return None
     total, numel = torch.stack(list(terms)).double().sum(0), terms[0].numel()
@@ -100,7 +101,8 @@ def whole_but_for(
 
 
 def _alike(traces: Traces, ranks: Sequence[int], numel: int) -> Iterator[tuple[str, Tensor]]:
-    """Gradients of the first rank's calls, of so many numbers, that the other ranks have, too."""
+    """Gradients of the first rank's calls, of so many numbers, that the other ranks have, too; and
+    what sums gave them."""
     first = traces.ranks[ranks[0]]
     for call, gradient in zip(first.calls, first.gradients, strict=True):
         if gradient is None or gradient.numel() != numel or len(gradient.unique()) < FEWEST:
@@ -110,6 +112,15 @@ def _alike(traces: Traces, ranks: Sequence[int], numel: int) -> Iterator[tuple[s
         if all(t is not None and t.shape == gradient.shape
                and float((t - gradient).abs().max()) <= bound for t in theirs):  # fmt: skip
             yield call.module, gradient
+    for one in first.exchanges:
+        words = next(iter(first.operations[one.number : one.number + 1]), "")
+        if one.got is None or one.got.numel() != numel or not words.startswith("allreduce(SUM)"):
+            continue
+        others = [[e.got for e in traces.ranks[rank].exchanges] for rank in ranks[1:]]
+        if len(one.got.unique()) >= FEWEST and all(
+            any(got is not None and torch.equal(got, one.got) for got in held) for held in others
+        ):
+            yield f"{SUMMED}{words}", one.got
 
 
 def _of_the_same(trace: Trace, call: Call) -> Tensor | None:

@@ -10,7 +10,7 @@ from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.lines import expression
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code
-from sumgrad.diagnose.explainers.by_modules.missing_sum import kept_in_words
+from sumgrad.diagnose.explainers.by_modules.missing_sum import gradient_of_kept
 from sumgrad.diagnose.modules.matching import match, vectors
 from sumgrad.diagnose.modules.missing_sum import whole_but_for
 from sumgrad.diagnose.names import axis_groups
@@ -78,8 +78,8 @@ def right_as_a_sum(
 
             kept = whole_but_for(traces, group, alike, is_right)
             if kept is not None:
-                return [f"{start}, and their sum over {axis} is right, with the gradient of "
-                        f"{kept_in_words(kept)}, which each of them has whole, counted once: "
+                return [f"{start}, and their sum over {axis} is right, with "
+                        f"{gradient_of_kept(kept)}, which each of them has whole, counted once: "
                         f"{end}"]  # fmt: skip
     return []
 

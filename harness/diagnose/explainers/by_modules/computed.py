@@ -15,7 +15,6 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.brought import made_on_another_rank
 from sumgrad.diagnose.explainers.by_modules.handed import ROWS_ALONE, is_handed_before
 from sumgrad.diagnose.explainers.by_modules.kept import kept_in_words
-from sumgrad.diagnose.explainers.by_modules.lines import in_words, lines_with_a_graph
 from sumgrad.diagnose.explainers.by_modules.looked import (
     as_a_hint,
     fraction_of,
@@ -44,9 +43,6 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if diagnosis.kind not in (*LEADS, *BESIDE):
         return diagnosis
     found = lines_that_differ(case)
-    if not found and diagnosis.kind in BESIDE:
-        kept = tuple(in_words(lines_with_a_graph(case)))
-        return replace(diagnosis, because=(*kept, *diagnosis.because))
     if not found or (diagnosis.kind == "backward" and not _at_the_loss(case)):
         return diagnosis
     line = _in_words(case, found)

@@ -67,13 +67,18 @@ def into_the_loss(case: Case, found: FirstWrong) -> list[str]:
             f"stands there is right"]  # fmt: skip
 
 
-def lines_with_a_graph(case: Case) -> list[AtLine]:
-    """Of the ranks the first line that autograd passes, and does not in the single process."""
+def lines_of_another_graph(case: Case) -> list[AtLine]:
+    """Of all ranks the first line that autograd passes, and does not in the single process; else
+    the first that it does not pass, and does there."""
     lines, traces = known_lines(case), case.traces
     if lines is None or traces is None:
         return []
+    asked: dict[int, Callable[[Computation], bool]] = {
+        rank: lambda _: True for rank in traces.ranks
+    }
     try:
-        return _agreed(lines.kept, {rank: lambda _: True for rank in traces.ranks}, [*traces.ranks])
+        kept = _agreed(lines.kept, asked, [*asked])
+        return kept or ([] if _recomputes(case) else _agreed(lines.cuts, asked, [*asked]))
     except (RuntimeError, ValueError, LookupError):
         return []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,12 +17,14 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 )
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.missing_sum import MissingSum, missing_sum
+from sumgrad.diagnose.modules.missing_sum import SUMMED, MissingSum, missing_sum
 from sumgrad.diagnose.modules.seen import TOLERANCES
 from sumgrad.diagnose.modules.whole import by_module
 from sumgrad.diagnose.names import axis_groups
+from sumgrad.record.computed import MODULE, Computation
 from sumgrad.record.trace import INTO, Traces
 
+TIER = re.compile(r" \[[^]]*\]")  # and step, which are those of the case
 NEAREST = 8  # modules made from what is wrong that are looked at
 
 
@@ -42,16 +45,19 @@ def lacking_sum(case: Case, look: Look, found: FirstWrong) -> Lacking | None:
     one = _first(case, look, found, traces, TOLERANCES[dtype])
     if one is None:
         return None
-    kept = f"the gradient of {kept_in_words(one.kept)}"
+    kept = gradient_of_kept(one.kept)
+    later = "" if one.kept.startswith(SUMMED) else (
+        f" (or, where gradients are summed over it later, {kept} is in on each rank as if it were "
+        f"a share)"
+    )  # fmt: skip
     it = "it" if one.of == found.wrong else f"the gradient of {kept_in_words(one.of)}"
-    cause = (f"a sum over {one.axis} is missing on the way (or, where gradients are summed over it "
-             f"later, {kept} is in on each rank as if it were a share): summed over rank "
+    cause = (f"a sum over {one.axis} is missing on the way{later}: summed over rank "
              f"{spans(list(one.ranks))} {it} is right, with {kept} counted once, which each has "
              f"whole")  # fmt: skip
     parts = _parts(look, found, one)
     because = [f"on the way the gradient that reaches {some_of(parts)} is a part on each rank, "
                f"whole only when summed over {one.axis}"] if parts else []  # fmt: skip
-    uses = [*_uses(traces, one, parts)]
+    uses = [*_uses(traces, one, parts), *_ways_beside(traces, one)]
     if parts and not uses:  # a script's lines are not recorded
         uses = [f"look at what takes what {parts[0]} gives: a sum of its gradient that is missing "
                 f"belongs there"]  # fmt: skip
@@ -74,6 +80,13 @@ def _first(
     return None
 
 
+def gradient_of_kept(name: str) -> str:
+    """Of a module, of INTO and one, or of SUMMED and a collective."""
+    if name.startswith(SUMMED):
+        return f"what the {TIER.sub('', name.removeprefix(SUMMED))} gives"
+    return f"the gradient of {kept_in_words(name)}"
+
+
 def kept_in_words(name: str) -> str:
     """Of a module, or of INTO and one."""
     return name if name.startswith(INTO) else f"what {name or 'the model'} gives"
@@ -84,6 +97,24 @@ def _parts(look: Look, found: FirstWrong, one: MissingSum) -> list[str]:
     above = look.paths.all_above(found.wrong)
     return [m for m in look.modules if m in above
             and any(s.backward == "part" and s.axis == one.axis for s in look.seen[m])]  # fmt: skip
+
+
+def _ways_beside(traces: Traces, one: MissingSum) -> Iterator[str]:
+    """Where a sum gives a part of the gradient: all lines that take what it is the gradient of."""
+    computed = traces.ranks[one.ranks[0]].computed
+    if not one.kept.startswith(SUMMED):
+        return
+    given = {n for c in computed.computations if c.function == f"{MODULE}{one.of}" for n in c.gives}
+    taken = (c for c in computed.computations if not given.isdisjoint(c.takes))
+    ways = [*dict.fromkeys(_way(c) for c in taken if not c.function_of)]
+    if len(ways) > 1:
+        yield (f"what {one.of} gives is taken by {' and '.join(ways)}: the gradient that comes "
+               f"back from one of these is summed, that of another is not")  # fmt: skip
+
+
+def _way(c: Computation) -> str:
+    is_modules = c.function.startswith(MODULE)
+    return c.function.removeprefix(MODULE) if is_modules else line_and_code(c.line, c.code)
 
 
 def _uses(traces: Traces, one: MissingSum, parts: Sequence[str]) -> Iterator[str]:
