@@ -178,9 +178,7 @@ def test_one_factor_on_everything_is_left_to_those_who_say_it_shorter():
 def test_a_wrong_gradient_of_one_rank_is_said_to_be_so_before_its_reduction():
     cause = cause_of(*[RIGHT] * 3, own_wrong=1e-3)
     assert cause.kind == "open"
-    assert any("itself gives the parameter is wrong already" in text for text in cause.because), (
-        cause
-    )
+    assert any("itself gives is wrong already" in text for text in cause.because), cause
 
 
 def test_nothing_is_said_where_own_gradients_were_not_kept():

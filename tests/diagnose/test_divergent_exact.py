@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from sumgrad.diagnose import names
 from sumgrad.diagnose.explainers import divergent
 from sumgrad.diagnose.explainers.divergent import _lost_alone, _lost_everywhere, _no_reduction
 from sumgrad.diagnose.row_fit import Factors, Unit
@@ -121,3 +123,40 @@ def test_where_gradients_come_in_parts_nobody_is_told_to_sum_them(monkeypatch):
         look = SimpleNamespace(modules=("m",), backward={"m": state}.get)
         monkeypatch.setattr(divergent, "looked", lambda case, look=look: look)
         assert ("the sum makes b" in _no_reduction(case, joints, {(0, 0): {"b": 1.0}})) == more
+
+
+@pytest.mark.parametrize(
+    ("held", "mean", "told"),
+    [
+        (((3.0, 0.0), (0.0, 3.0), (0.0, 0.0)), True, True),  # each its own, scaled for a mean
+        (((1.0, 0.0), (0.0, 1.0), (0.0, 0.0)), False, True),
+        (((3.0, 0.0), (0.0, 3.0), (0.0, 0.0)), False, False),
+        (((3.0, 0.0), (0.0, 3.0), (0.0, 1.0)), True, False),
+    ],
+)
+def test_copies_that_have_together_the_mean_or_the_sum(monkeypatch, held, mean, told):
+    wanted = SimpleNamespace(value=torch.ones(2).double(), threshold=1e-9)
+    cells = [SimpleNamespace(rank=rank, name="w", index=None, wanted=wanted,
+                             measured=torch.tensor(own).double())
+             for rank, own in enumerate(held)]  # fmt: skip
+    case = SimpleNamespace(cells=cells)
+    monkeypatch.setattr(names, "axis_groups", lambda case: [("dp", [(0, 1, 2)])])
+    assert names.own_parts(case, ["w"], mean=mean) == ("dp" if told else None)
+
+
+def test_what_is_scaled_for_a_mean_that_nobody_takes_is_not_reduced(monkeypatch):
+    cells = [SimpleNamespace(rank=rank, name="w") for rank in (0, 1)]
+    case = SimpleNamespace(cells=cells, failing_cells=cells)
+    monkeypatch.setattr(divergent, "_by_rank", lambda failing, case, mixed: {})
+    monkeypatch.setattr(divergent, "_mixed", lambda failing: False)
+    monkeypatch.setattr(
+        divergent, "own_parts", lambda case, names, *, wrong_only=False, mean=False:
+        "dp" if mean else None
+    )  # fmt: skip
+    step = ("skipped_collective", "{what} is not reduced", "no reduction in the ledger makes it")
+    monkeypatch.setattr(divergent, "which_step", lambda case, names, mixed: step)
+    told, fitted = divergent.divergent_cause(case)
+    assert told.cause == "w is not reduced over dp: its ranks keep their own partials"
+    assert told.because == ("the ranks' copies of w have over dp the mean that is the reference",
+                            "no reduction in the ledger makes it")  # fmt: skip
+    assert (told.kind, told.ranks, fitted) == ("skipped_collective", (0, 1), [])

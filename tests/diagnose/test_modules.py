@@ -170,6 +170,18 @@ def test_a_factor_that_begins_at_a_module(factor, ratio, lost):
     assert found.ratio == (None if ratio is None else pytest.approx(ratio))
 
 
+def test_factors_of_single_vectors_that_begin_at_a_module():
+    """Each of what is made from it has the one factor of the loss."""
+    factors = torch.linspace(0.5, 2.0, TOKENS)[:, None]
+    found = first_wrong_backward(look(rank(grad_first=lambda g: factors * g)), ())
+    assert (found.wrong, found.beside, found.by_vector, found.ratio) == (
+        "first", ("second",), True, None,
+    )  # fmt: skip
+    every = dict.fromkeys(("grad_first", "grad_second", "grad_third"), lambda g: factors * g)
+    found = first_wrong_backward(look(rank(**every)), ())
+    assert found is None or not found.by_vector  # from the loss on: weights of tokens
+
+
 FORK = {"second": (), "third": ("first",), LOSS: ("second", "third")}  # two ways to the loss
 
 

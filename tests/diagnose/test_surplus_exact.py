@@ -11,11 +11,12 @@ from sumgrad.diagnose.explainers.by_modules import looked, missing_sum, surplus
 from sumgrad.diagnose.modules.counted_once import counted_once
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import look_at, look_into
-from sumgrad.diagnose.modules.missing_sum import MissingSum
+from sumgrad.diagnose.modules.missing_sum import SUMMED, MissingSum, whole_but_for
 from sumgrad.diagnose.modules.missing_sum import missing_sum as find_missing_sum
 from sumgrad.diagnose.modules.surplus import Surplus, _times, surplus_back
 from sumgrad.diagnose.modules.surplus import surplus as find_surplus
 from sumgrad.diagnose.modules.whole import by_module
+from sumgrad.record.computed import MODULE, Computation, Computed
 from sumgrad.record.exchanged import Exchange
 from sumgrad.record.trace import INTO, Traces
 from sumgrad.subjects.program.computations import Computations
@@ -163,6 +164,59 @@ def test_a_sum_that_is_missing_beside_a_residual_is_told_with_what_is_whole():
     _, wrong, one = lacking([{"own": 0}], [{"own": 1}])
     assert {s.rank for s in wrong} == {0, 1}
     assert one == MissingSum(axis="tp", ranks=(0, 1), kept="block", of="first")
+
+
+@pytest.mark.parametrize(
+    ("words", "others", "told"),
+    [
+        ("allreduce(SUM) of 6 float64 over ranks 0-1, at net.py:3", None, True),
+        ("allreduce(AVG) of 6 float64 over ranks 0-1, at net.py:3", None, False),
+        ("allreduce(SUM) of 6 float64 over ranks 0-1, at net.py:3", 2.0, False),  # not alike
+    ],
+)
+def test_a_sum_that_is_there_beside_one_that_is_missing(words, others, told):
+    """What one branch gets is summed over the ranks, what another gets is not."""
+    generator = torch.Generator().manual_seed(0)
+    whole, *own = torch.randn(3, 2, 3, generator=generator).double()
+    ranks = {
+        rank: SimpleNamespace(
+            calls=(), gradients=(), operations=("barrier", words),
+            exchanges=(Exchange(number=1, given=whole, got=whole * (others or 1.0) ** rank),),
+        )
+        for rank in (0, 1)
+    }  # fmt: skip
+
+    def is_right(total):
+        return torch.allclose(total, whole + own[0] + own[1])
+
+    terms = [whole + own[0], whole + own[1]]
+    found = whole_but_for(SimpleNamespace(ranks=ranks), (0, 1), terms, is_right)
+    assert found == (f"{SUMMED}{words}" if told else None)
+    if told:
+        kept = missing_sum.gradient_of_kept(found.replace("0-1,", "0-1 [structure/0/step],"))
+        assert kept == f"what the {words} gives"
+    assert missing_sum.gradient_of_kept("block") == "the gradient of what block gives"
+
+
+def test_the_ways_on_which_one_gradient_is_summed_are_told():
+    def taker(function, line, takes, **more):
+        return Computation(function=function, line=line, code=f"{function}(x)", takes=takes,
+                           made_at=(), site=line, **more)  # fmt: skip
+
+    computed = Computed(computations=(
+        taker(f"{MODULE}norm", "", (0,), gives=(1,)),
+        taker("view_as", "/x/net.py:3", (1,), gives=(2,), function_of="Copy"),
+        taker("Copy", "/x/net.py:9", (1,), gives=(2,)),
+        taker(f"{MODULE}up", "", (2,), gives=(3,)),
+        taker(f"{MODULE}gate", "", (1,), gives=(4,)),
+    ))  # fmt: skip
+    traces = SimpleNamespace(ranks={0: SimpleNamespace(computed=computed)})
+    one = MissingSum(axis="tp", ranks=(0, 1), kept=f"{SUMMED}allreduce", of="norm")
+    assert [*missing_sum._ways_beside(traces, one)] == [
+        "what norm gives is taken by net.py:9 `Copy(x)` and gate: the gradient that comes back "
+        "from one of these is summed, that of another is not"
+    ]
+    assert [*missing_sum._ways_beside(traces, replace(one, kept="block"))] == []
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def trace(*computations, values=(), calls=(), gradients=(), of_values=None):
         ),
         calls=[SimpleNamespace(module=m, number=n) for m, n in calls],
         gradients=list(gradients),
+        exchanges=(),
     )
 
 

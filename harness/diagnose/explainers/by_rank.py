@@ -140,8 +140,8 @@ def on_which_side_of_the_reduction(case: Case) -> str | None:
         with_weights = f", with the weights {shown.pop()}" if only else ""
         return (
             f"{_own(names)} is put together from what the ranks' own backwards gave"
-            f"{with_weights}, and no weights of them give the right gradient: what some backward "
-            f"itself gives the parameter is wrong already"
+            f"{with_weights}, and no weights of them give all that is right: what some backward "
+            f"itself gives is wrong already"
         )
     if all(m.got is None for m in found):
         shown = {_weights(m, m.wanted) for m in found}

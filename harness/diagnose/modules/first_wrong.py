@@ -21,7 +21,8 @@ class FirstWrong:
     beside: in the forward what it is made from, in the backward what is made from it, or LOSS; the
     nearest that could be compared on every way, in the order in which a step meets them. seen: what
     is wrong of it. ratio: the gradient is right there but for this factor. lost: none reaches it.
-    emptied: none reaches a part of its vectors. over_all: only the sum over all ranks is wrong.
+    emptied: none reaches a part of its vectors. by_vector: the gradient is right there but for a
+    factor of its own in each vector. over_all: only the sum over all ranks is wrong.
     """
 
     wrong: str
@@ -30,6 +31,7 @@ class FirstWrong:
     ratio: float | None = None
     lost: bool = False
     emptied: bool = False
+    by_vector: bool = False
     over_all: bool = False
 
     @property
@@ -250,12 +252,18 @@ def _odd(look: Look, module: str) -> FirstWrong | None:
     if together:
         return FirstWrong(wrong=module, seen=tuple(together), beside=beside, over_all=True)
     jumps: list[tuple[Seen, float]] = []
+    uneven: list[Seen] = []
     for s in look.seen[module]:
         factor, before = constant(s.factors), _factor_above(look, beside, s)
-        if s.backward != "right" or factor is None or before is None:
+        if s.backward != "right" or s.factors is None or before is None:
             continue
-        if abs(factor - before) > SAME_FACTOR * max(abs(before), abs(factor)):
+        if factor is None:
+            uneven += [s] if before and len(s.factors[~s.factors.isnan()]) > 1 else []
+        elif abs(factor - before) > SAME_FACTOR * max(abs(before), abs(factor)):
             jumps.append((s, factor / before if before else float("inf")))
+    if uneven:
+        seen = (*uneven, *(s for s, _ in jumps))
+        return FirstWrong(wrong=module, seen=seen, beside=beside, by_vector=True)
     if not jumps:
         return None
     first = jumps[0][1]

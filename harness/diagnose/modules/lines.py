@@ -86,7 +86,7 @@ class Lines:
             known = {c.takes[i] for i in at} & self._ways[rank].gives.keys()
             if not known <= outside:
                 continue
-            if self._moves(rank, c):
+            if self.moves(rank, c):
                 outside.update(c.gives)  # what comes from outside is so in another place, too
                 continue
             if c.written and self._takes_wrong_elsewhere(c, rank):
@@ -213,7 +213,7 @@ class Lines:
         value = self._ranks[rank].values[taken]
         return not value.is_floating_point() or self.states.has_its_vectors(value)
 
-    def _moves(self, rank: int, c: Computation) -> bool:
+    def moves(self, rank: int, c: Computation) -> bool:
         """Whether all that it gives is among what it takes, as of a view or an index."""
         values = self._ranks[rank].values
         taken = [values[t].reshape(-1).double() for t in c.takes if isinstance(t, int)]

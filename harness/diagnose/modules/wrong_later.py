@@ -38,6 +38,8 @@ def wrong_later(lines: Lines, rank: int) -> Iterator[WrongLater]:
         since = next((i for i, state in enumerate(states) if state != "right"), len(held))
         if not since or {*states[since:]} != {"wrong"}:
             continue
+        if any(lines.moves(rank, c) for _, c in held[:since]):
+            continue  # that it gives what it takes says nothing of what it does
         before = [_taken(lines, rank, c) for _, c in held[:since]]
         place, mine = held[since]
         if _taken(lines, rank, mine) in before:

@@ -196,11 +196,23 @@ def _what_is_wrong(look: Look, found: FirstWrong, above: str) -> str:
         return f"no gradient reaches the output of {at} {ranks}{in_some_calls(look, found)}"
     if found.emptied:
         return f"no gradient reaches a part of the output of {at} {ranks}"
+    measured = f", measured by what reaches {some_of(found.modules)}," if above else ""
+    if found.by_vector:
+        return (f"{what} is{measured} that of the single process but for a factor of its own in "
+                f"each vector {ranks}")  # fmt: skip
     if found.ratio is None:
         return f"{what} is wrong {ranks}"
-    measured = f", measured by what reaches {some_of(found.modules)}," if above else ""
     times = fraction_of(found.ratio)
     return f"{what} is{measured} {times} times that of the single process {ranks}"
+
+
+def _factors(found: FirstWrong) -> str:
+    """Of the first call where vectors have factors of their own."""
+    s = found.seen[0]
+    assert s.factors is not None
+    told = s.factors[~s.factors.isnan()]
+    low, high = (f"{float(end):.6g}" for end in (told.min(), told.max()))
+    return f"for one, from {low} to {high} on rank {s.rank} in call {s.call.number}"
 
 
 def _handed(case: Case, found: FirstWrong) -> list[str]:
@@ -303,7 +315,7 @@ def _evidence(
     if not found.lost and not found.ratio and not found.over_all:
         least = "at least " if len(look.terms) > 1 else ""  # the rest fits factors of several terms
         what = "without one" if found.emptied else "seen to be wrong by more than a factor"
-        yield f"{what}: {least}{places(found.seen)}"
+        yield _factors(found) if found.by_vector else f"{what}: {least}{places(found.seen)}"
         if not found.emptied and is_zero(case, found):
             yield "there it is zero, as where none is sent or received, or a buffer is not filled"
         elif unwanted:

@@ -40,10 +40,21 @@ def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
                 continue  # a rank has groups, by right
             known = (right or "nothing" in has | others) and {*given} <= has | others
             if len(has) == 1 and not has & others and known and sum(too) * 2 <= len(too):
+                if others == {"nothing"} and _has_another_name(wrong, there, *has):
+                    continue
                 if _is_right_elsewhere(case, look, module, name, *has):
                     continue
                 return [_in_words(found.wrong, module, name, has.pop(), others, wrong, too)]
     return []
+
+
+def _has_another_name(
+    wrong: Mapping[tuple[int, int], Handed], there: Sequence[Handed], has: str
+) -> bool:
+    """Whether each call of the single process is handed the same by a name that no wrong one has,
+    as where another forward stands in for its own."""
+    names = {name for call in wrong.values() for name in call}
+    return all(has in {call[name] for name in call.keys() - names} for call in there)
 
 
 def _is_right_elsewhere(case: Case, look: Look, module: str, name: str, has: str) -> bool:

@@ -71,7 +71,6 @@ def own_functions_between(
     if alone and with_backward[0].own:
         return []  # the cause says it
     told = f"what has a backward of its own there is {shown}"
-    told += "" if again else "; the other functions there are torch's (hooks aside)"
     return [told, *text, *(_computed_there(passed) if LOSS in ends else ())]
 
 

@@ -81,7 +81,7 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
                 kind="rows_read",
                 standing="proved" if proved else "likely",
                 ranks=tuple(sorted(by_rank)),
-                because=(*because, *in_the_gradients(case)),
+                because=(*because, *(() if proved else in_the_gradients(case))),
             ),
             proved,
         )

@@ -52,9 +52,10 @@ def too_much(case: Case, found: FirstWrong) -> TooMuch | None:
         f"what {one.name or 'the model'} gives")  # fmt: skip
     if abs(one.times + 1) < ONCE:
         cause = f"{what} is lacking in {gives}"
+    elif one.times < 0:
+        cause = f"{fraction_of(-one.times)} times {what} is lacking in {gives}"
     else:
-        more = "more" if one.times > 0 else "less"
-        cause = f"{gives} has {what} {_so_often(abs(one.times))} {more} than it should"
+        cause = f"{gives} has {what} {_so_often(one.times)} more than it should"
     because = [*_by_each_rank(case, found, one), *_lines_with(case, found, one)]
     return TooMuch(cause=cause, because=tuple(because))
 

@@ -94,7 +94,7 @@ def _tokens_in_words(shares: Sequence[Share]) -> str:
     more = [f"and {len(words) - MOST_CALLS} more such calls"] if len(words) > MOST_CALLS else []
     shown = "; ".join([*words[:MOST_CALLS], *more])
     if any("never" in text for text in words):
-        return f"tokens are lost from the loss: {shown}"
+        return f"gradients of tokens are lost on the way from the loss: {shown}"
     return f"tokens count in the gradient of the loss with factors of their own: {shown}"
 
 
