@@ -91,6 +91,10 @@ def case_of(ranks, single):
          "in 0 of 1 calls where that is right; in the single process it is 3"),
         ([[MASK]], {(0, 0)}, [], None),
         ([[{"group": A_GROUP}]], {(0, 0)}, [{"group": "nothing"}], None),  # by right
+        ([[{"hidden": "a tensor of float64"}]], {(0, 0)}, [{"x": "a tensor of float64"}], None),
+        ([[{"hidden": "a tensor of float64"}]], {(0, 0)}, [{"x": "a tensor of bool"}],
+         "the model is handed a tensor of float64 as hidden where what inner gives is wrong (call "
+         "0 on rank 0); in the single process it is nothing"),
     ],
 )  # fmt: skip
 def test_the_argument_that_wrong_calls_have_alone(ranks, wrong, single, said):

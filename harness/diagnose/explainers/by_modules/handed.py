@@ -40,7 +40,7 @@ def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
                 continue  # a rank has groups, by right
             known = (right or "nothing" in has | others) and {*given} <= has | others
             if len(has) == 1 and not has & others and known and sum(too) * 2 <= len(too):
-                if others == {"nothing"} and _has_another_name(wrong, there, *has):
+                if _has_another_name([*wrong.values()], there, name):
                     continue
                 if _is_right_elsewhere(case, look, module, name, *has):
                     continue
@@ -48,13 +48,16 @@ def handed_otherwise(case: Case, look: Look, found: FirstWrong) -> list[str]:
     return []
 
 
-def _has_another_name(
-    wrong: Mapping[tuple[int, int], Handed], there: Sequence[Handed], has: str
-) -> bool:
-    """Whether each call of the single process is handed the same by a name that no wrong one has,
-    as where another forward stands in for its own."""
-    names = {name for call in wrong.values() for name in call}
-    return all(has in {call[name] for name in call.keys() - names} for call in there)
+def _has_another_name(here: Sequence[Handed], there: Sequence[Handed], name: str) -> bool:
+    """Whether an argument that the ranks' calls, or the single process's alone, have by this name
+    goes by another one in the others, as where another forward stands in for a module's own."""
+    ours, theirs = ({n for call in calls for n in call} for calls in (here, there))
+    if name in ours & theirs:
+        return False
+    mine, other = (here, there) if name in ours else (there, here)
+    alone = (theirs - ours) if name in ours else (ours - theirs)
+    what = {call[name] for call in mine if name in call}
+    return any({call[n] for call in other if n in call} == what for n in alone)
 
 
 def _is_right_elsewhere(case: Case, look: Look, module: str, name: str, has: str) -> bool:
