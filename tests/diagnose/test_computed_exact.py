@@ -265,6 +265,13 @@ def test_what_belongs_elsewhere_is_no_part():
     assert (found.at, found.how.num, found.how.of) == (1, 15, 15)
     assert first(recorded(plus, X[OWN], places[OWN]), recorded(plus, X, places)) is None
 
+    def plus_waves(x, places):
+        waves = places.sin()  # another line's, and no sum of summands before
+        return x + waves
+
+    found = first(recorded(plus_waves, X[OWN], places[:3]), recorded(plus_waves, X, places))
+    assert (found.mine.function, found.at, found.how.elsewhere) == ("add", 1, True)
+
 
 def test_one_line_that_is_called_twice():
     """It is the same as one of the single process's calls: then it is that one."""
