@@ -233,7 +233,9 @@ def _step_to_explain(verdict: Verdict, run: Run, record: Record) -> tuple[str, i
         steps = [
             t["step"]
             for t in verdict.data["tensors"]
-            if t["tier"] == tier and t["status"] == "fail" and isinstance(t["max_abs"], float)
+            if t["tier"] == tier
+            and t["status"] == "fail"
+            and (isinstance(t["max_abs"], float) or t["index"] is not None)  # else none is there
         ]
         if steps:
             wanted = tier, min(steps)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import combinations
 
+import torch
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
@@ -110,7 +111,7 @@ def cause_in_ledger(case: Case) -> Diagnosis | None:
         something_else = _something_else_goes_in(case, joint, words, wrong)
         if something_else is not None:
             return something_else
-        if counts_again(joint):
+        if counts_again(joint) and _are_finite(case, wrong & {*carried_by(case, joint)}):
             return _ledger_cause(
                 "double_reduction",
                 f"{words} sums the same bits from all its ranks: what is already whole",
@@ -118,6 +119,11 @@ def cause_in_ledger(case: Case) -> Diagnosis | None:
                 joint,
             )
     return None
+
+
+def _are_finite(case: Case, names: Collection[str]) -> bool:
+    """Whether these gradients are numbers: ranks that have none have the same bits by chance."""
+    return all(bool(torch.isfinite(c.measured).all()) for c in case.cells if c.name in names)
 
 
 def something_else_goes_in(case: Case) -> tuple[str, ...]:

@@ -176,7 +176,7 @@ class Lines:
                 continue
             if not c.gives or not all(self._is_cut(rank, n) for n in c.gives):
                 continue
-            if any(n in mine.with_graph for n in self._after(rank, c.gives)):  # else it is sent
+            if any(n in mine.with_graph for n in self.after(rank, c.gives)):  # else it is sent
                 yield AtLine(rank=rank, mine=c, place=place, back=True, cut=True)
 
     def kept(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
@@ -234,7 +234,7 @@ class Lines:
     def _is_right_again(self, rank: int, c: Computation) -> bool:
         """Whether something right is made of what it gives, and not only beside what is wrong."""
         mine, ways = self._ranks[rank], self._ways[rank]
-        for n in self._after(rank, c.gives):
+        for n in self.after(rank, c.gives):
             if self.states.forward(rank, n) == "right" and all(
                 self.states.forward(rank, beside) != "wrong"
                 for place in ways.gives.get(n, ())
@@ -282,7 +282,7 @@ class Lines:
     def _has_a_gradient(self, rank: int, c: Computation) -> bool:
         """Whether what a computation gives, or something that is made of it, gets one."""
         known = {n for own in self._ranks[rank].gradients for n in own}
-        return any(n in known for n in (*c.gives, *self._after(rank, c.gives)))
+        return any(n in known for n in (*c.gives, *self.after(rank, c.gives)))
 
     def _is_a_part_of_a_product(self, rank: int, c: Computation) -> bool:
         """Whether it sums over fewer numbers than that line does in the single process, each time
@@ -296,14 +296,14 @@ class Lines:
         self, rank: int, c: Computation, asked: Callable[[Computation], bool]
     ) -> Iterator[Computation]:
         mine, ways = self._ranks[rank], self._ways[rank]
-        reached = {*c.gives, *self._after(rank, c.gives)}
+        reached = {*c.gives, *self.after(rank, c.gives)}
         for place in sorted({p for n in reached for p in ways.takes.get(n, ())}):
             then = mine.computations[place]
             wrong = "wrong" in (self.states.forward(rank, n) for n in then.gives)
             if wrong and then.site not in self._sites and then.line and asked(then):
                 yield then
 
-    def _after(self, rank: int, numbers: Sequence[int]) -> Iterator[int]:
+    def after(self, rank: int, numbers: Sequence[int]) -> Iterator[int]:
         mine, ways = self._ranks[rank], self._ways[rank]
         return followed(numbers, ways.takes, lambda place: mine.computations[place].gives)
 

@@ -108,6 +108,19 @@ class ValueStates:
             told.append("wrong")
         return "wrong" if told and {*told} == {"wrong"} else "untold"
 
+    def adds_up(self, rank: int, number: int, wanted: Tensor) -> bool:
+        """Whether the same value of all ranks of a group, unlike on each, is together among what is
+        wanted: a part on each of them."""
+        bound = self._tolerance * float(wanted.abs().max()) if wanted.numel() else 0.0
+        for held in self._together(rank, number):
+            values = torch.stack([self._ranks[r].values[n].double().reshape(-1) for r, n in held])
+            if not bound or not values.numel() or bool((values == values[0]).all()):
+                continue
+            off = (values.sum(0)[:, None] - wanted.double().reshape(-1)).abs().amin(1)
+            if bool((off <= bound).all()):
+                return True
+        return False
+
     def beside(self, rank: int, number: int) -> tuple[Tensor, Tensor] | None:
         """(n, C) both: what reaches a value, and what reaches it in the single process, of the
         vectors that are there once; None where that is not known."""

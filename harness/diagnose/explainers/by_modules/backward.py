@@ -62,6 +62,7 @@ from sumgrad.diagnose.explainers.by_modules.recomputed import (
     without_a_first_graph,
 )
 from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
+from sumgrad.diagnose.explainers.by_modules.same_put_in import same_put_in
 from sumgrad.diagnose.explainers.by_modules.surplus import too_much_back
 from sumgrad.diagnose.explainers.by_modules.way_back import (
     in_some_calls,
@@ -346,6 +347,7 @@ def _where_to_look(
         yield f"look at how it is brought there from the backward of {above or 'the loss'}"
         yield from between(case, found, back=True)
         return
+    yield from same_put_in(case, found)
     towards = _towards(case, look, found) if above else (
         f"what follows {named(look, found.wrong)}: the loss, and its backward")  # fmt: skip
     yield from () if above else into_the_loss(case, found)

@@ -15,6 +15,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.brought import made_on_another_rank
 from sumgrad.diagnose.explainers.by_modules.handed import ROWS_ALONE, is_handed_before
 from sumgrad.diagnose.explainers.by_modules.kept import kept_in_words
+from sumgrad.diagnose.explainers.by_modules.lines import known_lines, made_from
 from sumgrad.diagnose.explainers.by_modules.looked import (
     as_a_hint,
     fraction_of,
@@ -34,6 +35,7 @@ from sumgrad.record.trace import LOSS, Trace
 
 A_LINE = "a line computes with something else than the single process does:"
 LEADS = ("forward", "backward", "recomputed", "open", "own_backward")  # that say no more than where
+LINEAR = ("add", "sub", "rsub")
 BESIDE = ("loss_weights", "loss_at_tokens", "row_factors", "term_factor", "factor",
           "param_factors", "term_by_rows")  # fmt: skip
 
@@ -125,11 +127,25 @@ def _before_the_first_wrong(
         own = {s.forward for s in found if s.rank == rank and not s.call.recomputed}
         right |= {module} if own == {"right"} else set()
     end = _first_wrong_call(look, rank, mine)
+    parts: set[int | str] = set()  # what is made of what is a part on each rank
     for one in computed_otherwise(rank, mine.computed, whole):
         if end is not None and one.mine.calls > end:
             return
-        if right.isdisjoint(one.mine.inside):
+        if not right.isdisjoint(one.mine.inside) or one.mine.takes[one.at] in parts:
+            continue
+        if _is_a_part(case, one, whole):
+            runs = (c for c in mine.computed.computations if c.site == one.mine.site)
+            parts |= made_from(case, rank, [n for c in runs for n in c.gives])
+        else:
             yield one
+
+
+def _is_a_part(case: Case, one: Otherwise, whole: Computed) -> bool:
+    """Whether what a line adds or takes off is a part on each rank, which their sum has whole."""
+    lines, mine, its = known_lines(case), one.mine.takes[one.at], one.its.takes[one.at]
+    if one.mine.function not in LINEAR or not isinstance(mine, int) or not isinstance(its, int):
+        return False
+    return lines is not None and lines.states.adds_up(one.rank, mine, whole.values[its])
 
 
 def _first_wrong_call(look: Look | None, rank: int, mine: Trace) -> int | None:

@@ -131,6 +131,12 @@ def known_lines(case: Case) -> Lines | None:
     return found
 
 
+def made_from(case: Case, rank: int, numbers: Sequence[int]) -> set[int]:
+    """These values of a rank, and all that its lines make of them."""
+    lines = known_lines(case)
+    return {*numbers} if lines is None else {*numbers, *lines.after(rank, numbers)}
+
+
 def asked_between(
     case: Case, found: FirstWrong, rank: int, *, back: bool, beyond: int = 0
 ) -> Callable[[Computation], bool]:
