@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules.lines import _agreed, in_words
+from sumgrad.diagnose.explainers.by_modules.lines import agreed, in_words
 from sumgrad.diagnose.modules.lines import AtLine, Lines
 from sumgrad.record.computed import Computation, computed_together
 from sumgrad.subjects.program.computations import Computations
@@ -377,7 +377,7 @@ def test_lines_that_are_meant_on_one_rank_are_meant_on_every():
     """Line 3 gives new numbers of which something right is made again on rank 0, so it is meant on
     rank 1, too."""
     found = {0: [at_line(3, 0, again=True), at_line(7, 0)], 1: [at_line(3, 1), at_line(7, 1)]}
-    told = _agreed(lambda rank, asked: iter(found[rank]), dict.fromkeys(found, everything), [0, 1])
+    told = agreed(lambda rank, asked: iter(found[rank]), dict.fromkeys(found, everything), [0, 1])
     assert [(one.rank, one.mine.site) for one in told] == [(0, "7"), (1, "7")]
     (said,) = in_words(told)
     assert said.startswith("this line gives what the single process has nowhere: step.py:7")

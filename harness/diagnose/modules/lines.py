@@ -16,6 +16,7 @@ from sumgrad.diagnose.modules.seen import State
 from sumgrad.diagnose.modules.value_states import ValueStates, gradient_of
 from sumgrad.record.computed import LARGE, MODULE, Computation, Computed, same_value
 from sumgrad.record.trace import Traces
+from torch import Tensor
 
 PRODUCTS = {"matmul", "mm", "bmm"}
 # Formulas that use what was kept for the backward, which may have been changed meanwhile: what only
@@ -74,17 +75,19 @@ class Lines:
         """Of the computations that are asked for, those that give something else than the single
         process has, of what it has, or of parts of that."""
         outside: set[int] = set()
+        turned: set[int | str] = set()  # what is there with the other sign
         for place, c in enumerate(self._ranks[rank].computations):
             if not asked(c) or c.function.startswith(MODULE) or "empty" in c.function:
                 continue
-            takes = [
-                self.states.forward(rank, t) if isinstance(t, int) else "untold" for t in c.takes
-            ]
+            takes = ["untold" if t in turned else self._taken(rank, t) for t in c.takes]
             if "wrong" not in (self.states.forward(rank, n) for n in c.gives):
                 continue
             at = tuple(i for i, state in enumerate(takes) if state == "wrong")
             known = {c.takes[i] for i in at} & self._ways[rank].gives.keys()
             if not known <= outside:
+                continue
+            if not at and self._turns_the_sign(rank, c):
+                turned.update(c.gives)
                 continue
             if self.moves(rank, c):
                 outside.update(c.gives)  # what comes from outside is so in another place, too
@@ -108,6 +111,14 @@ class Lines:
                 then=() if c.site in self._sites else tuple(self._then(rank, c, asked)),
             )
 
+    def _taken(self, rank: int, taken: int | str) -> State:
+        """Of an argument; not wrong where it is there with the other sign, as what comes from a
+        neighbour."""
+        state = self.states.forward(rank, taken) if isinstance(taken, int) else "untold"
+        if state == "wrong" and isinstance(taken, int):
+            return "untold" if self.states.is_there_negative(rank, taken) else state
+        return state
+
     def first_backward(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
         """Against the order, those whose results get what is right, and an argument does not.
 
@@ -127,9 +138,16 @@ class Lines:
                 for i, n in enumerate(c.takes)
                 if isinstance(n, int)
                 and n in mine.with_graph
-                and (c.written or (c.function in ONE_BY_ONE and {mine.values[n].shape} == shapes))
+                and (
+                    c.written
+                    or (
+                        c.function in ONE_BY_ONE
+                        and {mine.values[n].shape} == shapes
+                        and not self._is_a_piece(rank, n)
+                    )
+                )
                 and self.states.backward(rank, n) == "wrong"
-                and self._is_first(rank, n)
+                and self._is_first(rank, n, sure=not c.written)
             )
             if at:
                 taken = [n for i in at if isinstance(n := c.takes[i], int)]
@@ -213,12 +231,26 @@ class Lines:
         value = self._ranks[rank].values[taken]
         return not value.is_floating_point() or self.states.has_its_vectors(value)
 
+    def _is_a_piece(self, rank: int, number: int) -> bool:
+        """Whether it is a view or an index of another value, which may get a gradient elsewhere."""
+        mine = self._ranks[rank].computations
+        return any(self.moves(rank, mine[p]) for p in self._ways[rank].gives.get(number, ()))
+
     def moves(self, rank: int, c: Computation) -> bool:
         """Whether all that it gives is among what it takes, as of a view or an index."""
+        given, taken = self._given_and_taken(rank, c)
+        return bool(torch.isin(given, taken).all())
+
+    def _turns_the_sign(self, rank: int, c: Computation) -> bool:
+        """Whether it gives what it takes, and some of it with the other sign."""
+        given, taken = self._given_and_taken(rank, c)
+        return bool(torch.isin(given.abs(), taken.abs()).all())
+
+    def _given_and_taken(self, rank: int, c: Computation) -> tuple[Tensor, Tensor]:
         values = self._ranks[rank].values
         taken = [values[t].reshape(-1).double() for t in c.takes if isinstance(t, int)]
         given = [values[n].reshape(-1).double() for n in c.gives]
-        return bool(torch.isin(torch.cat(given), torch.cat(taken)).all())
+        return torch.cat(given), torch.cat(taken)
 
     def _takes_wrong_elsewhere(self, c: Computation, rank: int) -> bool:
         """Whether the same call of another rank takes what is wrong already."""
@@ -249,9 +281,10 @@ class Lines:
             return "right" if gradient_of(self._ranks[rank], number) is not None else "untold"
         return self.states.backward(rank, number)
 
-    def _is_first(self, rank: int, number: int) -> bool:
+    def _is_first(self, rank: int, number: int, *, sure: bool) -> bool:
         """Whether all else that a value goes into gets what is right, and nothing right is met
-        further down."""
+        further down. sure: that of all of it this is known: torch's own formulas are right, and
+        what comes from something else, as a part that is summed later, may not be."""
         mine, ways = self._ranks[rank], self._ways[rank]
         factors = []
         for place in ways.takes.get(number, ()):
@@ -259,7 +292,8 @@ class Lines:
             for n in c.gives if not c.function_of else ():
                 if n not in mine.with_graph:
                     continue
-                if self.states.backward(rank, n) in ("wrong", "part"):
+                state = self.states.backward(rank, n)
+                if state in ("wrong", "part") or (sure and state != "right"):
                     return False
                 factors.append(self.states.factor(rank, n))
         told = [f for f in factors if f is not None]

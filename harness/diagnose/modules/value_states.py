@@ -108,6 +108,10 @@ class ValueStates:
             told.append("wrong")
         return "wrong" if told and {*told} == {"wrong"} else "untold"
 
+    def is_there_negative(self, rank: int, number: int) -> bool:
+        """Whether it is the single process's but for the sign."""
+        return self.there.unknown(-self._ranks[rank].values[number]) == 0
+
     def adds_up(self, rank: int, number: int, wanted: Tensor) -> bool:
         """Whether the same value of all ranks of a group, unlike on each, is together among what is
         wanted: a part on each of them."""

@@ -37,16 +37,16 @@ def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
         return []
     asked = {rank: asked_between(case, found, rank, back=back) for rank in traces.ranks}
     if not back:
-        return _agreed(lines.first_forward, asked, found.ranks)
-    told = _agreed(lines.first_backward, asked, found.ranks)
+        return agreed(lines.first_forward, asked, found.ranks)
+    told = agreed(lines.first_backward, asked, found.ranks)
     if not told and not found.modules:
-        told = _agreed(lines.first_forward, asked, found.ranks)
+        told = agreed(lines.first_forward, asked, found.ranks)
         # The loss is no module's: its lines are the single process's, or nothing is told by them.
         told = [one for one in told if one.there and not one.at and not one.parts]
     if not told:
-        told = _agreed(lines.kept, asked, found.ranks)
+        told = agreed(lines.kept, asked, found.ranks)
     if not told and not _recomputes(case):
-        told = _agreed(lines.cuts, asked, found.ranks)
+        told = agreed(lines.cuts, asked, found.ranks)
     return told
 
 
@@ -58,7 +58,7 @@ def into_the_loss(case: Case, found: FirstWrong) -> list[str]:
     if lines is None or traces is None:
         return []
     asked = {rank: asked_between(case, found, rank, back=True) for rank in traces.ranks}
-    told = _agreed(lines.into_the_loss, asked, found.ranks)
+    told = agreed(lines.into_the_loss, asked, found.ranks)
     if not told:
         return []
     on = f"on rank {spans(sorted(o.rank for o in told))}"
@@ -77,8 +77,8 @@ def lines_of_another_graph(case: Case) -> list[AtLine]:
         rank: lambda _: True for rank in traces.ranks
     }
     try:
-        kept = _agreed(lines.kept, asked, [*asked])
-        return kept or ([] if _recomputes(case) else _agreed(lines.cuts, asked, [*asked]))
+        kept = agreed(lines.kept, asked, [*asked])
+        return kept or ([] if _recomputes(case) else agreed(lines.cuts, asked, [*asked]))
     except (RuntimeError, ValueError, LookupError):
         return []
 
@@ -94,13 +94,13 @@ def lines_inside(case: Case, modules: Sequence[str]) -> list[AtLine]:
         traces.ranks, lambda c: not modules or not {*modules}.isdisjoint(c.inside)
     )
     try:
-        cuts = [] if _recomputes(case) else _agreed(lines.cuts, asked, [*asked])
-        return cuts or _agreed(lines.first_backward, asked, [*asked])
+        cuts = [] if _recomputes(case) else agreed(lines.cuts, asked, [*asked])
+        return cuts or agreed(lines.first_backward, asked, [*asked])
     except (RuntimeError, ValueError, LookupError):
         return []
 
 
-def _agreed(
+def agreed(
     search: Callable[[int, Callable[[Computation], bool]], Iterator[AtLine]],
     asked: Mapping[int, Callable[[Computation], bool]],
     ranks: Sequence[int],

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
 from sumgrad.diagnose.explainers.by_modules.leading import led_by
-from sumgrad.diagnose.explainers.by_modules.lines import expression, known_lines
+from sumgrad.diagnose.explainers.by_modules.lines import agreed, expression, in_words, known_lines
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, looked, ordinal
 from sumgrad.diagnose.modules.first_wrong import first_wrong_forward
 from sumgrad.diagnose.modules.wrong_later import wrong_later
+from sumgrad.record.computed import Computation
 
 KINDS = ("open", "backward")  # where no module's forward is known to be wrong
 
@@ -24,7 +28,24 @@ def with_the_turn(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if lines_that_differ(case):
         return diagnosis
     said = _in_words(case)
-    return led_by(diagnosis, said[0]) if said else diagnosis
+    if said:
+        return led_by(diagnosis, said[0])
+    lines = _new_lines(case) if diagnosis.kind == "open" else []
+    return replace(diagnosis, because=(*lines, *diagnosis.because))
+
+
+@as_a_hint
+def _new_lines(case: Case) -> list[str]:
+    """Where nothing else is known, the first line outside of right modules that gives what the
+    single process has nowhere."""
+    lines, traces, look = known_lines(case), case.traces, looked(case)
+    if lines is None or traces is None or look is None:
+        return []
+    right = {m for m in look.modules if look.forward(m) == "right"}
+    asked: dict[int, Callable[[Computation], bool]] = {
+        rank: lambda c: right.isdisjoint(c.inside) for rank in traces.ranks
+    }
+    return [*in_words(agreed(lines.first_forward, asked, [*asked]))]
 
 
 @as_a_hint
