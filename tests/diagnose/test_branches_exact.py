@@ -79,6 +79,30 @@ def test_functions_of_the_ranks_alone_and_equal_ways_are_no_branches():
     assert told([ran((alone,))], ran((surrogate, True))) == []
 
 
+class Shared:
+    """Runs in one process; where it is cut, `exchanged` stands in for what that does."""
+
+    def run(self, x, cut):
+        y = x * 3
+        if cut == "by another method":
+            return self.exchanged(y)
+        if not cut:
+            y = y.flip(1)
+        return y.sum()
+
+    def exchanged(self, y):
+        return y.cos().sum()
+
+
+@pytest.mark.parametrize(("cut", "left_out"), [("by another method", False), ("alone", True)])
+def test_a_method_of_that_class_stands_in_for_what_is_left_out(cut, left_out):
+    shared = Shared()
+    (found,) = branches({0: ran((shared.run, cut))}, {0: lambda c: True}, ran((shared.run, "")))
+    assert [code for _, code in found.there][:1] == ["y = y.flip(1)"]
+    assert not found.here
+    assert found.is_left_out == left_out
+
+
 def test_only_what_is_asked_for_is_looked_at():
     mine, single = ran((surrogate, True)), ran((surrogate, False))
     assert told([mine], single, asked=lambda c: False) == []

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sumgrad.diagnose.explainers.by_modules import computed
+from sumgrad.diagnose.explainers.by_modules import lines as by_lines
 from sumgrad.diagnose.explainers.by_modules.computed import (
     _argument,
     _differs,
@@ -18,6 +20,7 @@ from sumgrad.diagnose.explainers.by_modules.computed import (
     _sent_from,
 )
 from sumgrad.diagnose.modules.computed_otherwise import Difference, _differ, computed_otherwise
+from sumgrad.diagnose.modules.lines import Lines
 from sumgrad.record.computed import (
     computed_as_json,
     computed_as_tensors,
@@ -251,6 +254,32 @@ def test_what_is_added_may_be_a_part():
     assert "zero, and there it is not (the first: " in _differs(found, found.how, "")
     own = (X[OWN] / 2).requires_grad_()
     assert first(recorded(plus, with_graph[OWN], own), recorded(plus, with_graph, X)) is None
+
+
+@pytest.mark.parametrize(("off", "told"), [(0.0, False), (0.1, True)])
+def test_what_ranks_add_up_later_is_a_part(monkeypatch, off, told):
+    """And so is all that is made of it."""
+
+    def score(pairs, outside):
+        inside = pairs.sum(1)
+        gain = inside - outside
+        return gain - 0.25
+
+    pairs = torch.randn(3, 4, generator=G, dtype=torch.float64)
+    outside = torch.tensor([1.5, 2.75, 0.5], dtype=torch.float64)
+    parts = [pairs[:, :1], pairs[:, 1:] + off]
+    ranks = [recorded(score, part, outside) for part in parts]
+    traces = SimpleNamespace(
+        ranks={r: SimpleNamespace(computed=c, calls=()) for r, c in enumerate(ranks)},
+        single=SimpleNamespace(computed=recorded(score, pairs, outside), params={}),
+    )
+    held = Lines(traces, [("dp", [(0, 1)])], 1e-8)
+    monkeypatch.setattr(computed, "known_lines", lambda case: held)
+    monkeypatch.setattr(by_lines, "known_lines", lambda case: held)
+    monkeypatch.setattr(computed, "looked", lambda case: None)
+    spec = SimpleNamespace(tiers={"structure": "float64"})
+    case = SimpleNamespace(traces=traces, tier="structure", record=SimpleNamespace(spec=spec))
+    assert bool(computed._lines_that_differ(case)) == told
 
 
 def test_what_belongs_elsewhere_is_no_part():

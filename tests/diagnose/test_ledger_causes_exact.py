@@ -59,6 +59,11 @@ def test_a_reduction_of_a_wrong_gradient_is_odd(events, kind, words, ranks):
     assert cause.standing == "likely"
 
 
+def test_what_is_no_number_is_the_same_on_all_ranks_and_not_whole():
+    case = case_of(alike(input="same"), off=float("nan"))
+    assert cause_in_ledger(case) is None
+
+
 @pytest.mark.parametrize(
     "events",
     [

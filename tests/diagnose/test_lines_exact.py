@@ -114,6 +114,41 @@ def test_what_only_moves_numbers_is_at_no_fault():
     assert [part for part, _ in parts(told)] == ["y.T[1:] * x.T[1:]"]
 
 
+@pytest.mark.parametrize(("sign", "told"), [(1.0, []), (-1.0, ["here * 0.7"])])
+def test_a_sign_is_no_other_number(sign, told):
+    """As of the outward normal of a neighbour's side."""
+
+    def side(x, sign):
+        y = x.sin()
+        out = torch.tensor(-y.detach().numpy())  # what came from there
+        here = -y
+        return (here * 0.7).exp() * sign + out
+
+    def whole(x):
+        return (x.sin() * -0.7).exp() if sign > 0 else (x.sin() * 0.3).exp()
+
+    mine, there = recorded(side, X[OWN], 1.0), recorded(whole, X)
+    found = list(lines([mine], there).first_forward(0, everything))
+    assert [part for part, _ in parts(found) if part == "here * 0.7"] == told
+
+
+def test_a_piece_of_a_value_may_get_the_rest_of_its_gradient_elsewhere():
+    """A rank's third of the rows of what all of them use otherwise."""
+
+    def pieces(x):
+        y = x.sin()
+        own = y[:2]
+        return (own.cos() * own).sum() + (y * 3.0).sum()
+
+    def whole(x):
+        y = x.sin()
+        return (y.cos() * y).sum() + (y * 3.0).sum()
+
+    mine, there = recorded(pieces, X[OWN]), recorded(whole, X)
+    found = list(lines([mine], there).first_backward(0, everything))
+    assert not [part for part, _ in parts(found) if "own" in part]
+
+
 def test_copies_of_one_value_are_no_parts_of_a_sum():
     """Half of the weight on both ranks: their sum is the weight, by chance."""
 

@@ -883,6 +883,24 @@ def test_what_all_rows_share_has_its_gradient_over_all_ranks(rows, gives, state)
     assert wrong is None or (wrong.wrong, wrong.over_all) == ("first", True)
 
 
+@pytest.mark.parametrize(("gives", "state"), [(1.0, "right"), (None, "wrong")])
+def test_what_all_rows_share_is_told_where_all_else_is_there_in_parts(gives, state):
+    """As of losses that ranks make of their own items, for the same rows."""
+    table, wanted = numbers(30)[0], numbers(31)[0]
+    single = trace([("first", table, wanted), ("second", OUT["second"], GRAD["second"])],
+                   batch=BATCH)  # fmt: skip
+    own, share = torch.randn_like(GRAD["second"]), numbers(32)[0]
+    shares = (share, numbers(33)[0] if gives is None else gives * wanted - share)
+    mine = [
+        trace([("first", table, mine), ("second", OUT["second"], part)])
+        for mine, part in zip(shares, (own, GRAD["second"] - own), strict=True)
+    ]
+    traces = Traces(tier="structure", step=0, ranks=dict(enumerate(mine)), single=single)
+    found = look_at(traces, "float64", [("dp", [(0, 1)])])
+    assert found.backward("second") == "part"
+    assert {s.over_all for s in found.seen["first"]} == {state}
+
+
 def test_what_is_right_again_behind_what_a_hook_hides_is_not_accused():
     """Of a row of modules c was seen behind a hook, b before it; a and z are right again, and what
     is wrong lies below them, if anywhere."""

@@ -258,7 +258,8 @@ def _odd(look: Look, module: str) -> FirstWrong | None:
         if s.backward != "right" or s.factors is None or before is None:
             continue
         if factor is None:
-            uneven += [s] if before and len(s.factors[~s.factors.isnan()]) > 1 else []
+            told = s.factors[~s.factors.isnan()]
+            uneven += [s] if before and len(told) > 1 and _is_told_in_it(look, beside, s) else []
         elif abs(factor - before) > SAME_FACTOR * max(abs(before), abs(factor)):
             jumps.append((s, factor / before if before else float("inf")))
     if uneven:
@@ -272,6 +273,14 @@ def _odd(look: Look, module: str) -> FirstWrong | None:
     lost = all(constant(s.factors) == 0 for s in seen)
     ratio = first if same and not lost else None
     return FirstWrong(wrong=module, seen=seen, beside=beside, ratio=ratio, lost=lost)
+
+
+def _is_told_in_it(look: Look, above: Sequence[str], s: Seen) -> bool:
+    """Whether what is made from a call's vectors, of several numbers each, is right in that call
+    itself: of single numbers any factor fits, and other ranks' say nothing of it."""
+    mine = [t for m in above if m != LOSS for t in look.seen[m]
+            if (t.rank, t.call.number) == (s.rank, s.call.number)]  # fmt: skip
+    return s.shape[-1:] != (1,) and bool(mine) and all(t.backward == "right" for t in mine)
 
 
 def _emptied(look: Look, beside: Sequence[str], s: Seen) -> Seen | None:

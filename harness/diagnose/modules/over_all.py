@@ -24,11 +24,12 @@ def with_sums_over_all(
     """Whether what reaches an output that all rows share adds up, over all ranks and calls, to what
     reaches it in one process, up to a factor.
 
-    Only where every other gradient has one factor on all ranks, and is there as often for each row:
-    a sum that ranks weigh in their own ways, or of some rows, would say nothing.
+    Only where every other gradient has one factor on all ranks, or all are parts that add up, and
+    is there as often for each row: a sum that ranks weigh in their own ways, or of some rows, would
+    say nothing.
     """
     out = dict(seen)
-    told = [found for found in seen.values() if any(s.backward == "right" for s in found)]
+    told = [f for f in seen.values() if any(s.backward in ("right", "part") for s in f)]
     even = {_is_even(f, traces, whole) for f in told}
     if not _weighed_alike(seen) or True not in even or False in even:
         return out
@@ -84,8 +85,10 @@ def _common_factor(seen: Sequence[Seen]) -> float | None:
 
 
 def _weighed_alike(seen: Mapping[str, Sequence[Seen]]) -> bool:
-    """Whether all gradients that could be compared are right, and have one factor."""
+    """Whether all gradients that could be compared are right, and have one factor; or are parts."""
     told = [s for found in seen.values() for s in found if s.backward != "untold"]
+    if told and all(s.backward == "part" for s in told):
+        return True
     factors = [constant(s.factors) for s in told if s.backward == "right"]
     known = [f for f in factors if f is not None]
     if not known or len(known) < len(told):

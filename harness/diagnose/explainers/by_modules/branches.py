@@ -34,18 +34,20 @@ KINDS = ("forward", "backward", "open", "loss_weights", "loss_at_tokens", "row_f
 class Branch:
     """In a function `within` that these ranks run the lines that the single process does not, and
     those that it runs there, and no rank does. Of the two one may be empty. of_functions: the
-    ranks' lines apply Functions alone, which bring what is cut together, and replace nothing."""
+    ranks' lines apply Functions alone, which bring what is cut together, and replace nothing.
+    replaced: the ranks run methods of that class that the single process does not."""
 
     within: str
     ranks: tuple[int, ...]
     here: tuple[Line, ...]
     there: tuple[Line, ...]
     of_functions: bool = False
+    replaced: bool = False
 
     @property
     def is_left_out(self) -> bool:
         """Whether the ranks run no line in place of those of the single process."""
-        return bool(self.there) and not self.here
+        return bool(self.there) and not self.here and not self.replaced
 
     def in_words(self) -> str:
         start = f"in {self.within.partition(' ')[2]}"
@@ -135,6 +137,8 @@ def branches(
     it is looked at. back: whether a backward is looked at, too."""
     in_one = {within: dict.fromkeys(lines) for within, lines in single.ran.items()}
     on_ranks = {line for own in every.values() for lines in own.ran.values() for line in lines}
+    functions = {function for own in every.values() for function in own.ran}
+    on_ranks_alone = {_class_of(f) for f in functions - in_one.keys()} - {None}
     found: dict[str, dict[int, dict[Line, bool]]] = {}
     for rank, is_asked in asked.items():
         for c in filter(is_asked, every[rank].computations):
@@ -166,9 +170,17 @@ def branches(
                     here=tuple(group),
                     there=there,
                     of_functions=bool(group) and not there and all(own[line] for line in group),
+                    replaced=_class_of(within) in on_ranks_alone,
                 )
             )
     return told
+
+
+def _class_of(within: str) -> tuple[str, str] | None:
+    """Of `PATH:10 NAME` the file and the class; None of a function that is no method."""
+    line, _, name = within.partition(" ")
+    cls = name.rpartition(".")[0]
+    return (line.rpartition(":")[0], cls) if cls else None
 
 
 def _of_other_words(lines: Iterable[Line], others: Iterable[Line]) -> list[Line]:
