@@ -123,7 +123,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "ad_01",
             "at tests/bugs/ad_01_offload_takes_the_transpose_for_its_base.py:20 came back as ",
         ),
-        ("ad_02", "takes 1 of rank 0; at the end of the step it is no sum of that"),
+        ("ad_02", "takes 1 of rank 0; at the end of the step it is not seen to be a sum of that"),
         ("ad_07", "in 1 of 2 backwards and is not handed back"),
         (
             "ad_10",

@@ -175,7 +175,7 @@ def test_the_words_have_the_lines_and_what_no_line_shows(monkeypatch):
     assert said.endswith("at the end of the step it is (1, 0 by backward) of rank 0, (0, 1 by "
                          "backward) of rank 1")  # fmt: skip
     monkeypatch.setattr(in_words, "_longest", lambda _: replace(one, end=None))
-    assert "it is no sum of that" in in_words.with_history(CASE, cause).because[0]
+    assert "it is not seen to be a sum of that" in in_words.with_history(CASE, cause).because[0]
     forward = Diagnosis(cause="c", kind="forward", because=("b",))
     assert in_words.with_history(CASE, forward) is forward
 

@@ -62,6 +62,9 @@ def test_a_reduction_of_a_wrong_gradient_is_odd(events, kind, words, ranks):
 def test_what_is_no_number_is_the_same_on_all_ranks_and_not_whole():
     case = case_of(alike(input="same"), off=float("nan"))
     assert cause_in_ledger(case) is None
+    some = case_of(alike(input="same"))
+    some.cells[0].got.view(-1)[0] = float("inf")
+    assert cause_in_ledger(some) is None
 
 
 @pytest.mark.parametrize(

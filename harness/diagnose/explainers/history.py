@@ -112,8 +112,8 @@ def _in_words(history: History) -> str:
         )
     elif end is None:
         said.append(
-            "at the end of the step it is no sum of that: look at the last of these lines and at "
-            "what follows it"
+            "at the end of the step it is not seen to be a sum of that: look at the last of these "
+            "lines and at what follows it"
         )
     return (
         f"what became of {history.name} on rank {history.rank}, in what the ranks' own backwards "

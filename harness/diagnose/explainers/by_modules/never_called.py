@@ -55,5 +55,5 @@ def never_called(
         return []
     names = [f"{m} ({source_from_here(s)})" if (s := traces.single.sources.get(m)) else m
              for m in told]  # fmt: skip
-    return [f"{some_of(names)} is called in the single process and on no rank: look at what the "
-            f"ranks call in its place"]  # fmt: skip
+    return [f"{some_of(names)} is called in the single process and on no rank: what the ranks "
+            f"run in its place could not be held against it"]  # fmt: skip
