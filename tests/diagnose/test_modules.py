@@ -177,6 +177,9 @@ def test_factors_of_single_vectors_that_begin_at_a_module():
     assert (found.wrong, found.beside, found.by_vector, found.ratio) == (
         "first", ("second",), True, None,
     )  # fmt: skip
+    none = torch.tensor([1.0, 0.0, 1.0, *[0.0] * (TOKENS - 3)])[:, None]  # of a table that is cut
+    cut = first_wrong_backward(look(rank(grad_first=lambda g: none * g)), ())
+    assert cut is None or not cut.by_vector
     every = dict.fromkeys(("grad_first", "grad_second", "grad_third"), lambda g: factors * g)
     found = first_wrong_backward(look(rank(**every)), ())
     assert found is None or not found.by_vector  # from the loss on: weights of tokens

@@ -258,8 +258,10 @@ def _odd(look: Look, module: str) -> FirstWrong | None:
         if s.backward != "right" or s.factors is None or before is None:
             continue
         if factor is None:
-            told = s.factors[~s.factors.isnan()]
-            uneven += [s] if before and len(told) > 1 and _is_told_in_it(look, beside, s) else []
+            # Of a table that is cut each rank takes others' rows for nothing: these have none.
+            told = s.factors[~s.factors.isnan() & (s.factors != 0)]
+            unlike = len(told) > 1 and constant(told) is None
+            uneven += [s] if before and unlike and _is_told_in_it(look, beside, s) else []
         elif abs(factor - before) > SAME_FACTOR * max(abs(before), abs(factor)):
             jumps.append((s, factor / before if before else float("inf")))
     if uneven:
