@@ -224,7 +224,8 @@ def _measure_again(run: Run, steps: Sequence[int], progress: Progress) -> bool:
 
 
 def _step_to_explain(verdict: Verdict, run: Run, record: Record) -> tuple[str, int] | None:
-    """The first failing step of the first failing tier whose partials are not stored yet.
+    """The first failing step of the first failing tier whose partials are not stored yet; of a
+    user's own also where gradients are there and no numbers.
 
     The last step where partials are kept, or a fault was planted.
     """
@@ -235,7 +236,7 @@ def _step_to_explain(verdict: Verdict, run: Run, record: Record) -> tuple[str, i
             for t in verdict.data["tensors"]
             if t["tier"] == tier
             and t["status"] == "fail"
-            and (isinstance(t["max_abs"], float) or t["index"] is not None)  # else none is there
+            and (isinstance(t["max_abs"], float) or (t["index"] and run.spec.opaque))
         ]
         if steps:
             wanted = tier, min(steps)

@@ -103,6 +103,29 @@ def test_a_method_of_that_class_stands_in_for_what_is_left_out(cut, left_out):
     assert found.is_left_out == left_out
 
 
+def ring(y):
+    return y.cos() * 0.5
+
+
+def attended(x, how):
+    y = x * 3
+    if how == "ring":
+        y = ring(y)
+    elif how == "all":
+        y = y.softmax(-1)
+    return y.sum()
+
+
+@pytest.mark.parametrize(("how", "left_out"), [("ring", False), ("none", True)])
+def test_a_function_that_is_called_stands_in_for_what_is_left_out(how, left_out):
+    """Once and again, as in two micro-batches; what its caller computes before is another thing."""
+    single = ran((attended, "all"))
+    (found,) = branches({0: ran((alone,), (attended, how), (alone,), (attended, how))},
+                        {0: lambda c: True}, single)  # fmt: skip
+    assert [code for _, code in found.there] == ["y = y.softmax(-1)"]
+    assert found.is_left_out == left_out
+
+
 def test_only_what_is_asked_for_is_looked_at():
     mine, single = ran((surrogate, True)), ran((surrogate, False))
     assert told([mine], single, asked=lambda c: False) == []

@@ -209,7 +209,8 @@ def test_the_ways_on_which_one_gradient_is_summed_are_told():
         taker("Copy", "/x/net.py:9", (1,), gives=(2,)),
         taker(f"{MODULE}up", "", (2,), gives=(3,)),
         taker(f"{MODULE}gate", "", (1,), gives=(4,)),
-    ))  # fmt: skip
+        taker("detach", "/x/net.py:10", (1,), gives=(5,)),  # no gradient comes back from it
+    ), with_graph=frozenset({1, 2, 3, 4}))  # fmt: skip
     traces = SimpleNamespace(ranks={0: SimpleNamespace(computed=computed)})
     one = MissingSum(axis="tp", ranks=(0, 1), kept=f"{SUMMED}allreduce", of="norm")
     assert [*missing_sum._ways_beside(traces, one)] == [

@@ -265,8 +265,7 @@ def _odd(look: Look, module: str) -> FirstWrong | None:
         elif abs(factor - before) > SAME_FACTOR * max(abs(before), abs(factor)):
             jumps.append((s, factor / before if before else float("inf")))
     if uneven:
-        seen = (*uneven, *(s for s, _ in jumps))
-        return FirstWrong(wrong=module, seen=seen, beside=beside, by_vector=True)
+        return FirstWrong(wrong=module, seen=tuple(uneven), beside=beside, by_vector=True)
     if not jumps:
         return None
     first = jumps[0][1]

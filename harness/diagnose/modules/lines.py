@@ -66,6 +66,10 @@ class Lines:
         self._ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
         self._single = traces.single.computed
         self._sites = {c.site for c in self._single.computations}
+        # Inside of a Function, as in the first pass of a checkpoint, nothing has a graph by right.
+        self._in_functions = {
+            n for c in self._single.computations if c.function_of for n in c.gives
+        }
         self._ways = {rank: ways_of(computed) for rank, computed in self._ranks.items()}
 
     def computations(self, rank: int) -> Sequence[Computation]:
@@ -213,8 +217,9 @@ class Lines:
         if got is None or not bool(got.any()):
             return False
         held = self.states.there.holding(mine.values[number])
+        with_graph, inside = self._single.with_graph, self._in_functions
         return bool(held) and not any(
-            n >= len(self._single.values) or n in self._single.with_graph for n in held
+            n >= len(self._single.values) or n in with_graph or n in inside for n in held
         )
 
     def _is_told(self, rank: int, taken: int | str) -> bool:

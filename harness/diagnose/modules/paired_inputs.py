@@ -17,6 +17,7 @@ from torch import Tensor
 CLOSE = 1e-7  # of the length of a gradient, and of a share
 FEWEST_MORE = 2  # numbers of a weight for each share that is solved for
 MOST = 256  # shares
+MOST_NUMBERS = 1 << 24  # of all products together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,24 +35,26 @@ def paired_otherwise(traces: Mapping[int, Trace], name: str, measured: Tensor) -
     module, _, own = name.rpartition(".")
     if own != "weight" or measured.dim() != 2:
         return []
-    pairs, products = [], []
-    for rank, trace in traces.items():
-        inputs, gradients = _of_calls(trace, module)
-        for i, g in gradients.items():
-            for j, x in inputs.items():
-                if len(g) == len(x) and (g.shape[1], x.shape[1]) == tuple(measured.shape):
-                    pairs.append(Paired(rank=rank, call=i, beside=j))
-                    products.append((g.T @ x).reshape(-1))
-    if not pairs or len(pairs) > min(MOST, measured.numel() // FEWEST_MORE):
+    held = {rank: _of_calls(trace, module) for rank, trace in traces.items()}
+    pairs = [
+        Paired(rank=rank, call=i, beside=j)
+        for rank, (inputs, gradients) in held.items()
+        for i, g in gradients.items()
+        for j, x in inputs.items()
+        if len(g) == len(x) and (g.shape[1], x.shape[1]) == tuple(measured.shape)
+    ]
+    many = len(pairs) * measured.numel() > MOST_NUMBERS
+    if not pairs or many or len(pairs) > min(MOST, measured.numel() // FEWEST_MORE):
         return []
+    products = [(held[p.rank][1][p.call].T @ held[p.rank][0][p.beside]).reshape(-1) for p in pairs]
     shares = _shares(torch.stack(products, 1), measured.double().reshape(-1))
     if shares is None:
         return []
     counts = shares.abs() > CLOSE * float(shares.abs().max())
     told = [pair for pair, is_there in zip(pairs, counts.tolist(), strict=True) if is_there]
     once = len({(p.rank, p.call) for p in told}) == len(told)
-    held = shares[counts]
-    if not once or float((held - held[0]).abs().max()) > CLOSE * float(held[0].abs()):
+    common = shares[counts]
+    if not once or float((common - common[0]).abs().max()) > CLOSE * float(common[0].abs()):
         return []
     return told if any(p.call != p.beside for p in told) else []
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 CLOSE = 1e-8  # of the largest number
 FEWEST = 2  # rows that moved, and calls that keep to their own rows
+MOST = 1 << 22  # numbers of a call's rows times rows that they may be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +30,16 @@ class Reordered:
 
 def reordered(traces: Traces, module: str) -> list[Reordered]:
     """Calls of a module that give the very rows that they get, in another order. None where some
-    call gives other rows than it gets, as one that sorts all rows of a batch does by right."""
+    call gives other rows than it gets, as one that sorts all rows of a batch does by right, or has
+    all rows of one, which may come in another order than there."""
     there_in, there_out = _going_in(traces.single, module), _coming_out(traces.single, module)
     found, kept = [], 0
     for rank, trace in traces.ranks.items():
-        given = _coming_out(trace, module)
-        for call, gives in given.items():
-            gets = _told(_going_in(trace, module).get(call, ()), there_in, len(gives))
+        going_in = _going_in(trace, module)
+        for call, gives in _coming_out(trace, module).items():
+            if len(gives) in {len(whole) for whole in there_out.values()}:
+                return []
+            gets = _told(going_in.get(call, ()), there_in, len(gives))
             came = _which(gives, [*there_out.values()])
             if gets is None or came is None:
                 continue
@@ -84,9 +88,10 @@ def _which(mine: Tensor, wholes: Sequence[Tensor]) -> tuple[int, ...] | None:
     one of them alone."""
     if not wholes or len({w.shape[1:] for w in wholes} | {mine.shape[1:]}) > 1:
         return None
-    whole = torch.cat([*wholes]).reshape(sum(map(len, wholes)), -1).double()
-    if not len(mine) or not whole.numel():
+    num = sum(map(len, wholes))
+    if not mine.numel() or not num or mine.numel() * num > MOST:
         return None
+    whole = torch.cat([*wholes]).reshape(num, -1).double()
     bound = CLOSE * float(whole.abs().max())
     same = (mine.reshape(len(mine), 1, -1).double() - whole).abs().amax(2) <= bound
     return tuple(same.long().argmax(1).tolist()) if bool((same.sum(1) == 1).all()) else None

@@ -115,13 +115,15 @@ class ValueStates:
     def adds_up(self, rank: int, number: int, wanted: Tensor) -> bool:
         """Whether the same value of all ranks of a group, unlike on each, is together among what is
         wanted: a part on each of them."""
+        ordered = wanted.double().reshape(-1).sort().values
         bound = self._tolerance * float(wanted.abs().max()) if wanted.numel() else 0.0
         for held in self._together(rank, number):
             values = torch.stack([self._ranks[r].values[n].double().reshape(-1) for r, n in held])
             if not bound or not values.numel() or bool((values == values[0]).all()):
                 continue
-            off = (values.sum(0)[:, None] - wanted.double().reshape(-1)).abs().amin(1)
-            if bool((off <= bound).all()):
+            total = values.sum(0)
+            at = torch.searchsorted(ordered, total - bound).clamp(max=len(ordered) - 1)
+            if bool(((ordered[at] - total).abs() <= bound).all()):
                 return True
         return False
 

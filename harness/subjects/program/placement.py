@@ -21,6 +21,7 @@ from sumgrad.subjects.program.numbered import Found
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+Place = tuple[str | None, Tensor | None, str | None]  # name, index, why not
 Layers = Mapping[str, str | None]  # a module's name here -> in the whole; see layers_of
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -72,9 +73,6 @@ def place(
     model -> its name: stages that share its layers number them anew. numbered: what a model of
     numbers has shown, for those that are found in no other way.
     """
-    placed: list[Placed] = []
-    unknown: list[str] = []
-    frozen: list[str] = []
     pieces, inside = flat_pieces(model), dict(model.named_modules())
     params = [(n, p) for n, p in model.named_parameters() if not p.is_meta]  # else on other ranks
     named = {name for shown, _ in params for name in _by_name(shown, full)[:1]}
@@ -84,7 +82,9 @@ def place(
     siblings = Siblings(
         {bare_name(n): name for n, (name, _, why) in found.items() if not why}, full
     )
-    claims: dict[str, list[tuple[str, bool]]] = {}  # who is it, and by more than its values
+    if all(index is None for _, index, why in found.values() if not why):  # none is cut here
+        found = {shown: _alone_in_its_shape(param, full, found[shown]) for shown, param in params}
+    claims: dict[str, list[tuple[str, bool]]] = {}
     for shown, param in params:
         name, index, problem = found[shown]
         by_identity = owned[shown] is not None or id(param) in known
@@ -101,6 +101,19 @@ def place(
         if param.requires_grad and problem is None and name is not None:
             is_sure = by_identity or bare_name(shown) == name
             claims.setdefault(name, []).append((shown, is_sure))
+    return _as_claimed(params, found, claims)
+
+
+def _as_claimed(
+    params: Sequence[tuple[str, nn.Parameter]],
+    found: Mapping[str, Place],
+    claims: Mapping[str, Sequence[tuple[str, bool]]],
+) -> Placement:
+    """Each of build()'s parameters for one of the rank's. claims: who is it, and by more than its
+    values."""
+    placed: list[Placed] = []
+    unknown: list[str] = []
+    frozen: list[str] = []
     for shown, param in params:
         name, index, problem = found[shown]
         if not param.requires_grad:
@@ -299,8 +312,10 @@ def _place_one(
     if len({*found}) == 1:
         return None, None, (f"its values occur {len(found)} times in {found[0]}: which part it is "
                             f"can be said by shard_of")  # fmt: skip
-    often = "several of" if found else "none of"
-    return None, None, f"is {often} build()'s parameters by name, identity or value"
+    if found:
+        return None, None, ("its values are those of several of build()'s parameters, or in them: "
+                            "which one it is can be said by shard_of")  # fmt: skip
+    return None, None, "is none of build()'s parameters by name, identity or value"
 
 
 def _one_of_several(name: str | None, full: Mapping[str, Tensor]) -> str | None:
@@ -349,6 +364,15 @@ def _by_value(param: Tensor, full: Mapping[str, Tensor]) -> list[str]:
         if value.dim() == local.dim() and value.dtype == local.dtype
         for _ in _offsets(local, value)
     ]
+
+
+def _alone_in_its_shape(param: Tensor, full: Mapping[str, Tensor], found: Place) -> Place:
+    """Of a rank that cuts none, where no name tells: the only parameter of this shape with these
+    values, if others have them several times over, as zeros."""
+    held = _by_value(param, full) if found[0] is None else []
+    same = {name for name in held if full[name].shape == param.shape}
+    others = {held.count(name) for name in {*held} - same}
+    return (same.pop(), None, None) if len(same) == 1 and 1 not in others else found
 
 
 def _index(param: Tensor, full: Tensor) -> tuple[Tensor | None, str | None]:

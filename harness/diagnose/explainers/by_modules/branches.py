@@ -6,7 +6,7 @@ what they have set: of code that both run the same way none is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,7 +35,8 @@ class Branch:
     """In a function `within` that these ranks run the lines that the single process does not, and
     those that it runs there, and no rank does. Of the two one may be empty. of_functions: the
     ranks' lines apply Functions alone, which bring what is cut together, and replace nothing.
-    replaced: the ranks run methods of that class that the single process does not."""
+    replaced: the ranks run methods of that class that the single process does not, or call other
+    functions of theirs there."""
 
     within: str
     ranks: tuple[int, ...]
@@ -138,7 +139,7 @@ def branches(
     in_one = {within: dict.fromkeys(lines) for within, lines in single.ran.items()}
     on_ranks = {line for own in every.values() for lines in own.ran.values() for line in lines}
     functions = {function for own in every.values() for function in own.ran}
-    on_ranks_alone = {_class_of(f) for f in functions - in_one.keys()} - {None}
+    on_ranks_alone = functions - in_one.keys()
     found: dict[str, dict[int, dict[Line, bool]]] = {}
     for rank, is_asked in asked.items():
         for c in filter(is_asked, every[rank].computations):
@@ -170,10 +171,35 @@ def branches(
                     here=tuple(group),
                     there=there,
                     of_functions=bool(group) and not there and all(own[line] for line in group),
-                    replaced=_class_of(within) in on_ranks_alone,
+                    replaced=_class_of(within) in {_class_of(f) for f in on_ranks_alone} - {None}
+                    or any(_calls(every[rank], within, on_ranks_alone) for rank in ranks),
                 )
             )
     return told
+
+
+def _calls(computed: Computed, within: str, others: Set[str]) -> bool:
+    """Whether one of the others computes something between two lines of a function, or in the
+    forward of the same module, as what that calls does."""
+    sites: set[str] = set()  # of its lines, in the call of it that runs
+    since: list[Computation] = []  # of the others, since its last line
+    last: Computation | None = None
+    for c in (c for c in computed.computations if not c.function_of):
+        if c.within == within:
+            again = c.site in sites  # it is called once more
+            if (since and sites and not again) or any(_in_one_forward(one, c) for one in since):
+                return True
+            sites, since, last = ({c.site} if again else sites | {c.site}), [], c
+        elif c.within in others:
+            if last is not None and _in_one_forward(c, last):
+                return True
+            since.append(c)
+    return False
+
+
+def _in_one_forward(a: Computation, b: Computation) -> bool:
+    """Of the same module."""
+    return a.inside == b.inside != ()
 
 
 def _class_of(within: str) -> tuple[str, str] | None:

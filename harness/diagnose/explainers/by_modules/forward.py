@@ -129,13 +129,13 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     if handed := handed_for_wrong_rows_in_words(case, look, found):
         return said(cause=handed[0], because=(seen[0], *called, seen[1]))
     solved = () if lines_that_differ(case) else tuple(solved_in_words(case, found))
-    # What leads the report is enough to look at.
-    leads = (
+    # What leads the report is enough to look at; a line that does, to say of lines.
+    line_leads = (
         bool(solved)
         or bool(lines_that_differ(case))
-        or is_set_otherwise(case, found)
         or (case.traces is not None and lines_are_left_out(case, found))
     )
+    leads = line_leads or is_set_otherwise(case, found)
     because = (
         *_of_other_classes(case, look, found),
         *_in_another_mode(case, found),
@@ -148,7 +148,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *_output(case, look, found, () if joined or leads else look_at, enters=odd is not None),
         *held_beside(case, found.ranks),
         *_ranks_that_are_right(case, look, found, entered_right),
-        *(() if joined else in_between(case, look, found, parts, leads=leads)),
+        *(() if joined else in_between(case, look, found, parts, leads=line_leads)),
         *reading(case),
     )
     if solved:

@@ -106,7 +106,13 @@ def _ways_beside(traces: Traces, one: MissingSum) -> Iterator[str]:
         return
     given = {n for c in computed.computations if c.function == f"{MODULE}{one.of}" for n in c.gives}
     taken = (c for c in computed.computations if not given.isdisjoint(c.takes))
-    ways = [*dict.fromkeys(_way(c) for c in taken if not c.function_of)]
+    ways = [
+        *dict.fromkeys(
+            _way(c)
+            for c in taken
+            if not c.function_of and not computed.with_graph.isdisjoint(c.gives)
+        )
+    ]
     if len(ways) > 1:
         yield (f"what {one.of} gives is taken by {' and '.join(ways)}: the gradient that comes "
                f"back from one of these is summed, that of another is not")  # fmt: skip

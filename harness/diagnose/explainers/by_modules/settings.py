@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -37,7 +38,11 @@ from sumgrad.record.trace import Traces
 
 MOST_SHOWN = 3
 MOST_VALUES = 6  # that are written out
-OF_RANKS = ("parallel", "shard", "distribut", "sync", "local")  # in names of what is on by right
+# In names of what is on by right where there are ranks, and whole parts of such names.
+OF_RANKS = ("parallel", "shard", "distribut", "sync", "local", "is_first", "is_last")
+PARTS_OF_RANKS = {"dp", "tp", "pp", "cp", "ep", "sp", "ring", "ulysses", "split", "group", "rank",
+                  "stage", "recompute", "checkpoint", "impl", "implementation",
+                  "backend"}  # fmt: skip
 
 
 def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
@@ -109,13 +114,20 @@ def _leading(
         one
         for one in found
         if {*one.ranks} >= {*ranks}
-        and not any(word in one.attribute.lower() for word in OF_RANKS)
+        and not _is_of_ranks(one.attribute.lower())
         and _is_users(look, one)
         and (
             one.is_the_opposite
             or ((one.is_another_constant or one.is_another_word) and {*one.modules} & accused)
         )
     ]
+
+
+def _is_of_ranks(attribute: str) -> bool:
+    """Whether its name says that there are ranks, or how what is the same is computed."""
+    return any(word in attribute for word in OF_RANKS) or not PARTS_OF_RANKS.isdisjoint(
+        re.split(r"[._]", attribute)
+    )
 
 
 def _is_users(look: Look, one: SetOtherwise) -> bool:
