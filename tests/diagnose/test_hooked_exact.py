@@ -369,6 +369,8 @@ def test_the_opposite_of_a_switch_of_the_users_own_comes_first(monkeypatch, sour
         ("on", "open", True),
         ("on", "double_reduction", False),  # what is done is known
         ("is_sharded", "forward", False),  # on by right, where there are ranks
+        ("use_ring", "forward", False),
+        ("is_last", "open", False),
     ],
 )
 def test_a_switch_that_is_the_opposite_leads_where_only_a_place_is_known(

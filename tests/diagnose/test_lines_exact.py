@@ -436,6 +436,39 @@ def kept_over_calls(x, cut):
     return kept * x.sin() + again * x
 
 
+class Fused(torch.autograd.Function):
+    """Inside of it nothing has a graph, by right."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.sin() * 1.5
+        ctx.save_for_backward(x)
+        return y.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 1.5 * x.cos() * (x.sin() * 1.5).exp()
+
+
+def test_what_a_function_of_the_single_process_computes_inside_has_no_graph_there():
+    def written_out(x):
+        y = x.sin() * 1.5
+        return y.exp() * 2
+
+    def fused(x):
+        return Fused.apply(x) * 2
+
+    def hidden(x):
+        with torch.no_grad():
+            y = x.sin() * 1.5
+        return y.exp() * x
+
+    mine = recorded(written_out, X[OWN])
+    assert parts(lines([mine], recorded(fused, X)).kept(0, everything)) == []
+    assert parts(lines([mine], recorded(hidden, X)).kept(0, everything)) != []
+
+
 def test_a_cut_is_one_though_the_same_numbers_have_a_graph_later():
     both = lines([recorded(kept_over_calls, X, True)], recorded(kept_over_calls, X, False))
     assert parts(both.cuts(0, everything)) == [("table.detach()", ())]

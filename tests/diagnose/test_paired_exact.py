@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import paired
+from sumgrad.diagnose.modules import paired_inputs
 from sumgrad.diagnose.modules.paired_inputs import paired_otherwise
 from sumgrad.record.trace import INTO, Call, Trace
 
@@ -82,6 +83,14 @@ def test_only_weights_of_more_numbers_than_pairs_tell():
     measured = made_of(x, g, [(0, 1), (1, 0), (2, 2), (3, 3)])
     assert paired_otherwise({0: one}, "m.weight", measured) == []  # 16 pairs, 30 numbers
     assert paired_otherwise({0: one}, "m.table", measured) == []
+
+
+def test_products_of_too_many_numbers_are_not_made(monkeypatch):
+    one, x, g = trace(0)
+    measured = made_of(x, g, [(0, 1), (1, 0), (2, 2)])
+    assert paired_otherwise({0: one}, "m.weight", measured)
+    monkeypatch.setattr(paired_inputs, "MOST_NUMBERS", 9 * OUT * WIDTH - 1)
+    assert paired_otherwise({0: one}, "m.weight", measured) == []
 
 
 @pytest.mark.parametrize("known", [True, False])

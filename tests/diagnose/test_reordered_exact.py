@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.reordered import reordered_in_words
+from sumgrad.diagnose.modules import reordered as modules
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.reordered import Reordered, reordered
 from sumgrad.record.trace import INTO, Call, Trace, Traces
@@ -56,9 +57,16 @@ def test_rows_that_are_given_in_another_order(ids):
     [((0, 1, 2), (0, 1, 2)), ((4, 5), (4, 5))],  # as they are
     [((0, 1), (2, 3)), ((4, 5), (5, 4))],  # other rows than it gets, as all sorted by length
     [((0, 1), (1, 0))],  # one call alone
+    [(tuple(range(8)), (1, 0, *range(2, 8))), ((4, 5), (5, 4))],  # all rows, as there in one call
 ])  # fmt: skip
 def test_rows_that_are_where_they_belong(rows):
     assert reordered(both(rows), "m") == []
+
+
+def test_more_numbers_than_can_be_compared_are_not(monkeypatch):
+    traces = both([((0, 1, 2), (2, 1, 0)), ((3,), (3,))], [((4, 5), (4, 5))])
+    monkeypatch.setattr(modules, "MOST", 10)
+    assert reordered(traces, "m") == []
 
 
 def test_rows_that_are_not_told_are_none():
