@@ -139,7 +139,7 @@ def _adds_up(
     case: Case, name: str, groups: Sequence[tuple[int, ...]], wrong_only: bool, *, mean: bool
 ) -> bool:
     held = {cell.rank: cell for cell in case.cells if cell.name == name}
-    seen = False
+    told: set[int] = set()
     for ranks in groups:
         mine = [held[r] for r in ranks if r in held]
         if len(mine) < 2:
@@ -153,6 +153,8 @@ def _adds_up(
         if not same:
             return False
         together = torch.stack([c.measured for c in mine])
+        if mean and bool((together == together[0]).all()):
+            continue  # what all have alike is its own mean
         error = (together.mean(0) if mean else together.sum(0)) - first.wanted.value
         if wrong_only:
             wrong = torch.stack(
@@ -163,8 +165,9 @@ def _adds_up(
             error = error * wrong
         if fails(first, error, factor=2.0 * len(mine)):
             return False
-        seen = True
-    return seen
+        told |= {c.rank for c in mine}
+    wrong_ranks = {c.rank for c in case.failing_cells if c.name == name} if mean else set()
+    return bool(told) and wrong_ranks <= told
 
 
 def list_rows(rows: Iterable[tuple[int, int] | None]) -> str:

@@ -132,6 +132,7 @@ def test_where_gradients_come_in_parts_nobody_is_told_to_sum_them(monkeypatch):
         (((1.0, 0.0), (0.0, 1.0), (0.0, 0.0)), False, True),
         (((3.0, 0.0), (0.0, 3.0), (0.0, 0.0)), False, False),
         (((3.0, 0.0), (0.0, 3.0), (0.0, 1.0)), True, False),
+        (((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)), True, False),  # all right: nothing to be reduced
     ],
 )
 def test_copies_that_have_together_the_mean_or_the_sum(monkeypatch, held, mean, told):
@@ -139,9 +140,22 @@ def test_copies_that_have_together_the_mean_or_the_sum(monkeypatch, held, mean, 
     cells = [SimpleNamespace(rank=rank, name="w", index=None, wanted=wanted,
                              measured=torch.tensor(own).double())
              for rank, own in enumerate(held)]  # fmt: skip
-    case = SimpleNamespace(cells=cells)
+    case = SimpleNamespace(cells=cells, failing_cells=cells)
     monkeypatch.setattr(names, "axis_groups", lambda case: [("dp", [(0, 1, 2)])])
     assert names.own_parts(case, ["w"], mean=mean) == ("dp" if told else None)
+
+
+@pytest.mark.parametrize(("wrong", "told"), [((0, 1), "dp"), ((0, 1, 2), None)])
+def test_a_mean_tells_only_of_ranks_that_are_unlike(monkeypatch, wrong, told):
+    """Two groups: of one the copies are unlike, of the other alike, which tells nothing."""
+    wanted = SimpleNamespace(value=torch.ones(2).double(), threshold=1e-9)
+    held = ((2.0, 0.0), (0.0, 2.0), (1.0, 1.0), (1.0, 1.0))
+    cells = [SimpleNamespace(rank=rank, name="w", index=None, wanted=wanted,
+                             measured=torch.tensor(own).double())
+             for rank, own in enumerate(held)]  # fmt: skip
+    case = SimpleNamespace(cells=cells, failing_cells=[cells[rank] for rank in wrong])
+    monkeypatch.setattr(names, "axis_groups", lambda case: [("dp", [(0, 1), (2, 3)])])
+    assert names.own_parts(case, ["w"], mean=True) == told
 
 
 def test_what_is_scaled_for_a_mean_that_nobody_takes_is_not_reduced(monkeypatch):
