@@ -233,8 +233,11 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("bg_01", "call 0 has 6 numbers, of which the first 1 alone are a bag of the single"),
         (
             "bg_02",
-            "mixture has adds = False on rank 0-3, and True in the single process\nin Mixture",
+            "mixture has adds = False on rank 0-3, and True in the single process\nthe forward",
         ),
+        ("bl_04", "with what the allreduce(SUM) of 12 float64 over ranks 0-1, at bl_04_gate"),
+        ("bm_09", "mix.0.weight and 3 more is not reduced over dp: its ranks keep their own"),
+        ("bo_02", "all put the same numbers into the allreduce(SUM) of 12 float64 over ranks"),
         ("bg_03", "floor)[..., None]`: the second argument of `maximum`, made at tests/bugs/bg_03"),
         ("al_08", "both_branches_hang_a_hook_on_it.py:33 is whole already: it is counted 3 times"),
         ("al_09", "layers.10.linear.weight and 5 more is summed already: it is counted 3 times"),
