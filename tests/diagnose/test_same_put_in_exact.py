@@ -8,22 +8,29 @@ import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.same_put_in import same_put_in
 from sumgrad.record.exchanged import Exchange
+from sumgrad.record.trace import Trace, Traces
 
 SUM = "allreduce(SUM) of 4 float64 over ranks 0-1 [structure/0/step], at step.py:9"
 A, B = torch.arange(4.0), torch.arange(4.0) + 1
 
 
 def rank(*given, words=SUM):
-    return SimpleNamespace(
+    op = words.partition("(")[0].partition(" ")[0]
+    event = {"op": op, "site": "step.py:9", "label": "step", "group": [0, 1], "reduce": "SUM"}
+    return Trace(
+        calls=(), outputs=(), gradients=(), sources={},
         operations=("barrier", *[words] * len(given)),
-        exchanges=[Exchange(number=i + 1, given=held) for i, held in enumerate(given)],
-    )
+        events=({**event, "op": "barrier"}, *[event] * len(given)),
+        exchanges=tuple(Exchange(number=i + 1, given=held) for i, held in enumerate(given)),
+    )  # fmt: skip
 
 
 def said(*ranks, until=9):
     call = SimpleNamespace(operation=1, operation_back=until)
     found = SimpleNamespace(seen=[SimpleNamespace(rank=0, call=call)])
-    return same_put_in(SimpleNamespace(traces=SimpleNamespace(ranks=dict(enumerate(ranks)))), found)
+    mine = dict(enumerate(ranks))
+    traces = Traces(tier="structure", step=0, single=ranks[0], ranks=mine)
+    return same_put_in(SimpleNamespace(traces=traces, tier="structure", step=0), found)
 
 
 def test_what_all_put_in_alike_is_told():

@@ -191,11 +191,12 @@ def test_a_sum_that_is_there_beside_one_that_is_missing(words, others, told):
 
     terms = [whole + own[0], whole + own[1]]
     found = whole_but_for(SimpleNamespace(ranks=ranks), (0, 1), terms, is_right)
+    at = SimpleNamespace(tier="structure", step=0)
     assert found == (f"{SUMMED}{words}" if told else None)
     if told:
-        kept = missing_sum.gradient_of_kept(found.replace("0-1,", "0-1 [structure/0/step],"))
+        kept = missing_sum.gradient_of_kept(at, found.replace("0-1,", "0-1 [structure/0/step],"))
         assert kept == f"what the {words} gives"
-    assert missing_sum.gradient_of_kept("block") == "the gradient of what block gives"
+    assert missing_sum.gradient_of_kept(at, "block") == "the gradient of what block gives"
 
 
 def test_the_ways_on_which_one_gradient_is_summed_are_told():

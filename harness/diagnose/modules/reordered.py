@@ -33,14 +33,15 @@ def reordered(traces: Traces, module: str) -> list[Reordered]:
     call gives other rows than it gets, as one that sorts all rows of a batch does by right, or has
     all rows of one, which may come in another order than there."""
     there_in, there_out = _going_in(traces.single, module), _coming_out(traces.single, module)
-    found, kept = [], 0
+    wholes = [*there_out.values()]
+    every, found, kept = {len(whole) for whole in wholes}, [], 0
     for rank, trace in traces.ranks.items():
         going_in = _going_in(trace, module)
         for call, gives in _coming_out(trace, module).items():
-            if len(gives) in {len(whole) for whole in there_out.values()}:
+            if len(gives) in every:
                 return []
             gets = _told(going_in.get(call, ()), there_in, len(gives))
-            came = _which(gives, [*there_out.values()])
+            came = _which(gives, wholes)
             if gets is None or came is None:
                 continue
             if sorted(gets) != sorted(came):

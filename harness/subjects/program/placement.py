@@ -135,7 +135,9 @@ def _owner(claims: Sequence[tuple[str, bool]]) -> str | None:
     """Which of a rank's parameters one of build()'s is, by name: of several the first that is known
     by more than its values; None where none of them is."""
     sure = [shown for shown, is_sure in claims if is_sure]
-    return next(iter(sure or [shown for shown, _ in claims][: len(claims) == 1]), None)
+    if sure:
+        return sure[0]
+    return claims[0][0] if len(claims) == 1 else None
 
 
 class Siblings:

@@ -89,7 +89,7 @@ def between(case: Case, found: FirstWrong, *, back: bool, only_some: bool = Fals
     s, traces = found.seen[0], case.traces
     if traces is not None and not found.modules:
         every = traces.ranks[s.rank].operations if back else ()
-        return _since_the_forward(s, [_without_place(case, w) for w in every])
+        return _since_the_forward(s, [without_place(case, w) for w in every])
     issued = issued_between(case, found, back=back)
     if issued is None:
         return []
@@ -98,14 +98,14 @@ def between(case: Case, found: FirstWrong, *, back: bool, only_some: bool = Fals
     if not issued:
         way = "on the way back" if back else "in the forward"
         return [f"{way} rank {s.rank} issues no collective in between"]
-    alike = [(w, len([*same])) for w, same in groupby(_without_place(case, w) for w in issued)]
+    alike = [(w, len([*same])) for w, same in groupby(without_place(case, w) for w in issued)]
     shown = [w + (f" ({n} times)" if n > 1 else "") for w, n in alike[:MAX_OPERATIONS]]
     left = sum(n for _, n in alike[MAX_OPERATIONS:])
     more = f" and {left} more" if left else ""
     return [f"in between rank {s.rank} issues {'; '.join(shown)}{more}"]
 
 
-def _without_place(case: Case, operation: str) -> str:
+def without_place(case: Case, operation: str) -> str:
     """Without the tier and the step, which are those of the case."""
     return operation.replace(f" [{case.tier}/{case.step}/step]", "")
 

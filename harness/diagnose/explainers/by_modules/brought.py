@@ -79,8 +79,8 @@ def right_as_a_sum(
             kept = whole_but_for(traces, group, alike, is_right)
             if kept is not None:
                 return [f"{start}, and their sum over {axis} is right, with "
-                        f"{gradient_of_kept(kept)}, which each of them has whole, counted once: "
-                        f"{end}"]  # fmt: skip
+                        f"{gradient_of_kept(case, kept)}, which each of them has whole, counted "
+                        f"once: {end}"]  # fmt: skip
     return []
 
 

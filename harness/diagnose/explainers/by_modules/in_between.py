@@ -25,7 +25,7 @@ def in_between(
     case: Case, look: Look, found: FirstWrong, parts: Sequence[str], *, leads: bool = False
 ) -> Iterator[str]:
     """Lines and collectives on the way. parts: what is said of what is there in parts. leads: a
-    line, or a switch, leads the report, so that none has to be guessed."""
+    line leads the report, so that none has to be guessed."""
     entered = entered_wrong(case, found)
     yield from _lines(case, look, found, entered, leads=leads)
     since = replace(found, seen=entered or found.seen)

@@ -73,9 +73,7 @@ def lines_of_another_graph(case: Case) -> list[AtLine]:
     lines, traces = known_lines(case), case.traces
     if lines is None or traces is None:
         return []
-    asked: dict[int, Callable[[Computation], bool]] = {
-        rank: lambda _: True for rank in traces.ranks
-    }
+    asked = dict.fromkeys(traces.ranks, lambda _: True)
     try:
         kept = agreed(lines.kept, asked, [*asked])
         return kept or ([] if _recomputes(case) else agreed(lines.cuts, asked, [*asked]))

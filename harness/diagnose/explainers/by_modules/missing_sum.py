@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import without_place
 from sumgrad.diagnose.explainers.by_modules.looked import (
     gone_into,
     line_and_code,
@@ -24,7 +24,6 @@ from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.computed import MODULE, Computation
 from sumgrad.record.trace import INTO, Traces
 
-TIER = re.compile(r" \[[^]]*\]")  # and step, which are those of the case
 NEAREST = 8  # modules made from what is wrong that are looked at
 
 
@@ -45,7 +44,7 @@ def lacking_sum(case: Case, look: Look, found: FirstWrong) -> Lacking | None:
     one = _first(case, look, found, traces, TOLERANCES[dtype])
     if one is None:
         return None
-    kept = gradient_of_kept(one.kept)
+    kept = gradient_of_kept(case, one.kept)
     later = "" if one.kept.startswith(SUMMED) else (
         f" (or, where gradients are summed over it later, {kept} is in on each rank as if it were "
         f"a share)"
@@ -80,10 +79,10 @@ def _first(
     return None
 
 
-def gradient_of_kept(name: str) -> str:
+def gradient_of_kept(case: Case, name: str) -> str:
     """Of a module, of INTO and one, or of SUMMED and a collective."""
     if name.startswith(SUMMED):
-        return f"what the {TIER.sub('', name.removeprefix(SUMMED))} gives"
+        return f"what the {without_place(case, name.removeprefix(SUMMED))} gives"
     return f"the gradient of {kept_in_words(name)}"
 
 

@@ -1,8 +1,8 @@
-"""A line that is right when it runs first and wrong when it runs again, in words."""
+"""A line that is right when it runs first and wrong when it runs again, in words; where nothing is
+known, the first that gives what the single process has nowhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from sumgrad.base.outcome import spans
@@ -14,7 +14,6 @@ from sumgrad.diagnose.explainers.by_modules.lines import agreed, expression, in_
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, looked, ordinal
 from sumgrad.diagnose.modules.first_wrong import first_wrong_forward
 from sumgrad.diagnose.modules.wrong_later import wrong_later
-from sumgrad.record.computed import Computation
 
 KINDS = ("open", "backward")  # where no module's forward is known to be wrong
 
@@ -42,9 +41,7 @@ def _new_lines(case: Case) -> list[str]:
     if lines is None or traces is None or look is None:
         return []
     right = {m for m in look.modules if look.forward(m) == "right"}
-    asked: dict[int, Callable[[Computation], bool]] = {
-        rank: lambda c: right.isdisjoint(c.inside) for rank in traces.ranks
-    }
+    asked = dict.fromkeys(traces.ranks, lambda c: right.isdisjoint(c.inside))
     return [*in_words(agreed(lines.first_forward, asked, [*asked]))]
 
 
