@@ -18,8 +18,8 @@ import torch
 from sumgrad.base.outcome import some_of
 from sumgrad.base.tensors import bits, to_local
 from sumgrad.subjects.program.numbered import Found
+from sumgrad.subjects.program.parts_by_value import agrees, by_value, equal, index_of, is_permuted
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 Place = tuple[str | None, Tensor | None, str | None]  # name, index, why not
 Layers = Mapping[str, str | None]  # a module's name here -> in the whole; see layers_of
@@ -179,7 +179,7 @@ class Siblings:
         module = renamed(path, self._layers, least=numbered[-1] + 1 if numbered else 0)
         name = None if module is None else ".".join(filter(None, (module, leaf)))
         held = None if name is None else self._full.get(name)
-        return name if held is not None and _equal(held, value) else None
+        return name if held is not None and equal(held, value) else None
 
 
 def layers_of(names: Mapping[str, str]) -> Layers:
@@ -210,11 +210,11 @@ def renamed(path: Sequence[str], layers: Layers, *, least: int = 0) -> str | Non
 
 def _as_numbered(
     param: nn.Parameter, full: Mapping[str, Tensor], found: tuple[str, Tensor | None], problem: str
-) -> tuple[str | None, Tensor | None, str | None]:
+) -> Place:
     """(name, index, why not) as a model of numbers was cut, where the weights agree."""
     name, index = found
     fits = to_local(param).shape == (full[name].shape if index is None else index.shape)
-    if not fits or not _agrees(param, full[name], index):
+    if not fits or not agrees(param, full[name], index):
         return None, None, problem
     return name, index, None
 
@@ -248,20 +248,12 @@ def where_is(
     param: nn.Parameter,
     full: Mapping[str, Tensor],
     pieces: Mapping[int, tuple[int, int]],
-) -> tuple[str | None, Tensor | None, str | None]:
+) -> Place:
     """(name, index, why not) of one parameter among full ones, by its name, placement or values.
 
     pieces: as `flat_pieces` gives them.
     """
     return _place_one(shown, param, {}, full, None, pieces)
-
-
-def index_by_placement(param: DTensor) -> Tensor:
-    """The elements of the whole that a DTensor holds, as its placements say; its values are not
-    read. RuntimeError, ValueError or NotImplementedError where they cannot be followed."""
-    everything = torch.arange(param.numel()).view(param.shape)
-    placed = distribute_tensor(everything, param.device_mesh, param.placements, src_data_rank=None)
-    return placed.to_local().cpu()
 
 
 def _declared(name: str, cut: Any, full: Tensor, held: int) -> tuple[Tensor | None, str | None]:
@@ -288,27 +280,27 @@ def _place_one(
     full: Mapping[str, Tensor],
     declared: Callable[[str], tuple[slice, ...] | None] | None,
     pieces: Mapping[int, tuple[int, int]],
-) -> tuple[str | None, Tensor | None, str | None]:
+) -> Place:
     """(name, index, why not). Identity first, then names whose values agree, then values alone."""
     named = [known[id(param)]] if id(param) in known else _by_name(shown, full)
     if id(param) in pieces and named:
         start, size = pieces[id(param)]
         return named[0], torch.arange(start, start + size), None
     if id(param) in known:
-        return (named[0], *_index(param, full[named[0]]))
+        return (named[0], *index_of(param, full[named[0]]))
     for name in named:
         cut = declared(name) if declared else None
         if cut is not None:
             return (name, *_declared(name, cut, full[name], to_local(param).numel()))
-        index, problem = _index(param, full[name])
-        if problem is None and _agrees(param, full[name], index):
+        index, problem = index_of(param, full[name])
+        if problem is None and agrees(param, full[name], index):
             return name, index, None
-    found = _by_value(param, full)
+    found = by_value(param, full)
     if len(found) == 1:
-        return (found[0], *_index(param, full[found[0]]))
+        return (found[0], *index_of(param, full[found[0]]))
     if named:
-        index, problem = _index(param, full[named[0]])
-        if problem is None and _is_permuted(param, full[named[0]], index):
+        index, problem = index_of(param, full[named[0]])
+        if problem is None and is_permuted(param, full[named[0]], index):
             problem = "holds the values of build()'s in another order, a layout that is not known"
         return named[0], index, problem
     if len({*found}) == 1:
@@ -326,7 +318,7 @@ def _one_of_several(name: str | None, full: Mapping[str, Tensor]) -> str | None:
     value = full[name] if name is not None else None
     if value is None or not value.numel():
         return None
-    alike = [n for n, other in full.items() if n != name and _equal(other, value)]
+    alike = [n for n, other in full.items() if n != name and equal(other, value)]
     if not alike:
         return None
     return (f"its values are those of {name} and of {some_of(alike)}, and this rank's model is a "
@@ -342,101 +334,10 @@ def _by_name(shown: str, full: Mapping[str, Tensor]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _agrees(param: Tensor, full: Tensor, index: Tensor | None) -> bool:
-    local = to_local(param).detach()
-    return _equal(local, full if index is None else full.reshape(-1)[index])
-
-
-def _is_permuted(param: Tensor, full: Tensor, index: Tensor | None) -> bool:
-    local = to_local(param).detach().cpu().reshape(-1)
-    whole = (full if index is None else full.reshape(-1)[index]).reshape(-1)
-    same = len(local) == len(whole) and torch.equal(local.sort().values, whole.sort().values)
-    return bool(same) and not torch.equal(local, whole)
-
-
-def _by_value(param: Tensor, full: Mapping[str, Tensor]) -> list[str]:
-    """Full parameters that hold exactly these values, or have them as a block: twice one that has
-    several such blocks, as zeros are found in any bias that starts at zero."""
-    local = to_local(param).detach().cpu()
-    if not local.numel():
-        return []
-    return [
-        name
-        for name, value in full.items()
-        if value.dim() == local.dim() and value.dtype == local.dtype
-        for _ in _offsets(local, value)
-    ]
-
-
 def _alone_in_its_shape(param: Tensor, full: Mapping[str, Tensor], found: Place) -> Place:
     """Of a rank that cuts none, where no name tells: the only parameter of this shape with these
     values, if others have them several times over, as zeros."""
-    held = _by_value(param, full) if found[0] is None else []
+    held = by_value(param, full) if found[0] is None else []
     same = {name for name in held if full[name].shape == param.shape}
     others = {held.count(name) for name in {*held} - same}
     return (same.pop(), None, None) if len(same) == 1 and 1 not in others else found
-
-
-def _index(param: Tensor, full: Tensor) -> tuple[Tensor | None, str | None]:
-    """The elements of `full` that a parameter holds, or why that cannot be said."""
-    if isinstance(param, DTensor):
-        if tuple(param.shape) != tuple(full.shape):
-            return None, f"a DTensor of shape {tuple(param.shape)}; build() has {tuple(full.shape)}"
-        try:
-            index = index_by_placement(param)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            return None, f"placements {param.placements} cannot be read: {error}"
-        local = param.to_local().cpu()
-        found, problem = _found(local, full)
-        if local.shape != index.shape:
-            return found, problem
-        if problem is None and not _equal(local, full.reshape(-1)[index]):
-            return found, None
-        return (None if index.shape == full.shape else index), None
-    if param.shape == full.shape:
-        return None, None
-    return _found(param, full)
-
-
-def _found(local: Tensor, full: Tensor) -> tuple[Tensor | None, str | None]:
-    local, shape = local.detach().cpu(), tuple(local.shape)
-    if local.dim() != full.dim():
-        return None, f"has shape {shape}; build() has {tuple(full.shape)}"
-    if not local.numel():
-        return torch.empty(local.shape, dtype=torch.int64), None
-    offsets = _offsets(local, full)
-    if len(offsets) != 1:
-        often = "nowhere" if not offsets else f"{len(offsets)} times"
-        return None, (
-            f"has shape {shape}, and its values occur {often} in the full weight: which part it "
-            f"is can be said by shard_of"
-        )
-    index = torch.arange(full.numel()).view(full.shape)
-    for dim, start in enumerate(offsets[0]):
-        index = index.narrow(dim, start, local.shape[dim])
-    return index.contiguous(), None
-
-
-def _offsets(local: Tensor, full: Tensor) -> list[tuple[int, ...]]:
-    """Where a block of this shape and these values begins in the full tensor; at most two."""
-    if any(a > b for a, b in zip(local.shape, full.shape, strict=True)):
-        return []
-    hits = torch.nonzero(full == local.reshape(-1)[0]).tolist()
-    found = []
-    for start in hits:
-        block = full
-        if any(s + n > m for s, n, m in zip(start, local.shape, full.shape, strict=True)):
-            continue
-        for dim, offset in enumerate(start):
-            block = block.narrow(dim, offset, local.shape[dim])
-        if _equal(block, local):
-            found.append(tuple(start))
-        if len(found) > 1:
-            break
-    return found
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return bool(
-        torch.equal(a.detach().cpu(), b.detach().cpu().to(a.dtype))
-    )  # False for other shapes

@@ -35,7 +35,7 @@ from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, looked, named
 from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
 from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
-from sumgrad.diagnose.explainers.by_modules.odd_data import odd_data
+from sumgrad.diagnose.explainers.by_modules.odd_data import OddData, odd_data
 from sumgrad.diagnose.explainers.by_modules.other_weights import handed_other_weights, held_beside
 from sumgrad.diagnose.explainers.by_modules.reordered import reordered_in_words
 from sumgrad.diagnose.explainers.by_modules.rows_used import reading
@@ -101,33 +101,16 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         )
     kind = "skipped_collective" if missing else "forward"
     said = partial(Diagnosis, kind=kind, ranks=found.ranks)
-    if misplaced := misplaced_in_words(case, found):
-        return said(cause=misplaced[0], because=seen)
     called = tuple(called_from(case, look, found, back=False))
-    if moved := reordered_in_words(case, look, found):
-        return said(cause=moved[0], because=(*called, seen[1]))
     odd = odd_data(case, look, found)
-    if odd is not None and (odd.module != found.wrong or odd.is_sure):
-        what = named(look, odd.module)
-        text = f"in the forward what enters {what} is another already on some ranks"
-        # What is seen further on follows from it.
-        here = (*called, seen[1]) if odd.module == found.wrong else ()
-        return said(cause=text, because=(*odd.said, *here))
     if _lacking_below(look, found) and (lacking := _lacking_data(case)):
         text = f"{text}: {lacking[0]}"
-    if scaled := scaled_outside(case, look, found):
-        return said(cause=scaled[0], because=seen)
-    if hooked := changed_by_hooks(case, look, found):
-        return said(cause=hooked[0], because=(seen[0], *called, seen[1]))
+    known = next(
+        _known_causes(case, look, found, text=text, seen=seen, called=called, odd=odd), None
+    )
+    if known is not None:
+        return said(cause=known[0], because=known[1])
     joined = joined_in_words(case, look, found)
-    if more := too_much(case, found):
-        because = (*more.because, *handed_otherwise(case, look, found), *called, seen[1])
-        return said(cause=f"{text}: {more.cause}", because=because)
-    other = in_place_of_in_words(case, found) or whole_on_each(case, found)
-    if other := other or handed_other_weights(case, found):
-        return said(cause=f"{text}: {other}", because=(*called, seen[1]))
-    if handed := handed_for_wrong_rows_in_words(case, look, found):
-        return said(cause=handed[0], because=(seen[0], *called, seen[1]))
     solved = () if lines_that_differ(case) else tuple(solved_in_words(case, found))
     # What leads the report is enough to look at; a line that does, to say of lines.
     line_leads = (
@@ -154,6 +137,43 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     if solved:
         return said(cause=solved[0], because=(seen[0], *because))
     return said(cause=text, because=because)
+
+
+def _known_causes(
+    case: Case,
+    look: Look,
+    found: FirstWrong,
+    *,
+    text: str,
+    seen: tuple[str, str],
+    called: tuple[str, ...],
+    odd: OddData | None,
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Of what says by what it goes wrong, and not only where: the cause, and what shows it; the
+    surest first. text: where it goes wrong; seen: as modules show it; called: from which line;
+    odd: data that are others."""
+    where, output = seen
+    if misplaced := misplaced_in_words(case, found):
+        yield misplaced[0], seen
+    if moved := reordered_in_words(case, look, found):
+        yield moved[0], (*called, output)
+    if odd is not None and (odd.module != found.wrong or odd.is_sure):
+        # What is seen further on follows from it.
+        here = (*called, output) if odd.module == found.wrong else ()
+        entered = f"in the forward what enters {named(look, odd.module)} is another already on some"
+        yield f"{entered} ranks", (*odd.said, *here)
+    if scaled := scaled_outside(case, look, found):
+        yield scaled[0], seen
+    if hooked := changed_by_hooks(case, look, found):
+        yield hooked[0], (where, *called, output)
+    if more := too_much(case, found):
+        otherwise = handed_otherwise(case, look, found)
+        yield f"{text}: {more.cause}", (*more.because, *otherwise, *called, output)
+    other = in_place_of_in_words(case, found) or whole_on_each(case, found)
+    if other := other or handed_other_weights(case, found):
+        yield f"{text}: {other}", (*called, output)
+    if handed := handed_for_wrong_rows_in_words(case, look, found):
+        yield handed[0], (where, *called, output)
 
 
 def _output(
