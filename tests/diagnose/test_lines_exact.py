@@ -129,7 +129,27 @@ def test_a_sign_is_no_other_number(sign, told):
 
     mine, there = recorded(side, X[OWN], 1.0), recorded(whole, X)
     found = list(lines([mine], there).first_forward(0, everything))
-    assert [part for part, _ in parts(found) if part == "here * 0.7"] == told
+    assert [part for part, _ in parts(found) if part in ("-y", "here * 0.7")] == told
+
+
+def test_what_comes_with_the_other_sign_is_not_what_is_wrong_there():
+    def side(x):
+        out = torch.tensor(-x.sin().detach().numpy())
+        return (x.cos() + out) * 0.7
+
+    mine, there = recorded(side, X[OWN]), recorded(lambda x: (x.cos() - x.sin() * 2) * 0.7, X)
+    found = list(lines([mine], there).first_forward(0, everything))
+    assert parts(found)[:1] == [("x.cos() + out", ())]
+
+
+def test_torchs_formula_is_not_accused_where_another_use_is_not_known():
+    def uses(x, k):
+        y = x.sin()
+        return (y.cos() * y).sum() + (y * k).exp().sum()
+
+    mine, there = recorded(uses, X[OWN], 0.37), recorded(uses, X, 0.91)
+    found = list(lines([mine], there).first_backward(0, everything))
+    assert not [part for part, _ in parts(found) if part == "y.cos() * y"]
 
 
 def test_a_piece_of_a_value_may_get_the_rest_of_its_gradient_elsewhere():

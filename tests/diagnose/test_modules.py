@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
+from sumgrad.diagnose.modules import first_wrong
 from sumgrad.diagnose.modules.first_wrong import (
     _again_by_hand,
+    _is_told_in_it,
     first_wrong_backward,
     first_wrong_forward,
     first_wrong_recomputed,
@@ -170,19 +173,44 @@ def test_a_factor_that_begins_at_a_module(factor, ratio, lost):
     assert found.ratio == (None if ratio is None else pytest.approx(ratio))
 
 
-def test_factors_of_single_vectors_that_begin_at_a_module():
+def test_factors_of_single_vectors_that_begin_at_a_module(monkeypatch):
     """Each of what is made from it has the one factor of the loss."""
     factors = torch.linspace(0.5, 2.0, TOKENS)[:, None]
     found = first_wrong_backward(look(rank(grad_first=lambda g: factors * g)), ())
     assert (found.wrong, found.beside, found.by_vector, found.ratio) == (
         "first", ("second",), True, None,
     )  # fmt: skip
-    none = torch.tensor([1.0, 0.0, 1.0, *[0.0] * (TOKENS - 3)])[:, None]  # of a table that is cut
-    cut = first_wrong_backward(look(rank(grad_first=lambda g: none * g)), ())
-    assert cut is None or not cut.by_vector
+    with monkeypatch.context() as patch:  # as where only another rank's say that it is right there
+        patch.setattr(first_wrong, "_is_told_in_it", lambda *_: False)
+        unknown = first_wrong_backward(look(rank(grad_first=lambda g: factors * g)), ())
+        assert unknown is None or not unknown.by_vector
+    # Of a table that is cut each rank takes the others' rows for nothing.
+    mine = torch.tensor([1.0, *[0.0, 1.0] * TOKENS])[:TOKENS, None]
+    cut = [rank(grad_first=lambda g, own=own: own * g) for own in (mine, 1.0 - mine)]
+    found = first_wrong_backward(look(*cut), ())
+    assert found is None or not found.by_vector
     every = dict.fromkeys(("grad_first", "grad_second", "grad_third"), lambda g: factors * g)
     found = first_wrong_backward(look(rank(**every)), ())
     assert found is None or not found.by_vector  # from the loss on: weights of tokens
+
+
+@pytest.mark.parametrize(
+    ("shape", "above", "told"),
+    [
+        ((4, 3), [(0, 1, "right")], True),
+        ((4, 1), [(0, 1, "right")], False),  # of single numbers any factor fits
+        ((4, 3), [(0, 1, "right"), (0, 1, "untold")], False),
+        ((4, 3), [(1, 1, "right"), (0, 0, "right")], False),  # of another rank, of another call
+    ],
+)
+def test_factors_of_vectors_are_held_against_what_is_made_in_that_call(shape, above, told):
+    def seen(of, number, state):
+        call = Call(module="m", number=number, part=0, operation=0, operation_back=0,
+                    recomputed=False)  # fmt: skip
+        return Seen(rank=of, call=call, shape=shape, backward=state)
+
+    held = SimpleNamespace(seen={"m": [seen(*one) for one in above]})
+    assert _is_told_in_it(held, ("m", LOSS), seen(0, 1, "right")) == told
 
 
 FORK = {"second": (), "third": ("first",), LOSS: ("second", "third")}  # two ways to the loss
