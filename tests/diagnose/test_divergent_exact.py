@@ -158,9 +158,12 @@ def test_a_mean_tells_only_of_ranks_that_are_unlike(monkeypatch, wrong, told):
     assert names.own_parts(case, ["w"], mean=True) == told
 
 
-def test_what_is_scaled_for_a_mean_that_nobody_takes_is_not_reduced(monkeypatch):
+@pytest.mark.parametrize("script", [False, True])
+def test_what_is_scaled_for_a_mean_that_nobody_takes_is_not_reduced(monkeypatch, script):
+    """Of a script the ranks' own gradients tell more: what each was put together from."""
     cells = [SimpleNamespace(rank=rank, name="w") for rank in (0, 1)]
-    case = SimpleNamespace(cells=cells, failing_cells=cells)
+    record = SimpleNamespace(spec=SimpleNamespace(script="train.py" if script else None))
+    case = SimpleNamespace(cells=cells, failing_cells=cells, record=record)
     monkeypatch.setattr(divergent, "_by_rank", lambda failing, case, mixed: {})
     monkeypatch.setattr(divergent, "_mixed", lambda failing: False)
     monkeypatch.setattr(
@@ -169,7 +172,11 @@ def test_what_is_scaled_for_a_mean_that_nobody_takes_is_not_reduced(monkeypatch)
     )  # fmt: skip
     step = ("skipped_collective", "{what} is not reduced", "no reduction in the ledger makes it")
     monkeypatch.setattr(divergent, "which_step", lambda case, names, mixed: step)
-    told, fitted = divergent.divergent_cause(case)
+    found = divergent.divergent_cause(case)
+    if script:
+        assert found is None
+        return
+    told, fitted = found
     assert told.cause == "w is not reduced over dp: its ranks keep their own partials"
     assert told.because == ("the ranks' copies of w have over dp the mean that is the reference",
                             "no reduction in the ledger makes it")  # fmt: skip

@@ -42,6 +42,8 @@ def divergent_cause(case: Case) -> Explained | None:
                 or _missing_reduction(case, names, ranks, mixed, _add_up(summed), parts)
             )
             return diagnosis, [((r,), f) for r, f in parts.items()]
+    if case.record.spec.script is not None:
+        return None  # what its ranks' own backwards gave tells more
     meant = own_parts(case, names, mean=True)
     if meant is None:
         return None
