@@ -56,6 +56,7 @@ class AtLine:
     again: bool = False
     beside: tuple[Computation, ...] = ()
     then: tuple[Computation, ...] = ()
+    times: float | None = None
 
 
 class Lines:
@@ -164,6 +165,29 @@ class Lines:
                 if c.written or not others:  # else one of those that have a backward of their own
                     yield AtLine(
                         rank=rank, mine=c, place=place, at=at, back=True, beside=tuple(others)
+                    )
+
+    def sent_back(self, rank: int, to: Sequence[int]) -> Iterator[AtLine]:
+        """Against the order, Functions of what other ranks sent that get what is right, and give
+        another gradient back, or a multiple of it."""
+        mine = self._ranks[rank]
+        for place, c in reversed(list(enumerate(mine.computations))):
+            if not c.written or c.function_of or c.site in self._sites:
+                continue
+            results = [n for n in c.gives if n in mine.with_graph]
+            if not results or any(self.states.backward(rank, n) != "right" for n in results):
+                continue
+            factor = self.states.factor(rank, results[0])
+            for i, n in enumerate(c.takes):
+                sender = self.states.sender(rank, n) if isinstance(n, int) else None
+                if sender is None or sender[0] not in to or not isinstance(n, int):
+                    continue
+                state, own = self.states.backward(rank, n), self.states.factor(rank, n)
+                if state == "wrong":
+                    yield AtLine(rank=rank, mine=c, place=place, at=(i,), back=True)
+                elif state == "right" and own and factor and not same([own, factor]):
+                    yield AtLine(
+                        rank=rank, mine=c, place=place, at=(i,), back=True, times=own / factor
                     )
 
     def into_the_loss(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:

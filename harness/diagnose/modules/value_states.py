@@ -17,6 +17,8 @@ from sumgrad.record.computed import Computed, places_of
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
+Key = tuple[tuple[int, ...], bytes]
+FEWEST = 2  # different numbers that are no chance
 MOST_ALIKE = 8  # values of the single process that one is compared with
 
 
@@ -40,6 +42,10 @@ class ValueStates:
             rank: {place: number for number, place in found.items()}
             for rank, found in self._places.items()
         }
+        self._sites = {
+            number: (site, k) for number, (site, _, k) in places_of(self._single).items()
+        }
+        self._sent: dict[Key, tuple[int, int]] | None = None
 
     def factor(self, rank: int, number: int) -> float | None:
         """Of the gradient that reaches a value and is right; None where it is not one or is not
@@ -83,7 +89,7 @@ class ValueStates:
     def _state_back(self, rank: int, number: int) -> State:
         value, got = self._ranks[rank].values[number], gradient_of(self._ranks[rank], number)
         told: list[State] = []
-        for other in self.alike(value):
+        for other in self._of_its_line(rank, number):
             whole, wanted = self._single.values[other], gradient_of(self._single, other)
             where = match(vectors(value), vectors(whole), self._tolerance)
             if wanted is None or where is None or not bool(where.here.all()):
@@ -163,6 +169,32 @@ class ValueStates:
         last = value.shape[-1:]
         return sorted(held, key=lambda n: self._single.values[n].shape[-1:] != last)[:MOST_ALIKE]
 
+    def _of_its_line(self, rank: int, number: int) -> list[int]:
+        """Values of the single process that have all its numbers; where the line that gives it, or
+        gave it to the rank that sent it, gives some of them there, these: what hands its numbers on
+        has another gradient."""
+        every, place = self.alike(self._ranks[rank].values[number]), self._places[rank].get(number)
+        if place is None and (sender := self.sender(rank, number)) is not None:
+            place = self._places[sender[0]][sender[1]]
+        same = [n for n in every if place and self._sites.get(n) == (place[0], place[2])]
+        return same or every
+
+    def sender(self, rank: int, number: int) -> tuple[int, int] | None:
+        """Of a value that no line gives here, which other rank's does: that rank and its number of
+        it, of several the last one that a line gives which the single process runs, too."""
+        if number in self._places[rank]:
+            return None
+        if self._sent is None:
+            known = {*self._sites.values()}
+            self._sent = {}
+            for other, places in self._places.items():
+                for n, (site, _, k) in places.items():
+                    if (site, k) in known and n in self._ranks[other].with_graph:
+                        self._sent[_key(self._ranks[other].values[n])] = other, n
+        value = self._ranks[rank].values[number]
+        found = self._sent.get(_key(value)) if len(value.unique()) >= FEWEST else None
+        return found if found is not None and found[0] != rank else None
+
     def has_its_vectors(self, value: Tensor) -> bool:
         """Whether each vector of a value is one of one value of the single process."""
         for other in self.alike(value):
@@ -189,3 +221,7 @@ def gradient_of(computed: Computed, number: int) -> Tensor | None:
     """Of all terms together."""
     held = [own[number] for own in computed.gradients if number in own]
     return torch.stack(held).sum(0) if held else None
+
+
+def _key(value: Tensor) -> Key:
+    return tuple(value.shape), value.contiguous().numpy().tobytes()

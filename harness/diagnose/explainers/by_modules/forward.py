@@ -135,7 +135,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         *reading(case),
     )
     if solved:
-        return said(cause=solved[0], because=(seen[0], *because))
+        return said(cause=solved[0], because=(*solved[1:], seen[0], *because))
     return said(cause=text, because=because)
 
 

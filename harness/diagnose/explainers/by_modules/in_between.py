@@ -15,6 +15,7 @@ from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, line_and_code, ordinal
 from sumgrad.diagnose.explainers.by_modules.masked import masked_in_words
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between, lines_in
+from sumgrad.diagnose.explainers.by_modules.run_between import run_in_words
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
@@ -53,7 +54,7 @@ def _lines(
         several = not entered and len({s.call.part for s in look.seen[found.wrong]}) > 1
         end = f"{INTO}{found.wrong}" if entered else found.wrong
         ways = lines_in(case, found) if several else lines_between(case, found, end)
-        yield from () if follows else made or ways
+        yield from () if follows else run_in_words(case, entered) or made or ways
 
 
 def made_before(case: Case, entered: Sequence[Seen]) -> list[str]:

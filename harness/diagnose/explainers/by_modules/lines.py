@@ -8,6 +8,7 @@ from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import (
     as_a_hint,
+    fraction_of,
     line_and_code,
     line_from_here,
     looked,
@@ -43,6 +44,9 @@ def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
         told = agreed(lines.first_forward, asked, found.ranks)
         # The loss is no module's: its lines are the single process's, or nothing is told by them.
         told = [one for one in told if one.there and not one.at and not one.parts]
+    if not told:
+        others = [rank for rank in traces.ranks if rank not in found.ranks]
+        told = agreed(lambda rank, _: lines.sent_back(rank, found.ranks), asked, others)
     if not told:
         told = agreed(lines.kept, asked, found.ranks)
     if not told and not _recomputes(case):
@@ -183,8 +187,9 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
         others = [o for o in one.beside if o.function != one.mine.function]
         too = f"; {some_of([_function(o) for o in others])} takes it, too" if others else ""
         within = f" in {one.mine.inside[-1]}" if one.mine.inside and one.mine.inside[-1] else ""
+        wrong = "wrong" if one.times is None else f"{fraction_of(one.times)} times what is right"
         yield (f"where it goes wrong first, the gradient that reaches the result of {line}{within} "
-               f"is right {on}, and that of its {_arguments(found)}{where} is wrong{too}"
+               f"is right {on}, and that of its {_arguments(found)}{where} is {wrong}{too}"
               )  # fmt: skip
         if not written:
             yield ("it is torch's own formula: look at what changes what it kept, before the "

@@ -14,6 +14,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     line_and_code,
     ordinal,
 )
+from sumgrad.diagnose.explainers.by_modules.run_between import made_in_words
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.how_apart import ENOUGH
 from sumgrad.diagnose.modules.keys_needed import KeysNeeded
@@ -42,7 +43,16 @@ def solved_in_words(case: Case, found: FirstWrong) -> list[str]:
     so = f", and with other numbers on rank {spans(sorted(also))}" if also else ""
     spare = told[0].need.spare if told[0].at >= 0 else 0
     agree = f" ({spare} more numbers agree than it takes to solve for that)" if spare else ""
-    return [f"{expression(told[0].mine)}: {what} on rank {spans(sorted(ranks))}{so}{agree}"]
+    return [
+        f"{expression(told[0].mine)}: {what} on rank {spans(sorted(ranks))}{so}{agree}",
+        *_made(case, told[0]),
+    ]
+
+
+def _made(case: Case, one: Solved) -> list[str]:
+    """How what would have to be another is made, where one argument is."""
+    number = one.mine.takes[one.at] if one.at >= 0 else ""
+    return made_in_words(case, one.rank, number) if isinstance(number, int) else []
 
 
 def _what(case: Case, one: Solved) -> str:

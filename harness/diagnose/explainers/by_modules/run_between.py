@@ -1,0 +1,91 @@
+"""What ranks ran between what is right and the first wrong module, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from sumgrad.base.files import is_librarys
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.between import told_of
+from sumgrad.diagnose.explainers.by_modules.lines import in_words, known_lines
+from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, line_from_here
+from sumgrad.diagnose.modules.run_between import Run, RunBetween
+from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.diagnose.names import axis_groups
+
+MOST_LINES = 8  # more are no hint
+MOST_CODE = 70  # characters of a line that are shown
+
+
+@as_a_hint
+def run_in_words(case: Case, entered: Sequence[Seen]) -> list[str]:
+    """Of the call that is told of, from what is right to what goes in: the lines of every rank on
+    the way; nothing of a single line, or of too many."""
+    if not entered or case.traces is None:
+        return []
+    s = told_of(entered)
+    back = _back(case)
+    value = case.traces.ranks[s.rank].outputs[s.at]
+    number = None if back is None else back.number_of(s.rank, value, s.at)
+    if back is None or number is None:
+        return []
+    runs = back.back_from(s.rank, number)
+    way = _way(runs)
+    return [
+        *_sent(case, runs, s.rank),
+        *(f"what goes in on rank {s.rank} in call {s.call.number} is made {text}" for text in way),
+    ]
+
+
+@as_a_hint
+def made_in_words(case: Case, rank: int, number: int) -> list[str]:
+    """The same of one value of a rank."""
+    back = _back(case)
+    return (
+        []
+        if back is None
+        else [f"that argument is made {text}" for text in _way(back.back_from(rank, number))]
+    )
+
+
+def _way(runs: Sequence[Run]) -> list[str]:
+    """From what is right on: the user's own lines by rank."""
+    shown = [
+        run
+        for run in reversed(runs)
+        if run.made.line and not is_librarys(run.made.line) and "zeros" not in run.made.function
+    ]
+    keys = dict.fromkeys((run.rank, run.made.line) for run in shown)
+    if not 1 < len({line for _, line in keys}) <= MOST_LINES:
+        return []
+    codes = {run.made.line: run.made.code for run in shown}
+    told, path = list[str](), ""
+    for rank, lines in groupby(keys, key=lambda key: key[0]):
+        words = []
+        for _, line in lines:
+            text, here = line_and_code(line, codes[line], MOST_CODE), line.rpartition(":")[0]
+            words.append(text.removeprefix(line_from_here(here)) if here == path else text)
+            path = here
+        told.append(f"on rank {rank} at {', '.join(words)}")
+    return ["; then ".join(told)]
+
+
+def _sent(case: Case, runs: Sequence[Run], rank: int) -> Iterator[str]:
+    """Where it goes wrong on another rank, at a single line."""
+    lines = known_lines(case)
+    first = [run for run in runs if run.first]
+    if lines is None or len(first) != 1 or first[0].rank == rank:
+        return
+    (run,) = first
+    found = list(lines.first_forward(run.rank, lambda c: c is run.made))
+    if found and not found[0].again and found[0].told:
+        yield from in_words(found)
+
+
+def _back(case: Case) -> RunBetween | None:
+    lines, traces = known_lines(case), case.traces
+    if lines is None or traces is None:
+        return None
+    sets = [ranks for _, groups in axis_groups(case) for ranks in groups]
+    return RunBetween(traces, lines.states, sets)

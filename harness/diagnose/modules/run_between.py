@@ -1,0 +1,142 @@
+"""What ranks ran between what is right and a value that is wrong: back from the value, line by
+line, through what other ranks sent or added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from sumgrad.diagnose.modules.followed import Ways, ways_of
+from sumgrad.diagnose.modules.value_states import ValueStates
+from sumgrad.record.computed import LARGE, Computation
+from sumgrad.record.trace import Traces
+from torch import Tensor
+
+MOST_RUN = 64  # computations on the way back: more are no hint
+FEWEST = 2  # different numbers that are no chance
+FEWEST_WHOLE = 3  # the same, of whole numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """A computation on the way, number `place` of a rank's. steps: how many come after it. first:
+    all that it takes is the single process's, and what it gives is not. sent: what it gives went to
+    this rank."""
+
+    rank: int
+    place: int
+    made: Computation
+    steps: int
+    first: bool = False
+    sent: int | None = None
+
+
+class RunBetween:
+    """groups: sets of ranks over which an axis adds up."""
+
+    def __init__(self, traces: Traces, states: ValueStates, sets: Sequence[Sequence[int]]) -> None:
+        self._ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
+        self._ways = {rank: ways_of(computed) for rank, computed in self._ranks.items()}
+        self._states = states
+        self._sets = sets
+        single = traces.single.computed
+        self._whole = [v for v in single.values if not v.is_floating_point() and v.numel() > 1]
+
+    def number_of(self, rank: int, value: Tensor, calls: int) -> int | None:
+        """The number of a rank's value that equals this one: of those that were given before so
+        many of its calls, the last, or the only one that was taken."""
+        mine = self._ranks[rank]
+        alike = {n for n, v in enumerate(mine.values) if _equal(v, value)}
+        given = [n for c in mine.computations if c.calls <= calls for n in c.gives if n in alike]
+        taken = [t for c in mine.computations for t in c.takes if t in alike]
+        found = given[-1:] or taken[:1]
+        return found[0] if found and isinstance(found[0], int) else None
+
+    def back_from(self, rank: int, number: int) -> list[Run]:
+        """The latest first; nothing where it is too much to be a hint."""
+        todo, seen, out = [(rank, number, 0, None)], {(rank, number)}, dict[tuple[int, int], Run]()
+        while todo:
+            at, value, steps, to = todo.pop(0)
+            if self._is_right(at, value):
+                continue
+            place = self._maker(at, value)
+            if place is None:
+                more = [(r, n, steps, at if r != at else None) for r, n in self._brought(at, value)]
+            elif (at, place) in out:
+                continue
+            else:
+                made = self._ranks[at].computations[place]
+                taken = [t for t in made.takes if isinstance(t, int)]
+                large = any(isinstance(t, str) and t.startswith(LARGE) for t in made.takes)
+                first = bool(taken) and not large and all(self._is_right(at, t) or
+                        self._is_given(at, t) for t in taken)  # fmt: skip
+                out[at, place] = Run(rank=at, place=place, made=made, steps=steps,
+                                     first=first and self._is_wrong(at, made), sent=to)  # fmt: skip
+                more = [(at, t, steps + 1, None) for t in taken]
+            if len(out) > MOST_RUN:
+                return []
+            todo += [one for one in more if one[:2] not in seen]
+            seen |= {one[:2] for one in more}
+        return sorted(out.values(), key=lambda run: run.steps)
+
+    def _is_wrong(self, rank: int, made: Computation) -> bool:
+        return any(self._states.forward(rank, n) == "wrong" for n in made.gives)
+
+    def _is_right(self, rank: int, number: int) -> bool:
+        """Of whole numbers by value, of others as a slice or as a part."""
+        value = self._ranks[rank].values[number]
+        if value.is_floating_point():
+            return self._states.forward(rank, number) in ("right", "part")
+        told = len(value.unique()) >= FEWEST_WHOLE
+        return told and any(_equal(value, whole) for whole in self._whole)
+
+    def _is_given(self, rank: int, number: int) -> bool:
+        """Whether it has no digits that could be wrong, and no line makes it: a mask, a shape."""
+        value = self._ranks[rank].values[number]
+        return value.numel() <= 1 and self._maker(rank, number) is None
+
+    def _maker(self, rank: int, number: int) -> int | None:
+        ways: Ways = self._ways[rank]
+        computations = self._ranks[rank].computations
+        makers = [p for p in ways.gives.get(number, ()) if number not in computations[p].takes]
+        found = [p for p in makers if "empty" not in computations[p].function]
+        return found[0] if found else None
+
+    def _brought(self, rank: int, number: int) -> Iterator[tuple[int, int]]:
+        """Values of other ranks that this one is, or is the sum of: what was sent or added up."""
+        value = self._ranks[rank].values[number]
+        if not value.is_floating_point() or len(value.unique()) < FEWEST:
+            return
+        for other, computed in self._ranks.items():
+            if other == rank:
+                continue
+            for c in computed.computations:
+                for n in c.gives:
+                    if _equal(computed.values[n], value) and n not in c.takes:
+                        yield other, n
+                        return
+        yield from self._added_up(rank, value)
+
+    def _added_up(self, rank: int, value: Tensor) -> Iterator[tuple[int, int]]:
+        """The same call's results on all ranks of a group, whose sum it is."""
+        for group in self._sets:
+            if rank not in group or len(group) < 2:
+                continue
+            for number, own in enumerate(self._ranks[rank].values):
+                if own.shape != value.shape or not own.is_floating_point():
+                    continue
+                held = dict(self._states.same_call(rank, number))
+                terms = [own, *(self._ranks[r].values[held[r]] for r in group if r in held)]
+                if len(terms) != len(group) or any(t.shape != own.shape for t in terms):
+                    continue
+                if torch.allclose(torch.stack(terms).double().sum(0), value.double(), rtol=1e-9,
+                                  atol=1e-9 * float(value.abs().max())):  # fmt: skip
+                    yield rank, number
+                    yield from ((r, held[r]) for r in group if r != rank)
+                    return
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
