@@ -22,15 +22,13 @@ FEWEST_WHOLE = 3  # the same, of whole numbers
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
     """A computation on the way, number `place` of a rank's. steps: how many come after it. first:
-    all that it takes is the single process's, and what it gives is not. sent: what it gives went to
-    this rank."""
+    all that it takes is the single process's, and what it gives is not."""
 
     rank: int
     place: int
     made: Computation
     steps: int
     first: bool = False
-    sent: int | None = None
 
 
 class RunBetween:
@@ -56,30 +54,31 @@ class RunBetween:
 
     def back_from(self, rank: int, number: int) -> list[Run]:
         """The latest first; nothing where it is too much to be a hint."""
-        todo, seen, out = [(rank, number, 0, None)], {(rank, number)}, dict[tuple[int, int], Run]()
-        while todo:
-            at, value, steps, to = todo.pop(0)
+        todo, seen, out = [(rank, number, 0)], {(rank, number)}, dict[tuple[int, int], Run]()
+        while todo and len(out) <= MOST_RUN:
+            at, value, steps = todo.pop(0)
             if self._is_right(at, value):
                 continue
             place = self._maker(at, value)
             if place is None:
-                more = [(r, n, steps, at if r != at else None) for r, n in self._brought(at, value)]
+                before = list(self._brought(at, value))
             elif (at, place) in out:
                 continue
             else:
-                made = self._ranks[at].computations[place]
-                taken = [t for t in made.takes if isinstance(t, int)]
-                large = any(isinstance(t, str) and t.startswith(LARGE) for t in made.takes)
-                first = bool(taken) and not large and all(self._is_right(at, t) or
-                        self._is_given(at, t) for t in taken)  # fmt: skip
-                out[at, place] = Run(rank=at, place=place, made=made, steps=steps,
-                                     first=first and self._is_wrong(at, made), sent=to)  # fmt: skip
-                more = [(at, t, steps + 1, None) for t in taken]
-            if len(out) > MOST_RUN:
-                return []
-            todo += [one for one in more if one[:2] not in seen]
-            seen |= {one[:2] for one in more}
-        return sorted(out.values(), key=lambda run: run.steps)
+                out[at, place] = self._run(at, place, steps)
+                before = [(at, t) for t in out[at, place].made.takes if isinstance(t, int)]
+                steps += 1
+            todo += [(r, n, steps) for r, n in before if (r, n) not in seen]
+            seen.update(before)
+        return sorted(out.values(), key=lambda run: run.steps) if len(out) <= MOST_RUN else []
+
+    def _run(self, rank: int, place: int, steps: int) -> Run:
+        made = self._ranks[rank].computations[place]
+        taken = [t for t in made.takes if isinstance(t, int)]
+        large = any(isinstance(t, str) and t.startswith(LARGE) for t in made.takes)
+        told = all(self._is_right(rank, t) or self._is_given(rank, t) for t in taken)
+        first = bool(taken) and told and not large and self._is_wrong(rank, made)
+        return Run(rank=rank, place=place, made=made, steps=steps, first=first)
 
     def _is_wrong(self, rank: int, made: Computation) -> bool:
         return any(self._states.forward(rank, n) == "wrong" for n in made.gives)

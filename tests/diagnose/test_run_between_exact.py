@@ -1,0 +1,175 @@
+"""What ranks ran on the way to a wrong value, and what a stage gives back, as lines computed it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sumgrad.diagnose.explainers.by_modules import run_between
+from sumgrad.diagnose.explainers.by_modules.lines import in_words
+from sumgrad.diagnose.modules.lines import Lines
+from sumgrad.diagnose.modules.run_between import RunBetween
+from sumgrad.record.computed import computed_together
+from sumgrad.subjects.program.computations import Computations
+from torch.autograd import Function
+
+G = torch.Generator().manual_seed(5)
+X = torch.randn(4, 5, generator=G, dtype=torch.float64)
+W = torch.randn(5, 5, generator=G, dtype=torch.float64)
+PAIR = [("pp", [(0, 1)])]
+
+
+class Scale(Function):
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.by, None
+
+
+def recorded(function, *given, back=None):
+    with Computations(lambda: ((), 0)) as computations:
+        given = [t.clone().requires_grad_() if torch.is_tensor(t) else t for t in given]
+        end = function(*given)
+        torch.autograd.backward([end], [back]) if back is not None else end.sum().backward()
+    return computations.computed(), given, end.detach()
+
+
+def lines(ranks, single, groups=()):
+    traces = SimpleNamespace(
+        ranks={r: SimpleNamespace(computed=computed) for r, computed in enumerate(ranks)},
+        single=SimpleNamespace(computed=single, params={}),
+    )
+    return traces, Lines(traces, groups, 1e-8)
+
+
+def first(x):
+    return (x @ W).tanh()
+
+
+def second(y):
+    return (y * 2).exp() @ W
+
+
+def ways(ranks, single, value, *, rank=1, groups=PAIR):
+    traces, found = lines(ranks, single, groups)
+    sets = [ranks for _, own in groups for ranks in own]
+    back = RunBetween(traces, found.states, sets)
+    number = back.number_of(rank, value, 0)
+    return [(r.rank, r.made.part, r.first) for r in back.back_from(rank, number)]
+
+
+def test_the_way_goes_on_at_the_rank_that_sent_it():
+    """Rank 0 sends a square where the single process has none."""
+    one, _, sent = recorded(lambda x: first(x).square(), X)
+    two, _, _ = recorded(second, sent)
+    there, _, _ = recorded(lambda x: second(first(x)), X)
+    exp = (sent * 2).exp()
+    assert ways([one, two], there, exp) == [
+        (1, "(y * 2).exp()", False),
+        (1, "y * 2", False),
+        (0, "first(x).square()", True),
+    ]
+
+
+def test_the_way_ends_where_the_single_process_has_it():
+    one, _, sent = recorded(first, X)
+    two, _, _ = recorded(lambda y: (y * 3).exp() @ W, sent)
+    there, _, _ = recorded(lambda x: second(first(x)), X)
+    assert ways([one, two], there, (sent * 3).exp()) == [
+        (1, "(y * 3).exp()", False),
+        (1, "y * 3", True),
+    ]
+    # Of what is right nothing is to be said.
+    assert ways([one, two], there, sent) == []
+
+
+def part_of(x, scale):
+    return (x * scale) @ W
+
+
+def test_a_sum_over_ranks_leads_on_to_each_part():
+    one, _, left = recorded(part_of, X, 2.0)
+    two, _, right = recorded(part_of, X + 0, 3.5)
+    total, _, _ = recorded(lambda y: y.sin(), left + right)
+    there, _, _ = recorded(part_of, X, 1.0)
+    found = ways([computed_together([one, total]), two], there, left + right, rank=0)
+    assert {(r, part) for r, part, _ in found} >= {(0, "(x * scale) @ W"), (1, "(x * scale) @ W")}
+
+
+def test_whole_numbers_are_told_by_value():
+    order = torch.tensor([2, 0, 3, 1])
+
+    def picked(x, turn):
+        return x[order.roll(turn)].sin()
+
+    one, _, out = recorded(picked, X, 1)
+    there, _, _ = recorded(picked, X, 0)
+    found = ways([one], there, out, rank=0, groups=())
+    assert found == []  # rows in another order are rows of it
+    half, _, out = recorded(lambda x: x[order.roll(1)] * torch.arange(4)[:, None], X)
+    parts = [part for _, part, _ in ways([half], there, out, rank=0, groups=())]
+    assert "torch.arange(4)[:, None]" in parts
+
+
+@pytest.mark.parametrize("entered", [True, False])
+def test_words_name_the_line_of_the_sender_first(monkeypatch, entered):
+    one, _, sent = recorded(lambda x: first(x).square(), X)
+    two, _, _ = recorded(second, sent)
+    there, _, _ = recorded(lambda x: second(first(x)), X)
+    traces, found = lines([one, two], there, PAIR)
+    traces.ranks[1].outputs = [(sent * 2).exp()]
+    monkeypatch.setattr(run_between, "known_lines", lambda case: found)
+    monkeypatch.setattr(run_between, "axis_groups", lambda case: PAIR)
+    s = SimpleNamespace(rank=1, at=0, call=SimpleNamespace(number=3, operation_back=None),
+                        forward="wrong", wrong=None, shape=(4, 5))  # fmt: skip
+    case = SimpleNamespace(traces=traces)
+    text = run_between.run_in_words(case, [s] if entered else [])
+    if not entered:
+        assert text == []
+        return
+    line, way = text
+    assert "first(x).square()" in line
+    assert line.endswith("on rank 0")
+    assert way.startswith("what goes in on rank 1 in call 3 is made on rank 0 at ")
+    assert "; then on rank 1 at :" in way
+
+
+def test_too_many_lines_are_no_hint():
+    runs = [
+        SimpleNamespace(rank=0, made=SimpleNamespace(line=f"/a/b.py:{i}", code="x", function="add"))
+        for i in range(run_between.MOST_LINES + 1)
+    ]
+    assert len(run_between._way(runs[:-1])) == 1
+    assert run_between._way(runs) == []
+    assert run_between._way(runs[:1]) == []
+
+
+def stages(entrance):
+    """A step of two stages, and its values: rank 1 gets what rank 0 has, through `entrance`."""
+    there, _, _ = recorded(lambda x: second(Scale.apply(first(x), 0.5)), X)
+    with Computations(lambda: ((), 0)) as one:
+        sent = Scale.apply(first(X.clone().requires_grad_()), 0.5)
+        with Computations(lambda: ((), 0)) as two:
+            leaf = sent.detach().clone().requires_grad_()
+            second(entrance(leaf)).sum().backward()
+        sent.backward(leaf.grad)
+    return lines([one.computed(), two.computed()], there)[1]
+
+
+@pytest.mark.parametrize(
+    ("entrance", "times"), [(lambda y: y, None), (lambda y: Scale.apply(y, 0.25), 0.25)]
+)
+def test_what_a_stage_gives_back_is_held_against_what_it_was_sent(entrance, times):
+    both = stages(entrance)
+    found = list(both.sent_back(1, [0]))
+    assert [one.times for one in found] == ([] if times is None else [pytest.approx(times)])
+    assert not list(both.sent_back(1, []))  # of ranks whose gradient is right nothing is asked
+    for one in found:
+        (words,) = in_words([one])
+        assert "is right on rank 1, and that of its argument" in words
+        assert words.endswith("is 1/4 times what is right")
