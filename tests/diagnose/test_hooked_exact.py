@@ -496,7 +496,7 @@ def test_no_border_where_there_is_not_one(monkeypatch, states):
 
 @pytest.mark.parametrize(("factors", "said"), [
     ([2.0, 2.0], ""),
-    ([2.0, 3.0], " but for factors of single vectors, of 2 to 3,"),
+    ([2.0, 3.0], " but for factors of single vectors, of 2 to 3 on rank 0 in call 0,"),
     ([math.nan, 3.0], ""),
     (None, ""),
 ])  # fmt: skip

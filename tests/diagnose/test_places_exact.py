@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import between
 from sumgrad.diagnose.explainers.by_modules.between import places
@@ -97,6 +98,22 @@ def test_the_same_collective_again_is_counted_and_so_are_those_that_are_not_show
     issued = ("a", "b", "b", "c", "d", "e", "e", "f")
     monkeypatch.setattr(between, "issued_between", lambda *_, back: issued)
     found = SimpleNamespace(seen=[SimpleNamespace(rank=1)], modules=("m",))
+    monkeypatch.setattr(between, "_since", lambda *_, back: "in between" if back else "since")
     case = SimpleNamespace(traces="traces", tier="t", step=0)
     (said,) = between.between(case, found, back=True)
     assert said == "in between rank 1 issues a; b (2 times); c; d and 3 more"
+
+
+@pytest.mark.parametrize(("earlier", "said"), [(4, "in between"), (2, "since what a gives,")])
+def test_what_is_issued_before_the_last_of_several_is_since_the_first(monkeypatch, earlier, said):
+    def called(operation, number=0):
+        return SimpleNamespace(
+            rank=0, call=SimpleNamespace(operation=operation, operation_back=None, number=number)
+        )
+
+    # What "a" gives in another call, and what it gives besides, tell nothing.
+    look = SimpleNamespace(seen={"a": [called(1, 1), called(earlier), called(5)], "b": [called(4)]})
+    monkeypatch.setattr(between, "looked", lambda _: look)
+    found = SimpleNamespace(seen=[called(6)], modules=("a", "b"))
+    assert between._since("case", found, back=False) == said
+    assert between.range_between("case", found, 0, back=False) == range(earlier, 6)

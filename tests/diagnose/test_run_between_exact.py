@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import run_between
+from sumgrad.diagnose.explainers.by_modules.handed_in_parts import handed_in_parts
 from sumgrad.diagnose.explainers.by_modules.lines import in_words
 from sumgrad.diagnose.modules.lines import Lines
+from sumgrad.diagnose.modules.look import _only_stands_there
 from sumgrad.diagnose.modules.run_between import RunBetween
 from sumgrad.record.computed import computed_together
 from sumgrad.subjects.program.computations import Computations
@@ -141,7 +143,11 @@ def test_words_name_the_line_of_the_sender_first(monkeypatch, entered):
 
 def test_too_many_lines_are_no_hint():
     runs = [
-        SimpleNamespace(rank=0, made=SimpleNamespace(line=f"/a/b.py:{i}", code="x", function="add"))
+        SimpleNamespace(
+            rank=0,
+            options=None,
+            made=SimpleNamespace(line=f"/a/b.py:{i}", code="x", function="add"),
+        )
         for i in range(run_between.MOST_LINES + 1)
     ]
     assert len(run_between._way(runs[:-1])) == 1
@@ -173,3 +179,55 @@ def test_what_a_stage_gives_back_is_held_against_what_it_was_sent(entrance, time
         (words,) = in_words([one])
         assert "is right on rank 1, and that of its argument" in words
         assert words.endswith("is 1/4 times what is right")
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.7])
+def test_a_product_with_ones_is_no_gradient_that_was_kept(weight):
+    """What equals data that went into it is not what the single process detached."""
+
+    def mine(x, data):
+        return (x - x.detach() + weight).clone() * data
+
+    data = X.cos()
+    own, _, _ = recorded(lambda x: mine(x, data), X)
+    there, _, _ = recorded(lambda x: (x * 3).sin() * data * (data * weight), X)
+    kept = [one.mine.part for one in lines([own], there)[1].kept(0, lambda _: True)]
+    assert any("* data" in part for part in kept) == (weight != 1.0)
+
+
+def given(rank, module, backward, call):
+    return SimpleNamespace(rank=rank, backward=backward, axis="tp", call=call)
+
+
+@pytest.mark.parametrize("state", ["part", "right"])
+def test_a_backward_that_starts_from_a_part_is_said(state):
+    """The stage's output is that of its last block: autograd is handed the gradient of both."""
+    block, whole = (SimpleNamespace(module=m, number=0) for m in ("block", ""))
+    line, made = ("/a/run.py:7", "out.backward(grad)"), ("/a/run.py:9", "grad = recv()")
+    trace = SimpleNamespace(
+        calls=(block, whole), outputs=(X, X.clone()),
+        started=(SimpleNamespace(call=1, line=line, made=made),),
+    )  # fmt: skip
+    look = SimpleNamespace(
+        seen={"block": [given(0, "block", state, block)], "": [given(0, "", "untold", whole)]},
+        paths=SimpleNamespace(all_above=lambda m: {"block", ""}),
+    )
+    case = SimpleNamespace(traces=SimpleNamespace(ranks={0: trace}))
+    found = SimpleNamespace(wrong="block.up", ranks=(0,))
+    text = handed_in_parts(case, look, found)
+    if state == "right":
+        assert text == ""
+        return
+    assert text.startswith("what run.py:7 `out.backward(grad)` hands to autograd as the gradient")
+    assert "of what block gives, made at run.py:9 `grad = recv()`, is a part on each rank" in text
+    assert "summed over tp" in text
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "only"),
+    [("Identity", "Mlp", True), ("Identity", "Identity", False), ("Mlp", "Mlp", False)],
+)
+def test_what_stands_in_the_place_of_other_stages_layers_is_not_compared(here, there, only):
+    trace, single = (SimpleNamespace(classes={"block": name}) for name in (here, there))
+    assert _only_stands_there("block", trace, single) == only
+    assert not _only_stands_there("other", trace, single)

@@ -227,13 +227,23 @@ class Lines:
 
     def kept(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
         """Those whose results get a gradient, where autograd knows nothing of the same numbers in
-        the single process."""
+        the single process; not what only has the numbers of data, as a product with ones."""
         mine = self._ranks[rank]
         for place, c in enumerate(mine.computations):
             if not asked(c) or c.function.startswith(MODULE) or c.function_of or not c.gives:
                 continue
-            if all(self._is_kept(rank, n) for n in c.gives):
+            if all(self._is_kept(rank, n) for n in c.gives) and not self._has_those_of_data(
+                rank, c
+            ):
                 yield AtLine(rank=rank, mine=c, place=place, back=True, kept=True)
+
+    def _has_those_of_data(self, rank: int, c: Computation) -> bool:
+        """Whether all that it gives is in something it is made of, of which autograd knows
+        nothing."""
+        mine = self._ranks[rank]
+        data = [n for n in self._before(rank, c.gives) if n not in mine.with_graph]
+        given = torch.cat([mine.values[n].reshape(-1).double() for n in c.gives])
+        return any(bool(torch.isin(given, mine.values[t].double()).all()) for t in data)
 
     def _is_kept(self, rank: int, number: int) -> bool:
         mine = self._ranks[rank]

@@ -18,6 +18,7 @@ from sumgrad.diagnose.modules.whole import Whole, by_module
 from sumgrad.record.trace import INTO, Call, Trace, Traces
 from torch import Tensor
 
+NOTHING = "Identity"  # torch's own
 ELSEWHERE = ", in the single process "
 
 
@@ -119,12 +120,20 @@ def _on_every_rank(
     found = [
         see(rank, trace, i, whole, tolerance)
         for rank, trace in traces.ranks.items()
+        if not _only_stands_there(module, trace, traces.single)
         for i, call in enumerate(trace.calls)
         if call.module == module
     ]
     found = _computed_again(_without_trials(found), whole)
     found = with_parts(found, traces, whole, groups, tolerance)
     return without_sums_over_rows(found, traces, whole, tolerance)
+
+
+def _only_stands_there(module: str, trace: Trace, single: Trace) -> bool:
+    """Whether a rank has nothing in the place of a module, as a stage of a pipeline has of those
+    of others."""
+    there = single.classes.get(module, NOTHING)
+    return trace.classes.get(module) == NOTHING != there
 
 
 def _is_lacking(module: str, seen: Sequence[Seen], whole: Mapping[tuple[str, int], Whole]) -> bool:

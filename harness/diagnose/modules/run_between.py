@@ -4,7 +4,7 @@ line, through what other ranks sent or added up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from sumgrad.record.trace import Traces
 from torch import Tensor
 
 MOST_RUN = 64  # computations on the way back: more are no hint
+CLOSE = 1e-9  # of the largest number
+STEPS_INTO_TERMS = 3  # of a sum that is wrong, each of whose terms is there as it is
 FEWEST = 2  # different numbers that are no chance
 FEWEST_WHOLE = 3  # the same, of whole numbers
 
@@ -22,13 +24,15 @@ FEWEST_WHOLE = 3  # the same, of whole numbers
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
     """A computation on the way, number `place` of a rank's. steps: how many come after it. first:
-    all that it takes is the single process's, and what it gives is not."""
+    all that it takes is the single process's, and what it gives is not. options: what such a one is
+    called with and what the same call there is, `n=10` and `n=20`."""
 
     rank: int
     place: int
     made: Computation
     steps: int
     first: bool = False
+    options: tuple[str, str] | None = None
 
 
 class RunBetween:
@@ -39,8 +43,9 @@ class RunBetween:
         self._ways = {rank: ways_of(computed) for rank, computed in self._ranks.items()}
         self._states = states
         self._sets = sets
-        single = traces.single.computed
-        self._whole = [v for v in single.values if not v.is_floating_point() and v.numel() > 1]
+        self._single = traces.single.computed.computations
+        every = traces.single.computed.values
+        self._whole = [v for v in every if not v.is_floating_point() and v.numel() > 1]
 
     def number_of(self, rank: int, value: Tensor, calls: int) -> int | None:
         """The number of a rank's value that equals this one: of those that were given before so
@@ -54,23 +59,30 @@ class RunBetween:
 
     def back_from(self, rank: int, number: int) -> list[Run]:
         """The latest first; nothing where it is too much to be a hint."""
-        todo, seen, out = [(rank, number, 0)], {(rank, number)}, dict[tuple[int, int], Run]()
+        todo = [(rank, number, 0, 0)]  # the last: so many more steps, though it is right
+        seen, out = {(rank, number)}, dict[tuple[int, int], Run]()
         while todo and len(out) <= MOST_RUN:
-            at, value, steps = todo.pop(0)
-            if self._is_right(at, value):
+            at, value, steps, more = todo.pop(0)
+            if self._is_right(at, value) and not more:
                 continue
             place = self._maker(at, value)
-            if place is None:
-                before = list(self._brought(at, value))
-            elif (at, place) in out:
-                continue
-            else:
+            before = list(self._brought(at, value)) if place is None else []
+            if place is not None and (at, place) not in out:
                 out[at, place] = self._run(at, place, steps)
-                before = [(at, t) for t in out[at, place].made.takes if isinstance(t, int)]
-                steps += 1
-            todo += [(r, n, steps) for r, n in before if (r, n) not in seen]
+                made = out[at, place].made
+                terms = list(self._terms(at, made))
+                before = terms or [(at, t) for t in made.takes if isinstance(t, int)]
+                odd = bool(terms) and all(self._is_right(r, n) for r, n in terms)
+                steps, more = steps + 1, STEPS_INTO_TERMS if odd else max(more - 1, 0)
+            todo += [(r, n, steps, more) for r, n in before if (r, n) not in seen]
             seen.update(before)
         return sorted(out.values(), key=lambda run: run.steps) if len(out) <= MOST_RUN else []
+
+    def _terms(self, rank: int, made: Computation) -> Iterator[tuple[int, int]]:
+        """Of a Function that adds up over ranks what it takes, and gives what is wrong: the terms,
+        each of which may be numbers that are there."""
+        if made.written and len(made.gives) == 1 and self._is_wrong(rank, made):
+            yield from self._added_up(rank, self._ranks[rank].values[made.gives[0]], made.takes)
 
     def _run(self, rank: int, place: int, steps: int) -> Run:
         made = self._ranks[rank].computations[place]
@@ -78,7 +90,18 @@ class RunBetween:
         large = any(isinstance(t, str) and t.startswith(LARGE) for t in made.takes)
         told = all(self._is_right(rank, t) or self._is_given(rank, t) for t in taken)
         first = bool(taken) and told and not large and self._is_wrong(rank, made)
-        return Run(rank=rank, place=place, made=made, steps=steps, first=first)
+        options = self._other_options(made) if first else None
+        return Run(rank=rank, place=place, made=made, steps=steps, first=first, options=options)
+
+    def _other_options(self, made: Computation) -> tuple[str, str] | None:
+        every = [
+            c.takes for c in self._single if (c.site, c.function) == (made.site, made.function)
+        ]
+        for at, own in enumerate(made.takes):
+            there = {takes[at] for takes in every if len(takes) == len(made.takes)}
+            if isinstance(own, str) and "=" in own and len(there) == 1 and own not in there:
+                return own, str(*there)
+        return None
 
     def _is_wrong(self, rank: int, made: Computation) -> bool:
         return any(self._states.forward(rank, n) == "wrong" for n in made.gives)
@@ -116,24 +139,25 @@ class RunBetween:
                     if _equal(computed.values[n], value) and n not in c.takes:
                         yield other, n
                         return
-        yield from self._added_up(rank, value)
+        yield from self._added_up(rank, value, range(len(self._ranks[rank].values)))
 
-    def _added_up(self, rank: int, value: Tensor) -> Iterator[tuple[int, int]]:
-        """The same call's results on all ranks of a group, whose sum it is."""
-        for group in self._sets:
-            if rank not in group or len(group) < 2:
-                continue
-            for number, own in enumerate(self._ranks[rank].values):
-                if own.shape != value.shape or not own.is_floating_point():
+    def _added_up(
+        self, rank: int, value: Tensor, numbers: Iterable[int | str]
+    ) -> Iterator[tuple[int, int]]:
+        """The same call's results on all ranks of a group, whose sum it is; of this rank's values
+        with these numbers."""
+        values = self._ranks[rank].values
+        for group in (g for g in self._sets if rank in g and len(g) > 1):
+            for number in (n for n in numbers if isinstance(n, int)):
+                held = {rank: number, **dict(self._states.same_call(rank, number))}
+                terms = [self._ranks[r].values[held[r]] for r in group if r in held]
+                if values[number].shape != value.shape or len(terms) != len(group):
                     continue
-                held = dict(self._states.same_call(rank, number))
-                terms = [own, *(self._ranks[r].values[held[r]] for r in group if r in held)]
-                if len(terms) != len(group) or any(t.shape != own.shape for t in terms):
+                if any(t.shape != value.shape or not t.is_floating_point() for t in terms):
                     continue
-                if torch.allclose(torch.stack(terms).double().sum(0), value.double(), rtol=1e-9,
-                                  atol=1e-9 * float(value.abs().max())):  # fmt: skip
-                    yield rank, number
-                    yield from ((r, held[r]) for r in group if r != rank)
+                near = CLOSE * float(value.abs().max())
+                if torch.allclose(sum(terms, torch.zeros_like(value)), value, rtol=0, atol=near):
+                    yield from ((r, held[r]) for r in group)
                     return
 
 

@@ -14,6 +14,7 @@ from sumgrad.diagnose.explainers.by_modules.called_from import (
     without_modules_not_entered,
 )
 from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
+from sumgrad.diagnose.explainers.by_modules.handed_in_parts import handed_in_parts
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     looked,
@@ -95,6 +96,8 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         cause += f": {functions.said}"
     elif only and found.ratio is None:
         cause += f": nothing computes between the two but {only}"
+    in_parts = "" if weights else handed_in_parts(case, look, found)
+    known = bool(in_parts) or bool(functions and functions.said)
     kind, ranks = "backward", found.ranks
     if weights:
         kind = "gathered_weights"
@@ -110,7 +113,7 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
             *handed(case, found),
             *product_of_another_call(case, look, found),
             *(functions.because if functions else ()),
-            *evidence(case, look, found, above, known=bool(functions and functions.said)),
+            *evidence(case, look, found, above, known=known),
         ]
     text = _what_is_right(look, found, above) + cause + terms_there(look, found)
     if not weights and (lacking := lacking_sum(case, look, found)):
@@ -118,6 +121,8 @@ def _backward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
         return Diagnosis(cause=text, kind=kind, ranks=ranks, because=lacking.because)
     if not weights and (parts := _sent_in_parts(case, found)):
         kind, text = "skipped_collective", f"{text}: {parts[0]}"
+    elif in_parts:
+        kind, text = "skipped_collective", f"{text}: {in_parts}"
     elif not weights and found.ratio is None and (more := too_much_back(case, look, found)):
         text = f"{text}: {more}"
     accused = None if weights else collective_at_fault(case, found, back=True)
@@ -215,4 +220,5 @@ def _but_for_factors(look: Look, found: FirstWrong) -> str:
     if one is None or told is None or not len(told):
         return ""
     low, high = fraction_of(float(told.min())), fraction_of(float(told.max()))
-    return f" but for factors of single vectors, of {low} to {high},"
+    where = f"on rank {one.rank} in call {one.call.number}"
+    return f" but for factors of single vectors, of {low} to {high} {where},"

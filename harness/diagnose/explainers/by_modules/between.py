@@ -102,7 +102,18 @@ def between(case: Case, found: FirstWrong, *, back: bool, only_some: bool = Fals
     shown = [w + (f" ({n} times)" if n > 1 else "") for w, n in alike[:MAX_OPERATIONS]]
     left = sum(n for _, n in alike[MAX_OPERATIONS:])
     more = f" and {left} more" if left else ""
-    return [f"in between rank {s.rank} issues {'; '.join(shown)}{more}"]
+    return [f"{_since(case, found, back=back)} rank {s.rank} issues {'; '.join(shown)}{more}"]
+
+
+def _since(case: Case, found: FirstWrong, *, back: bool) -> str:
+    """`in between`; or since which module, where some of what is issued comes before the last."""
+    look, s = looked(case), found.seen[0]
+    times = _times_beside(look, found, s.rank, back=back) if look is not None else {}
+    end = s.call.operation_back if back else s.call.operation
+    if end is None or len({*times.values()}) < 2:
+        return "in between"
+    first = min(times, key=lambda m: times[m])
+    return f"since {'the gradient that reaches ' * back}what {first or 'the model'} gives,"
 
 
 def without_place(case: Case, operation: str) -> str:
@@ -127,16 +138,23 @@ def range_between(case: Case, found: FirstWrong, rank: int, *, back: bool) -> ra
     if look is None or not found.modules:
         return None
     s = next(s for s in found.seen if s.rank == rank)
-    nearest = [x for m in found.modules for x in look.seen[m] if x.rank == rank]
-    mine = [x for x in nearest if x.call.number == s.call.number]
-    if not mine:
-        return None
-    times = [x.call.operation_back if back else x.call.operation for x in mine]
-    known = [time for time in times if time is not None]
+    known = _times_beside(look, found, rank, back=back)
     b = s.call.operation_back if back else s.call.operation
-    if len(known) < len(found.modules) or b is None or b < min(known):
+    if not known or len(known) < len(found.modules) or b is None or b < min(known.values()):
         return None
-    return range(min(known), b)
+    return range(min(known.values()), b)
+
+
+def _times_beside(look: Look, found: FirstWrong, rank: int, *, back: bool) -> dict[str, int]:
+    """By module beside, how many operations a rank had issued by the call that belongs to its first
+    wrong one, of several outputs by the first."""
+    number = next((s.call.number for s in found.seen if s.rank == rank), None)
+    calls = {m: [x.call for x in look.seen[m] if x.rank == rank and x.call.number == number]
+             for m in found.modules}  # fmt: skip
+    times = {m: [c.operation_back if back else c.operation for c in own]
+             for m, own in calls.items()}  # fmt: skip
+    known = {m: [time for time in own if time is not None] for m, own in times.items()}
+    return {m: min(own) for m, own in known.items() if own}
 
 
 def _since_the_forward(s: Seen, operations: Sequence[str]) -> list[str]:

@@ -24,6 +24,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     ordinal,
     owners,
 )
+from sumgrad.diagnose.explainers.by_modules.run_between import made_in_words
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.modules.comparable import ATTENTION, CTC, OF_CLASSES
 from sumgrad.diagnose.modules.computed_otherwise import Difference, Otherwise, computed_otherwise
@@ -49,13 +50,21 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         return diagnosis
     line = _in_words(case, found)
     ranks = tuple(sorted({*diagnosis.ranks, *(one.rank for one in found)}))
-    sent = [*_sent_from(case, found[0]), *kept_in_words(case, found[0].rank, found[0].place)]
+    sent = _where_from(case, found[0])
     if diagnosis.kind in BESIDE or _comes_after(case, diagnosis, found):
         return replace(diagnosis, because=(line, *sent, *diagnosis.because), ranks=ranks)
     because: tuple[str, ...] = (*sent, diagnosis.cause.removeprefix("open: "))
     if diagnosis.kind != "open":  # that no factors fit is no news then
         because += diagnosis.because
     return replace(diagnosis, cause=line, because=because, standing="likely", ranks=ranks)
+
+
+def _where_from(case: Case, one: Otherwise) -> list[str]:
+    """Of the argument: who sent it, or where it was kept; else which lines made it."""
+    if told := [*_sent_from(case, one), *kept_in_words(case, one.rank, one.place)]:
+        return told
+    number = one.mine.takes[one.at]
+    return made_in_words(case, one.rank, number) if isinstance(number, int) else []
 
 
 @as_a_hint

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from sumgrad.base.files import is_librarys
+from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import told_of
 from sumgrad.diagnose.explainers.by_modules.lines import in_words, known_lines
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, line_from_here
+from sumgrad.diagnose.modules.made_by import SHAPING
 from sumgrad.diagnose.modules.run_between import Run, RunBetween
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.diagnose.names import axis_groups
@@ -50,25 +52,38 @@ def made_in_words(case: Case, rank: int, number: int) -> list[str]:
 
 
 def _way(runs: Sequence[Run]) -> list[str]:
-    """From what is right on: the user's own lines by rank."""
+    """From what is right on: the user's own lines by rank; of many those that compute something."""
     shown = [
         run
         for run in reversed(runs)
         if run.made.line and not is_librarys(run.made.line) and "zeros" not in run.made.function
     ]
-    keys = dict.fromkeys((run.rank, run.made.line) for run in shown)
-    if not 1 < len({line for _, line in keys}) <= MOST_LINES:
+    computing = [run for run in shown if run.made.function not in SHAPING]
+    ranks = _ranks_by_line(shown)
+    if len(ranks) > MOST_LINES:
+        ranks = _ranks_by_line(computing)
+    if not 1 < len(ranks) <= MOST_LINES:
         return []
     codes = {run.made.line: run.made.code for run in shown}
+    options = {run.made.line: run.options for run in shown if run.options}
     told, path = list[str](), ""
-    for rank, lines in groupby(keys, key=lambda key: key[0]):
+    for own, lines in groupby(ranks, key=lambda line: sorted(ranks[line])):
         words = []
-        for _, line in lines:
+        for line in lines:
             text, here = line_and_code(line, codes[line], MOST_CODE), line.rpartition(":")[0]
-            words.append(text.removeprefix(line_from_here(here)) if here == path else text)
+            text = text.removeprefix(line_from_here(here)) if here == path else text
+            now, there = options.get(line) or ("", "")
+            words.append(f"{text} with {now} ({there} in the single process)" if now else text)
             path = here
-        told.append(f"on rank {rank} at {', '.join(words)}")
+        told.append(f"on rank {spans(own)} at {', '.join(words)}")
     return ["; then ".join(told)]
+
+
+def _ranks_by_line(runs: Sequence[Run]) -> dict[str, set[int]]:
+    ranks: dict[str, set[int]] = {}
+    for run in runs:
+        ranks.setdefault(run.made.line, set()).add(run.rank)
+    return ranks
 
 
 def _sent(case: Case, runs: Sequence[Run], rank: int) -> Iterator[str]:
