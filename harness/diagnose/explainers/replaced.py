@@ -13,7 +13,14 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.own_gradients import Given, columns_of, given_by_ranks, mixed, near
+from sumgrad.diagnose.own_gradients import (
+    Given,
+    columns_of,
+    given_by_ranks,
+    has_few_numbers,
+    mixed,
+    near,
+)
 from sumgrad.judge.cells import Cell
 from torch import Tensor
 
@@ -130,10 +137,10 @@ def _in_words(one: Elsewhere) -> str:
 
 def one_of_several(case: Case, left: Left) -> Iterator[Explanation]:
     """Elements that several ranks' gradients reach hold that of one rank alone."""
-    told = list(_overwritten_cells(case))
-    if not told or {(one.cell.rank, one.cell.name) for one in told} != {
-        (c.rank, c.name) for c in case.failing_cells
-    }:
+    told, given = list(_overwritten_cells(case)), given_by_ranks(case)
+    known = {(one.cell.rank, one.cell.name) for one in told}
+    others = [c for c in case.failing_cells if (c.rank, c.name) not in known]
+    if not told or given is None or not all(has_few_numbers(c, given) for c in others):
         return
     names = some_of(list(dict.fromkeys(one.cell.name for one in told)))
     ranks = tuple(sorted({one.cell.rank for one in told}))
@@ -149,7 +156,17 @@ def one_of_several(case: Case, left: Left) -> Iterator[Explanation]:
     yield explained(
         case,
         Diagnosis(
-            cause=cause, kind=kind, standing="proved", ranks=ranks, because=(told[0].in_words(),)
+            cause=cause,
+            kind=kind,
+            standing="likely" if others else "proved",
+            ranks=ranks,
+            because=(told[0].in_words(),),
+            however=(
+                f"{some_of(list(dict.fromkeys(c.name for c in others)))} is wrong too, and "
+                f"too small to tell",
+            )
+            if others
+            else (),
         ),
     )
 

@@ -19,6 +19,10 @@ from sumgrad.record.trace import Traces
 from torch import Tensor
 
 PRODUCTS = {"matmul", "mm", "bmm"}
+PICKS = {"argmin", "argmax", "topk", "sort", "argsort", "kthvalue", "multinomial"}
+NOT_LINEAR = {"mul", "div", "rdiv", "pow", "square", "sqrt", "rsqrt", "exp", "log", "log10", "abs",
+              "softmax", "log_softmax", "logsumexp", "max", "min", "amax", "amin", "clamp",
+              "sigmoid", "tanh", "softplus", "reciprocal"}  # fmt: skip
 # Formulas that use what was kept for the backward, which may have been changed meanwhile: what only
 # passes a gradient on, as an addition, gives none that is wrong.
 ONE_BY_ONE = {
@@ -57,6 +61,7 @@ class AtLine:
     beside: tuple[Computation, ...] = ()
     then: tuple[Computation, ...] = ()
     times: float | None = None
+    picks: bool = False
 
 
 class Lines:
@@ -166,6 +171,21 @@ class Lines:
                     yield AtLine(
                         rank=rank, mine=c, place=place, at=at, back=True, beside=tuple(others)
                     )
+
+    def picks_by_parts(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
+        """Those that pick by what is a part on each rank, where only the sum tells which."""
+        for place, c in enumerate(self._ranks[rank].computations):
+            if not asked(c) or c.function not in PICKS or not c.takes or c.function_of:
+                continue
+            number = c.takes[0]
+            if isinstance(number, int) and self.states.forward(rank, number) == "part":
+                yield AtLine(rank=rank, mine=c, place=place, parts=True, picks=True)
+
+    def only_of_parts(self, one: AtLine) -> bool:
+        """Whether no sum over ranks makes it right: a quotient of parts, a power of one."""
+        takes = [t for t in one.mine.takes if isinstance(t, int)]
+        parts = all(self.states.forward(one.rank, t) == "part" for t in takes)
+        return parts and not one.again and one.mine.function in NOT_LINEAR
 
     def sent_back(self, rank: int, to: Sequence[int]) -> Iterator[AtLine]:
         """Against the order, Functions of what other ranks sent that get what is right, and give

@@ -43,6 +43,24 @@ def line_of_wrong_calls(case: Case, look: Look, found: FirstWrong, *, back: bool
     return next((own for own in telling if not _is_librarys(own)), telling[0])
 
 
+@as_a_hint
+def odd_calls_come_from(case: Case, odd: Sequence[Seen], others: Sequence[Seen]) -> list[str]:
+    """`come from LINE`: rather not a library's, and of the others of their module half at most
+    do."""
+    if not odd or not others:
+        return []
+    every = [_lines(case, s) for s in odd]
+    rest = [_lines(case, s) for s in others]
+    shared = [line for line in every[0] if all(line in lines for lines in every)]
+    telling = [n for n in shared if 2 * sum(n in lines for lines in rest) <= len(rest)]
+    if not telling:
+        return []
+    line = next((own for own in telling if not _is_librarys(own)), telling[0])
+    num = sum(line in lines for lines in rest)
+    more = f"{num} of the {len(rest)} others" if num else "no others"
+    return [f"come from {line_and_code(*line)}, and so do {more}"]
+
+
 def _in_all(case: Case, found: FirstWrong) -> list[Line]:
     """The lines that ran in every wrong call, the innermost first."""
     wrong = [_lines(case, s) for s in found.seen]

@@ -22,6 +22,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 )
 from sumgrad.diagnose.modules.derivatives import NEAR, OwnFormula, no_derivatives, own_formulas
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
+from sumgrad.diagnose.modules.gives_nothing import give_nothing
 from sumgrad.diagnose.modules.moved import Brought, Element, Mover, movers
 from sumgrad.record.derivative import Derivative, Off
 from sumgrad.record.trace import Traces
@@ -61,6 +62,8 @@ def wrong_functions(
             said=f"the backward of {functions_in_words(found)} is {SAID}",
             because=tuple(how_they_are_off(found)),
         )
+    if nothing := [] if ratio is not None else _gives_nothing(traces, keys):
+        return nothing[0]
     moving = wrong_movers(case)
     wrong = [moving[key] for key in keys if key in moving]
     wrong = [one for one in wrong if _explains(_only_scales(one), _scale(one), ratio)]
@@ -74,6 +77,28 @@ def wrong_functions(
         )
     told = [one for one in wrong if any(w.lacks for w in one.wrong)]
     return WrongFunctions(said="", because=tuple(how_they_bring_back(told))) if told else None
+
+
+def _gives_nothing(traces: Traces, keys: Sequence[tuple[str, str]]) -> list[WrongFunctions]:
+    """Those on the way that hand a tensor nothing."""
+    ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
+    odd = give_nothing(ranks, traces.single.computed)
+    out = []
+    for one in (odd[key] for key in keys if key in odd):
+        call, tensors = one.call, [i for i, n in enumerate(one.call.takes) if isinstance(n, int)]
+        made = call.made_at[tensors[one.at]]
+        at = f", made at {line_and_code(*made)}," if made[0] else ""
+        out.append(
+            WrongFunctions(
+                said=f"the backward of {call.function} (at {line_from_here(call.written)}) gives "
+                f"its {ordinal(one.at)} tensor{at} no gradient on rank {spans(one.ranks)}",
+                because=(
+                    f"autograd asks it for one; it is called at "
+                    f"{line_and_code(call.line, call.code)}",
+                ),
+            )
+        )
+    return out
 
 
 def _only_scales(one: Mover) -> bool:

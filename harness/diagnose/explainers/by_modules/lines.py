@@ -43,7 +43,11 @@ def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
     if not told and not found.modules:
         told = agreed(lines.first_forward, asked, found.ranks)
         # The loss is no module's: its lines are the single process's, or nothing is told by them.
-        told = [one for one in told if one.there and not one.at and not one.parts]
+        told = [o for o in told if not o.at and (lines.only_of_parts(o) if o.parts else o.there)]
+    if not told and not found.modules:
+        # Where it is right all the same, a part happens to pick what the sum does.
+        wrong = {rank: asked[rank] for rank in found.ranks}
+        told = agreed(lines.picks_by_parts, wrong, found.ranks)
     if not told:
         others = [rank for rank in traces.ranks if rank not in found.ranks]
         told = agreed(lambda rank, _: lines.sent_back(rank, found.ranks), asked, others)
@@ -199,6 +203,9 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
         yield (f"the {_arguments(found)} of {line}{made} is nothing that the single process has "
                f"anywhere {on}, and no torch function that was seen gives it: look at where it "
                f"comes from")  # fmt: skip
+    elif one.picks:
+        yield (f"{line} picks by what is right only as a sum over ranks, {on}: each of them picks "
+               f"by its own part")  # fmt: skip
     elif one.parts:
         yield (f"{line} takes what is right only as a sum over ranks, and what it gives is none of "
                f"the single process's, nor are its sums, {on}: right before a sum is what is "

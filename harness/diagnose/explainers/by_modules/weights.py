@@ -8,6 +8,7 @@ from dataclasses import replace
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.called_from import odd_calls_come_from
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     looked_by_rows,
@@ -151,6 +152,7 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             standing="proved" if proved else "likely",
             ranks=_odd_ranks(shares),
             because=(
+                *_whence(case, look, module, shares),
                 f"so weighed is the gradient that reaches {named(look, module)}{_before_ddp(case)}",
                 "the rows' gradients with these weights add up to what was measured, up to one "
                 "factor on all of them"
@@ -160,6 +162,19 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             ),
         ),
     )
+
+
+def _whence(case: Case, look: Look, module: str, shares: Sequence[Share]) -> list[str]:
+    """The line that the calls come from which have another factor than most."""
+    usual = usual_factor(shares)
+    told = [s for s in shares if usual is not None and s.factor is not None]
+    odd = {(s.rank, s.number) for s in told if not same([s.factor or 0.0, usual or 0.0])}
+    calls = [s for s in look.seen[module] if not s.call.recomputed]
+    mine = [s for s in calls if (s.rank, s.call.number) in odd]
+    others = [s for s in calls if (s.rank, s.call.number) not in odd]
+    found = odd_calls_come_from(case, mine, others)
+    return [f"all calls with another factor than {fraction_of(usual)} {text}"
+            for text in found if usual]  # fmt: skip
 
 
 def _before_ddp(case: Case) -> str:
