@@ -134,13 +134,13 @@ def test_a_shard_is_put_together_from_the_whole_that_each_rank_made():
     assert "by 1/4 of rank 0, 1/8 of rank 1-2" in cause.cause
 
 
-def record_with_a_bias(table, *, off=0.0):
+def record_with_a_bias(table, *, off=0.0, wanted=RIGHT):
     """A second bias of four numbers, too few to tell weights, that ranks 1 and 2 gave the same."""
-    record = record_of([table] * 3)
+    record = record_of([table] * 3, wanted)
     (reference,) = record.references["structure"]
     own = torch.randn(RANKS, PASSES, 4, generator=torch.Generator().manual_seed(9)).double()
     own[2] = own[1]
-    right = torch.einsum("rp,rp...->...", RIGHT, own)
+    right = torch.einsum("rp,rp...->...", wanted, own)
     grads = {**reference.grads, "c": right}
     reference = replace(
         reference, grads=grads, scale=dict.fromkeys(grads, 4.0), by_term={"loss": grads},
@@ -316,6 +316,15 @@ def test_a_sum_that_was_overwritten_by_one_of_its_parts():
     assert cause.kind == "open"
     assert any("what the ranks' own backwards gave b is right" in t for t in cause.because)
     assert any("it was changed after that" in t for t in cause.because)
+
+
+@pytest.mark.parametrize("off", [0.0, 0.1])
+def test_beside_a_sum_that_was_overwritten_a_few_numbers_may_be_wrong_too(off):
+    record = record_with_a_bias(EVEN, off=off, wanted=EVEN)
+    own = torch.einsum("p,p...->...", EVEN[2], record.ranks[2].grads[OWN, 0]["b"])
+    cause = changed(record, "b", lambda g: g[:20].copy_(own[:20]))
+    assert (cause.kind, cause.standing) == ("overwritten", "likely" if off else "proved")
+    assert cause.however == (("c is wrong too, and too small to tell",) if off else ())
 
 
 @pytest.mark.parametrize("each", [True, False])

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import run_between
+from sumgrad.diagnose.explainers.by_modules.called_from import odd_calls_come_from
 from sumgrad.diagnose.explainers.by_modules.handed_in_parts import handed_in_parts
 from sumgrad.diagnose.explainers.by_modules.lines import in_words
+from sumgrad.diagnose.modules.gives_nothing import give_nothing
 from sumgrad.diagnose.modules.lines import Lines
 from sumgrad.diagnose.modules.look import _only_stands_there
 from sumgrad.diagnose.modules.run_between import RunBetween
@@ -231,3 +233,108 @@ def test_what_stands_in_the_place_of_other_stages_layers_is_not_compared(here, t
     trace, single = (SimpleNamespace(classes={"block": name}) for name in (here, there))
     assert _only_stands_there("block", trace, single) == only
     assert not _only_stands_there("other", trace, single)
+
+
+class Drops(Function):
+    """Gives its second tensor nothing."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+class Weighs(Drops):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(-1, keepdim=True)
+
+
+def weighed(function, *, leaf=False, detached=False):
+    """x times a weight that lines make of it."""
+
+    def run(x, w):
+        weight = w if leaf else (x @ W[:, :1]).sigmoid()
+        return function.apply(x.sin(), weight.detach() if detached else weight)
+
+    return recorded(run, X, X[:, :1])[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "how", "told"),
+    [
+        (Drops, {}, True),
+        (Weighs, {}, False),
+        (Drops, {"leaf": True}, False),  # whose gradient it may add up itself
+        (Drops, {"detached": True}, False),  # which autograd asks for none
+    ],
+)
+def test_a_function_that_gives_a_tensor_no_gradient_is_seen(function, how, told):
+    own = weighed(function, **how)
+    found = give_nothing({0: own, 1: own}, weighed(Weighs))
+    assert bool(found) == told
+    if told:
+        (one,) = found.values()
+        assert (one.call.function, one.at, one.ranks) == ("Drops", 1, (0, 1))
+    assert not give_nothing({0: own}, own)  # as the single process has it
+
+
+def halves(function, *rest):
+    """Two ranks with half of the columns each, whose sums over them are parts."""
+    single, _, _ = recorded(lambda x: function((x.sin() * 2).sum(-1), *rest), X)
+    both = [recorded(lambda x: function((x.sin() * 2).sum(-1), *rest), X[:, own])[0]
+            for own in (slice(0, 2), slice(2, 5))]  # fmt: skip
+    return lines(both, single, [("tp", [(0, 1)])])[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [(lambda t: t / t.flip(0), True), (lambda t: t - t.flip(0), False), (torch.exp, True)],
+)
+def test_what_divides_parts_is_wrong_and_what_adds_them_is_not(function, told):
+    both = halves(function)
+    found = [one for one in both.first_forward(0, lambda _: True) if one.parts]
+    assert any(both.only_of_parts(one) for one in found) == told
+
+
+@pytest.mark.parametrize(("function", "told"), [(torch.argmin, True), (torch.exp, False)])
+def test_what_picks_by_a_part_is_told(function, told):
+    both = halves(lambda t: t * function(t.detach()))
+    found = [*both.picks_by_parts(0, lambda _: True)]
+    assert [one.mine.function for one in found] == ["argmin"] * told
+    assert not [*both.picks_by_parts(0, lambda _: False)]
+    for one in found:
+        (words,) = in_words([one])
+        assert words.endswith("on rank 0: each of them picks by its own part")
+        assert "picks by what is right only as a sum over ranks" in words
+
+
+def from_line(*numbers):
+    return SimpleNamespace(lines=tuple((f"/a/b.py:{n}", f"code {n}") for n in numbers))
+
+
+@pytest.mark.parametrize(
+    ("odd", "others", "said"),
+    [
+        ([(7, 1), (7, 1)], [(5, 1), (6, 1)], "come from b.py:7 `code 7`, and so do no others"),
+        ([(7, 1)], [(5, 1), (7, 1)], "come from b.py:7 `code 7`, and so do 1 of the 2 others"),
+        ([(7, 1)], [(7, 1), (7, 1), (5, 1)], None),  # most of the others do, too
+        ([(7, 1), (6, 1)], [(5, 1)], None),
+        ([(7, 1)], [], None),
+    ],
+)
+def test_calls_of_another_factor_are_told_by_the_line_that_they_come_from(odd, others, said):
+    stack = SimpleNamespace(stack=lambda call: from_line(*call))
+    case = SimpleNamespace(traces=SimpleNamespace(ranks={0: stack}))
+    calls = [[SimpleNamespace(rank=0, call=numbers) for numbers in own] for own in (odd, others)]
+    assert odd_calls_come_from(case, *calls) == ([said] if said else [])
