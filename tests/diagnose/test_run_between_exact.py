@@ -12,6 +12,7 @@ from sumgrad.diagnose.explainers.by_modules.handed_in_parts import handed_in_par
 from sumgrad.diagnose.explainers.by_modules.lines import in_words
 from sumgrad.diagnose.modules.gives_nothing import give_nothing
 from sumgrad.diagnose.modules.lines import Lines
+from sumgrad.diagnose.modules.lines_across_ranks import only_of_parts, picks_by_parts, sent_back
 from sumgrad.diagnose.modules.look import _only_stands_there
 from sumgrad.diagnose.modules.run_between import RunBetween
 from sumgrad.record.computed import computed_together
@@ -174,9 +175,9 @@ def stages(entrance):
 )
 def test_what_a_stage_gives_back_is_held_against_what_it_was_sent(entrance, times):
     both = stages(entrance)
-    found = list(both.sent_back(1, [0]))
+    found = list(sent_back(both, 1, [0]))
     assert [one.times for one in found] == ([] if times is None else [pytest.approx(times)])
-    assert not list(both.sent_back(1, []))  # of ranks whose gradient is right nothing is asked
+    assert not list(sent_back(both, 1, []))  # of ranks whose gradient is right nothing is asked
     for one in found:
         (words,) = in_words([one])
         assert "is right on rank 1, and that of its argument" in words
@@ -304,15 +305,15 @@ def halves(function, *rest):
 def test_what_divides_parts_is_wrong_and_what_adds_them_is_not(function, told):
     both = halves(function)
     found = [one for one in both.first_forward(0, lambda _: True) if one.parts]
-    assert any(both.only_of_parts(one) for one in found) == told
+    assert any(only_of_parts(both, one) for one in found) == told
 
 
 @pytest.mark.parametrize(("function", "told"), [(torch.argmin, True), (torch.exp, False)])
 def test_what_picks_by_a_part_is_told(function, told):
     both = halves(lambda t: t * function(t.detach()))
-    found = [*both.picks_by_parts(0, lambda _: True)]
+    found = [*picks_by_parts(both, 0, lambda _: True)]
     assert [one.mine.function for one in found] == ["argmin"] * told
-    assert not [*both.picks_by_parts(0, lambda _: False)]
+    assert not [*picks_by_parts(both, 0, lambda _: False)]
     for one in found:
         (words,) = in_words([one])
         assert words.endswith("on rank 0: each of them picks by its own part")

@@ -19,10 +19,6 @@ from sumgrad.record.trace import Traces
 from torch import Tensor
 
 PRODUCTS = {"matmul", "mm", "bmm"}
-PICKS = {"argmin", "argmax", "topk", "sort", "argsort", "kthvalue", "multinomial"}
-NOT_LINEAR = {"mul", "div", "rdiv", "pow", "square", "sqrt", "rsqrt", "exp", "log", "log10", "abs",
-              "softmax", "log_softmax", "logsumexp", "max", "min", "amax", "amin", "clamp",
-              "sigmoid", "tanh", "softplus", "reciprocal"}  # fmt: skip
 # Formulas that use what was kept for the backward, which may have been changed meanwhile: what only
 # passes a gradient on, as an addition, gives none that is wrong.
 ONE_BY_ONE = {
@@ -78,8 +74,12 @@ class Lines:
         }
         self._ways = {rank: ways_of(computed) for rank, computed in self._ranks.items()}
 
-    def computations(self, rank: int) -> Sequence[Computation]:
-        return self._ranks[rank].computations
+    def computed(self, rank: int) -> Computed:
+        return self._ranks[rank]
+
+    def is_run_there(self, c: Computation) -> bool:
+        """Whether the single process runs it, too."""
+        return c.site in self._sites
 
     def first_forward(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
         """Of the computations that are asked for, those that give something else than the single
@@ -170,44 +170,6 @@ class Lines:
                 if c.written or not others:  # else one of those that have a backward of their own
                     yield AtLine(
                         rank=rank, mine=c, place=place, at=at, back=True, beside=tuple(others)
-                    )
-
-    def picks_by_parts(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
-        """Those that pick by what is a part on each rank, where only the sum tells which."""
-        for place, c in enumerate(self._ranks[rank].computations):
-            if not asked(c) or c.function not in PICKS or not c.takes or c.function_of:
-                continue
-            number = c.takes[0]
-            if isinstance(number, int) and self.states.forward(rank, number) == "part":
-                yield AtLine(rank=rank, mine=c, place=place, parts=True, picks=True)
-
-    def only_of_parts(self, one: AtLine) -> bool:
-        """Whether no sum over ranks makes it right: a quotient of parts, a power of one."""
-        takes = [t for t in one.mine.takes if isinstance(t, int)]
-        parts = all(self.states.forward(one.rank, t) == "part" for t in takes)
-        return parts and not one.again and one.mine.function in NOT_LINEAR
-
-    def sent_back(self, rank: int, to: Sequence[int]) -> Iterator[AtLine]:
-        """Against the order, Functions of what other ranks sent that get what is right, and give
-        another gradient back, or a multiple of it."""
-        mine = self._ranks[rank]
-        for place, c in reversed(list(enumerate(mine.computations))):
-            if not c.written or c.function_of or c.site in self._sites:
-                continue
-            results = [n for n in c.gives if n in mine.with_graph]
-            if not results or any(self.states.backward(rank, n) != "right" for n in results):
-                continue
-            factor = self.states.factor(rank, results[0])
-            for i, n in enumerate(c.takes):
-                sender = self.states.sender(rank, n) if isinstance(n, int) else None
-                if sender is None or sender[0] not in to or not isinstance(n, int):
-                    continue
-                state, own = self.states.backward(rank, n), self.states.factor(rank, n)
-                if state == "wrong":
-                    yield AtLine(rank=rank, mine=c, place=place, at=(i,), back=True)
-                elif state == "right" and own and factor and not same([own, factor]):
-                    yield AtLine(
-                        rank=rank, mine=c, place=place, at=(i,), back=True, times=own / factor
                     )
 
     def into_the_loss(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:

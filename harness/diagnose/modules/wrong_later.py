@@ -29,7 +29,7 @@ class WrongLater:
 def wrong_later(lines: Lines, rank: int) -> Iterator[WrongLater]:
     """In the order in which they go wrong; none that takes something that goes wrong then."""
     turns: dict[tuple[str, str], list[tuple[int, Computation]]] = {}
-    for place, c in enumerate(lines.computations(rank)):
+    for place, c in enumerate(lines.computed(rank).computations):
         if c.line and c.gives and not c.function.startswith(MODULE) and not c.function_of:
             turns.setdefault((c.site, c.function), []).append((place, c))
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
@@ -16,6 +17,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 )
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.lines import AtLine, Lines
+from sumgrad.diagnose.modules.lines_across_ranks import only_of_parts, picks_by_parts, sent_back
 from sumgrad.diagnose.modules.seen import TOLERANCES
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.computed import MODULE, Computation
@@ -43,14 +45,14 @@ def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
     if not told and not found.modules:
         told = agreed(lines.first_forward, asked, found.ranks)
         # The loss is no module's: its lines are the single process's, or nothing is told by them.
-        told = [o for o in told if not o.at and (lines.only_of_parts(o) if o.parts else o.there)]
+        told = [o for o in told if not o.at and (only_of_parts(lines, o) if o.parts else o.there)]
     if not told and not found.modules:
         # Where it is right all the same, a part happens to pick what the sum does.
         wrong = {rank: asked[rank] for rank in found.ranks}
-        told = agreed(lines.picks_by_parts, wrong, found.ranks)
+        told = agreed(partial(picks_by_parts, lines), wrong, found.ranks)
     if not told:
         others = [rank for rank in traces.ranks if rank not in found.ranks]
-        told = agreed(lambda rank, _: lines.sent_back(rank, found.ranks), asked, others)
+        told = agreed(lambda rank, _: sent_back(lines, rank, found.ranks), asked, others)
     if not told:
         told = agreed(lines.kept, asked, found.ranks)
     if not told and not _recomputes(case):

@@ -1,0 +1,59 @@
+"""Lines that only other ranks tell of: what picks or divides by parts, what a stage gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from sumgrad.diagnose.modules.lines import AtLine, Lines
+from sumgrad.diagnose.modules.loss_weights import same
+from sumgrad.record.computed import Computation
+
+PICKS = {"argmin", "argmax", "topk", "sort", "argsort", "kthvalue", "multinomial"}
+NOT_LINEAR = {
+    "mul", "div", "rdiv", "pow", "square", "sqrt", "rsqrt", "exp", "log", "log10", "abs",
+    "softmax", "log_softmax", "logsumexp", "max", "min", "amax", "amin", "clamp", "sigmoid",
+    "tanh", "softplus", "reciprocal",
+}  # fmt: skip
+
+
+def sent_back(lines: Lines, rank: int, to: Sequence[int]) -> Iterator[AtLine]:
+    """Against the order, Functions of what other ranks sent that get what is right, and give
+    another gradient back, or a multiple of it."""
+    mine, states = lines.computed(rank), lines.states
+    for place, c in reversed(list(enumerate(mine.computations))):
+        if not c.written or c.function_of or lines.is_run_there(c):
+            continue
+        results = [n for n in c.gives if n in mine.with_graph]
+        if not results or any(states.backward(rank, n) != "right" for n in results):
+            continue
+        factor = states.factor(rank, results[0])
+        for i, n in enumerate(c.takes):
+            sender = states.sender(rank, n) if isinstance(n, int) else None
+            if sender is None or sender[0] not in to or not isinstance(n, int):
+                continue
+            one = AtLine(rank=rank, mine=c, place=place, at=(i,), back=True)
+            state, own = states.backward(rank, n), states.factor(rank, n)
+            if state == "wrong":
+                yield one
+            elif state == "right" and own and factor and not same([own, factor]):
+                yield replace(one, times=own / factor)
+
+
+def picks_by_parts(
+    lines: Lines, rank: int, asked: Callable[[Computation], bool]
+) -> Iterator[AtLine]:
+    """Those that pick by what is a part on each rank, where only the sum tells which."""
+    for place, c in enumerate(lines.computed(rank).computations):
+        if not asked(c) or c.function not in PICKS or not c.takes or c.function_of:
+            continue
+        number = c.takes[0]
+        if isinstance(number, int) and lines.states.forward(rank, number) == "part":
+            yield AtLine(rank=rank, mine=c, place=place, parts=True, picks=True)
+
+
+def only_of_parts(lines: Lines, one: AtLine) -> bool:
+    """Whether no sum over ranks makes it right: a quotient of parts, a power of one."""
+    takes = [t for t in one.mine.takes if isinstance(t, int)]
+    parts = all(lines.states.forward(one.rank, t) == "part" for t in takes)
+    return parts and not one.again and one.mine.function in NOT_LINEAR
