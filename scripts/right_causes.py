@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,12 +30,16 @@ from sumgrad.base.errors import UserError
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
+from sumgrad.diagnose.explainers.by_modules.lines import known_lines
 from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
 from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_backward,
     first_wrong_forward,
     first_wrong_recomputed,
 )
+from sumgrad.diagnose.modules.gives_nothing import give_nothing
+from sumgrad.diagnose.modules.lines import AtLine
+from sumgrad.diagnose.modules.lines_across_ranks import only_of_parts, picks_by_parts, sent_back
 from sumgrad.diagnose.modules.look import look_at
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 from sumgrad.diagnose.modules.weights_used import other_weights
@@ -44,6 +48,7 @@ from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher
 from sumgrad.launch.trace import LOOKING, trace_step
+from sumgrad.record.computed import Computation
 from sumgrad.record.directory import load_record
 from sumgrad.record.spec import read_spec
 
@@ -195,6 +200,7 @@ def looked_at(path: Path, launcher: Launcher) -> dict[str, Any]:
     lines = lines_that_differ(case)
     if lines:
         wrong["lines"] = lines[0].mine.line
+    wrong |= lines_that_look_wrong(case)
     weights = [s.factor for s in shares[1]] if shares else []
     if any(f is None for f in weights) or (weights and not same([f for f in weights if f])):
         wrong["weights"] = str(weights)
@@ -203,6 +209,38 @@ def looked_at(path: Path, launcher: Launcher) -> dict[str, Any]:
     return {"name": path.stem, "class": "Clean", "status": verdict.status, "kind": None,
             "modules": len(look.modules), "forward": told, "backward": back,
             "said": json.dumps(wrong), "wrong": list(wrong)}  # fmt: skip
+
+
+def lines_that_look_wrong(case: Case) -> dict[str, str]:
+    """Of each kind the first line of any rank that would be accused if its gradients were wrong."""
+    lines, traces = known_lines(case), case.traces
+    if lines is None or traces is None:
+        return {}
+
+    def everything(_: Computation) -> bool:
+        return True
+
+    def first(rank: int) -> dict[str, Iterable[AtLine]]:
+        of_parts = (o for o in lines.first_forward(rank, everything) if only_of_parts(lines, o))
+        return {
+            "line_back": lines.first_backward(rank, everything),
+            "line_kept": lines.kept(rank, everything),
+            "line_cut": lines.cuts(rank, everything),
+            "line_sent_back": sent_back(lines, rank, [*traces.ranks]),
+            "line_picks": picks_by_parts(lines, rank, everything),
+            "line_of_parts": of_parts,
+        }
+
+    wrong: dict[str, str] = {}
+    for rank in traces.ranks:
+        for kind, found in first(rank).items():
+            one = next(iter(found), None)
+            if one is not None:
+                wrong.setdefault(kind, one.mine.line)
+    nothing = give_nothing(lines, [*traces.ranks], traces.single.computed)
+    if nothing:
+        wrong["gives_nothing"] = str([*nothing])
+    return wrong
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -324,7 +324,6 @@ def test_beside_a_sum_that_was_overwritten_a_few_numbers_may_be_wrong_too(off):
     own = torch.einsum("p,p...->...", EVEN[2], record.ranks[2].grads[OWN, 0]["b"])
     cause = changed(record, "b", lambda g: g[:20].copy_(own[:20]))
     assert (cause.kind, cause.standing) == ("overwritten", "likely" if off else "proved")
-    assert cause.however == (("c is wrong too, and too small to tell",) if off else ())
 
 
 @pytest.mark.parametrize("each", [True, False])

@@ -158,12 +158,14 @@ def test_a_mean_tells_only_of_ranks_that_are_unlike(monkeypatch, wrong, told):
     assert names.own_parts(case, ["w"], mean=True) == told
 
 
-@pytest.mark.parametrize("script", [False, True])
-def test_what_is_scaled_for_a_mean_that_nobody_takes_is_not_reduced(monkeypatch, script):
-    """Of a script the ranks' own gradients tell more: what each was put together from."""
+@pytest.mark.parametrize(("script", "kept"), [(False, {}), (True, {}), (True, None)])
+def test_what_is_scaled_for_a_mean_that_nobody_takes_is_not_reduced(monkeypatch, script, kept):
+    """Of a script the ranks' own gradients, where kept, tell more: what each was put together
+    from."""
     cells = [SimpleNamespace(rank=rank, name="w") for rank in (0, 1)]
     record = SimpleNamespace(spec=SimpleNamespace(script="train.py" if script else None))
     case = SimpleNamespace(cells=cells, failing_cells=cells, record=record)
+    monkeypatch.setattr(divergent, "given_by_ranks", lambda case: kept)
     monkeypatch.setattr(divergent, "_by_rank", lambda failing, case, mixed: {})
     monkeypatch.setattr(divergent, "_mixed", lambda failing: False)
     monkeypatch.setattr(
@@ -173,7 +175,7 @@ def test_what_is_scaled_for_a_mean_that_nobody_takes_is_not_reduced(monkeypatch,
     step = ("skipped_collective", "{what} is not reduced", "no reduction in the ledger makes it")
     monkeypatch.setattr(divergent, "which_step", lambda case, names, mixed: step)
     found = divergent.divergent_cause(case)
-    if script:
+    if script and kept is not None:
         assert found is None
         return
     told, fitted = found

@@ -132,7 +132,7 @@ def test_words_name_the_line_of_the_sender_first(monkeypatch, entered):
     monkeypatch.setattr(run_between, "axis_groups", lambda case: PAIR)
     s = SimpleNamespace(rank=1, at=0, call=SimpleNamespace(number=3, operation_back=None),
                         forward="wrong", wrong=None, shape=(4, 5))  # fmt: skip
-    case = SimpleNamespace(traces=traces)
+    case = SimpleNamespace(traces=traces, known={})
     text = run_between.run_in_words(case, [s] if entered else [])
     if not entered:
         assert text == []
@@ -141,7 +141,7 @@ def test_words_name_the_line_of_the_sender_first(monkeypatch, entered):
     assert "first(x).square()" in line
     assert line.endswith("on rank 0")
     assert way.startswith("what goes in on rank 1 in call 3 is made on rank 0 at ")
-    assert "; then on rank 1 at :" in way
+    assert "; and on rank 1 at :" in way
 
 
 def test_too_many_lines_are_no_hint():
@@ -149,6 +149,7 @@ def test_too_many_lines_are_no_hint():
         SimpleNamespace(
             rank=0,
             options=None,
+            first=False,
             made=SimpleNamespace(line=f"/a/b.py:{i}", code="x", function="add"),
         )
         for i in range(run_between.MOST_LINES + 1)
@@ -231,9 +232,20 @@ def test_a_backward_that_starts_from_a_part_is_said(state):
     [("Identity", "Mlp", True), ("Identity", "Identity", False), ("Mlp", "Mlp", False)],
 )
 def test_what_stands_in_the_place_of_other_stages_layers_is_not_compared(here, there, only):
-    trace, single = (SimpleNamespace(classes={"block": name}) for name in (here, there))
-    assert _only_stands_there("block", trace, single) == only
-    assert not _only_stands_there("other", trace, single)
+    order = {"first": 0, "block.in": 1, "block": 2, "last": 3, "": 4}
+    trace, single = (
+        SimpleNamespace(
+            classes={"block": name, "first": "Linear", "block.in": "Linear", "": "Model"},
+            calls=[SimpleNamespace(module=m) for m in ("first", "block.in", "block", "")],
+        )
+        for name in (here, there)
+    )
+    assert _only_stands_there("block", trace, single, order) == only
+    assert not _only_stands_there("other", trace, single, order)
+    # Amid what the rank has, something puts it there.
+    trace.classes["last"] = "Linear"
+    trace.calls.append(SimpleNamespace(module="last"))
+    assert not _only_stands_there("block", trace, single, order)
 
 
 class Drops(Function):
@@ -281,13 +293,13 @@ def weighed(function, *, leaf=False, detached=False):
     ],
 )
 def test_a_function_that_gives_a_tensor_no_gradient_is_seen(function, how, told):
-    own = weighed(function, **how)
-    found = give_nothing({0: own, 1: own}, weighed(Weighs))
+    own, there = weighed(function, **how), weighed(Weighs)
+    found = give_nothing(lines([own, own], there)[1], [0, 1], there)
     assert bool(found) == told
     if told:
         (one,) = found.values()
         assert (one.call.function, one.at, one.ranks) == ("Drops", 1, (0, 1))
-    assert not give_nothing({0: own}, own)  # as the single process has it
+    assert not give_nothing(lines([own], own)[1], [0], own)  # as the single process has it
 
 
 def halves(function, *rest):
@@ -327,8 +339,8 @@ def from_line(*numbers):
 @pytest.mark.parametrize(
     ("odd", "others", "said"),
     [
-        ([(7, 1), (7, 1)], [(5, 1), (6, 1)], "come from b.py:7 `code 7`, and so do no others"),
-        ([(7, 1)], [(5, 1), (7, 1)], "come from b.py:7 `code 7`, and so do 1 of the 2 others"),
+        ([(7, 1), (7, 1)], [(5, 1), (6, 1)], "come from b.py:7 `code 7`, and no others do"),
+        ([(7, 1)], [(5, 1), (7, 1)], "come from b.py:7 `code 7`, and so does 1 of the 2 others"),
         ([(7, 1)], [(7, 1), (7, 1), (5, 1)], None),  # most of the others do, too
         ([(7, 1), (6, 1)], [(5, 1)], None),
         ([(7, 1)], [], None),

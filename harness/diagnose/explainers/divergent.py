@@ -11,6 +11,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import looked
 from sumgrad.diagnose.explainers.uniform import Explained, rank_scale
 from sumgrad.diagnose.names import list_rows, own_parts
+from sumgrad.diagnose.own_gradients import given_by_ranks
 from sumgrad.diagnose.reductions import entered_by, reductions_of
 from sumgrad.diagnose.row_fit import Factors, explain_rank
 from sumgrad.judge.cells import Cell
@@ -42,7 +43,7 @@ def divergent_cause(case: Case) -> Explained | None:
                 or _missing_reduction(case, names, ranks, mixed, _add_up(summed), parts)
             )
             return diagnosis, [((r,), f) for r, f in parts.items()]
-    if case.record.spec.script is not None:
+    if case.record.spec.script is not None and given_by_ranks(case) is not None:
         return None  # what its ranks' own backwards gave tells more
     meant = own_parts(case, names, mean=True)
     if meant is None:

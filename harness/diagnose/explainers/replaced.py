@@ -161,13 +161,8 @@ def one_of_several(case: Case, left: Left) -> Iterator[Explanation]:
             standing="likely" if others else "proved",
             ranks=ranks,
             because=(told[0].in_words(),),
-            however=(
-                f"{some_of(list(dict.fromkeys(c.name for c in others)))} is wrong too, and "
-                f"too small to tell",
-            )
-            if others
-            else (),
         ),
+        list(dict.fromkeys(c.name for c in others)),
     )
 
 

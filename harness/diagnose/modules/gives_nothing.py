@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sumgrad.record.computed import Computation, Computed
+from sumgrad.diagnose.modules.lines import Lines
+from sumgrad.diagnose.modules.value_states import gradient_of
+from sumgrad.record.computed import MODULE, Computation, Computed
 
 Key = tuple[str, str]  # a Function's class, and where its backward stands
 
@@ -20,18 +22,30 @@ class GivesNothing:
     ranks: tuple[int, ...]
 
 
-def give_nothing(ranks: Mapping[int, Computed], single: Computed) -> dict[Key, GivesNothing]:
-    """Of each Function the first such tensor. Not leaves, whose gradient it may add up itself, nor
-    what the single process's gives nothing, too."""
+def give_nothing(lines: Lines, ranks: Sequence[int], single: Computed) -> dict[Key, GivesNothing]:
+    """Of each Function the first such tensor, of which the single process has a gradient. Not what
+    lines only cut from leaves, whose gradients it may add up itself, nor what the single process's
+    gives nothing, too."""
     meant = {*_odd(single)}
-    every = {rank: _odd(computed) for rank, computed in ranks.items()}
+    every = {rank: _odd(lines.computed(rank)) for rank in ranks}
     out: dict[Key, GivesNothing] = {}
-    for own in every.values():
+    for rank, own in every.items():
         for (key, at), call in own.items():
-            on = tuple(rank for rank, odd in every.items() if (key, at) in odd)
-            if (key, at) not in meant:
-                out.setdefault(key, GivesNothing(call=call, at=at, ranks=on))
+            number = call.takes[at]
+            if (key, at) in meant or not isinstance(number, int):
+                continue
+            if _is_cut_from_a_leaf(lines, rank, number) or not _has_one(
+                lines, rank, number, single
+            ):
+                continue
+            on = tuple(r for r, odd in every.items() if (key, at) in odd)
+            out.setdefault(key, GivesNothing(call=call, at=at, ranks=on))
     return out
+
+
+def may_give_nothing(computed: Computed) -> set[Key]:
+    """Functions that give some tensor nothing, whatever that is."""
+    return {key for key, _ in _odd(computed)}
 
 
 def _odd(computed: Computed) -> dict[tuple[Key, int], Computation]:
@@ -43,13 +57,37 @@ def _odd(computed: Computed) -> dict[tuple[Key, int], Computation]:
 
 
 def _asked(computed: Computed) -> Iterator[tuple[Key, Computation, int, bool]]:
-    """Each tensor that a line or a module made, of a call that itself is given something."""
-    made = {n for c in computed.computations for n in c.gives if n not in c.takes}
+    """Each tensor that autograd knows a function of, of a call that itself is given something."""
     for back in computed.backs:
         call = computed.computations[back.computation]
         if not any(outer is not None and bool(outer.any()) for outer in back.outer):
             continue
-        tensors = [n for n in call.takes if isinstance(n, int)]
-        for at, (n, inner) in enumerate(zip(tensors, back.inner, strict=False)):
-            if n in computed.with_graph and n in made and n not in computed.arrivals:
+        if len(call.takes) != len(back.inner):
+            continue  # as of a list of tensors: which is which is not known
+        for at, (n, inner) in enumerate(zip(call.takes, back.inner, strict=True)):
+            if isinstance(n, int) and n in computed.with_graph:
                 yield (call.function, call.written), call, at, inner is not None
+
+
+def _is_cut_from_a_leaf(lines: Lines, rank: int, number: int) -> bool:
+    """Whether only lines that cut, turn or cast it are between it and what no line makes."""
+    todo, passed = [number], {number}
+    computations = lines.computed(rank).computations
+    while todo:
+        n = todo.pop()
+        makers = [c for c in computations if n in c.gives and n not in c.takes]
+        if any(c.function.startswith(MODULE) or not lines.moves(rank, c) for c in makers):
+            return False
+        more = {t for c in makers for t in c.uses} - passed
+        todo += more
+        passed |= more
+    return True
+
+
+def _has_one(lines: Lines, rank: int, number: int, single: Computed) -> bool:
+    """Whether a gradient that is not zero reaches the same numbers in the single process."""
+    for n in lines.states.alike(lines.computed(rank).values[number]):
+        gradient = gradient_of(single, n)
+        if gradient is not None and bool(gradient.any()):
+            return True
+    return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from sumgrad.diagnose.modules.followed import followed, ways_of
@@ -19,6 +20,8 @@ from sumgrad.record.trace import Traces
 from torch import Tensor
 
 PRODUCTS = {"matmul", "mm", "bmm"}
+NEAR = 32  # values that one is made of, among which it is looked for
+SAMPLE = 8  # numbers of it, that are looked for first
 # Formulas that use what was kept for the backward, which may have been changed meanwhile: what only
 # passes a gradient on, as an addition, gives none that is wrong.
 ONE_BY_ONE = {
@@ -39,7 +42,8 @@ class AtLine:
     takes is right only as a sum over ranks. there: whether the single process runs it, too. again:
     something right is made of what it gives. beside: Functions that take the same and get what is
     right, in the backward. then: of a line that the single process does not run, what it does not
-    run either and is wrong because of it.
+    run either and is wrong because of it. times: what an argument gets is this multiple of what is
+    right. picks: it picks by parts.
     """
 
     rank: int
@@ -220,12 +224,20 @@ class Lines:
                 yield AtLine(rank=rank, mine=c, place=place, back=True, kept=True)
 
     def _has_those_of_data(self, rank: int, c: Computation) -> bool:
-        """Whether all that it gives is in something it is made of, of which autograd knows
-        nothing."""
+        """Whether all that it gives is in something near that it is made of, of which autograd
+        knows nothing. Not of a Function, which may hand one thing on with the gradient of another.
+        """
         mine = self._ranks[rank]
-        data = [n for n in self._before(rank, c.gives) if n not in mine.with_graph]
+        if c.written:
+            return False
         given = torch.cat([mine.values[n].reshape(-1).double() for n in c.gives])
-        return any(bool(torch.isin(given, mine.values[t].double()).all()) for t in data)
+        for n in islice(self._before(rank, c.gives), NEAR):
+            data = mine.values[n].double()
+            if n in mine.with_graph or not bool(torch.isin(given[:SAMPLE], data).all()):
+                continue
+            if bool(torch.isin(given, data).all()):
+                return True
+        return False
 
     def _is_kept(self, rank: int, number: int) -> bool:
         mine = self._ranks[rank]

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from sumgrad.diagnose.modules.lines import AtLine, Lines
 from sumgrad.diagnose.modules.loss_weights import same
 from sumgrad.record.computed import Computation
 
 PICKS = {"argmin", "argmax", "topk", "sort", "argsort", "kthvalue", "multinomial"}
-NOT_LINEAR = {
-    "mul", "div", "rdiv", "pow", "square", "sqrt", "rsqrt", "exp", "log", "log10", "abs",
+OF_TWO = {"mul", "div"}
+NOT_LINEAR = OF_TWO | {
+    "rdiv", "pow", "square", "sqrt", "rsqrt", "exp", "log", "log10", "abs",
     "softmax", "log_softmax", "logsumexp", "max", "min", "amax", "amin", "clamp", "sigmoid",
     "tanh", "softplus", "reciprocal",
 }  # fmt: skip
@@ -29,8 +31,10 @@ def sent_back(lines: Lines, rank: int, to: Sequence[int]) -> Iterator[AtLine]:
             continue
         factor = states.factor(rank, results[0])
         for i, n in enumerate(c.takes):
-            sender = states.sender(rank, n) if isinstance(n, int) else None
-            if sender is None or sender[0] not in to or not isinstance(n, int):
+            if not isinstance(n, int) or not (n in mine.with_graph or n in mine.arrivals):
+                continue
+            sender = states.sender(rank, n)
+            if sender is None or sender[0] not in to or not _is_all_it_is_for(lines, sender, rank):
                 continue
             one = AtLine(rank=rank, mine=c, place=place, at=(i,), back=True)
             state, own = states.backward(rank, n), states.factor(rank, n)
@@ -40,20 +44,49 @@ def sent_back(lines: Lines, rank: int, to: Sequence[int]) -> Iterator[AtLine]:
                 yield replace(one, times=own / factor)
 
 
+def _is_all_it_is_for(lines: Lines, sender: tuple[int, int], rank: int) -> bool:
+    """Whether nothing but this rank uses what was sent: else each gives a share of its gradient."""
+    at, number = sender
+    computations = lines.computed(at).computations
+    uses = [c for c in computations if number in c.takes and not lines.moves(at, c)]
+    value = lines.computed(at).values[number]
+    others = (
+        v.shape == value.shape and v.dtype == value.dtype and torch.equal(v, value)
+        for r in lines.states.ranks
+        if r not in (at, rank)
+        for v in lines.computed(r).values
+    )
+    return not uses and not any(others)
+
+
 def picks_by_parts(
     lines: Lines, rank: int, asked: Callable[[Computation], bool]
 ) -> Iterator[AtLine]:
-    """Those that pick by what is a part on each rank, where only the sum tells which."""
+    """Those that pick by what is a part on each rank, where only the sum tells which, and of whose
+    picks something with a gradient is made."""
     for place, c in enumerate(lines.computed(rank).computations):
         if not asked(c) or c.function not in PICKS or not c.takes or c.function_of:
             continue
         number = c.takes[0]
-        if isinstance(number, int) and lines.states.forward(rank, number) == "part":
+        if not isinstance(number, int) or lines.states.forward(rank, number) != "part":
+            continue
+        if _counts(lines, rank, c):
             yield AtLine(rank=rank, mine=c, place=place, parts=True, picks=True)
+
+
+def _counts(lines: Lines, rank: int, c: Computation) -> bool:
+    mine, picks = lines.computed(rank), {*c.gives, *lines.after(rank, c.gives)}
+    return any(
+        not picks.isdisjoint(t for t in then.takes if isinstance(t, int))
+        and not mine.with_graph.isdisjoint(then.gives)
+        for then in mine.computations
+    )
 
 
 def only_of_parts(lines: Lines, one: AtLine) -> bool:
     """Whether no sum over ranks makes it right: a quotient of parts, a power of one."""
     takes = [t for t in one.mine.takes if isinstance(t, int)]
+    if one.mine.function in OF_TWO and len(takes) < 2:
+        return False  # with a number
     parts = all(lines.states.forward(one.rank, t) == "part" for t in takes)
     return parts and not one.again and one.mine.function in NOT_LINEAR

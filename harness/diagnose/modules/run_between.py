@@ -4,6 +4,7 @@ line, through what other ranks sent or added up.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from sumgrad.record.computed import LARGE, Computation
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
+OPTION = re.compile(r"(\w+)=([-\w.]+)")  # of a number or a word
 MOST_RUN = 64  # computations on the way back: more are no hint
 CLOSE = 1e-9  # of the largest number
 STEPS_INTO_TERMS = 3  # of a sum that is wrong, each of whose terms is there as it is
@@ -36,7 +38,7 @@ class Run:
 
 
 class RunBetween:
-    """groups: sets of ranks over which an axis adds up."""
+    """sets: ranks over which an axis adds up."""
 
     def __init__(self, traces: Traces, states: ValueStates, sets: Sequence[Sequence[int]]) -> None:
         self._ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
@@ -53,9 +55,10 @@ class RunBetween:
         mine = self._ranks[rank]
         alike = {n for n, v in enumerate(mine.values) if _equal(v, value)}
         given = [n for c in mine.computations if c.calls <= calls for n in c.gives if n in alike]
-        taken = [t for c in mine.computations for t in c.takes if t in alike]
+        taken = [t for c in mine.computations for t in c.takes
+                 if isinstance(t, int) and t in alike]  # fmt: skip
         found = given[-1:] or taken[:1]
-        return found[0] if found and isinstance(found[0], int) else None
+        return found[0] if found else None
 
     def back_from(self, rank: int, number: int) -> list[Run]:
         """The latest first; nothing where it is too much to be a hint."""
@@ -66,7 +69,11 @@ class RunBetween:
             if self._is_right(at, value) and not more:
                 continue
             place = self._maker(at, value)
-            before = list(self._brought(at, value)) if place is None else []
+            before = (
+                []
+                if place is not None
+                else self._before_a_change(at, value) or list(self._brought(at, value))
+            )
             if place is not None and (at, place) not in out:
                 out[at, place] = self._run(at, place, steps)
                 made = out[at, place].made
@@ -77,6 +84,11 @@ class RunBetween:
             todo += [(r, n, steps, more) for r, n in before if (r, n) not in seen]
             seen.update(before)
         return sorted(out.values(), key=lambda run: run.steps) if len(out) <= MOST_RUN else []
+
+    def _before_a_change(self, rank: int, number: int) -> list[tuple[int, int]]:
+        """What a line changed in place to make it: the way goes on there, if that line is none."""
+        changes = self._ranks[rank].changes
+        return [(rank, c.before) for c in changes if c.after == number and c.before != number][:1]
 
     def _terms(self, rank: int, made: Computation) -> Iterator[tuple[int, int]]:
         """Of a Function that adds up over ranks what it takes, and gives what is wrong: the terms,
@@ -98,9 +110,11 @@ class RunBetween:
             c.takes for c in self._single if (c.site, c.function) == (made.site, made.function)
         ]
         for at, own in enumerate(made.takes):
-            there = {takes[at] for takes in every if len(takes) == len(made.takes)}
-            if isinstance(own, str) and "=" in own and len(there) == 1 and own not in there:
-                return own, str(*there)
+            there = {str(takes[at]) for takes in every if len(takes) == len(made.takes)}
+            option = OPTION.fullmatch(str(own))
+            other = OPTION.fullmatch(there.pop()) if len(there) == 1 else None
+            if option and other and option[1] == other[1] and option[2] != other[2]:
+                return option[0], other[0]
         return None
 
     def _is_wrong(self, rank: int, made: Computation) -> bool:
@@ -131,15 +145,24 @@ class RunBetween:
         value = self._ranks[rank].values[number]
         if not value.is_floating_point() or len(value.unique()) < FEWEST:
             return
-        for other, computed in self._ranks.items():
-            if other == rank:
-                continue
-            for c in computed.computations:
-                for n in c.gives:
-                    if _equal(computed.values[n], value) and n not in c.takes:
-                        yield other, n
-                        return
+        made = {r: given for r in self._ranks if (given := self._given(r, value)) is not None}
+        if made:
+            # Of several with the same, as replicas, nothing tells which of them sent it.
+            alike = len({site for _, site in made.values()}) == 1 and rank not in made
+            yield from ((r, n) for r, (n, _) in made.items() if alike)
+            return
         yield from self._added_up(rank, value, range(len(self._ranks[rank].values)))
+
+    def _given(self, rank: int, value: Tensor) -> tuple[int, str] | None:
+        """The number of a rank's value that equals it, and the call in the code that made it and
+        does not only hand it on."""
+        computed = self._ranks[rank]
+        for c in computed.computations:
+            for n in (n for n in c.gives if _equal(computed.values[n], value)):
+                taken = (computed.values[t] for t in c.takes if isinstance(t, int))
+                if not any(_equal(t, value) for t in taken):
+                    return n, c.site
+        return None
 
     def _added_up(
         self, rank: int, value: Tensor, numbers: Iterable[int | str]
@@ -149,11 +172,13 @@ class RunBetween:
         values = self._ranks[rank].values
         for group in (g for g in self._sets if rank in g and len(g) > 1):
             for number in (n for n in numbers if isinstance(n, int)):
+                own = values[number]
+                if own.shape != value.shape or own.dtype != value.dtype:
+                    continue
                 held = {rank: number, **dict(self._states.same_call(rank, number))}
                 terms = [self._ranks[r].values[held[r]] for r in group if r in held]
-                if values[number].shape != value.shape or len(terms) != len(group):
-                    continue
-                if any(t.shape != value.shape or not t.is_floating_point() for t in terms):
+                alike = all((t.shape, t.dtype) == (own.shape, own.dtype) for t in terms)
+                if len(terms) != len(group) or not alike:
                     continue
                 near = CLOSE * float(value.abs().max())
                 if torch.allclose(sum(terms, torch.zeros_like(value)), value, rtol=0, atol=near):

@@ -6,6 +6,7 @@ of a module is.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -17,7 +18,7 @@ from sumgrad.record.computed import Computed, places_of
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
-Key = tuple[tuple[int, ...], bytes]
+Key = tuple[tuple[int, ...], str, bytes]  # of a value: its shape, dtype and digest
 FEWEST = 2  # different numbers that are no chance
 MOST_ALIKE = 8  # values of the single process that one is compared with
 
@@ -46,6 +47,10 @@ class ValueStates:
             number: (site, k) for number, (site, _, k) in places_of(self._single).items()
         }
         self._sent: dict[Key, tuple[int, int]] | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        return [*self._ranks]
 
     def factor(self, rank: int, number: int) -> float | None:
         """Of the gradient that reaches a value and is right; None where it is not one or is not
@@ -224,4 +229,5 @@ def gradient_of(computed: Computed, number: int) -> Tensor | None:
 
 
 def _key(value: Tensor) -> Key:
-    return tuple(value.shape), value.contiguous().numpy().tobytes()
+    numbers = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tuple(value.shape), str(value.dtype), hashlib.blake2b(numbers).digest()

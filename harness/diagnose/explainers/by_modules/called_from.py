@@ -57,8 +57,8 @@ def odd_calls_come_from(case: Case, odd: Sequence[Seen], others: Sequence[Seen])
         return []
     line = next((own for own in telling if not _is_librarys(own)), telling[0])
     num = sum(line in lines for lines in rest)
-    more = f"{num} of the {len(rest)} others" if num else "no others"
-    return [f"come from {line_and_code(*line)}, and so do {more}"]
+    more = f"so do{'es' * (num == 1)} {num} of the {len(rest)} others" if num else "no others do"
+    return [f"come from {line_and_code(*line)}, and {more}"]
 
 
 def _in_all(case: Case, found: FirstWrong) -> list[Line]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.lines import first_lines
+from sumgrad.diagnose.explainers.by_modules.lines import first_lines, known_lines
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     line_and_code,
@@ -22,7 +22,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 )
 from sumgrad.diagnose.modules.derivatives import NEAR, OwnFormula, no_derivatives, own_formulas
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
-from sumgrad.diagnose.modules.gives_nothing import give_nothing
+from sumgrad.diagnose.modules.gives_nothing import give_nothing, may_give_nothing
 from sumgrad.diagnose.modules.moved import Brought, Element, Mover, movers
 from sumgrad.record.derivative import Derivative, Off
 from sumgrad.record.trace import Traces
@@ -62,7 +62,7 @@ def wrong_functions(
             said=f"the backward of {functions_in_words(found)} is {SAID}",
             because=tuple(how_they_are_off(found)),
         )
-    if nothing := [] if ratio is not None else _gives_nothing(traces, keys):
+    if nothing := [] if ratio is not None else _gives_nothing(case, keys):
         return nothing[0]
     moving = wrong_movers(case)
     wrong = [moving[key] for key in keys if key in moving]
@@ -79,14 +79,18 @@ def wrong_functions(
     return WrongFunctions(said="", because=tuple(how_they_bring_back(told))) if told else None
 
 
-def _gives_nothing(traces: Traces, keys: Sequence[tuple[str, str]]) -> list[WrongFunctions]:
+def _gives_nothing(case: Case, keys: Sequence[tuple[str, str]]) -> list[WrongFunctions]:
     """Those on the way that hand a tensor nothing."""
-    ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
-    odd = give_nothing(ranks, traces.single.computed)
+    ranks = case.traces.ranks.values() if case.traces is not None else ()
+    if not any({*keys} & may_give_nothing(trace.computed) for trace in ranks):
+        return []
+    lines, traces = known_lines(case), case.traces
+    if lines is None or traces is None:
+        return []
+    odd = give_nothing(lines, [*traces.ranks], traces.single.computed)
     out = []
     for one in (odd[key] for key in keys if key in odd):
-        call, tensors = one.call, [i for i, n in enumerate(one.call.takes) if isinstance(n, int)]
-        made = call.made_at[tensors[one.at]]
+        call, made = one.call, one.call.made_at[one.at]
         at = f", made at {line_and_code(*made)}," if made[0] else ""
         out.append(
             WrongFunctions(

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import torch
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
+from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, unless_it_fails
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.record.trace import Trace
 
 
+@unless_it_fails
 def handed_in_parts(case: Case, look: Look, found: FirstWrong) -> str:
     """Of what is made from the wrong one, where a backward starts, as at the end of a stage; empty
     where none does from a part."""
@@ -20,16 +21,17 @@ def handed_in_parts(case: Case, look: Look, found: FirstWrong) -> str:
     ranks = {} if traces is None else {rank: traces.ranks[rank] for rank in found.ranks}
     for rank, trace in ranks.items():
         for one in trace.started:
-            part = next((s for s in _given_by(look, trace, one.call) if s.rank == rank
-                         and s.backward == "part" and s.call.module in above), None)  # fmt: skip
-            if part is None:
-                continue
-            made = "" if one.made == one.line or not one.made[0] else (
-                f", made at {line_and_code(*one.made)},")  # fmt: skip
+            seen = [s for s in _given_by(look, trace, one.call) if s.rank == rank]
+            part = next((s for s in seen if s.backward == "part" and s.call.module in above), None)
+            if part is None or any(s.backward == "right" for s in seen):
+                continue  # as where the stage ends with what adds up on the way back
+            made = f", made at {line_and_code(*one.made)}," if one.made[0] else ""
+            made = "" if one.made == one.line else made
+            what = part.call.module or "the model"
             return (f"what {line_and_code(*one.line)} hands to autograd as the gradient of what "
-                    f"{part.call.module} gives{made} is a part on each rank, whole only when "
-                    f"summed over {part.axis}: look for a sum or a gather that is missing where "
-                    f"it is received")  # fmt: skip
+                    f"{what} gives{made} is a part on each rank, whole only when summed over "
+                    f"{part.axis}: look for a sum or a gather that is missing where it is "
+                    f"received")  # fmt: skip
     return ""
 
 

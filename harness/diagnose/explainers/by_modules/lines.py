@@ -42,22 +42,32 @@ def _first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
     if not back:
         return agreed(lines.first_forward, asked, found.ranks)
     told = agreed(lines.first_backward, asked, found.ranks)
+    parts: list[AtLine] = []
     if not told and not found.modules:
-        told = agreed(lines.first_forward, asked, found.ranks)
-        # The loss is no module's: its lines are the single process's, or nothing is told by them.
-        told = [o for o in told if not o.at and (only_of_parts(lines, o) if o.parts else o.there)]
-    if not told and not found.modules:
-        # Where it is right all the same, a part happens to pick what the sum does.
-        wrong = {rank: asked[rank] for rank in found.ranks}
-        told = agreed(partial(picks_by_parts, lines), wrong, found.ranks)
-    if not told:
-        others = [rank for rank in traces.ranks if rank not in found.ranks]
-        told = agreed(lambda rank, _: sent_back(lines, rank, found.ranks), asked, others)
+        ways = agreed(lines.first_forward, asked, found.ranks)
+        # The loss is no module's: its lines are the single process's, or nothing is told by them,
+        # but where no sum could make them right.
+        told = [one for one in ways if one.there and not one.at and not one.parts]
+        parts = [one for one in ways if not one.at and one.parts and only_of_parts(lines, one)]
     if not told:
         told = agreed(lines.kept, asked, found.ranks)
     if not told and not _recomputes(case):
         told = agreed(lines.cuts, asked, found.ranks)
-    return told
+    return told or parts or _told_by_other_ranks(case, lines, found, asked)
+
+
+def _told_by_other_ranks(
+    case: Case, lines: Lines, found: FirstWrong, asked: Mapping[int, Callable[[Computation], bool]]
+) -> list[AtLine]:
+    """What picks by parts, or what a later stage gives back, where no line of the wrong ranks is
+    wrong by itself."""
+    if not found.modules:
+        # Where it is right all the same, a part happens to pick what the sum does.
+        wrong = {rank: asked[rank] for rank in found.ranks}
+        if told := agreed(partial(picks_by_parts, lines), wrong, found.ranks):
+            return told
+    others = [rank for rank in asked if rank not in found.ranks]
+    return agreed(lambda rank, _: sent_back(lines, rank, found.ranks), asked, others)
 
 
 @as_a_hint

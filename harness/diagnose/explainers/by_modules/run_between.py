@@ -65,18 +65,21 @@ def _way(runs: Sequence[Run]) -> list[str]:
     if not 1 < len(ranks) <= MOST_LINES:
         return []
     codes = {run.made.line: run.made.code for run in shown}
-    options = {run.made.line: run.options for run in shown if run.options}
+    options: dict[str, set[tuple[str, str] | None]] = {}
+    for run in (run for run in shown if run.first):
+        options.setdefault(run.made.line, set()).add(run.options)
     told, path = list[str](), ""
     for own, lines in groupby(ranks, key=lambda line: sorted(ranks[line])):
         words = []
         for line in lines:
             text, here = line_and_code(line, codes[line], MOST_CODE), line.rpartition(":")[0]
             text = text.removeprefix(line_from_here(here)) if here == path else text
-            now, there = options.get(line) or ("", "")
+            (now, there), *others = [one or ("", "") for one in options.get(line, {None})]
+            now = "" if others else now  # on each rank another
             words.append(f"{text} with {now} ({there} in the single process)" if now else text)
             path = here
         told.append(f"on rank {spans(own)} at {', '.join(words)}")
-    return ["; then ".join(told)]
+    return ["; and ".join(told)]
 
 
 def _ranks_by_line(runs: Sequence[Run]) -> dict[str, set[int]]:
@@ -102,5 +105,8 @@ def _back(case: Case) -> RunBetween | None:
     lines, traces = known_lines(case), case.traces
     if lines is None or traces is None:
         return None
-    sets = [ranks for _, groups in axis_groups(case) for ranks in groups]
-    return RunBetween(traces, lines.states, sets)
+    if "run_between" not in case.known:
+        sets = [ranks for _, groups in axis_groups(case) for ranks in groups]
+        case.known["run_between"] = RunBetween(traces, lines.states, sets)
+    found: RunBetween = case.known["run_between"]
+    return found

@@ -167,14 +167,14 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
 def _whence(case: Case, look: Look, module: str, shares: Sequence[Share]) -> list[str]:
     """The line that the calls come from which have another factor than most."""
     usual = usual_factor(shares)
-    told = [s for s in shares if usual is not None and s.factor is not None]
-    odd = {(s.rank, s.number) for s in told if not same([s.factor or 0.0, usual or 0.0])}
+    if usual is None or any(s.factor is None for s in shares):
+        return []
+    odd = {(s.rank, s.number) for s in shares if not same([s.factor or 0.0, usual])}
     calls = [s for s in look.seen[module] if not s.call.recomputed]
     mine = [s for s in calls if (s.rank, s.call.number) in odd]
     others = [s for s in calls if (s.rank, s.call.number) not in odd]
     found = odd_calls_come_from(case, mine, others)
-    return [f"all calls with another factor than {fraction_of(usual)} {text}"
-            for text in found if usual]  # fmt: skip
+    return [f"all calls with another factor than {fraction_of(usual)} {text}" for text in found]
 
 
 def _before_ddp(case: Case) -> str:
