@@ -159,11 +159,14 @@ def test_too_many_lines_are_no_hint():
     assert run_between._way(runs[:1]) == []
 
 
-def stages(entrance):
-    """A step of two stages, and its values: rank 1 gets what rank 0 has, through `entrance`."""
+def stages(entrance, *, used=False):
+    """A step of two stages, and its values: rank 1 gets what rank 0 has, through `entrance`. used:
+    rank 0 makes something of it itself."""
     there, _, _ = recorded(lambda x: second(Scale.apply(first(x), 0.5)), X)
     with Computations(lambda: ((), 0)) as one:
         sent = Scale.apply(first(X.clone().requires_grad_()), 0.5)
+        torch.empty_like(sent)  # what is received is of its shape
+        _ = sent * 2 if used else None
         with Computations(lambda: ((), 0)) as two:
             leaf = sent.detach().clone().requires_grad_()
             second(entrance(leaf)).sum().backward()
@@ -178,6 +181,7 @@ def test_what_a_stage_gives_back_is_held_against_what_it_was_sent(entrance, time
     both = stages(entrance)
     found = list(sent_back(both, 1, [0]))
     assert [one.times for one in found] == ([] if times is None else [pytest.approx(times)])
+    assert not list(sent_back(stages(entrance, used=True), 1, [0]))  # a share of its gradient
     assert not list(sent_back(both, 1, []))  # of ranks whose gradient is right nothing is asked
     for one in found:
         (words,) = in_words([one])

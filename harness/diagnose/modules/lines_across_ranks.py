@@ -48,7 +48,7 @@ def _is_all_it_is_for(lines: Lines, sender: tuple[int, int], rank: int) -> bool:
     """Whether nothing but this rank uses what was sent: else each gives a share of its gradient."""
     at, number = sender
     computations = lines.computed(at).computations
-    uses = [c for c in computations if number in c.takes and not lines.moves(at, c)]
+    uses = [c for c in computations if number in c.uses and not lines.moves(at, c)]
     value = lines.computed(at).values[number]
     others = (
         v.shape == value.shape and v.dtype == value.dtype and torch.equal(v, value)
