@@ -47,8 +47,12 @@ def sent_back(lines: Lines, rank: int, to: Sequence[int]) -> Iterator[AtLine]:
 def _is_all_it_is_for(lines: Lines, sender: tuple[int, int], rank: int) -> bool:
     """Whether nothing but this rank uses what was sent: else each gives a share of its gradient."""
     at, number = sender
-    computations = lines.computed(at).computations
-    uses = [c for c in computations if number in c.uses and not lines.moves(at, c)]
+    same, used = {number}, False
+    for c in lines.computed(at).computations:
+        if not same.isdisjoint(c.uses):
+            only_hands_on = lines.moves(at, c)
+            same |= {*c.gives} if only_hands_on else set()
+            used |= not only_hands_on
     value = lines.computed(at).values[number]
     others = (
         v.shape == value.shape and v.dtype == value.dtype and torch.equal(v, value)
@@ -56,7 +60,7 @@ def _is_all_it_is_for(lines: Lines, sender: tuple[int, int], rank: int) -> bool:
         if r not in (at, rank)
         for v in lines.computed(r).values
     )
-    return not uses and not any(others)
+    return not used and not any(others)
 
 
 def picks_by_parts(
