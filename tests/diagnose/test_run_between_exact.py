@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.by_modules import run_between
+from sumgrad.diagnose.explainers.by_modules import run_between, weights
 from sumgrad.diagnose.explainers.by_modules.called_from import odd_calls_come_from
 from sumgrad.diagnose.explainers.by_modules.handed_in_parts import handed_in_parts
 from sumgrad.diagnose.explainers.by_modules.lines import in_words
@@ -226,6 +227,9 @@ def test_a_backward_that_starts_from_a_part_is_said(state):
     if state == "right":
         assert text == ""
         return
+    # What ends with a sum on the way back is right to be handed parts.
+    look.seen[""] = [given(0, "", "right", whole)]
+    assert handed_in_parts(case, look, found) == ""
     assert text.startswith("what run.py:7 `out.backward(grad)` hands to autograd as the gradient")
     assert "of what block gives, made at run.py:9 `grad = recv()`, is a part on each rank" in text
     assert "summed over tp" in text
@@ -306,10 +310,10 @@ def test_a_function_that_gives_a_tensor_no_gradient_is_seen(function, how, told)
     assert not give_nothing(lines([own], own)[1], [0], own)  # as the single process has it
 
 
-def halves(function, *rest):
+def halves(function, there=None):
     """Two ranks with half of the columns each, whose sums over them are parts."""
-    single, _, _ = recorded(lambda x: function((x.sin() * 2).sum(-1), *rest), X)
-    both = [recorded(lambda x: function((x.sin() * 2).sum(-1), *rest), X[:, own])[0]
+    single, _, _ = recorded(lambda x: (there or function)((x.sin() * 2).sum(-1)), X)
+    both = [recorded(lambda x: function((x.sin() * 2).sum(-1)), X[:, own])[0]
             for own in (slice(0, 2), slice(2, 5))]  # fmt: skip
     return lines(both, single, [("tp", [(0, 1)])])[1]
 
@@ -355,3 +359,175 @@ def test_calls_of_another_factor_are_told_by_the_line_that_they_come_from(odd, o
     case = SimpleNamespace(traces=SimpleNamespace(ranks={0: stack}))
     calls = [[SimpleNamespace(rank=0, call=numbers) for numbers in own] for own in (odd, others)]
     assert odd_calls_come_from(case, *calls) == ([said] if said else [])
+
+
+def test_the_way_ends_at_a_part_of_what_is_right():
+    part = (X[:, :2].sin() * 2).sum(-1)
+    both = halves(torch.exp)
+    sets = [(0, 1)]
+    traces = SimpleNamespace(
+        ranks={r: SimpleNamespace(computed=both.computed(r)) for r in (0, 1)},
+        single=SimpleNamespace(computed=both._single),
+    )
+    back = RunBetween(traces, both.states, sets)
+    found = back.back_from(0, back.number_of(0, part.exp(), 0))
+    assert [(r.made.function, r.first) for r in found] == [("exp", True)]
+
+
+def test_what_this_rank_has_made_too_was_not_seen_to_be_sent():
+    def both(y):
+        return (y * 2).exp() + 0 * first(X).square()
+
+    one, _, sent = recorded(lambda x: first(x).square(), X)
+    two, _, _ = recorded(both, sent)
+    there, _, _ = recorded(lambda x: second(first(x)), X)
+    assert {rank for rank, _, _ in ways([one, two], there, (sent * 2).exp())} == {1}
+
+
+class AddUp(Function):
+    """As an all-reduce of two ranks that have the same."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_terms_that_are_there_as_they_are_are_told_where_their_sum_is_not():
+    ranks = [recorded(lambda x: AddUp.apply(x.sin() * 3).cos(), X)[0] for _ in range(2)]
+    there, _, _ = recorded(lambda x: (x.sin() * 3).cos(), X)
+    found = ways(ranks, there, (X.sin() * 6).cos(), rank=0)
+    assert {(0, "x.sin() * 3"), (1, "x.sin() * 3")} <= {(r, part) for r, part, _ in found}
+
+
+def test_the_way_goes_on_at_what_was_written_into():
+    def filled(x):
+        buffer = (x.detach() * 7).cos()
+        buffer[:1] = 0.5
+        return buffer.exp() + x * 0
+
+    one, _, _ = recorded(filled, X)
+    there, _, _ = recorded(second, X)
+    value = (X * 7).cos()
+    value[:1] = 0.5
+    traces, found = lines([one], there)
+    back = RunBetween(traces, found.states, [])
+    runs = back.back_from(0, back.number_of(0, value.exp(), 0))
+    codes = [run.made.code for run in runs]
+    assert "buffer[:1] = 0.5" in codes
+    assert any("(x.detach() * 7).cos()" in code for code in codes)
+
+
+def call_with(*words):
+    return SimpleNamespace(site="a", function="f", takes=(0, *words))
+
+
+@pytest.mark.parametrize(
+    ("mine", "there", "told"),
+    [
+        (("n=10",), [("n=20",)], ("n=10", "n=20")),
+        (("n=10",), [("n=20",), ("n=30",)], None),  # there is no one other
+        (("n=10",), [("n=10",)], None),
+        (("bias=None",), [(4,)], None),  # a tensor there
+        (("n=10",), [("m=20",)], None),
+        (("device(type='cuda', index=1)",), [("device(type='cuda', index=0)",)], None),
+    ],
+)
+def test_another_option_of_the_same_call_is_told_by_its_name(mine, there, told):
+    back = RunBetween.__new__(RunBetween)
+    back._single = [call_with(*words) for words in there]
+    assert back._other_options(call_with(*mine)) == told
+
+
+def test_what_another_rank_has_as_well_gets_a_share_of_the_gradient():
+    there, _, _ = recorded(lambda x: second(Scale.apply(first(x), 0.5)), X)
+    with Computations(lambda: ((), 0)) as one:
+        sent = Scale.apply(first(X.clone().requires_grad_()), 0.5)
+    ranks = [one.computed()]
+    for _ in range(2):
+        with Computations(lambda: ((), 0)) as other:
+            leaf = sent.detach().clone().requires_grad_()
+            second(Scale.apply(leaf, 0.25)).sum().backward()
+        ranks.append(other.computed())
+    assert list(sent_back(lines(ranks[:2], there)[1], 1, [0]))
+    assert not list(sent_back(lines(ranks, there)[1], 1, [0]))
+
+
+def test_a_part_times_a_number_is_linear():
+    both = halves(lambda t: t * 3.7, there=lambda t: t.cos())
+    (one,) = [o for o in both.first_forward(0, lambda _: True) if o.parts]
+    assert one.mine.function == "mul"
+    assert not only_of_parts(both, one)
+
+
+def test_a_pick_that_nothing_with_a_gradient_is_made_of_does_not_count():
+    both = halves(lambda t: (t.detach().argmin(), t * 2)[1])
+    assert not [*picks_by_parts(both, 0, lambda _: True)]
+
+
+class Sometimes(Weighs):
+    """Gives its second tensor nothing where the first is negative."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, None if bool((x < 0).all()) else (grad * x).sum(-1, keepdim=True)
+
+
+def test_a_function_that_gives_something_in_one_call_is_not_accused():
+    def twice(x, function):
+        weight = (x @ W[:, :1]).sigmoid()
+        return function.apply(x.square(), weight) + function.apply(-x.square(), weight)
+
+    own, there = (recorded(twice, X, function)[0] for function in (Sometimes, Weighs))
+    both = lines([own], there)[1]
+    assert not give_nothing(both, [0], there)
+    backs = [replace(b, inner=(*b.inner, None)) for b in weighed(Drops).backs]
+    odd = replace(weighed(Drops), backs=tuple(backs))  # of a list, flattened: which is which?
+    assert not give_nothing(lines([odd], weighed(Weighs))[1], [0], weighed(Weighs))
+
+
+def chain(x, twice):
+    y = first(x)
+    s = Scale.apply(y, 0.5)
+    if twice:
+        return second(Scale.apply(s, 0.5)).sum(-1) + s.sin().sum(-1)
+    return second(s).sum(-1) + y.sin().sum(-1)
+
+
+def test_a_gradient_is_held_against_that_of_its_own_line():
+    """What is scaled has the same numbers, and here the gradient that belongs before it."""
+    own, there = (recorded(chain, X, twice)[0] for twice in (True, False))
+    both = lines([own], there)[1]
+    scaled = next(c for c in own.computations if c.part == "Scale.apply(y, 0.5)")
+    assert both.states.backward(0, scaled.gives[0]) == "wrong"
+
+
+class StraightThrough(Function):
+    @staticmethod
+    def forward(ctx, x, q):
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_a_function_that_hands_on_data_with_a_gradient_is_told_as_kept():
+    own, _, _ = recorded(lambda x: StraightThrough.apply(x.sin(), x.detach().cos()).exp(), X)
+    there, _, _ = recorded(lambda x: x.detach().cos().exp() + x, X)
+    kept = [o.mine.function for o in lines([own], there)[1].kept(0, lambda _: True)]
+    assert kept[0] == "StraightThrough"
+
+
+@pytest.mark.parametrize(("factor", "told"), [(0.5, True), (None, False)])
+def test_where_calls_have_several_factors_nothing_is_said_of_all(monkeypatch, factor, told):
+    monkeypatch.setattr(weights, "usual_factor", lambda shares: 1.0)
+    monkeypatch.setattr(weights, "odd_calls_come_from", lambda case, odd, others: ["come from x"])
+    shares = [SimpleNamespace(rank=0, number=n, factor=f) for n, f in enumerate((1.0, factor))]
+    look = SimpleNamespace(seen={"m": []})
+    said = ["all calls with another factor than 1 come from x"]
+    assert weights._whence("case", look, "m", shares) == (said if told else [])

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from sumgrad.diagnose.modules.followed import Ways, ways_of
 from sumgrad.diagnose.modules.value_states import ValueStates
-from sumgrad.record.computed import LARGE, Computation
+from sumgrad.record.computed import LARGE, Change, Computation
+from sumgrad.record.line import NO_LINE
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
 OPTION = re.compile(r"(\w+)=([-\w.]+)")  # of a number or a word
+WRITES = "setitem"
 MOST_RUN = 64  # computations on the way back: more are no hint
 CLOSE = 1e-9  # of the largest number
 STEPS_INTO_TERMS = 3  # of a sum that is wrong, each of whose terms is there as it is
@@ -25,7 +27,8 @@ FEWEST_WHOLE = 3  # the same, of whole numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """A computation on the way, number `place` of a rank's. steps: how many come after it. first:
+    """A computation on the way, number `place` of a rank's; -1 of a line that wrote into what was
+    there. steps: how many come after it. first:
     all that it takes is the single process's, and what it gives is not. options: what such a one is
     called with and what the same call there is, `n=10` and `n=20`."""
 
@@ -68,12 +71,12 @@ class RunBetween:
             at, value, steps, more = todo.pop(0)
             if self._is_right(at, value) and not more:
                 continue
-            place = self._maker(at, value)
-            before = (
-                []
-                if place is not None
-                else self._before_a_change(at, value) or list(self._brought(at, value))
-            )
+            place, before = self._maker(at, value), list[tuple[int, int]]()
+            if place is None and (change := self._change(at, value)) is not None:
+                out[at, -1 - value] = self._changed(at, change, steps)
+                before, steps = [(at, change.before)], steps + 1
+            elif place is None:
+                before = list(self._brought(at, value))
             if place is not None and (at, place) not in out:
                 out[at, place] = self._run(at, place, steps)
                 made = out[at, place].made
@@ -85,10 +88,16 @@ class RunBetween:
             seen.update(before)
         return sorted(out.values(), key=lambda run: run.steps) if len(out) <= MOST_RUN else []
 
-    def _before_a_change(self, rank: int, number: int) -> list[tuple[int, int]]:
-        """What a line changed in place to make it: the way goes on there, if that line is none."""
+    def _change(self, rank: int, number: int) -> Change | None:
+        """What a line wrote into to make it, where no line gives it."""
         changes = self._ranks[rank].changes
-        return [(rank, c.before) for c in changes if c.after == number and c.before != number][:1]
+        return next((c for c in changes if c.after == number and c.before != number), None)
+
+    def _changed(self, rank: int, change: Change, steps: int) -> Run:
+        made = Computation(function=WRITES, line=change.line, code=change.code,
+                           takes=(change.before,), made_at=(NO_LINE,),
+                           gives=(change.after,))  # fmt: skip
+        return Run(rank=rank, place=-1, made=made, steps=steps)
 
     def _terms(self, rank: int, made: Computation) -> Iterator[tuple[int, int]]:
         """Of a Function that adds up over ranks what it takes, and gives what is wrong: the terms,
