@@ -375,10 +375,13 @@ def test_the_way_ends_at_a_part_of_what_is_right():
 
 
 def test_what_this_rank_has_made_too_was_not_seen_to_be_sent():
-    def both(y):
-        return (y * 2).exp() + 0 * first(X).square()
+    def squared(x):
+        return first(x).square()
 
-    one, _, sent = recorded(lambda x: first(x).square(), X)
+    def both(y):
+        return (y * 2).exp() + 0 * squared(X)
+
+    one, _, sent = recorded(squared, X)
     two, _, _ = recorded(both, sent)
     there, _, _ = recorded(lambda x: second(first(x)), X)
     assert {rank for rank, _, _ in ways([one, two], there, (sent * 2).exp())} == {1}
@@ -480,7 +483,7 @@ class Sometimes(Weighs):
 def test_a_function_that_gives_something_in_one_call_is_not_accused():
     def twice(x, function):
         weight = (x @ W[:, :1]).sigmoid()
-        return function.apply(x.square(), weight) + function.apply(-x.square(), weight)
+        return function.apply(x.square(), weight) + function.apply(-x.exp(), weight)
 
     own, there = (recorded(twice, X, function)[0] for function in (Sometimes, Weighs))
     both = lines([own], there)[1]
