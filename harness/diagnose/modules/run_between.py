@@ -27,13 +27,11 @@ FEWEST_WHOLE = 3  # the same, of whole numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """A computation on the way, number `place` of a rank's; -1 of a line that wrote into what was
-    there. steps: how many come after it. first:
-    all that it takes is the single process's, and what it gives is not. options: what such a one is
-    called with and what the same call there is, `n=10` and `n=20`."""
+    """A computation on the way. steps: how many come after it. first: all that it takes is the
+    single process's, and what it gives is not. options: what such a one is called with and what the
+    same call there is, `n=10` and `n=20`."""
 
     rank: int
-    place: int
     made: Computation
     steps: int
     first: bool = False
@@ -97,7 +95,7 @@ class RunBetween:
         made = Computation(function=WRITES, line=change.line, code=change.code,
                            takes=(change.before,), made_at=(NO_LINE,),
                            gives=(change.after,))  # fmt: skip
-        return Run(rank=rank, place=-1, made=made, steps=steps)
+        return Run(rank=rank, made=made, steps=steps)
 
     def _terms(self, rank: int, made: Computation) -> Iterator[tuple[int, int]]:
         """Of a Function that adds up over ranks what it takes, and gives what is wrong: the terms,
@@ -112,7 +110,7 @@ class RunBetween:
         told = all(self._is_right(rank, t) or self._is_given(rank, t) for t in taken)
         first = bool(taken) and told and not large and self._is_wrong(rank, made)
         options = self._other_options(made) if first else None
-        return Run(rank=rank, place=place, made=made, steps=steps, first=first, options=options)
+        return Run(rank=rank, made=made, steps=steps, first=first, options=options)
 
     def _other_options(self, made: Computation) -> tuple[str, str] | None:
         every = [
