@@ -237,7 +237,7 @@ def lines_that_look_wrong(case: Case) -> dict[str, str]:
             one = next(iter(found), None)
             if one is not None:
                 wrong.setdefault(kind, one.mine.line)
-    nothing = give_nothing(lines, [*traces.ranks], traces.single.computed)
+    nothing = give_nothing(lines)
     if nothing:
         wrong["gives_nothing"] = str([*nothing])
     return wrong

@@ -62,9 +62,7 @@ def second(y):
 
 
 def ways(ranks, single, value, *, rank=1, groups=PAIR):
-    traces, found = lines(ranks, single, groups)
-    sets = [ranks for _, own in groups for ranks in own]
-    back = RunBetween(traces, found.states, sets)
+    back = RunBetween(lines(ranks, single, groups)[1])
     number = back.number_of(rank, value, 0)
     return [(r.rank, r.made.part, r.first) for r in back.back_from(rank, number)]
 
@@ -130,10 +128,9 @@ def test_words_name_the_line_of_the_sender_first(monkeypatch, entered):
     traces, found = lines([one, two], there, PAIR)
     traces.ranks[1].outputs = [(sent * 2).exp()]
     monkeypatch.setattr(run_between, "known_lines", lambda case: found)
-    monkeypatch.setattr(run_between, "axis_groups", lambda case: PAIR)
     s = SimpleNamespace(rank=1, at=0, call=SimpleNamespace(number=3, operation_back=None),
                         forward="wrong", wrong=None, shape=(4, 5))  # fmt: skip
-    case = SimpleNamespace(traces=traces, known={})
+    case = SimpleNamespace(traces=traces)
     text = run_between.run_in_words(case, [s] if entered else [])
     if not entered:
         assert text == []
@@ -240,7 +237,6 @@ def test_a_backward_that_starts_from_a_part_is_said(state):
     [("Identity", "Mlp", True), ("Identity", "Identity", False), ("Mlp", "Mlp", False)],
 )
 def test_what_stands_in_the_place_of_other_stages_layers_is_not_compared(here, there, only):
-    order = {"first": 0, "block.in": 1, "block": 2, "last": 3, "": 4}
     trace, single = (
         SimpleNamespace(
             classes={"block": name, "first": "Linear", "block.in": "Linear", "": "Model"},
@@ -248,12 +244,13 @@ def test_what_stands_in_the_place_of_other_stages_layers_is_not_compared(here, t
         )
         for name in (here, there)
     )
-    assert _only_stands_there("block", trace, single, order) == only
-    assert not _only_stands_there("other", trace, single, order)
+    single.calls = [SimpleNamespace(module=m) for m in ("first", "block.in", "block", "last", "")]
+    assert _only_stands_there("block", trace, single) == only
+    assert not _only_stands_there("other", trace, single)
     # Amid what the rank has, something puts it there.
     trace.classes["last"] = "Linear"
     trace.calls.append(SimpleNamespace(module="last"))
-    assert not _only_stands_there("block", trace, single, order)
+    assert not _only_stands_there("block", trace, single)
 
 
 class Drops(Function):
@@ -302,12 +299,12 @@ def weighed(function, *, leaf=False, detached=False):
 )
 def test_a_function_that_gives_a_tensor_no_gradient_is_seen(function, how, told):
     own, there = weighed(function, **how), weighed(Weighs)
-    found = give_nothing(lines([own, own], there)[1], [0, 1], there)
+    found = give_nothing(lines([own, own], there)[1])
     assert bool(found) == told
     if told:
         (one,) = found.values()
         assert (one.call.function, one.at, one.ranks) == ("Drops", 1, (0, 1))
-    assert not give_nothing(lines([own], own)[1], [0], own)  # as the single process has it
+    assert not give_nothing(lines([own], own)[1])  # as the single process has it
 
 
 def halves(function, there=None):
@@ -364,12 +361,7 @@ def test_calls_of_another_factor_are_told_by_the_line_that_they_come_from(odd, o
 def test_the_way_ends_at_a_part_of_what_is_right():
     part = (X[:, :2].sin() * 2).sum(-1)
     both = halves(torch.exp)
-    sets = [(0, 1)]
-    traces = SimpleNamespace(
-        ranks={r: SimpleNamespace(computed=both.computed(r)) for r in (0, 1)},
-        single=SimpleNamespace(computed=both._single),
-    )
-    back = RunBetween(traces, both.states, sets)
+    back = RunBetween(both)
     found = back.back_from(0, back.number_of(0, part.exp(), 0))
     assert [(r.made.function, r.first) for r in found] == [("exp", True)]
 
@@ -416,8 +408,7 @@ def test_the_way_goes_on_at_what_was_written_into():
     there, _, _ = recorded(second, X)
     value = (X * 7).cos()
     value[:1] = 0.5
-    traces, found = lines([one], there)
-    back = RunBetween(traces, found.states, [])
+    back = RunBetween(lines([one], there)[1])
     runs = back.back_from(0, back.number_of(0, value.exp(), 0))
     codes = [run.made.code for run in runs]
     assert "buffer[:1] = 0.5" in codes
@@ -441,7 +432,8 @@ def call_with(*words):
 )
 def test_another_option_of_the_same_call_is_told_by_its_name(mine, there, told):
     back = RunBetween.__new__(RunBetween)
-    back._single = [call_with(*words) for words in there]
+    single = SimpleNamespace(computations=[call_with(*words) for words in there])
+    back._lines = SimpleNamespace(single=single)
     assert back._other_options(call_with(*mine)) == told
 
 
@@ -487,10 +479,10 @@ def test_a_function_that_gives_something_in_one_call_is_not_accused():
 
     own, there = (recorded(twice, X, function)[0] for function in (Sometimes, Weighs))
     both = lines([own], there)[1]
-    assert not give_nothing(both, [0], there)
+    assert not give_nothing(both)
     backs = [replace(b, inner=(*b.inner, None)) for b in weighed(Drops).backs]
     odd = replace(weighed(Drops), backs=tuple(backs))  # of a list, flattened: which is which?
-    assert not give_nothing(lines([odd], weighed(Weighs))[1], [0], weighed(Weighs))
+    assert not give_nothing(lines([odd], weighed(Weighs))[1])
 
 
 def chain(x, twice):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sumgrad.diagnose.modules.followed import followed
 from sumgrad.diagnose.modules.lines import Lines
 from sumgrad.diagnose.modules.value_states import gradient_of
 from sumgrad.record.computed import MODULE, Computation, Computed
@@ -22,21 +23,19 @@ class GivesNothing:
     ranks: tuple[int, ...]
 
 
-def give_nothing(lines: Lines, ranks: Sequence[int], single: Computed) -> dict[Key, GivesNothing]:
+def give_nothing(lines: Lines) -> dict[Key, GivesNothing]:
     """Of each Function the first such tensor, of which the single process has a gradient. Not what
     lines only cut from leaves, whose gradients it may add up itself, nor what the single process's
     gives nothing, too."""
-    meant = {*_odd(single)}
-    every = {rank: _odd(lines.computed(rank)) for rank in ranks}
+    meant = {*_odd(lines.single)}
+    every = {rank: _odd(lines.computed(rank)) for rank in lines.states.ranks}
     out: dict[Key, GivesNothing] = {}
     for rank, own in every.items():
         for (key, at), call in own.items():
             number = call.takes[at]
             if (key, at) in meant or not isinstance(number, int):
                 continue
-            if _is_cut_from_a_leaf(lines, rank, number) or not _has_one(
-                lines, rank, number, single
-            ):
+            if _is_cut_from_a_leaf(lines, rank, number) or not _has_one(lines, rank, number):
                 continue
             on = tuple(r for r, odd in every.items() if (key, at) in odd)
             out.setdefault(key, GivesNothing(call=call, at=at, ranks=on))
@@ -71,23 +70,16 @@ def _asked(computed: Computed) -> Iterator[tuple[Key, Computation, int, bool]]:
 
 def _is_cut_from_a_leaf(lines: Lines, rank: int, number: int) -> bool:
     """Whether only lines that cut, turn or cast it are between it and what no line makes."""
-    todo, passed = [number], {number}
-    computations = lines.computed(rank).computations
-    while todo:
-        n = todo.pop()
-        makers = [c for c in computations if n in c.gives and n not in c.takes]
-        if any(c.function.startswith(MODULE) or not lines.moves(rank, c) for c in makers):
-            return False
-        more = {t for c in makers for t in c.uses} - passed
-        todo += more
-        passed |= more
-    return True
+    computations, ways = lines.computed(rank).computations, lines.ways(rank)
+    before = followed([number], ways.gives, lambda place: computations[place].uses)
+    makers = [computations[p] for n in (number, *before) for p in ways.gives.get(n, ())]
+    return all(not c.function.startswith(MODULE) and lines.moves(rank, c) for c in makers)
 
 
-def _has_one(lines: Lines, rank: int, number: int, single: Computed) -> bool:
+def _has_one(lines: Lines, rank: int, number: int) -> bool:
     """Whether a gradient that is not zero reaches the same numbers in the single process."""
     for n in lines.states.alike(lines.computed(rank).values[number]):
-        gradient = gradient_of(single, n)
+        gradient = gradient_of(lines.single, n)
         if gradient is not None and bool(gradient.any()):
             return True
     return False

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from sumgrad.diagnose.modules.followed import followed, ways_of
+from sumgrad.diagnose.modules.followed import Ways, followed, ways_of
 from sumgrad.diagnose.modules.loss_weights import same
 from sumgrad.diagnose.modules.parts import Groups
 from sumgrad.diagnose.modules.seen import State
@@ -70,16 +70,17 @@ class Lines:
     def __init__(self, traces: Traces, groups: Groups, tolerance: float) -> None:
         self.states = ValueStates(traces, groups, tolerance)
         self._ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
-        self._single = traces.single.computed
-        self._sites = {c.site for c in self._single.computations}
+        self.single = traces.single.computed
+        self._sites = {c.site for c in self.single.computations}
         # Inside of a Function, as in the first pass of a checkpoint, nothing has a graph by right.
-        self._in_functions = {
-            n for c in self._single.computations if c.function_of for n in c.gives
-        }
+        self._in_functions = {n for c in self.single.computations if c.function_of for n in c.gives}
         self._ways = {rank: ways_of(computed) for rank, computed in self._ranks.items()}
 
     def computed(self, rank: int) -> Computed:
         return self._ranks[rank]
+
+    def ways(self, rank: int) -> Ways:
+        return self._ways[rank]
 
     def is_run_there(self, c: Computation) -> bool:
         """Whether the single process runs it, too."""
@@ -245,9 +246,9 @@ class Lines:
         if got is None or not bool(got.any()):
             return False
         held = self.states.there.holding(mine.values[number])
-        with_graph, inside = self._single.with_graph, self._in_functions
+        with_graph, inside = self.single.with_graph, self._in_functions
         return bool(held) and not any(
-            n >= len(self._single.values) or n in with_graph or n in inside for n in held
+            n >= len(self.single.values) or n in with_graph or n in inside for n in held
         )
 
     def _is_told(self, rank: int, taken: int | str) -> bool:
@@ -343,7 +344,7 @@ class Lines:
         if any(same_value(mine.values[n], value) for n in mine.arrivals if n > number):
             return False  # a leaf from here on, whose gradient a step hands on itself
         return bool(held) and all(
-            n in self._single.with_graph and gradient_of(self._single, n) is not None for n in held
+            n in self.single.with_graph and gradient_of(self.single, n) is not None for n in held
         )
 
     def _has_a_gradient(self, rank: int, c: Computation) -> bool:
@@ -355,7 +356,7 @@ class Lines:
         """Whether it sums over fewer numbers than that line does in the single process, each time
         that it runs there."""
         own = _summed_over(c, self._ranks[rank])
-        there = {_summed_over(w, self._single) for w in self._single.computations
+        there = {_summed_over(w, self.single) for w in self.single.computations
                  if (w.site, w.function) == (c.site, c.function)}  # fmt: skip
         return own is not None and bool(there) and all(n is not None and n > own for n in there)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import torch
 from sumgrad.diagnose.modules.lines import AtLine, Lines
 from sumgrad.diagnose.modules.loss_weights import same
-from sumgrad.record.computed import Computation
+from sumgrad.record.computed import Computation, same_value
 
 PICKS = {"argmin", "argmax", "topk", "sort", "argsort", "kthvalue", "multinomial"}
 OF_TWO = {"mul", "div"}
@@ -47,20 +46,15 @@ def sent_back(lines: Lines, rank: int, to: Sequence[int]) -> Iterator[AtLine]:
 def _is_all_it_is_for(lines: Lines, sender: tuple[int, int], rank: int) -> bool:
     """Whether nothing but this rank uses what was sent: else each gives a share of its gradient."""
     at, number = sender
-    same, used = {number}, False
+    handed_on, value = {number}, lines.computed(at).values[number]
     for c in lines.computed(at).computations:
-        if not same.isdisjoint(c.uses):
-            only_hands_on = lines.moves(at, c)
-            same |= {*c.gives} if only_hands_on else set()
-            used |= not only_hands_on
-    value = lines.computed(at).values[number]
-    others = (
-        v.shape == value.shape and v.dtype == value.dtype and torch.equal(v, value)
-        for r in lines.states.ranks
-        if r not in (at, rank)
-        for v in lines.computed(r).values
-    )
-    return not used and not any(others)
+        if handed_on.isdisjoint(c.uses):
+            continue
+        if not lines.moves(at, c):
+            return False
+        handed_on |= {*c.gives}
+    others = (lines.computed(r).values for r in lines.states.ranks if r not in (at, rank))
+    return not any(same_value(v, value) for values in others for v in values)
 
 
 def picks_by_parts(

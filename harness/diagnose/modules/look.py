@@ -117,11 +117,10 @@ def _on_every_rank(
     module: str, traces: Traces, whole: Mapping[tuple[str, int], Whole], groups: Groups,
     tolerance: float,
 ) -> list[Seen]:  # fmt: skip
-    order = {m: i for i, m in enumerate(dict.fromkeys(c.module for c in traces.single.calls))}
     found = [
         see(rank, trace, i, whole, tolerance)
         for rank, trace in traces.ranks.items()
-        if not _only_stands_there(module, trace, traces.single, order)
+        if not _only_stands_there(module, trace, traces.single)
         for i, call in enumerate(trace.calls)
         if call.module == module
     ]
@@ -130,11 +129,12 @@ def _on_every_rank(
     return without_sums_over_rows(found, traces, whole, tolerance)
 
 
-def _only_stands_there(module: str, trace: Trace, single: Trace, order: Mapping[str, int]) -> bool:
+def _only_stands_there(module: str, trace: Trace, single: Trace) -> bool:
     """Whether a rank has nothing in the place of a module, as a stage of a pipeline has of those
-    before it and behind it: not amid what it has. order: of the single process's modules."""
+    before it and behind it: not amid what it has."""
     if not trace.classes.get(module) == NOTHING != single.classes.get(module, NOTHING):
         return False
+    order = {m: i for i, m in enumerate(dict.fromkeys(c.module for c in single.calls))}
     has = {c.module for c in trace.calls if trace.classes.get(c.module, NOTHING) != NOTHING}
     beside = [order[m] for m in has if m in order and not _is_inside(module, m)]
     return not beside or not min(beside) < order[module] < max(beside)

@@ -5,15 +5,13 @@ line, through what other ranks sent or added up.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from sumgrad.diagnose.modules.followed import Ways, ways_of
-from sumgrad.diagnose.modules.value_states import ValueStates
-from sumgrad.record.computed import LARGE, Change, Computation
+from sumgrad.diagnose.modules.lines import Lines
+from sumgrad.record.computed import LARGE, Change, Computation, same_value
 from sumgrad.record.line import NO_LINE
-from sumgrad.record.trace import Traces
 from torch import Tensor
 
 OPTION = re.compile(r"(\w+)=([-\w.]+)")  # of a number or a word
@@ -39,22 +37,20 @@ class Run:
 
 
 class RunBetween:
-    """sets: ranks over which an axis adds up."""
+    """Of what ranks' lines computed."""
 
-    def __init__(self, traces: Traces, states: ValueStates, sets: Sequence[Sequence[int]]) -> None:
-        self._ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
-        self._ways = {rank: ways_of(computed) for rank, computed in self._ranks.items()}
-        self._states = states
-        self._sets = sets
-        self._single = traces.single.computed.computations
-        every = traces.single.computed.values
-        self._whole = [v for v in every if not v.is_floating_point() and v.numel() > 1]
+    def __init__(self, lines: Lines) -> None:
+        self._lines, self._states = lines, lines.states
+        self._ranks = {rank: lines.computed(rank) for rank in lines.states.ranks}
+        self._whole = [
+            v for v in lines.single.values if not v.is_floating_point() and v.numel() > 1
+        ]
 
     def number_of(self, rank: int, value: Tensor, calls: int) -> int | None:
         """The number of a rank's value that equals this one: of those that were given before so
         many of its calls, the last, or the only one that was taken."""
         mine = self._ranks[rank]
-        alike = {n for n, v in enumerate(mine.values) if _equal(v, value)}
+        alike = {n for n, v in enumerate(mine.values) if same_value(v, value)}
         given = [n for c in mine.computations if c.calls <= calls for n in c.gives if n in alike]
         taken = [t for c in mine.computations for t in c.takes
                  if isinstance(t, int) and t in alike]  # fmt: skip
@@ -113,9 +109,8 @@ class RunBetween:
         return Run(rank=rank, made=made, steps=steps, first=first, options=options)
 
     def _other_options(self, made: Computation) -> tuple[str, str] | None:
-        every = [
-            c.takes for c in self._single if (c.site, c.function) == (made.site, made.function)
-        ]
+        every = [c.takes for c in self._lines.single.computations
+                 if (c.site, c.function) == (made.site, made.function)]  # fmt: skip
         for at, own in enumerate(made.takes):
             there = {str(takes[at]) for takes in every if len(takes) == len(made.takes)}
             option = OPTION.fullmatch(str(own))
@@ -133,7 +128,7 @@ class RunBetween:
         if value.is_floating_point():
             return self._states.forward(rank, number) in ("right", "part")
         told = len(value.unique()) >= FEWEST_WHOLE
-        return told and any(_equal(value, whole) for whole in self._whole)
+        return told and any(same_value(value, whole) for whole in self._whole)
 
     def _is_given(self, rank: int, number: int) -> bool:
         """Whether it has no digits that could be wrong, and no line makes it: a mask, a shape."""
@@ -141,7 +136,7 @@ class RunBetween:
         return value.numel() <= 1 and self._maker(rank, number) is None
 
     def _maker(self, rank: int, number: int) -> int | None:
-        ways: Ways = self._ways[rank]
+        ways = self._lines.ways(rank)
         computations = self._ranks[rank].computations
         makers = [p for p in ways.gives.get(number, ()) if number not in computations[p].takes]
         found = [p for p in makers if "empty" not in computations[p].function]
@@ -165,9 +160,9 @@ class RunBetween:
         does not only hand it on."""
         computed = self._ranks[rank]
         for c in computed.computations:
-            for n in (n for n in c.gives if _equal(computed.values[n], value)):
+            for n in (n for n in c.gives if same_value(computed.values[n], value)):
                 taken = (computed.values[t] for t in c.takes if isinstance(t, int))
-                if not any(_equal(t, value) for t in taken):
+                if not any(same_value(t, value) for t in taken):
                     return n, c.site
         return None
 
@@ -177,7 +172,7 @@ class RunBetween:
         """The same call's results on all ranks of a group, whose sum it is; of this rank's values
         with these numbers."""
         values = self._ranks[rank].values
-        for group in (g for g in self._sets if rank in g and len(g) > 1):
+        for group in (g for g in self._states.sets if rank in g and len(g) > 1):
             for number in (n for n in numbers if isinstance(n, int)):
                 own = values[number]
                 if own.shape != value.shape or own.dtype != value.dtype:
@@ -191,7 +186,3 @@ class RunBetween:
                 if torch.allclose(sum(terms, torch.zeros_like(value)), value, rtol=0, atol=near):
                     yield from ((r, held[r]) for r in group)
                     return
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

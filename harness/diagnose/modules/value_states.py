@@ -26,14 +26,14 @@ MOST_ALIKE = 8  # values of the single process that one is compared with
 class ValueStates:
     """By rank and number of a value. there: what the single process has.
 
-    groups: names of axes with their groups of ranks, over which parts may add up.
+    groups: names of axes with their groups of ranks, over which parts may add up; sets: the latter.
     """
 
     def __init__(self, traces: Traces, groups: Groups, tolerance: float) -> None:
         self._ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
         self._single = traces.single.computed
         self.there = Numbers([*self._single.values, *traces.single.params.values()])
-        self._sets = [ranks for _, sets in groups for ranks in sets]
+        self.sets = [ranks for _, sets in groups for ranks in sets]
         self._tolerance = tolerance
         self._forward: dict[tuple[int, int], State] = {}
         self._backward: dict[tuple[int, int], State] = {}
@@ -211,7 +211,7 @@ class ValueStates:
     def _together(self, rank: int, number: int) -> Iterator[list[tuple[int, int]]]:
         """The same value of all ranks of a group that this one is in: rank and number of each."""
         place, shape = self._places[rank].get(number), self._ranks[rank].values[number].shape
-        for ranks in self._sets if place is not None else ():
+        for ranks in self.sets if place is not None else ():
             if rank not in ranks or len(ranks) < 2:
                 continue
             held = [(r, self._at_place.get(r, {}).get(place)) for r in ranks]  # type: ignore[arg-type]

@@ -84,10 +84,8 @@ def _gives_nothing(case: Case, keys: Sequence[tuple[str, str]]) -> list[WrongFun
     ranks = case.traces.ranks.values() if case.traces is not None else ()
     if not any({*keys} & may_give_nothing(trace.computed) for trace in ranks):
         return []
-    lines, traces = known_lines(case), case.traces
-    if lines is None or traces is None:
-        return []
-    odd = give_nothing(lines, [*traces.ranks], traces.single.computed)
+    lines = known_lines(case)
+    odd = {} if lines is None else give_nothing(lines)
     out = []
     for one in (odd[key] for key in keys if key in odd):
         call, made = one.call, one.call.made_at[one.at]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code, unless_it_fails
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.record.computed import same_value
 from sumgrad.record.trace import Trace
 
 
@@ -37,8 +37,6 @@ def handed_in_parts(case: Case, look: Look, found: FirstWrong) -> str:
 
 def _given_by(look: Look, trace: Trace, at: int) -> Iterator[Seen]:
     """Of all modules that give the very same: a stage's is that of its last layer."""
-    output = trace.outputs[at]
-    calls = [c for c, o in zip(trace.calls, trace.outputs, strict=True) if o.shape == output.shape
-             and torch.equal(o, output)]  # fmt: skip
-    for call in calls:
-        yield from (s for s in look.seen.get(call.module, ()) if s.call == call)
+    for call, output in zip(trace.calls, trace.outputs, strict=True):
+        if same_value(output, trace.outputs[at]):
+            yield from (s for s in look.seen.get(call.module, ()) if s.call == call)

@@ -14,7 +14,6 @@ from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_co
 from sumgrad.diagnose.modules.made_by import SHAPING
 from sumgrad.diagnose.modules.run_between import Run, RunBetween
 from sumgrad.diagnose.modules.seen import Seen
-from sumgrad.diagnose.names import axis_groups
 
 MOST_LINES = 8  # more are no hint
 MOST_CODE = 70  # characters of a line that are shown
@@ -44,11 +43,8 @@ def run_in_words(case: Case, entered: Sequence[Seen]) -> list[str]:
 def made_in_words(case: Case, rank: int, number: int) -> list[str]:
     """The same of one value of a rank."""
     back = _back(case)
-    return (
-        []
-        if back is None
-        else [f"that argument is made {text}" for text in _way(back.back_from(rank, number))]
-    )
+    runs = [] if back is None else back.back_from(rank, number)
+    return [f"that argument is made {text}" for text in _way(runs)]
 
 
 def _way(runs: Sequence[Run]) -> list[str]:
@@ -102,11 +98,5 @@ def _sent(case: Case, runs: Sequence[Run], rank: int) -> Iterator[str]:
 
 
 def _back(case: Case) -> RunBetween | None:
-    lines, traces = known_lines(case), case.traces
-    if lines is None or traces is None:
-        return None
-    if "run_between" not in case.known:
-        sets = [ranks for _, groups in axis_groups(case) for ranks in groups]
-        case.known["run_between"] = RunBetween(traces, lines.states, sets)
-    found: RunBetween = case.known["run_between"]
-    return found
+    lines = known_lines(case)
+    return None if lines is None else RunBetween(lines)
