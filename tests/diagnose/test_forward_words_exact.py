@@ -115,7 +115,7 @@ def line(**more):
     return AtLine(rank=0, mine=mine, place=0, **more)
 
 
-def lines_on_the_way(monkeypatch, lines=(), made=(), *, leads=False):
+def lines_on_the_way(monkeypatch, lines=(), made=(), *, run=(), leads=False):
     monkeypatch.setattr(in_between, "first_lines", lambda *_, back: list(lines))
     monkeypatch.setattr(in_between, "entered_wrong", lambda *_: ())
     monkeypatch.setattr(in_between, "arguments_there", lambda *_: [])
@@ -123,6 +123,7 @@ def lines_on_the_way(monkeypatch, lines=(), made=(), *, leads=False):
     monkeypatch.setattr(in_between, "kept_in_words", lambda *_: [])
     monkeypatch.setattr(in_between, "kept_for_the_call", lambda *_: [])
     monkeypatch.setattr(in_between, "made_before", lambda *_: list(made))
+    monkeypatch.setattr(in_between, "run_in_words", lambda *_: list(run))
     monkeypatch.setattr(in_between, "lines_between", lambda *_: ["lines"])
     look = SimpleNamespace(seen={"m": [seen(0)]})
     found = FirstWrong(wrong="m", seen=(seen(0),))
@@ -134,6 +135,11 @@ def test_lines_in_between_are_idle_beside_the_one(monkeypatch):
     assert lines_on_the_way(monkeypatch, [line()], made=["made"], leads=True) == ["parts"]
     assert lines_on_the_way(monkeypatch, [line()])[1:] == ["parts"]
     assert lines_on_the_way(monkeypatch, [line(told=False)])[1:] == ["lines", "parts"]
+
+
+def test_what_ranks_ran_says_more_than_the_last_line_of_it(monkeypatch):
+    assert lines_on_the_way(monkeypatch, made=["made"], run=["run"]) == ["run", "parts"]
+    assert lines_on_the_way(monkeypatch, [line()], made=["made"], run=["run"])[1:] == ["parts"]
 
 
 def test_what_is_computed_inside_of_what_goes_in_follows_from_that(monkeypatch):

@@ -142,19 +142,23 @@ def test_words_name_the_line_of_the_sender_first(monkeypatch, entered):
     assert "; and on rank 1 at :" in way
 
 
+def ran(number, function="add"):
+    made = SimpleNamespace(line=f"/a/b.py:{number}", code=f"c{number}", function=function)
+    return SimpleNamespace(rank=0, options=None, first=False, made=made)
+
+
 def test_too_many_lines_are_no_hint():
-    runs = [
-        SimpleNamespace(
-            rank=0,
-            options=None,
-            first=False,
-            made=SimpleNamespace(line=f"/a/b.py:{i}", code="x", function="add"),
-        )
-        for i in range(run_between.MOST_LINES + 1)
-    ]
+    runs = [ran(i) for i in range(run_between.MOST_LINES + 1)]  # the latest first
     assert len(run_between._way(runs[:-1])) == 1
     assert run_between._way(runs) == []
     assert run_between._way(runs[:1]) == []
+    # Of many those that only cut are left out, but for the last.
+    (text,) = run_between._way([*runs[:-1], ran(20, "getitem")])
+    assert "c0" in text
+    assert "c20" not in text
+    (text,) = run_between._way([ran(20, "getitem"), *runs[1:-1], ran(21, "getitem")])
+    assert "c20" in text
+    assert "c21" not in text
 
 
 def stages(entrance, *, used=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -21,8 +20,6 @@ from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
 from sumgrad.record.trace import INTO
-
-LINE = re.compile(r":\d+ `")  # of what `line_and_code` gives
 
 
 def in_between(
@@ -57,12 +54,7 @@ def _lines(
         several = not entered and len({s.call.part for s in look.seen[found.wrong]}) > 1
         end = f"{INTO}{found.wrong}" if entered else found.wrong
         ways = lines_in(case, found) if several else lines_between(case, found, end)
-        if not follows:
-            run = run_in_words(case, entered)
-            yield from run
-            where = [line for text in made for line in LINE.findall(text)]
-            named = any(line in way for line in where for way in run)
-            yield from () if named else made or ([] if run else ways)
+        yield from () if follows else run_in_words(case, entered) or made or ways
 
 
 def made_before(case: Case, entered: Sequence[Seen]) -> list[str]:

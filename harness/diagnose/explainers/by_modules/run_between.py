@@ -48,16 +48,18 @@ def made_in_words(case: Case, rank: int, number: int) -> list[str]:
 
 
 def _way(runs: Sequence[Run]) -> list[str]:
-    """From what is right on: the user's own lines by rank; of many those that compute something."""
+    """From what is right on: the user's own lines by rank; of many those that compute something,
+    and the last."""
     shown = [
         run
         for run in reversed(runs)
         if run.made.line and not is_librarys(run.made.line) and "zeros" not in run.made.function
     ]
-    computing = [run for run in shown if run.made.function not in SHAPING]
     ranks = _ranks_by_line(shown)
     if len(ranks) > MOST_LINES:
-        ranks = _ranks_by_line(computing)
+        ranks = _ranks_by_line(
+            [run for run in shown if run.made.function not in SHAPING or run is shown[-1]]
+        )
     if not 1 < len(ranks) <= MOST_LINES:
         return []
     codes = {run.made.line: run.made.code for run in shown}
