@@ -8,6 +8,7 @@ which side of the reduction the mistake lies.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -357,13 +358,15 @@ def weights_of(together: Sequence[Columns], *, zeros: bool = False) -> Weights:
     matrix = torch.cat([c.own / c.size for c in together], dim=1)
     found = []
     for values in ([c.measured for c in together], [c.wanted for c in together]):
-        target = torch.cat([v / c.size for v, c in zip(values, together, strict=True)])
-        fit = fit_deviation(list(matrix), target)
+        target = torch.cat([_seen(v, c) / c.size for v, c in zip(values, together, strict=True)])
+        unit = _power_of_two(float(target.abs().max()) / (float(matrix.abs().max()) or 1.0))
+        fit = fit_deviation(list(matrix), target / unit)
         nothing = (zeros & (matrix == 0).all(1)).tolist()
         only = all(v is not None or zero for v, zero in zip(fit.values, nothing, strict=True))
-        weights = torch.tensor([(v or 1.0) - 1 for v in fit.values], dtype=torch.float64)
+        fitted = [0.0 if v is None else unit * (v - 1) for v in fit.values]
+        weights = torch.tensor(fitted, dtype=torch.float64)
         weights = weights.where(weights.abs() > ALIKE * weights.abs().max(), 0.0)
-        left = fit.residual if not only else target - weights @ matrix
+        left = fit.residual * unit if not only else target - weights @ matrix
         start, fits = 0, True
         for c in together:
             here = left[start : start + c.own.shape[1]].abs() * c.size
@@ -373,6 +376,17 @@ def weights_of(together: Sequence[Columns], *, zeros: bool = False) -> Weights:
         found.append((weights if fits else None, only))
     (got, only), (wanted, _) = found
     return Weights(got=got, wanted=wanted, only=only)
+
+
+def _seen(value: Tensor, columns: Columns) -> Tensor:
+    """Of a value all of which is below the threshold, nothing."""
+    below = float(value.abs().max()) <= columns.cell.wanted.threshold
+    return torch.zeros_like(value) if below else value
+
+
+def _power_of_two(value: float) -> float:
+    """The next below; 1 for none. To divide by it costs no bits."""
+    return 2.0 ** (math.frexp(value)[1] - 1) if value and math.isfinite(value) else 1.0
 
 
 def near(a: Tensor, b: Tensor) -> bool:

@@ -12,7 +12,7 @@ from sumgrad.diagnose.explainers import history as in_words
 from sumgrad.diagnose.explainers.by_modules.computed import A_LINE
 from sumgrad.diagnose.explainers.by_modules.hooks import lines_of_hooks, with_hooks
 from sumgrad.diagnose.explainers.by_rank import in_weights
-from sumgrad.diagnose.modules.history import history_of
+from sumgrad.diagnose.modules.history import history_of, multiplied_in
 from sumgrad.diagnose.own_gradients import Columns
 from sumgrad.record.computed import Computation, Computed, SetGrad
 from sumgrad.subjects.program.computations import Computations
@@ -23,6 +23,7 @@ GAVE = torch.randn(2, 2, 6, 7, generator=G, dtype=torch.float64)  # of two ranks
 FIRST, SECOND = GAVE[0].unbind(0)
 BOTH, OTHERS = GAVE.sum(1).unbind(0)
 AT = torch.arange(42)
+ONES = torch.ones(2, 2, dtype=torch.float64)
 
 
 def columns(end, rank=0):
@@ -144,6 +145,50 @@ def test_what_is_no_sum_of_what_the_backwards_gave_is_not_told():
     assert history(lambda: torch.ones(6, 7).double() * 3).held == ()
     what_was_there = torch.full((6, 7), 1e-300, dtype=torch.float64)  # as in an empty buffer
     assert history(lambda: what_was_there * 1).held == ()
+
+
+def scaled_for_every_name():
+    held = torch.zeros(50, dtype=torch.float64)
+    held[:42] = BOTH.reshape(-1)
+    grad = held[:42].view(6, 7)
+    assert grad.numel() == 42
+    for _ in ("words", "head"):
+        grad.mul_(1e-3)
+    return grad
+
+
+def test_a_line_that_multiplies_twice_is_told_beside_right_ones_that_it_multiplies_once(
+    monkeypatch,
+):
+    twice = history(scaled_for_every_name)
+    assert twice.end is not None
+    assert twice.end[0].tolist() == pytest.approx([1e-6] * 2, rel=1e-9)  # far below 1, and a sum
+    assert "numel" not in [h.computation.function for h in twice.held]
+    (found,) = multiplied_in(twice).items()
+    assert (found[0].part or found[0].code) == "grad.mul_(1e-3)"
+    assert found[1] == pytest.approx([1e-3, 1e-3])
+    once = replace(twice, name="right", held=twice.held[:-1])
+    case = SimpleNamespace(failing_cells=(), traces=None)
+    monkeypatch.setattr(in_words, "_longest", lambda _: twice)
+    monkeypatch.setattr(in_words, "_of_right_ones", lambda *_: [once, replace(twice, name="no")])
+    cause = Diagnosis(cause="c", kind="factor", because=("b",))
+    said, _, rest = in_words.with_history(case, cause).because
+    assert said.endswith("multiplies w twice by 0.001 on rank 0, and right, which is right, once")
+    assert rest == "b"
+    monkeypatch.setattr(in_words, "_of_right_ones", lambda *_: [])
+    assert in_words.with_history(case, cause).because[0].endswith("by 0.001 on rank 0")
+    monkeypatch.setattr(in_words, "_longest", lambda _: once)
+    assert len(in_words.with_history(case, cause).because) == 2
+    unlike = replace(twice, held=(*twice.held[:-1], replace(twice.held[-1], weights=7 * ONES)))
+    monkeypatch.setattr(in_words, "_longest", lambda _: unlike)
+    assert len(in_words.with_history(case, cause).because) == 2
+
+
+def test_weights_of_minus_one_are_weights():
+    less = history(lambda: (FIRST - SECOND) * 1)
+    assert less.end is not None
+    assert less.end[0].tolist() == [pytest.approx(1), pytest.approx(-1)]
+    assert history(lambda: -FIRST * 1).end[0].tolist() == [pytest.approx(-1), 0]
 
 
 def rounded():

@@ -12,8 +12,9 @@ from sumgrad.diagnose.explainers.by_modules.computed import A_LINE
 from sumgrad.diagnose.explainers.by_modules.lines import expression
 from sumgrad.diagnose.explainers.by_modules.looked import line_and_code
 from sumgrad.diagnose.explainers.by_rank import in_weights
-from sumgrad.diagnose.modules.history import Held, History, history_of
-from sumgrad.diagnose.own_gradients import Columns, columns_of, given_by_ranks, near
+from sumgrad.diagnose.modules.history import Held, History, history_of, multiplied_in
+from sumgrad.diagnose.own_gradients import SAME_FACTOR, Columns, columns_of, given_by_ranks, near
+from sumgrad.record.computed import Computation
 from sumgrad.record.line import Line
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from torch import Tensor
 ELSEWHERE = ("forward", "backward", "recomputed", "own_backward", "run_to_run", "loss_weights",
              "loss_at_tokens")  # fmt: skip
 MOST_PARAMETERS = 6  # of a rank, that are looked at
-MOST_SHOWN = 6
+MOST_SHOWN, MOST_LAST = 6, 2  # lines of a history; of these, the last
 MOST_LINES = 2  # that set it
 
 
@@ -33,7 +34,8 @@ def with_history(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         found = _longest(case)
     except (RuntimeError, ValueError, LookupError):
         return diagnosis  # as in looked(): a cause is not lost by a hint
-    said = [*([] if found is None else [_in_words(found)]), *_where_it_is_set(case)]
+    told = [] if found is None else [*_again(case, found), _in_words(found)]
+    said = [*told, *_where_it_is_set(case)]
     if not said:
         return diagnosis
     first = sum(text.startswith(A_LINE) for text in diagnosis.because[:1])
@@ -95,16 +97,57 @@ def _columns(case: Case) -> list[Columns]:
     return sorted((c for c in found if c is not None), key=lambda c: -c.own.shape[1])
 
 
+def _again(case: Case, history: History) -> Iterator[str]:
+    """That a line multiplies it several times by the same, and how often it does so with others of
+    the rank, which are right."""
+    for c, (factor, *rest) in multiplied_in(history).items():
+        if not rest or any(abs(f - factor) > SAME_FACTOR * abs(factor) for f in rest):
+            continue
+        often = {h.name: _often(h, c) for h in _of_right_ones(case, history.rank)}
+        once = [name for name, times in often.items() if times == 1]
+        are = "are" if len(once) > 1 else "is"
+        others = f", and {some_of(once)}, which {are} right, once" if once else ""
+        times = "twice" if len(rest) == 1 else f"{len(rest) + 1} times"
+        yield (f"{expression(c)} multiplies {history.name} {times} by {factor:.6g} on rank "
+               f"{history.rank}{others}")  # fmt: skip
+        return
+
+
+def _often(history: History, asked: Computation) -> int:
+    """How many of its changes are that line's."""
+    return sum(
+        len(factors)
+        for c, factors in multiplied_in(history).items()
+        if (c.line, c.function, c.part) == (asked.line, asked.function, asked.part)
+    )
+
+
+def _of_right_ones(case: Case, rank: int) -> Iterator[History]:
+    given = given_by_ranks(case)
+    if case.traces is None or given is None:
+        return
+    wrong = {cell.name for cell in case.failing_cells}
+    right = [cell for cell in case.cells if cell.rank == rank and cell.name not in wrong]
+    for cell in right[:MOST_PARAMETERS]:
+        columns = columns_of(cell, given, uneven=True)
+        if columns is not None:
+            yield history_of(columns, case.traces.ranks[rank].computed)
+
+
 def _in_words(history: History) -> str:
     said: list[str] = []
     line = ""
-    for held in history.held[:MOST_SHOWN]:
+    shown = history.held
+    more = len(shown) - MOST_SHOWN
+    if more > 0:
+        shown = (*shown[: MOST_SHOWN - MOST_LAST], *shown[-MOST_LAST:])
+    for n, held in enumerate(shown):
+        if more > 0 and n == MOST_SHOWN - MOST_LAST:
+            said.append(f"{more} more")
         here = expression(held.computation)
         where = "" if here == line else f"{here} "
         said.append(f"{where}{_weights(history, held)}")
         line = here
-    more = len(history.held) - MOST_SHOWN
-    said += [f"{more} more"] if more > 0 else []
     end, last = history.end, history.held[-1].weights
     if end is not None and not near(end, last):
         said.append(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from sumgrad.diagnose.own_gradients import NEEDED, Columns, Source, near, weights_of
@@ -17,6 +18,7 @@ from torch import Tensor
 
 CLOSE = 1e-9
 NEARLY = 1e-6  # of a value: what such sums may be off, to be fitted at all
+ASKS = {"numel", "nelement", "size", "dim", "stride", "is_contiguous", "data_ptr"}  # no numbers
 OVERWRITES = {"copy"}  # what they take first, unread
 MOST_BUFFERS = 64  # tensors, larger than the parameter, in which it is looked for
 
@@ -56,6 +58,22 @@ class History:
         return self.end is None or not near(self.end, self.held[0].weights)
 
 
+def multiplied_in(history: History) -> dict[Computation, list[float]]:
+    """By the first of the computations of a line, the factors by which it changed the gradient."""
+    found: dict[tuple[str, str, str], tuple[Computation, list[float]]] = {}
+    for before, after in pairwise(history.held):
+        factor = _factor(before.weights, after.weights)
+        if after.gives and factor is not None:
+            c = after.computation
+            found.setdefault((c.line, c.function, c.part), (c, []))[1].append(factor)
+    return {c: factors for c, factors in found.values()}
+
+
+def _factor(before: Tensor, after: Tensor) -> float | None:
+    factor = float((before * after).sum() / (before * before).sum())
+    return factor if factor and near(after, factor * before) else None
+
+
 def history_of(columns: Columns, computed: Computed) -> History:
     """Nothing is held where there are too few numbers to tell the weights of so many backwards."""
     few = columns.own.shape[1] < NEEDED * len(columns.own)
@@ -79,6 +97,8 @@ def _held(columns: Columns, computed: Computed) -> Iterator[Held]:
     starts: dict[int, int | None] = {}  # by number of elements, where it begins in such a buffer
     known: dict[int, Tensor | None] = {}
     for c in computed.in_order():
+        if c.function in ASKS:
+            continue
         taken = c.uses[1:] if c.function in OVERWRITES else c.uses
         for number, gives in (*((n, False) for n in taken), *((n, True) for n in c.gives)):
             value = computed.values[number]
