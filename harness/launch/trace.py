@@ -12,6 +12,7 @@ from sumgrad.base.outcome import first_to_fail
 from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.rank import local_group
+from sumgrad.record.adjoint import Adjoint, write_adjoints
 from sumgrad.record.endings import rank_file, read_ledger
 from sumgrad.record.spec import RunSpec, read_spec
 from sumgrad.record.trace import (
@@ -53,7 +54,7 @@ def trace_step(
         helper_patience=3,
     )
     bad = [outcome for outcome in launcher.run(job, progress=progress) if not outcome.ok]
-    if not bad:
+    if not bad or _is_whole(folder, num_ranks):
         write_json(folder / "asked.json", asked)
         return None
     first = first_to_fail(bad)
@@ -69,14 +70,27 @@ def trace_rank(guard: RankGuard, *, tier: str, step: int) -> dict[str, Any]:
     folder, rank = guard.env.directory, guard.env.rank
     spec = read_spec(folder.parent)
     with local_group(guard) as ledger:
-        write_with_operations(folder, rank, UserStep(spec).trace_rank(rank, ledger, tier, step))
+        found, adjoints = UserStep(spec).trace_rank(rank, ledger, tier, step)
+        found = write_with_operations(folder, rank, found)
+        told: list[Adjoint] = []
+        for one in adjoints(found.events):  # a user's forwards out of their step may end anyhow
+            told.append(one)
+            write_adjoints(folder, rank, told)
     return {}
 
 
-def write_with_operations(folder: Path, rank: int, found: Trace) -> None:
+def _is_whole(folder: Path, num_ranks: int) -> bool:
+    """Whether every process has written its trace, whatever came after that."""
+    paths = [single_trace(folder), *(rank_trace(folder, rank) for rank in range(num_ranks))]
+    return all(path.with_suffix(".json").exists() for path in paths)
+
+
+def write_with_operations(folder: Path, rank: int, found: Trace) -> Trace:
     """A rank's trace, with what its ledger in the same folder says that it issued meanwhile."""
     ledger = read_ledger(rank_file(folder, rank, ".ledger.jsonl"))
-    write_trace(rank_trace(folder, rank), with_operations(found, ledger))
+    found = with_operations(found, ledger)
+    write_trace(rank_trace(folder, rank), found)
+    return found
 
 
 def trace_helper(guard: RankGuard, *, tier: str, step: int) -> None:

@@ -45,7 +45,9 @@ class Derivative:
 
     function: its class. line: `PATH:12` and what stands there, that calls it; written: where the
     backward stands. call: which of this line, from 0. argument: its name in the forward; leaf:
-    whether it is one, as a parameter is. off: how it is off, where that is known.
+    whether it is one, as a parameter is. off: how it is off, where that is known. together: the
+    forward was run by all its ranks; shares: where it is wrong, by rank, how often it counts what
+    this one's results were given.
     """
 
     function: str
@@ -56,6 +58,8 @@ class Derivative:
     agrees: bool
     off: Off | None = None
     leaf: bool = False
+    together: bool = False
+    shares: tuple[tuple[int, float], ...] = ()
 
 
 def derivative_from(said: Mapping[str, Any]) -> Derivative:
@@ -65,7 +69,8 @@ def derivative_from(said: Mapping[str, Any]) -> Derivative:
     if off is not None:
         where = tuple((dim, tuple(places)) for dim, places in off["where"])
         off = Off(**{**off, "where": where, "factors": tuple(off["factors"])})
-    return Derivative(**{**said, "line": (line, code), "off": off})
+    shares = tuple((int(rank), float(times)) for rank, times in said.get("shares", ()))
+    return Derivative(**{**said, "line": (line, code), "off": off, "shares": shares})
 
 
 def back_as_json(one: Back) -> dict[str, Any]:

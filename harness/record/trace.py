@@ -13,6 +13,7 @@ from typing import Any
 
 from sumgrad.base.files import read_json, write_json
 from sumgrad.base.outcome import describe_operation
+from sumgrad.record.adjoint import Adjoint, read_adjoints
 from sumgrad.record.computed import Computed, computed_as_json, computed_as_tensors, computed_from
 from sumgrad.record.endings import rank_file
 from sumgrad.record.exchanged import Exchange, exchanges_as_tensors, exchanges_from
@@ -163,12 +164,14 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Traces:
-    """Those of one step: every rank's, and the single process's."""
+    """Those of one step: every rank's, and the single process's. adjoints: of Functions that the
+    ranks ran again together."""
 
     tier: str
     step: int
     ranks: Mapping[int, Trace]
     single: Trace
+    adjoints: tuple[Adjoint, ...] = ()
 
 
 def with_operations(trace: Trace, ledger: Iterable[Mapping[str, Any]]) -> Trace:
@@ -327,6 +330,7 @@ def read_traces(directory: Path, ranks: Sequence[int]) -> Traces | None:
             step=int(asked["step"]),
             ranks={rank: read_trace(rank_trace(folder, rank)) for rank in ranks},
             single=read_trace(single_trace(folder)),
+            adjoints=read_adjoints(folder, ranks),
         )
     except DAMAGED:
         return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sumgrad.diagnose.modules.adjoints import as_derivatives
+from sumgrad.record.adjoint import Adjoint
 from sumgrad.record.derivative import Derivative
 from sumgrad.record.trace import Trace, Traces
 
@@ -40,12 +42,15 @@ def _alike(factors: Sequence[float]) -> bool:
     return all(abs(f - factors[0]) <= NEAR * abs(factors[0]) for f in factors)
 
 
-def own_formulas(ranks: Mapping[int, Trace]) -> dict[tuple[str, str], OwnFormula]:
-    """By class and by where the backward stands, on all ranks."""
+def own_formulas(
+    ranks: Mapping[int, Trace], adjoints: Sequence[Adjoint] = ()
+) -> dict[tuple[str, str], OwnFormula]:
+    """By class and by where the backward stands, on all ranks. adjoints: of those that
+    communicate."""
     found: dict[tuple[str, str], list[tuple[int, Derivative]]] = {}
-    for rank, trace in ranks.items():
-        for one in trace.computed.derivatives:
-            found.setdefault((one.function, one.written), []).append((rank, one))
+    own = ((rank, one) for rank, trace in ranks.items() for one in trace.computed.derivatives)
+    for rank, one in (*own, *as_derivatives(adjoints)):
+        found.setdefault((one.function, one.written), []).append((rank, one))
     return {
         key: OwnFormula(function=key[0], written=key[1], told=tuple(told))
         for key, told in found.items()
@@ -56,5 +61,5 @@ def no_derivatives(traces: Traces) -> dict[tuple[str, str], OwnFormula]:
     """Those of the ranks that are not; without what is not in the single process either, where the
     formula is meant so, as of a rounding that lets gradients through."""
     meant = {key for key, one in own_formulas({0: traces.single}).items() if one.wrong}
-    ranks = own_formulas(traces.ranks)
+    ranks = own_formulas(traces.ranks, traces.adjoints)
     return {key: one for key, one in ranks.items() if one.wrong and key not in meant}

@@ -57,7 +57,7 @@ class Computations(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._now = now
-        self._derivatives = derivatives or Derivatives()
+        self.derivatives = derivatives or Derivatives()
         self._functions: list[str] = []  # Functions whose forward runs
         self._forward = _Calls(KeptValues(in_a_function=lambda: bool(self._functions)))
         self._backward = _Calls(KeptValues(with_gradients=False))
@@ -95,8 +95,8 @@ class Computations(TorchFunctionMode):
             ran={within: tuple(lines) for within, lines in self._ran.items()},
             set_grads=tuple(self._set_grads),
             found_none=tuple(line for line, some in self._reads.items() if some == {False}),
-            derivatives=tuple(self._derivatives.found()),
-            backs=tuple(self._derivatives.backs()),
+            derivatives=tuple(self.derivatives.found()),
+            backs=tuple(self.derivatives.backs()),
         )
 
     def __enter__(self) -> Computations:
@@ -108,7 +108,7 @@ class Computations(TorchFunctionMode):
             if torch.compiler.is_dynamo_compiling():
                 return applied.__get__(None, cls)(*args, **kwargs)
             seen = self._applied(cls, args, kwargs)
-            before = None if seen is None else self._derivatives.before(args)
+            before = None if seen is None else self.derivatives.before(args)
             self._functions.append(cls.__name__)
             try:
                 out = applied.__get__(None, cls)(*args, **kwargs)
@@ -117,7 +117,7 @@ class Computations(TorchFunctionMode):
             self._add(seen, out)
             if seen is not None and not kwargs and not _is_backward():
                 number = len(self._forward.found) - 1
-                self._derivatives.applied(cls, seen, number, before, out)
+                self.derivatives.applied(cls, seen, number, before, out)
             return out
 
         Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]

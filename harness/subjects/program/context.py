@@ -102,6 +102,13 @@ def make_meshes(topology: Topology, device: torch.device) -> dict[str, DeviceMes
     return meshes
 
 
+def of_all_ranks(own: Any) -> list[Any]:
+    """What each rank has, by rank; all have to come here."""
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, own)
+    return held
+
+
 def make_context(
     topology: Topology,
     rank: int,

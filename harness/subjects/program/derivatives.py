@@ -8,19 +8,23 @@ also of one that communicates, what its backward was given and gave is kept.
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sumgrad.record.computed import Computation
 from sumgrad.record.derivative import Back, Derivative, Off
 from sumgrad.record.line import Line
+from sumgrad.subjects.program.applied import (
+    Applied,
+    argument_name,
+    is_as_it_was,
+    run_again,
+    step_of,
+)
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
@@ -31,8 +35,6 @@ MOST_ALIKE = 2  # of these with arguments of the same shapes
 MOST_ELEMENTS = 512  # of an argument whose derivative is taken element by element
 SECONDS = 2.0  # of this process's own time, whatever else the machine does
 MOST_SECONDS = 20.0  # on the clock
-STEP = 1e-6  # of the largest number of an argument
-LEAST = 1e-2  # in place of that, where all are smaller
 DIRECTIONS = 3
 EQUAL = 1e-5  # of the largest number: two of them are the same
 PLAIN = (Tensor, Parameter)
@@ -42,29 +44,12 @@ NOISE = 1e-7  # of what is multiplied: less is rounding
 Before = tuple[tuple[Any, ...], tuple[bool, ...], int]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Applied:
-    """One call: what it was given and gave, and what came back, once the backward has run it."""
-
-    cls: Any
-    made: Computation
-    computation: int  # number of `made`
-    number: int  # of the calls at this line
-    given: tuple[Any, ...]
-    gave: tuple[Tensor, ...]
-    leaves: tuple[bool, ...]  # which arguments are leaves
-    is_alone: bool  # it does not communicate
-    until: tuple[float, float] = (math.inf, math.inf)  # no forward is begun later than that
-    began: int = 0  # operations when its backward began
-    came: tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]] | None = None
-
-
 class Derivatives:
     """Calls of Functions, kept while a step runs. operations: how many collectives so far."""
 
     def __init__(self, operations: Callable[[], int] = lambda: 0) -> None:
         self.operations = operations
-        self._kept: dict[Line, list[_Applied]] = {}
+        self._kept: dict[Line, list[Applied]] = {}
         self._numbers: dict[Line, int] = {}
         self._room = MOST_KEPT
 
@@ -95,9 +80,10 @@ class Derivatives:
         if any(type(t) not in PLAIN for t in tensors):
             return
         self._room -= numel
-        one = _Applied(
+        one = Applied(
             cls=cls, made=made, computation=computation, number=number, given=given,
-            gave=tuple(map(_kept, gave)), leaves=leaves, is_alone=operations == self.operations(),
+            gave=tuple(map(_kept, gave)), leaves=leaves,
+            operations=(operations, self.operations()),
         )  # fmt: skip
         self._kept.setdefault(place, []).append(one)
 
@@ -107,19 +93,24 @@ class Derivatives:
         def ends(inner: Sequence[Tensor | None], outer: Sequence[Tensor | None]) -> None:
             if one.came is None:
                 one.came = tuple(map(_kept_or_none, outer)), tuple(map(_kept_or_none, inner))
-                one.is_alone = one.is_alone and one.began == self.operations()
+                one.ended = self.operations()
 
         node.register_prehook(begins)
         node.register_hook(ends)
 
     def backs(self) -> Iterator[Back]:
         """What every call's backward was given, and gave."""
-        for one in (one for own in self._kept.values() for one in own):
+        for one in self.calls():
             if one.came is not None:
                 outer, inner = (tuple(map(_on_cpu, side)) for side in one.came)
                 yield Back(
                     computation=one.computation, outer=outer, inner=inner, alone=one.is_alone
                 )
+
+    def calls(self) -> Iterator[Applied]:
+        """Every call, by its line and in order."""
+        for own in self._kept.values():
+            yield from own
 
     def found(self) -> Iterator[Derivative]:
         """Of each argument that could be told. The step is over: the forwards run once more."""
@@ -133,9 +124,9 @@ class Derivatives:
                     continue
 
 
-def _to_be_run(calls: Sequence[_Applied]) -> list[_Applied]:
+def _to_be_run(calls: Sequence[Applied]) -> list[Applied]:
     """Some calls of each shape."""
-    kept: list[_Applied] = []
+    kept: list[Applied] = []
     for one in calls:
         like = [other for other in kept if _shapes(other.given) == _shapes(one.given)]
         if one.is_alone and one.came is not None and len(like) < MOST_ALIKE:
@@ -143,11 +134,11 @@ def _to_be_run(calls: Sequence[_Applied]) -> list[_Applied]:
     return kept[:MOST_CALLS]
 
 
-def _told(one: _Applied) -> Iterator[Derivative]:
+def _told(one: Applied) -> Iterator[Derivative]:
     assert one.came is not None
     outer, inner = one.came
     places = [i for i, value in enumerate(one.given) if isinstance(value, Tensor)]
-    if not _is_as_it_was(one, _run(one, {})):
+    if not is_as_it_was(one, run_again(one, {})):
         return
     for at, gradient in zip(places, inner, strict=True):
         value = one.given[at]
@@ -167,7 +158,7 @@ def _told(one: _Applied) -> Iterator[Derivative]:
             line=(one.made.line, one.made.code),
             written=one.made.written,
             call=one.number,
-            argument=_name(one.cls, at),
+            argument=argument_name(one.cls, at),
             agrees=agrees,
             off=off,
             leaf=one.leaves[at],
@@ -175,12 +166,12 @@ def _told(one: _Applied) -> Iterator[Derivative]:
 
 
 def _slopes(
-    one: _Applied, at: int, outer: Sequence[Tensor | None], direction: Tensor, step: float
+    one: Applied, at: int, outer: Sequence[Tensor | None], direction: Tensor, step: float
 ) -> tuple[list[float], list[float]] | None:
     """What each result adds to the derivative along a direction of an argument, by the difference
     to a step ahead and to a step behind; None where no result is another."""
     value = one.given[at].detach()
-    up, down = (_run(one, {at: value + s * step * direction}) for s in (1, -1))
+    up, down = (run_again(one, {at: value + s * step * direction}) for s in (1, -1))
     if all(torch.equal(a, b) for a, b in zip(up, down, strict=True)):
         return None
 
@@ -193,16 +184,12 @@ def _slopes(
     return against(up, one.gave), against(one.gave, down)
 
 
-def _step(value: Tensor) -> float:
-    return STEP * max(float(value.detach().abs().max()), LEAST)
-
-
 def _along(
-    one: _Applied, at: int, gradient: Tensor, outer: Sequence[Tensor | None]
+    one: Applied, at: int, gradient: Tensor, outer: Sequence[Tensor | None]
 ) -> tuple[bool, float | None] | None:
     """Whether a gradient is the derivative, along some directions, and the factor that it has along
     all of them, if it is one; None where that cannot be told, as at a kink."""
-    step = _step(one.given[at])
+    step = step_of(one.given[at])
     generator = torch.Generator().manual_seed(0)
     found: list[tuple[float, float, float, float]] = []
     for _ in range(DIRECTIONS):
@@ -231,14 +218,14 @@ def _along(
     return agrees, times[0] if alike else None
 
 
-def _shares(one: _Applied, at: int, outer: Sequence[Tensor | None]) -> Tensor:
+def _shares(one: Applied, at: int, outer: Sequence[Tensor | None]) -> Tensor:
     """The derivative, element by element: [results, *the argument's shape]."""
     value = one.given[at].detach()
     shares = torch.zeros(len(outer), value.numel(), dtype=value.dtype, device=value.device)
     for i in range(value.numel()):
         direction = torch.zeros(value.numel(), dtype=value.dtype, device=value.device)
         direction[i] = 1
-        found = _slopes(one, at, outer, direction.view(value.shape), _step(value))
+        found = _slopes(one, at, outer, direction.view(value.shape), step_of(value))
         if found is not None:
             mean = [(a + b) / 2 for a, b in zip(*found, strict=True)]
             shares[:, i] = torch.tensor(mean, dtype=value.dtype, device=value.device)
@@ -279,35 +266,6 @@ def _factors(gradient: Tensor, shares: Tensor, scale: float) -> tuple[float, ...
     factors = gradient.new_ones(shares.shape[0])
     factors[live] = found.solution
     return tuple(factors.tolist())
-
-
-def _run(one: _Applied, other: dict[int, Tensor]) -> list[Tensor]:
-    """The forward once more, with other values of some arguments. Raises TimeoutError."""
-    own, clock = one.until
-    if time.process_time() > own or time.monotonic() > clock:
-        raise TimeoutError
-    args = [
-        other.get(i, a).detach().clone().requires_grad_(a.requires_grad)
-        if isinstance(a, Tensor)
-        else a
-        for i, a in enumerate(one.given)
-    ]
-    return [t for t in pytree.tree_leaves(one.cls.apply(*args)) if isinstance(t, Tensor)]
-
-
-def _is_as_it_was(one: _Applied, again: Sequence[Tensor]) -> bool:
-    return len(again) == len(one.gave) and all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-12, atol=1e-14)
-        for a, b in zip(again, one.gave, strict=True)
-    )
-
-
-def _name(cls: Any, at: int) -> str:
-    """Of an argument of the forward, which has a ctx before it unless there is a setup_context."""
-    aside = cls.setup_context is Function.setup_context
-    names = list(inspect.signature(cls.forward).parameters.values())[aside:]
-    known = at < len(names) and names[at].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return names[at].name if known else f"number {at + 1}"
 
 
 def _node(cls: Any) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from sumgrad.base.errors import Broken, UserError
 from sumgrad.ledger.process_group import Ledger
+from sumgrad.record.adjoint import Adjoint
 from sumgrad.record.ranks import RankFiles
 from sumgrad.record.reference import Grads, Parts, Reference
 from sumgrad.record.spec import Facts, RunSpec
@@ -22,6 +23,8 @@ from sumgrad.subjects.program.reference.terms import JITTERS, MORE_JITTERS
 from sumgrad.subjects.program.reference.trace import trace_reference
 from sumgrad.subjects.subject import Progress
 from sumgrad.topology.pools import Topology
+
+TellsAdjoints = Callable[[Iterable[Mapping[str, Any]]], Iterator[Adjoint]]
 
 
 class UserStep:
@@ -80,9 +83,13 @@ class UserStep:
                 if at >= 0
             }
 
-    def trace_rank(self, rank: int, ledger: Ledger, tier: str, step: int) -> Trace:
-        """What goes through the modules of a rank in one step."""
-        return self._rank(rank, ledger).trace(self.spec, tier, step)
+    def trace_rank(
+        self, rank: int, ledger: Ledger, tier: str, step: int
+    ) -> tuple[Trace, TellsAdjoints]:
+        """What goes through the modules of a rank in one step; and what tells, given the events of
+        its ledger and called on all ranks, of Functions that communicate."""
+        own = self._rank(rank, ledger)
+        return own.trace(self.spec, tier, step), own.adjoints
 
     def trace_single(self, tier: str, step: int) -> Trace:
         """The same in one process, over the full batch. Raises Broken where loss_sum does."""

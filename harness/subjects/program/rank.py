@@ -6,7 +6,9 @@ gradient.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from sumgrad.base.devices import take_device
@@ -14,13 +16,16 @@ from sumgrad.base.memory import give_back_memory
 from sumgrad.base.outcome import SETUP
 from sumgrad.ledger.aside import without_operations
 from sumgrad.ledger.process_group import Ledger
+from sumgrad.record.adjoint import Adjoint
 from sumgrad.record.ranks import RankFiles
 from sumgrad.record.spec import RunSpec
 from sumgrad.record.trace import Trace
 from sumgrad.subjects.exchanges import Exchanges
 from sumgrad.subjects.own_gradients import Losses
+from sumgrad.subjects.program.adjoints import Adjoints
+from sumgrad.subjects.program.applied import Applied
 from sumgrad.subjects.program.computations import computations_beside
-from sumgrad.subjects.program.context import Seat, make_meshes
+from sumgrad.subjects.program.context import Seat, make_meshes, of_all_ranks
 from sumgrad.subjects.program.renamed import names_of_modules
 from sumgrad.subjects.program.tier_run import Result, TierRun
 from sumgrad.subjects.program.watch import ModuleWatch
@@ -37,6 +42,7 @@ class Rank:
         with ledger.label(f"{SETUP}/meshes"):
             meshes = make_meshes(topology, own)
         self._seat = Seat(topology=topology, rank=rank, ledger=ledger, meshes=meshes, device=own)
+        self._applied: list[Applied] = []
 
     def run(self, job: RunSpec, files: RankFiles, *, again: bool = True) -> Result:
         """All tiers and steps; returns what goes into the end record.
@@ -54,6 +60,12 @@ class Rank:
             give_back_memory()
         result["operations"] = self.ledger.num_operations
         return result
+
+    def adjoints(self, events: Iterable[Mapping[str, Any]]) -> Iterator[Adjoint]:
+        """Of calls of the step that was traced last, which all ranks run again together. events: of
+        its ledger."""
+        with self.ledger.label(f"{SETUP}/adjoints"):
+            yield from Adjoints(self._applied, events, self.rank, of_all_ranks).found()
 
     def trace(self, job: RunSpec, tier: str, step: int) -> Trace:
         """What goes through the modules in one step, after those before it."""
@@ -73,6 +85,7 @@ class Rank:
             gave, at = own.taken(p.name for p in run.placement.placed)
             with without_operations(self.ledger):
                 computed = computations.computed()
+            self._applied = [*computations.derivatives.calls()]
             return replace(
                 seen.trace(),
                 own=gave,

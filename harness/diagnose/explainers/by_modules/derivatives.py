@@ -56,6 +56,7 @@ def wrong_functions(
     keys = [*dict.fromkeys((p.function, p.written) for p in passed if p.own)]
     found = [formulas[key] for key in keys if key in formulas]
     found = [one for one in found if of_parameters or any(not d.leaf for _, d in one.wrong)]
+    scaling = [one for one in found if one.only_scales and any(d.together for _, d in one.wrong)]
     found = [one for one in found if _explains(one.only_scales, one.scale, ratio)]
     if found:
         return WrongFunctions(
@@ -76,7 +77,8 @@ def wrong_functions(
             because=tuple(how_they_bring_back(sure)),
         )
     told = [one for one in wrong if any(w.lacks for w in one.wrong)]
-    return WrongFunctions(said="", because=tuple(how_they_bring_back(told))) if told else None
+    because = (*how_they_bring_back(told), *(how_they_are_off(scaling) if ratio is None else ()))
+    return WrongFunctions(said="", because=because) if because else None
 
 
 def _gives_nothing(case: Case, keys: Sequence[tuple[str, str]]) -> list[WrongFunctions]:
@@ -166,7 +168,7 @@ def wrong_movers(case: Case) -> dict[tuple[str, str], Mover]:
 def are_the_derivative(case: Case) -> set[tuple[str, str]]:
     """Functions of which all that was told on the ranks is right."""
     traces = case.traces
-    ranks = own_formulas(traces.ranks) if traces is not None else {}
+    ranks = own_formulas(traces.ranks, traces.adjoints) if traces is not None else {}
     right = {key for key, one in ranks.items() if not one.wrong}
     return right | {key for key, one in moved(case).items() if one.is_right}
 
@@ -225,23 +227,27 @@ def how_they_are_off(found: Sequence[OwnFormula]) -> Iterator[str]:
     """What each gives beside finite differences of its forward."""
     for one in found:
         right = {d.argument for _, d in one.told} - {d.argument for _, d in one.wrong}
-        rank, d = next((w for w in one.wrong if w[1].off), one.wrong[0])
+        rank, d = next((w for w in one.wrong if w[1].off or w[1].shares), one.wrong[0])
         lines = list(dict.fromkeys(line_and_code(*w.line) for _, w in one.wrong))
         names = list(dict.fromkeys(w.argument for _, w in one.wrong))
         wrong, told = (len({(r, t.line, t.call) for r, t in own}) for own in (one.wrong, one.told))
         often = f"all {told}" if wrong == told else f"at least {wrong} of {told}"
+        how = "finite differences on all its ranks" if d.together else "finite differences"
         text = (f"what the backward of {one.function} gives for {some_of(names)} is {SAID}, by "
-                f"finite differences, in {often} calls that were looked at")  # fmt: skip
+                f"{how}, in {often} calls that were looked at")  # fmt: skip
         text += f"; for {some_of(sorted(right))} it is" if right else ""
         yield f"{text}; it is called at {some_of(lines)}"
         yield from _off(rank, d)
 
 
 def _off(rank: int, d: Derivative) -> Iterator[str]:
-    if d.off is None:
-        return
     where = f"in call {d.call} of {line_from_here(d.line[0])} on rank {rank}"
     what = f"for one, {where} what it gives for {d.argument}"
+    if d.shares:
+        often = [f"{_short(times)} times what rank {r}'s result was given" for r, times in d.shares]
+        yield f"{what} counts {', '.join(often)}; the derivative counts each once"
+    if d.off is None:
+        return
     if d.off.moved:
         yield f"{what} has the numbers of the derivative in other places"
         return
