@@ -9,6 +9,7 @@ import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import computed, entering, forward, in_between
+from sumgrad.diagnose.explainers.by_modules.derivatives import SAID
 from sumgrad.diagnose.explainers.by_modules.lines import in_words
 from sumgrad.diagnose.explainers.by_modules.odd_data import OddData
 from sumgrad.diagnose.explainers.by_modules.passed import _torchs_formulas
@@ -178,6 +179,17 @@ def test_beside_a_line_an_open_end_says_no_more(monkeypatch):
     for kind, because in (("open", first), ("forward", (*first, "no factor"))):
         asked = Diagnosis(cause="open: w is wrong", kind=kind, because=("no factor",))
         assert computed.with_the_line(CASE, asked).because == because
+
+
+def test_a_line_comes_after_a_function_that_is_proved_wrong(monkeypatch):
+    monkeypatch.setattr(computed, "lines_that_differ", lambda _: [SimpleNamespace(rank=0, place=3)])
+    monkeypatch.setattr(computed, "_at_the_loss", lambda _: True)
+    monkeypatch.setattr(computed, "_in_words", lambda *_: "a line")
+    monkeypatch.setattr(computed, "_where_from", lambda *_: ["made there"])
+    proved = f"wrong from there: the backward of F is {SAID}"
+    asked = Diagnosis(cause=proved, kind="backward", because=("how",))
+    told = computed.with_the_line(CASE, asked)
+    assert (told.cause, told.because) == (proved, ("how", "a line", "made there"))
 
 
 @pytest.mark.parametrize(("inside", "leads"), [(True, False), (False, True)])

@@ -296,7 +296,7 @@ def test_a_record_keeps_what_backwards_were_given_and_gave():
 
 def case(ranks, single=None):
     alone = single or SimpleNamespace(computed=Computed())
-    return SimpleNamespace(traces=SimpleNamespace(ranks=ranks, single=alone), known={})
+    return SimpleNamespace(traces=SimpleNamespace(ranks=ranks, single=alone, adjoints=()), known={})
 
 
 @pytest.mark.parametrize(

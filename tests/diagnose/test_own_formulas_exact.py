@@ -9,6 +9,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import derivatives as words
 from sumgrad.diagnose.modules.derivatives import no_derivatives, own_formulas
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
+from sumgrad.record.adjoint import Adjoint
 from sumgrad.record.computed import Computation, Computed
 from sumgrad.record.derivative import Derivative, Off
 from sumgrad.record.ways import Passed
@@ -28,11 +29,56 @@ def one(agrees=False, *, function="Own", off=MIXED, argument="x", call=0, leaf=F
 
 def traces(*ranks, single=()):
     held = [SimpleNamespace(computed=Computed(derivatives=own)) for own in (*ranks, single)]
-    return SimpleNamespace(ranks=dict(enumerate(held[:-1])), single=held[-1])
+    return SimpleNamespace(ranks=dict(enumerate(held[:-1])), single=held[-1], adjoints=())
 
 
 def case(*ranks, single=()):
     return SimpleNamespace(traces=traces(*ranks, single=single), known={})
+
+
+def together(*given, argument="x", holders=(1,), leaf=False):
+    """Of a Function that two ranks ran again; by direction, what the first's result makes of it is
+    1, 2, 3, 4, and what the second's makes of it 1, 0, -1, 5."""
+    slopes = ((1.0, 1.0), (2.0, 0.0), (3.0, -1.0), (4.0, 5.0))
+    return Adjoint(
+        function="Own", written=BACK, line=AT, call=0, argument=argument, leaf=leaf, ranks=(0, 1),
+        holders=holders, slopes=slopes, given=tuple((float(x),) for x in given),
+    )  # fmt: skip
+
+
+def case_of(*adjoints):
+    found = case((), ())
+    found.traces.adjoints = adjoints
+    return found
+
+
+RIGHT, HALF, THIRD = (2, 2, 2, 9), (1, 1, 1, 4.5), (2 / 3, 2 / 3, 2 / 3, 3)
+
+
+def test_what_all_ranks_say_together_counts_as_what_one_says():
+    wrong = case_of(together(1, 2, 3, 4), together(*RIGHT, argument="y"))
+    found = words.wrong_functions(wrong, [OWN], None)
+    assert found.said.endswith("is not the derivative of its forward")
+    first, second = found.because
+    assert "by finite differences on all its ranks, in all 1 calls" in first
+    assert "; for y it is;" in first
+    assert second.endswith(
+        "on rank 1 what it gives for x counts 1 times what rank 0's result was given, 0 times what "
+        "rank 1's result was given; the derivative counts each once"
+    )
+    assert words.wrong_functions(case_of(together(1, 2, 3, 4, leaf=True)), [OWN], None) is None
+    assert not words.are_the_derivative(wrong)
+    assert words.are_the_derivative(case_of(together(*RIGHT))) == {("Own", BACK)}
+    assert not words.are_the_derivative(case_of(together(*HALF)))  # nor is it accused
+    assert words.wrong_functions(case_of(together(*HALF)), [OWN], None) is None
+
+
+def test_a_factor_that_may_be_meant_beside_more_than_a_factor_is_shown_and_no_cause():
+    found = words.wrong_functions(case_of(together(*THIRD)), [OWN], None)
+    assert found.said == ""
+    assert found.because[1].endswith("on rank 1 what it gives for x is 1/3 times the derivative")
+    assert words.wrong_functions(case_of(together(*THIRD)), [OWN], 1 / 3).said
+    assert words.wrong_functions(case_of(together(*THIRD)), [OWN], 1 / 2) is None
 
 
 def test_what_is_no_derivative_in_the_single_process_either_is_meant_so():
@@ -176,7 +222,8 @@ def test_beside_a_cause_that_leaves_it_open(monkeypatch):
         own = Computed(derivatives=(one(),), computations=(c,))
         held = {0: SimpleNamespace(computed=own)}
         single = SimpleNamespace(computed=Computed())
-        return SimpleNamespace(traces=SimpleNamespace(ranks=held, single=single), known={})
+        found = SimpleNamespace(ranks=held, single=single, adjoints=())
+        return SimpleNamespace(traces=found, known={})
 
     said = beside(called(), kind="loss_weights", because=("first",))
     assert (len(said), said[-1]) == (3, "first")  # rows are weighed otherwise there

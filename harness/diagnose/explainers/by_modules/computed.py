@@ -13,6 +13,7 @@ from sumgrad.base.outcome import spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.brought import made_on_another_rank
+from sumgrad.diagnose.explainers.by_modules.derivatives import SAID
 from sumgrad.diagnose.explainers.by_modules.handed import ROWS_ALONE, is_handed_before
 from sumgrad.diagnose.explainers.by_modules.kept import kept_in_words
 from sumgrad.diagnose.explainers.by_modules.lines import known_lines, made_from
@@ -51,6 +52,8 @@ def with_the_line(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     line = _in_words(case, found)
     ranks = tuple(sorted({*diagnosis.ranks, *(one.rank for one in found)}))
     sent = _where_from(case, found[0])
+    if SAID in diagnosis.cause:  # a Function's backward explains it
+        return replace(diagnosis, because=(*diagnosis.because, line, *sent))
     if diagnosis.kind in BESIDE or _comes_after(case, diagnosis, found):
         return replace(diagnosis, because=(line, *sent, *diagnosis.because), ranks=ranks)
     because: tuple[str, ...] = (*sent, diagnosis.cause.removeprefix("open: "))

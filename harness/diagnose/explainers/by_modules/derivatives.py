@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
@@ -30,6 +31,7 @@ from sumgrad.record.ways import Passed
 
 OTHERS = ("forward", "recomputed", "rows_read", "loss_rows")  # causes that no formula explains
 AT_THE_LOSS = ("loss_weights", "loss_at_tokens", "row_factors")  # that say how rows are weighed
+MOST_PARTS, DIGITS = 64, 1e-6  # of a fraction that a factor is taken for
 SAID = "not the derivative of its forward"
 IN_ANOTHER_ORDER = "in another order"
 OTHER_WAY = "does not take gradients back the way that its forward takes numbers"
@@ -269,7 +271,8 @@ def _times(off: Off) -> str:
 
 def _short(factor: float) -> str:
     """Finite differences give few digits."""
-    return fraction_of(round(factor, 6) + 0.0)
+    near = Fraction(factor).limit_denominator(MOST_PARTS)
+    return str(near) if abs(near - factor) <= DIGITS else fraction_of(round(factor, 6))
 
 
 def with_formulas(case: Case, diagnosis: Diagnosis) -> Diagnosis:
