@@ -32,6 +32,7 @@ from sumgrad.record.ways import Passed
 OTHERS = ("forward", "recomputed", "rows_read", "loss_rows")  # causes that no formula explains
 AT_THE_LOSS = ("loss_weights", "loss_at_tokens", "row_factors")  # that say how rows are weighed
 MOST_PARTS, DIGITS = 64, 1e-6  # of a fraction that a factor is taken for
+WHERE = ("backward", "own_backward")  # that say no more than where
 SAID = "not the derivative of its forward"
 IN_ANOTHER_ORDER = "in another order"
 OTHER_WAY = "does not take gradients back the way that its forward takes numbers"
@@ -288,6 +289,7 @@ def with_formulas(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     found = None if look is None else first_wrong_backward(look, owners(case))
     lines = [] if found is None else first_lines(case, found, back=True)
     there = {(one.mine.function, one.mine.written) for one in lines}
+    there |= set() if found is None else _beside(traces, found.modules)
     at_the_loss = diagnosis.kind in AT_THE_LOSS
     if at_the_loss or (found is not None and not found.modules and not lines):
         there |= _of_the_loss(traces)
@@ -302,8 +304,21 @@ def with_formulas(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         if not _only_scales(one) and _is_sure(one) and (found is None or key in there)
     }
     words = (*how_they_are_off([*formulas.values()]), *how_they_bring_back([*moving.values()]))
-    said = (*words, *diagnosis.because) if at_the_loss else (*diagnosis.because, *words)
-    return replace(diagnosis, because=said)
+    first = at_the_loss or diagnosis.kind in WHERE
+    because = (*words, *diagnosis.because) if first else (*diagnosis.because, *words)
+    return replace(diagnosis, because=because)
+
+
+def _beside(traces: Traces, modules: Sequence[str]) -> set[tuple[str, str]]:
+    """The Functions that ranks call inside of what these modules are parts of: they may take what
+    goes into them, too."""
+    around = {name[:i] for name in modules for i, c in enumerate(name) if c == "."}
+    return {
+        (c.function, c.written)
+        for trace in traces.ranks.values()
+        for c in trace.computed.computations
+        if c.written and not around.isdisjoint(c.inside[-1:])
+    }
 
 
 def _of_the_loss(traces: Traces) -> set[tuple[str, str]]:
