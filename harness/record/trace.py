@@ -21,6 +21,7 @@ from sumgrad.record.hooked import Hooked, hooked_as_json, hooked_as_tensors, hoo
 from sumgrad.record.line import NO_LINE, Line, line_of
 from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import DAMAGED
+from sumgrad.record.uses import Uses, uses_as_json, uses_as_tensors, uses_from
 from sumgrad.record.ways import Passed, Ways, passed_as_json, passed_from, ways_as_json, ways_from
 from torch import Tensor
 
@@ -94,7 +95,8 @@ class Trace:
     module, or LOSS -> the modules whose outputs its own is made from, with none in between. params:
     there too, by name, the values of the step. own, own_at: of a rank, by parameter, what each of
     its backwards gave, (passes, samples), and which elements of the flat whole one these are;
-    own_lines: and which line of a user's called each. losses: the values that its backwards start
+    own_lines: and which line of a user's called each; uses: what each line that takes one gave in
+    all of them. losses: the values that its backwards start
     from; in the single process that of the whole loss, where it is known. used: `forward/NAME` or
     `backward/NAME` -> samples of the parameter or buffer of that name of build()'s model as its
     module had it when it was called, or when the gradient of its output came, and `uncalled/NAME`
@@ -132,6 +134,7 @@ class Trace:
     own: Mapping[str, Tensor] = field(default_factory=dict)
     own_at: Mapping[str, Tensor] = field(default_factory=dict)
     own_lines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    uses: Uses = field(default_factory=dict)
     losses: tuple[float, ...] = ()
     used: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
     used_numel: Mapping[str, int] = field(default_factory=dict)
@@ -198,6 +201,7 @@ def write_trace(path: Path, trace: Trace) -> None:
     tensors |= computed_as_tensors(trace.computed)
     tensors |= exchanges_as_tensors(trace.exchanges)
     tensors |= hooked_as_tensors(trace.hooked)
+    tensors |= uses_as_tensors(trace.uses)
     first: dict[int, str] = {}
     again = {
         key: known
@@ -220,6 +224,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "left_out": list(trace.left_out),
         "takes": {name: list(others) for name, others in trace.takes.items()},
         "own_lines": {name: list(lines) for name, lines in trace.own_lines.items()},
+        "uses": uses_as_json(trace.uses),
         "losses": list(trace.losses),
         "used": {name: len(own) for name, own in trace.used.items()},
         "used_numel": dict(trace.used_numel),
@@ -273,6 +278,7 @@ def read_trace(path: Path) -> Trace:
         left_out=tuple(said["left_out"]),
         takes={name: tuple(others) for name, others in said["takes"].items()},
         own_lines={name: tuple(lines) for name, lines in said.get("own_lines", {}).items()},
+        uses=uses_from(said.get("uses", {}), held),
         losses=tuple(float(x) for x in said.get("losses", ())),
         used={
             name: tuple(held[f"used/{i}/{name}"] for i in range(num))

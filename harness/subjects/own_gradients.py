@@ -80,15 +80,23 @@ class OwnGradients:
         for hook in self._hooks.values():
             hook.remove()
 
-    def _saw(self, name: str, grad: Tensor | None) -> None:
-        if grad is None:
-            return
+    def names(self) -> dict[Any, str]:
+        """By autograd's node that accumulates its gradient, the parameter; where that is known."""
+        return {node: name for name, node in self._nodes.items()}
+
+    def sampled(self, name: str, grad: Tensor) -> Tensor | None:
+        """Of a gradient of it those elements that are looked at, if all of them are there."""
         local = to_local(grad).detach()
         flat = (local.to_dense() if local.is_sparse else local).reshape(-1)
         at = self._sample[name] if flat.numel() == self._held[name] else self._at[name]
         if not at.numel() or int(at.max()) >= flat.numel():
+            return None
+        return flat[at.to(flat.device)]
+
+    def _saw(self, name: str, grad: Tensor | None) -> None:
+        own = None if grad is None else self.sampled(name, grad)
+        if own is None:
             return
-        own = flat[at.to(flat.device)]
         passes = self._passes.setdefault(name, [])
         if len(passes) == MAX_PASSES and len(own) == len(passes[-1]):
             passes[-1] += own

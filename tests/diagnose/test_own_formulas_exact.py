@@ -203,7 +203,8 @@ def test_beside_a_cause_that_leaves_it_open(monkeypatch):
         return words.with_formulas(at, held).because
 
     assert len(beside(case((one(),)))) == 2
-    assert beside(case((one(),)), because=("first",))[0] == "first"
+    assert beside(case((one(),)), because=("last",))[-1] == "last"
+    assert beside(case((one(),)), kind="factor", because=("first",))[0] == "first"
     assert not beside(case((one(),)), kind="forward")
     assert not beside(case((one(off=SCALED),)))
     assert not beside(case((one(True),)))

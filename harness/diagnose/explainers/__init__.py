@@ -16,6 +16,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers import (
     blocks,
     by_rank,
+    by_use,
     clean_run,
     exchanged,
     factors,
@@ -99,6 +100,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     replaced.mixed_up,
     given_to_others.given_to_others,
     one_sum_for_all.one_sum_for_all,
+    by_use.counted_by_uses,
     by_rank.put_together_by_rank,
     lacking_rows.rows_lack_ranks,
     other_rows.rows_of_other_numbers,

@@ -76,6 +76,7 @@ class Computations(TorchFunctionMode):
         self._set_grads: dict[SetGrad, None] = {}
         self.name_of: Callable[[Tensor], str] = lambda _: ""  # of a parameter
         self.starts: Callable[..., object] = lambda *_: None  # a backward from a gradient
+        self.begins: Callable[[Sequence[Tensor]], object] = lambda _: None  # any backward
 
     def computed(self) -> Computed:
         """Once the step is over: forwards of Functions are run once more for it."""
@@ -131,6 +132,7 @@ class Computations(TorchFunctionMode):
     def _run(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A backward is one of torch's functions, in which a mode is off; what runs again in it is
         to be seen."""
+        self.begins([root for root in args[0] if isinstance(root, Tensor)])
         if not _is_backward():
             self._at_roots(*args[:2])
         if self in _get_current_function_mode_stack():

@@ -28,6 +28,7 @@ from sumgrad.subjects.program.computations import computations_beside
 from sumgrad.subjects.program.context import Seat, make_meshes, of_all_ranks
 from sumgrad.subjects.program.renamed import names_of_modules
 from sumgrad.subjects.program.tier_run import Result, TierRun
+from sumgrad.subjects.program.uses import Uses
 from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.topology.pools import Topology
 
@@ -81,6 +82,8 @@ class Rank:
             seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations, with_ways=True)
             computations = computations_beside(seen)
             with seen, Losses(seen.at_loss) as losses, run.own_gradients() as own, computations:
+                uses = Uses(own)
+                computations.begins = uses.begin
                 run.step(step)
             gave, at = own.taken(p.name for p in run.placement.placed)
             with without_operations(self.ledger):
@@ -91,6 +94,7 @@ class Rank:
                 own=gave,
                 own_at=at,
                 own_lines=own.lines(),
+                uses=uses.taken(),
                 losses=tuple(losses.values),
                 computed=computed,
                 exchanges=exchanges.found,

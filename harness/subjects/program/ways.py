@@ -44,7 +44,7 @@ def ways_between(made: Sequence[tuple[str, Node]]) -> Ways:
         if own and name not in own:
             continue
         for end, nodes in _nodes_between(node, ends, place):
-            passed = [known.setdefault(n, _passed(n)) for n in nodes]
+            passed = [known.setdefault(n, passed_by(n)) for n in nodes]
             for start, seen_at in ends[end].items():
                 if start == name or seen_at > place:
                     continue
@@ -79,7 +79,7 @@ def makers_of(
         if name is None:
             continue
         found = _that_compute(leaf, above)
-        passed = (_passed(at) for at in sorted(found, key=lambda n: n._sequence_nr()))
+        passed = (passed_by(at) for at in sorted(found, key=lambda n: n._sequence_nr()))
         out.setdefault(name, {}).update(dict.fromkeys(passed))
     return {name: tuple(passed)[:MOST_PASSED] for name, passed in out.items()}
 
@@ -134,7 +134,8 @@ def _nodes_between(
         yield end, sorted(between, key=lambda n: n._sequence_nr())
 
 
-def _passed(node: Node) -> Passed:
+def passed_by(node: Node) -> Passed:
+    """What a node is, and which line called it."""
     path, line, code = _users_frame(node.metadata.get("traceback_", ()))
     cls = getattr(type(node), "_forward_cls", None)
     function = _NUMBER.sub("", node.name()) if cls is None else cls.__name__
