@@ -15,7 +15,7 @@ from sumgrad.diagnose.modules.gives_nothing import give_nothing
 from sumgrad.diagnose.modules.lines import Lines
 from sumgrad.diagnose.modules.lines_across_ranks import only_of_parts, picks_by_parts, sent_back
 from sumgrad.diagnose.modules.look import _only_stands_there
-from sumgrad.diagnose.modules.run_between import RunBetween
+from sumgrad.diagnose.modules.run_between import RunBetween, _is_made_of
 from sumgrad.record.computed import computed_together
 from sumgrad.subjects.program.computations import Computations
 from torch.autograd import Function
@@ -105,6 +105,32 @@ def test_a_sum_over_ranks_leads_on_to_each_part():
     assert {(r, part) for r, part, _ in found} >= {(0, "(x * scale) @ W"), (1, "(x * scale) @ W")}
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_parts_that_ranks_put_side_by_side_lead_on_to_each(order):
+    one, _, left = recorded(part_of, X, 2.0)
+    two, _, right = recorded(part_of, X[:2] + 0, 3.5)
+    whole = torch.cat([left, right][::order])
+    total, _, _ = recorded(lambda y: y.sin(), whole)
+    there, _, _ = recorded(part_of, X, 1.0)
+    found = ways([computed_together([one, total]), two], there, whole, rank=0)
+    parts = {(0, "(x * scale) @ W"), (1, "(x * scale) @ W")}
+    if order == 1:
+        assert {(r, part) for r, part, _ in found} >= parts
+    else:  # in the order of ranks alone
+        assert parts.isdisjoint((r, part) for r, part, _ in found)
+
+
+def test_what_has_another_shape_or_number_of_dimensions_is_not_put_together():
+    assert _is_made_of(torch.cat([X, X * 2], 1), [X, X * 2])
+    assert not _is_made_of(torch.cat([X, X * 2], 1), [X, X])
+    assert not _is_made_of(torch.cat([X, X * 2], 1), [X, X * 2, X[:, :0], X])
+    assert not _is_made_of(torch.cat([X, X * 2]), [X, X[:, :3]])
+    assert not _is_made_of(X, [X[0], X[1]])
+    assert not _is_made_of(X, [X / 2, X / 2, X])
+    assert _is_made_of(X, [X / 4, X * 3 / 4])
+    assert not _is_made_of(X, [X.float() / 2, X / 2])
+
+
 def test_whole_numbers_are_told_by_value():
     order = torch.tensor([2, 0, 3, 1])
 
@@ -135,7 +161,8 @@ def test_words_name_the_line_of_the_sender_first(monkeypatch, entered):
     if not entered:
         assert text == []
         return
-    line, way = text
+    line, taken, way = text
+    assert taken.startswith("what it takes on rank 0 is made at ")
     assert "first(x).square()" in line
     assert line.endswith("on rank 0")
     assert way.startswith("what goes in on rank 1 in call 3 is made on rank 0 at ")

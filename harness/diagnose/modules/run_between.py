@@ -1,11 +1,11 @@
 """What ranks ran between what is right and a value that is wrong: back from the value, line by
-line, through what other ranks sent or added up.
+line, through what other ranks sent, added up or put side by side.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,10 +94,10 @@ class RunBetween:
         return Run(rank=rank, made=made, steps=steps)
 
     def _terms(self, rank: int, made: Computation) -> Iterator[tuple[int, int]]:
-        """Of a Function that adds up over ranks what it takes, and gives what is wrong: the terms,
-        each of which may be numbers that are there."""
+        """Of a Function that adds up over ranks, or puts side by side, what it takes, and gives
+        what is wrong: the terms, each of which may be numbers that are there."""
         if made.written and len(made.gives) == 1 and self._is_wrong(rank, made):
-            yield from self._added_up(rank, self._ranks[rank].values[made.gives[0]], made.takes)
+            yield from self._together(rank, self._ranks[rank].values[made.gives[0]], made.takes)
 
     def _run(self, rank: int, place: int, steps: int) -> Run:
         made = self._ranks[rank].computations[place]
@@ -143,7 +143,8 @@ class RunBetween:
         return found[0] if found else None
 
     def _brought(self, rank: int, number: int) -> Iterator[tuple[int, int]]:
-        """Values of other ranks that this one is, or is the sum of: what was sent or added up."""
+        """Values of other ranks that this one is, or is made of: what was sent, added up or put
+        side by side."""
         value = self._ranks[rank].values[number]
         if not value.is_floating_point() or len(value.unique()) < FEWEST:
             return
@@ -153,7 +154,7 @@ class RunBetween:
             alike = len({site for _, site in made.values()}) == 1 and rank not in made
             yield from ((r, n) for r, (n, _) in made.items() if alike)
             return
-        yield from self._added_up(rank, value, range(len(self._ranks[rank].values)))
+        yield from self._together(rank, value, range(len(self._ranks[rank].values)))
 
     def _given(self, rank: int, value: Tensor) -> tuple[int, str] | None:
         """The number of a rank's value that equals it, and the call in the code that made it and
@@ -166,23 +167,41 @@ class RunBetween:
                     return n, c.site
         return None
 
-    def _added_up(
+    def _together(
         self, rank: int, value: Tensor, numbers: Iterable[int | str]
     ) -> Iterator[tuple[int, int]]:
-        """The same call's results on all ranks of a group, whose sum it is; of this rank's values
-        with these numbers."""
+        """The same call's results on all ranks of a group, whose sum it is, or which stand side by
+        side in it; of this rank's values with these numbers."""
         values = self._ranks[rank].values
         for group in (g for g in self._states.sets if rank in g and len(g) > 1):
             for number in (n for n in numbers if isinstance(n, int)):
                 own = values[number]
-                if own.shape != value.shape or own.dtype != value.dtype:
+                if own.dtype != value.dtype or len(_unlike(own, value)) > 1:
                     continue
                 held = {rank: number, **dict(self._states.same_call(rank, number))}
                 terms = [self._ranks[r].values[held[r]] for r in group if r in held]
-                alike = all((t.shape, t.dtype) == (own.shape, own.dtype) for t in terms)
-                if len(terms) != len(group) or not alike:
-                    continue
-                near = CLOSE * float(value.abs().max())
-                if torch.allclose(sum(terms, torch.zeros_like(value)), value, rtol=0, atol=near):
+                if len(terms) == len(group) and _is_made_of(value, terms):
                     yield from ((r, held[r]) for r in group)
                     return
+
+
+def _unlike(a: Tensor, b: Tensor) -> list[int]:
+    """The dimensions in which two shapes differ: all, where they have not as many."""
+    if a.dim() != b.dim():
+        return list(range(max(a.dim(), b.dim(), 2)))
+    return [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
+
+
+def _is_made_of(value: Tensor, terms: Sequence[Tensor]) -> bool:
+    """Whether it is their sum, or they stand side by side in it, in this order."""
+    if any(t.dtype != value.dtype for t in terms):
+        return False
+    near = CLOSE * float(value.abs().max())
+    if all(t.shape == value.shape for t in terms):
+        return torch.allclose(sum(terms, torch.zeros_like(value)), value, rtol=0, atol=near)
+    dims = {d for t in terms for d in _unlike(t, value)}
+    if len(dims) != 1:
+        return False
+    (dim,) = dims
+    whole = sum(t.shape[dim] for t in terms) == value.shape[dim]
+    return whole and torch.allclose(torch.cat([*terms], dim), value, rtol=0, atol=near)

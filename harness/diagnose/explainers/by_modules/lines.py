@@ -23,6 +23,7 @@ from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.computed import MODULE, Computation
 
 MOST_THEN = 8  # lines that follow, which are shown
+MOST_TAKEN = 3  # lines that made what a line takes, which are shown
 
 
 def first_lines(case: Case, found: FirstWrong, *, back: bool) -> list[AtLine]:
@@ -218,10 +219,12 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
     elif one.picks:
         yield (f"{line} picks by what is right only as a sum over ranks, {on}: each of them picks "
                f"by its own part")  # fmt: skip
+        yield from _takes(one)
     elif one.parts:
         yield (f"{line} takes what is right only as a sum over ranks, and what it gives is none of "
                f"the single process's, nor are its sums, {on}: right before a sum is what is "
                f"linear, and added once")  # fmt: skip
+        yield from _takes(one)
     else:
         told = all(o.told for o in found)
         of = ", of vectors that it has" if all(o.whole for o in found) else ""
@@ -230,10 +233,24 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
         if one.there:
             yield (f"this line gives what the single process has nowhere{of}: {line}, "
                    f"{on}{beside}")  # fmt: skip
+            yield from _takes(one)
         else:
             yield (f"this line, which the single process does not run, gives what was not seen "
                    f"there{of}: {line}, {on}{beside}")  # fmt: skip
+            yield from _takes(one)
             yield from _then(one)
+
+
+def _takes(one: AtLine) -> list[str]:
+    """Where else what it takes was made."""
+    made = {}
+    for line, code in one.mine.made_at:
+        if line and line != one.mine.line:
+            made[line] = code
+    shown = [line_and_code(line, code) for line, code in [*made.items()][:MOST_TAKEN]]
+    return (
+        [f"what it takes on rank {one.rank} is made at {', and at '.join(shown)}"] if shown else []
+    )
 
 
 def _then(one: AtLine) -> list[str]:

@@ -44,7 +44,8 @@ def made_in_words(case: Case, rank: int, number: int) -> list[str]:
     """The same of one value of a rank."""
     back = _back(case)
     runs = [] if back is None else back.back_from(rank, number)
-    return [f"that argument is made {text}" for text in _way(runs)]
+    way = [f"that argument is made {text}" for text in _way(runs)]
+    return [*_sent(case, runs, rank), *way]
 
 
 def _way(runs: Sequence[Run]) -> list[str]:
