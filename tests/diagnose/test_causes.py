@@ -229,7 +229,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("bd_03", "in it `torch.einsum("),
         ("au_09", "loops.to(own.dtype))`\nthis line gives what the single process has nowhere"),
         ("az_02", "wrong already on rank 0-1\nmixer has causal = False in call 3 on rank 0 (and"),
-        ("bf_09", "its numbers were made on rank 1 at tests/bugs/bf_09_handed_on_before_it_is"),
+        ("bf_09", "its numbers come from rank 1 at tests/bugs/bf_09_handed_on_before_it_is"),
         ("bg_01", "call 0 has 6 numbers, of which the first 1 alone are a bag of the single"),
         (
             "bg_02",

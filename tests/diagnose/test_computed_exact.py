@@ -594,7 +594,7 @@ def test_which_line_of_another_rank_made_what_it_is_a_part_of(is_sent):
         ranks={0: SimpleNamespace(computed=mine), 1: SimpleNamespace(computed=sender)}
     ))  # fmt: skip
     (text,) = _sent_from(case, found) or [""]
-    assert text.startswith("its numbers were made on rank 1 at ") == is_sent
+    assert text.startswith("its numbers come from rank 1 at ") == is_sent
     assert text.endswith("`return torch.cat([h, running[:, None]], 1)`") == is_sent
     assert _sent_from(SimpleNamespace(traces=None), found) == []
     own = first(recorded(scaled, X[OWN], X[0, 0]), recorded(scaled, X, X[1, 1]))

@@ -42,8 +42,8 @@ def made_on_another_rank(traces: Traces, rank: int, value: Tensor | None) -> lis
         return []
     whole, parts = _makers_elsewhere(traces, rank, value)
     if whole:
-        return [f"its numbers were made on {whole[0].in_words()}"]
-    return [f"of its numbers a part was made on {text}"
+        return [f"its numbers come from {whole[0].in_words()}"]
+    return [f"of its numbers a part comes from {text}"
             for text in dict.fromkeys(maker.in_words() for maker in parts)]  # fmt: skip
 
 

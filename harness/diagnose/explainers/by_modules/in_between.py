@@ -11,7 +11,7 @@ from sumgrad.diagnose.explainers.by_modules.arguments_there import arguments_the
 from sumgrad.diagnose.explainers.by_modules.between import between, told_of
 from sumgrad.diagnose.explainers.by_modules.entering import entered_wrong
 from sumgrad.diagnose.explainers.by_modules.kept import kept_for_the_call, kept_in_words
-from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words
+from sumgrad.diagnose.explainers.by_modules.lines import first_lines, in_words, taken_in_words
 from sumgrad.diagnose.explainers.by_modules.looked import gone_into, line_and_code, ordinal
 from sumgrad.diagnose.explainers.by_modules.masked import masked_in_words
 from sumgrad.diagnose.explainers.by_modules.passed import lines_between, lines_in
@@ -19,7 +19,8 @@ from sumgrad.diagnose.explainers.by_modules.run_between import run_in_words
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.seen import Seen
-from sumgrad.record.trace import INTO
+from sumgrad.record.line import Line
+from sumgrad.record.trace import INTO, Traces
 
 
 def in_between(
@@ -69,4 +70,13 @@ def made_before(case: Case, entered: Sequence[Seen]) -> list[str]:
         return []
     several = len({x.call.part for x in gone_into(case, s.call.module.removeprefix(INTO))}) > 1
     what = f"the {ordinal(s.call.part)} tensor that goes in" if several else "what goes in"
-    return [f"{where} {what} was made at {line_and_code(*made)}"]
+    return [f"{where} {what} was made at {line_and_code(*made)}", *_made_of(traces, s.rank, made)]
+
+
+def _made_of(traces: Traces, rank: int, made: Line) -> list[str]:
+    """Where what a line takes was made, of the first that it computes with several tensors."""
+    every = traces.ranks[rank].computed.computations
+    found = (c for c in every if (c.line, c.code) == made)
+    several = next((c for c in found if sum(isinstance(t, int) for t in c.takes) > 1), None)
+    here = [c for c in every if c.line == made[0]]
+    return [] if several is None else taken_in_words(rank, several, here)

@@ -219,12 +219,12 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
     elif one.picks:
         yield (f"{line} picks by what is right only as a sum over ranks, {on}: each of them picks "
                f"by its own part")  # fmt: skip
-        yield from _takes(one)
+        yield from taken_in_words(one.rank, one.mine)
     elif one.parts:
         yield (f"{line} takes what is right only as a sum over ranks, and what it gives is none of "
                f"the single process's, nor are its sums, {on}: right before a sum is what is "
                f"linear, and added once")  # fmt: skip
-        yield from _takes(one)
+        yield from taken_in_words(one.rank, one.mine)
     else:
         told = all(o.told for o in found)
         of = ", of vectors that it has" if all(o.whole for o in found) else ""
@@ -233,24 +233,28 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
         if one.there:
             yield (f"this line gives what the single process has nowhere{of}: {line}, "
                    f"{on}{beside}")  # fmt: skip
-            yield from _takes(one)
+            yield from taken_in_words(one.rank, one.mine)
         else:
             yield (f"this line, which the single process does not run, gives what was not seen "
                    f"there{of}: {line}, {on}{beside}")  # fmt: skip
-            yield from _takes(one)
+            yield from taken_in_words(one.rank, one.mine)
             yield from _then(one)
 
 
-def _takes(one: AtLine) -> list[str]:
-    """Where else what it takes was made."""
-    made = {}
-    for line, code in one.mine.made_at:
-        if line and line != one.mine.line:
-            made[line] = code
+def taken_in_words(rank: int, mine: Computation, beside: Sequence[Computation] = ()) -> list[str]:
+    """Where else what a line takes was made. beside: the same rank's, of which those in the line
+    hand on what they take."""
+    made: dict[str, str] = {}
+    todo = [mine]
+    while todo:
+        one = todo.pop(0)
+        for taken, (line, code) in zip(one.takes, one.made_at, strict=False):
+            if line and line != mine.line:
+                made[line] = code
+            elif line:
+                todo += [c for c in beside if taken in c.gives and c is not one][:1]
     shown = [line_and_code(line, code) for line, code in [*made.items()][:MOST_TAKEN]]
-    return (
-        [f"what it takes on rank {one.rank} is made at {', and at '.join(shown)}"] if shown else []
-    )
+    return [f"what it takes on rank {rank} is made at {', and at '.join(shown)}"] if shown else []
 
 
 def _then(one: AtLine) -> list[str]:

@@ -135,10 +135,10 @@ def _by_part(case: Case, shares: Sequence[Share], several: bool, term: str | Non
         if odd is not None:
             return odd
         shown = _list(known)
-        return f"each rank's loss has a factor of its own, by rank: {shown}"
+        return f"each rank's loss has a factor of its own, of rank {shown}"
     by_call: dict[int, float] = {s.number: s.factor for s in shares if s.factor is not None}
     if all(s.factor is not None and same([s.factor, by_call[s.number]]) for s in shares):
-        return f"each {_unit(case, shares)} has a factor of its own, by number: {_list(by_call)}"
+        return f"each {_unit(case, shares)} has a factor of its own, of number {_list(by_call)}"
     parts, unit = {s.part for s in shares}, _unit(case, shares)
     told = [
         f"rank {s.rank} {unit} {s.number}"
@@ -183,7 +183,7 @@ def _list(pairs: dict[int, float]) -> str:
         by_value.setdefault(f"{value:.6g}", []).append(key)
     shown = [f"{spans(keys)}: {value}" for value, keys in list(by_value.items())[:MOST_VALUES]]
     more = sum(map(len, list(by_value.values())[MOST_VALUES:]))
-    return ", ".join(shown) + (f", and {more} more with others" if more else "")
+    return "; ".join(shown) + (f"; and {more} more with others" if more else "")
 
 
 def _row_counts(case: Case, term: str | None = None) -> Tensor | None:
