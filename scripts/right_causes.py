@@ -32,6 +32,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
 from sumgrad.diagnose.explainers.by_modules.lines import known_lines
 from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
+from sumgrad.diagnose.modules.derivatives import no_derivatives
 from sumgrad.diagnose.modules.first_wrong import (
     first_wrong_backward,
     first_wrong_forward,
@@ -39,7 +40,12 @@ from sumgrad.diagnose.modules.first_wrong import (
 )
 from sumgrad.diagnose.modules.gives_nothing import give_nothing
 from sumgrad.diagnose.modules.lines import AtLine
-from sumgrad.diagnose.modules.lines_across_ranks import only_of_parts, picks_by_parts, sent_back
+from sumgrad.diagnose.modules.lines_across_ranks import (
+    nothing_goes_back,
+    only_of_parts,
+    picks_by_parts,
+    sent_back,
+)
 from sumgrad.diagnose.modules.look import look_at
 from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
 from sumgrad.diagnose.modules.weights_used import other_weights
@@ -228,6 +234,7 @@ def lines_that_look_wrong(case: Case) -> dict[str, str]:
             "line_cut": lines.cuts(rank, everything),
             "line_sent_back": sent_back(lines, rank, [*traces.ranks]),
             "line_picks": picks_by_parts(lines, rank, everything),
+            "line_cut_from": nothing_goes_back(lines, rank, everything),
             "line_of_parts": of_parts,
         }
 
@@ -237,6 +244,8 @@ def lines_that_look_wrong(case: Case) -> dict[str, str]:
             one = next(iter(found), None)
             if one is not None:
                 wrong.setdefault(kind, one.mine.line)
+    if off := no_derivatives(traces):
+        wrong["no_derivatives"] = str([*off])
     nothing = give_nothing(lines)
     if nothing:
         wrong["gives_nothing"] = str([*nothing])

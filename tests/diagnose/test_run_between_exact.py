@@ -13,7 +13,12 @@ from sumgrad.diagnose.explainers.by_modules.handed_in_parts import handed_in_par
 from sumgrad.diagnose.explainers.by_modules.lines import in_words
 from sumgrad.diagnose.modules.gives_nothing import give_nothing
 from sumgrad.diagnose.modules.lines import Lines
-from sumgrad.diagnose.modules.lines_across_ranks import only_of_parts, picks_by_parts, sent_back
+from sumgrad.diagnose.modules.lines_across_ranks import (
+    nothing_goes_back,
+    only_of_parts,
+    picks_by_parts,
+    sent_back,
+)
 from sumgrad.diagnose.modules.look import _only_stands_there
 from sumgrad.diagnose.modules.run_between import RunBetween, _is_made_of
 from sumgrad.record.computed import computed_together
@@ -216,6 +221,46 @@ def test_what_a_stage_gives_back_is_held_against_what_it_was_sent(entrance, time
         (words,) = in_words([one])
         assert "is right on rank 1, and that of its argument" in words
         assert words.endswith("is 1/4 times what is right")
+
+
+def neighbours(exchanged, *, wanted=True):
+    """Two ranks, each of which draws its values and the other's together. exchanged: what reaches
+    the first from the second; wanted: whether a gradient goes back there in the single process."""
+    own = [X, X[:3] + 2]
+
+    def drawn(mine, other):
+        return ((mine - other).square().sum() + mine.sin().sum()) / 2
+
+    def whole(x):
+        a, b = first(x[:3]), first(x[4:])
+        return drawn(a, b if wanted else b.detach()) + drawn(b, a)
+
+    there, _, _ = recorded(whole, torch.cat([X, own[1]]))
+    held = []
+    for rank in range(2):
+        with Computations(lambda: ((), 0)) as computations:
+            mine = first(own[rank][:3].clone().requires_grad_())
+            got = torch.zeros_like(mine)  # what is received is of its shape
+            with torch._C.DisableTorchFunction():
+                with torch.no_grad():
+                    got = torch.empty_like(got).copy_(first(own[1 - rank][:3]))
+                got = exchanged(got)
+            drawn(mine, got).backward()
+        held.append(computations.computed())
+    return lines(held, there)[1]
+
+
+def test_what_is_received_without_a_graph_gets_no_gradient_back():
+    found = list(nothing_goes_back(neighbours(lambda t: t), 0, lambda c: True))
+    assert [(one.mine.part, one.at, one.sender[0]) for one in found] == [("mine - other", (1,), 1)]
+    (said,) = in_words(found)
+    assert "autograd knows nothing of the second argument of " in said
+    assert "on rank 0, whose numbers rank 1 made at " in said
+    assert not list(nothing_goes_back(neighbours(lambda t: t), 0, lambda c: False))
+    # A leaf has a gradient, which may be sent back; other numbers are nobody's.
+    leaf = neighbours(lambda t: t.requires_grad_())
+    assert not list(nothing_goes_back(leaf, 0, lambda c: True))
+    assert not list(nothing_goes_back(neighbours(lambda t: t + 1), 0, lambda c: True))
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.7])

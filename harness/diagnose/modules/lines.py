@@ -43,7 +43,8 @@ class AtLine:
     something right is made of what it gives. beside: Functions that take the same and get what is
     right, in the backward. then: of a line that the single process does not run, what it does not
     run either and is wrong because of it. times: what an argument gets is this multiple of what is
-    right. picks: it picks by parts.
+    right. picks: it picks by parts. sender: the other rank that made an argument of which autograd
+    knows nothing here, and what made it there.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class AtLine:
     then: tuple[Computation, ...] = ()
     times: float | None = None
     picks: bool = False
+    sender: tuple[int, Computation] | None = None
 
 
 class Lines:

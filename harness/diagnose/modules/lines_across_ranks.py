@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from sumgrad.diagnose.modules.lines import AtLine, Lines
 from sumgrad.diagnose.modules.loss_weights import same
+from sumgrad.diagnose.modules.value_states import gradient_of
 from sumgrad.record.computed import Computation, same_value
 
 PICKS = {"argmin", "argmax", "topk", "sort", "argsort", "kthvalue", "multinomial"}
+MOST_ASKED = 64  # values of a rank, of which most have one factor
 OF_TWO = {"mul", "div"}
 NOT_LINEAR = OF_TWO | {
     "rdiv", "pow", "square", "sqrt", "rsqrt", "exp", "log", "log10", "abs",
@@ -55,6 +58,45 @@ def _is_all_it_is_for(lines: Lines, sender: tuple[int, int], rank: int) -> bool:
         handed_on |= {*c.gives}
     others = (lines.computed(r).values for r in lines.states.ranks if r not in (at, rank))
     return not any(same_value(v, value) for values in others for v in values)
+
+
+def nothing_goes_back(
+    lines: Lines, rank: int, asked: Callable[[Computation], bool]
+) -> Iterator[AtLine]:
+    """Those that take what another rank made, of which autograd knows nothing here, beside what it
+    does know; where that rank's value gets another gradient than in the single process."""
+    mine, states = lines.computed(rank), lines.states
+    for place, c in enumerate(mine.computations):
+        if not asked(c) or c.function_of or mine.with_graph.isdisjoint(c.gives):
+            continue
+        for i, n in enumerate(c.takes):
+            if not isinstance(n, int) or n in mine.with_graph or n in mine.arrivals:
+                continue
+            if gradient_of(mine, n) is not None or not mine.values[n].is_floating_point():
+                continue
+            sender = states.sender(rank, n)
+            if sender is None or not _lacks_gradient(lines, *sender):
+                continue
+            made = lines.ways(sender[0]).gives[sender[1]]
+            its = lines.computed(sender[0]).computations[made[0]]
+            yield AtLine(rank=rank, mine=c, place=place, at=(i,), sender=(sender[0], its))
+
+
+def _lacks_gradient(lines: Lines, rank: int, number: int) -> bool:
+    """Whether it is wrong, or has another factor than most of what the rank computes."""
+    state, factor = lines.states.backward(rank, number), lines.states.factor(rank, number)
+    if state != "right" or factor is None:
+        return state == "wrong"
+    factors = list(islice(_factors(lines, rank), MOST_ASKED))
+    usual = max(factors, key=lambda f: sum(same([f, other]) for other in factors), default=factor)
+    return not same([usual, factor])
+
+
+def _factors(lines: Lines, rank: int) -> Iterator[float]:
+    for c in lines.computed(rank).computations:
+        for n in (n for n in c.gives if lines.is_run_there(c) and not c.function_of):
+            if lines.states.backward(rank, n) == "right" and (f := lines.states.factor(rank, n)):
+                yield f
 
 
 def picks_by_parts(

@@ -17,7 +17,12 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 )
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.lines import AtLine, Lines
-from sumgrad.diagnose.modules.lines_across_ranks import only_of_parts, picks_by_parts, sent_back
+from sumgrad.diagnose.modules.lines_across_ranks import (
+    nothing_goes_back,
+    only_of_parts,
+    picks_by_parts,
+    sent_back,
+)
 from sumgrad.diagnose.modules.seen import TOLERANCES
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.computed import MODULE, Computation
@@ -96,8 +101,10 @@ def lines_of_another_graph(case: Case) -> list[AtLine]:
         return []
     asked = dict.fromkeys(traces.ranks, lambda _: True)
     try:
-        kept = agreed(lines.kept, asked, [*asked])
-        return kept or ([] if _recomputes(case) else agreed(lines.cuts, asked, [*asked]))
+        if kept := agreed(lines.kept, asked, [*asked]):
+            return kept
+        cuts = [] if _recomputes(case) else agreed(lines.cuts, asked, [*asked])
+        return cuts or agreed(partial(nothing_goes_back, lines), asked, [*asked])
     except (RuntimeError, ValueError, LookupError):
         return []
 
@@ -191,7 +198,12 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
         return
     one, on = found[0], f"on rank {spans(sorted(o.rank for o in found))}"
     line = expression(one.mine)
-    if one.cut:
+    if one.sender is not None:
+        sender, made = one.sender
+        yield (f"autograd knows nothing of the {_arguments(found)} of {line} {on}, whose numbers "
+               f"rank {sender} made at {expression(made)}: no gradient goes back there from here, "
+               f"and in the single process one reaches the same numbers")  # fmt: skip
+    elif one.cut:
         yield (f"autograd knows nothing of what {line} gives {on}, and in the single process a "
                f"gradient reaches the same numbers")  # fmt: skip
     elif one.kept:
