@@ -199,9 +199,9 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
     one, on = found[0], f"on rank {spans(sorted(o.rank for o in found))}"
     line = expression(one.mine)
     if one.sender is not None:
-        sender, made = one.sender
+        sender, its = one.sender
         yield (f"autograd knows nothing of the {_arguments(found)} of {line} {on}, whose numbers "
-               f"rank {sender} made at {expression(made)}: no gradient goes back there from here, "
+               f"rank {sender} made at {expression(its)}: no gradient goes back there from here, "
                f"and in the single process one reaches the same numbers")  # fmt: skip
     elif one.cut:
         yield (f"autograd knows nothing of what {line} gives {on}, and in the single process a "
