@@ -10,7 +10,7 @@ from sumgrad.base.tensors import same_bits
 from sumgrad.base.tolerances import KERNEL_CAP, noise_floor, threshold
 from sumgrad.judge.comparison import Expected, TensorDiff, tensor_diff
 from sumgrad.judge.knowledge import names_in, plan_of, terms_at, unit_of
-from sumgrad.ledger.process_group import JOIN
+from sumgrad.ledger.call_site import JOIN
 from sumgrad.record.directory import Record
 from sumgrad.record.ranks import At
 from sumgrad.record.reference import Reference

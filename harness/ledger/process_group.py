@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,35 +24,11 @@ import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
 from sumgrad.base.tensors import own_arithmetic
 from sumgrad.ledger.backends import Backends
+from sumgrad.ledger.call_site import JOIN, call_site, own_issuer
 from sumgrad.ledger.delegation import DELEGATED, unrecorded_operations
 from torch._C._dynamo import eval_frame as _eval_frame
 
 BACKEND = "sumgrad"
-_PACKAGE = Path(os.path.abspath(__file__)).parents[1]  # as the names of its files begin
-_TRANSPORT = tuple(
-    str(_PACKAGE / name)
-    for name in (
-        "ledger/process_group.py",
-        "subjects/program/lift.py",
-        "subjects/program/computations.py",
-        "subjects/script/doubled.py",
-        "subjects/own_gradients.py",
-        "subjects/planned/exchange.py",
-        "faults/misbehaviour.py",
-        "launch/script/in_front.py",
-        "launch/script/rescaled.py",
-        "launch/script/watch.py",
-        "convention.py",
-    )
-)
-# Parts of the names of files that nobody wrote as a step: wrappers, and what a compiler wrote.
-_WRAPPERS = ("contextlib", "typing_extensions", "<eval_with_key>", " in wrapped", "torchinductor_")
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-
-# Parts of torch that issue operations which, by design, nobody need wait for: Join's notice to
-# ranks that have joined; functional collectives, whose results wait for themselves when read.
-JOIN = "distributed/algorithms/join.py"
-OWN_WAITING = (JOIN, "nn/parallel/distributed.py", "distributed/_functional_collectives.py")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -319,10 +294,10 @@ class RecordingProcessGroup(dist.ProcessGroup):
             "group": self._ranks if len(self._ranks) <= 8 else _span(self._ranks),
             "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else None,
             "numel": sum(t.numel() for t in tensors),
-            "site": _call_site(),
+            "site": call_site(),
             "pg": str(getattr(self, "_name", "")),
         }
-        issuer = _issuer()
+        issuer = own_issuer()
         if issuer is not None:
             event["by"] = issuer
         options = [getattr(arg, "reduceOp", None) for arg in (*args[1:], *kwargs.values())]
@@ -432,27 +407,3 @@ def _reduce_name(op: Any) -> str:
 def _span(ranks: list[int]) -> list[int] | str:
     step_one = ranks == list(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]}-{ranks[-1]}" if step_one else ranks
-
-
-def _issuer() -> str | None:
-    """The part of torch with waiting of its own through which this was asked for, if any."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_TORCH) and name not in _TRANSPORT and "contextlib" not in name:
-            return None
-        if name.startswith(_TORCH) and name.removeprefix(_TORCH) in OWN_WAITING:
-            return name.removeprefix(_TORCH)
-        frame = frame.f_back
-    return None
-
-
-def _call_site() -> str:
-    frame = sys._getframe(2)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        below = name.startswith(_TORCH) or name in _TRANSPORT
-        if not below and not any(part in name for part in _WRAPPERS):
-            break
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -1,0 +1,64 @@
+"""Which line of a user's asked for an operation, by the frames that lead to it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+_PACKAGE = Path(os.path.abspath(__file__)).parents[1]  # as the names of its files begin
+_TRANSPORT = tuple(
+    str(_PACKAGE / name)
+    for name in (
+        "ledger/process_group.py",
+        "subjects/program/lift.py",
+        "subjects/program/computations.py",
+        "subjects/script/doubled.py",
+        "subjects/own_gradients.py",
+        "subjects/planned/exchange.py",
+        "faults/misbehaviour.py",
+        "launch/script/in_front.py",
+        "launch/script/rescaled.py",
+        "launch/script/watch.py",
+        "convention.py",
+    )
+)
+# Parts of the names of files that nobody wrote as a step: wrappers, and what a compiler wrote.
+_WRAPPERS = ("contextlib", "typing_extensions", "<eval_with_key>", " in wrapped", "torchinductor_")
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+# Parts of torch that issue operations which, by design, nobody need wait for: Join's notice to
+# ranks that have joined; functional collectives, whose results wait for themselves when read.
+JOIN = "distributed/algorithms/join.py"
+OWN_WAITING = (JOIN, "nn/parallel/distributed.py", "distributed/_functional_collectives.py")
+
+
+def own_issuer() -> str | None:
+    """The part of torch with waiting of its own through which an operation was asked for, if any.
+
+    Of the caller's caller, as `call_site`.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_TORCH) and name not in _TRANSPORT and "contextlib" not in name:
+            return None
+        if name.startswith(_TORCH) and name.removeprefix(_TORCH) in OWN_WAITING:
+            return name.removeprefix(_TORCH)
+        frame = frame.f_back
+    return None
+
+
+def call_site() -> str:
+    """`FILE:12` of the innermost line that is neither torch's nor ours, but a user's: of the
+    caller's caller."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        below = name.startswith(_TORCH) or name in _TRANSPORT
+        if not below and not any(part in name for part in _WRAPPERS):
+            break
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
