@@ -28,7 +28,9 @@ class Adjoint:
     take part. holders: those of them that hold the same numbers as that argument, and are moved
     together along one direction after the other. slopes: (directions, ranks), by finite
     differences: what each rank's results were given, times their change. given: (directions,
-    holders), what the backward gave each for the argument, times the direction.
+    holders), what the backward gave each for the argument, times the direction. place: of the call
+    among what the first holder computed, and at: which of its tensors it is; -1 where it is told of
+    several.
     """
 
     function: str
@@ -41,6 +43,8 @@ class Adjoint:
     holders: tuple[int, ...]
     slopes: tuple[tuple[float, ...], ...]
     given: tuple[tuple[float, ...], ...]
+    place: int = -1
+    at: int = -1
 
 
 def write_adjoints(folder: Path, rank: int, found: Sequence[Adjoint]) -> None:

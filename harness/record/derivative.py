@@ -47,7 +47,8 @@ class Derivative:
     backward stands. call: which of this line, from 0. argument: its name in the forward; leaf:
     whether it is one, as a parameter is. off: how it is off, where that is known. together: the
     forward was run by all its ranks; shares: where it is wrong, by rank, how often it counts what
-    this one's results were given.
+    this one's results were given. place: of the call among what was computed, and at: which of its
+    tensors it is; -1 where it is told of several.
     """
 
     function: str
@@ -60,6 +61,8 @@ class Derivative:
     leaf: bool = False
     together: bool = False
     shares: tuple[tuple[int, float], ...] = ()
+    place: int = -1
+    at: int = -1
 
 
 def derivative_from(said: Mapping[str, Any]) -> Derivative:

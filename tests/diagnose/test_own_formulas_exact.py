@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -133,6 +134,24 @@ def test_what_a_parameter_alone_is_given_wrong_is_no_tensors_way():
     at = case((one(argument="w", leaf=True), one(True)))
     assert words.wrong_functions(at, [OWN], None) is None
     assert words.wrong_functions(at, [OWN], None, of_parameters=True)
+
+
+@pytest.mark.parametrize("state", ["right", "wrong", "untold"])
+def test_an_argument_that_gets_what_is_right_is_no_mistake(monkeypatch, state):
+    calls = SimpleNamespace(computations=[SimpleNamespace(takes=("a shape", 5))])
+    states = SimpleNamespace(backward=lambda rank, number: state if number == 5 else "wrong")
+    lines = SimpleNamespace(computed=lambda rank: calls, states=states)
+    monkeypatch.setattr(words, "known_lines", lambda _: lines)
+
+    def found(off=MIXED, **place):
+        return words.wrong_functions(case((replace(one(off=off), **place),)), [OWN], None)
+
+    assert (found(place=0, at=1) is None) == (state == "right")
+    assert found(place=0, at=0)  # no tensor that is known
+    assert found(place=0, at=2)
+    assert found()  # told of several
+    scaled = case((replace(one(off=SCALED), place=0, at=1),))
+    assert words.wrong_functions(scaled, [OWN], 2.0)  # right but for a factor
 
 
 def test_factors_of_each_calls_own_are_a_scale_too():

@@ -223,17 +223,29 @@ def test_what_a_stage_gives_back_is_held_against_what_it_was_sent(entrance, time
         assert words.endswith("is 1/4 times what is right")
 
 
-def neighbours(exchanged, *, wanted=True):
+class Minus(Function):
+    @staticmethod
+    def forward(ctx, mine, other):
+        return mine - other
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def neighbours(exchanged, *, wanted=True, minus=torch.sub, weight=1.0):
     """Two ranks, each of which draws its values and the other's together. exchanged: what reaches
-    the first from the second; wanted: whether a gradient goes back there in the single process."""
+    the first from the second; wanted: whether a gradient goes back there in the single process.
+    minus: how ranks take off what they got; weight: that the second has on its own."""
     own = [X, X[:3] + 2]
 
-    def drawn(mine, other):
-        return ((mine - other).square().sum() + mine.sin().sum()) / 2
+    def drawn(mine, other, minus=torch.sub, weight=1.0):
+        return (minus(mine, other).square().sum() + weight * mine.sin().sum()) / 2
 
     def whole(x):
         a, b = first(x[:3]), first(x[4:])
-        return drawn(a, b if wanted else b.detach()) + drawn(b, a)
+        c, d = (a, b) if wanted else (a.detach(), b.detach())
+        return drawn(a, d) + drawn(b, c)
 
     there, _, _ = recorded(whole, torch.cat([X, own[1]]))
     held = []
@@ -245,18 +257,25 @@ def neighbours(exchanged, *, wanted=True):
                 with torch.no_grad():
                     got = torch.empty_like(got).copy_(first(own[1 - rank][:3]))
                 got = exchanged(got)
-            drawn(mine, got).backward()
+            drawn(mine, got, minus, weight if rank else 1.0).backward()
         held.append(computations.computed())
     return lines(held, there)[1]
 
 
+def always(_):
+    return True
+
+
 def test_what_is_received_without_a_graph_gets_no_gradient_back():
     found = list(nothing_goes_back(neighbours(lambda t: t), 0, lambda c: True))
-    assert [(one.mine.part, one.at, one.sender[0]) for one in found] == [("mine - other", (1,), 1)]
+    assert [(one.mine.function, one.at, one.sender[0]) for one in found] == [("sub", (1,), 1)]
     (said,) = in_words(found)
     assert "autograd knows nothing of the second argument of " in said
     assert "on rank 0, whose numbers rank 1 made at " in said
     assert not list(nothing_goes_back(neighbours(lambda t: t), 0, lambda c: False))
+    # It is detached there, too, or sent back by a Function: another weight is the mistake.
+    assert not list(nothing_goes_back(neighbours(lambda t: t, wanted=False, weight=3.0), 0, always))
+    assert not list(nothing_goes_back(neighbours(lambda t: t, minus=Minus.apply), 0, always))
     # A leaf has a gradient, which may be sent back; other numbers are nobody's.
     leaf = neighbours(lambda t: t.requires_grad_())
     assert not list(nothing_goes_back(leaf, 0, lambda c: True))

@@ -14,6 +14,7 @@ from sumgrad.record.computed import Computation
 from sumgrad.subjects.program import adjoints
 from sumgrad.subjects.program.adjoints import Adjoints
 from sumgrad.subjects.program.applied import Applied
+from sumgrad.subjects.program.meetings import Meetings, shared_calls
 from torch.autograd import Function
 
 RANKS = 3
@@ -27,8 +28,9 @@ class World:
         self.size, self.held = size, [None] * size
         self.barrier = Barrier(size, timeout=20)
 
-    def exchange(self, own):
-        self.held[HERE.rank] = own
+    def exchange(self, own, place=None):
+        """place: of this thread, where it is not its rank."""
+        self.held[HERE.rank if place is None else place] = own
         self.barrier.wait()
         everyone = list(self.held)
         self.barrier.wait()
@@ -214,6 +216,177 @@ def test_what_is_not_the_same_again_or_has_a_kink_is_not_told():
     bent = [x.requires_grad_() for x in bent]
     signs = [x.detach().sign() for x in bent]
     assert told(summed(lambda rank: TOTAL * signs[rank], x=bent, cls=Bent)) == []
+
+
+class WithTotal(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2, everywhere(x.sum(0))
+
+
+@pytest.mark.parametrize("times", [1, RANKS])
+def test_a_result_that_all_ranks_have_counts_once_or_for_each_beside_one_of_their_own(times):
+    statistic = random(2, seed=40)
+
+    def call(rank, off=0.0):
+        with torch.no_grad():
+            gave = WithTotal.forward(None, X[rank])
+        inner = 2 * OUTER[rank] + times * statistic + off * X[rank].detach()
+        return [applied(WithTotal, (X[rank],), gave, (OUTER[rank], statistic), (inner,))]
+
+    ((_, d),) = as_derivatives(told(call))
+    assert d.agrees
+    assert not any(d.agrees for _, d in as_derivatives(told(lambda rank: call(rank, 0.1))))
+
+
+class Rounded(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return everywhere((x * 8).round() / 8)
+
+
+def test_what_does_not_move_is_not_told():
+    assert told(summed(lambda rank: TOTAL, cls=Rounded)) == []
+
+
+def test_what_ranks_hold_alike_in_part_or_nearly_is_not_told():
+    token = random(1, 2, seed=41)
+    own = [torch.cat([token, random(3, 2, seed=r)]).requires_grad_() for r in range(RANKS)]
+    assert told(summed(lambda rank: OUTER[rank], x=own, cls=Copied)) == []
+    drifted = [(X[0].detach() * (1 + 1e-8 * r)).requires_grad_() for r in range(RANKS)]
+    assert told(summed(lambda rank: TOTAL, x=drifted, cls=Copied)) == []
+    rounded = [(X[0].detach() * (1 + 1e-13 * r)).requires_grad_() for r in range(RANKS)]
+    assert len(told(summed(lambda rank: TOTAL, x=rounded, cls=Copied))) == 1
+
+
+def test_what_one_rank_alone_trains_is_still_one_thing():
+    x = [X[0].detach().clone().requires_grad_(rank == 0) for rank in range(RANKS)]
+    (one,) = told(summed(lambda rank: TOTAL if rank == 0 else None, x=x, cls=Copied))
+    assert one.holders == (0,)
+    assert next(as_derivatives([one]))[1].agrees
+
+
+def test_what_some_of_the_ranks_share_may_count_as_often():
+    shared = [X[0], X[0], X[2]]
+    inner = [OUTER[0] + OUTER[1], OUTER[0] + OUTER[1], OUTER[2]]
+    found = told(summed(lambda rank: inner[rank], x=shared, cls=Copied))
+    assert [d.agrees for _, d in as_derivatives(found)] == [True]  # of the third; not of the others
+    assert [one.holders for one in found] == [(0, 1), (2,)]
+    assert [(one.place, one.at) for one in found] == [(0, 0), (0, 0)]
+
+
+def test_zeros_for_a_leaf_may_stand_for_what_is_added_up_elsewhere():
+    weight = random(2, seed=30).requires_grad_()
+
+    def call(leaf):
+        def of(rank):
+            with torch.no_grad():
+                gave = Weighed.forward(None, X[rank], weight)
+            inner = TOTAL * weight.detach(), torch.zeros(2).double()
+            return [applied(Weighed, (X[rank], weight), (gave,), (OUTER[rank],), inner,
+                            leaves=(False, leaf))]  # fmt: skip
+
+        return of
+
+    of_weight = {
+        leaf: [d for _, d in as_derivatives(told(call(leaf))) if d.argument == "weight"]
+        for leaf in (True, False)
+    }
+    assert of_weight[True] == []
+    assert [d.off.factors for d in of_weight[False]] == [(0.0,)]
+
+
+def test_a_call_whose_results_are_no_tensors_alone_is_left_out():
+    def two(rank):
+        with torch.no_grad():
+            gave = Summed.forward(None, X[rank])
+        odd = applied(Tossed, (X[rank],), (gave,), (OUTER[rank], None), (TOTAL,))
+        return [odd, *summed(lambda rank: TOTAL)(rank)]
+
+    assert [one.function for one in told(two)] == ["Summed"]
+
+
+class Raises(Function):
+    @staticmethod
+    def forward(ctx, x):
+        raise ValueError
+
+
+def test_a_forward_that_raises_on_all_ranks_tells_nothing_and_the_next_one_does():
+    def two(rank):
+        odd = applied(Raises, (X[rank],), (OUTER[0],), (OUTER[rank],), (TOTAL,))
+        return [odd, *summed(lambda rank: TOTAL)(rank)]
+
+    assert [one.function for one in told(two)] == ["Summed"]
+
+
+def test_groups_of_ranks_are_told_each_by_itself():
+    world, groups = World(6), {(0, 1): World(2), (2, 3, 4, 5): World(4)}
+
+    class OfGroup(Function):
+        @staticmethod
+        def forward(ctx, x):
+            group = next(g for g in groups if HERE.rank in g)
+            return sum(groups[group].exchange(x, group.index(HERE.rank)))
+
+    x = [random(4, 2, seed=r).requires_grad_() for r in range(6)]
+    outer = [random(4, 2, seed=50 + (r > 1)) for r in range(6)]
+
+    def own(rank):
+        group = next(g for g in groups if rank in g)
+        with torch.no_grad():
+            gave = OfGroup.forward(None, x[rank])
+        # The ranks of a group compute the same, and count once; but one group is wrong.
+        inner = outer[rank] if rank < 2 else outer[rank] * x[rank].detach()
+        one = applied(OfGroup, (x[rank],), (gave,), (outer[rank],), (inner,))
+        events = [{"n": 4, "op": "allreduce", "group": list(group)}]
+        return [*Adjoints([one], events, rank, HERE.world.exchange).found()]
+
+    found = world.run(own)
+    assert [len(one) for one in found] == [1, 1, 4, 4, 4, 4]
+    assert [*as_derivatives(found[0])] == []
+    assert [d.agrees for _, d in as_derivatives(found[2])] == [False] * 4
+    assert {one.ranks for one in found[2]} == {(2, 3, 4, 5)}
+
+
+def met(rank, *events, back=()):
+    """Of one call of a rank that issues these in its forward, and those in its backward."""
+    every = [{"n": n, **event} for n, event in enumerate((*events, *back))]
+    one = applied(Summed, (X[0],), (X[0],), (X[0],), (X[0],))
+    one.operations, one.began, one.ended = (0, len(events)), len(events), len(every)
+    return Meetings([one], every, rank).met
+
+
+def sent(op, peer):
+    return {"op": op, "peer": peer, "group": [0, 1, 2]}
+
+
+ALL = {"op": "allreduce", "group": [0, 1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "groups"),
+    [
+        ([(ALL,), (ALL,), (ALL,)], [(0, 1, 2)]),
+        ([(ALL,), (ALL,), (ALL, ALL)], []),
+        ([(ALL,), (ALL,)], []),
+        ([(sent("send", 1),), (sent("recv", 0),), ()], [(0, 1)]),
+        ([(sent("send", 1),), (), ()], []),
+        ([(sent("send", 1),), (sent("recv", 0), sent("send", 2)), ()], []),  # a chain that goes on
+        ([(sent("send", 1),), (sent("recv", 0), sent("send", 2)), (sent("recv", 1),)],
+         [(0, 1, 2)]),
+        ([(sent("send", 1), sent("recv", 2)), (sent("recv", 0), sent("send", 2)),
+          (sent("recv", 1), sent("send", 0))], [(0, 1, 2)]),
+    ],
+)  # fmt: skip
+def test_calls_are_run_again_where_their_operations_meet(of_ranks, groups):
+    found = shared_calls([met(rank, *events) for rank, events in enumerate(of_ranks)])
+    assert [own for _, own in found] == ([groups] if groups else [])
+
+
+def test_ranks_that_meet_in_the_backward_alone_are_a_group():
+    found = shared_calls([met(rank, back=(ALL,)) for rank in range(3)])
+    assert [own for _, own in found] == [[(0, 1, 2)]]
 
 
 def test_numbers_that_are_not_finite_tell_nothing():

@@ -57,6 +57,31 @@ def test_a_right_formula_agrees_in_all_of_its_arguments():
     assert found["x"].written.rpartition(":")[0] == __file__
 
 
+class Talks(Function):
+    operations = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Talks.operations += Talks.talks
+        return grad * 3
+
+
+@pytest.mark.parametrize("talks", [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_a_function_of_which_some_backward_communicates_is_not_alone(talks):
+    kept = Derivatives(lambda: Talks.operations)
+    with Computations(lambda: ((), 0), kept):
+        y = Talks.apply(leaf() * 1.0)
+        for Talks.talks in talks:
+            y.sum().backward(retain_graph=True)
+    (one,) = kept.calls()
+    assert one.is_alone == (talks == (0, 0))
+    assert one.ended - one.began == talks[0]
+
+
 def zero_in_row(g):
     g = g.clone()
     g[2] = 0

@@ -22,7 +22,7 @@ def as_derivatives(found: Iterable[Adjoint]) -> Iterator[tuple[int, Derivative]]
         slopes = torch.tensor(one.slopes, dtype=torch.float64)
         given = torch.tensor(one.given, dtype=torch.float64).sum(1)
         factor = _factor(slopes.sum(1), given)
-        if factor is not None and factor != 1 and _may_be_meant(factor, len(one.ranks)):
+        if factor is not None and factor != 1 and _may_be_meant(factor, one):
             continue
         shares = () if factor is not None else _shares(slopes, given)
         yield (
@@ -37,6 +37,8 @@ def as_derivatives(found: Iterable[Adjoint]) -> Iterator[tuple[int, Derivative]]
                 off=None if factor is None or factor == 1 else _scaled(factor),
                 leaf=one.leaf,
                 together=True,
+                place=one.place,
+                at=one.at,
                 shares=tuple(zip(one.ranks, shares, strict=True)) if shares else (),
             ),
         )
@@ -56,11 +58,15 @@ def _factor(whole: Tensor, given: Tensor) -> float | None:
     return factor if float((given - factor * whole).abs().max()) <= NEAR * scale else None
 
 
-def _may_be_meant(factor: float, ranks: int) -> bool:
-    """Whether it is how many of the ranks may compute the same, or one by that."""
+def _may_be_meant(factor: float, one: Adjoint) -> bool:
+    """Whether it is how many of the ranks may compute the same, or one by that; or a leaf is handed
+    nothing, whose gradient the backward may add up itself."""
+    if one.leaf and abs(factor) <= NEAR:
+        return True
+    ranks, holders = len(one.ranks), len(one.holders)
     for often in range(2, ranks + 1):
         near = any(abs(factor - f) <= NEAR * f for f in (often, 1 / often))
-        if ranks % often == 0 and near:
+        if near and (ranks % often == 0 or often == holders):
             return True
     return False
 

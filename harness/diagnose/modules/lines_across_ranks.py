@@ -10,6 +10,7 @@ from sumgrad.diagnose.modules.lines import AtLine, Lines
 from sumgrad.diagnose.modules.loss_weights import same
 from sumgrad.diagnose.modules.value_states import gradient_of
 from sumgrad.record.computed import Computation, same_value
+from torch import Tensor
 
 PICKS = {"argmin", "argmax", "topk", "sort", "argsort", "kthvalue", "multinomial"}
 MOST_ASKED = 64  # values of a rank, of which most have one factor
@@ -67,19 +68,28 @@ def nothing_goes_back(
     does know; where that rank's value gets another gradient than in the single process."""
     mine, states = lines.computed(rank), lines.states
     for place, c in enumerate(mine.computations):
-        if not asked(c) or c.function_of or mine.with_graph.isdisjoint(c.gives):
-            continue
+        if not asked(c) or c.function_of or c.written or mine.with_graph.isdisjoint(c.gives):
+            continue  # the backward of a Function may send it back
         for i, n in enumerate(c.takes):
             if not isinstance(n, int) or n in mine.with_graph or n in mine.arrivals:
                 continue
             if gradient_of(mine, n) is not None or not mine.values[n].is_floating_point():
                 continue
             sender = states.sender(rank, n)
-            if sender is None or not _lacks_gradient(lines, *sender):
+            if sender is None or _is_detached_there(lines, mine.values[n]):
+                continue
+            if not _lacks_gradient(lines, *sender):
                 continue
             made = lines.ways(sender[0]).gives[sender[1]]
             its = lines.computed(sender[0]).computations[made[0]]
             yield AtLine(rank=rank, mine=c, place=place, at=(i,), sender=(sender[0], its))
+
+
+def _is_detached_there(lines: Lines, value: Tensor) -> bool:
+    """Whether the single process has the same numbers without a graph, too."""
+    held = [n for n in lines.states.there.holding(value) if n < len(lines.single.values)]
+    whole = [n for n in held if lines.single.values[n].shape == value.shape] or held
+    return any(n not in lines.single.with_graph for n in whole)
 
 
 def _lacks_gradient(lines: Lines, rank: int, number: int) -> bool:

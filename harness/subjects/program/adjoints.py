@@ -12,10 +12,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
-from sumgrad.ledger.operations import members
 from sumgrad.record.adjoint import Adjoint
 from sumgrad.subjects.program.applied import (
     Applied,
@@ -24,37 +24,33 @@ from sumgrad.subjects.program.applied import (
     run_again,
     step_of,
 )
+from sumgrad.subjects.program.held_alike import Held, Moved, Result, alike_results, can_be_moved
+from sumgrad.subjects.program.meetings import Key, Meetings, Ranks, shared_calls
 from torch import Tensor
 
-MOST_CALLS = 2  # of one line
-MOST_OF_A_FUNCTION = 6
-MOST_IN_ALL = 24
 MOST_RANKS = 8  # for which each rank's share is told from the others'
 FEW = 3  # directions, where it is not
 MOST_SECONDS = 5.0  # on the clock: no call is begun later
-SAME = 1e-9  # of the largest number: ranks hold the same
 EQUAL = 1e-4  # of the largest slope, of those ahead and behind, and of what backwards gave
 NOISE = 1e-7  # of what is multiplied: less is rounding
 
-Key = tuple[str, str, str, int]  # of a call: its Function, its line, and which of it
 Exchange = Callable[[Any], list[Any]]  # what each rank has, to all of them
-Moved = tuple[int, tuple[int, ...]]  # an argument, and the ranks that hold the same there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
     """What one rank has along one direction.
 
-    ahead, behind: what its results were given, times their change by a step, to either side. given:
-    what its backward gave for what is moved, times that step. step: the longest, of an argument.
-    outer: the largest number that its results were given.
+    ahead, behind: of each result, what it was given times its change by a step, to either side.
+    given: what its backward gave for what is moved, times that step. step: the longest, of an
+    argument. outer: the largest number that its results were given.
     """
 
-    ahead: float = 0.0
-    behind: float = 0.0
-    given: float = 0.0
-    step: float = 0.0
-    outer: float = 0.0
+    ahead: tuple[float, ...]
+    behind: tuple[float, ...]
+    given: float
+    step: float
+    outer: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +70,16 @@ class _Told:
         return factor != 0 and off <= EQUAL * max(map(abs, given))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Ranks that run a call together. moved: what can be; alike: of each of its results, whether
+    all of them have the same, and were given the same for it."""
+
+    ranks: Ranks
+    moved: Sequence[Moved]
+    alike: tuple[bool, ...]
+
+
 class Adjoints:
     """One rank's part in it. calls: its own; events: of its ledger; exchange: see Exchange."""
 
@@ -85,81 +91,136 @@ class Adjoints:
         exchange: Exchange,
     ) -> None:
         self.rank, self.exchange = rank, exchange
-        groups = {int(event["n"]): members(event) for event in events if "op" in event}
-        self._calls: dict[Key, Applied] = {}
-        self._peers: dict[Key, frozenset[int]] = {}
-        for one in calls:
-            issued = (*range(*one.operations), *range(one.began, one.ended))
-            if issued and _can_be_told(one):
-                key = (one.cls.__name__, *one.line, one.number)
-                self._calls[key] = one
-                self._peers[key] = frozenset(r for n in issued for r in groups.get(n, ()))
+        told = (one for one in calls if _can_be_told(one))
+        self._own = Meetings(told, events, rank)
         self._until = time.monotonic() + MOST_SECONDS
 
     def found(self) -> Iterator[Adjoint]:
         """Of every call of this rank that could be told; all ranks go through all of them."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            for key, ranks in _shared(self.exchange(self._peers)):
-                mine = self._calls[key] if self.rank in ranks else None
-                held = None if mine is None else _arguments(mine)
-                everyone = self.exchange((time.monotonic() < self._until, held))
+            for key, groups in shared_calls(self.exchange(self._own.met)):
+                mine = self._mine(key, groups)
+                everyone = self.exchange((time.monotonic() < self._until, _held(mine)))
                 if not everyone[0][0]:
                     return
-                by_rank = {rank: everyone[rank][1] for rank in ranks}
-                yield from self._of_call(mine, ranks, _can_be_moved(by_rank))
+                held = [[everyone[rank][1] for rank in ranks] for ranks in groups]
+                yield from self._of_call(mine, [
+                    _Group(ranks=ranks, moved=can_be_moved(ranks, own), alike=alike_results(own))
+                    for ranks, own in zip(groups, held, strict=True)
+                ])  # fmt: skip
 
-    def _of_call(
-        self, mine: Applied | None, ranks: Sequence[int], moved: Sequence[Moved]
-    ) -> Iterator[Adjoint]:
+    def _mine(self, key: Key, groups: Sequence[Ranks]) -> Applied | None:
+        takes_part = any(self.rank in ranks for ranks in groups)
+        return self._own.calls[key] if takes_part else None
+
+    def _of_call(self, mine: Applied | None, groups: Sequence[_Group]) -> Iterator[Adjoint]:
         """All that can be moved at once; one after the other where that does not agree."""
-        told = self._told(mine, ranks, moved, FEW) if moved else None
-        if told is None or told.agrees:
-            yield from _adjoint(mine, ranks, moved, told)
-            return
-        num = len(ranks) + 2 if len(ranks) <= MOST_RANKS else FEW
-        for one in moved:
-            yield from _adjoint(mine, ranks, [one], self._told(mine, ranks, [one], num))
+        at_once = [(g, g.moved) for g in groups]
+        every = self._told(mine, at_once, FEW)
+        off = [t is not None and not t.agrees for t in every]
+        agree = [None if no else t for t, no in zip(every, off, strict=True)]
+        yield from self._own_of(mine, at_once, agree)
+        left = [g for g, no in zip(groups, off, strict=True) if no]
+        most = max((len(g.ranks) for g in left), default=0)
+        num = most + 2 if most <= MOST_RANKS else FEW
+        for i in range(max((len(g.moved) for g in left), default=0)):
+            one_by_one = [(g, g.moved[i : i + 1] if g in left else ()) for g in groups]
+            told = self._told(mine, one_by_one, num)
+            yield from self._own_of(mine, one_by_one, told)
+
+    def _own_of(
+        self,
+        mine: Applied | None,
+        moving: Sequence[tuple[_Group, Sequence[Moved]]],
+        told: Sequence[_Told | None],
+    ) -> Iterator[Adjoint]:
+        """Of the group that this rank is in."""
+        for (group, moved), one in zip(moving, told, strict=True):
+            if mine is not None and self.rank in group.ranks and one is not None:
+                yield _adjoint(mine, group.ranks, moved, one)
 
     def _told(
-        self, mine: Applied | None, ranks: Sequence[int], moved: Sequence[Moved], num: int
-    ) -> _Told | None:
-        """Along `num` directions; None where it is not smooth there, or nothing depends on it."""
-        own = [_along(mine, self.rank, moved, d) for d in range(num)] if mine is not None else []
-        everyone = self.exchange(own)
-        shares: list[list[_Share]] = [everyone[rank] for rank in ranks]
-        step = max(s.step for own in shares for s in own)
-        least = NOISE * max(s.outer for own in shares for s in own) * step
-        ahead, behind, given = (
-            [[getattr(s, side) for s in along] for along in zip(*shares, strict=True)]
-            for side in ("ahead", "behind", "given")
-        )
-        every = [x for side in (ahead, behind, given) for along in side for x in along]
-        if not all(map(math.isfinite, every)):
-            return None
-        scale = max(abs(x) for side in (ahead, behind) for along in side for x in along)
-        kinks = (abs(a - b) for two in zip(ahead, behind, strict=True)
-                 for a, b in zip(*two, strict=True))  # fmt: skip
-        if max(kinks) > EQUAL * scale + least:
-            return None
-        if max(map(abs, every)) <= least:
-            return None
-        slopes = [
-            [(a + b) / 2 / step for a, b in zip(*two, strict=True)]
-            for two in zip(ahead, behind, strict=True)
+        self, mine: Applied | None, moving: Sequence[tuple[_Group, Sequence[Moved]]], num: int
+    ) -> list[_Told | None]:
+        """Of each group along `num` directions; None where it tells nothing."""
+        moved = next((own for group, own in moving if self.rank in group.ranks), ())
+        shares: list[_Share] | None = None
+        if mine is not None and moved:
+            try:
+                shares = [_along(mine, self.rank, moved, d) for d in range(num)]
+            except Exception:  # a user's forward out of its step: it cannot be told
+                shares = None
+        everyone = self.exchange(shares)
+        return [
+            _together([everyone[rank] for rank in group.ranks], group.alike) if own else None
+            for group, own in moving
         ]
-        return _Told(slopes=slopes, given=[[x / step for x in along] for along in given])
 
 
-def _adjoint(
-    mine: Applied | None, ranks: Sequence[int], moved: Sequence[Moved], told: _Told | None
-) -> Iterator[Adjoint]:
-    """Of a call of this rank, if it was told."""
-    if mine is None or told is None:
+def _held(mine: Applied | None) -> Held | None:
+    """What a rank holds in a call; None where its forward, run again, gives something else."""
+    if mine is None:
+        return None
+    try:
+        if not is_as_it_was(mine, run_again(mine, {})):
+            return None
+    except Exception:  # as above
+        return None
+    assert mine.came is not None
+    arguments = [_argument(mine, at) for at in range(len(mine.given))]
+    results = [Result.of(gave, given) for gave, given in zip(mine.gave, mine.came[0], strict=True)]
+    return Held(arguments=tuple(arguments), results=tuple(results))
+
+
+def _together(shares: Sequence[list[_Share] | None], alike: Sequence[bool]) -> _Told | None:
+    """Of a group's shares; None where it is not smooth there, or nothing depends on it."""
+    own = [one for one in shares if one is not None]
+    if len(own) < len(shares):
+        return None
+    step = max(s.step for rank in own for s in rank)
+    least = NOISE * max(s.outer for rank in own for s in rank) * step
+    pairs = [two for rank in own for s in rank for two in zip(s.ahead, s.behind, strict=True)]
+    given = [s.given for rank in own for s in rank]
+    if not all(map(math.isfinite, [*given, *(x for two in pairs for x in two)])):
+        return None
+    scale = max((abs(x) for two in pairs for x in two), default=0.0)
+    if not scale or max(scale, *map(abs, given)) <= least:
+        return None  # it does not move, as what is rounded
+    if max(abs(a - b) for a, b in pairs) > EQUAL * scale + least:
+        return None
+    told = [_weighed(own, once, step) for once in _counted(alike, len(shares))]
+    return next((one for one in told if one.agrees), told[0])
+
+
+def _counted(alike: Sequence[bool], ranks: int) -> Iterator[tuple[float, ...]]:
+    """How often each result counts: what all ranks have alike may be one thing, beside others."""
+    if all(alike) or not any(alike):
+        yield (1.0,) * len(alike)
         return
-    arguments = sorted({at for at, _ in moved})
-    holders = sorted({rank for _, own in moved for rank in own})
+    yield from product(*((1.0, 1 / ranks) if same else (1.0,) for same in alike))
+
+
+def _weighed(shares: Sequence[Sequence[_Share]], often: Sequence[float], step: float) -> _Told:
+    along = [*zip(*shares, strict=True)]
+    return _Told(
+        slopes=[
+            [
+                sum(n * (a + b) / 2 for n, a, b in zip(often, s.ahead, s.behind, strict=True))
+                / step
+                for s in own
+            ]
+            for own in along
+        ],
+        given=[[s.given / step for s in own] for own in along],
+    )
+
+
+def _adjoint(mine: Applied, ranks: Ranks, moved: Sequence[Moved], told: _Told) -> Adjoint:
+    arguments = sorted({one.at for one in moved})
+    holders = sorted({rank for one in moved for rank in one.holders})
     at_holders = [ranks.index(rank) for rank in holders]
-    yield Adjoint(
+    alone = len(moved) == 1
+    return Adjoint(
         function=mine.cls.__name__,
         written=mine.made.written,
         line=mine.line,
@@ -170,99 +231,51 @@ def _adjoint(
         holders=tuple(holders),
         slopes=tuple(map(tuple, told.slopes)),
         given=tuple(tuple(own[i] for i in at_holders) for own in told.given),
+        place=mine.computation if alone else -1,
+        at=_tensors_before(mine, arguments[0]) if alone else -1,
     )
 
 
 def _can_be_told(one: Applied) -> bool:
-    """Whether its backward ran, and all of it is on CPUs."""
+    """Whether its backward ran and gave what belongs to its results, and all of it is on CPUs."""
     tensors = [t for t in (*one.given, *one.gave) if isinstance(t, Tensor)]
-    return one.came is not None and all(t.device.type == "cpu" for t in tensors)
+    here = all(t.device.type == "cpu" for t in tensors)
+    return here and one.came is not None and len(one.came[0]) == len(one.gave)
 
 
-def _shared(peers: Sequence[Mapping[Key, frozenset[int]]]) -> list[tuple[Key, tuple[int, ...]]]:
-    """The calls that ranks run together, with these ranks; some of each line and Function, and not
-    those that need others, too."""
-    of_line: dict[tuple[str, ...], int] = {}
-    of_function: dict[str, int] = {}
-    found: list[tuple[Key, tuple[int, ...]]] = []
-    for key in sorted({key for own in peers for key in own}, key=lambda k: (k[3], k)):
-        ranks = tuple(rank for rank, own in enumerate(peers) if key in own)
-        needed = {r for rank in ranks for r in peers[rank][key]}
-        often = of_line.get(key[:3], 0), of_function.get(key[0], 0)
-        if len(ranks) == 1 or not needed <= {*ranks}:
-            continue
-        if often[0] < MOST_CALLS and often[1] < MOST_OF_A_FUNCTION and len(found) < MOST_IN_ALL:
-            of_line[key[:3]], of_function[key[0]] = often[0] + 1, often[1] + 1
-            found.append((key, ranks))
-    return found
-
-
-def _arguments(one: Applied) -> list[Tensor | None] | None:
-    """Those that something was, or had to be, given for; None where its forward, run again, gives
-    something else than in the step."""
-    again = is_as_it_was(one, run_again(one, {}))
-    return [_argument(one, at) for at in range(len(one.given))] if again else None
-
-
-def _argument(one: Applied, at: int) -> Tensor | None:
+def _argument(one: Applied, at: int) -> tuple[Tensor, bool] | None:
+    """One that can be moved, and whether it is to get a gradient."""
     value = one.given[at]
-    if not isinstance(value, Tensor) or value.dtype != torch.float64 or not value.requires_grad:
+    if not isinstance(value, Tensor) or value.dtype != torch.float64 or not value.numel():
         return None
-    may_be_elsewhere = one.leaves[at] and _gave(one, at) is None
-    return None if may_be_elsewhere or not value.numel() else value.detach()
+    if value.requires_grad and one.leaves[at] and _gave(one, at) is None:
+        return None  # it may put it elsewhere
+    return value.detach(), value.requires_grad
+
+
+def _tensors_before(one: Applied, at: int) -> int:
+    return sum(isinstance(value, Tensor) for value in one.given[:at])
 
 
 def _gave(one: Applied, at: int) -> Tensor | None:
     """What its backward gave for an argument."""
     assert one.came is not None
-    return one.came[1][sum(isinstance(value, Tensor) for value in one.given[:at])]
-
-
-def _can_be_moved(held: Mapping[int, Sequence[Tensor | None] | None]) -> list[Moved]:
-    """Arguments, with the ranks that hold the same; nothing where a rank's call is another."""
-    own = [values for values in held.values() if values is not None]
-    if len(own) < len(held) or len({len(values) for values in own}) != 1:
-        return []
-    return [
-        (at, ranks)
-        for at, values in enumerate(zip(*own, strict=True))
-        for ranks in _alike(dict(zip(held, values, strict=True)))
-    ]
-
-
-def _alike(held: Mapping[int, Tensor | None]) -> list[tuple[int, ...]]:
-    """The ranks that hold something, by what they hold."""
-    groups: list[tuple[Tensor, list[int]]] = []
-    for rank, value in held.items():
-        if value is None:
-            continue
-        same = next((own for other, own in groups if _is_same(value, other)), None)
-        if same is None:
-            groups.append((value, [rank]))
-        else:
-            same.append(rank)
-    return [tuple(own) for _, own in groups]
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and float((a - b).abs().max()) <= SAME * float(a.abs().max())
+    return one.came[1][_tensors_before(one, at)]
 
 
 def _along(one: Applied, rank: int, moved: Sequence[Moved], number: int) -> _Share:
-    """Its forward run twice, with the others'; it moves what it is a holder of."""
+    """Its forward run twice, with the others'; it moves what it holds."""
     assert one.came is not None
     steps: dict[int, Tensor] = {}
     given = longest = 0.0
-    for at, holders in moved:
-        value = one.given[at]
-        length = step_of(value) if rank in holders else 0.0
-        if length:
-            seed = 1000 * number + 100 * at + holders[0]
-            generator = torch.Generator().manual_seed(seed)
-            direction = torch.randn(value.shape, generator=generator, dtype=value.dtype)
-            steps[at] = length * direction
-            gave, longest = _gave(one, at), max(length, longest)
-            given += 0.0 if gave is None else float((gave * steps[at]).sum())
+    for own in (own for own in moved if rank in own.ranks):
+        value, at = one.given[own.at].detach(), own.at
+        length = step_of(value)
+        generator = torch.Generator().manual_seed(1000 * number + 100 * at + own.ranks[0])
+        direction = torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        steps[at] = length * direction
+        gave, longest = _gave(one, at), max(length, longest)
+        given += 0.0 if gave is None else float((gave * steps[at]).sum())
     up, down = (
         run_again(one, {at: one.given[at].detach() + sign * s for at, s in steps.items()})
         for sign in (1, -1)
@@ -277,9 +290,10 @@ def _along(one: Applied, rank: int, moved: Sequence[Moved], number: int) -> _Sha
     )
 
 
-def _against(outer: Sequence[Tensor | None], a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    return sum(
-        float((g * (x - y)).sum())
+def _against(
+    outer: Sequence[Tensor | None], a: Sequence[Tensor], b: Sequence[Tensor]
+) -> tuple[float, ...]:
+    return tuple(
+        float((g * (x - y)).sum()) if g is not None and x.is_floating_point() else 0.0
         for g, x, y in zip(outer, a, b, strict=True)
-        if g is not None and x.is_floating_point()
     )

@@ -36,14 +36,15 @@ class Applied:
     gave: tuple[Tensor, ...]
     leaves: tuple[bool, ...]  # which arguments are leaves
     until: tuple[float, float] = (math.inf, math.inf)  # no forward is begun later than that
-    began: int = 0  # operations when its backward began
-    ended: int = 0  # and when it had ended
+    began: int = 0  # operations when its first backward began
+    ended: int = 0  # and when that had ended
+    talked: bool = False  # some backward of it communicated
     came: tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]] | None = None
 
     @property
     def is_alone(self) -> bool:
         """Whether it does not communicate."""
-        return self.operations[0] == self.operations[1] and self.began == self.ended
+        return self.operations[0] == self.operations[1] and not self.talked
 
     @property
     def line(self) -> Line:

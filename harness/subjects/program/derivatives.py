@@ -87,13 +87,16 @@ class Derivatives:
         )  # fmt: skip
         self._kept.setdefault(place, []).append(one)
 
+        began = [0]
+
         def begins(_: Any) -> None:
-            one.began = self.operations()
+            began[0] = self.operations()
 
         def ends(inner: Sequence[Tensor | None], outer: Sequence[Tensor | None]) -> None:
+            one.talked |= self.operations() > began[0]
             if one.came is None:
                 one.came = tuple(map(_kept_or_none, outer)), tuple(map(_kept_or_none, inner))
-                one.ended = self.operations()
+                one.began, one.ended = began[0], self.operations()
 
         node.register_prehook(begins)
         node.register_hook(ends)
@@ -159,6 +162,8 @@ def _told(one: Applied) -> Iterator[Derivative]:
             written=one.made.written,
             call=one.number,
             argument=argument_name(one.cls, at),
+            place=one.computation,
+            at=places.index(at),
             agrees=agrees,
             off=off,
             leaf=one.leaves[at],

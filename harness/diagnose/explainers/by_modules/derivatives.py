@@ -55,11 +55,16 @@ def wrong_functions(
     traces = case.traces
     if traces is None:
         return None
-    formulas = no_derivatives(traces)
+    formulas = _not_the_derivative(case)
     keys = [*dict.fromkeys((p.function, p.written) for p in passed if p.own)]
     found = [formulas[key] for key in keys if key in formulas]
     found = [one for one in found if of_parameters or any(not d.leaf for _, d in one.wrong)]
-    scaling = [one for one in found if one.only_scales and any(d.together for _, d in one.wrong)]
+    scaling = [
+        one
+        for one in found
+        if one.only_scales
+        and any(d.together and d.off and d.off.factors[0] > 0 for _, d in one.wrong)
+    ]
     found = [one for one in found if _explains(one.only_scales, one.scale, ratio)]
     if found:
         return WrongFunctions(
@@ -82,6 +87,27 @@ def wrong_functions(
     told = [one for one in wrong if any(w.lacks for w in one.wrong)]
     because = (*how_they_bring_back(told), *(how_they_are_off(scaling) if ratio is None else ()))
     return WrongFunctions(said="", because=because) if because else None
+
+
+def _not_the_derivative(case: Case) -> dict[tuple[str, str], OwnFormula]:
+    """Without arguments that get what they get in the single process: what all of this is worth."""
+    out = {}
+    for key, one in (no_derivatives(case.traces) if case.traces is not None else {}).items():
+        told = tuple(
+            own for own in one.told if own[1].agrees or not _gets_what_is_right(case, *own)
+        )
+        if any(not d.agrees for _, d in told):
+            out[key] = replace(one, told=told)
+    return out
+
+
+def _gets_what_is_right(case: Case, rank: int, d: Derivative) -> bool:
+    lines = known_lines(case) if d.place >= 0 <= d.at and not (d.off and d.off.factors) else None
+    if lines is None:
+        return False
+    takes = lines.computed(rank).computations[d.place].takes
+    number = takes[d.at] if d.at < len(takes) else ""
+    return isinstance(number, int) and lines.states.backward(rank, number) == "right"
 
 
 def _gives_nothing(case: Case, keys: Sequence[tuple[str, str]]) -> list[WrongFunctions]:
@@ -295,7 +321,7 @@ def with_formulas(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         there |= _of_the_loss(traces)
     formulas = {
         key: one
-        for key, one in no_derivatives(traces).items()
+        for key, one in _not_the_derivative(case).items()
         if not one.only_scales and (found is None or key in there)
     }
     moving = {
