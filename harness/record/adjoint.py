@@ -48,13 +48,13 @@ class Adjoint:
 
 
 def write_adjoints(folder: Path, rank: int, found: Sequence[Adjoint]) -> None:
-    """Write a rank's, which are those of all ranks, as far as it got."""
+    """Write those that are a rank's to tell, as far as it got."""
     write_json(rank_file(folder, rank, FILE), [asdict(one) for one in found])
 
 
 def read_adjoints(folder: Path, ranks: Iterable[int]) -> tuple[Adjoint, ...]:
-    """Those of the rank that got furthest; nothing where there are none, or damaged ones."""
-    return max((_of_rank(rank_file(folder, rank, FILE)) for rank in ranks), key=len, default=())
+    """Those of all ranks; nothing of one that has none, or damaged ones."""
+    return tuple(one for rank in ranks for one in _of_rank(rank_file(folder, rank, FILE)))
 
 
 def _of_rank(path: Path) -> tuple[Adjoint, ...]:

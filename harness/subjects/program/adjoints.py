@@ -96,7 +96,8 @@ class Adjoints:
         self._until = time.monotonic() + MOST_SECONDS
 
     def found(self) -> Iterator[Adjoint]:
-        """Of every call of this rank that could be told; all ranks go through all of them."""
+        """Of every call that could be told, by the first rank that holds what is told of; all ranks
+        go through all of them."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for key, groups in shared_calls(self.exchange(self._own.met)):
                 mine = self._mine(key, groups)
@@ -134,9 +135,10 @@ class Adjoints:
         moving: Sequence[tuple[_Group, Sequence[Moved]]],
         told: Sequence[_Told | None],
     ) -> Iterator[Adjoint]:
-        """Of the group that this rank is in."""
+        """What is this rank's to tell."""
         for (group, moved), one in zip(moving, told, strict=True):
-            if mine is not None and self.rank in group.ranks and one is not None:
+            holders = {rank for own in moved for rank in own.holders}
+            if mine is not None and one is not None and self.rank == min(holders):
                 yield _adjoint(mine, group.ranks, moved, one)
 
     def _told(
