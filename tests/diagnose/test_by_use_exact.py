@@ -128,6 +128,16 @@ def test_a_use_in_words(monkeypatch):
     assert (said.kind, said.standing, said.ranks, others) == (
         "counted_by_use", "proved", (0, 1, 2), []
     )  # fmt: skip
+    for trace in held.values():
+        trace.uses["b"] = trace.uses["c"] = trace.uses["p"]
+        trace.own_at["b"] = trace.own_at["c"] = trace.own_at["p"]
+    too, unlike = cell(got, wanted), cell(total + 2 * same, wanted)
+    too.name, unlike.name = "b", "c"
+    ((said, _),) = words.counted_by_uses(case([*every, too, unlike], held), 0)
+    assert said.cause.endswith("is counted as it should be; so it is in b")
+    assert said.because[-1].startswith(
+        "in c what comes through step.py:7 `return y ** p` (Pow) is "
+    )
     other = SimpleNamespace(**{**vars(cell(got, wanted)), "name": "q"})
     ((said, others),) = words.counted_by_uses(case([cell(got, wanted), other], held), 0)
     assert (said.standing, others) == ("likely", ["q"])

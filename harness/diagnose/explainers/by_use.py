@@ -13,6 +13,8 @@ from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.by_use import ByUse, Counted, counted_by_use
 from sumgrad.diagnose.own_gradients import columns_of, given_by_ranks, weights_of
 
+MOST_MORE = 2  # parameters whose uses are counted otherwise, that are shown
+
 
 def counted_by_uses(case: Case, left: Left) -> Iterator[Explanation]:
     """Of wrong parameters those whose uses tell it."""
@@ -22,14 +24,16 @@ def counted_by_uses(case: Case, left: Left) -> Iterator[Explanation]:
     scale = _scale(case)
     held = [counted_by_use(cell, traces.ranks, scale) for cell in case.failing_cells]
     found = [one for one in held if one is not None]
-    names = list(dict.fromkeys(one.name for one in found))
     wrong = {(cell.name, cell.rank) for cell in case.failing_cells}
     told = {(one.name, one.rank) for one in found}
     if not found or 2 * len(told) < len(wrong):
         return
-    first = found[0]
+    by_name = {one.name: one for one in reversed(found)}
+    first, *more = reversed(by_name.values())
     others = sorted({name for name, rank in wrong - told})
-    too = f"; so it is in {some_of(names[1:])}" if names[1:] else ""
+    like = [one.name for one in more if _often(one) == _often(first)]
+    too = f"; so it is in {some_of(like)}" if like else ""
+    unlike = [f"in {one.name} {_in_words(one)}" for one in more if one.name not in like]
     yield explained(
         case,
         Diagnosis(
@@ -37,7 +41,7 @@ def counted_by_uses(case: Case, left: Left) -> Iterator[Explanation]:
             kind="counted_by_use",
             standing="proved" if all(one.is_fit for one in found) and not others else "likely",
             ranks=tuple(sorted({one.rank for one in found})),
-            because=(*_because(first),),
+            because=(*_because(first), *unlike[:MOST_MORE]),
         ),
         others,
     )
@@ -62,6 +66,11 @@ def _scale(case: Case) -> float | None:
         if alike and ranks == len(case.traces.ranks if case.traces else ()):
             return often[0]
     return None
+
+
+def _often(one: ByUse) -> dict[tuple[str, str], float | None]:
+    """By line, to three digits."""
+    return {(c.use.line, c.use.function): c.times and round(c.times, 3) for c in one.counted}
 
 
 def _in_words(one: ByUse) -> str:

@@ -111,20 +111,13 @@ def _guessed(columns: Columns, ranks: int, scale: float | None) -> tuple[Tensor,
     found = []
     for target in (columns.measured, columns.wanted):
         bound = max(columns.cell.wanted.threshold, ALIKE**2 * float(target.abs().max()))
-        fitting = [
-            weights
-            for often in product((1.0, 1 / ranks, float(ranks), 0.0), repeat=len(columns.own))
-            if float((_of(often, scale) @ columns.own - target).abs().max()) <= bound
-            for weights in [_of(often, scale)]
-        ]
+        every = product((1.0, 1 / ranks, float(ranks), 0.0), repeat=len(columns.own))
+        tried = (scale * torch.tensor(often, dtype=torch.float64) for often in every)
+        fitting = [w for w in tried if float((w @ columns.own - target).abs().max()) <= bound]
         if len(fitting) != 1:
             return None
         found += fitting
     return found[0], found[1]
-
-
-def _of(often: tuple[float, ...], scale: float) -> Tensor:
-    return scale * torch.tensor(often, dtype=torch.float64)
 
 
 def _times(got: float, wanted: float) -> float | None:
