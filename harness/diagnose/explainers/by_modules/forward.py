@@ -63,6 +63,7 @@ from sumgrad.diagnose.modules.first_wrong import (
 )
 from sumgrad.diagnose.modules.lacking_data import lacking_data
 from sumgrad.diagnose.modules.look import Look
+from sumgrad.diagnose.modules.looked_up import rows_looked_up_there_alone
 from sumgrad.diagnose.modules.seen import Seen
 
 
@@ -103,7 +104,7 @@ def _forward(case: Case, look: Look, found: FirstWrong) -> Diagnosis:
     said = partial(Diagnosis, kind=kind, ranks=found.ranks)
     called = tuple(called_from(case, look, found, back=False))
     odd = odd_data(case, look, found)
-    if _lacking_below(look, found) and (lacking := _lacking_data(case)):
+    if _lacking_below(case, look, found) and (lacking := _lacking_data(case)):
         text = f"{text}: {lacking[0]}"
     known = next(
         _known_causes(case, look, found, text=text, seen=seen, called=called, odd=odd), None
@@ -180,7 +181,7 @@ def _output(
     case: Case, look: Look, found: FirstWrong, look_at: Sequence[str], *, enters: bool
 ) -> Iterator[str]:
     """What the output is, and what led to it. enters: odd data enter it, which says it."""
-    lacking = _lacking_below(look, found)
+    lacking = _lacking_below(case, look, found)
     yield from lacking
     yield from _without_a_graph(look, found)
     if not enters:
@@ -259,16 +260,18 @@ def _right_again(look: Look, found: FirstWrong) -> list[str]:
             f"at what differs between the two (no_grad, a mode, a state)"]  # fmt: skip
 
 
-def _lacking_below(look: Look, found: FirstWrong) -> list[str]:
+def _lacking_below(case: Case, look: Look, found: FirstWrong) -> list[str]:
     """The first of the modules before it that gives the single process more than all ranks
     together: what they gave is right, and it is not all."""
     below = look.paths.all_below(found.wrong)
     module = next((m for m in look.modules if m in below and m in look.lacking), None)
     if module is None:
         return []
+    rows = rows_looked_up_there_alone(case.traces, module) if case.traces is not None else None
+    these = f" (rows {spans(rows)} of {module}.weight)" if rows else ""
     return [
         f"before it, some of what {named(look, module)} gives the single process was found on no "
-        f"rank: look at what is handed to it, which rows or parts of them"
+        f"rank{these}: look at what is handed to it, which rows or parts of them"
     ]
 
 
