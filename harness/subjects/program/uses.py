@@ -46,7 +46,7 @@ class Uses:
     def _saw(
         self, name: str, node: Node, at: int, inner: Sequence[Tensor | None], outer: Any
     ) -> None:
-        grad = inner[at]
+        grad = inner[at] if at < len(inner) else None
         sample = None if grad is None else self._own.sampled(name, grad)
         if sample is None:
             return
