@@ -260,6 +260,11 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "s_06",
             "goes to no place, and gets what is given at (0, 1) of the result on rank 0, where",
         ),
+        ("bn_01", "multiplies words.weight twice by 0.0168645 on rank 0, and enter.weight, leave"),
+        ("br_10", "(1 / self.p)` (Reciprocal) is counted 3 times as often as it should be; what"),
+        ("br_03", "whose numbers rank 0 made at tests/bugs/br_03_interface_seen_from_one_side.py:"),
+        ("p_02", "gives for k, v is not the derivative of its forward, by finite differences on "),
+        ("bs_03", "was found on no rank (rows 5, 9, 16 of table.weight): look at what is handed"),
         ("o_04", "ranks (0, 1, 2, 3)"),  # both groups of the axis, not the first alone
         (
             "o_03",
