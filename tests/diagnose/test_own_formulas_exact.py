@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import derivatives as words
 from sumgrad.diagnose.modules.derivatives import no_derivatives, own_formulas
@@ -138,8 +139,13 @@ def test_what_a_parameter_alone_is_given_wrong_is_no_tensors_way():
 
 @pytest.mark.parametrize("state", ["right", "wrong", "untold"])
 def test_an_argument_that_gets_what_is_right_is_no_mistake(monkeypatch, state):
-    calls = SimpleNamespace(computations=[SimpleNamespace(takes=("a shape", 5))])
-    states = SimpleNamespace(backward=lambda rank, number: state if number == 5 else "wrong")
+    value = torch.arange(12.0).reshape(4, 3)
+    calls = SimpleNamespace(computations=[SimpleNamespace(takes=("a shape", 5))], values={5: value})
+    once = [value]  # what stands at one place alone
+    states = SimpleNamespace(
+        backward=lambda rank, number: state if number == 5 else "wrong",
+        beside=lambda *_: (once[0], once[0]),
+    )
     lines = SimpleNamespace(computed=lambda rank: calls, states=states)
     monkeypatch.setattr(words, "known_lines", lambda _: lines)
 
@@ -147,6 +153,8 @@ def test_an_argument_that_gets_what_is_right_is_no_mistake(monkeypatch, state):
         return words.wrong_functions(case((replace(one(off=off), **place),)), [OWN], None)
 
     assert (found(place=0, at=1) is None) == (state == "right")
+    once[0] = value[:2]
+    assert found(place=0, at=1)  # some of it is repeated, and any gradient would do
     assert found(place=0, at=0)  # no tensor that is known
     assert found(place=0, at=2)
     assert found()  # told of several

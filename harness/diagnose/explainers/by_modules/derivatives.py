@@ -24,6 +24,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 from sumgrad.diagnose.modules.derivatives import NEAR, OwnFormula, no_derivatives, own_formulas
 from sumgrad.diagnose.modules.first_wrong import first_wrong_backward
 from sumgrad.diagnose.modules.gives_nothing import give_nothing, may_give_nothing
+from sumgrad.diagnose.modules.matching import vectors
 from sumgrad.diagnose.modules.moved import Brought, Element, Mover, movers
 from sumgrad.record.derivative import Derivative, Off
 from sumgrad.record.trace import Traces
@@ -57,7 +58,12 @@ def wrong_functions(
         return None
     formulas = _not_the_derivative(case)
     keys = [*dict.fromkeys((p.function, p.written) for p in passed if p.own)]
-    found = [formulas[key] for key in keys if key in formulas]
+    moving = wrong_movers(case)
+    # Of what only moves numbers it is known where they went, which says more.
+    known = {
+        key for key in keys if key in moving and (moving[key].crossed or _is_sure(moving[key]))
+    }
+    found = [formulas[key] for key in keys if key in formulas and key not in known]
     found = [one for one in found if of_parameters or any(not d.leaf for _, d in one.wrong)]
     scaling = [
         one
@@ -73,7 +79,6 @@ def wrong_functions(
         )
     if nothing := [] if ratio is not None else _gives_nothing(case, keys):
         return nothing[0]
-    moving = wrong_movers(case)
     wrong = [moving[key] for key in keys if key in moving]
     wrong = [one for one in wrong if _explains(_only_scales(one), _scale(one), ratio)]
     if crossed := [one for one in wrong if one.crossed]:
@@ -102,12 +107,17 @@ def _not_the_derivative(case: Case) -> dict[tuple[str, str], OwnFormula]:
 
 
 def _gets_what_is_right(case: Case, rank: int, d: Derivative) -> bool:
+    """Where each of its vectors stands at one place of the single process's alone: of those that
+    are repeated, as of an expanded tensor, any gradient would do."""
     lines = known_lines(case) if d.place >= 0 <= d.at and not (d.off and d.off.factors) else None
     if lines is None:
         return False
     takes = lines.computed(rank).computations[d.place].takes
     number = takes[d.at] if d.at < len(takes) else ""
-    return isinstance(number, int) and lines.states.backward(rank, number) == "right"
+    if not isinstance(number, int) or lines.states.backward(rank, number) != "right":
+        return False
+    own, beside = vectors(lines.computed(rank).values[number]), lines.states.beside(rank, number)
+    return beside is not None and len(own.unique(dim=0)) == len(own) == len(beside[0])
 
 
 def _gives_nothing(case: Case, keys: Sequence[tuple[str, str]]) -> list[WrongFunctions]:
