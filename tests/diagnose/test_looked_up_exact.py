@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import forward
+from sumgrad.diagnose.modules import looked_up
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.looked_up import rows_looked_up_there_alone
 
@@ -46,6 +47,14 @@ def test_rows_are_told_by_their_numbers():
 )
 def test_what_cannot_be_told_is_not(single):
     assert found(single, trace([0])) is None
+
+
+@pytest.mark.parametrize("most", [TABLE.numel() - 1, TABLE.numel()])
+def test_large_tables_and_outputs_are_not_looked_through(monkeypatch, most):
+    monkeypatch.setattr(looked_up, "MOST_NUMBERS", most)
+    large = most == TABLE.numel()
+    assert (found(trace([0, 1]), trace([0])) == [1]) == large
+    assert found(trace([0, 1] * 5), trace([0])) is None  # 10 rows
 
 
 def test_the_words_have_the_rows():

@@ -11,7 +11,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import fraction_of, line_and_
 from sumgrad.diagnose.explainers.factors import explained
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.modules.by_use import ByUse, Counted, counted_by_use
-from sumgrad.diagnose.own_gradients import columns_of, given_by_ranks, weights_of
+from sumgrad.diagnose.own_gradients import ALIKE, columns_of, given_by_ranks, weights_of
 
 MOST_MORE = 2  # parameters whose uses are counted otherwise, that are shown
 
@@ -62,7 +62,7 @@ def _scale(case: Case) -> float | None:
             continue
         by_source = weights.wanted.reshape(len(columns.sources), -1)
         often = [float(w[0]) / len(s) for w, s in zip(by_source, columns.sources, strict=True)]
-        alike = all(abs(x - often[0]) <= 1e-6 * abs(often[0]) for x in often)
+        alike = all(abs(x - often[0]) <= ALIKE * abs(often[0]) for x in often)
         if alike and ranks == len(case.traces.ranks if case.traces else ()):
             return often[0]
     return None
@@ -97,7 +97,7 @@ def _because(one: ByUse) -> Iterator[str]:
         same = "all the same" if c.alike else "not all the same"
         line = c.use.line.rpartition("/")[2]
         text = f"what rank {spans(list(one.ranks))} get through {line} is {same}"
-        if c.alike and c.times is not None and abs(c.times - len(one.ranks)) < 1e-6:
+        if c.alike and c.times is not None and abs(c.times - len(one.ranks)) < ALIKE:
             text += ": each has the whole of it, and their sum counts it once for every rank"
         yield text
     how = "fitted to" if one.is_fit else "the only simple weights that give"
