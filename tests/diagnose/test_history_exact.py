@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
+from sumgrad.diagnose import own_gradients
 from sumgrad.diagnose.explainers import history as in_words
 from sumgrad.diagnose.explainers.by_modules.computed import A_LINE
 from sumgrad.diagnose.explainers.by_modules.hooks import lines_of_hooks, with_hooks
@@ -189,6 +190,14 @@ def test_weights_of_minus_one_are_weights():
     assert less.end is not None
     assert less.end[0].tolist() == [pytest.approx(1), pytest.approx(-1)]
     assert history(lambda: -FIRST * 1).end[0].tolist() == [pytest.approx(-1), 0]
+
+
+def test_a_fit_of_exactly_nothing_less_one_is_minus_one(monkeypatch):
+    fit = SimpleNamespace(values=[0.0, 1.0, None, 1.0], residual=torch.zeros(42).double())
+    monkeypatch.setattr(own_gradients, "fit_deviation", lambda *_: fit)
+    unit = own_gradients.weights_of([columns(FIRST)]).got  # no other fits, and nothing is left
+    assert unit.tolist() == [pytest.approx(-abs(float(unit[0]))), 0, 0, 0]
+    assert float(unit[0])
 
 
 def rounded():

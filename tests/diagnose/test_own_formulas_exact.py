@@ -9,6 +9,7 @@ import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import derivatives as words
+from sumgrad.diagnose.explainers.by_modules import own_backward
 from sumgrad.diagnose.modules.derivatives import no_derivatives, own_formulas
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
 from sumgrad.record.adjoint import Adjoint
@@ -73,6 +74,37 @@ def test_what_all_ranks_say_together_counts_as_what_one_says():
     assert words.are_the_derivative(case_of(together(*RIGHT))) == {("Own", BACK)}
     assert not words.are_the_derivative(case_of(together(*HALF)))  # nor is it accused
     assert words.wrong_functions(case_of(together(*HALF)), [OWN], None) is None
+
+
+def test_where_moved_numbers_went_says_more(monkeypatch):
+    mover = SimpleNamespace(function="Own", written=BACK, crossed=None, wrong=())
+    monkeypatch.setattr(words, "wrong_movers", lambda _: {("Own", BACK): mover})
+    monkeypatch.setattr(words, "_only_scales", lambda _: False)
+    monkeypatch.setattr(words, "how_they_bring_back", lambda _: ["where they went"])
+    for sure in (True, False):
+        monkeypatch.setattr(words, "_is_sure", lambda _, sure=sure: sure)
+        found = words.wrong_functions(case_of(together(1, 2, 3, 4)), [OWN], None)
+        assert (found.because == ("where they went",)) == sure
+        assert (words.OTHER_WAY in found.said) == sure
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_nothing_could_be_compared_with_is_not_said_to_be_right(monkeypatch, told):
+    own = own_backward
+    look = SimpleNamespace(
+        seen={}, modules=["m"], sources={}, forward=lambda _: "right" if told else "untold"
+    )
+    cells = [SimpleNamespace(name="m.w", rank=0)]
+    for name, given in (
+        ("looked_by_rows", look), ("first_wrong_forward", None), ("first_wrong_backward", None),
+        ("owners", ["m"]), ("own_makers", "F"), ("wrong_before_it_is_reduced", True),
+        ("wrong_makers", None), ("lines_inside", []), ("made_by", []),
+    ):  # fmt: skip
+        monkeypatch.setattr(own, name, lambda *_, given=given: given)
+    monkeypatch.setattr(own, "explained", lambda _, diagnosis: diagnosis)
+    found = list(own.own_backward_goes_wrong(SimpleNamespace(failing_cells=cells), None))
+    assert len(found) == told
+    assert all("what all 1 modules that could be compared" in one.cause for one in found)
 
 
 def test_a_factor_that_may_be_meant_beside_more_than_a_factor_is_shown_and_no_cause():

@@ -233,6 +233,10 @@ class Minus(Function):
         return grad, None
 
 
+def by_a_function(mine, other):
+    return Minus.apply(mine, other)  # as it is while it is watched
+
+
 def neighbours(exchanged, *, wanted=True, minus=torch.sub, weight=1.0):
     """Two ranks, each of which draws its values and the other's together. exchanged: what reaches
     the first from the second; wanted: whether a gradient goes back there in the single process.
@@ -275,7 +279,8 @@ def test_what_is_received_without_a_graph_gets_no_gradient_back():
     assert not list(nothing_goes_back(neighbours(lambda t: t), 0, lambda c: False))
     # It is detached there, too, or sent back by a Function: another weight is the mistake.
     assert not list(nothing_goes_back(neighbours(lambda t: t, wanted=False, weight=3.0), 0, always))
-    assert not list(nothing_goes_back(neighbours(lambda t: t, minus=Minus.apply), 0, always))
+    sent = neighbours(lambda t: t, minus=by_a_function, weight=3.0)
+    assert not list(nothing_goes_back(sent, 0, always))
     # A leaf has a gradient, which may be sent back; other numbers are nobody's.
     leaf = neighbours(lambda t: t.requires_grad_())
     assert not list(nothing_goes_back(leaf, 0, lambda c: True))

@@ -300,8 +300,8 @@ def test_zeros_for_a_leaf_may_stand_for_what_is_added_up_elsewhere():
 def test_a_call_whose_results_are_no_tensors_alone_is_left_out():
     def two(rank):
         with torch.no_grad():
-            gave = Summed.forward(None, X[rank])
-        odd = applied(Tossed, (X[rank],), (gave,), (OUTER[rank], None), (TOTAL,))
+            gave = Bent.forward(None, X[rank])
+        odd = applied(Bent, (X[rank],), (gave,), (OUTER[rank], None), (TOTAL,))
         return [odd, *summed(lambda rank: TOTAL)(rank)]
 
     assert [one.function for one in told(two)] == ["Summed"]
