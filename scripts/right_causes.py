@@ -141,8 +141,8 @@ def asked(path: Path, cls: str, **more: Any) -> Iterator[CheckOptions]:
                            out=Path(folder) / "run", **more)  # fmt: skip
 
 
-def run(path: Path, cls: str, launcher: Launcher, *, seed: int = 0) -> dict[str, Any]:
-    """One Program: its verdict and, of a buggy one, the marks of its cause."""
+def run(path: Path, cls: str, launcher: Launcher, *, seed: int = 0, **more: Any) -> dict[str, Any]:
+    """One Program: its verdict and, of a buggy one, the marks of its cause. more: CheckOptions."""
     module = load(path)
     looked: list[float] = []  # when what follows a failure began
 
@@ -150,7 +150,7 @@ def run(path: Path, cls: str, launcher: Launcher, *, seed: int = 0) -> dict[str,
         if phase == LOOKING:
             looked.append(time.monotonic())
 
-    with asked(path, cls, seed=seed) as options:
+    with asked(path, cls, seed=seed, **more) as options:
         began = time.monotonic()
         try:
             verdict, _ = run_check(options, launcher=launcher, progress=progress)

@@ -11,6 +11,7 @@ import hashlib
 import importlib.resources
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
@@ -180,8 +181,9 @@ def _worst_first(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return sorted(tensors, key=lambda t: order.get(t["status"], 0))
 
 
+@cache
 def environment(**flags: Any) -> Environment:
-    """Where the templates are. flags: what escapes or finishes each value."""
+    """Where the templates are, compiled once. flags: what escapes or finishes each value."""
     loader = PackageLoader("sumgrad.report", "templates")
     return Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **flags)
 

@@ -441,3 +441,62 @@ def test_a_line_that_the_single_process_runs_with_several_numbers_tells_nothing(
 
     assert other_numbers({0: of((0.2,))}, {(0, 0): 0.25}, single=of((0.8,))) != []
     assert other_numbers({0: of((0.2,))}, {(0, 0): 0.25}, single=of((0.8, 0.4))) == []
+
+
+ROWS = torch.rand(9, generator=G, dtype=torch.float64) + 0.5
+
+
+def row_by_row(own):
+    """A loss of rows, each times its weight; of the weights those that `own` gives."""
+
+    def loss(out, low, high, number):
+        return weighed_rows((out - WANTED[low:high]).square().sum(1), own(low, high))
+
+    return loss
+
+
+def weighed_rows(losses, weights):
+    return (losses * weights).sum()
+
+
+def rows_found(start, factor, *, rows=((6, 7), (7, 8))):
+    right, odd = row_by_row(lambda low, high: ROWS[low:high]), row_by_row(
+        lambda low, high: ROWS[start + low - 6 : start + high - 6])  # fmt: skip
+    factors = {(0, 0): 1.0, (0, 1): 1.0, (1, 0): factor[0], (1, 1): factor[1]}
+    single = row_by_row(lambda low, high: ROWS)
+    return found_with({0: right, 1: odd}, factors, single=single, rows=rows)
+
+
+def test_the_weight_of_one_row_alone_is_held_against_that_of_its_row():
+    ratios = [float(ROWS[4] / ROWS[6]), float(ROWS[5] / ROWS[7])]
+    (found,) = rows_found(4, ratios)
+    assert found.lines[0].beside
+    assert [*found.by[0].values()] == pytest.approx([1.0, 1.0, *ratios])
+    (key, line) = found.odd
+    assert (key, line.theirs, line.mine.part) == ((1, 0), (4, 6), "losses * weights")
+    assert not rows_found(4, ratios[::-1])
+
+
+def test_one_row_that_has_its_own_weight_tells_no_other():
+    assert not rows_found(6, [2.0, 3.0])
+
+
+def test_which_of_there_a_weight_is_and_how_it_is_made_in_words(monkeypatch):
+    ratios = [float(ROWS[4] / ROWS[6]), float(ROWS[5] / ROWS[7])]
+    (found,) = rows_found(4, ratios)
+    asked = []
+
+    def made(case, rank, number):
+        asked.append((rank, number))
+        return ["made there"]
+
+    monkeypatch.setattr(words, "made_in_words", made)
+    assert words._of_the_odd(None, found) == [
+        "on rank 1 in call 0 it is element 4 of the single process's, beside what stands at 6 "
+        "there",
+        "made there",
+    ]
+    assert asked == [(1, found.odd[1].mine.takes[1])]
+    assert words._of_the_odd(None, replace(found, odd=None)) == []
+    line = replace(found.odd[1], theirs=())
+    assert words._of_the_odd(None, replace(found, odd=((1, 0), line))) == ["made there"]

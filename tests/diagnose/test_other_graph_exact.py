@@ -8,6 +8,7 @@ import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import lines as of_lines
+from sumgrad.diagnose.explainers.by_modules import solved
 from sumgrad.diagnose.explainers.by_modules.other_graph import with_another_graph
 from sumgrad.diagnose.modules.lines import Lines
 from sumgrad.subjects.program.computations import Computations
@@ -36,7 +37,8 @@ def case(monkeypatch, request):
         single=SimpleNamespace(computed=lines_of(there), params={}),
     )
     held = Lines(traces, (), 1e-8)
-    monkeypatch.setattr(of_lines, "known_lines", lambda case: held)
+    for module in (of_lines, solved):
+        monkeypatch.setattr(module, "known_lines", lambda case: held)
     return SimpleNamespace(traces=traces)
 
 

@@ -12,6 +12,7 @@ from sumgrad.diagnose.modules.computed_otherwise import Both
 from sumgrad.diagnose.modules.followed import followed, ways_of
 from sumgrad.diagnose.modules.loss_weights import Share, same
 from sumgrad.diagnose.modules.matching import SAME_FACTOR
+from sumgrad.diagnose.modules.numbers import CLOSE
 from sumgrad.record.computed import Computation, Computed, same_value
 from sumgrad.record.trace import Trace, Traces
 from torch import Size, Tensor
@@ -30,7 +31,8 @@ class Scaling:
     """A computation that multiplies by one number, or divides by it.
 
     at: which of its arguments the number is; None where it takes a mean, over so many numbers.
-    beside: it is a tensor, `by` times what the single process has beside the same numbers.
+    beside: it is a tensor, `by` times what the single process has beside the same numbers. theirs:
+    which element of the single process's it is, and beside which it stands, where these are two.
     """
 
     mine: Computation
@@ -38,6 +40,7 @@ class Scaling:
     divides: bool
     by: float
     beside: bool = False
+    theirs: tuple[int, int] | tuple[()] = ()
 
     @property
     def factor(self) -> float:
@@ -52,13 +55,15 @@ class FactorLines:
     by: of each of them the number that it multiplies or divides by, of each share. right: of one
     alone, with which number in all shares every factor would be one. just: of one factor in all
     shares, whether it is the number; else they are all that multiply by what the single process
-    does not.
+    does not. odd: of one alone that multiplies by what stands beside the same numbers there, the
+    first share where it is another, and the line there.
     """
 
     lines: tuple[Scaling, ...]
     by: tuple[Mapping[Key, float], ...]
     right: float | None = None
     just: bool = False
+    odd: tuple[Key, Scaling] | None = None
 
 
 def lines_with_factors(traces: Traces, module: str, shares: Sequence[Share]) -> list[FactorLines]:
@@ -151,7 +156,9 @@ def _told(held: Sequence[Sequence[Scaling]], factors: Mapping[Key, float]) -> Fa
     right = rest[0] if firsts[0].divides else 1 / rest[0]
     just = same([*factors.values()]) and same([together[0], next(iter(factors.values()))])
     alone = len(firsts) == 1
-    return FactorLines(lines=firsts, by=by, right=right if alone else None, just=just)
+    pairs = zip(factors, held[0], strict=True) if alone and firsts[0].beside else ()
+    odd = next(((key, one) for key, one in pairs if not same([one.by, 1.0])), None)
+    return FactorLines(lines=firsts, by=by, right=right if alone else None, just=just, odd=odd)
 
 
 def _of_one_factor(
@@ -201,7 +208,9 @@ class _Rank:
         out: dict[str, Scaling] = {}
         several: set[str] = set()
         for c, taken in self._passed([*self._outputs(module, number, parts)]):
-            for one in (*_scaling(self._computed, c, taken), *self._beside(c, taken)):
+            for one in [*self._beside_one(c, taken)] or [
+                *_scaling(self._computed, c, taken), *self._beside(c, taken)
+            ]:  # fmt: skip
                 if c.site in out and not same([out[c.site].by, one.by]):
                     several.add(c.site)
                 out.setdefault(c.site, one)
@@ -256,12 +265,51 @@ class _Rank:
         if factors and same(factors):
             yield Scaling(mine=c, at=at, divides=c.function == "div", by=factors[0], beside=True)
 
+    def _beside_one(self, c: Computation, taken: int) -> Iterator[Scaling]:
+        """The same of one number, by another of the single process's at the same line, which has
+        several: that of a row, or of a token."""
+        at = 1 - taken
+        if c.function not in ("mul", "div") or len(c.takes) != 2 or (c.function == "div" and taken):
+            return
+        values, whole = self._computed.values, self._both.whole
+        number, weight = c.takes[taken], c.takes[at]
+        if not isinstance(number, int) or not isinstance(weight, int):
+            return
+        if weight in self._computed.with_graph or values[number].numel() != 1:
+            return
+        if values[weight].numel() != 1 or values[number].dtype != torch.float64:
+            return
+        for w in whole.computations:
+            if (w.site, w.function, len(w.takes)) != (c.site, c.function, 2):
+                continue
+            theirs, beside = w.takes[taken], w.takes[at]
+            if not isinstance(theirs, int) or not isinstance(beside, int):
+                continue
+            known, weights = whole.values[theirs].reshape(-1), whole.values[beside].reshape(-1)
+            if len(known) < 2 or len(known) != len(weights):
+                continue
+            where = _the_only(known, float(values[number]))
+            if where is None or not float(weights[where]):
+                continue
+            by = float(values[weight])
+            other = _the_only(weights, by)
+            yield Scaling(mine=c, at=at, divides=c.function == "div", beside=True,
+                          by=by / float(weights[where]),
+                          theirs=() if other in (None, where) else (other, where))  # fmt: skip
+            return
+
     def _weights(self, argument: int | str, computed: Computed) -> Tensor | None:
         """Several numbers that no gradient passes."""
         if not isinstance(argument, int) or argument in computed.with_graph:
             return None
         value = computed.values[argument]
         return value.double() if value.numel() > 1 else None
+
+
+def _the_only(numbers: Tensor, number: float) -> int | None:
+    """Which of several numbers is this one; None where none is, or several are."""
+    found = ((numbers.double() - number).abs() <= CLOSE * abs(number)).nonzero().reshape(-1)
+    return int(found[0]) if len(found) == 1 and number else None
 
 
 def _one_factor(

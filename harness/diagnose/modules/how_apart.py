@@ -11,7 +11,9 @@ from sumgrad.diagnose.modules.numbers import Numbers
 from torch import Tensor
 
 ENOUGH = 3  # numbers that have one factor, or come out right without being needed: no chance
-Kind = Literal["way", "keys", "factor", "factors", "offset", "inverse", "zeros", "order", "there"]
+Kind = Literal[
+    "way", "keys", "ranks", "factor", "factors", "offset", "inverse", "zeros", "order", "there"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class How:
     one for each index, or the offset, or the product with what it is, where it is its inverse.
     there: the number of the single process's value it has to be. some: in how many elements, if
     not in all. way: the function does it in another way, with what it takes. keys: of an attention,
-    over which it has to go.
+    over which it has to go. ranks: what one of these has there, or several together: their sum,
+    mean, largest or smallest, as `way` says.
     """
 
     kind: Kind
@@ -30,6 +33,7 @@ class How:
     some: int = 0
     way: str = ""
     keys: KeysNeeded | None = None
+    ranks: tuple[int, ...] = ()
 
 
 def how_apart(own: Tensor, need: Needed, there: Numbers) -> How | None:

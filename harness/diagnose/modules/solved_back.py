@@ -14,13 +14,14 @@ from itertools import islice
 
 import torch
 from sumgrad.base.files import is_librarys
+from sumgrad.diagnose.modules.across_ranks import how_across
 from sumgrad.diagnose.modules.followed import followed, ways_of
 from sumgrad.diagnose.modules.how_apart import ENOUGH, How, how_apart, is_apart
 from sumgrad.diagnose.modules.inverses import PARTS_JOINED, Needed, moved_back, needed, other_way
 from sumgrad.diagnose.modules.keys_needed import keys_needed
 from sumgrad.diagnose.modules.made_by import SHAPING
 from sumgrad.diagnose.modules.numbers import Numbers
-from sumgrad.diagnose.modules.value_states import ValueStates
+from sumgrad.diagnose.modules.value_states import ValueStates, gradient_of
 from sumgrad.record.computed import MODULE, Computation, Computed
 from sumgrad.record.trace import Traces
 from torch import Tensor
@@ -55,13 +56,17 @@ class Solved:
 @dataclass(frozen=True, slots=True, eq=False)
 class _End:
     """What a computation takes or gives, and has to be, as the single process's value `its` is.
-    again: it runs there as often as here, or here some times as often."""
+    again: it runs there as often as here, or here some times as often. of: the value whose gradient
+    would be right then, where that is known, and not what the value has to be; spare: as in Needed.
+    """
 
     at: Computation
     number: int
     its: int
     wanted: Tensor
     again: bool
+    of: int | None = None
+    spare: int = 0
 
     @property
     def enters(self) -> bool:
@@ -105,6 +110,66 @@ class SolvedBack:
                 return found
         return []
 
+    def solved_gradients(self, rank: int) -> list[Solved]:
+        """The same of a number that no gradient passes, and with which a line multiplies what gets
+        a wrong one: what it has to be for the gradient to be the single process's."""
+        for end in islice(self._ends_of_gradients(rank), MOST_ENDS):
+            found = [one for one in (*self._itself(rank, end), *self._back(rank, end))
+                     if one.how.kind == "ranks"]  # fmt: skip
+            if found:
+                return found
+        return []
+
+    def _ends_of_gradients(self, rank: int) -> Iterator[_End]:
+        """From the loss down, what is right and gets a wrong gradient, where one line alone
+        multiplies it, by what has none."""
+        mine, ways, states = self._ranks[rank], self._ways[rank], self._states
+        for c in reversed(mine.computations):
+            if c.function not in ("mul", "div") or len(c.takes) != 2 or len(c.gives) != 1:
+                continue
+            out = gradient_of(mine, c.gives[0])
+            for at in (0, 1) if c.function == "mul" else (0,):
+                value, by = c.takes[at], c.takes[1 - at]
+                if not isinstance(value, int) or not isinstance(by, int) or out is None:
+                    continue
+                if by in mine.with_graph or value not in mine.with_graph:
+                    continue
+                users = [p for p in ways.takes.get(value, ())
+                         if not mine.with_graph.isdisjoint(mine.computations[p].gives)]  # fmt: skip
+                wrong = states.forward(rank, value) == "right" and (
+                    states.backward(rank, value) == "wrong"
+                )
+                wanted = self._gradient_there(rank, value) if wrong and len(users) == 1 else None
+                if wanted is None or wanted.shape != out.shape:
+                    continue
+                weights = mine.values[by]
+                gave = out * weights if c.function == "mul" else out / weights
+                need = needed(c.function, (out, weights), 1, gave, wanted)
+                if need is not None and is_apart(weights, need.value):
+                    yield _End(c, by, -1, need.value, again=True, of=value, spare=need.spare)
+
+    def _gradient_there(self, rank: int, number: int) -> Tensor | None:
+        """The single process's gradient of a rank's value, element by element."""
+        value = self._ranks[rank].values[number]
+        for other in self._states.alike(value):
+            gradient = gradient_of(self._single, other)
+            places = None if gradient is None else self._there.places(value, other)
+            if gradient is None or places is None or len(places[0]) < value.numel():
+                continue
+            wanted = torch.empty(value.numel(), dtype=gradient.dtype)
+            wanted[places[0]] = gradient.reshape(-1)[places[1]]
+            return wanted.reshape(value.shape)
+        return None
+
+    def _itself(self, rank: int, end: _End) -> Iterator[Solved]:
+        """What the end takes, as one that has to be another."""
+        need = Needed(value=end.wanted, spare=end.spare)
+        told, own = self._of_ranks(rank, end.number, need), self._ranks[rank].values[end.number]
+        if told is not None:
+            place = self._ways[rank].takes[end.number][0]
+            yield Solved(rank=rank, mine=end.at, place=place, at=end.at.takes.index(end.number),
+                         how=told, is_=own, need=need, end=end)  # fmt: skip
+
     def _is_of_ranks_alone(self, one: Solved) -> bool:
         """Whether the line is none of the single process's, nor what makes the argument, which is
         not known to be right, or a number beside it may be another.
@@ -113,7 +178,10 @@ class SolvedBack:
         mask does, and for functions done in another way.
         """
         c, mine = one.mine, self._ranks[one.rank]
-        if one.how.kind in ("way", "keys", "order") or (c.site, c.function) not in self._at_site:
+        if (
+            one.how.kind in ("way", "keys", "order", "ranks")
+            or (c.site, c.function) not in self._at_site
+        ):
             return True
         taken = c.takes[one.at]
         maker = _maker(mine, self._ways[one.rank].gives, taken)
@@ -217,7 +285,7 @@ class SolvedBack:
     def _back(self, rank: int, end: _End) -> Iterator[Solved]:
         """From a value that has to be another to what it was made of, breadth first."""
         mine, ways = self._ranks[rank], self._ways[rank]
-        todo, seen = [_Asked(end.number, end.wanted)], {end.number}
+        todo, seen = [_Asked(end.number, end.wanted, end.spare)], {end.number}
         for _ in range(MOST_STEPS):
             if not todo:
                 return
@@ -235,10 +303,20 @@ class SolvedBack:
                     whole = replace(need, spare=need.spare + one.spare)
                     todo.append(_Asked(taken, whole.value, whole.spare, alone))
                     own = mine.values[taken]
-                    told = None if c.function in SHAPING else how_apart(own, whole, self._there)
+                    told = self._of_ranks(rank, taken, whole)
+                    if told is None and c.function not in SHAPING:
+                        told = how_apart(own, whole, self._there)
                     if told is not None:
                         yield Solved(rank=rank, mine=c, place=place, at=at, how=told, is_=own,
                                      need=whole, end=end, alone=alone)  # fmt: skip
+
+    def _of_ranks(self, rank: int, number: int, need: Needed) -> How | None:
+        """Where it has to be what the ranks of a group have there together, or another has."""
+        for held in self._states.together(rank, number):
+            values = [(r, self._ranks[r].values[n]) for r, n in held]
+            if (told := how_across(values, rank, need)) is not None:
+                return told
+        return None
 
     def _in_another_way(self, rank: int, place: int, one: _Asked, end: _End) -> Iterator[Solved]:
         """Where the same function of the same arguments gives what is wanted in another way."""

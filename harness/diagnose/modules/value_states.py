@@ -82,7 +82,7 @@ class ValueStates:
             return "untold"
         if not unknown:
             return "right"
-        for held in self._together(rank, number):
+        for held in self.together(rank, number):
             values = torch.stack([self._ranks[r].values[n] for r, n in held])
             if bool((values == values[0]).all()):
                 continue  # copies, whose sum may be anything
@@ -128,7 +128,7 @@ class ValueStates:
         wanted: a part on each of them."""
         ordered = wanted.double().reshape(-1).sort().values
         bound = self._tolerance * float(wanted.abs().max()) if wanted.numel() else 0.0
-        for held in self._together(rank, number):
+        for held in self.together(rank, number):
             values = torch.stack([self._ranks[r].values[n].double().reshape(-1) for r, n in held])
             if not bound or not values.numel() or bool((values == values[0]).all()):
                 continue
@@ -161,7 +161,7 @@ class ValueStates:
 
     def _is_part(self, rank: int, number: int, wanted: Tensor, where: Match) -> bool:
         """Whether the gradients of all ranks of a group add up to what is wanted."""
-        for ranks in self._together(rank, number):
+        for ranks in self.together(rank, number):
             parts = [gradient_of(self._ranks[r], n) for r, n in ranks]
             known = [vectors(p) for p in parts if p is not None]
             if len(known) == len(parts) and add_up(known, wanted, where, self._tolerance):
@@ -208,7 +208,7 @@ class ValueStates:
                 return True
         return False
 
-    def _together(self, rank: int, number: int) -> Iterator[list[tuple[int, int]]]:
+    def together(self, rank: int, number: int) -> Iterator[list[tuple[int, int]]]:
         """The same value of all ranks of a group that this one is in: rank and number of each."""
         place, shape = self._places[rank].get(number), self._ranks[rank].values[number].shape
         for ranks in self.sets if place is not None else ():

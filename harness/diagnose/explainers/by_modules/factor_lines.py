@@ -19,6 +19,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     unless_it_fails,
 )
 from sumgrad.diagnose.explainers.by_modules.losses import ddp_divides_by
+from sumgrad.diagnose.explainers.by_modules.run_between import made_in_words
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.modules.factor_lines import (
     FactorLines,
@@ -81,7 +82,9 @@ def _lines(case: Case, diagnosis: Diagnosis) -> tuple[list[str], bool] | None:
     lines = lines_with_factors(traces, module, shares)[:MOST_LINES]
     factors = [s.factor for s in shares if s.factor is not None]
     if not same(factors):
-        return [_in_words(one, shares, ddp_divides_by(case)) for one in lines], True
+        ddp = ddp_divides_by(case)
+        by_line = ([_in_words(one, shares, ddp), *_of_the_odd(case, one)] for one in lines)
+        return [text for own in by_line for text in own], True
     total = factors[0] if diagnosis.factor is None else float(Fraction(diagnosis.factor))
     by_right = [n for t, n in case.reference.counts.items() if term in (None, t)]
     kept = [without for one in lines if (without := _but_for(one, by_right)).lines]
@@ -128,6 +131,20 @@ def _in_words(found: FactorLines, shares: Sequence[Share], ddp: int = 0) -> str:
     end = f"; were it {fraction_of(right)} in all, each factor there were {factor}{later}"
     end = "" if found.lines[0].beside else end
     return f"the factors go with this line: {each[0]}{end}"
+
+
+def _of_the_odd(case: Case, found: FactorLines) -> list[str]:
+    """How what a line multiplies by is made where it is another than there, and which one it is."""
+    if found.odd is None:
+        return []
+    (rank, call), line = found.odd
+    number = line.mine.takes[line.at] if line.at is not None else ""
+    which = []
+    if line.theirs:
+        element, beside = line.theirs
+        which = [f"on rank {rank} in call {call} it is element {element} of the single process's, "
+                 f"beside what stands at {beside} there"]  # fmt: skip
+    return [*which, *(made_in_words(case, rank, number) if isinstance(number, int) else [])]
 
 
 def _of_one_factor(found: FactorLines, factor: float, total: float) -> str:

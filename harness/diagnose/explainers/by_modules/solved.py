@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from sumgrad.base.outcome import spans
@@ -22,15 +22,29 @@ from sumgrad.diagnose.modules.solved_back import Solved, SolvedBack
 from sumgrad.record.computed import MODULE, Computation
 
 MOST_FACTORS = 6
-KINDS = ("there", "order", "zeros", "inverse", "offset", "factors", "factor", "keys",
-         "way")  # fmt: skip  # those that tell more are behind
+KINDS = ("there", "order", "zeros", "inverse", "offset", "factors", "factor", "keys", "way",
+         "ranks")  # fmt: skip  # those that tell more are behind
 
 
 @as_a_hint
 def solved_in_words(case: Case, found: FirstWrong) -> list[str]:
     """What the wrong ranks have in common, of the first argument of all that tells most."""
+    return _of_all_ranks(case, lambda back, rank: back.solved(
+        rank, asked_between(case, found, rank, back=False, beyond=1)), found.ranks)  # fmt: skip
+
+
+@as_a_hint
+def solved_from_gradients(case: Case) -> list[str]:
+    """The same of what ranks multiply by, where gradients are wrong because of it."""
+    ranks = () if case.traces is None else tuple(case.traces.ranks)
+    return _of_all_ranks(case, SolvedBack.solved_gradients, ranks)
+
+
+def _of_all_ranks(
+    case: Case, solve: Callable[[SolvedBack, int], list[Solved]], ranks: Sequence[int]
+) -> list[str]:
     try:
-        told = _solved(case, found)
+        told = _solved(case, solve, ranks)
     except (TypeError, ArithmeticError):  # functions are called as nobody of the user's did
         return []
     if not told:
@@ -68,14 +82,16 @@ def _what(case: Case, one: Solved) -> str:
     return f"were the {_argument(one)} {_differs(case, one)}, {part}"
 
 
-def _solved(case: Case, found: FirstWrong) -> list[Solved]:
+def _solved(
+    case: Case, solve: Callable[[SolvedBack, int], list[Solved]], ranks: Sequence[int]
+) -> list[Solved]:
     lines, traces = known_lines(case), case.traces
     if lines is None or traces is None:
         return []
     back = SolvedBack(traces, lines.states)
     best = []
-    for rank in found.ranks:
-        own = back.solved(rank, asked_between(case, found, rank, back=False, beyond=1))
+    for rank in ranks:
+        own = solve(back, rank)
         if own:
             best.append(max(enumerate(own), key=lambda at: (*_weight(at[1]), at[0]))[1])
     keyed = [(o.mine.site, o.at, o.how.kind) for o in best]
@@ -84,7 +100,7 @@ def _solved(case: Case, found: FirstWrong) -> list[Solved]:
 
 def _weight(one: Solved) -> tuple[bool, int]:
     """Which of several tells most; of equals the one that is furthest back."""
-    return one.need.spare >= ENOUGH, KINDS.index(one.how.kind)
+    return one.need.spare >= ENOUGH or one.how.kind == "ranks", KINDS.index(one.how.kind)
 
 
 def _takes_several(one: Solved) -> bool:
@@ -102,6 +118,10 @@ def _argument(one: Solved) -> str:
 
 
 def _end(one: Solved) -> str:
+    if one.end.of is not None:
+        which = ordinal(one.end.at.takes.index(one.end.of))
+        line = line_and_code(one.end.at.line, one.end.at.code)
+        return f"the gradient of the {which} argument of {line}"
     name = one.end.at.function.removeprefix(MODULE)
     if name == one.end.at.function:
         name = line_and_code(one.end.at.line, one.end.at.code)
@@ -125,6 +145,9 @@ def _differs(case: Case, one: Solved) -> str:
         return f"{fraction_of(number)} divided by what it is"
     if one.how.kind == "zeros":
         return _zeros(one)
+    if one.how.kind == "ranks":
+        several = f"the {one.how.way} of what rank {spans(one.how.ranks)} have there"
+        return several if one.how.way else f"what rank {one.how.ranks[0]} has there"
     if one.how.kind == "order":
         turned = is_.dim() > 1 and is_.shape == is_.mT.shape and torch.allclose(is_.mT, wanted)
         return "transposed" if turned else "the same numbers in another order"
