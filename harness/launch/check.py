@@ -19,6 +19,7 @@ from sumgrad.base.commands import sumgrad_command
 from sumgrad.base.errors import Broken, UserError
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.base.verdict import Verdict
+from sumgrad.diagnose.trials import is_to_be_tried
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
 from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, startable
@@ -30,6 +31,7 @@ from sumgrad.launch.rank import reference_progress
 from sumgrad.launch.room import why_references_wait
 from sumgrad.launch.second_looks import with_second_looks
 from sumgrad.launch.trace import trace_step
+from sumgrad.launch.trials import try_changes
 from sumgrad.record.bits import bits_files
 from sumgrad.record.directory import PROBLEMS, Record, load_record, write_outcomes, write_problems
 from sumgrad.record.manifest import write_manifest
@@ -81,6 +83,7 @@ def run_check(
         outcomes=outcomes,
         keep_partials=options.keep_partials,
         look=look_again if spec.opaque else None,
+        tries=partial(try_changes, launcher=launcher, progress=progress) if spec.opaque else None,
     )
     verdict = finish(run, problems=problems, progress=progress)
     if spec.opaque:
@@ -163,7 +166,8 @@ def copy_reference(stored: Path, directory: Path, spec: RunSpec) -> None:
 class Run:
     """A run whose ranks and references have ended and that is to be judged.
 
-    look: runs a failing step again, with eyes on its modules, and says why it could not.
+    look: runs a failing step again, with eyes on its modules, and says why it could not. tries:
+    runs it again with changes, where its cause is not proved, and says whether it did.
     """
 
     directory: Path
@@ -171,6 +175,7 @@ class Run:
     outcomes: Sequence[RankOutcome]
     keep_partials: bool = False
     look: Callable[[str, int], str | None] | None = None
+    tries: Callable[[Record, str, int], bool] | None = None
 
 
 def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Verdict:
@@ -204,7 +209,15 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
                 with contextlib.suppress(OSError):  # as when the disk is full
                     failed = run.look(tier, step)
             write_manifest(directory)
-            verdict = judge(load_record(directory))
+            record = load_record(directory)
+            verdict = judge(record)
+            if run.tries is not None and is_to_be_tried(verdict):
+                with contextlib.suppress(OSError):
+                    if run.tries(record, tier, step):
+                        write_manifest(directory)
+                        tried = record.with_trials()
+                        if any(one.right for one in tried.trials):
+                            verdict = judge(tried)
         if failed is not None:
             verdict = with_second_look(directory, verdict, [failed])
     return written(directory, verdict)

@@ -8,6 +8,7 @@
     reference_TIER_STEP.safetensors|json   the reference, its scale and its noise floor
     partials_TIER_STEP.safetensors|json    the gradient in parts, after a failure
     trace/                  a failing step again: what went through its modules
+    trials/                 a failing step again, with one thing or another done otherwise
     outcomes.json, verdict.json, report.md
     manifest.json           what of this is judged, by size and digest
 
@@ -39,6 +40,7 @@ from sumgrad.record.reference import (
 )
 from sumgrad.record.spec import DAMAGED, RunSpec, read_spec
 from sumgrad.record.trace import FOLDER, Traces, read_traces
+from sumgrad.record.trial import TRIALS, Trial, read_trials
 
 PROBLEMS = "reference_problems.json"  # beside a reference; copied with it
 
@@ -59,6 +61,7 @@ class Record:
     damage: tuple[str, ...] = ()
     traces: Traces | None = None
     bits: tuple[SingleBits, ...] = ()
+    trials: tuple[Trial, ...] = ()
     _known: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
@@ -66,6 +69,12 @@ class Record:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+    def with_trials(self) -> Record:
+        """The same, with those that were made since it was read."""
+        record = replace(self, trials=read_trials(self.directory))
+        record._known.update(self._known)
+        return record
 
     def partials(self, tier: str) -> dict[int, Partials]:
         """Step -> partials, of the steps whose partials were stored."""
@@ -106,12 +115,13 @@ def load_record(directory: Path, *, changes: Changes = NO_CHANGES) -> Record:
         started=started,
         damage=tuple(damage),
         bits=_read_bits(directory, spec, damage, changes),
-        traces=None if _traces_changed(changes) else read_traces(directory, sorted(ranks)),
+        traces=None if _changed(changes, FOLDER) else read_traces(directory, sorted(ranks)),
+        trials=() if _changed(changes, TRIALS) else read_trials(directory),
     )
 
 
-def _traces_changed(changes: Changes) -> bool:
-    return any(name.startswith(f"{FOLDER}/") for name in changes.files)
+def _changed(changes: Changes, folder: str) -> bool:
+    return any(name.startswith(f"{folder}/") for name in changes.files)
 
 
 def read_ranks(

@@ -23,7 +23,7 @@ SCHEMA = 1
 _EVIDENCE = re.compile(
     r"run\.json|outcomes\.json|second_looks\.json|(reference|partials)_\w+\.(json|safetensors)"
     r"|ranks/rank_\d+\.(json|safetensors|ledger\.jsonl)|ranks/grads_\w+\.safetensors"
-    r"|trace/asked\.json|trace/(ranks/rank_\d+|single)_trace\.(json|safetensors)"
+    r"|trials/found\.json|trace/asked\.json|trace/(ranks/rank_\d+|single)_trace\.(json|safetensors)"
 )
 
 
@@ -61,6 +61,7 @@ def evidence(directory: Path) -> list[str]:
             *(directory / "ranks").glob("*"),
             *(directory / "trace").glob("*"),
             *(directory / "trace" / "ranks").glob("*"),
+            *(directory / "trials").glob("*"),
         ]
     except OSError:
         return []

@@ -260,7 +260,8 @@ def test_a_sum_is_missing_in_what_goes_into_the_block_behind_an_activation(monke
 
 def case_of(monkeypatch, traces):
     spec = SimpleNamespace(tiers={"structure": "float64"}, script=None)
-    case = SimpleNamespace(record=SimpleNamespace(spec=spec), tier="structure", traces=traces,
+    record = SimpleNamespace(spec=spec, once=lambda _, make: make())
+    case = SimpleNamespace(record=record, tier="structure", traces=traces,
                            known={}, step=0)  # fmt: skip
     for module in (looked, surplus, missing_sum):
         monkeypatch.setattr(module, "axis_groups", lambda _: GROUPS)

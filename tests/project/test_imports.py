@@ -16,10 +16,10 @@ MODULES = house.modules()
 MAY_TOUCH_DISTRIBUTED = {
     "convention", "subjects.planned.context", "subjects.planned.exchange", "subjects.planned.step",
     "subjects.planned.job", "subjects.planned.bitwise.step",
-    "subjects.program.context", "subjects.program.held_gradients",
+    "subjects.program.changed", "subjects.program.context", "subjects.program.held_gradients",
     "subjects.program.tier_run", "subjects.program.parts_by_value",
     "ledger.process_group", "ledger.delegation", "ledger.backends",
-    "faults.misbehaviour", "launch.rank", "launch.torchrun.member", "launch.torchrun.ranks",
+    "faults.misbehaviour", "launch.rank", "launch.trials", "launch.torchrun.member", "launch.torchrun.ranks",
     "launch.matrix.warm_rank",
     "launch.script.in_front", "launch.script.seat", "launch.script.watch",
     "subjects.script.roundings",

@@ -58,6 +58,7 @@ from sumgrad.diagnose.explainers.by_modules.hooks import with_hooks
 from sumgrad.diagnose.explainers.by_modules.not_finite import with_what_is_not_finite
 from sumgrad.diagnose.explainers.by_modules.other_graph import with_another_graph
 from sumgrad.diagnose.explainers.by_modules.settings import with_settings
+from sumgrad.diagnose.explainers.by_modules.tried import with_what_was_tried
 from sumgrad.diagnose.explainers.by_modules.written_over import with_what_was_written_over
 from sumgrad.diagnose.explainers.by_modules.wrong_later import with_the_turn
 from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
@@ -135,4 +136,5 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_what_was_written_over,
     with_settings,
     with_branches,
+    with_what_was_tried,
 )

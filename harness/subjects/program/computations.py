@@ -165,7 +165,7 @@ class Computations(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        name = _name_of(func)
+        name = name_of(func)
         if getattr(func, "__self__", None) is Tensor.grad:
             self._at_a_gradient(name, args)
         frame = users_frame() if name not in UNSEEN else None
@@ -283,7 +283,7 @@ class Computations(TorchFunctionMode):
         named = [(key or "", taken) for key, value in given
                  for taken in self._arguments(key, value)]  # fmt: skip
         takes = [taken for _, taken in named]
-        tensors = [t for _, value in given for t in _several(value)]
+        tensors = [t for _, value in given for t in several(value)]
         if not any(isinstance(t, int) for t in takes):
             return None
         (line, code), (inside, calls) = at, self._now()
@@ -317,7 +317,7 @@ class Computations(TorchFunctionMode):
         tensors those of each."""
         out: list[int | str] = []
         here = self._here()
-        for one in _several(value):
+        for one in several(value):
             if not isinstance(one, Tensor):
                 out.append(f"{key}={one!r}" if key else repr(one))
                 continue
@@ -340,7 +340,7 @@ class _Calls:
     found: list[Computation] = field(default_factory=list)
 
 
-def _several(value: Any) -> Sequence[Any]:
+def several(value: Any) -> Sequence[Any]:
     """Of a list of tensors each, else what is given."""
     if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
         return value
@@ -360,6 +360,6 @@ def _is_functions(frame: FrameType | None) -> bool:
     return False
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
     name = str(getattr(func, "__name__", "")).strip("_")
     return ALIASES.get(name, name)

@@ -14,6 +14,7 @@ from sumgrad.record.ranks import RankFiles
 from sumgrad.record.reference import Grads, Parts, Reference
 from sumgrad.record.spec import Facts, RunSpec
 from sumgrad.record.trace import Trace
+from sumgrad.record.trial import Asked, Trial
 from sumgrad.subjects.program.probe import broken_facts, probe
 from sumgrad.subjects.program.protocol import make_program
 from sumgrad.subjects.program.rank import Rank
@@ -21,8 +22,10 @@ from sumgrad.subjects.program.reference.compute import compute_program_reference
 from sumgrad.subjects.program.reference.parts import compute_parts
 from sumgrad.subjects.program.reference.terms import JITTERS, MORE_JITTERS
 from sumgrad.subjects.program.reference.trace import trace_reference
+from sumgrad.subjects.program.trials import Agreement
 from sumgrad.subjects.subject import Progress
 from sumgrad.topology.pools import Topology
+from torch._C._distributed_c10d import Store
 
 TellsAdjoints = Callable[[Iterable[Mapping[str, Any]]], Iterator[Adjoint]]
 
@@ -90,6 +93,14 @@ class UserStep:
         its ledger and called on all ranks, of Functions that communicate."""
         own = self._rank(rank, ledger)
         return own.trace(self.spec, tier, step), own.adjoints
+
+    def try_rank(
+        self, rank: int, ledger: Ledger, asked: Asked, wanted: Grads, store: Store
+    ) -> Iterator[Trial]:
+        """A failing step again with changes in it, on a rank; all ranks together. store: over
+        which they agree."""
+        agreement = Agreement(store, rank, self.spec.topology.world_size)
+        return self._rank(rank, ledger).tries(self.spec, asked, wanted, agreement)
 
     def trace_single(self, tier: str, step: int) -> Trace:
         """The same in one process, over the full batch. Raises Broken where loss_sum does."""

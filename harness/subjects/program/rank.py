@@ -18,8 +18,10 @@ from sumgrad.ledger.aside import without_operations
 from sumgrad.ledger.process_group import Ledger
 from sumgrad.record.adjoint import Adjoint
 from sumgrad.record.ranks import RankFiles
+from sumgrad.record.reference import Grads
 from sumgrad.record.spec import RunSpec
 from sumgrad.record.trace import Trace
+from sumgrad.record.trial import Asked, Trial
 from sumgrad.subjects.exchanges import Exchanges
 from sumgrad.subjects.own_gradients import Losses
 from sumgrad.subjects.program.adjoints import Adjoints
@@ -28,6 +30,7 @@ from sumgrad.subjects.program.computations import computations_beside
 from sumgrad.subjects.program.context import Seat, make_meshes, of_all_ranks
 from sumgrad.subjects.program.renamed import names_of_modules
 from sumgrad.subjects.program.tier_run import Result, TierRun
+from sumgrad.subjects.program.trials import Agreement, Trials
 from sumgrad.subjects.program.uses import Uses
 from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.topology.pools import Topology
@@ -67,6 +70,17 @@ class Rank:
         its ledger."""
         with self.ledger.label(f"{SETUP}/adjoints"):
             yield from Adjoints(self._applied, events, self.rank, of_all_ranks).found()
+
+    def tries(
+        self, job: RunSpec, asked: Asked, wanted: Grads, agreement: Agreement
+    ) -> Iterator[Trial]:
+        """A failing step, so or so; all ranks together. wanted: whole gradients by name."""
+        run = TierRun(self._seat, job, asked.tier, getattr(torch, job.tiers[asked.tier]))
+        try:
+            with self.ledger.label(f"{SETUP}/trials"):
+                yield from Trials(run, asked, wanted, agreement).found()
+        finally:
+            run.close()
 
     def trace(self, job: RunSpec, tier: str, step: int) -> Trace:
         """What goes through the modules in one step, after those before it."""

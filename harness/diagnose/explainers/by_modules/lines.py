@@ -151,9 +151,10 @@ def known_lines(case: Case) -> Lines | None:
     traces, dtype = case.traces, case.record.spec.tiers[case.tier]
     if traces is None or dtype != "float64":
         return None
-    if "lines" not in case.known:
-        case.known["lines"] = Lines(traces, axis_groups(case), TOLERANCES[dtype])
-    found: Lines = case.known["lines"]
+    found: Lines = case.record.once(
+        f"lines/{case.tier}/{case.step}",
+        lambda: Lines(traces, axis_groups(case), TOLERANCES[dtype]),
+    )
     return found
 
 

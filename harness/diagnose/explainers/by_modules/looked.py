@@ -55,7 +55,8 @@ def unless_it_fails(function: Callable[P, T]) -> Callable[P, T | None]:
 def looked(case: Case) -> Look | None:
     """The failing step's modules, where they were recorded."""
     if "look" not in case.known:
-        case.known["look"] = _look(case)
+        made = case.record.once(f"look/{case.tier}/{case.step}", lambda: _look(case))
+        case.known["look"] = made
     found: Look | None = case.known["look"]
     return found
 

@@ -1,0 +1,168 @@
+"""What may be tried in a failing step: sums over ranks, detaches, at lines that may want them.
+
+A line may want one where what it gives is not known to be right and ranks have it unlike, or where
+what it takes is right and gets a gradient that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+import torch
+from sumgrad.base.files import is_librarys
+from sumgrad.diagnose.modules.lines import Lines
+from sumgrad.diagnose.modules.value_states import gradient_of
+from sumgrad.record.computed import MODULE, Computation
+from sumgrad.record.trial import Change, Way
+from torch import Tensor
+
+MOST_CHANGES = 160
+# In which order a forward's, and a backward's, states are tried: a part is what lacks a sum.
+SUSPECT = {"part": 0, "wrong": 1, "untold": 2}
+PEAKS = {"max", "amax", "min", "amin", "maximum", "minimum", "topk", "aminmax"}
+# Functions whose numbers may be those of a whole, or of a part: a count, a scale, groups.
+OF_NUMBERS = {"mul", "div", "rdiv", "pow", "group_norm", "scaled_dot_product_attention", "lerp"}
+Axes = Mapping[str, Sequence[Sequence[int]]]
+
+
+def changes_of(lines: Lines, axes: Axes, pairs: Set[frozenset[int]]) -> list[Change]:
+    """Those to try first at the front. axes: name of one, or "" for all of them together, -> its
+    groups of ranks. pairs: of ranks that send each other something: one may wait for the other
+    where a sum has both wait, too."""
+    waits = {axis for axis, groups in axes.items()
+             if any(pair <= {*group} for group in groups for pair in pairs)}  # fmt: skip
+    return _Changes(lines, axes).in_order(waits)
+
+
+class _Changes:
+    def __init__(self, lines: Lines, axes: Axes) -> None:
+        self._lines, self._states, self._axes = lines, lines.states, axes
+        self._runs: dict[tuple[int, str], list[Computation]] = {}
+        for rank in lines.states.ranks:
+            for c in lines.computed(rank).computations:
+                self._runs.setdefault((rank, _key(c)), []).append(c)
+
+    def in_order(self, waits: Set[str]) -> list[Change]:
+        """waits: axes whose sums come late."""
+        found: dict[Change, tuple[int, int, int, int]] = {}
+        for rank in self._states.ranks:
+            for place, c in enumerate(self._lines.computed(rank).computations):
+                if not self._can_be_changed(rank, c):
+                    continue
+                there = int(self._lines.is_run_there(c))
+                for suspect, change in self._at(rank, c):
+                    # A detach may leave a step without what it goes on with.
+                    late = 1 if change.way == "detach" else 2 * (_sums(change, waits))
+                    key = late, suspect, there, -place
+                    found[change] = min(found.get(change, key), key)
+        return sorted(found, key=lambda change: found[change])[:MOST_CHANGES]
+
+    def _can_be_changed(self, rank: int, c: Computation) -> bool:
+        """A user's call of a torch function, or of a module of torch's own, of which something is
+        made that has a gradient."""
+        if c.function_of or c.written or not _key(c) or is_librarys(c.line) or not c.gives:
+            return False
+        graph = self._lines.computed(rank).with_graph
+        return any(n in graph for n in (*c.gives, *self._lines.after(rank, c.gives)))
+
+    def _at(self, rank: int, c: Computation) -> Iterator[tuple[int, Change]]:
+        """Changes, each with how soon it is to be tried."""
+        if c.function == "detach":
+            yield 0, _change(c, "attach")
+            return
+        mine = self._lines.computed(rank)
+        if len(c.gives) == 1 and mine.values[c.gives[0]].dtype == torch.float64:
+            given = c.gives[0]
+            suspect = SUSPECT.get(self._states.forward(rank, given))
+            ways: list[Way] = ["sum", "sum_both"] if given in mine.with_graph else ["sum"]
+            ways = ["largest"] if c.function in PEAKS else ways
+            for axis in () if suspect is None else self._unlike(rank, c, -1):
+                for way in ways:
+                    yield suspect or 0, _change(c, way, axis=axis)
+            if suspect is not None and not c.function.startswith(MODULE):
+                yield from ((suspect + 1, change) for change in self._of_numbers(rank, c))
+        if all(gradient_of(mine, n) is None for n in c.gives):
+            return
+        of_module = c.function.startswith(MODULE)
+        for at, taken in enumerate(c.takes[:1] if of_module else c.takes):
+            if not isinstance(taken, int) or taken not in mine.with_graph:
+                continue
+            suspect = SUSPECT.get(self._states.backward(rank, taken))
+            if suspect is None or self._states.forward(rank, taken) not in ("right", "untold"):
+                continue
+            for axis in self._unlike(rank, c, at):
+                yield suspect, _change(c, "sum_back", axis=axis, at=at)
+            if of_module or suspect == SUSPECT["untold"]:
+                continue
+            if self._is_one_of_several(rank, c, taken):
+                yield suspect + 1, _change(c, "detach", at=at)
+
+    def _of_numbers(self, rank: int, c: Computation) -> Iterator[Change]:
+        """With a number in it times the size of an axis, or by it; and left out, where that leaves
+        the shape."""
+        mine = self._lines.computed(rank)
+        sizes = dict.fromkeys(len(g) for groups in self._axes.values() for g in groups)
+        for at, taken in enumerate(c.takes if c.function in OF_NUMBERS else ()):
+            if isinstance(taken, str) and _is_number(taken):
+                for size in (s for s in sizes if s > 1):
+                    yield _change(c, "number", at=at, by=1 / size)
+                    yield _change(c, "number", at=at, by=float(size))
+        first = c.takes[0]
+        if isinstance(first, int) and c.gives[0] != first and first in mine.with_graph:
+            value, given = mine.values[first], mine.values[c.gives[0]]
+            if value.shape == given.shape and given.dtype == value.dtype:
+                yield _change(c, "skip")
+
+    def _is_one_of_several(self, rank: int, c: Computation, taken: int) -> bool:
+        """Whether a gradient may come back another way, too: through what else a line takes, or
+        through what else takes the same."""
+        mine = self._lines.computed(rank)
+        beside = any(isinstance(t, int) and t != taken and t in mine.with_graph for t in c.takes)
+        return beside or len(self._lines.ways(rank).takes.get(taken, ())) > 1
+
+    def _unlike(self, rank: int, c: Computation, at: int) -> Iterator[str]:
+        """Axes over whose ranks all calls have what they give in one shape, or the gradient of
+        argument `at`, and not all alike: else a sum is a factor."""
+        for axis, groups in self._axes.items():
+            group = next((g for g in groups if rank in g), ())
+            held = [[*self._held(r, _key(c), at)] for r in group]
+            if len(held) < 2 or len({len(own) for own in held}) > 1:
+                continue
+            together = [*zip(*held, strict=True)]
+            if any(v is None for own in together for v in own):
+                continue
+            known = [[v for v in own if v is not None] for own in together]
+            if all(len({v.shape for v in own}) == 1 for own in known) and any(
+                not torch.equal(own[0], v) for own in known for v in own
+            ):
+                yield axis
+
+    def _held(self, rank: int, key: str, at: int) -> Iterator[Tensor | None]:
+        mine = self._lines.computed(rank)
+        for c in self._runs.get((rank, key), ()):
+            number = c.takes[at] if 0 <= at < len(c.takes) else next(iter(c.gives), "")
+            if not isinstance(number, int):
+                yield None
+            else:
+                yield mine.values[number] if at < 0 else gradient_of(mine, number)
+
+
+def _key(c: Computation) -> str:
+    """Which call in the code it is, or of which module."""
+    return c.site or (c.function if c.function.startswith(MODULE) else "")
+
+
+def _change(c: Computation, way: Way, *, axis: str = "", at: int = -1, by: float = 1.0) -> Change:
+    return Change(site=c.site, function=c.function, way=way, axis=axis, at=at, by=by)
+
+
+def _sums(change: Change, axes: Set[str]) -> bool:
+    return change.axis in axes and change.way in ("sum", "sum_both", "sum_back", "largest")
+
+
+def _is_number(words: str) -> bool:
+    try:
+        float(words.rpartition("=")[2])
+    except ValueError:
+        return False
+    return True

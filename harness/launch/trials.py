@@ -1,0 +1,63 @@
+"""A failing step of a user's own again and again, each time with one thing done otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from sumgrad.base.memory import keep_freed_memory
+from sumgrad.diagnose.trials import changes_to_try
+from sumgrad.launch.guard import RankGuard
+from sumgrad.launch.local.launcher import Launcher, RankJob
+from sumgrad.launch.rank import local_group
+from sumgrad.record.directory import Record
+from sumgrad.record.spec import read_spec
+from sumgrad.record.trial import TRIALS, Trial, read_asked, write_asked, write_trials
+from sumgrad.subjects.program.job import UserStep
+
+TRYING = "trying what would make it right"  # the phase, as it is shown
+MOST_S = 30.0  # for a rank that waits for one which a change has stopped
+
+
+def try_changes(
+    record: Record, tier: str, step: int, *, launcher: Launcher, progress: Callable[[str], object]
+) -> bool:
+    """Whether anything was tried; what came of it lies in the record's directory."""
+    what = changes_to_try(record, tier, step)
+    if what is None:
+        return False
+    asked, wanted = what
+    folder, topology = record.directory / TRIALS, record.spec.topology
+    with contextlib.suppress(FileExistsError):
+        (folder / "ranks").mkdir(parents=True)
+    progress(TRYING)
+    num_ranks = topology.world_size
+    job = RankJob(
+        target="sumgrad.launch.trials:trial_rank",
+        num_ranks=num_ranks,
+        directory=folder,
+        pools=[topology.pool_of(r).name for r in range(num_ranks)],
+        timeout_s=min(record.spec.timeout_s, MOST_S),
+    )
+    write_asked(folder, asked, wanted)
+    launcher.run(job, progress=progress)  # one that ends badly has told what was tried before it
+    return True
+
+
+def trial_rank(guard: RankGuard) -> dict[str, Any]:
+    """One rank of it."""
+    keep_freed_memory()
+    folder, rank = guard.env.directory, guard.env.rank
+    asked, wanted = read_asked(folder)
+    told: list[Trial] = []
+    place = folder / f"agreement_{guard.env.rendezvous.name}"
+    with local_group(guard) as ledger:
+        store = dist.FileStore(str(place), guard.env.world_size)  # type: ignore[attr-defined]
+        step = UserStep(read_spec(folder.parent))
+        for one in step.try_rank(rank, ledger, asked, wanted, store):
+            told.append(one)
+            if rank == 0:
+                write_trials(folder, told)
+    return {}
