@@ -274,6 +274,16 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "it is the gradient of tokens that have none in the single process: class 12 at "
             "position 5 of row 5 on rank 2, where that has no gradient: look at how targets are",
         ),
+        (
+            "bp_04",
+            "`return F.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)`: were its "
+            "second argument 1/2 times what it is, every gradient of every rank would be right",
+        ),
+        (
+            "bp_08",
+            "`return (a * b).sum((1, 2))`: were what it gives summed over the ranks of time, and "
+            "its gradient, too, every gradient of every rank would be right",
+        ),
     ],
 )
 def test_a_module_is_told_from_what_goes_into_it(name, words, sumgrad_launcher):

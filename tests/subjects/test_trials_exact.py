@@ -1,0 +1,309 @@
+"""A step again with one thing done otherwise: what is changed in it, and what is told of that."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from sumgrad.base.tensors import hash_weights
+from sumgrad.record.trial import (
+    TRIALS,
+    Asked,
+    Change,
+    Trial,
+    read_asked,
+    read_trials,
+    write_asked,
+    write_trials,
+)
+from sumgrad.subjects.program import changed, trials
+from sumgrad.subjects.program.changed import Changed
+from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.trials import Agreement, Trials
+from torch import nn
+from torch.nn import functional as F
+
+G = torch.Generator().manual_seed(3)
+X = torch.randn(4, 6, generator=G, dtype=torch.float64)
+W = torch.randn(6, 6, generator=G, dtype=torch.float64)
+
+
+def stepped(x, w):
+    h = F.linear(x, w)
+    kept = h.detach()
+    scaled = kept * 3.0
+    both = torch.cat([h, scaled])
+    return F.group_norm(both[:, :, None], num_groups=2)[..., 0].tanh()
+
+
+def site(part):
+    """Of the call of a step that is written so."""
+    with Computations(lambda: ((), 0)) as computations:
+        stepped(X.clone().requires_grad_(), W)
+    (found,) = [c for c in computations.computed().computations if c.part == part]
+    return found
+
+
+def ran(change, x=X, modules=None):
+    with Changed(change, None, modules or {}):
+        return stepped(x, W)
+
+
+def change(part, way, **more):
+    c = site(part)
+    return Change(site=c.site, function=c.function, way=way, **more)
+
+
+@pytest.fixture
+def three_ranks(monkeypatch):
+    """Where each of three ranks has the same."""
+    asked = []
+
+    def all_reduce(tensor, op, group):
+        asked.append((op, group))
+        tensor.mul_(3 if op == dist.ReduceOp.SUM else 1)
+
+    monkeypatch.setattr(changed.dist, "all_reduce", all_reduce)
+    return asked
+
+
+def test_a_sum_of_what_a_line_gives_and_nothing_else(three_ranks):
+    own = change("kept * 3.0", "sum", axis="tp")
+    h = X @ W.T
+    wanted = F.group_norm(torch.cat([h, 9 * h])[:, :, None], num_groups=2)[..., 0].tanh()
+    assert torch.allclose(ran(own), wanted)
+    assert three_ranks == [(dist.ReduceOp.SUM, None)]
+    elsewhere = Change(site=own.site + "1", function=own.function, way="sum")
+    assert torch.equal(ran(elsewhere), stepped(X, W))
+    other = Change(site=own.site, function="add", way="sum")
+    assert torch.equal(ran(other), stepped(X, W))
+    assert len(three_ranks) == 1
+
+
+@pytest.mark.parametrize(
+    ("way", "forward", "backward"),
+    [("sum", 3, 1), ("sum_both", 3, 3), ("sum_back", 1, 3), ("largest", 1, 1)],
+)
+def test_a_sum_in_the_forward_and_in_the_backward(three_ranks, way, forward, backward):
+    x = X.clone().requires_grad_()
+    change = Change(site="", function="", way=way)
+    out = changed._Otherwise.apply(x, change, "group")
+    assert torch.equal(out, forward * X)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(X, backward))
+    op = dist.ReduceOp.MAX if way == "largest" else dist.ReduceOp.SUM
+    assert {*three_ranks} == {(op, "group")}
+    assert len(three_ranks) == (2 if way == "sum_both" else 1)
+
+
+def test_an_argument_is_counted_as_a_computations_are(three_ranks):
+    """Those of a list each by itself, and words, too."""
+    h = X @ W.T
+    wanted = F.group_norm(torch.cat([h, 9 * h])[:, :, None], num_groups=2)[..., 0].tanh()
+    assert torch.allclose(ran(change("torch.cat([h, scaled])", "sum", at=1)), wanted)
+    norm = "F.group_norm(both[:, :, None], num_groups=2)"
+    takes = site(norm).takes
+    (at,) = [i for i, taken in enumerate(takes) if taken == "2"] or [
+        i for i, taken in enumerate(takes) if str(taken) == "num_groups=2"
+    ]
+    three = F.group_norm(torch.cat([h, 3 * h])[:, :, None], num_groups=3)[..., 0].tanh()
+    assert torch.allclose(ran(change(norm, "number", at=at, by=1.5)), three)
+
+
+def test_what_is_detached_or_not_or_left_out():
+    x = X.clone().requires_grad_()
+    ran(change("h.detach()", "attach"), x).sum().backward()
+    both = x.grad.clone()
+    x.grad = None
+    stepped(x, W).sum().backward()
+    assert not torch.allclose(both, x.grad)
+    x.grad = None
+    out = ran(change("torch.cat([h, scaled])", "detach", at=0), x)
+    assert not out.requires_grad
+    h = X @ W.T
+    wanted = F.group_norm(torch.cat([h, h])[:, :, None], num_groups=2)[..., 0].tanh()
+    assert torch.allclose(ran(change("kept * 3.0", "skip")), wanted)
+
+
+@pytest.mark.parametrize(("number", "by", "wanted"), [
+    (6, 0.5, 3), (3, 0.5, 1.5), (0.5, 2.0, 1.0), (True, 2.0, True), ("a", 2.0, "a"),
+])  # fmt: skip
+def test_a_whole_number_stays_one_where_it_can(number, by, wanted):
+    got = changed._times(number, by)
+    assert (got, type(got)) == (wanted, type(wanted))
+
+
+def test_what_goes_into_a_module_and_what_it_gives(three_ranks):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double()
+    x = X.clone().requires_grad_()
+    (alone,) = torch.autograd.grad(model(x).sum(), x)
+    into = Change(site="", function="module 0", way="sum_back", at=0)
+    with Changed(into, None, {"0": model[0]}):
+        (summed,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.allclose(summed, 3 * alone)
+    given = Change(site="", function="module 0", way="sum")
+    with Changed(given, None, {"0": model[0]}):
+        out = model(x)
+    assert torch.allclose(out, (3 * model[0](x)).tanh())
+    assert torch.equal(model(x), model[0](x).tanh())  # the hook is gone
+    with Changed(Change(site="", function="module 9", way="sum"), None, {"0": model[0]}):
+        assert torch.equal(model(x), model[0](x).tanh())
+
+
+WANTED = {"w": torch.tensor([1.0, 2.0]).double()}
+FAILED = {"w": torch.tensor([1.0, 3.0]).double()}
+CHANGES = tuple(Change(site=f"f.py:{i}", function="mul", way="sum") for i in range(9))
+
+
+class Alone:
+    """The agreement of one rank."""
+
+    def of_all(self, own):
+        return [own]
+
+
+class Step:
+    """What a step gives, by the change that is made in it."""
+
+    def __init__(self, gives, monkeypatch):
+        self.gives, self.asked = gives, []
+        placed = [SimpleNamespace(name="w", slice=lambda full: full)]
+        self.seat = SimpleNamespace(rank=0)
+        self.placement = SimpleNamespace(placed=placed)
+        self.model, self.modules = nn.Module(), {}
+        self.now = None
+        monkeypatch.setattr(trials, "names_of_modules", lambda *_: {})
+        monkeypatch.setattr(trials, "seen_modules", lambda *_: [])
+        monkeypatch.setattr(Trials, "_changed", self.changed)
+
+    def changed(self, change):
+        self.now = change
+        return torch.no_grad()
+
+    def step(self, step):
+        self.asked.append(self.now)
+        given = self.gives(self.now, len(self.asked))
+        if isinstance(given, Exception):
+            raise given
+        return given, {}
+
+
+def found(monkeypatch, gives, *, changes=CHANGES, step=0, bound=1e-9):
+    run = Step(gives, monkeypatch)
+    asked = Asked(tier="structure", step=step, changes=changes, bounds={"w": bound},
+                  before={0: hash_weights(FAILED)})  # fmt: skip
+    return [*Trials(run, asked, WANTED, Alone()).found()], run
+
+
+def right_with(*numbers):
+    return lambda change, _: WANTED if change in [CHANGES[n] for n in numbers] else FAILED
+
+
+def test_which_changes_make_all_gradients_right(monkeypatch):
+    told, run = found(monkeypatch, right_with(2, 4))
+    assert [one.right for one in told] == [n in (2, 4) for n in range(9)]
+    assert [one.change for one in told] == [*CHANGES]
+    # As it is, each of them, and as it is again after each that is right.
+    assert run.asked.count(None) == 3
+
+
+def test_nothing_is_told_where_the_step_does_not_fail_as_it_did(monkeypatch):
+    told, _ = found(monkeypatch, lambda change, _: {"w": FAILED["w"] + 1})
+    assert told == []
+
+
+def test_a_step_that_remembers_tells_nothing(monkeypatch):
+    """It is right from the third time on, whatever is changed."""
+    told, _ = found(monkeypatch, lambda _, times: WANTED if times > 2 else FAILED)
+    assert [one.right for one in told] == [False]
+
+
+def test_what_raises_is_not_right_and_the_others_are_tried(monkeypatch):
+    def gives(change, _):
+        return ValueError("no graph") if change == CHANGES[0] else right_with(1)(change, _)
+
+    told, _ = found(monkeypatch, gives)
+    assert [one.right for one in told] == [n == 1 for n in range(9)]
+
+    def breaks(change, times):
+        return ValueError("no graph") if change == CHANGES[0] else {"w": FAILED["w"] + times}
+
+    told, _ = found(monkeypatch, lambda c, t: FAILED if t == 1 else breaks(c, t))
+    assert [one.right for one in told] == [False]
+
+
+def test_no_gradient_is_zero_and_one_of_another_shape_is_wrong(monkeypatch):
+    told, _ = found(monkeypatch, lambda change, _: FAILED if change is None else {})
+    assert not any(one.right for one in told)
+    other = {"w": torch.ones(1).double()}
+    told, _ = found(monkeypatch, lambda change, _: FAILED if change is None else other)
+    assert not any(one.right for one in told)
+    odd = {"w": torch.full((2,), torch.nan).double()}
+    told, _ = found(monkeypatch, lambda change, _: FAILED if change is None else odd)
+    assert not any(one.right for one in told)
+
+
+def test_enough_that_are_right_or_no_time_left_end_it(monkeypatch):
+    monkeypatch.setattr(trials, "MOST_RIGHT", 2)
+    told, _ = found(monkeypatch, right_with(*range(9)))
+    assert len(told) == 2
+    monkeypatch.setattr(trials, "MOST_S", 0.0)
+    told, _ = found(monkeypatch, right_with())
+    assert len(told) == 1
+
+
+def test_the_steps_before_are_changed_too(monkeypatch):
+    _, run = found(monkeypatch, right_with(), changes=CHANGES[:1], step=1)
+    assert run.asked == [None, None, CHANGES[0], CHANGES[0]]
+
+
+def test_a_step_that_is_stuck_ends_its_process(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(trials.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(trials, "LEAST_S", 0.05)
+
+    def gives(change, _):
+        if change is not None:
+            assert ended.wait(10)
+        return FAILED
+
+    found(monkeypatch, gives, changes=CHANGES[:1])
+    assert ended.is_set()
+
+
+def test_ranks_agree_over_a_store_and_wait_for_nobody_for_ever(monkeypatch):
+    store = dist.HashStore()
+    told = {}
+
+    def one(rank, own):
+        told[rank] = Agreement(store, rank, 2).of_all(own)
+
+    threads = [threading.Thread(target=one, args=(r, w)) for r, w in enumerate(["yes", "late"])]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(10)
+    assert told == {0: ["yes", "late"], 1: ["yes", "late"]}
+    monkeypatch.setattr(trials, "PATIENCE_RAISED_S", 0.01)
+    with pytest.raises(TimeoutError):
+        Agreement(dist.HashStore(), 0, 2).of_all("raised")
+
+
+def test_what_is_asked_and_found_is_read_as_it_was_written(tmp_path):
+    asked = Asked(tier="structure", step=1, changes=CHANGES[:2], bounds={"w": 1e-9},
+                  before={0: "a", 3: "b"})  # fmt: skip
+    folder = tmp_path / TRIALS
+    folder.mkdir()
+    write_asked(folder, asked, WANTED)
+    again, wanted = read_asked(folder)
+    assert again == asked
+    assert torch.equal(wanted["w"], WANTED["w"])
+    assert read_trials(tmp_path) == ()
+    told = (Trial(change=CHANGES[0], right=True), Trial(change=CHANGES[1], right=False))
+    write_trials(folder, told)
+    assert read_trials(tmp_path) == told
+    (folder / "found.json").write_text('[{"change": {"odd": 1}, "right": true}]')
+    assert read_trials(tmp_path) == ()
