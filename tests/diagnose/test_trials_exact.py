@@ -152,9 +152,16 @@ def test_numbers_times_the_size_of_an_axis_and_what_leaves_the_shape():
     found = tried_of(lines_of(*ranks, single=single))
     norm = "F.group_norm(x[:, :, None], groups, eps=1e-3)"
     assert {(c.at, c.by) for c, at in found if c.way == "number" and at == norm} == {
-        (1, 3.0), (1, 1 / 3), (3, 3.0), (3, 1 / 3),
+        (1, 3.0), (1, 1 / 3),
     }  # fmt: skip
     assert norm in [at for c, at in found if c.way == "skip"]
+
+
+def test_what_only_adds_up_to_the_loss_is_not_summed():
+    """The sum would change no gradient, or all of it by a factor."""
+    sites = {at for c, at in tried_of(lines_of(*parts())) if c.axis and c.at < 0}
+    assert sites == {"x.square().sum(-1, keepdim=True)", "own.sqrt()",
+                     "x / own.sqrt()"}  # fmt: skip
 
 
 def trial(part, way, right=True, **more):

@@ -10,18 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from sumgrad.base.files import is_librarys
+from sumgrad.diagnose.modules.inverses import PARTS_JOINED
 from sumgrad.diagnose.modules.lines import Lines
+from sumgrad.diagnose.modules.made_by import SHAPING
 from sumgrad.diagnose.modules.value_states import gradient_of
 from sumgrad.record.computed import MODULE, Computation
 from sumgrad.record.trial import Change, Way
 from torch import Tensor
 
-MOST_CHANGES = 160
+MOST_CHANGES = 40  # each is a step of all ranks
 # In which order a forward's, and a backward's, states are tried: a part is what lacks a sum.
 SUSPECT = {"part": 0, "wrong": 1, "untold": 2}
 PEAKS = {"max", "amax", "min", "amin", "maximum", "minimum", "topk", "aminmax"}
-# Functions whose numbers may be those of a whole, or of a part: a count, a scale, groups.
-OF_NUMBERS = {"mul", "div", "rdiv", "pow", "group_norm", "scaled_dot_product_attention", "lerp"}
+# Functions with numbers that may be those of a whole, or of a part, and which: a count, groups.
+OF_NUMBERS = {"mul": (0, 1), "div": (0, 1), "rdiv": (1,), "pow": (1,), "group_norm": (1,)}
+LINEAR = {"add", "sub", "rsub", "neg", "sum", "mean", "mul", "div", *SHAPING, *PARTS_JOINED}
 Axes = Mapping[str, Sequence[Sequence[int]]]
 
 
@@ -53,7 +56,7 @@ class _Changes:
                 for suspect, change in self._at(rank, c):
                     # A detach may leave a step without what it goes on with.
                     late = 1 if change.way == "detach" else 2 * (_sums(change, waits))
-                    key = late, suspect, there, -place
+                    key = late, suspect + self._takes_wrong(rank, c), there, -place
                     found[change] = min(found.get(change, key), key)
         return sorted(found, key=lambda change: found[change])[:MOST_CHANGES]
 
@@ -76,7 +79,8 @@ class _Changes:
             suspect = SUSPECT.get(self._states.forward(rank, given))
             ways: list[Way] = ["sum", "sum_both"] if given in mine.with_graph else ["sum"]
             ways = ["largest"] if c.function in PEAKS else ways
-            for axis in () if suspect is None else self._unlike(rank, c, -1):
+            ends = suspect is None or self._adds_up(rank, given)
+            for axis in () if ends else self._unlike(rank, c, -1):
                 for way in ways:
                     yield suspect or 0, _change(c, way, axis=axis)
             if suspect is not None and not c.function.startswith(MODULE):
@@ -101,10 +105,10 @@ class _Changes:
         """With a number in it times the size of an axis, or by it; and left out, where that leaves
         the shape."""
         mine = self._lines.computed(rank)
-        sizes = dict.fromkeys(len(g) for groups in self._axes.values() for g in groups)
-        for at, taken in enumerate(c.takes if c.function in OF_NUMBERS else ()):
-            if isinstance(taken, str) and _is_number(taken):
-                for size in (s for s in sizes if s > 1):
+        sizes = {len(g) for axis, groups in self._axes.items() if axis for g in groups}
+        for at in OF_NUMBERS.get(c.function, ()):
+            if isinstance(taken := c.takes[at], str) and _is_number(taken):
+                for size in sorted(sizes - {1}):
                     yield _change(c, "number", at=at, by=1 / size)
                     yield _change(c, "number", at=at, by=float(size))
         first = c.takes[0]
@@ -112,6 +116,25 @@ class _Changes:
             value, given = mine.values[first], mine.values[c.gives[0]]
             if value.shape == given.shape and given.dtype == value.dtype:
                 yield _change(c, "skip")
+
+    def _takes_wrong(self, rank: int, c: Computation) -> int:
+        """How much later what takes something is tried that is wrong already."""
+        wrong = any(isinstance(t, int) and self._states.forward(rank, t) == "wrong"
+                    for t in c.takes)  # fmt: skip
+        return len(SUSPECT) * wrong
+
+    def _adds_up(self, rank: int, number: int) -> bool:
+        """Whether all that is made of a value is a sum of it, and of what no gradient passes: as of
+        a loss, whose sum over ranks changes no gradient, or all of it by a factor."""
+        mine, ways = self._lines.computed(rank), self._lines.ways(rank)
+        reached = {number, *self._lines.after(rank, [number])}
+        for c in (mine.computations[p] for n in reached for p in ways.takes.get(n, ())):
+            passed = [t for t in c.takes if isinstance(t, int) and t in mine.with_graph]
+            several = c.function in ("mul", "div") and len(passed) > 1
+            below = c.function == "div" and c.takes[1] in mine.with_graph
+            if c.gives and (c.function not in LINEAR or several or below):
+                return False
+        return number in mine.with_graph
 
     def _is_one_of_several(self, rank: int, c: Computation, taken: int) -> bool:
         """Whether a gradient may come back another way, too: through what else a line takes, or

@@ -22,7 +22,7 @@ from sumgrad.subjects.program.seen_modules import seen_modules
 from sumgrad.subjects.program.tier_run import Tensors, TierRun
 from torch._C._distributed_c10d import Store
 
-MOST_S = 3.0  # for all of them together
+MOST_S = 8.0  # for all of them together
 MOST_RIGHT = 6  # more tell nothing more
 PATIENCE_S, PATIENCE_RAISED_S = 20.0, 2.0  # for ranks that may wait for this one in their step
 LEAST_S, MOST_TIMES = 3.0, 20.0  # after so long, or so many times its usual length, a step is stuck
