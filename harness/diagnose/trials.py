@@ -18,6 +18,7 @@ from sumgrad.record.directory import Record
 from sumgrad.record.reference import Grads
 from sumgrad.record.trial import Asked
 
+MOST_S = 8.0
 MOST_ELEMENTS = 1 << 20  # of the parameters: of a larger model no step is run so often
 
 
@@ -29,9 +30,11 @@ def is_to_be_tried(verdict: Verdict) -> bool:
     )
 
 
-def changes_to_try(record: Record, tier: str, step: int) -> tuple[Asked, Grads] | None:
+def changes_to_try(
+    record: Record, tier: str, step: int, *, seconds: float
+) -> tuple[Asked, Grads] | None:
     """The changes, and whole gradients by name. None where there is nothing that can be tried, as
-    over several pools, whose ranks run other code."""
+    over several pools, whose ranks run other code. seconds: for all of them."""
     case = Case(record=record, tier=tier, step=step)
     pools, reference = record.spec.topology.pools, case.reference
     lines = known_lines(case)
@@ -53,6 +56,7 @@ def changes_to_try(record: Record, tier: str, step: int) -> tuple[Asked, Grads] 
         changes=tuple(changes),
         bounds={name: one.threshold for name, one in wanted.items()},
         before=before,
+        seconds=min(seconds, MOST_S),
     )
     return asked, {name: one.value for name, one in wanted.items()}
 

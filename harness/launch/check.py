@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +42,7 @@ from sumgrad.subjects.subject import subject_of
 from sumgrad.topology.pools import Topology, topology_to_json
 
 Progress = Callable[[str], object]
+MOST_TIMES = 2.5  # as long as a failing run took, for all that explains it but a run on one rank
 
 
 def run_check(
@@ -54,6 +56,7 @@ def run_check(
 
     preload: the launcher is for this Program alone, and may import its libraries once for all.
     """
+    began = time.monotonic()
     launcher.start()
     imports = Imports()
     topology = startable(options)
@@ -84,6 +87,7 @@ def run_check(
         keep_partials=options.keep_partials,
         look=look_again if spec.opaque else None,
         tries=partial(try_changes, launcher=launcher, progress=progress) if spec.opaque else None,
+        took_s=time.monotonic() - began,
     )
     verdict = finish(run, problems=problems, progress=progress)
     if spec.opaque:
@@ -167,7 +171,8 @@ class Run:
     """A run whose ranks and references have ended and that is to be judged.
 
     look: runs a failing step again, with eyes on its modules, and says why it could not. tries:
-    runs it again with changes, where its cause is not proved, and says whether it did.
+    runs it again with changes for so many seconds, where its cause is not proved, and says whether
+    it did. took_s: how long the run took until it could be judged.
     """
 
     directory: Path
@@ -175,7 +180,8 @@ class Run:
     outcomes: Sequence[RankOutcome]
     keep_partials: bool = False
     look: Callable[[str, int], str | None] | None = None
-    tries: Callable[[Record, str, int], bool] | None = None
+    tries: Callable[[Record, str, int, float], bool] | None = None
+    took_s: float = 0.0
 
 
 def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Verdict:
@@ -183,7 +189,7 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
 
     problems: why a reference is missing, or not to be relied on; kept with the run.
     """
-    directory = run.directory
+    directory, began = run.directory, time.monotonic()
     write_outcomes(directory, run.outcomes)
     if problems:
         write_problems(directory, problems)
@@ -212,8 +218,9 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
             record = load_record(directory)
             verdict = judge(record)
             if run.tries is not None and is_to_be_tried(verdict):
+                left = MOST_TIMES * run.took_s - (time.monotonic() - began)
                 with contextlib.suppress(OSError):
-                    if run.tries(record, tier, step):
+                    if run.tries(record, tier, step, left):
                         write_manifest(directory)
                         tried = record.with_trials()
                         if any(one.right for one in tried.trials):

@@ -18,14 +18,22 @@ from sumgrad.record.trial import TRIALS, Trial, read_asked, write_asked, write_t
 from sumgrad.subjects.program.job import UserStep
 
 TRYING = "trying what would make it right"  # the phase, as it is shown
+START_S, LEAST_S = 1.5, 1.5  # of ranks, until they try; for trials at least
 MOST_S = 30.0  # for a rank that waits for one which a change has stopped
 
 
 def try_changes(
-    record: Record, tier: str, step: int, *, launcher: Launcher, progress: Callable[[str], object]
+    record: Record,
+    tier: str,
+    step: int,
+    seconds: float,
+    *,
+    launcher: Launcher,
+    progress: Callable[[str], object],
 ) -> bool:
-    """Whether anything was tried; what came of it lies in the record's directory."""
-    what = changes_to_try(record, tier, step)
+    """Whether anything was tried; what came of it lies in the record's directory. seconds: for all
+    of it, so far as a few trials fit."""
+    what = changes_to_try(record, tier, step, seconds=max(seconds - START_S, LEAST_S))
     if what is None:
         return False
     asked, wanted = what

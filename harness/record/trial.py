@@ -43,13 +43,15 @@ class Change:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """tier, step: that failed. bounds: by how much each parameter's gradient may be off. before:
-    rank -> the digest of the gradients that it had; a step that has others now tells nothing."""
+    rank -> the digest of the gradients that it had; a step that has others now tells nothing.
+    seconds: for all changes together."""
 
     tier: str
     step: int
     changes: tuple[Change, ...]
     bounds: Mapping[str, float]
     before: Mapping[int, str]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,7 @@ def read_asked(folder: Path) -> tuple[Asked, Grads]:
         changes=tuple(Change(**one) for one in said["changes"]),
         bounds=said["bounds"],
         before={int(rank): digest for rank, digest in said["before"].items()},
+        seconds=float(said["seconds"]),
     )
     return asked, dict(read_tensors(folder / WANTED))
 

@@ -22,7 +22,7 @@ from sumgrad.subjects.program.seen_modules import seen_modules
 from sumgrad.subjects.program.tier_run import Tensors, TierRun
 from torch._C._distributed_c10d import Store
 
-MOST_S = 8.0  # for all of them together
+MOST_TRIAL_S = 2.0  # a longer step is not run so often
 MOST_RIGHT = 6  # more tell nothing more
 PATIENCE_S, PATIENCE_RAISED_S = 20.0, 2.0  # for ranks that may wait for this one in their step
 LEAST_S, MOST_TIMES = 3.0, 20.0  # after so long, or so many times its usual length, a step is stuck
@@ -62,14 +62,18 @@ class Trials:
         self._modules = dict(seen_modules(run.model, names))
 
     def found(self) -> Iterator[Trial]:
-        """In order, until their time is over. Nothing where the step does not fail as it did."""
+        """In order, until their time is over. Nothing where the step does not fail as it did, or
+        is too long to be run often."""
         began = time.monotonic()
         if not self._is_as_it_was():
+            return
+        is_long = self._usual_s > MOST_TRIAL_S
+        if "late" in self._agreement.of_all("late" if is_long else "no"):
             return
         right = 0
         for change in self._asked.changes:
             own = self._told(change)
-            late = own == "no" and time.monotonic() - began > MOST_S
+            late = own == "no" and time.monotonic() - began > self._asked.seconds
             told = self._agreement.of_all("late" if late else own)
             is_right = {*told} == {"yes"}
             if is_right and not self._is_as_it_was():

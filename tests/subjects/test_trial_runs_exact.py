@@ -191,10 +191,10 @@ class Step:
         return given, {}
 
 
-def found(monkeypatch, gives, *, changes=CHANGES, step=0, bound=1e-9):
+def found(monkeypatch, gives, *, changes=CHANGES, step=0, bound=1e-9, seconds=99.0):
     run = Step(gives, monkeypatch)
     asked = Asked(tier="structure", step=step, changes=changes, bounds={"w": bound},
-                  before={0: hash_weights(FAILED)})  # fmt: skip
+                  before={0: hash_weights(FAILED)}, seconds=seconds)  # fmt: skip
     return [*Trials(run, asked, WANTED, Alone()).found()], run
 
 
@@ -250,9 +250,10 @@ def test_enough_that_are_right_or_no_time_left_end_it(monkeypatch):
     monkeypatch.setattr(trials, "MOST_RIGHT", 2)
     told, _ = found(monkeypatch, right_with(*range(9)))
     assert len(told) == 2
-    monkeypatch.setattr(trials, "MOST_S", 0.0)
-    told, _ = found(monkeypatch, right_with())
+    told, _ = found(monkeypatch, right_with(), seconds=0.0)
     assert len(told) == 1
+    monkeypatch.setattr(trials, "MOST_TRIAL_S", 0.0)
+    assert found(monkeypatch, right_with())[0] == []
 
 
 def test_the_steps_before_are_changed_too(monkeypatch):
@@ -294,7 +295,7 @@ def test_ranks_agree_over_a_store_and_wait_for_nobody_for_ever(monkeypatch):
 
 def test_what_is_asked_and_found_is_read_as_it_was_written(tmp_path):
     asked = Asked(tier="structure", step=1, changes=CHANGES[:2], bounds={"w": 1e-9},
-                  before={0: "a", 3: "b"})  # fmt: skip
+                  before={0: "a", 3: "b"}, seconds=2.5)  # fmt: skip
     folder = tmp_path / TRIALS
     folder.mkdir()
     write_asked(folder, asked, WANTED)
