@@ -57,6 +57,12 @@ def changes_to_try(
         bounds={name: one.threshold for name, one in wanted.items()},
         before=before,
         seconds=min(seconds, MOST_S),
+        lift=any(
+            info.get("lifted")
+            for held in record.ranks.values()
+            for (one, _), info in held.info.items()
+            if one == tier
+        ),
     )
     return asked, {name: one.value for name, one in wanted.items()}
 

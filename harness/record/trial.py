@@ -44,7 +44,7 @@ class Change:
 class Asked:
     """tier, step: that failed. bounds: by how much each parameter's gradient may be off. before:
     rank -> the digest of the gradients that it had; a step that has others now tells nothing.
-    seconds: for all changes together."""
+    seconds: for all changes together. lift: whether the step had casts that were lifted."""
 
     tier: str
     step: int
@@ -52,6 +52,7 @@ class Asked:
     bounds: Mapping[str, float]
     before: Mapping[int, str]
     seconds: float
+    lift: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ def read_asked(folder: Path) -> tuple[Asked, Grads]:
         bounds=said["bounds"],
         before={int(rank): digest for rank, digest in said["before"].items()},
         seconds=float(said["seconds"]),
+        lift=bool(said["lift"]),
     )
     return asked, dict(read_tensors(folder / WANTED))
 

@@ -75,6 +75,7 @@ class Rank:
         self, job: RunSpec, asked: Asked, wanted: Grads, agreement: Agreement
     ) -> Iterator[Trial]:
         """A failing step, so or so; all ranks together. wanted: whole gradients by name."""
+        job = replace(job, lift=job.lift and asked.lift)  # to look for casts takes as long again
         run = TierRun(self._seat, job, asked.tier, getattr(torch, job.tiers[asked.tier]))
         try:
             with self.ledger.label(f"{SETUP}/trials"):
