@@ -67,7 +67,7 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second` to `thirty-sixth`: each of two hands more, or one, written when what came before was
+    `second` to `thirty-seventh`: each of two hands more, or one, written when what came before was
     known; sealed as a whole.
     """
     later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij", "sixth": "kl",
@@ -84,7 +84,8 @@ def halves() -> dict[str, list[Path]]:
              "thirtieth": ("bf", "bg"), "thirty-first": ("bh", "bi"),
              "thirty-second": ("bj", "bk"), "thirty-third": ("bl", "bm"),
              "thirty-fourth": ("bn", "bo"),
-             "thirty-fifth": ("bp", "bq"), "thirty-sixth": ("br", "bs")}  # fmt: skip
+             "thirty-fifth": ("bp", "bq"), "thirty-sixth": ("br", "bs"),
+             "thirty-seventh": ("bt", "bu")}  # fmt: skip
     found: dict[str, list[Path]] = {half: [] for half in ("learn", "sealed", *later)}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
