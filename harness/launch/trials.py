@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from sumgrad.base.errors import LaunchError
 from sumgrad.base.memory import keep_freed_memory
+from sumgrad.base.time_limit import time_limit
 from sumgrad.diagnose.trials import changes_to_try
 from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.local.launcher import Launcher, RankJob
@@ -19,6 +21,7 @@ from sumgrad.subjects.program.job import UserStep
 
 TRYING = "trying what would make it right"  # the phase, as it is shown
 START_S, LEAST_S = 1.5, 1.5  # of ranks, until they try; for trials at least
+MOST_LOOKING_S = 5.0  # for what may be tried
 MOST_S = 30.0  # for a rank that waits for one which a change has stopped
 
 
@@ -33,7 +36,11 @@ def try_changes(
 ) -> bool:
     """Whether anything was tried; what came of it lies in the record's directory. seconds: for all
     of it, so far as a few trials fit."""
-    what = changes_to_try(record, tier, step, seconds=max(seconds - START_S, LEAST_S))
+    try:
+        with time_limit(MOST_LOOKING_S):
+            what = changes_to_try(record, tier, step, seconds=max(seconds - START_S, LEAST_S))
+    except Exception:  # an error of ours takes no verdict away
+        return False
     if what is None:
         return False
     asked, wanted = what
@@ -50,7 +57,8 @@ def try_changes(
         timeout_s=min(record.spec.timeout_s, MOST_S),
     )
     write_asked(folder, asked, wanted)
-    launcher.run(job, progress=progress)  # one that ends badly has told what was tried before it
+    with contextlib.suppress(LaunchError):  # one that ends badly has told what was tried before it
+        launcher.run(job, progress=progress)
     return True
 
 

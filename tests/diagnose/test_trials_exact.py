@@ -249,5 +249,85 @@ def test_where_the_cause_is_known_nothing_is_tried(status, causes, tries):
     assert trials.is_to_be_tried(verdict(status, *causes)) == tries
 
 
+POOL = SimpleNamespace(name="train", axes=(("tp", 3), ("dp", 1)), ranks=(0, 1, 2))
+
+
+def record_of(*, pools=(POOL,), device="cpu", numel=4, ranks=3):
+    grad = torch.ones(numel).double()
+    held = SimpleNamespace(grads={("structure", 0): {"w": grad}}, info={("structure", 0): {}},
+                           events={("structure", 0): (SEND, SUMMED)})  # fmt: skip
+    topology = SimpleNamespace(pools=pools, world_size=3)
+    return SimpleNamespace(
+        spec=SimpleNamespace(topology=topology, device=device, tiers={"structure": "float64"}),
+        references={"structure": [SimpleNamespace(grads={"w": grad})]},
+        ranks=dict.fromkeys(range(ranks), held),
+    )
+
+
+SEND = {"op": "send", "peer": 2, "group": [0, 1, 2]}
+SUMMED = {"op": "allreduce", "group": [0, 1, 2]}
+CHANGE = Change(site="f.py:1:2", function="sum", way="sum", axis="tp")
+
+
+@pytest.fixture
+def asked_of(monkeypatch):
+    seen = []
+
+    def changes_of(lines, axes, pairs):
+        seen.append((lines, axes, pairs))
+        return [CHANGE]
+
+    groups = [("tp", [(0, 1, 2)]), ("train", [(0, 1, 2)]), ("0-1", [(0, 1)])]
+    monkeypatch.setattr(trials, "changes_of", changes_of)
+    monkeypatch.setattr(trials, "known_lines", lambda case: "lines")
+    monkeypatch.setattr(trials, "axis_groups", lambda case: groups)
+    monkeypatch.setattr(
+        trials, "expected",
+        lambda *_: SimpleNamespace(threshold=1e-9, value=torch.ones(4).double()),
+    )  # fmt: skip
+    return seen
+
+
+def test_what_the_ranks_are_asked(asked_of):
+    asked, wanted = trials.changes_to_try(record_of(), "structure", 0, seconds=99.0)
+    assert asked.changes == (CHANGE,)
+    assert (asked.tier, asked.step, asked.bounds) == ("structure", 0, {"w": 1e-9})
+    assert asked.seconds == trials.MOST_S
+    assert not asked.lift
+    assert len({*asked.before.values()}) == 1
+    assert sorted(asked.before) == [0, 1, 2]
+    assert torch.equal(wanted["w"], torch.ones(4).double())
+    ((lines, axes, pairs),) = asked_of
+    assert (lines, [*axes]) == ("lines", ["tp", ""])
+    assert pairs == {frozenset((0, 2)), frozenset((1, 2)), frozenset((2,))}
+
+
+def test_casts_that_were_lifted_are_lifted_again(asked_of):
+    record = record_of()
+    record.ranks[0].info["structure", 0]["lifted"] = {"f.py:3": 2}
+    assert trials.changes_to_try(record, "structure", 0, seconds=1.5)[0].lift
+    assert trials.changes_to_try(record, "structure", 0, seconds=1.5)[0].seconds == 1.5
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        record_of(pools=(POOL, POOL)),
+        record_of(device="cuda"),
+        record_of(numel=(1 << 20) + 1),
+        record_of(ranks=2),
+    ],
+)
+def test_where_nothing_can_be_tried(asked_of, record):
+    assert trials.changes_to_try(record, "structure", 0, seconds=1.0) is None
+
+
+def test_without_lines_or_changes_nothing_is_tried(asked_of, monkeypatch):
+    monkeypatch.setattr(trials, "changes_of", lambda *_: [])
+    assert trials.changes_to_try(record_of(), "structure", 0, seconds=1.0) is None
+    monkeypatch.setattr(trials, "known_lines", lambda case: None)
+    assert trials.changes_to_try(record_of(), "structure", 0, seconds=1.0) is None
+
+
 def test_only_where_a_place_is_all_that_is_known():
     assert tried.PLACES is trials.PLACES

@@ -7,6 +7,7 @@ what it takes is right and gets a gradient that is not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import torch
 from sumgrad.base.files import is_librarys
@@ -14,7 +15,7 @@ from sumgrad.diagnose.modules.inverses import PARTS_JOINED
 from sumgrad.diagnose.modules.lines import Lines
 from sumgrad.diagnose.modules.made_by import SHAPING
 from sumgrad.diagnose.modules.value_states import gradient_of
-from sumgrad.record.computed import MODULE, Computation
+from sumgrad.record.computed import MODULE, Computation, Computed
 from sumgrad.record.trial import Change, Way
 from torch import Tensor
 
@@ -37,10 +38,38 @@ def changes_of(lines: Lines, axes: Axes, pairs: Set[frozenset[int]]) -> list[Cha
     return _Changes(lines, axes).in_order(waits)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Numbers of values of which something with a gradient is made, and of those of which something
+    is made that is no sum of them and of what no gradient passes."""
+
+    ends: Set[int]
+    bent: Set[int]
+
+
+def _ways(mine: Computed) -> _Ways:
+    ends, bent = {*mine.with_graph}, set[int]()
+    for c in reversed(mine.computations):
+        if not ends.isdisjoint(c.gives):
+            ends.update(c.uses)
+        if c.gives and (_bends(c, mine) or not bent.isdisjoint(c.gives)):
+            bent.update(c.uses)
+    return _Ways(ends, bent)
+
+
+def _bends(c: Computation, mine: Computed) -> bool:
+    """Whether what it gives is no sum of what gradients pass, each but for a factor."""
+    passed = [t for t in c.takes if isinstance(t, int) and t in mine.with_graph]
+    several = c.function in ("mul", "div") and len(passed) > 1
+    below = c.function == "div" and not mine.with_graph.isdisjoint(c.takes[1:])
+    return c.function not in LINEAR or several or below
+
+
 class _Changes:
     def __init__(self, lines: Lines, axes: Axes) -> None:
         self._lines, self._states, self._axes = lines, lines.states, axes
         self._runs: dict[tuple[int, str], list[Computation]] = {}
+        self._ways = {rank: _ways(lines.computed(rank)) for rank in lines.states.ranks}
         for rank in lines.states.ranks:
             for c in lines.computed(rank).computations:
                 self._runs.setdefault((rank, _key(c)), []).append(c)
@@ -65,8 +94,7 @@ class _Changes:
         made that has a gradient."""
         if c.function_of or c.written or not _key(c) or is_librarys(c.line) or not c.gives:
             return False
-        graph = self._lines.computed(rank).with_graph
-        return any(n in graph for n in (*c.gives, *self._lines.after(rank, c.gives)))
+        return not self._ways[rank].ends.isdisjoint(c.gives)
 
     def _at(self, rank: int, c: Computation) -> Iterator[tuple[int, Change]]:
         """Changes, each with how soon it is to be tried."""
@@ -79,8 +107,9 @@ class _Changes:
             suspect = SUSPECT.get(self._states.forward(rank, given))
             ways: list[Way] = ["sum", "sum_both"] if given in mine.with_graph else ["sum"]
             ways = ["largest"] if c.function in PEAKS else ways
-            ends = suspect is None or self._adds_up(rank, given)
-            for axis in () if ends else self._unlike(rank, c, -1):
+            # The sum over ranks of what only adds up to a loss changes no gradient.
+            adds_up = given in mine.with_graph and given not in self._ways[rank].bent
+            for axis in () if suspect is None or adds_up else self._unlike(rank, c, -1):
                 for way in ways:
                     yield suspect or 0, _change(c, way, axis=axis)
             if suspect is not None and not c.function.startswith(MODULE):
@@ -107,7 +136,8 @@ class _Changes:
         mine = self._lines.computed(rank)
         sizes = {len(g) for axis, groups in self._axes.items() if axis for g in groups}
         for at in OF_NUMBERS.get(c.function, ()):
-            if isinstance(taken := c.takes[at], str) and _is_number(taken):
+            taken = c.takes[at] if at < len(c.takes) else 0
+            if isinstance(taken, str) and _is_number(taken):
                 for size in sorted(sizes - {1}):
                     yield _change(c, "number", at=at, by=1 / size)
                     yield _change(c, "number", at=at, by=float(size))
@@ -122,19 +152,6 @@ class _Changes:
         wrong = any(isinstance(t, int) and self._states.forward(rank, t) == "wrong"
                     for t in c.takes)  # fmt: skip
         return len(SUSPECT) * wrong
-
-    def _adds_up(self, rank: int, number: int) -> bool:
-        """Whether all that is made of a value is a sum of it, and of what no gradient passes: as of
-        a loss, whose sum over ranks changes no gradient, or all of it by a factor."""
-        mine, ways = self._lines.computed(rank), self._lines.ways(rank)
-        reached = {number, *self._lines.after(rank, [number])}
-        for c in (mine.computations[p] for n in reached for p in ways.takes.get(n, ())):
-            passed = [t for t in c.takes if isinstance(t, int) and t in mine.with_graph]
-            several = c.function in ("mul", "div") and len(passed) > 1
-            below = c.function == "div" and c.takes[1] in mine.with_graph
-            if c.gives and (c.function not in LINEAR or several or below):
-                return False
-        return number in mine.with_graph
 
     def _is_one_of_several(self, rank: int, c: Computation, taken: int) -> bool:
         """Whether a gradient may come back another way, too: through what else a line takes, or
