@@ -16,13 +16,13 @@ from sumgrad.launch.local.launcher import Launcher, RankJob
 from sumgrad.launch.rank import local_group
 from sumgrad.record.directory import Record
 from sumgrad.record.spec import read_spec
-from sumgrad.record.trial import TRIALS, Trial, read_asked, write_asked, write_trials
+from sumgrad.record.trial import TRIALS, Trial, finish_trials, read_asked, write_asked, write_trials
 from sumgrad.subjects.program.job import UserStep
 
 TRYING = "trying what would make it right"  # the phase, as it is shown
 START_S, LEAST_S = 1.5, 1.5  # of ranks, until they try; for trials at least
 MOST_LOOKING_S = 5.0  # for what may be tried
-MOST_S = 30.0  # for a rank that waits for one which a change has stopped
+LATE_S = 25.0  # for ranks to start, and to see that one is stuck
 
 
 def try_changes(
@@ -54,11 +54,12 @@ def try_changes(
         num_ranks=num_ranks,
         directory=folder,
         pools=[topology.pool_of(r).name for r in range(num_ranks)],
-        timeout_s=min(record.spec.timeout_s, MOST_S),
+        timeout_s=min(record.spec.timeout_s, asked.seconds + LATE_S),
     )
     write_asked(folder, asked, wanted)
     with contextlib.suppress(LaunchError):  # one that ends badly has told what was tried before it
         launcher.run(job, progress=progress)
+    finish_trials(folder)
     return True
 
 
@@ -68,7 +69,7 @@ def trial_rank(guard: RankGuard) -> dict[str, Any]:
     folder, rank = guard.env.directory, guard.env.rank
     asked, wanted = read_asked(folder)
     told: list[Trial] = []
-    place = folder / f"agreement_{guard.env.rendezvous.name}"
+    place = guard.env.rendezvous.with_name("agreement")
     with local_group(guard) as ledger:
         store = dist.FileStore(str(place), guard.env.world_size)  # type: ignore[attr-defined]
         step = UserStep(read_spec(folder.parent))

@@ -7,6 +7,7 @@ trials/found.json           what came of it, in order, as far as it got
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,9 +18,11 @@ from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import DAMAGED
 
 TRIALS = "trials"  # the folder of a run's
-ASKED, WANTED, FOUND = "asked.json", "wanted.safetensors", "found.json"
+ASKED, WANTED, MADE, FOUND = "asked.json", "wanted.safetensors", "made.json", "found.json"
 # Over the ranks of an axis: in the forward alone, in both, in the backward alone; the largest.
-Way = Literal["sum", "sum_both", "sum_back", "largest", "detach", "attach", "skip", "number"]
+Way = Literal[
+    "sum", "sum_both", "sum_back", "largest", "smallest", "detach", "attach", "skip", "number"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """tier, step: that failed. bounds: by how much each parameter's gradient may be off. before:
+    """tier, step: that failed. bounds: by how much each parameter's gradient may be off, by
+    STEP/NAME, of that step and those before it. before:
     rank -> the digest of the gradients that it had; a step that has others now tells nothing.
     seconds: for all changes together. lift: whether the step had casts that were lifted."""
 
@@ -85,7 +89,13 @@ def read_asked(folder: Path) -> tuple[Asked, Grads]:
 
 def write_trials(folder: Path, found: Sequence[Trial]) -> None:
     """Write those that were made so far."""
-    write_json(folder / FOUND, [asdict(one) for one in found])
+    write_json(folder / MADE, [asdict(one) for one in found])
+
+
+def finish_trials(folder: Path) -> None:
+    """What was written so far is all."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / MADE).replace(folder / FOUND)
 
 
 def read_trials(directory: Path) -> tuple[Trial, ...]:

@@ -119,6 +119,51 @@ def test_calls_of_other_shapes_or_more_of_them_cannot_be_summed():
     assert not [c for c, at in tried_of(lines_of(*ranks)) if c.axis and "keepdim" in at]
 
 
+def test_a_sum_is_made_where_every_group_can():
+    """The last two ranks do not run the line equally often: they would wait for each other."""
+
+    def twice(x):
+        return part(x) + part(x * 2)
+
+    axes = {"tp": [(0, 1), (2, 3)]}
+    ranks = [*parts()[:2], recorded(part, X[:, :2]), recorded(twice, X[:, 2:4])]
+    lines = lines_of(*ranks)
+    lines.states.sets = [group for groups in axes.values() for group in groups]
+    assert not [c for c, at in tried_of(lines, axes) if c.axis and "keepdim" in at]
+    ranks[3] = recorded(part, X[:, 2:4])
+    lines = lines_of(*ranks)
+    assert [c for c, at in tried_of(lines, axes) if c.axis and "keepdim" in at]
+
+
+def test_what_comes_from_a_function_of_the_users_is_none_of_torchs():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.square().sum(-1, keepdim=True)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.expand(-1, 2)
+
+    def step(x):
+        return (x / Own.apply(x).sqrt()).square().sum()
+
+    found = tried_of(lines_of(*(recorded(step, X[:, columns]) for columns in COLUMNS)))
+    assert not [at for c, at in found if at == "Own.apply(x)" or "keepdim" in at]
+
+
+@pytest.mark.parametrize(("peak", "way"), [("amax", "largest"), ("amin", "smallest")])
+def test_of_a_largest_the_largest_over_ranks_is_tried(peak, way):
+    def step(x):
+        return (x / getattr(x, peak)(-1, keepdim=True)).square().sum()
+
+    found = tried_of(lines_of(*(recorded(step, X[:, columns]) for columns in COLUMNS),
+                              single=recorded(step, X)))  # fmt: skip
+    assert {c.way for c, at in found if "keepdim" in at and "/" not in at and c.at < 0} == {
+        way
+    }  # fmt: skip
+
+
 def test_where_ranks_send_each_other_something_sums_come_last():
     lines = lines_of(*parts())
     usual = [c for c, _ in tried_of(lines)]
@@ -252,14 +297,16 @@ def test_where_the_cause_is_known_nothing_is_tried(status, causes, tries):
 POOL = SimpleNamespace(name="train", axes=(("tp", 3), ("dp", 1)), ranks=(0, 1, 2))
 
 
-def record_of(*, pools=(POOL,), device="cpu", numel=4, ranks=3):
+def record_of(*, pools=(POOL,), device="cpu", numel=4, ranks=3, fault=None):
     grad = torch.ones(numel).double()
     held = SimpleNamespace(grads={("structure", 0): {"w": grad}}, info={("structure", 0): {}},
                            events={("structure", 0): (SEND, SUMMED)})  # fmt: skip
     topology = SimpleNamespace(pools=pools, world_size=3)
     return SimpleNamespace(
-        spec=SimpleNamespace(topology=topology, device=device, tiers={"structure": "float64"}),
-        references={"structure": [SimpleNamespace(grads={"w": grad})]},
+        spec=SimpleNamespace(
+            topology=topology, device=device, tiers={"structure": "float64"}, fault=fault
+        ),
+        references={"structure": [SimpleNamespace(grads={"w": grad})] * 2},
         ranks=dict.fromkeys(range(ranks), held),
     )
 
@@ -291,13 +338,17 @@ def asked_of(monkeypatch):
 def test_what_the_ranks_are_asked(asked_of):
     asked, wanted = trials.changes_to_try(record_of(), "structure", 0, seconds=99.0)
     assert asked.changes == (CHANGE,)
-    assert (asked.tier, asked.step, asked.bounds) == ("structure", 0, {"w": 1e-9})
+    assert (asked.tier, asked.step, asked.bounds) == ("structure", 0, {"0/w": 1e-9})
     assert asked.seconds == trials.MOST_S
     assert not asked.lift
     assert len({*asked.before.values()}) == 1
     assert sorted(asked.before) == [0, 1, 2]
-    assert torch.equal(wanted["w"], torch.ones(4).double())
-    ((lines, axes, pairs),) = asked_of
+    assert torch.equal(wanted["0/w"], torch.ones(4).double())
+    later = record_of()
+    for held in later.ranks.values():
+        held.grads["structure", 1] = held.grads["structure", 0]
+    assert [*trials.changes_to_try(later, "structure", 1, seconds=1.0)[1]] == ["0/w", "1/w"]
+    (lines, axes, pairs) = asked_of[0]
     assert (lines, [*axes]) == ("lines", ["tp", ""])
     assert pairs == {frozenset((0, 2)), frozenset((1, 2)), frozenset((2,))}
 
@@ -316,6 +367,7 @@ def test_casts_that_were_lifted_are_lifted_again(asked_of):
         record_of(device="cuda"),
         record_of(numel=(1 << 20) + 1),
         record_of(ranks=2),
+        record_of(fault="avg_on_ci"),
     ],
 )
 def test_where_nothing_can_be_tried(asked_of, record):

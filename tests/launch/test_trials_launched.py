@@ -55,7 +55,7 @@ def test_ranks_are_started_once_with_what_they_are_to_try(record, monkeypatch):
     assert read_asked(record.directory / TRIALS)[0] == ASKED
     (job,) = jobs
     assert (job.num_ranks, job.pools) == (2, ["train", "train"])
-    assert job.timeout_s == trials.MOST_S
+    assert job.timeout_s == ASKED.seconds + trials.LATE_S
     assert told == [9.0 - trials.START_S]
 
 

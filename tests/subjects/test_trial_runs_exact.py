@@ -14,6 +14,7 @@ from sumgrad.record.trial import (
     Asked,
     Change,
     Trial,
+    finish_trials,
     read_asked,
     read_trials,
     write_asked,
@@ -85,7 +86,7 @@ def test_a_sum_of_what_a_line_gives_and_nothing_else(three_ranks):
 
 @pytest.mark.parametrize(
     ("way", "forward", "backward"),
-    [("sum", 3, 1), ("sum_both", 3, 3), ("sum_back", 1, 3), ("largest", 1, 1)],
+    [("sum", 3, 1), ("sum_both", 3, 3), ("sum_back", 1, 3), ("largest", 1, 1), ("smallest", 1, 1)],
 )
 def test_a_sum_in_the_forward_and_in_the_backward(three_ranks, way, forward, backward):
     x = X.clone().requires_grad_()
@@ -94,7 +95,8 @@ def test_a_sum_in_the_forward_and_in_the_backward(three_ranks, way, forward, bac
     assert torch.equal(out, forward * X)
     out.sum().backward()
     assert torch.equal(x.grad, torch.full_like(X, backward))
-    op = dist.ReduceOp.MAX if way == "largest" else dist.ReduceOp.SUM
+    ops = {"largest": dist.ReduceOp.MAX, "smallest": dist.ReduceOp.MIN}
+    op = ops.get(way, dist.ReduceOp.SUM)
     assert {*three_ranks} == {(op, "group")}
     assert len(three_ranks) == (2 if way == "sum_both" else 1)
 
@@ -111,6 +113,21 @@ def test_an_argument_is_counted_as_a_computations_are(three_ranks):
     ]
     three = F.group_norm(torch.cat([h, 3 * h])[:, :, None], num_groups=3)[..., 0].tanh()
     assert torch.allclose(ran(change(norm, "number", at=at, by=1.5)), three)
+
+
+def test_what_runs_in_a_backward_and_what_is_no_number_is_left_as_it_is(three_ranks):
+    """Where a checkpoint runs its lines again, the first pass has made the sum."""
+    own = change("kept * 3.0", "sum", axis="tp")
+    x = X.clone().requires_grad_()
+    with Changed(own, None, {}):
+        out = torch.utils.checkpoint.checkpoint(stepped, x, W, use_reentrant=False)
+        out.sum().backward()
+    assert len(three_ranks) == 1
+    whole = torch.arange(4)
+    assert Changed(own, None, {})._otherwise(whole) is whole
+    before = X.clone()
+    ran(change("torch.cat([h, scaled])", "sum", at=0))
+    assert torch.equal(before, X)
 
 
 def test_what_is_detached_or_not_or_left_out():
@@ -153,7 +170,8 @@ def test_what_goes_into_a_module_and_what_it_gives(three_ranks):
         assert torch.equal(model(x), model[0](x).tanh())
 
 
-WANTED = {"w": torch.tensor([1.0, 2.0]).double()}
+RIGHT = {"w": torch.tensor([1.0, 2.0]).double()}
+WANTED = {"0/w": RIGHT["w"], "1/w": RIGHT["w"]}
 FAILED = {"w": torch.tensor([1.0, 3.0]).double()}
 CHANGES = tuple(Change(site=f"f.py:{i}", function="mul", way="sum") for i in range(9))
 
@@ -193,21 +211,22 @@ class Step:
 
 def found(monkeypatch, gives, *, changes=CHANGES, step=0, bound=1e-9, seconds=99.0):
     run = Step(gives, monkeypatch)
-    asked = Asked(tier="structure", step=step, changes=changes, bounds={"w": bound},
+    asked = Asked(tier="structure", step=step, changes=changes, bounds={"0/w": bound, "1/w": bound},
                   before={0: hash_weights(FAILED)}, seconds=seconds)  # fmt: skip
     return [*Trials(run, asked, WANTED, Alone()).found()], run
 
 
 def right_with(*numbers):
-    return lambda change, _: WANTED if change in [CHANGES[n] for n in numbers] else FAILED
+    return lambda change, _: RIGHT if change in [CHANGES[n] for n in numbers] else FAILED
 
 
 def test_which_changes_make_all_gradients_right(monkeypatch):
     told, run = found(monkeypatch, right_with(2, 4))
     assert [one.right for one in told] == [n in (2, 4) for n in range(9)]
     assert [one.change for one in told] == [*CHANGES]
-    # As it is, each of them, and as it is again after each that is right.
+    # As it is; and again after each that is right, which is made once more.
     assert run.asked.count(None) == 3
+    assert [run.asked.count(change) for change in CHANGES] == [1, 1, 2, 1, 2, 1, 1, 1, 1]
 
 
 def test_nothing_is_told_where_the_step_does_not_fail_as_it_did(monkeypatch):
@@ -217,8 +236,20 @@ def test_nothing_is_told_where_the_step_does_not_fail_as_it_did(monkeypatch):
 
 def test_a_step_that_remembers_tells_nothing(monkeypatch):
     """It is right from the third time on, whatever is changed."""
-    told, _ = found(monkeypatch, lambda _, times: WANTED if times > 2 else FAILED)
+    told, _ = found(monkeypatch, lambda _, times: RIGHT if times > 2 else FAILED)
     assert [one.right for one in told] == [False]
+
+
+def test_what_the_change_before_has_left_makes_no_change_right(monkeypatch):
+    """A step that shows a change one step later."""
+    past = [None]
+
+    def gives(change, _):
+        past.append(change)
+        return RIGHT if past[-2] == CHANGES[0] else FAILED
+
+    told, _ = found(monkeypatch, gives)
+    assert [one.right for one in told] == [False] * 9
 
 
 def test_what_raises_is_not_right_and_the_others_are_tried(monkeypatch):
@@ -232,7 +263,7 @@ def test_what_raises_is_not_right_and_the_others_are_tried(monkeypatch):
         return ValueError("no graph") if change == CHANGES[0] else {"w": FAILED["w"] + times}
 
     told, _ = found(monkeypatch, lambda c, t: FAILED if t == 1 else breaks(c, t))
-    assert [one.right for one in told] == [False]
+    assert told == []
 
 
 def test_no_gradient_is_zero_and_one_of_another_shape_is_wrong(monkeypatch):
@@ -259,6 +290,64 @@ def test_enough_that_are_right_or_no_time_left_end_it(monkeypatch):
 def test_the_steps_before_are_changed_too(monkeypatch):
     _, run = found(monkeypatch, right_with(), changes=CHANGES[:1], step=1)
     assert run.asked == [None, None, CHANGES[0], CHANGES[0]]
+
+
+def test_the_steps_before_have_to_stay_right(monkeypatch):
+    def gives(change, times):
+        first = times % 2
+        return FAILED if (change is None) != bool(first) else RIGHT
+
+    assert not any(one.right for one in found(monkeypatch, gives, step=1)[0])
+
+    def both(change, times):
+        return RIGHT if change == CHANGES[1] or times % 2 else FAILED
+
+    assert [one.right for one in found(monkeypatch, both, step=1)[0]] == [n == 1 for n in range(9)]
+
+
+def test_changes_that_raise_take_no_more_time_either(monkeypatch):
+    def gives(change, _):
+        return FAILED if change is None else ValueError("no graph")
+
+    assert len(found(monkeypatch, gives, seconds=0.0)[0]) == 1
+
+
+def test_every_rank_has_to_be_right_with_its_own_part(monkeypatch):
+    """Of two ranks, each of which holds one of two numbers, the second is right with another."""
+    store, told = dist.HashStore(), {}
+    own = {0: (1.0, 9.0), 1: (2.0, 3.0)}  # right, and as it failed
+    local = threading.local()
+    monkeypatch.setattr(trials, "names_of_modules", lambda *_: {})
+    monkeypatch.setattr(trials, "seen_modules", lambda *_: [])
+    monkeypatch.setattr(
+        Trials, "_changed", lambda self, change: setattr(local, "now", change) or torch.no_grad()
+    )
+
+    def one(rank, right_with):
+        def step(_):
+            right, wrong = own[rank]
+            return {"w": torch.tensor([right if local.now in right_with else wrong]).double()}, {}
+
+        run = SimpleNamespace(
+            seat=SimpleNamespace(rank=rank), model=nn.Module(), modules={}, step=step,
+            placement=SimpleNamespace(placed=[
+                SimpleNamespace(name="w", slice=lambda full: full[rank : rank + 1]),
+                SimpleNamespace(name="of no reference", slice=lambda full: full),
+            ]),
+        )  # fmt: skip
+        before = {r: hash_weights({"w": torch.tensor([own[r][1]]).double()}) for r in own}
+        asked = Asked(tier="structure", step=0, changes=CHANGES[:4], bounds={"0/w": 1e-9},
+                      before=before, seconds=99.0)  # fmt: skip
+        made = Trials(run, asked, {"0/w": RIGHT["w"]}, Agreement(store, rank, 2)).found()
+        told[rank] = [trial.right for trial in made]
+
+    right_with = {0: CHANGES[:2], 1: CHANGES[1:3]}
+    threads = [threading.Thread(target=one, args=(r, right_with[r])) for r in own]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+    assert told == {0: [False, True, False, False], 1: [False, True, False, False]}
 
 
 def test_a_step_that_is_stuck_ends_its_process(monkeypatch):
@@ -301,10 +390,13 @@ def test_what_is_asked_and_found_is_read_as_it_was_written(tmp_path):
     write_asked(folder, asked, WANTED)
     again, wanted = read_asked(folder)
     assert again == asked
-    assert torch.equal(wanted["w"], WANTED["w"])
+    assert torch.equal(wanted["0/w"], WANTED["0/w"])
+    finish_trials(folder)
     assert read_trials(tmp_path) == ()
     told = (Trial(change=CHANGES[0], right=True), Trial(change=CHANGES[1], right=False))
     write_trials(folder, told)
+    assert read_trials(tmp_path) == ()  # ranks try yet
+    finish_trials(folder)
     assert read_trials(tmp_path) == told
     (folder / "found.json").write_text('[{"change": {"odd": 1}, "right": true}]')
     assert read_trials(tmp_path) == ()

@@ -22,7 +22,10 @@ from torch import Tensor
 MOST_CHANGES = 40  # each is a step of all ranks
 # In which order a forward's, and a backward's, states are tried: a part is what lacks a sum.
 SUSPECT = {"part": 0, "wrong": 1, "untold": 2}
-PEAKS = {"max", "amax", "min", "amin", "maximum", "minimum", "topk", "aminmax"}
+PEAKS: Mapping[str, Way] = {
+    "max": "largest", "amax": "largest", "maximum": "largest",
+    "min": "smallest", "amin": "smallest", "minimum": "smallest",
+}  # fmt: skip
 # Functions with numbers that may be those of a whole, or of a part, and which: a count, groups.
 OF_NUMBERS = {"mul": (0, 1), "div": (0, 1), "rdiv": (1,), "pow": (1,), "group_norm": (1,)}
 LINEAR = {"add", "sub", "rsub", "neg", "sum", "mean", "mul", "div", *SHAPING, *PARTS_JOINED}
@@ -69,6 +72,7 @@ class _Changes:
     def __init__(self, lines: Lines, axes: Axes) -> None:
         self._lines, self._states, self._axes = lines, lines.states, axes
         self._runs: dict[tuple[int, str], list[Computation]] = {}
+        self._known: dict[tuple[str, str, int], bool] = {}
         self._ways = {rank: _ways(lines.computed(rank)) for rank in lines.states.ranks}
         for rank in lines.states.ranks:
             for c in lines.computed(rank).computations:
@@ -104,9 +108,11 @@ class _Changes:
         mine = self._lines.computed(rank)
         if len(c.gives) == 1 and mine.values[c.gives[0]].dtype == torch.float64:
             given = c.gives[0]
-            suspect = SUSPECT.get(self._states.forward(rank, given))
+            # A largest of some numbers is one of them, and looks right.
+            usual = SUSPECT["wrong"] if c.function in PEAKS else None
+            suspect = SUSPECT.get(self._states.forward(rank, given), usual)
             ways: list[Way] = ["sum", "sum_both"] if given in mine.with_graph else ["sum"]
-            ways = ["largest"] if c.function in PEAKS else ways
+            ways = [PEAKS[c.function]] if c.function in PEAKS else ways
             # The sum over ranks of what only adds up to a loss changes no gradient.
             adds_up = given in mine.with_graph and given not in self._ways[rank].bent
             for axis in () if suspect is None or adds_up else self._unlike(rank, c, -1):
@@ -163,19 +169,26 @@ class _Changes:
     def _unlike(self, rank: int, c: Computation, at: int) -> Iterator[str]:
         """Axes over whose ranks all calls have what they give in one shape, or the gradient of
         argument `at`, and not all alike: else a sum is a factor."""
-        for axis, groups in self._axes.items():
-            group = next((g for g in groups if rank in g), ())
-            held = [[*self._held(r, _key(c), at)] for r in group]
-            if len(held) < 2 or len({len(own) for own in held}) > 1:
-                continue
-            together = [*zip(*held, strict=True)]
-            if any(v is None for own in together for v in own):
-                continue
-            known = [[v for v in own if v is not None] for own in together]
-            if all(len({v.shape for v in own}) == 1 for own in known) and any(
-                not torch.equal(own[0], v) for own in known for v in own
-            ):
+        for axis in self._axes:
+            key = axis, _key(c), at
+            if key not in self._known:
+                self._known[key] = self._is_unlike(*key)
+            if self._known[key]:
                 yield axis
+
+    def _is_unlike(self, axis: str, key: str, at: int) -> bool:
+        """In every group, for all ranks do what one does: else some wait for what never comes."""
+        unlike = False
+        for group in self._axes[axis]:
+            held = [[*self._held(rank, key, at)] for rank in group]
+            if len(held) < 2 or len({len(own) for own in held}) > 1 or not held[0]:
+                return False
+            for own in zip(*held, strict=True):
+                known = [v for v in own if v is not None]
+                if len(known) < len(own) or len({v.shape for v in known}) > 1:
+                    return False
+                unlike = unlike or any(not torch.equal(known[0], v) for v in known)
+        return unlike
 
     def _held(self, rank: int, key: str, at: int) -> Iterator[Tensor | None]:
         mine = self._lines.computed(rank)
@@ -197,7 +210,13 @@ def _change(c: Computation, way: Way, *, axis: str = "", at: int = -1, by: float
 
 
 def _sums(change: Change, axes: Set[str]) -> bool:
-    return change.axis in axes and change.way in ("sum", "sum_both", "sum_back", "largest")
+    return change.axis in axes and change.way in (
+        "sum",
+        "sum_both",
+        "sum_back",
+        "largest",
+        "smallest",
+    )
 
 
 def _is_number(words: str) -> bool:

@@ -97,8 +97,9 @@ class _Otherwise(torch.autograd.Function):
         out = tensor.detach().clone()
         if change.way in ("sum", "sum_both"):
             dist.all_reduce(out, dist.ReduceOp.SUM, group)
-        elif change.way == "largest":
-            dist.all_reduce(out, dist.ReduceOp.MAX, group)
+        elif change.way in ("largest", "smallest"):
+            op = dist.ReduceOp.MAX if change.way == "largest" else dist.ReduceOp.MIN
+            dist.all_reduce(out, op, group)
         return out
 
     @staticmethod

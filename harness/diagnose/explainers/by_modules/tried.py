@@ -13,7 +13,8 @@ from sumgrad.record.computed import MODULE, Computation
 from sumgrad.record.trial import Change
 
 # Those that tell most first: a sum in the forward is no mere factor.
-WAYS = ("sum", "sum_both", "largest", "attach", "sum_back", "detach", "skip", "number")
+WAYS = ("sum", "sum_both", "largest", "smallest", "attach", "sum_back", "detach", "skip",
+        "number")  # fmt: skip
 MOST_OTHERS = 2
 
 
@@ -65,6 +66,7 @@ def _in_words(change: Change, c: Computation) -> str:
         "sum": f"were {what} summed {over} in the forward",
         "sum_both": f"were {what} summed {over}, and its gradient, too",
         "largest": f"were {what} the largest {over}",
+        "smallest": f"were {what} the smallest {over}",
         "attach": "were it not detached",
         "sum_back": f"were {of} summed {over}",
         "detach": f"were {what} detached",
