@@ -42,7 +42,7 @@ from sumgrad.subjects.subject import subject_of
 from sumgrad.topology.pools import Topology, topology_to_json
 
 Progress = Callable[[str], object]
-MOST_TIMES = 2.5  # as long as a failing run took, for all that explains it but a run on one rank
+MOST_TIMES = 2.2  # as long as a failing run took, for all that explains it but a run on one rank
 
 
 def run_check(

@@ -202,6 +202,26 @@ def test_numbers_times_the_size_of_an_axis_and_what_leaves_the_shape():
     assert norm in [at for c, at in found if c.way == "skip"]
 
 
+def test_what_keeps_its_shape_on_some_ranks_alone_is_not_left_out():
+    def step(x):
+        return (x @ torch.ones(x.shape[1], 2).double()).cos().tanh().square().sum()
+
+    def other(x):
+        return step(x)
+
+    ranks = [recorded(step, X[:, :2]), recorded(other, X[:, 2:4])]
+    found = [at for c, at in tried_of(lines_of(*ranks), {"tp": [(0, 1)]}) if c.way == "skip"]
+    assert not any("@" in at and "cos" not in at for at in found)  # a product
+
+    def joined(x):
+        return torch.cat([x, x[:, 2:]], 1).cumsum(1).tanh().square().sum()
+
+    ranks = [recorded(joined, X[:, :columns]) for columns in (2, 4)]
+    found = [at for c, at in tried_of(lines_of(*ranks), {"tp": [(0, 1)]}) if c.way == "skip"]
+    assert "torch.cat([x, x[:, 2:]], 1).cumsum(1)" in found
+    assert "torch.cat([x, x[:, 2:]], 1)" not in found
+
+
 def test_what_only_adds_up_to_the_loss_is_not_summed():
     """The sum would change no gradient, or all of it by a factor."""
     sites = {at for c, at in tried_of(lines_of(*parts())) if c.axis and c.at < 0}

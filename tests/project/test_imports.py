@@ -19,7 +19,7 @@ MAY_TOUCH_DISTRIBUTED = {
     "subjects.program.changed", "subjects.program.context", "subjects.program.held_gradients",
     "subjects.program.tier_run", "subjects.program.parts_by_value",
     "ledger.process_group", "ledger.delegation", "ledger.backends",
-    "faults.misbehaviour", "launch.rank", "launch.trials",
+    "faults.misbehaviour", "launch.rank", "launch.trial_rank",
     "launch.torchrun.member", "launch.torchrun.ranks", "launch.matrix.warm_rank",
     "launch.script.in_front", "launch.script.seat", "launch.script.watch",
     "subjects.script.roundings",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from sumgrad.base.files import is_librarys
-from sumgrad.diagnose.modules.inverses import PARTS_JOINED
+from sumgrad.diagnose.modules.inverses import OF_PRODUCTS, PARTS_JOINED
 from sumgrad.diagnose.modules.lines import Lines
 from sumgrad.diagnose.modules.made_by import SHAPING
 from sumgrad.diagnose.modules.value_states import gradient_of
@@ -73,6 +73,7 @@ class _Changes:
         self._lines, self._states, self._axes = lines, lines.states, axes
         self._runs: dict[tuple[int, str], list[Computation]] = {}
         self._known: dict[tuple[str, str, int], bool] = {}
+        self._kept: dict[str, bool] = {}
         self._ways = {rank: _ways(lines.computed(rank)) for rank in lines.states.ranks}
         for rank in lines.states.ranks:
             for c in lines.computed(rank).computations:
@@ -148,10 +149,19 @@ class _Changes:
                     yield _change(c, "number", at=at, by=1 / size)
                     yield _change(c, "number", at=at, by=float(size))
         first = c.takes[0]
-        if isinstance(first, int) and c.gives[0] != first and first in mine.with_graph:
-            value, given = mine.values[first], mine.values[c.gives[0]]
-            if value.shape == given.shape and given.dtype == value.dtype:
-                yield _change(c, "skip")
+        if isinstance(first, int) and first in mine.with_graph and self._keeps_shapes(_key(c)):
+            yield _change(c, "skip")
+
+    def _keeps_shapes(self, key: str) -> bool:
+        """Whether each of its calls on every rank gives another tensor, of the shape of the first
+        that it takes."""
+        if key not in self._kept:
+            self._kept[key] = all(
+                _keeps_shape(c, self._lines.computed(rank))
+                for rank in self._states.ranks
+                for c in self._runs.get((rank, key), ())
+            )
+        return self._kept[key]
 
     def _takes_wrong(self, rank: int, c: Computation) -> int:
         """How much later what takes something is tried that is wrong already."""
@@ -203,6 +213,14 @@ class _Changes:
 def _key(c: Computation) -> str:
     """Which call in the code it is, or of which module."""
     return c.site or (c.function if c.function.startswith(MODULE) else "")
+
+
+def _keeps_shape(c: Computation, mine: Computed) -> bool:
+    first, given = c.takes[0], next(iter(c.gives), None)
+    if not isinstance(first, int) or given is None or given == first or c.function in OF_PRODUCTS:
+        return False
+    one, other = mine.values[first], mine.values[given]
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _change(c: Computation, way: Way, *, axis: str = "", at: int = -1, by: float = 1.0) -> Change:
