@@ -21,7 +21,16 @@ TRIALS = "trials"  # the folder of a run's
 ASKED, WANTED, MADE, FOUND = "asked.json", "wanted.safetensors", "made.json", "found.json"
 # Over the ranks of an axis: in the forward alone, in both, in the backward alone; the largest.
 Way = Literal[
-    "sum", "sum_both", "sum_back", "largest", "smallest", "detach", "attach", "skip", "number"
+    "sum",
+    "sum_both",
+    "sum_back",
+    "largest",
+    "smallest",
+    "once",
+    "detach",
+    "attach",
+    "skip",
+    "number",
 ]
 
 
@@ -32,7 +41,7 @@ class Change:
     site, function: as of a Computation; of a module's call the function alone. way: how; sums and
     the largest are over the ranks of an axis, of all ranks where it is empty. at: which of what it
     takes is so changed, counted as a Computation's; -1 for what it gives. by: with what a number is
-    multiplied.
+    multiplied, or a tensor on each rank so that a sum over the axis counts it once.
     """
 
     site: str

@@ -284,6 +284,12 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "`return (a * b).sum((1, 2))`: were what it gives summed over the ranks of time, and "
             "its gradient, too, every gradient of every rank would be right",
         ),
+        (
+            "bu_01",
+            "in it `slope[:, lo:hi]`: were its first argument summed over the ranks of domain, and "
+            "its gradient, too, every gradient of every rank would be right",
+        ),
+        ("bu_06", "were its second argument, which all ranks add, a part of it on each, so that a"),
     ],
 )
 def test_a_module_is_told_from_what_goes_into_it(name, words, sumgrad_launcher):

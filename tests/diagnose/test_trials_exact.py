@@ -202,6 +202,29 @@ def test_numbers_times_the_size_of_an_axis_and_what_leaves_the_shape():
     assert norm in [at for c, at in found if c.way == "skip"]
 
 
+def test_what_all_ranks_add_to_their_parts_is_tried_once():
+    ridge = torch.rand(4, 1, generator=G, dtype=torch.float64)
+
+    def step(x):
+        return ((x.square().sum(-1, keepdim=True) + ridge).sqrt() * x).sum()
+
+    found = tried_of(lines_of(*(recorded(step, X[:, columns]) for columns in COLUMNS)))
+    once = [c for c, _ in found if c.way == "once"]
+    assert [(c.function, c.at, c.axis, c.by) for c in once] == [("add", 1, "tp", 1 / 3)]
+
+
+def test_what_no_line_gives_is_summed_where_it_is_taken():
+    """As what a derivative gives, or what another rank sent."""
+
+    def step(x):
+        with torch._C.DisableTorchFunction():
+            slope = x.detach().cos().sum(-1, keepdim=True)
+        return (slope.tanh() * x).sum()
+
+    found = tried_of(lines_of(*(recorded(step, X[:, columns]) for columns in COLUMNS)))
+    assert [(c.way, c.at) for c, at in found if at == "slope.tanh()" and c.at >= 0] == [("sum", 0)]
+
+
 def test_what_keeps_its_shape_on_some_ranks_alone_is_not_left_out():
     def step(x):
         return (x @ torch.ones(x.shape[1], 2).double()).cos().tanh().square().sum()
@@ -278,6 +301,9 @@ def test_of_several_the_last_that_tells_most_leads():
         ("sum_back", {"at": 0, "axis": "tp"},
          "were the gradient of its argument summed over the ranks of tp"),
         ("detach", {"at": 1}, "were its second argument detached"),
+        ("once", {"at": 1, "axis": "tp", "by": 1 / 3},
+         "were its second argument, which all ranks add, a part of it on each, so that a sum over "
+         "the ranks of tp counts it once"),
         ("skip", {}, "were it left out, and what it takes first handed on"),
         ("number", {"at": 1, "by": 1 / 3}, "were its second argument 1/3 times what it is"),
     ],

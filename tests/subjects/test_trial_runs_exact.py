@@ -145,6 +145,13 @@ def test_what_is_detached_or_not_or_left_out():
     assert torch.allclose(ran(change("kept * 3.0", "skip")), wanted)
 
 
+def test_a_share_of_an_argument():
+    h = X @ W.T
+    wanted = F.group_norm(torch.cat([h, h])[:, :, None], num_groups=2)[..., 0].tanh()
+    own = change("torch.cat([h, scaled])", "once", at=1, by=1 / 3)
+    assert torch.allclose(ran(own), wanted)
+
+
 @pytest.mark.parametrize(("number", "by", "wanted"), [
     (6, 0.5, 3), (3, 0.5, 1.5), (0.5, 2.0, 1.0), (True, 2.0, True), ("a", 2.0, "a"),
 ])  # fmt: skip

@@ -72,7 +72,7 @@ class _Changes:
     def __init__(self, lines: Lines, axes: Axes) -> None:
         self._lines, self._states, self._axes = lines, lines.states, axes
         self._runs: dict[tuple[int, str], list[Computation]] = {}
-        self._known: dict[tuple[str, str, int], bool] = {}
+        self._known: dict[tuple[str, str, int, bool], bool | None] = {}
         self._kept: dict[str, bool] = {}
         self._ways = {rank: _ways(lines.computed(rank)) for rank in lines.states.ranks}
         for rank in lines.states.ranks:
@@ -116,11 +116,13 @@ class _Changes:
             ways = [PEAKS[c.function]] if c.function in PEAKS else ways
             # The sum over ranks of what only adds up to a loss changes no gradient.
             adds_up = given in mine.with_graph and given not in self._ways[rank].bent
-            for axis in () if suspect is None or adds_up else self._unlike(rank, c, -1):
+            for axis in () if suspect is None or adds_up else self._unlike(c, -1):
                 for way in ways:
                     yield suspect or 0, _change(c, way, axis=axis)
             if suspect is not None and not c.function.startswith(MODULE):
+                yield from ((suspect, change) for change in self._once(c))
                 yield from ((suspect + 1, change) for change in self._of_numbers(rank, c))
+        yield from self._from_elsewhere(rank, c)
         if all(gradient_of(mine, n) is None for n in c.gives):
             return
         of_module = c.function.startswith(MODULE)
@@ -130,12 +132,39 @@ class _Changes:
             suspect = SUSPECT.get(self._states.backward(rank, taken))
             if suspect is None or self._states.forward(rank, taken) not in ("right", "untold"):
                 continue
-            for axis in self._unlike(rank, c, at):
+            for axis in self._unlike(c, at, gradients=True):
                 yield suspect, _change(c, "sum_back", axis=axis, at=at)
             if of_module or suspect == SUSPECT["untold"]:
                 continue
             if self._is_one_of_several(rank, c, taken):
                 yield suspect + 1, _change(c, "detach", at=at)
+
+    def _once(self, c: Computation) -> Iterator[Change]:
+        """With what all ranks add to what each has a part of as a share of it: a sum that follows
+        counts it once for each."""
+        if c.function not in ("add", "sub") or len(c.takes) != 2:
+            return
+        for at, taken in enumerate(c.takes):
+            if not isinstance(taken, int) or not isinstance(c.takes[1 - at], int):
+                continue
+            for axis, groups in self._axes.items():
+                size, *others = {len(g) for g in groups}
+                alike = [self._held_alike(axis, c, i, False) for i in (at, 1 - at)]
+                if not others and alike == [True, False]:
+                    yield _change(c, "once", axis=axis, at=at, by=1 / size)
+
+    def _from_elsewhere(self, rank: int, c: Computation) -> Iterator[tuple[int, Change]]:
+        """With the sum of what no line gives, as of a derivative, or of what another rank sent."""
+        mine, given = self._lines.computed(rank), self._lines.ways(rank).gives
+        for at, taken in enumerate(c.takes):
+            if not isinstance(taken, int) or taken in given or c.function.startswith(MODULE):
+                continue
+            suspect = SUSPECT.get(self._states.forward(rank, taken))
+            if suspect is None or mine.values[taken].dtype != torch.float64:
+                continue
+            ways: list[Way] = ["sum", "sum_both"] if taken in mine.with_graph else ["sum"]
+            for axis in self._unlike(c, at):
+                yield from ((suspect, _change(c, way, axis=axis, at=at)) for way in ways)
 
     def _of_numbers(self, rank: int, c: Computation) -> Iterator[Change]:
         """With a number in it times the size of an axis, or by it; and left out, where that leaves
@@ -176,38 +205,42 @@ class _Changes:
         beside = any(isinstance(t, int) and t != taken and t in mine.with_graph for t in c.takes)
         return beside or len(self._lines.ways(rank).takes.get(taken, ())) > 1
 
-    def _unlike(self, rank: int, c: Computation, at: int) -> Iterator[str]:
-        """Axes over whose ranks all calls have what they give in one shape, or the gradient of
-        argument `at`, and not all alike: else a sum is a factor."""
-        for axis in self._axes:
-            key = axis, _key(c), at
-            if key not in self._known:
-                self._known[key] = self._is_unlike(*key)
-            if self._known[key]:
-                yield axis
+    def _unlike(self, c: Computation, at: int, *, gradients: bool = False) -> Iterator[str]:
+        """Axes over whose ranks what it gives, or argument `at`, or the gradient of that, can be
+        summed, and is not alike: else a sum is a factor."""
+        yield from (
+            axis for axis in self._axes if self._held_alike(axis, c, at, gradients) is False
+        )
 
-    def _is_unlike(self, axis: str, key: str, at: int) -> bool:
-        """In every group, for all ranks do what one does: else some wait for what never comes."""
-        unlike = False
+    def _held_alike(self, axis: str, c: Computation, at: int, gradients: bool) -> bool | None:
+        """Whether the ranks of each group have the same there in all its calls; None where they
+        have other shapes, or call it more or less often: then some wait for what never comes."""
+        key = axis, _key(c), at, gradients
+        if key not in self._known:
+            self._known[key] = self._are_alike(*key)
+        return self._known[key]
+
+    def _are_alike(self, axis: str, key: str, at: int, gradients: bool) -> bool | None:
+        alike = True
         for group in self._axes[axis]:
-            held = [[*self._held(rank, key, at)] for rank in group]
+            held = [[*self._held(rank, key, at, gradients)] for rank in group]
             if len(held) < 2 or len({len(own) for own in held}) > 1 or not held[0]:
-                return False
+                return None
             for own in zip(*held, strict=True):
                 known = [v for v in own if v is not None]
                 if len(known) < len(own) or len({v.shape for v in known}) > 1:
-                    return False
-                unlike = unlike or any(not torch.equal(known[0], v) for v in known)
-        return unlike
+                    return None
+                alike = alike and all(torch.equal(known[0], v) for v in known)
+        return alike
 
-    def _held(self, rank: int, key: str, at: int) -> Iterator[Tensor | None]:
+    def _held(self, rank: int, key: str, at: int, gradients: bool) -> Iterator[Tensor | None]:
         mine = self._lines.computed(rank)
         for c in self._runs.get((rank, key), ()):
             number = c.takes[at] if 0 <= at < len(c.takes) else next(iter(c.gives), "")
             if not isinstance(number, int):
                 yield None
             else:
-                yield mine.values[number] if at < 0 else gradient_of(mine, number)
+                yield gradient_of(mine, number) if gradients else mine.values[number]
 
 
 def _key(c: Computation) -> str:

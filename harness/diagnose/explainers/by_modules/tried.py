@@ -13,8 +13,8 @@ from sumgrad.record.computed import MODULE, Computation
 from sumgrad.record.trial import Change
 
 # Those that tell most first: a sum in the forward is no mere factor.
-WAYS = ("sum", "sum_both", "largest", "smallest", "attach", "sum_back", "detach", "skip",
-        "number")  # fmt: skip
+WAYS = ("sum", "sum_both", "largest", "smallest", "once", "attach", "sum_back", "detach",
+        "skip", "number")  # fmt: skip
 MOST_OTHERS = 2
 
 
@@ -67,6 +67,8 @@ def _in_words(change: Change, c: Computation) -> str:
         "sum_both": f"were {what} summed {over}, and its gradient, too",
         "largest": f"were {what} the largest {over}",
         "smallest": f"were {what} the smallest {over}",
+        "once": f"were {what}, which all ranks add, a part of it on each, so that a sum {over} "
+        f"counts it once",
         "attach": "were it not detached",
         "sum_back": f"were {of} summed {over}",
         "detach": f"were {what} detached",
