@@ -256,3 +256,25 @@ def test_what_is_multiplied_again_and_again_is_told_by_which_is_right(often, sai
     kind, cause = by_number([*numbered(0, 0, 1, 2)], held(often), ["w"])
     assert kind == "rescaled"
     assert cause.endswith(f"in w: {said}")
+
+
+def of_rows(rank: int, by_row: dict[int, float]) -> Share:
+    return Share(rank=rank, number=0, rows=tuple(by_row), factor=None, by_row=dict(by_row))
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ([of_rows(0, {0: 2.0, 1: 3.5}), of_rows(1, {2: 2.0, 1: 3.5})], "0, 2: 2; 1: 3.5"),
+        ([of_rows(0, {0: 2.0, 1: 3.5}), of_rows(1, {0: 2.0, 1: 4.25})],
+         "on rank 0 0: 2; 1: 3.5; on rank 1 0: 2; 1: 4.25"),
+        ([of_rows(r, {0: 2.0 + r, 1: 7.0}) for r in range(6)],
+         "on rank 0 0: 2; 1: 7; on rank 1 0: 3; 1: 7; on rank 2 0: 4; 1: 7; on rank 3 0: 5; 1: 7; "
+         "and on 2 more ranks"),
+    ],
+)  # fmt: skip
+def test_rows_that_ranks_weigh_unlike_are_told_rank_by_rank(monkeypatch, shares, words):
+    monkeypatch.setattr(weighed, "_row_counts", lambda *_: None)
+    case = SimpleNamespace(traces=None, record=SimpleNamespace(spec=SimpleNamespace(facts=None)))
+    start = "the rows' gradients at the loss have factors of their own: "
+    assert weighed.shares_in_words(case, shares) == start + words

@@ -54,9 +54,22 @@ def shares_in_words(case: Case, shares: Sequence[Share], term: str | None = None
             products = [f * float(counts[row]) for s in shares for row, f in s.by_row.items() if f]
             if products and same(products):
                 return "every row is divided by its own count, not all rows by the global one"
-        pairs = {row: f for s in shares for row, f in s.by_row.items() if f is not None}
-        return f"the rows' gradients at the loss have factors of their own: {_list(pairs)}"
+        return f"the rows' gradients at the loss have factors of their own: {_rows(shares)}"
     return _tokens_in_words(shares)
+
+
+def _rows(shares: Sequence[Share]) -> str:
+    """Each row's factor, rank by rank where a row is on several with factors of their own."""
+    by_rank: dict[int, dict[int, float]] = {}
+    for s in shares:
+        known = {row: f for row, f in s.by_row.items() if f is not None}
+        by_rank.setdefault(s.rank, {}).update(known)
+    together = {row: f for own in by_rank.values() for row, f in own.items()}
+    if all(same([f, together[row]]) for own in by_rank.values() for row, f in own.items()):
+        return _list(together)
+    told = [f"on rank {rank} {_list(own)}" for rank, own in by_rank.items()]
+    more = [f"and on {len(told) - MOST_CALLS} more ranks"] if len(told) > MOST_CALLS else []
+    return "; ".join([*told[:MOST_CALLS], *more])
 
 
 def _odd_part(shares: Sequence[Share]) -> list[Share] | None:
