@@ -288,8 +288,11 @@ def test_enough_that_are_right_or_no_time_left_end_it(monkeypatch):
     monkeypatch.setattr(trials, "MOST_RIGHT", 2)
     told, _ = found(monkeypatch, right_with(*range(9)))
     assert len(told) == 2
-    told, _ = found(monkeypatch, right_with(), seconds=0.0)
-    assert len(told) == 1
+    assert len(found(monkeypatch, right_with(), seconds=0.0)[0]) == 9
+    monkeypatch.setattr(trials, "FEWEST", 3)
+    assert len(found(monkeypatch, right_with(), seconds=0.0)[0]) == 3
+    monkeypatch.setattr(trials, "GRACE_S", 0.0)
+    assert len(found(monkeypatch, right_with(), seconds=0.0)[0]) == 1
     monkeypatch.setattr(trials, "MOST_TRIAL_S", 0.0)
     assert found(monkeypatch, right_with())[0] == []
 
@@ -316,7 +319,8 @@ def test_changes_that_raise_take_no_more_time_either(monkeypatch):
     def gives(change, _):
         return FAILED if change is None else ValueError("no graph")
 
-    assert len(found(monkeypatch, gives, seconds=0.0)[0]) == 1
+    monkeypatch.setattr(trials, "FEWEST", 2)
+    assert len(found(monkeypatch, gives, seconds=0.0)[0]) == 2
 
 
 def test_every_rank_has_to_be_right_with_its_own_part(monkeypatch):
