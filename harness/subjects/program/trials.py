@@ -66,8 +66,8 @@ class Trials:
         self._modules = dict(seen_modules(run.model, names))
 
     def found(self) -> Iterator[Trial]:
-        """In order, until their time is over, but some in any case. Nothing where the step does not fail as it did, or
-        is too long to be run often."""
+        """In order, until their time is over, but some in any case. Nothing where the step does not
+        fail as it did, or is too long to be run often."""
         self._until = time.monotonic() + self._asked.seconds
         if not self._is_as_it_was() or self._any(self._usual_s > MOST_TRIAL_S):
             return
