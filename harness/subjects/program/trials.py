@@ -27,9 +27,9 @@ from torch._C._distributed_c10d import Store
 FEWEST, GRACE_S = 12, 6.0  # that are made though their time is over, for so long more
 MOST_TRIAL_S = 2.0  # a longer step is not run so often
 MOST_RIGHT = 6  # more tell nothing more
-PATIENCE_S, PATIENCE_RAISED_S = 20.0, 1.0  # for ranks that may wait for this one in their step
+PATIENCE_S, PATIENCE_RAISED_S = 20.0, 2.0  # for ranks that may wait for this one in their step
 # A step is stuck after so long, or so many times its usual length, which is no more than this.
-LEAST_S, MOST_TIMES, MOST_STUCK_S = 1.0, 8.0, 10.0
+LEAST_S, MOST_TIMES, MOST_STUCK_S = 3.0, 8.0, 10.0
 STUCK = 17  # the exit code of a rank that is
 POLL_S = 0.001  # a store's own wait sleeps for longer than a step may take
 Told = Literal["yes", "no", "raised"]
