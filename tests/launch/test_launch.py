@@ -203,6 +203,18 @@ def test_ranks_use_one_thread(sumgrad_ranks):
     assert all(o.ok for o in sumgrad_ranks(use_one_thread, 2))
 
 
+def collect_little(ranks):
+    import gc
+
+    assert gc.get_freeze_count() > 4 * len(gc.get_objects())
+
+
+def test_what_the_server_imported_is_not_collected_again(sumgrad_ranks):
+    """A rank's garbage collector looks at what the rank made itself."""
+    outcomes = sumgrad_ranks(collect_little, 2)
+    assert all(o.ok for o in outcomes), [o.detail for o in outcomes]
+
+
 def test_a_server_that_died_is_replaced(tmp_path):
     arguments = {"name": "use_one_thread", "arguments": {}}
     job = {"target": f"{__file__}:in_group", "num_ranks": 1, "arguments": arguments}
