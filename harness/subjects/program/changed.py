@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from sumgrad.record.computed import MODULE
 from sumgrad.record.trial import Change
-from sumgrad.subjects.program.computations import name_of, several
+from sumgrad.subjects.program.computations import is_backward, name_of, several
 from sumgrad.subjects.program.frames import site_of, users_frame
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -52,7 +52,7 @@ class Changed(TorchFunctionMode):
     ) -> Any:
         kwargs, change = kwargs or {}, self._change
         frame = users_frame() if name_of(func) == change.function else None
-        if frame is None or site_of(frame)[0] != change.site or _is_backward():
+        if frame is None or site_of(frame)[0] != change.site or is_backward():
             return func(*args, **kwargs)
         if change.way in ("attach", "skip"):
             return args[0]
@@ -118,7 +118,3 @@ def _times(number: Any, by: float) -> Any:
         return number
     whole = isinstance(number, int) and float(number * by).is_integer()
     return int(number * by) if whole else number * by
-
-
-def _is_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

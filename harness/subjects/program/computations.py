@@ -116,7 +116,7 @@ class Computations(TorchFunctionMode):
             finally:
                 self._functions.pop()
             self._add(seen, out)
-            if seen is not None and not kwargs and not _is_backward():
+            if seen is not None and not kwargs and not is_backward():
                 number = len(self._forward.found) - 1
                 self.derivatives.applied(cls, seen, number, before, out)
             return out
@@ -133,7 +133,7 @@ class Computations(TorchFunctionMode):
         """A backward is one of torch's functions, in which a mode is off; what runs again in it is
         to be seen."""
         self.begins([root for root in args[0] if isinstance(root, Tensor)])
-        if not _is_backward():
+        if not is_backward():
             self._at_roots(*args[:2])
         if self in _get_current_function_mode_stack():
             return engine(*args, **kwargs)
@@ -172,7 +172,7 @@ class Computations(TorchFunctionMode):
         if frame is None or is_trial() or not self._is_asked(site_of(frame)[0], frame):
             return func(*args, **kwargs)
         self._runs(frame)
-        before = [] if _is_backward() else self._versions(args, kwargs)
+        before = [] if is_backward() else self._versions(args, kwargs)
         seen = self._see(name, frame, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
@@ -185,7 +185,7 @@ class Computations(TorchFunctionMode):
 
     def _runs(self, frame: FrameType) -> None:
         """A line of the forward that calls something."""
-        if not _is_backward():
+        if not is_backward():
             self._ran.setdefault(within(frame), {})[words(frame)] = None
 
     def _at_a_gradient(self, name: str, args: tuple[Any, ...]) -> None:
@@ -204,13 +204,13 @@ class Computations(TorchFunctionMode):
     def _here(self) -> _Calls:
         if self._in_a_hook:
             return self._hooks
-        return self._backward if _is_backward() else self._forward
+        return self._backward if is_backward() else self._forward
 
     def _is_asked(self, site: str, frame: FrameType | None = None) -> bool:
         """Whether a call there is kept: of the backward those alone that the forward has, too, and
         those of hooks."""
         self._in_a_hook = False  # the last may have raised
-        if _is_backward():
+        if is_backward():
             known = site in self._sites
             self._in_a_hook = not known and frame is not None and not _is_functions(frame)
             return (known or self._in_a_hook) and len(self._here().found) < MOST_CALLS
@@ -347,7 +347,7 @@ def several(value: Any) -> Sequence[Any]:
     return (value,)
 
 
-def _is_backward() -> bool:
+def is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
