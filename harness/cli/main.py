@@ -118,7 +118,8 @@ def _dispatch(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _launcher() -> Iterator[Launcher]:
-    """A launcher that is closed whatever ends the command, a signal too."""
+    """A launcher that is closed whatever ends the command, a signal too. Its server imports torch
+    for seconds: what is imported here too, is so meanwhile."""
     from sumgrad.launch.local.launcher import Launcher
 
     with Launcher() as launcher, closed_on_signal(launcher.end):
@@ -135,11 +136,11 @@ def _on_cpu(args: argparse.Namespace) -> bool:
 
 def _run(args: argparse.Namespace) -> int:
     decide_interpreter(on_cpu=_on_cpu(args))
-    from sumgrad.launch.check import run_check
-    from sumgrad.launch.matrix.shrink import shrink
-
-    options = _options(args)
     with _launcher() as launcher, Progress(args.quiet) as progress:
+        from sumgrad.launch.check import run_check
+        from sumgrad.launch.matrix.shrink import shrink
+
+        options = _options(args)
         verdict, directory = run_check(options, launcher=launcher, progress=progress, preload=True)
         if args.shrink and verdict.status == "fail":
             small = replace(options, tiers=("structure",))
@@ -303,14 +304,13 @@ def _faults(args: argparse.Namespace) -> int:
 
     given = [find_topology(path) for path in args.topologies]
     decide_interpreter(on_cpu=all(load_topology(t).chosen_device(None) == "cpu" for t in given))
-    from sumgrad.faults.matrix import allowing
-    from sumgrad.launch.matrix.run import default_topologies, run_matrix
-    from sumgrad.report.matrix import matrix_grid
-
-    topologies = given or default_topologies()
     with _launcher() as launcher, Progress(args.quiet) as progress:
+        from sumgrad.faults.matrix import allowing
+        from sumgrad.launch.matrix.run import default_topologies, run_matrix
+        from sumgrad.report.matrix import matrix_grid
+
         matrix = run_matrix(
-            topologies,
+            given or default_topologies(),
             faults=args.fault,
             workload=args.workload,
             quick=args.quick,
@@ -328,9 +328,9 @@ def _faults(args: argparse.Namespace) -> int:
 def _ops(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if has_gpu() else "cpu")
     decide_interpreter(on_cpu=device == "cpu")
-    from sumgrad.invariance.matrix import ops_grid, run_matrix
-
     with _launcher() as launcher, Progress(args.quiet) as progress:
+        from sumgrad.invariance.matrix import ops_grid, run_matrix
+
         matrix = run_matrix(
             args.op,
             dtype=args.dtype,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from sumgrad.base.time_limit import time_limit
 from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
 from sumgrad.diagnose.case import Case, case_of
 from sumgrad.diagnose.explainers import BESIDE_A_CAUSE, EXPLAINERS, LAST_RESORT
+from sumgrad.diagnose.explainers.by_modules.tried import with_what_was_tried
 from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
 from sumgrad.diagnose.explainers.frozen import with_frozen
 from sumgrad.diagnose.explanation import BROKEN, PART_S, choose
@@ -129,12 +131,26 @@ def _diagnose(
         return [*outright, Diagnosis(cause=cause, kind="unexplained", standing="open")], []
     if not case.has_plan and outright and all(cell.got is None for cell in case.failing_cells):
         return [with_frozen(case, one) for one in outright], []
-    causes, coefficients = choose(case, EXPLAINERS)
-    if not causes and not outright:
-        causes, coefficients = choose(case, LAST_RESORT)
-    for step in BESIDE_A_CAUSE:
-        causes = [_with(step, case, cause) for cause in causes]
-    for error in case.known.get(BROKEN, ())[:1]:
+    key = f"causes/{case.tier}/{case.step}"
+    found = partial(_causes, case, alone=not outright)
+    causes, coefficients, errors = found() if case.clean is not None else record.once(key, found)
+    if not causes and not outright and record.trials:
+        causes = [Diagnosis(cause="open: no cause was found", kind="open", standing="open")]
+    causes = [*(_with(with_what_was_tried, case, cause) for cause in causes[:1]), *causes[1:]]
+    for error in [*errors, *case.known.get(BROKEN, ())][:1]:
         causes = [_beside_an_error(error, causes[0]), *causes[1:]] if causes else [_broken(error)]
     said = [*outright, *causes] if case.has_plan else [*causes, *outright]
     return said, coefficients
+
+
+def _causes(
+    case: Case, *, alone: bool
+) -> tuple[list[Diagnosis], list[RecoveredCoefficient], Sequence[Exception]]:
+    """Without what was tried, and our own errors meanwhile. alone: whether nothing else says why it
+    fails."""
+    causes, coefficients = choose(case, EXPLAINERS)
+    if not causes and alone:
+        causes, coefficients = choose(case, LAST_RESORT)
+    for step in BESIDE_A_CAUSE:
+        causes = [_with(step, case, cause) for cause in causes]
+    return causes, coefficients, case.known.get(BROKEN, ())

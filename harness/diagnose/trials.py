@@ -5,56 +5,105 @@ In: a judged record with the traces of the failing step. Out: the changes, and w
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from sumgrad.base.files import is_librarys
 from sumgrad.base.tensors import hash_weights
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.leading import PLACES
 from sumgrad.diagnose.explainers.by_modules.lines import known_lines
 from sumgrad.diagnose.modules.changes import changes_of
+from sumgrad.diagnose.modules.edits.order import edits_to_try, function_at, suspicion_of
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.judge.cells import expected
 from sumgrad.ledger.operations import POINT_TO_POINT
 from sumgrad.record.directory import Record
 from sumgrad.record.reference import Grads
-from sumgrad.record.trial import Asked
+from sumgrad.record.trial import Asked, Change
 
 MOST_S = 8.0
 MOST_ELEMENTS = 1 << 20  # of the parameters: of a larger model no step is run so often
 
 
 def is_to_be_tried(verdict: Verdict) -> bool:
-    """Whether the first cause says no more than where it goes wrong, or is none."""
+    """Whether the first cause is not proved, or there is none."""
     first = verdict.diagnoses[0] if verdict.diagnoses else None
-    return verdict.status == "fail" and (
-        first is None or (first.kind in PLACES and first.standing != "proved")
-    )
+    return verdict.status == "fail" and (first is None or first.standing != "proved")
+
+
+def said_of(verdict: Verdict) -> str:
+    """The first cause, and what is said beside it."""
+    return "\n".join(line for d in verdict.diagnoses[:1] for line in (d.cause, *d.because))
 
 
 def changes_to_try(
-    record: Record, tier: str, step: int, *, seconds: float
+    record: Record, tier: str, step: int, *, seconds: float, said: str = ""
 ) -> tuple[Asked, Grads] | None:
     """The changes, and whole gradients by name. None where there is nothing that can be tried, as
-    over several pools, whose ranks run other code. seconds: for all of them."""
+    over several pools, whose ranks run other code. seconds: for all of them. said: of the cause."""
     case = Case(record=record, tier=tier, step=step)
-    pools, reference = record.spec.topology.pools, case.reference
-    lines = known_lines(case)
-    size = sum(grad.numel() for grad in reference.grads.values())
-    if lines is None or len(pools) > 1 or size > MOST_ELEMENTS or record.spec.device != "cpu":
+    lines, traces = known_lines(case), case.traces
+    if lines is None or traces is None or not _can_be_tried(case):
         return None
-    if record.spec.fault is not None:
-        return None  # it may count what the ranks issue
-    pool = pools[0]
+    pool = record.spec.topology.pools[0]
     axes = {name if name in dict(pool.axes) else "": groups for name, groups in axis_groups(case)
             if name in (*dict(pool.axes), pool.name)}  # fmt: skip
-    changes = changes_of(lines, axes, _pairs(record, tier, step))
+    events = {rank: held.events.get((tier, step), ()) for rank, held in record.ranks.items()}
+    changes = changes_of(
+        lines, axes, _pairs(record, tier, step), traces.single.classes, events, said
+    )
+    return _asked(case, changes, min(seconds, MOST_S))
+
+
+def edited_to_try(
+    record: Record, tier: str, step: int, *, seconds: float, said: str = ""
+) -> tuple[Asked, Grads] | None:
+    """Small edits of the user's code, in the same way."""
+    case = Case(record=record, tier=tier, step=step)
+    lines, traces = known_lines(case), case.traces
+    if lines is None or traces is None or not _can_be_tried(case):
+        return None
+    names: dict[str, dict[str, str]] = {}
+    for trace in traces.ranks.values():
+        for function, held in trace.computed.names.items():
+            names.setdefault(function, {}).update(held)
+    files = {function_at(function)[0] for function in names}
+    texts = {}
+    for file in files:
+        if not is_librarys(file):
+            with contextlib.suppress(OSError, ValueError):
+                texts[file] = Path(file).read_text()
+    axes = [name for name, _ in record.spec.topology.pools[0].axes]
+    single = {*traces.single.computed.names}
+    edits = edits_to_try(texts, names, single, axes, said, suspicion_of(lines))
+    changes = [Change(site=f"{edit.file}:{edit.start[0]}", function="", way="edit", edit=edit)
+               for edit in edits]  # fmt: skip
+    return _asked(case, changes, seconds)
+
+
+def _can_be_tried(case: Case) -> bool:
+    record, size = case.record, sum(grad.numel() for grad in case.reference.grads.values())
+    return (
+        len(record.spec.topology.pools) == 1
+        and size <= MOST_ELEMENTS
+        and record.spec.device == "cpu"
+        and record.spec.fault is None  # it may count what the ranks issue
+    )
+
+
+def _asked(case: Case, changes: Sequence[Change], seconds: float) -> tuple[Asked, Grads] | None:
+    record, tier, step = case.record, case.tier, case.step
     before = {rank: hash_weights(held.grads.get((tier, step), {}))
               for rank, held in record.ranks.items()}  # fmt: skip
     if not changes or len(before) < record.spec.topology.world_size:
         return None
+    pool = record.spec.topology.pools[0]
     wanted = {
         f"{at}/{name}": expected(record, record.references[tier][at], pool.name, name, tier)
         for at in range(step + 1)
-        for name in reference.grads
+        for name in case.reference.grads
     }
     asked = Asked(
         tier=tier,
@@ -62,7 +111,7 @@ def changes_to_try(
         changes=tuple(changes),
         bounds={name: one.threshold for name, one in wanted.items()},
         before=before,
-        seconds=min(seconds, MOST_S),
+        seconds=seconds,
         lift=any(
             info.get("lifted")
             for held in record.ranks.values()

@@ -20,7 +20,7 @@ from sumgrad.base.commands import sumgrad_command
 from sumgrad.base.errors import Broken, UserError
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.base.verdict import Verdict
-from sumgrad.diagnose.trials import is_to_be_tried
+from sumgrad.diagnose.trials import is_to_be_tried, said_of
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
 from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, startable
@@ -180,7 +180,7 @@ class Run:
     outcomes: Sequence[RankOutcome]
     keep_partials: bool = False
     look: Callable[[str, int], str | None] | None = None
-    tries: Callable[[Record, str, int, float], bool] | None = None
+    tries: Callable[[Record, str, int, float, str], bool] | None = None
     took_s: float = 0.0
 
 
@@ -220,7 +220,7 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
             if run.tries is not None and is_to_be_tried(verdict):
                 left = MOST_TIMES * run.took_s - (time.monotonic() - began)
                 with contextlib.suppress(OSError):
-                    if run.tries(record, tier, step, left):
+                    if run.tries(record, tier, step, left, said_of(verdict)):
                         write_manifest(directory)
                         tried = record.with_trials()
                         if any(one.right for one in tried.trials):

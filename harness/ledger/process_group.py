@@ -125,6 +125,15 @@ class Ledger:
         finally:
             self._label = before
 
+    @contextmanager
+    def unwritten(self) -> Iterator[None]:
+        """What is done now goes into no file."""
+        written, self._fd = self._fd, -1
+        try:
+            yield
+        finally:
+            self._fd = written
+
     def begin(self, event: dict[str, Any]) -> int:
         number, self._next = self._next, self._next + 1
         event = {"n": number, "label": self._label, **event}

@@ -132,7 +132,8 @@ class Computed:
     backward and came back as something else. again: what the same lines and modules computed when
     the backward ran them once more, with numbers of values_again. changes: of the forward.
     ran: every line of the forward that called a torch function, whatever its tensors, by the
-    function that it is in. uncleared: leaves that are no parameters. set_grads: of parameters, not
+    function that it is in. names: of each such function, of what kind is what stands under a name
+    in it. uncleared: leaves that are no parameters. set_grads: of parameters, not
     what clears them.
     found_none: lines that read parameters' `.grad`, each time where there was none. derivatives: of
     Functions' backwards, held against their forwards. backs: what these were given and gave. hooks:
@@ -150,6 +151,7 @@ class Computed:
     changes: tuple[Change, ...] = ()
     uncleared: tuple[Uncleared, ...] = ()
     ran: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
+    names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     set_grads: tuple[SetGrad, ...] = ()
     found_none: tuple[Line, ...] = ()
     derivatives: tuple[Derivative, ...] = ()
@@ -177,6 +179,7 @@ def computed_as_json(computed: Computed) -> dict[str, Any]:
         "found_none": [list(line) for line in computed.found_none],
         "set_grads": [asdict(one) for one in computed.set_grads],
         "ran": {within: [list(line) for line in lines] for within, lines in computed.ran.items()},
+        "names": {within: {**own} for within, own in computed.names.items()},
         "uncleared": [asdict(one) for one in computed.uncleared],
         "derivatives": [asdict(one) for one in computed.derivatives],
         "hooks": [[at, asdict(one)] for at, one in computed.hooks],
@@ -235,6 +238,7 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
             for one in said.get("set_grads", ())
         ),
         ran={w: tuple(map(line_of, lines)) for w, lines in said.get("ran", {}).items()},
+        names={within: {**own} for within, own in said.get("names", {}).items()},
         uncleared=tuple(
             Uncleared(made=line_of(one["made"]), read=line_of(one["read"]))
             for one in said.get("uncleared", ())
@@ -299,7 +303,16 @@ def computed_together(found: Sequence[Computed]) -> Computed:
         derivatives=tuple(d for one in found for d in one.derivatives),
         backs=tuple(backs),
         ran=_ran_together(found),
+        names=_names_together(found),
     )
+
+
+def _names_together(found: Sequence[Computed]) -> dict[str, Mapping[str, str]]:
+    every: dict[str, Mapping[str, str]] = {}
+    for one in found:
+        for within, own in one.names.items():
+            every[within] = {**every.get(within, {}), **own}
+    return every
 
 
 def _ran_together(found: Sequence[Computed]) -> dict[str, tuple[Line, ...]]:

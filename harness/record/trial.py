@@ -2,13 +2,14 @@
 
 trials/asked.json           the step, what is to be tried, by how much a gradient may be off
 trials/wanted.safetensors   what every parameter's whole gradient must be
-trials/found.json           what came of it, in order, as far as it got
+trials/found.jsonl          what came of it, in order, as far as it got
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,38 +19,89 @@ from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import DAMAGED
 
 TRIALS = "trials"  # the folder of a run's
-ASKED, WANTED, MADE, FOUND = "asked.json", "wanted.safetensors", "made.json", "found.json"
-# Over the ranks of an axis: in the forward alone, in both, in the backward alone; the largest.
+ASKED, WANTED, MADE, FOUND = "asked.json", "wanted.safetensors", "made.jsonl", "found.jsonl"
+# Over the ranks of an axis: in the forward alone, in both, in the backward alone; the largest; of
+# what they have together, with the own gradient of it, or the sum of theirs; what the first of them
+# has. Added where it is put. The last are of what a line reduces over ranks: not at all, or over
+# the ranks of an axis.
 Way = Literal[
     "sum",
     "sum_both",
     "sum_back",
     "largest",
     "smallest",
+    "whole",
+    "whole_both",
+    "first",
     "once",
+    "added",
     "detach",
     "attach",
     "skip",
     "number",
+    "unsummed",
+    "averaged",
+    "over",
+    "edit",
 ]
+OF_COLLECTIVES: tuple[Way, ...] = ("unsummed", "averaged", "over")
+SUMMED = "__summed__"  # a function in edited code: of a value and an axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """Other code in place of a piece of a user's. start, end: its line and column, as of ast, whose
+    columns are bytes. old: what stands there; new: what is to, of as many lines. was, becomes: the
+    statement, to be shown. sure: whether it can hardly make good what is wrong elsewhere. over: the
+    axis over whose ranks the old is summed, and nothing else."""
+
+    file: str
+    start: tuple[int, int]
+    end: tuple[int, int]
+    old: str
+    new: str
+    was: str = ""
+    becomes: str = ""
+    sure: bool = True
+    over: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """What is done otherwise wherever a place in the code calls a torch function.
 
-    site, function: as of a Computation; of a module's call the function alone. way: how; sums and
-    the largest are over the ranks of an axis, of all ranks where it is empty. at: which of what it
-    takes is so changed, counted as a Computation's; -1 for what it gives. by: with what a number is
-    multiplied, or a tensor on each rank so that a sum over the axis counts it once.
+    site, function: as of a Computation; of a module's call the function alone; of a collective as
+    of the ledger; also: of others, at which the same is done. way: how; what is over ranks is over
+    those of an axis, of all where it is empty. ats: which of what it takes is so changed, counted
+    as a Computation's; none for what it gives. dim: along which the ranks have parts of a whole,
+    and ats those parts. by: with what a number is multiplied, or a tensor on each rank so that a
+    sum over the axis counts it once. edit: other code, and nothing else.
     """
 
     site: str
     function: str
     way: Way
     axis: str = ""
-    at: int = -1
+    ats: tuple[int, ...] = ()
+    dim: int = 0
     by: float = 1.0
+    also: tuple[tuple[str, str], ...] = ()
+    edit: Edit | None = None
+
+    @property
+    def places(self) -> tuple[tuple[str, str], ...]:
+        return (self.site, self.function), *self.also
+
+    @property
+    def several(self) -> bool:
+        """Whether it is at several lines: modules of all layers are called by one."""
+        return any(site for site, _ in self.also)
+
+    @property
+    def sure(self) -> bool:
+        """Whether it can hardly make good what another line does wrong."""
+        edited = self.edit is None or self.edit.sure
+        return edited and not self.several and self.way not in ("skip", "detach")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +128,18 @@ class Trial:
     right: bool
 
 
+def edited_source(source: str, edit: Edit) -> str:
+    """ValueError where what is to be replaced does not stand there."""
+    lines = source.encode().splitlines(keepends=True)
+    (first, column), (last, end) = edit.start, edit.end
+    before = b"".join(lines[: first - 1]) + lines[first - 1][:column]
+    after = lines[last - 1][end:] + b"".join(lines[last:])
+    piece = b"".join(lines)[len(before) : len(b"".join(lines)) - len(after)]
+    if piece.decode() != edit.old:
+        raise ValueError(f"line {first} of {edit.file} does not have {edit.old!r}")
+    return before.decode() + edit.new + after.decode()
+
+
 def write_asked(folder: Path, asked: Asked, wanted: Grads) -> None:
     """What the ranks are to try, and what must come out."""
     write_tensors(folder / WANTED, wanted)
@@ -87,7 +151,7 @@ def read_asked(folder: Path) -> tuple[Asked, Grads]:
     asked = Asked(
         tier=said["tier"],
         step=int(said["step"]),
-        changes=tuple(Change(**one) for one in said["changes"]),
+        changes=tuple(map(_change_from, said["changes"])),
         bounds=said["bounds"],
         before={int(rank): digest for rank, digest in said["before"].items()},
         seconds=float(said["seconds"]),
@@ -96,24 +160,37 @@ def read_asked(folder: Path) -> tuple[Asked, Grads]:
     return asked, dict(read_tensors(folder / WANTED))
 
 
-def write_trials(folder: Path, found: Sequence[Trial]) -> None:
-    """Write those that were made so far."""
-    write_json(folder / MADE, [asdict(one) for one in found])
+def add_trial(folder: Path, made: Trial) -> None:
+    """Write one that was made, behind those before it."""
+    with (folder / MADE).open("a") as file:
+        file.write(json.dumps(asdict(made)) + "\n")
 
 
 def finish_trials(folder: Path) -> None:
-    """What was written so far is all."""
+    """What was written so far is all of these ranks; of ranks before them there may be more."""
     with contextlib.suppress(FileNotFoundError):
-        (folder / MADE).replace(folder / FOUND)
+        made = (folder / MADE).read_text().splitlines(keepends=True)
+        with (folder / FOUND).open("a") as file:
+            file.writelines(line for line in made if line.endswith("\n"))  # as whoever is killed
+        (folder / MADE).unlink()
 
 
 def read_trials(directory: Path) -> tuple[Trial, ...]:
     """Of a run; nothing where none were made, or they are damaged."""
     try:
-        return tuple(map(_trial_from, read_json(directory / TRIALS / FOUND)))
+        lines = (directory / TRIALS / FOUND).read_text().splitlines()
+        return tuple(_trial_from(json.loads(line)) for line in lines)
     except DAMAGED:
         return ()
 
 
 def _trial_from(said: Mapping[str, Any]) -> Trial:
-    return Trial(change=Change(**said["change"]), right=bool(said["right"]))
+    return Trial(change=_change_from(said["change"]), right=bool(said["right"]))
+
+
+def _change_from(said: Mapping[str, Any]) -> Change:
+    also = tuple((site, function) for site, function in said["also"])
+    edit = said.get("edit")
+    if edit is not None:
+        edit = Edit(**{**edit, "start": tuple(edit["start"]), "end": tuple(edit["end"])})
+    return Change(**{**said, "ats": tuple(said["ats"]), "also": also, "edit": edit})

@@ -462,3 +462,21 @@ def test_every_command_of_the_readme_is_one(here):
         for path in [getattr(args, "topology", None)]:
             if path and path.name != "dp.yaml":
                 find_topology(path)
+
+
+@pytest.mark.parametrize("verb", [["run", "ddp"], ["faults", "ddp"]])
+def test_the_ranks_server_starts_before_this_process_imports_torch(verb):
+    """Both take seconds for that."""
+    script = (
+        "import sys\n"
+        "from sumgrad.launch.local.launcher import Launcher\n"
+        "def start(self):\n"
+        "    print('torch' in sys.modules)\n"
+        "    raise SystemExit\n"
+        "Launcher.start = start\n"
+        "from sumgrad.cli.main import main\n"
+        f"main({verb})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                          check=False, timeout=60)  # fmt: skip
+    assert done.stdout.strip() == "False", done.stderr

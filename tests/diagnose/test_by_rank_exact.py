@@ -205,7 +205,8 @@ def test_a_table_that_misses_by_more_than_the_threshold_is_none():
     assert cause.however == ("w is wrong too, and whether by the same is not known",)
     for held in record.ranks.values():
         held.grads[AT]["b"].view(-1)[0] += 1e-12
-    assert diagnose(compared(record)).causes[0].kind == "open"
+    # Another record: what one was found to have is not looked for again.
+    assert diagnose(compared(replace(record))).causes[0].kind == "open"
 
 
 def test_ranks_that_give_the_same_are_one_source():
@@ -502,3 +503,14 @@ def test_elements_are_told_by_a_dimension_where_they_are_all_of_it():
     assert _where(cell, torch.tensor([1, 4, 7, 10])) == ", those at 1 of dimension 1,"
     assert _where(cell, torch.tensor([1, 4, 7, 10, 2])) == ""
     assert _where(cell, torch.tensor([3, 4, 5])) == ", those at 1 of dimension 0,"
+
+
+def test_weights_that_are_of_some_parameters_alone_are_said_to_be_of_those():
+    """As where each parameter's owner counts its own gradient once more."""
+    one, other = record_of([RIGHT + only(0, 0.25)] * 3), record_of([RIGHT + only(1, 0.25)] * 3)
+    for rank, held in one.ranks.items():
+        held.grads[AT]["b"] = other.ranks[rank].grads[AT]["b"]
+    cause = diagnose(compared(one)).causes[0]
+    (of, elsewhere) = ("w", "b") if "in w on" in cause.cause else ("b", "w")
+    assert cause.cause.startswith(f"every gradient: in {of} on rank 0-2, the ranks' own gradients")
+    assert any(line.startswith(f"rank 0-2, {elsewhere}: ") for line in cause.because)

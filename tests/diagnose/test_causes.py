@@ -18,13 +18,13 @@ from sumgrad.launch.check import run_check
 @pytest.mark.parametrize(
     ("name", "kind", "standing"),
     [
-        ("a_21", "backward", "likely"),
+        ("a_21", "backward", "likely or proved"),
         ("a_23", "other_parameters", "likely"),
         ("a_26", "late_gradient", "proved"),
         ("a_27", "too_few_ranks", "proved"),
         ("a_33", "rows_read", "proved"),
         ("a_39", "loss_weights", "likely"),
-        ("b_02", "forward", "likely"),
+        ("b_02", "forward", "likely or proved"),
         ("b_09", "recomputed", "likely"),
         ("b_23", "counted_again", "proved"),
         ("b_26", "block_factor", "likely"),
@@ -51,10 +51,11 @@ from sumgrad.launch.check import run_check
     ],
 )
 def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
+    """Proved where an edit made it right in the time that there is."""
     (path,) = right_causes.BUGS.glob(f"{name}_*.py")
     row = right_causes.run(path, "Buggy", sumgrad_launcher, tiers=("structure",))
     assert (row["status"], row["kind"]) == ("fail", kind), row["said"]
-    assert row["standing"] == standing, row["said"]
+    assert row["standing"] in standing.split(" or "), row["said"]
     assert row["place"], row["said"]
 
 
@@ -295,7 +296,8 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
 def test_a_module_is_told_from_what_goes_into_it(name, words, sumgrad_launcher):
     (path,) = right_causes.BUGS.glob(f"{name}_*.py")
     row = right_causes.run(path, "Buggy", sumgrad_launcher, tiers=("structure",))
-    assert words in row["said"]
+    for line in words.split("\n"):
+        assert line in row["said"]
 
 
 @pytest.mark.distributed
@@ -392,6 +394,10 @@ def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
         "thirty-fifth": 20,
         "thirty-sixth": 20,
         "thirty-seventh": 20,
+        "thirty-eighth": 20,
+        "thirty-ninth": 20,
+        "fortieth": 20,
+        "forty-first": 20,
     }  # fmt: skip
     for paths in halves.values():
         for path in paths:

@@ -459,8 +459,8 @@ def test_what_is_only_cut_and_shaped_was_made_by_the_line_that_looked_it_up():
         "`labels = tags[number].masked_fill(tags[number] < 0, -100)` gives, and the first" in said
     )
     assert said.endswith(
-        "do not belong together: in 1 of 2 elements that could be compared (the second of the 3 "
-        "times that it runs; the first: 1 stands beside what has 2 there) on rank 0"
+        "do not belong together: in at least 1 of 2 elements that could be compared (the second of "
+        "the 3 times that it runs; the first: 1 stands beside what has 2 there) on rank 0"
     )
 
 
@@ -535,13 +535,59 @@ def test_ranks_where_two_do_not_belong_together_are_told_alike():
     assert "though" not in both
     assert both.endswith(
         "do not belong together: in 3 of 3 elements that could be compared (the first: 2 stands "
-        "beside what has 3 there) on rank 0; in 1 of 3 elements that could be compared (the first: "
-        "3 stands beside what has 1 there) on rank 1"
+        "beside what has 3 there) on rank 0; in at least 1 of 3 elements that could be compared "
+        "(the first: 3 stands beside what has 1 there) on rank 1"
     )
     several = replace(found[0], how=replace(found[0].how, several=True))
     assert _in_words(case, [several]).endswith(
         "though the numbers of each are there: they stand together in no call there on rank 0"
     )
+
+
+def mixed(x, first, mix):
+    return mix[0] * x + mix[1] * first
+
+
+def test_another_call_on_the_same_line_is_no_measure_where_the_call_itself_runs():
+    """Handed the stream as what came first, too: what it mixes in is no other number."""
+    mix, embedded = (torch.tensor([0.9, 0.4]).double(), X.exp())
+    alone = recorded(mixed, X, embedded, mix)
+    assert first(recorded(mixed, X[OWN], X[OWN], mix), alone) is None
+    found = first(recorded(mixed, X[OWN], embedded[OWN], mix * 2), alone)
+    assert (found.mine.function, found.at, found.how.factor) == ("mul", 0, 2.0)
+
+
+def test_numbers_that_come_again_are_held_against_each_of_their_places():
+    """As rows of a table that several examples take: which of them it is, what stands beside it
+    says. And what is zero is none of them more than another."""
+    table = torch.randn(5, 4, generator=G, dtype=torch.float64)
+    order, beside = torch.tensor([0, 1, 0, 2, 0, 3]), torch.randn(6, 4, generator=G).double()
+    alone = recorded(times, table[order], beside)
+    for own in ([4, 2], [2, 4], [0, 2, 4]):
+        assert first(recorded(times, table[order[own]], beside[own]), alone) is None
+    assert first(recorded(times, table[order[[1, 3]]], beside[[1, 2]]), alone).how.num == 4
+    holes = X.clone()
+    holes[:, 3] = 0
+    weights = torch.randn(6, 5, generator=G, dtype=torch.float64)
+    other = weights[:3].clone()
+    other[:, 3] = 7.0
+    assert first(recorded(times, holes[:3], other), recorded(times, holes, weights)) is None
+
+
+def times(x, y):
+    return x * y
+
+
+def test_numbers_of_another_value_are_others_and_not_put_together_otherwise():
+    """A largest of some is a number that the single process has, and not where it takes one."""
+    scores = X[:, None].expand(6, 4, 5).clone() + torch.randn(6, 4, 1, generator=G).double()
+    alone = recorded(minus_top, scores, scores.amax(1))
+    told = first(recorded(minus_top, scores, scores[:, :2].amax(1)), alone)
+    assert (told.mine.function, told.at, told.how.elsewhere) == ("sub", 1, False)
+
+
+def minus_top(scores, top):
+    return (scores - top[:, None]).exp()
 
 
 def products(x, y, mask):

@@ -71,6 +71,13 @@ def test_a_source_that_ran_fewer_backwards_has_no_weights_of_others():
     assert in_weights(sources[:1], table[:1]) == "(1, 0 by backward) of rank 0"
 
 
+def test_ranks_that_gave_the_same_are_not_counted_again():
+    ones = torch.ones(3, 1)
+    assert in_weights(((0, 1), (2,)), ones[:2]) == "1 of rank 0, 2 (rank 0-1 gave the same)"
+    said = in_weights(((0, 3), (1, 2), (4,)), ones * torch.tensor([[1.0], [1.0], [2.0]]))
+    assert said == "1 of rank 0-1 (rank 0, 3 and rank 1-2 each gave the same), 2 of rank 4"
+
+
 def test_what_takes_a_kind_or_a_shape_alone_takes_no_gradient():
     one = history(lambda: FIRST.new_zeros(6, 7) + torch.zeros_like(FIRST) + SECOND * 2)
     assert [part for part, gives, *_ in told(one) if not gives] == ["SECOND * 2"]

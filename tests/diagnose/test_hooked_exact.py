@@ -508,6 +508,23 @@ def test_factors_of_single_vectors_are_said_of_what_is_right_but_for_them(factor
     assert backward._but_for_factors(look, found) == said
 
 
+@pytest.mark.parametrize(("factors", "said"), [
+    ([[2.0], [2.0], [2.0]], ""),
+    ([[2.0], [3.0], [2.0]], " but for one factor on each rank, 2 on rank 0, 2, 3 on rank 1,"),
+    ([[2.0, 2.0], [3.0, 1.0]], ""),  # a micro-batch has one of its own
+    ([[1.0], None], ""),
+])  # fmt: skip
+def test_factors_of_ranks_are_said_where_they_are_not_alike(factors, said):
+    every = [
+        replace(seen("m", 0), rank=rank, backward="right",
+                factors=None if f is None else torch.tensor([f, f]))
+        for rank, own in enumerate(factors) for f in own or [None]
+    ]  # fmt: skip
+    look = SimpleNamespace(seen={"m": every})
+    found = FirstWrong(wrong="n", seen=(), beside=("m",))
+    assert backward._but_for_factors(look, found) == said
+
+
 class Pair(nn.Module):
     def __init__(self, inplace):
         super().__init__()

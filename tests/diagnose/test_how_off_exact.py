@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from math import isnan
+from math import isnan, nan
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.how_it_is_off import (
     _in_words,
+    _stands_in_words,
     _zeros_in_words,
     off_at_a_line,
 )
-from sumgrad.diagnose.modules.how_off import how_off, zeros_off
+from sumgrad.diagnose.modules.how_off import HowOff, how_off, zeros_off
 
 W = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 FACTORS = torch.tensor([3.0, 3.0, 0.5, 2.0], dtype=torch.float64)
@@ -54,6 +55,44 @@ def test_some_columns_wrong():
         "for one, on rank 0 columns 1 of 4 are wrong, and columns 0, 2-3 are the single process's "
         "up to one factor"
     ]
+
+
+def moved(column, to):
+    got = 2 * W
+    got[:, column] = to
+    return got
+
+
+@pytest.mark.parametrize(("got", "said"), [
+    (moved(2, 2 * W[:, 3]), "column 2 what belongs to 3"),
+    (moved(2, 2 * W[:, 2] + 2 * W[:, 0]), "column 2 what belongs to 0 beside its own"),
+    (torch.cat([moved(2, 0.0)[:, :3], 2 * W[:, 2:3]], 1),
+     "column 2 has nothing, 3 what belongs to 2"),
+    # The third adds what the second has already.
+    (torch.cat([2 * W[:, :1], 2 * W[:, 1:2] + 2 * W[:, :1],
+                2 * W[:, 2:3] + 2 * W[:, 1:2] + 2 * W[:, :1], 2 * W[:, 3:]], 1),
+     "column 1 what belongs to 0 beside its own, 2 what belongs to 1 beside its own"),
+])  # fmt: skip
+def test_what_stands_in_columns_that_are_wrong(got, said):
+    found = _stands_in_words(got, W, how_off(got, W), "on rank 1")
+    assert found == [
+        f"for one, on rank 1 some columns have what belongs to others: {said}; the others are "
+        f"right up to one factor"
+    ]
+
+
+def test_what_stands_is_told_of_all_wrong_columns_or_of_none():
+    for got in (
+        moved(2, 2 * W[:, 3] + 1e-3),
+        torch.cat([moved(2, 2 * W[:, 3])[:, :3], W[:, :1].exp()], 1),
+    ):
+        assert _stands_in_words(got, W, how_off(got, W), "on rank 1") == []
+    two = W.clone()
+    two[:, 3] = two[:, 1]  # which of the two it is cannot be told
+    got = two.clone()
+    got[:, 0] = two[:, 1]
+    how = HowOff(columns=(-1, 1, 2, 3), factors=(nan, 1.0, 1.0, 1.0), wrong=(0,))
+    assert _stands_in_words(got, two, how, "on rank 1") == []
 
 
 def test_a_column_of_nothing_tells_nothing():

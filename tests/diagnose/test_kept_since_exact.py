@@ -91,6 +91,32 @@ def test_what_is_the_same_there_or_kept_there_too(mine, single):
     assert kept_since(mine, single, added(mine, 1)) is None
 
 
+def test_what_a_call_has_just_given_is_not_kept():
+    """A loss is made of it, outside; the single process has another there, of all rows at once."""
+    mine, single = traced(False, *HALVES), traced(False, ROWS)
+    places = [i for i, c in enumerate(mine.computed.computations) if c.function == "square"]
+    assert [mine.computed.computations[place].inside for place in places] == [(), ()]
+    assert [kept_since(mine, single, place) for place in places] == [None, None]
+
+
+def test_what_was_made_for_a_call_is_not_kept():
+    """Weights of each part's own rows, made before its call and used after it."""
+
+    def weighed(*parts):
+        model = Net(False)
+        with ModuleWatch(model) as watching, Computations(watching.now) as computations:
+            for x in parts:
+                weights = x.exp()
+                (model(x) * weights).sum().backward()
+        return replace(watching.trace({"x": ROWS}), computed=computations.computed())
+
+    mine = weighed(*HALVES, ROWS[:2])
+    places = [i for i, c in enumerate(mine.computed.computations)
+              if c.function == "mul" and not c.inside]  # fmt: skip
+    assert len(places) == 3
+    assert [kept_since(mine, weighed(ROWS), place) for place in places] == [None] * 3
+
+
 def case(mine, single=SINGLE):
     return SimpleNamespace(traces=SimpleNamespace(ranks={2: mine}, single=single))
 

@@ -259,6 +259,22 @@ def test_of_a_function_and_torchs_formula_the_function_is_at_fault():
     mine, there = recorded(beside, X[OWN], "turned"), recorded(beside, X, "")
     told = list(lines([mine], there).first_backward(0, everything))
     assert [one.mine.function for one in told] == ["Doubled"]
+    assert told[0].untold == ()
+    assert next(iter(in_words(told))).startswith("where it goes wrong first, ")
+
+
+def test_another_use_that_is_not_known_to_be_right_is_told():
+    def beside(x, how):
+        y = x.sin()
+        first = Doubled.apply(y, how) if how else y * 2
+        return first.exp() + ((y * 7 + x).tanh() if how else 0)
+
+    mine, there = recorded(beside, X[OWN], "turned"), recorded(beside, X, "")
+    told = list(lines([mine], there).first_backward(0, everything))
+    assert [one.part for one in told[0].untold] == ["y * 7"]
+    said = next(iter(in_words(told)))
+    assert said.startswith("the gradient that reaches the result of ")
+    assert said.endswith("`y * 7` takes the same: what is wrong may come from there")
 
 
 def test_a_loss_of_one_number_has_only_a_factor():

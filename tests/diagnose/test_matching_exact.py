@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sumgrad.diagnose.modules.matching import compare_gradient, match
+from sumgrad.diagnose.modules.matching import add_up, compare_gradient, match
 
 WANTED = torch.arange(1.0, 19.0, dtype=torch.float64).reshape(6, 3)
 FILLER = torch.tensor([[0.5, 0.25, -3.0]], dtype=torch.float64)
@@ -66,3 +66,16 @@ def test_two_that_have_one_gradient_have_one_factor():
     where = replace(match(WANTED[:1], twice, 1e-9), columns=(0, 1))
     (found,) = compare_gradient(torch.tensor([[6.0]]).double(), wanted, where, 1e-9).factors
     assert found == 3.0
+
+
+def test_parts_add_up_to_multiples_of_what_is_wanted_and_zeros_of_nobodys_do_not_count():
+    generator = torch.Generator().manual_seed(5)
+    wanted = torch.randn(3, 4, generator=generator).double()
+    held = torch.cat([wanted[[2, 0]], torch.zeros(1, 4).double()])  # a row of padding
+    where = match(held, wanted, 1e-9)
+    own = torch.randn(3, 4, generator=generator).double()
+    gradient = torch.cat([2 * wanted[[2, 0]], torch.ones(1, 4).double()])
+    assert add_up([own, gradient - own], wanted, where, 1e-9)
+    gradient[1] += 1e-3
+    assert not add_up([own, gradient - own], wanted, where, 1e-9)
+    assert not add_up([own, own[:2]], wanted, where, 1e-9)

@@ -278,3 +278,11 @@ def test_rows_that_ranks_weigh_unlike_are_told_rank_by_rank(monkeypatch, shares,
     case = SimpleNamespace(traces=None, record=SimpleNamespace(spec=SimpleNamespace(facts=None)))
     start = "the rows' gradients at the loss have factors of their own: "
     assert weighed.shares_in_words(case, shares) == start + words
+
+
+@pytest.mark.parametrize(("often", "again"), [
+    ([4.0, 3.0, 2.0, 1.0], True), ([3.0, 3.0, 1.0], True), ([2 / 3, 1 / 3, 1 / 3], True),
+    ([220 / 243, 44 / 81, 11 / 27, 1 / 3], False), ([2.0, 1.0, 0.0], False), ([1.0, 2.0], False),
+])  # fmt: skip
+def test_what_is_counted_again_is_so_in_whole_numbers(often, again):
+    assert readings._are_counted_again(often) == again

@@ -215,6 +215,15 @@ def test_what_the_server_imported_is_not_collected_again(sumgrad_ranks):
     assert all(o.ok for o in outcomes), [o.detail for o in outcomes]
 
 
+def test_what_is_read_when_it_is_used_replaces_no_server(monkeypatch):
+    """As torch itself sets it in a process that imports Inductor."""
+    before = launcher_module._read_on_import()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert launcher_module._read_on_import() == before
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "7")
+    assert launcher_module._read_on_import() != before
+
+
 def test_a_server_that_died_is_replaced(tmp_path):
     arguments = {"name": "use_one_thread", "arguments": {}}
     job = {"target": f"{__file__}:in_group", "num_ranks": 1, "arguments": arguments}

@@ -16,8 +16,10 @@ MODULES = house.modules()
 MAY_TOUCH_DISTRIBUTED = {
     "convention", "subjects.planned.context", "subjects.planned.exchange", "subjects.planned.step",
     "subjects.planned.job", "subjects.planned.bitwise.step",
-    "subjects.program.changed", "subjects.program.context", "subjects.program.held_gradients",
-    "subjects.program.tier_run", "subjects.program.parts_by_value",
+    "subjects.program.changed", "subjects.program.changed_collective",
+    "subjects.program.context", "subjects.program.held_gradients",
+    "subjects.program.tier_run", "subjects.program.parts_by_value", "subjects.program.whole",
+    "subjects.program.rendezvous",
     "ledger.process_group", "ledger.delegation", "ledger.backends",
     "faults.misbehaviour", "launch.rank", "launch.trial_rank",
     "launch.torchrun.member", "launch.torchrun.ranks", "launch.matrix.warm_rank",

@@ -52,13 +52,13 @@ from sumgrad.diagnose.explainers.by_modules import (
 from sumgrad.diagnose.explainers.by_modules.beside import beside
 from sumgrad.diagnose.explainers.by_modules.branches import with_branches
 from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
+from sumgrad.diagnose.explainers.by_modules.count_divided_by import by_another_count
 from sumgrad.diagnose.explainers.by_modules.derivatives import with_formulas
 from sumgrad.diagnose.explainers.by_modules.factor_lines import with_the_factors_line
 from sumgrad.diagnose.explainers.by_modules.hooks import with_hooks
 from sumgrad.diagnose.explainers.by_modules.not_finite import with_what_is_not_finite
 from sumgrad.diagnose.explainers.by_modules.other_graph import with_another_graph
 from sumgrad.diagnose.explainers.by_modules.settings import with_settings
-from sumgrad.diagnose.explainers.by_modules.tried import with_what_was_tried
 from sumgrad.diagnose.explainers.by_modules.written_over import with_what_was_written_over
 from sumgrad.diagnose.explainers.by_modules.wrong_later import with_the_turn
 from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
@@ -124,6 +124,7 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_the_line,
     with_another_graph,
     with_the_turn,
+    by_another_count,
     with_the_factors_line,
     with_formulas,
     with_history,
@@ -136,5 +137,4 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_what_was_written_over,
     with_settings,
     with_branches,
-    with_what_was_tried,
 )

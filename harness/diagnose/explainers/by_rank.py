@@ -208,7 +208,10 @@ def _in_words(found: Sequence[Weighed], right: str, *, every: bool) -> tuple[str
             f"{_weights(found[0], found[0].wanted)}",
         )
     alike = [m for m in found if _same(m, found[0])]
-    on = "" if len(alike) == len(found) else f"on rank {_ranks(alike)}, "
+    named = list(dict.fromkeys(n for m in alike for n in m.names))
+    others = {n for m in found if m not in alike for n in m.names}
+    of = f"in {some_of(named)} " if others - {*named} else ""
+    on = "" if len(alike) == len(found) else f"{of}on rank {_ranks(alike)}, "
     return (
         "weights_of_ranks",
         f"{on}the ranks' own gradients are weighed by {_weights(found[0], found[0].got)}, where "
@@ -352,11 +355,19 @@ def _weights(mix: Mixed | Weighed, table: Tensor | None) -> str:
 
 
 def in_weights(sources: Sequence[Source], table: Tensor, runs: Sequence[int] = ()) -> str:
-    """The same of any (sources, passes) weights. runs: how many backwards each source ran."""
-    groups: dict[str, list[int]] = {}
+    """The same of any (sources, passes) weights. runs: how many backwards each source ran. Of ranks
+    that gave the same the first is told: all of them would be several times that."""
+    groups: dict[str, list[Source]] = {}
     for source, row, run in zip(sources, table, runs or [len(t) for t in table], strict=True):
-        groups.setdefault(_row(row[:run]), []).extend(source)
-    return ", ".join(f"{row} of rank {spans(sorted(ranks))}" for row, ranks in groups.items())
+        groups.setdefault(_row(row[:run]), []).append(source)
+    return ", ".join(f"{row} of {_of_each(several)}" for row, several in groups.items())
+
+
+def _of_each(sources: Sequence[Source]) -> str:
+    firsts = f"rank {spans(sorted(source[0] for source in sources))}"
+    alike = " and ".join(f"rank {spans(sorted(source))}" for source in sources if len(source) > 1)
+    each = " each" if " and " in alike else ""
+    return f"{firsts} ({alike}{each} gave the same)" if alike else firsts
 
 
 def _row(row: Tensor) -> str:

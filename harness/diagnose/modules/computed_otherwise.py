@@ -18,7 +18,6 @@ from sumgrad.diagnose.modules.numbers import CLOSE, Numbers
 from sumgrad.record.computed import Computation, Computed
 from torch import Tensor
 
-MOST_HOLDING = 4  # values that may have all numbers of another, and are asked
 CLASSES = {"cross_entropy", "nll_loss"}  # their first argument has a dimension of classes
 ELEMENTWISE = {"add", "sub", "rsub", "mul", "div", "rdiv", "maximum", "minimum", "mse_loss",
                "l1_loss", "smooth_l1_loss", "huber_loss"}  # fmt: skip
@@ -113,6 +112,7 @@ class Both:
         self.mine, self.whole = mine, whole
         self.there = Numbers(whole.values)
         self._spread: set[tuple[str, str]] | None = None
+        self._sites = {c.site for c in whole.computations if c.site}
         self._known: dict[int, frozenset[int]] = {}
         self._with: dict[tuple[str, int, int], dict[int, Computation]] = {}
         self._functions = {
@@ -125,13 +125,15 @@ class Both:
                     self._with.setdefault(key, {})[i] = c
 
     def alike(self, c: Computation) -> Sequence[Computation]:
-        """The single process's of the same function that may have a tensor in common, in order."""
+        """The single process's of the same function that may have a tensor in common, in order: of
+        the same call in the code, where it makes that too, and not of another on the same line."""
         key = c.function, len(c.takes)
         found: dict[int, Computation] = {}
         for value in c.takes if key in self._functions else ():
             for number in self._holding(value) if isinstance(value, int) else ():
                 found |= self._with.get((*key, number), {})
-        return [found[i] for i in sorted(found)]
+        own = c.site in self._sites
+        return [found[i] for i in sorted(found) if not own or found[i].site == c.site]
 
     def compared(
         self, c: Computation, w: Computation
@@ -145,11 +147,14 @@ class Both:
                 continue
             if j and c.function == ATTENTION:
                 return None  # only queries tell which heads and rows it is of
+            # A zero tells nothing of which it is.
+            live = self.mine.values[a].reshape(-1)[places[0]] != 0
+            places = places[0][live], places[1][live]
             shapes = self.mine.values[a].shape, self.whole.values[b].shape
             found = []
             for i in range(len(c.takes)):
                 if i != j:
-                    told = self._beside(c, w, i, shapes, places)
+                    told = self._beside(c, w, (i, j), shapes, places) if len(places[0]) else None
                     if told is None:
                         break
                     found += [(i, how) for how in told]
@@ -169,12 +174,18 @@ class Both:
         held = self._holding(value) if isinstance(value, int) else frozenset()
         return not held.isdisjoint(t for t in w.takes if isinstance(t, int))
 
-    def _is_among(self, x: int | str, y: int | str) -> bool:
-        """Whether all numbers of a rank's value stand in one of the single process's, wherever."""
-        if not isinstance(x, int) or not isinstance(y, int):
+    def _is_among(self, x: int | str, w: Computation, i: int) -> bool:
+        """Whether all numbers of a rank's value stand in what a call of the single process has
+        there, or another of the same call in the code."""
+        if not isinstance(x, int):
             return False
-        holding = sorted(self._holding(x), key=lambda number: number != y)[:MOST_HOLDING]
-        return any(self.there.has_all(self.mine.values[x], number) for number in holding)
+        takes = [w, *(other for other in self.whole.computations
+                      if (other.site, other.function) == (w.site, w.function))]  # fmt: skip
+        numbers = {other.takes[i] for other in takes if len(other.takes) > i}
+        return any(
+            number in numbers and self.there.has_all(self.mine.values[x], number)
+            for number in sorted(self._holding(x))
+        )
 
     def _holding(self, number: int) -> frozenset[int]:
         """Values of the single process that may hold all numbers of one of the rank's."""
@@ -196,16 +207,18 @@ class Both:
         self,
         c: Computation,
         w: Computation,
-        i: int,
+        at: tuple[int, int],
         shapes: tuple[torch.Size, torch.Size],
         places: tuple[Tensor, Tensor],
     ) -> tuple[Difference, ...] | None:
-        """How argument i differs: () where it does not, None where that cannot be told.
+        """How an argument differs from that beside another: () where it does not, None where that
+        cannot be told. at: the two.
 
         Where two lines are not the same words, numbers may be put together in another order,
         a * (b / c) for (a * b) / c, and zeros are a way to use nothing. What is added may be a part
         of a sum, as it is put together, unless it is what belongs elsewhere.
         """
+        i, j = at
         x, y = c.takes[i], w.takes[i]
         words = isinstance(x, str) and isinstance(y, str)
         if words and (x == y or c.function not in NUMBERS):
@@ -231,13 +244,12 @@ class Both:
         number = _spread(torch.arange(got.numel()).reshape(got.shape), shapes[0], targets=targets)
         if flat is None or beside is None or number is None:
             return () if got.shape == wanted.shape and torch.equal(got, wanted) else None
-        how = _differ(flat[places[0]], beside[places[1]], number[places[0]].long(), got.numel())
+        its = self._its(c.takes[j], w.takes[j], places, flat, beside)
+        how = _differ(flat[places[0]], its, number[places[0]].long(), got.numel())
         if how is None:
             return ()
         how = _of_classes(how, c.function, got)
-        elsewhere = (
-            same or self._is_among(x, y) or _is_in_another_order(flat[places[0]], beside[places[1]])
-        )
+        elsewhere = same or self._is_among(x, w, i) or _is_in_another_order(flat[places[0]], its)
         other = elsewhere and [*map(len, here)] != [*map(len, there)]  # another formula
         few = how.factor is not None or min(got.numel(), wanted.numel()) == 1
         if c.code != w.code and (few or other):
@@ -249,6 +261,23 @@ class Both:
         if c.function == "add" and self._is_of_a_sum(c, w, i, several=several, elsewhere=elsewhere):
             return None
         return (replace(how, elsewhere=elsewhere),)
+
+    def _its(
+        self,
+        a: int | str,
+        b: int | str,
+        places: tuple[Tensor, Tensor],
+        flat: Tensor,
+        beside: Tensor,
+    ) -> Tensor:
+        """What stands beside each element that two values have in common; of a number that comes
+        again in the single process's, what is the same beside any of its places."""
+        own, its = flat[places[0]], beside[places[1]]
+        if isinstance(a, int) and isinstance(b, int):
+            for k, there in self.there.again(self.mine.values[a], b, places[0], own != its):
+                if bool((beside[there] == own[k]).any()):
+                    its[k] = own[k]
+        return its
 
     def _is_of_a_sum(
         self, c: Computation, w: Computation, i: int, *, several: bool, elsewhere: bool

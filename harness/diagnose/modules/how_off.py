@@ -118,3 +118,40 @@ def zeros_off(got: Tensor, wanted: Tensor) -> ZerosOff | None:
     if float(ratios.max() - ratios.min()) > SAME_FACTOR * float(ratios.abs().max()):
         return None
     return ZerosOff(lost=int(lost.sum()), surplus=int(surplus.sum()), of=got.numel())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stands:
+    """What a wrong column has: nothing, where of is None; what belongs to column `of`, in place of
+    its own; or that beside its own, too, where it is added."""
+
+    column: int
+    of: int | None = None
+    added: bool = False
+
+
+def what_stands(got: Tensor, wanted: Tensor, how: HowOff) -> list[Stands] | None:
+    """(n, C) both. Of every column that is wrong; None where that is not so of each of them."""
+    right = [j for j, k in enumerate(how.columns) if k == j]
+    if not how.wrong or not right or got.shape[1] ** 2 * len(got) > 1 << 22:
+        return None
+    wanted = wanted * how.factors[right[0]]
+    out = []
+    for j in how.wrong:
+        own, beside = got[:, j], got[:, j] - wanted[:, j]
+        others = [k for k in range(got.shape[1]) if k != j]
+        asked = ((own, wanted, False), (beside, wanted, True), (beside, got, True))
+        found = (Stands(column=j, of=k, added=added) for column, among, added in asked
+                 if (k := _column_of(column, among, others)) is not None)  # fmt: skip
+        stands = next(found, None) if bool(own.any()) else Stands(column=j)
+        if stands is None:
+            return None
+        out.append(stands)
+    return out
+
+
+def _column_of(own: Tensor, among: Tensor, columns: list[int]) -> int | None:
+    """The only one that is the same."""
+    size = float(own.abs().max())
+    same = [k for k in columns if float((among[:, k] - own).abs().max()) <= SAME * size]
+    return same[0] if len(same) == 1 else None

@@ -103,10 +103,12 @@ class _Run:
         c, number = self.computed.computations[at], self.computed.computations[at].takes[argument]
         maker = self.makers.get(number) if isinstance(number, int) else None
         if maker is not None:
-            then = self.calls[maker]
-            if then >= self.calls[at]:
+            then, inside = self.calls[maker], self.computed.computations[maker].inside
+            # What a call has just given, or was made for it.
+            handed_on = not c.inside and self.calls[at] == then + 1
+            if then >= self.calls[at] or handed_on:
                 return None
-            if then or self.computed.computations[maker].inside:
+            if then or inside:
                 return then, False
         # What no line made is a parameter or the batch.
         for i in self._of_its_site(c) if c.made_at[argument][0] else ():

@@ -43,8 +43,9 @@ class AtLine:
     something right is made of what it gives. beside: Functions that take the same and get what is
     right, in the backward. then: of a line that the single process does not run, what it does not
     run either and is wrong because of it. times: what an argument gets is this multiple of what is
-    right. picks: it picks by parts. sender: the other rank that made an argument of which autograd
-    knows nothing here, and what made it there.
+    right. picks: it picks by parts. untold: others that take the same, whose results may have what
+    is wrong. sender: the other rank that made an argument of which autograd knows nothing here, and
+    what made it there.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class AtLine:
     then: tuple[Computation, ...] = ()
     times: float | None = None
     picks: bool = False
+    untold: tuple[Computation, ...] = ()
     sender: tuple[int, Computation] | None = None
 
 
@@ -175,9 +177,29 @@ class Lines:
                     if (other := mine.computations[p]).written and p != place
                 )
                 if c.written or not others:  # else one of those that have a backward of their own
+                    untold = tuple(self._untold_beside(rank, c, taken))
                     yield AtLine(
-                        rank=rank, mine=c, place=place, at=at, back=True, beside=tuple(others)
+                        rank=rank,
+                        mine=c,
+                        place=place,
+                        at=at,
+                        back=True,
+                        beside=tuple(others),
+                        untold=untold,
                     )
+
+    def _untold_beside(
+        self, rank: int, c: Computation, taken: Sequence[int]
+    ) -> Iterator[Computation]:
+        """What else takes these, and may have a gradient that is not known to be right."""
+        mine, ways = self._ranks[rank], self._ways[rank]
+        for place in sorted({p for n in taken for p in ways.takes.get(n, ())}):
+            other = mine.computations[place]
+            if other is c or other.function_of or other.written:
+                continue
+            own = [n for n in other.gives if n in mine.with_graph]
+            if any(self.states.backward(rank, n) != "right" for n in own):
+                yield other
 
     def into_the_loss(self, rank: int, asked: Callable[[Computation], bool]) -> Iterator[AtLine]:
         """Against the order, those that take what is right and gets what is not, where what they

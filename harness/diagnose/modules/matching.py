@@ -131,7 +131,11 @@ def compare_gradient(
     right = torch.zeros(len(got), dtype=torch.bool)
     factors = torch.full((len(got),), float("nan"), dtype=torch.float64)
     terms = torch.full((len(got), len(parts)), float("nan"), dtype=torch.float64)
-    for i, (mine, may_be) in enumerate(zip(got, where.found, strict=True)):
+    alone = where.found.sum(1) == 1 if not len(parts) else torch.zeros_like(right)
+    theirs = wanted[where.found[alone].long().argmax(1)]
+    right[alone], factors[alone], _ = _factors_of_pairs(got[alone], theirs, bound)
+    for i in (~alone).nonzero()[:, 0].tolist():
+        mine, may_be = got[i], where.found[i]
         if bool(where.empty[i]) and not bool(may_be.any()):
             right[i] = True
             continue
@@ -153,16 +157,25 @@ def compare_gradient(
     return Compared(right=right, factors=factors, terms=terms)
 
 
+def _factors_of_pairs(got: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Row by row: whether it is a multiple of what is wanted, of which factor, NaN where zeros do
+    not tell, and the square of what is wanted, zero where it is of rounding alone."""
+    squares = (wanted * wanted).sum(1)
+    squares = torch.where(squares.sqrt() > NOTHING * bound, squares, 0.0)
+    products = (wanted * got).sum(1)
+    factor = torch.where(squares > 0, products / squares.clamp(min=1e-300), 0.0)
+    errors = (got - factor[:, None] * wanted).abs().amax(1)
+    fits = errors <= bound * factor.abs().clamp(min=1.0)
+    telling = fits & (squares.sqrt() > 1e3 * bound)
+    return fits, torch.where(telling, factor, float("nan")), squares
+
+
 def _one_factor(mine: Tensor, candidates: Tensor, bound: float) -> tuple[float, int] | None:
     """Which multiple of which of these a vector is; NaN where zeros do not tell."""
-    squares = (candidates * candidates).sum(1)
-    squares = torch.where(squares.sqrt() > NOTHING * bound, squares, 0.0)  # else of rounding alone
-    factor = torch.where(squares > 0, (candidates @ mine) / squares.clamp(min=1e-300), 0.0)
-    errors = (mine - factor[:, None] * candidates).abs().amax(1)
-    fits = errors <= bound * factor.abs().clamp(min=1.0)
+    fits, factor, squares = _factors_of_pairs(mine[None], candidates, bound)
     if not bool(fits.any()):
         return None
-    telling = fits & (squares.sqrt() > 1e3 * bound)
+    telling = ~factor.isnan()
     none = not bool(mine.any()) and not bool(squares[fits].all())
     if not bool(telling.any()) or none:
         return float("nan"), int(fits.nonzero()[0])
@@ -200,6 +213,11 @@ def add_up(parts: Sequence[Tensor], wanted: Tensor, where: Match, tolerance: flo
     """Whether ranks that hold parts of the same vectors hold the whole together, up to a factor."""
     if len({part.shape for part in parts}) != 1:
         return False
-    total = torch.stack(list(parts)).sum(0)
-    found = compare_gradient(total, wanted, where, tolerance)
-    return bool(found.right.all())
+    start, end = where.columns
+    total, wanted = torch.stack(list(parts)).sum(0)[where.picked], wanted[:, start:end]
+    bound = tolerance * float(wanted.abs().max())
+    return all(
+        (bool(where.empty[i]) and not bool(may_be.any()))
+        or _one_factor(mine, wanted[may_be], bound) is not None
+        for i, (mine, may_be) in enumerate(zip(total, where.found, strict=True))
+    )

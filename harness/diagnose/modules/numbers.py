@@ -5,7 +5,7 @@ In float64, where equal numbers are no chance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from sumgrad.record.ranks import sample_of
@@ -19,6 +19,7 @@ SAMPLES = 8
 MOST_SLICES = 32  # that a value may be, of which each is looked at
 MOST_COMPARED = 1 << 24  # elements of one rank, seconds of work; what comes later is not told
 LOOKED_AT = 64  # elements of a tensor, for as many samples
+MOST_AGAIN = 512  # elements whose numbers come again, and are looked for everywhere
 MOST_ASKED = 8191  # elements of a tensor that are looked for, wherever they are
 
 
@@ -74,6 +75,20 @@ class Numbers:
             if every is not None:
                 return torch.arange(len(flat)), every
         return told, there
+
+    def again(
+        self, value: Tensor, number: int, elements: Tensor, asked: Tensor
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Of (n,) elements of a value those that are asked for, (n,), and whose number is in the
+        whole one more than once: which of the n it is, and where in the whole one it stands."""
+        found = self._ranges(value, number) if bool(asked.any()) else None
+        if found is None:
+            return
+        at, end, order = found
+        times = (end - at)[elements]
+        for k in (asked & (times > 1)).nonzero().reshape(-1).tolist()[:MOST_AGAIN]:
+            element = elements[k]
+            yield k, order[at[element] : end[element]]
 
     def unknown(self, value: Tensor) -> int | None:
         """How many of its different numbers, of up to MOST_ASKED, are none of any value here; None

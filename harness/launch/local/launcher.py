@@ -47,6 +47,8 @@ READ_ON_IMPORT = (
     "ATEN", "CUDA", "GLOO", "KMP", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "OPENBLAS", "PYTHON",
     "PYTORCH", "TORCH", "TRITON",
 )  # fmt: skip
+# Read when it is used, and set by torch itself, in whichever process imports Inductor.
+READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 START_LIMIT_S = 300.0  # torch from a cold disk
 SILENCE_S = 30.0  # the server says a word every second while a job runs
 CLOSE_S = 10.0
@@ -352,7 +354,11 @@ def _everyone(job: RankJob) -> int:
 
 def _read_on_import() -> dict[str, str]:
     """The variables that what a server preloads may read once, when it is imported."""
-    return {name: value for name, value in os.environ.items() if name.startswith(READ_ON_IMPORT)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(READ_ON_IMPORT) and name not in READ_LATER
+    }
 
 
 def _outcome(job: RankJob, rank: int, end: dict[str, Any]) -> RankOutcome:

@@ -23,6 +23,7 @@ from sumgrad.subjects.program.kept import Kept
 from sumgrad.subjects.program.kept_values import KeptValues
 from sumgrad.subjects.program.leaves import Leaves
 from sumgrad.subjects.program.made_at import MadeAt
+from sumgrad.subjects.program.names_in_scope import NamesInScope
 from sumgrad.subjects.program.seen_modules import is_trial
 from sumgrad.subjects.program.watch import ModuleWatch
 from sumgrad.subjects.users_line import users_lines
@@ -66,6 +67,7 @@ class Computations(TorchFunctionMode):
         self._in_a_hook = False
         self._sites: set[str] = set()  # of what is in the forward
         self._ran: dict[str, dict[Line, None]] = {}
+        self._names = NamesInScope()
         self._changes: list[Change] = []
         self._lines = MadeAt()
         self._apply: Any = None
@@ -94,6 +96,7 @@ class Computations(TorchFunctionMode):
             changes=tuple(self._changes),
             uncleared=tuple(self._leaves.uncleared),
             ran={within: tuple(lines) for within, lines in self._ran.items()},
+            names=self._names.found(),
             set_grads=tuple(self._set_grads),
             found_none=tuple(line for line, some in self._reads.items() if some == {False}),
             derivatives=tuple(self.derivatives.found()),
@@ -169,7 +172,10 @@ class Computations(TorchFunctionMode):
         if getattr(func, "__self__", None) is Tensor.grad:
             self._at_a_gradient(name, args)
         frame = users_frame() if name not in UNSEEN else None
-        if frame is None or is_trial() or not self._is_asked(site_of(frame)[0], frame):
+        if frame is None or is_trial():
+            return func(*args, **kwargs)
+        self._names.see(frame)
+        if not self._is_asked(site_of(frame)[0], frame):
             return func(*args, **kwargs)
         self._runs(frame)
         before = [] if is_backward() else self._versions(args, kwargs)

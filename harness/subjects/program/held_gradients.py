@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
 from sumgrad.base.tensors import to_local
+from sumgrad.subjects.own_gradients import OwnGradients, gathered
 from sumgrad.subjects.program.context import Context
 from sumgrad.subjects.program.placement import Placed
 from sumgrad.subjects.program.protocol import with_place
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
+from torch.nn.parallel import DistributedDataParallel
+
+OWN_SAMPLES = 1 << 16  # of each parameter, that are kept of what a failing step's backwards give
 
 
 def held_gradients(
@@ -61,3 +67,37 @@ def _declared(program: Any, p: Placed, grad: Any) -> Tensor | None:
         )
     given: Tensor = grad
     return given if to_local(given).shape == shape else to_local(given).reshape(shape)
+
+
+def ddp_divides_by(model: nn.Module) -> int:
+    """By how many ranks the DistributedDataParallel in it divides; 0 where none does, or a hook
+    does what it wants, or there are several that differ."""
+    sizes = {
+        dist.get_world_size(m.process_group) if not m._comm_hooks else 0
+        for m in model.modules()
+        if isinstance(m, DistributedDataParallel)
+    }
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+@contextlib.contextmanager
+def own_gradients_of(model: nn.Module, placed: Sequence[Placed]) -> Iterator[OwnGradients]:
+    """What this rank's own backwards give its parameters, before it is reduced."""
+    own = OwnGradients(OWN_SAMPLES)
+    names = {id(p.param): p.name for p in placed}
+    for p in placed:
+        own.look_at(p.name, p.param, p.index)
+
+    def look_at_whole_ones(module: nn.Module, args: Any, output: Any) -> None:
+        for shard, leaf in gathered(module):
+            if id(shard) in names and not isinstance(leaf, DTensor):
+                own.look_at(names[id(shard)], leaf, None)
+
+    sharding = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    hooks = [module.register_forward_hook(look_at_whole_ones) for module in sharding]
+    try:
+        yield own
+    finally:
+        for hook in hooks:
+            hook.remove()
+        own.close()

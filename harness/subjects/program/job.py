@@ -25,7 +25,6 @@ from sumgrad.subjects.program.reference.trace import trace_reference
 from sumgrad.subjects.program.trials import Agreement
 from sumgrad.subjects.subject import Progress
 from sumgrad.topology.pools import Topology
-from torch._C._distributed_c10d import Store
 
 TellsAdjoints = Callable[[Iterable[Mapping[str, Any]]], Iterator[Adjoint]]
 
@@ -95,11 +94,9 @@ class UserStep:
         return own.trace(self.spec, tier, step), own.adjoints
 
     def try_rank(
-        self, rank: int, ledger: Ledger, asked: Asked, wanted: Grads, store: Store
+        self, rank: int, ledger: Ledger, asked: Asked, wanted: Grads, agreement: Agreement
     ) -> Iterator[Trial]:
-        """A failing step again with changes in it, on a rank; all ranks together. store: over
-        which they agree."""
-        agreement = Agreement(store, rank, self.spec.topology.world_size)
+        """A failing step again with changes in it, on a rank; all ranks together."""
         return self._rank(rank, ledger).tries(self.spec, asked, wanted, agreement)
 
     def trace_single(self, tier: str, step: int) -> Trace:

@@ -28,6 +28,7 @@ from sumgrad.subjects.program.adjoints import Adjoints
 from sumgrad.subjects.program.applied import Applied
 from sumgrad.subjects.program.computations import computations_beside
 from sumgrad.subjects.program.context import Seat, make_meshes, of_all_ranks
+from sumgrad.subjects.program.held_gradients import own_gradients_of
 from sumgrad.subjects.program.renamed import names_of_modules
 from sumgrad.subjects.program.tier_run import Result, TierRun
 from sumgrad.subjects.program.trials import Agreement, Trials
@@ -96,7 +97,8 @@ class Rank:
             names = names_of_modules(run.model, run.modules, run.placement)
             seen = ModuleWatch(run.model, names, lambda: self.ledger.num_operations, with_ways=True)
             computations = computations_beside(seen)
-            with seen, Losses(seen.at_loss) as losses, run.own_gradients() as own, computations:
+            own_gradients = own_gradients_of(run.model, run.placement.placed)
+            with seen, Losses(seen.at_loss) as losses, own_gradients as own, computations:
                 uses = Uses(own)
                 computations.begins = uses.begin
                 run.step(step)

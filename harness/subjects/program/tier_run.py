@@ -21,10 +21,9 @@ from sumgrad.faults.misbehaviour import Misbehaviour
 from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
 from sumgrad.ledger.delegation import operations_elsewhere
 from sumgrad.ledger.evidence import GradientWatch
-from sumgrad.ledger.process_group import Observer
+from sumgrad.ledger.process_group import Interposer, Observer
 from sumgrad.record.ranks import AGAIN, BUFFER, INDEX, INDEX_IN, RankFiles
 from sumgrad.record.spec import RunSpec
-from sumgrad.subjects.own_gradients import OwnGradients, gathered
 from sumgrad.subjects.program.batch import (
     full_batch,
     hold_batch,
@@ -33,7 +32,7 @@ from sumgrad.subjects.program.batch import (
     takes_step,
 )
 from sumgrad.subjects.program.context import Context, Seat, make_context
-from sumgrad.subjects.program.held_gradients import held_gradients
+from sumgrad.subjects.program.held_gradients import ddp_divides_by, held_gradients
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
 from sumgrad.subjects.program.numbered import Found, Numbers
 from sumgrad.subjects.program.placement import Placed, Placement, place
@@ -54,36 +53,14 @@ from sumgrad.subjects.program.protocol import (
 from sumgrad.subjects.program.unseen import (
     buffers_after,
     come_alive,
+    frozen_values,
     gradients_elsewhere,
     trained_names,
 )
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 Result = dict[str, Any]
 Tensors = dict[str, Tensor]
-MOST_FROZEN = 1 << 24  # elements of frozen parameters that are put back before every step
-OWN_SAMPLES = 1 << 16  # of each parameter, that are kept of what a failing step's backwards give
-
-
-def _ddp_divides_by(model: nn.Module) -> int:
-    """By how many ranks the DistributedDataParallel in it divides; 0 where none does, or a hook
-    does what it wants, or there are several that differ."""
-    sizes = {
-        dist.get_world_size(m.process_group) if not m._comm_hooks else 0
-        for m in model.modules()
-        if isinstance(m, DistributedDataParallel)
-    }
-    return sizes.pop() if len(sizes) == 1 else 0
-
-
-def _frozen(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Parameters that are not trained, and their values; none of them where they are many."""
-    held = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-    if sum(to_local(p).numel() for p in held.values()) > MOST_FROZEN:
-        return {}
-    return {name: (param, to_local(param).detach().clone()) for name, param in held.items()}
 
 
 class TierRun:
@@ -192,7 +169,7 @@ class TierRun:
         )
         self.untied = untied(ties, self.model)
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
-        self.frozen = _frozen(self.model)
+        self.frozen = frozen_values(self.model)
         self.trained = trained_names(self.model)
         self.shapes = {p.name: p.local().shape for p in self.placement.placed}
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
@@ -206,7 +183,7 @@ class TierRun:
         assert facts is not None
         result["built"], result["batch"] = self.built, self.batch_hash
         result["untied"] = self.untied
-        result["ddp"] = _ddp_divides_by(self.model)
+        result["ddp"] = ddp_divides_by(self.model)
         for p in self.placement.placed:
             self._keep_place(p, files.others, known=p.name in result["params"])
             result["params"][p.name] = {"sharded": p.index is not None}
@@ -251,6 +228,41 @@ class TierRun:
 
     def step(self, step: int, *, label: str | None = None) -> tuple[Tensors, Result]:
         """One step from its recorded weights: local gradients, and what else was seen."""
+        other = self._begin(step)
+        began = {p.name: bits([p.local()]) for p in self._kept_shape()}
+        scramble(104, self.seat.rank, step, int(label is not None))
+        self.watch.begin_step()
+        if self.misbehaviour:
+            self.misbehaviour.begin_step()
+        lift = self._lift()
+        looked = lift.change or step == self.job.steps - 1
+        watching = self._watching(
+            f"{label or self.tier}/{step}/step", self.observe, self.misbehaviour
+        )
+        with watching, default_dtype(self.dtype):
+            self._run(step, lift if looked else contextlib.nullcontext())
+            unwaited = self.seat.ledger.nobody_waits_for()
+            races = self._races(unwaited)
+            info = {**self._info(step, began), "other_weights": list(other), "races": races}
+            info["lifted"] = dict(lift.lifted)
+            if looked and not is_compiled(self.model):
+                info["narrow"] = dict(lift.narrow)
+            grads = self._grads(info)
+        return grads, info
+
+    def bare_step(self, step: int, interpose: Interposer | None = None) -> Tensors:
+        """The gradients of a step, and nothing else of it. interpose: through which its operations
+        go."""
+        self._begin(step)
+        scramble(104, self.seat.rank, step, 0)
+        lift = self._lift()
+        with self._watching(f"{self.tier}/{step}/step", None, interpose), default_dtype(self.dtype):
+            self._run(step, lift if lift.change else contextlib.nullcontext())
+            self.seat.ledger.settle()
+            return self._grads({"partial": []})
+
+    def _begin(self, step: int) -> dict[str, None]:
+        """Rows, weights, gradients and buffers as a step finds them. Which weights are others."""
         if step != self.batch_step and takes_step(self.program):
             self._set_batch(step)
         other = self._set_weights(step)
@@ -269,27 +281,17 @@ class TierRun:
             for frozen, value in self.frozen.values():
                 if to_local(frozen).shape == value.shape:
                     to_local(frozen).copy_(value)
-        began = {p.name: bits([p.local()]) for p in self._kept_shape()}
-        scramble(104, self.seat.rank, step, int(label is not None))
-        self.watch.begin_step()
-        if self.misbehaviour:
-            self.misbehaviour.begin_step()
+        return other
+
+    def _lift(self) -> Lift:
+        return Lift(self.dtype, change=self.job.lift and self.dtype == torch.float64)
+
+    def _run(self, step: int, lift: contextlib.AbstractContextManager[object]) -> None:
         ctx = replace(self.ctx, step=step)
         batch = {key: value.clone() for key, value in self.batch.items()}
-        lift = Lift(self.dtype, change=self.job.lift and self.dtype == torch.float64)
-        looked = lift.change or step == self.job.steps - 1
-        with self._watching(f"{label or self.tier}/{step}/step"), default_dtype(self.dtype):
-            planted = plant_in_step(self.fault, self.model, self.placement.placed, ctx)
-            with planted, lift if looked else contextlib.nullcontext():
-                self.program.step(self.model, batch, ctx)
-            unwaited = self.seat.ledger.nobody_waits_for()
-            races = self._races(unwaited)
-            info = {**self._info(step, began), "other_weights": list(other), "races": races}
-            info["lifted"] = dict(lift.lifted)
-            if looked and not is_compiled(self.model):
-                info["narrow"] = dict(lift.narrow)
-            grads = self._grads(info)
-        return grads, info
+        planted = plant_in_step(self.fault, self.model, self.placement.placed, ctx)
+        with planted, lift:
+            self.program.step(self.model, batch, ctx)
 
     def _set_batch(self, step: int) -> None:
         """The rows of a step, also for whoever asks the Program for them."""
@@ -383,31 +385,11 @@ class TierRun:
         return dict.fromkeys(p.name for p in self.placement.placed)
 
     @contextlib.contextmanager
-    def own_gradients(self) -> Iterator[OwnGradients]:
-        """What this rank's own backwards give its parameters, before it is reduced."""
-        own = OwnGradients(OWN_SAMPLES)
-        names = {id(p.param): p.name for p in self.placement.placed}
-        for p in self.placement.placed:
-            own.look_at(p.name, p.param, p.index)
-
-        def look_at_whole_ones(module: nn.Module, args: Any, output: Any) -> None:
-            for shard, leaf in gathered(module):
-                if id(shard) in names and not isinstance(leaf, DTensor):
-                    own.look_at(names[id(shard)], leaf, None)
-
-        sharding = [m for m in self.model.modules() if hasattr(m, "_get_fsdp_state")]
-        hooks = [module.register_forward_hook(look_at_whole_ones) for module in sharding]
-        try:
-            yield own
-        finally:
-            for hook in hooks:
-                hook.remove()
-            own.close()
-
-    @contextlib.contextmanager
-    def _watching(self, label: str) -> Iterator[None]:
+    def _watching(
+        self, label: str, observe: Observer | None, interpose: Interposer | None
+    ) -> Iterator[None]:
         ledger = self.seat.ledger
-        ledger.observe, ledger.interpose = self.observe, self.misbehaviour
+        ledger.observe, ledger.interpose = observe, interpose
         try:
             with ledger.label(label):
                 yield

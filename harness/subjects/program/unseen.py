@@ -14,6 +14,7 @@ from sumgrad.base.tensors import to_local
 from sumgrad.subjects.program.placement import Placed, bare_name
 from torch import Tensor, nn
 
+MOST_FROZEN = 1 << 24  # elements of frozen parameters that are put back before every step
 MAX_BUFFER_NUMEL = 1 << 16  # larger buffers are not looked at
 MOST_STARTS = 256  # places in a gradient at which a part of it may begin
 SAME_ROUNDINGS = 4  # of the dtype that a second gradient is kept in
@@ -132,3 +133,11 @@ def describe_tensor(tensor: Tensor, owner: Any) -> str:
                 if param is tensor:
                     return f"self.{attribute}.{name}"
     return f"a tensor of shape {tuple(tensor.shape)}"
+
+
+def frozen_values(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Parameters that are not trained, and their values; none of them where they are many."""
+    held = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    if sum(to_local(p).numel() for p in held.values()) > MOST_FROZEN:
+        return {}
+    return {name: (param, to_local(param).detach().clone()) for name, param in held.items()}

@@ -47,7 +47,7 @@ from sumgrad.diagnose.modules.first_wrong import (
 )
 from sumgrad.diagnose.modules.look import Look
 from sumgrad.diagnose.modules.loss_weights import same
-from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, constant
+from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, Seen, constant
 from sumgrad.diagnose.modules.whole import by_module
 from sumgrad.diagnose.names import group_symbols
 
@@ -212,13 +212,33 @@ def _what_is_right(look: Look, found: FirstWrong, above: str) -> str:
 
 
 def _but_for_factors(look: Look, found: FirstWrong) -> str:
-    """Where vectors of one call have factors of their own there, which nothing explains."""
+    """Where vectors of one call have factors of their own there, which nothing explains, or all
+    calls of a rank one that others do not have."""
     right = [s for m in found.modules for s in look.seen[m]
              if s.backward == "right" and s.factors is not None]  # fmt: skip
     one = next((s for s in right if constant(s.factors) is None), None)
     told = None if one is None or one.factors is None else one.factors[~one.factors.isnan()]
-    if one is None or told is None or not len(told):
+    if one is None:
+        return _but_for_ranks(right)
+    if told is None or not len(told):
         return ""
     low, high = fraction_of(float(told.min())), fraction_of(float(told.max()))
     where = f"on rank {one.rank} in call {one.call.number}"
     return f" but for factors of single vectors, of {low} to {high} {where},"
+
+
+def _but_for_ranks(right: Sequence[Seen]) -> str:
+    of_ranks: dict[int, list[float]] = {}
+    for s in right:
+        factor = constant(s.factors)
+        if factor is not None:
+            of_ranks.setdefault(s.rank, []).append(factor)
+    if any(not same(own) for own in of_ranks.values()):
+        return ""  # micro-batches may have some, too
+    by_factor: dict[str, list[int]] = {}
+    for rank, own in sorted(of_ranks.items()):
+        by_factor.setdefault(fraction_of(own[0]), []).append(rank)
+    if len(by_factor) < 2:
+        return ""
+    told = ", ".join(f"{factor} on rank {spans(ranks)}" for factor, ranks in by_factor.items())
+    return f" but for one factor on each rank, {told},"

@@ -277,7 +277,7 @@ def _differs(one: Otherwise, how: Difference, when: str) -> str:
         return f"{text}{_in_brackets(when, shown)}"
     if how.several:
         return "another than in any call there that has the rest of it"
-    few = f"in {how.num} of {how.of} elements that could be compared"
+    few = _in_so_many(how)
     first = f"{'the first: ' if how.of > 1 else ''}{numbers}"
     return f"another{f' {few}' if how.num < how.of else ''}{_in_brackets(when, first)}"
 
@@ -286,8 +286,14 @@ def _stands_beside(one: Otherwise, how: Difference, when: str) -> str:
     if how.several:
         return f"they stand together in no call there{_in_brackets(when)}"
     beside = f"the first: {how.now:.6g} stands beside what has {how.was:.6g} there"
-    few = f"in {how.num} of {how.of} elements that could be compared"
+    few = _in_so_many(how)
     return f"{few}{_in_brackets(when, beside)}"
+
+
+def _in_so_many(how: Difference) -> str:
+    """What has the numbers of another row there is not counted."""
+    at_least = "at least " if how.num < how.of else ""
+    return f"in {at_least}{how.num} of {how.of} elements that could be compared"
 
 
 def _in_brackets(*said: str) -> str:

@@ -10,7 +10,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import told_of
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, fraction_of, traces_looked_at
 from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.diagnose.modules.how_off import HowOff, how_off, zeros_off
+from sumgrad.diagnose.modules.how_off import HowOff, how_off, what_stands, zeros_off
 from sumgrad.diagnose.modules.lines import AtLine, Lines
 from sumgrad.diagnose.modules.matching import SAME_FACTOR, vectors
 from sumgrad.diagnose.modules.whole import by_module
@@ -38,6 +38,8 @@ def off_at_a_module(case: Case, found: FirstWrong) -> list[str]:
     wanted = whole.gradients[s.where.found[alone].long().argmax(1), start:end]
     where = f"on rank {s.rank} in call {s.call.number}"
     how, zeros = how_off(got, wanted), _zeros_in_words(got, wanted, where)
+    if how is not None and (stands := _stands_in_words(got, wanted, how, where)):
+        return stands
     return zeros if zeros and (how is None or how.wrong) else _in_words(how, where)
 
 
@@ -50,12 +52,32 @@ def off_at_a_line(lines: Lines | None, found: Sequence[AtLine]) -> list[str]:
             pair = (
                 lines.states.beside(one.rank, number) if lines and isinstance(number, int) else None
             )
-            how = how_off(*pair) if pair else None
+            if pair is None:
+                continue
+            how, where = how_off(*pair), f"on rank {one.rank}"
             if how is not None and not how.wrong:  # which is not so in other calls
-                return _in_words(how, f"on rank {one.rank}")
-            if zeros := _zeros_in_words(*pair, f"on rank {one.rank}") if pair else []:
+                return _in_words(how, where)
+            if how is not None and (stands := _stands_in_words(*pair, how, where)):
+                return stands
+            if zeros := _zeros_in_words(*pair, where):
                 return zeros
     return []
+
+
+def _stands_in_words(got: Tensor, wanted: Tensor, how: HowOff, where: str) -> list[str]:
+    stands = what_stands(got, wanted, how)
+    if not stands:
+        return []
+    told = [
+        f"{s.column} has nothing"
+        if s.of is None
+        else f"{s.column} what belongs to {s.of}" + " beside its own" * s.added
+        for s in stands
+    ]
+    more = f" and {len(told) - MOST_MOVED} more" if len(told) > MOST_MOVED else ""
+    return [f"for one, {where} some columns have what belongs to others: column "
+            f"{', '.join(told[:MOST_MOVED])}{more}; the others are right up to one factor"
+           ]  # fmt: skip
 
 
 def _zeros_in_words(got: Tensor, wanted: Tensor, where: str) -> list[str]:

@@ -194,6 +194,25 @@ def _recomputes(case: Case) -> bool:
     )
 
 
+def _back_in_words(found: Sequence[AtLine], line: str, on: str) -> Iterator[str]:
+    one = found[0]
+    written = one.mine.written
+    where = f" (backward at {line_from_here(written)})" if written else ""
+    others = [o for o in one.beside if o.function != one.mine.function]
+    too = f"; {some_of([_function(o) for o in others])} takes it, too" if others else ""
+    within = f" in {one.mine.inside[-1]}" if one.mine.inside and one.mine.inside[-1] else ""
+    wrong = "wrong" if one.times is None else f"{fraction_of(one.times)} times what is right"
+    beside = some_of([expression(o) for o in one.untold])
+    first = "" if beside else "where it goes wrong first, "
+    or_there = f"; {beside} takes the same: what is wrong may come from there" if beside else ""
+    yield (f"{first}the gradient that reaches the result of {line}{within} is right {on}, and "
+           f"that of its {_arguments(found)}{where} is {wrong}{too}{or_there}"
+          )  # fmt: skip
+    if not written:
+        yield ("it is torch's own formula: look at what changes what it kept, before the "
+               "backward, and at other uses of that argument")  # fmt: skip
+
+
 def in_words(found: Sequence[AtLine]) -> Iterator[str]:
     if not found:
         return
@@ -212,18 +231,7 @@ def in_words(found: Sequence[AtLine]) -> Iterator[str]:
                f"knows nothing of the same numbers: look for a detach or a no_grad that is missing"
               )  # fmt: skip
     elif one.back:
-        written = one.mine.written
-        where = f" (backward at {line_from_here(written)})" if written else ""
-        others = [o for o in one.beside if o.function != one.mine.function]
-        too = f"; {some_of([_function(o) for o in others])} takes it, too" if others else ""
-        within = f" in {one.mine.inside[-1]}" if one.mine.inside and one.mine.inside[-1] else ""
-        wrong = "wrong" if one.times is None else f"{fraction_of(one.times)} times what is right"
-        yield (f"where it goes wrong first, the gradient that reaches the result of {line}{within} "
-               f"is right {on}, and that of its {_arguments(found)}{where} is {wrong}{too}"
-              )  # fmt: skip
-        if not written:
-            yield ("it is torch's own formula: look at what changes what it kept, before the "
-                   "backward, and at other uses of that argument")  # fmt: skip
+        yield from _back_in_words(found, line, on)
     elif one.at:
         made = _made(one)
         yield (f"the {_arguments(found)} of {line}{made} is nothing that the single process has "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -206,7 +207,7 @@ def by_number(
             text = (f"each is multiplied by {_number(ratios.pop())} once more than the one before "
                     f"it, as by a hook or a factor that is there once more each time")  # fmt: skip
         return "rescaled", f"micro-batches are counted {shown} in {some_of(list(names))}: {text}"
-    if len({round(v, 5) for v in values}) > 1 and values == sorted(values, reverse=True):
+    if _are_counted_again(values):
         text = "what was there before is counted again with a later one"
         return (
             "counted_again",
@@ -216,6 +217,18 @@ def by_number(
         f"micro-batches are counted {shown} in {some_of(list(names))}, as if what was added up "
         f"was multiplied by {multiplied_between(values, 'micro-batch')}: look for a clip, a "
         f"division or a reduction of .grad there"
+    )
+
+
+def _are_counted_again(values: Sequence[float]) -> bool:
+    """Whether each is there so often, in whole numbers, as the last and none less than what comes
+    after it: a mean that runs weighs the first the more, too, and counts nothing again."""
+    last = values[-1]
+    return (
+        values == sorted(values, reverse=True)
+        and bool(last)
+        and all(map(math.isfinite, values))
+        and all(abs(v / last - round(v / last)) < CLOSE for v in values)
     )
 
 

@@ -2,80 +2,161 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from sumgrad.base.verdict import Diagnosis
+from sumgrad.base.verdict import Diagnosis, Standing
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.leading import PLACES
 from sumgrad.diagnose.explainers.by_modules.lines import expression
-from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, fraction_of, ordinal
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    fraction_of,
+    line_and_code,
+    ordinal,
+    unless_it_fails,
+)
 from sumgrad.record.computed import MODULE, Computation
-from sumgrad.record.trial import Change
+from sumgrad.record.trial import OF_COLLECTIVES, Change, Edit
 
 # Those that tell most first: a sum in the forward is no mere factor.
-WAYS = ("sum", "sum_both", "largest", "smallest", "once", "attach", "sum_back", "detach",
-        "skip", "number")  # fmt: skip
+WAYS = ("edit", "sum", "sum_both", "largest", "smallest", "whole_both", "whole", "first", "added",
+        "once", "attach", *OF_COLLECTIVES, "sum_back", "detach", "skip", "number")  # fmt: skip
+OF_THE_BACKWARD = ("attach", "sum_back", "detach", *OF_COLLECTIVES)
+SAYS_WHERE = ("forward", "backward", "own_backward")  # kinds that what was tried may have, too
+AS_A_FACTOR = ("number", "averaged", "skip")
+LACKS_A_SUM = ("avg", "unused_result")  # kinds that a sum of what is there makes good
+SAYS_BY_WHAT = ("wrong_count",)  # of one factor on all gradients, which other things may make good
 MOST_OTHERS = 2
+MOST_PLACES = 3
 
 
 def with_what_was_tried(case: Case, diagnosis: Diagnosis) -> Diagnosis:
-    """A cause that says where, behind what makes the step right there."""
-    said = _said(case) if diagnosis.kind in PLACES and diagnosis.standing != "proved" else []
-    if not said:
+    """A cause that is not proved, behind what makes the step right. One that says by what leads
+    where that is a factor, something less or an edit, and where it says the same."""
+    found = _said(case) if diagnosis.standing != "proved" else None
+    if not found:
         return diagnosis
+    (first, said) = found
+    if diagnosis.kind in SAYS_BY_WHAT:
+        return replace(diagnosis, because=(*diagnosis.because, *said))
+    # An edit may go round what is wrong, as where all ranks do alike what one does otherwise.
+    if diagnosis.kind not in PLACES and (first.way in AS_A_FACTOR or first.edit is not None):
+        return replace(diagnosis, because=(*said, *diagnosis.because))
+    if diagnosis.kind in LACKS_A_SUM and first.way in ("sum", "sum_both") and not first.several:
+        return replace(diagnosis, because=(*diagnosis.because, *said), standing="proved")
     because = (*said[1:], diagnosis.cause.removeprefix("open: "), *diagnosis.because)
-    return replace(diagnosis, cause=said[0], because=because, standing="proved")
+    standing: Standing = "proved" if first.sure else "likely"
+    if diagnosis.kind in SAYS_WHERE:
+        return replace(diagnosis, cause=said[0], because=because, standing=standing)
+    kind = "backward" if first.way in OF_THE_BACKWARD else "forward"
+    kind = "code" if first.edit is not None else kind
+    return Diagnosis(cause=said[0], kind=kind, ranks=diagnosis.ranks, because=because,
+                     however=diagnosis.however, standing=standing)  # fmt: skip
 
 
-@as_a_hint
-def _said(case: Case) -> list[str]:
+@unless_it_fails
+def _said(case: Case) -> tuple[Change, list[str]] | None:
     trials, traces = case.record.trials, case.traces
     if traces is None:
-        return []
-    known = {one.change: at for one in trials if one.right and (at := _at(case, one.change))}
+        return None
+    known: dict[Change, list[Found]] = {
+        one.change: [at for at in found if at]
+        for one in trials
+        if one.right
+        and (
+            all(found := [_at(case, *place) for place in one.change.places])
+            or one.change.way in OF_COLLECTIVES
+            or one.change.edit is not None
+        )
+    }
     if not known:
-        return []
-    # Of equals the last: what is linear may stand before a sum, or after it.
-    first, *others = sorted(known, key=lambda one: (WAYS.index(one.way), -known[one][0]))
-    line = _place(known[first][1])
-    more = [o for o in others if _place(known[o][1]) != line]
-    return [
-        f"{_in_words(first, known[first][1])}, every gradient of every rank would be right: the "
-        f"step was run so",
-        *(f"{_in_words(one, known[one][1])}, they would be, too" for one in more[:MOST_OTHERS]),
+        return None
+    # One line before several, of which one may make good what another does wrong; of equals the
+    # last: what is linear may stand before a sum, or after it.
+    first, *others = sorted(
+        known,
+        key=lambda one: (
+            one.edit is not None and not one.sure,
+            one.several,
+            WAYS.index(one.way),
+            len(one.also),
+            *(-at for at, _ in known[one][:1]),
+        ),
+    )
+    line = _where(first, known[first][:1])
+    more = [o for o in others if _where(o, known[o]) != line and not o.also]
+    return first, [
+        f"{_in_words(first, known[first])}, every gradient of every rank would be right: the step "
+        f"was run so",
+        *(f"{_in_words(one, known[one])}, they would be, too" for one in more[:MOST_OTHERS]),
         f"of {len(trials)} such changes that were tried {sum(one.right for one in trials)} made "
         f"it right",
     ]
 
 
-def _at(case: Case, change: Change) -> tuple[int, Computation] | None:
+Found = tuple[int, Computation]
+
+
+def _at(case: Case, site: str, function: str) -> Found | None:
     """Where a rank's step has it last."""
     assert case.traces is not None
     for trace in case.traces.ranks.values():
         for place, c in reversed([*enumerate(trace.computed.computations)]):
-            if (c.site, c.function) == (change.site, change.function):
+            if (c.site, c.function) == (site, function):
                 return place, c
     return None
 
 
-def _in_words(change: Change, c: Computation) -> str:
-    what = "what it gives" if change.at < 0 else f"its {ordinal(change.at)} argument"
+def _in_words(change: Change, found: Sequence[Found]) -> str:
+    where = _where(change, found)
+    if change.edit is not None:
+        return f"{where}: {_as_edited(change.edit)}"
+    what = " and ".join(f"its {ordinal(at)} argument" for at in change.ats) or "what it gives"
     of = f"the gradient of {what}"
     over = f"over the ranks of {change.axis}" if change.axis else "over all ranks"
+    ranks = over.removeprefix("over ")
+    whole = (
+        f"were it given not the own part of {what} but what {ranks} have together, gathered along "
+        f"dimension {change.dim}, sizes with it, and the own part of the result taken"
+    )
     told = {
         "sum": f"were {what} summed {over} in the forward",
         "sum_both": f"were {what} summed {over}, and its gradient, too",
         "largest": f"were {what} the largest {over}",
         "smallest": f"were {what} the smallest {over}",
+        "whole": f"{whole}, each with the gradient of its own part alone",
+        "whole_both": whole,
+        "first": f"were {what} on each what the first of {ranks} has there",
+        "added": "were it added to what is there, and not put in its place",
         "once": f"were {what}, which all ranks add, a part of it on each, so that a sum {over} "
         f"counts it once",
         "attach": "were it not detached",
         "sum_back": f"were {of} summed {over}",
         "detach": f"were {what} detached",
         "skip": "were it left out, and what it takes first handed on",
+        "unsummed": "were it left out, and did each rank go on with its own",
+        "averaged": "were it an average, not a sum",
+        "over": f"were it {over}",
         "number": f"were {what} {fraction_of(change.by)} times what it is",
     }
-    return f"{_place(c)}: {told[change.way]}"
+    return f"{where}: {'at each of these, ' if change.also else ''}{told[change.way]}"
+
+
+def _as_edited(edit: Edit) -> str:
+    if edit.over:
+        return f"were `{' '.join(edit.old.split())}` summed over the ranks of {edit.over}"
+    if edit.new.strip() == "pass":
+        return "were it left out"
+    return f"were it `{edit.becomes}`"
+
+
+def _where(change: Change, found: Sequence[Found]) -> str:
+    if change.edit is not None:
+        return line_and_code(change.site, change.edit.was)
+    if change.way in OF_COLLECTIVES:
+        return f"the {change.function} at {change.site}"
+    places = [_place(c) for _, c in found]
+    return ", and ".join(dict.fromkeys([*places[:MOST_PLACES], *places[-1:]]))
 
 
 def _place(c: Computation) -> str:

@@ -240,7 +240,7 @@ def _single_numbers(
             f"a wrong target, a weight and a second path into the loss all look like a factor there"
         ]
     if usual is not None:
-        because.append("at all other places its gradient is right, up to one factor")
+        because.append("at all other places of these calls its gradient is right, up to one factor")
     if right:
         because.append(f"on rank {spans(right)} it has that one factor everywhere")
     return Diagnosis(
@@ -255,6 +255,7 @@ def _single_numbers(
 def _odd_in_words(shares: Sequence[Share], usual: float | None) -> dict[int, str]:
     """Rank -> which of its vectors do not have the usual factor; all where there is none."""
     out: dict[int, str] = {}
+    others: dict[int, list[int]] = {}  # calls with such vectors, beside the one that is told
     several = len({s.number for s in shares}) > 1
     for s in shares:
         odd = list(s.vectors) if usual is None else odd_vectors(s, usual)
@@ -267,6 +268,10 @@ def _odd_in_words(shares: Sequence[Share], usual: float | None) -> dict[int, str
             words = f"at {places_of(s, odd)}"
         if s.rank not in out:
             out[s.rank] = words + (f" in call {s.number}" if several else "")
+        else:
+            others.setdefault(s.rank, []).append(s.number)
+    for rank, calls in others.items():
+        out[rank] += f", and others in call {spans(sorted(calls))}"
     return out
 
 

@@ -1,0 +1,179 @@
+"""A file of a user's code: pieces of it as text, its functions, and the names in them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Text = Callable[[ast.expr | ast.keyword], str]
+COMPOUND = (ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Lambda, ast.UnaryOp)
+SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)
+# What reaches out of the process: a function that has one of these is left alone.
+OUTSIDE = {"os", "shutil", "subprocess", "open", "Path", "unlink", "rmtree", "remove", "rmdir",
+           "save", "dump", "write", "write_text", "write_bytes", "mkdir", "makedirs", "rename",
+           "touch", "system", "socket", "requests", "exec", "eval", "send_signal", "kill",
+           "exit", "savez", "savez_compressed", "savetxt", "tofile", "to_csv", "to_json",
+           "to_pickle", "to_parquet", "savefig", "save_pretrained", "push_to_hub", "add_scalar",
+           "Popen", "check_call", "check_output", "copytree", "copyfile", "move", "urlopen",
+           "urlretrieve"}  # fmt: skip
+OUTSIDE_BEGINS = ("save_", "write_", "dump_")
+OF_MODULES = {"os", "shutil", "subprocess", "socket", "pathlib", "tempfile", "requests", "urllib",
+           "http", "pickle", "sqlite3", "wandb", "tensorboard"}  # fmt: skip
+INSIDE = {"save_for_backward", "save_for_forward", "save_on_cpu"}
+# What ranks make together over a store, where one may wait for others for ever.
+MADE_TOGETHER = {"new_group", "new_subgroups", "split_group", "init_device_mesh", "DeviceMesh"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file, by line as bytes: ast counts columns so."""
+
+    file: str
+    lines: Sequence[bytes]
+
+    @classmethod
+    def of(cls, file: str, text: str) -> Source:
+        return cls(file, text.encode().splitlines(keepends=True))
+
+    def piece(self, start: tuple[int, int], end: tuple[int, int]) -> str:
+        (first, column), (last, stop) = start, end
+        if first == last:
+            return self.lines[first - 1][column:stop].decode()
+        inner = self.lines[first : last - 1]
+        parts = (self.lines[first - 1][column:], *inner, self.lines[last - 1][:stop])
+        return b"".join(parts).decode()
+
+    def of_node(self, node: ast.expr | ast.stmt | ast.keyword) -> str:
+        return self.piece(*span(node))
+
+
+def span(node: ast.expr | ast.stmt | ast.keyword) -> tuple[tuple[int, int], tuple[int, int]]:
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+
+def name_called(node: ast.Call) -> str:
+    """Of a method its own name alone."""
+    function = node.func
+    return function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
+
+
+def as_one(node: ast.expr, text: Text) -> str:
+    """As an operand: in brackets where it has operators of its own."""
+    return f"({text(node)})" if isinstance(node, COMPOUND) else text(node)
+
+
+def bodies(function: Function) -> Iterator[Sequence[ast.stmt]]:
+    """Of a function, and of what stands in it, but not of functions and classes in it."""
+    waiting: list[Sequence[ast.stmt]] = [function.body]
+    while waiting:
+        body = waiting.pop(0)
+        yield body
+        for statement in body:
+            # One in a `while` may make it go on for ever.
+            if not isinstance(statement, Function | ast.ClassDef | ast.While):
+                held = [getattr(statement, name, None) or [] for name in ("body", "orelse",
+                                                                         "finalbody")]  # fmt: skip
+                waiting += [own for own in held if own]
+
+
+def expressions(statement: ast.stmt) -> Iterator[ast.expr]:
+    """Of a statement, those in them too, but not those of statements in it, of text that is put
+    together, nor of annotations."""
+    if isinstance(statement, Function | ast.ClassDef | ast.While):
+        return
+    waiting: list[ast.AST] = [
+        child for child in ast.iter_child_nodes(statement) if not isinstance(child, ast.stmt)
+    ]
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.expr):
+            yield node
+        if not isinstance(node, ast.JoinedStr | ast.stmt):
+            waiting += ast.iter_child_nodes(node)
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def unread_names(function: Function) -> set[str]:
+    """Arguments, and what is put under a name, that nothing reads."""
+    every = [one for one in ast.walk(function) if isinstance(one, ast.Name)]
+    read = {one.id for one in every if isinstance(one.ctx, ast.Load)}
+    made = {one.id for one in every if isinstance(one.ctx, ast.Store)}
+    given = function.args
+    made |= {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+    return made - read
+
+
+def reaching_outside(trees: Sequence[ast.Module]) -> set[str]:
+    """Names of those functions of these files that do something that is not undone, as with files,
+    or that call one that does: by the names that stand in them."""
+    functions = [one for tree in trees for one in ast.walk(tree) if isinstance(one, Function)]
+    called = {function: words_in(function) for function in functions}
+    every = {word for words in called.values() for word in words} | {f.name for f in functions}
+    outside = OUTSIDE | {name for tree in trees for name in _imported(tree)}
+    outside |= {word for word in every - INSIDE if word.startswith(OUTSIDE_BEGINS)}
+    while reached := {f.name for f, words in called.items() if words & outside} - outside:
+        outside |= reached
+    return {f.name for f in functions} & outside
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Names of what comes from modules that reach outside."""
+    for one in ast.walk(tree):
+        if isinstance(one, ast.ImportFrom) and (one.module or "").partition(".")[0] in OF_MODULES:
+            yield from (name.asname or name.name for name in one.names)
+
+
+def words_in(node: ast.AST) -> set[str]:
+    """Names in it, and those of attributes."""
+    attributes = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+    return names_in(node) | attributes
+
+
+def names_made(statement: ast.stmt) -> set[str]:
+    """What it puts something under."""
+    every = [one for one in ast.walk(statement) if isinstance(one, ast.Name)]
+    return {one.id for one in every if isinstance(one.ctx, ast.Store)}
+
+
+def makes_groups(statement: ast.stmt) -> bool:
+    """Whether a statement that has no others in it makes something for which ranks wait."""
+    return not hasattr(statement, "body") and not MADE_TOGETHER.isdisjoint(words_in(statement))
+
+
+def first_made(function: Function) -> dict[str, int]:
+    """By name the line where something is put under it first: its own of an argument's."""
+    given = function.args
+    of_arguments = (*given.posonlyargs, *given.args, *given.kwonlyargs)
+    found = {one.arg: function.lineno for one in of_arguments}
+    for one in ast.walk(function):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            found[one.id] = min(found.get(one.id, one.lineno), one.lineno)
+    return found
+
+
+def may_be_exchanged(one: ast.stmt, other: ast.stmt) -> bool:
+    """Whether the second may come before the first, and does something else there."""
+    if not (isinstance(one, SIMPLE) and isinstance(other, SIMPLE)):
+        return False
+    if makes_groups(one) or makes_groups(other):
+        return False
+    made, read = names_made(one), names_in(other)
+    if one.col_offset != other.col_offset or one.lineno == other.lineno:
+        return False
+    if (made & read) - _read(one):
+        return False  # it is not there before
+    calls = isinstance(one, ast.Expr) or isinstance(other, ast.Expr)
+    together = (_read(one) | made) & (read | names_made(other))
+    return bool(made & read or names_made(other) & _read(one) or (calls and together))
+
+
+def _read(statement: ast.stmt) -> set[str]:
+    every = [one for one in ast.walk(statement) if isinstance(one, ast.Name)]
+    return {one.id for one in every if isinstance(one.ctx, ast.Load)}

@@ -1,0 +1,28 @@
+"""What may be written for what: operators, functions that take the same, words."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+
+OTHER_OPERATORS: Mapping[type, str] = {
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.Lt: "<=", ast.LtE: "<",
+    ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not", ast.IsNot: "is",
+    ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+SIGNS: Mapping[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+# Functions that take the same, of which one may be written for the other.
+ALIKE = [words.split() for words in (
+    "exp exp2 expm1", "log log2 log1p", "sum mean", "amax amin", "max min", "argmax argmin",
+    "maximum minimum", "floor ceil round", "sin cos", "softmax log_softmax", "any all",
+    "sigmoid logsigmoid tanh", "cumsum cumprod", "tril triu", "sqrt rsqrt square",
+    "empty zeros ones", "empty_like zeros_like ones_like", "new_empty new_zeros new_ones",
+    "chunk tensor_split", "gelu silu relu", "children modules", "named_children named_modules",
+    "fmod remainder", "scatter scatter_add", "scatter_ scatter_add_", "index_copy index_add",
+    "index_copy_ index_add_", "copy_ add_", "extend append", "repeat repeat_interleave",
+    "gather_for_metrics gather", "norm square",
+)]  # fmt: skip
+OTHER_FUNCTIONS: Mapping[str, Sequence[str]] = {
+    one: [other for other in alike if other != one] for alike in ALIKE for one in alike
+}
+OTHER_WORDS = {"mean": "sum", "sum": "mean"}  # as of a loss's reduction
