@@ -29,26 +29,26 @@ import yaml
 from sumgrad.base.errors import UserError
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
-from sumgrad.diagnose.explainers.by_modules.lines import known_lines
-from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
-from sumgrad.diagnose.modules.derivatives import no_derivatives
-from sumgrad.diagnose.modules.first_wrong import (
-    first_wrong_backward,
-    first_wrong_forward,
-    first_wrong_recomputed,
-)
-from sumgrad.diagnose.modules.gives_nothing import give_nothing
-from sumgrad.diagnose.modules.lines import AtLine
-from sumgrad.diagnose.modules.lines_across_ranks import (
+from sumgrad.diagnose.explainers.by_modules.in_code.computed import lines_that_differ
+from sumgrad.diagnose.explainers.by_modules.in_code.lines import known_lines
+from sumgrad.diagnose.explainers.by_modules.rows.rows_used import uneven_rows
+from sumgrad.diagnose.modules.autograd.derivatives import no_derivatives
+from sumgrad.diagnose.modules.autograd.gives_nothing import give_nothing
+from sumgrad.diagnose.modules.in_code.lines import AtLine
+from sumgrad.diagnose.modules.in_code.lines_across_ranks import (
     nothing_goes_back,
     only_of_parts,
     picks_by_parts,
     sent_back,
 )
-from sumgrad.diagnose.modules.look import look_at
-from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
-from sumgrad.diagnose.modules.weights_used import other_weights
+from sumgrad.diagnose.modules.weights.weights_used import other_weights
+from sumgrad.diagnose.modules.where.first_wrong import (
+    first_wrong_backward,
+    first_wrong_forward,
+    first_wrong_recomputed,
+)
+from sumgrad.diagnose.modules.where.look import look_at
+from sumgrad.diagnose.modules.where.loss_weights import same, shares_at_the_loss
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check

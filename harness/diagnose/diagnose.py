@@ -14,7 +14,7 @@ from sumgrad.diagnose.case import Case, case_of
 from sumgrad.diagnose.explainers import BESIDE_A_CAUSE, EXPLAINERS, LAST_RESORT
 from sumgrad.diagnose.explainers.by_modules.tried import with_what_was_tried
 from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
-from sumgrad.diagnose.explainers.frozen import with_frozen
+from sumgrad.diagnose.explainers.left_over.frozen import with_frozen
 from sumgrad.diagnose.explanation import BROKEN, PART_S, choose
 from sumgrad.diagnose.of_bits import first_other_bits
 from sumgrad.diagnose.of_script import other_than_the_single_run

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import ledger_against
-from sumgrad.diagnose.explainers.by_modules.never_called import never_called
-from sumgrad.diagnose.explainers.hypotheses import hypotheses
+from sumgrad.diagnose.explainers.by_modules.forwards.never_called import never_called
+from sumgrad.diagnose.explainers.of_plans.hypotheses import hypotheses
 from sumgrad.judge.comparison import TensorDiff
 from sumgrad.judge.knowledge import known_plan, plan_of
 from sumgrad.plan.edges import Count

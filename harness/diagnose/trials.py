@@ -13,9 +13,9 @@ from sumgrad.base.files import is_librarys
 from sumgrad.base.tensors import hash_weights
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.by_modules.lines import known_lines
-from sumgrad.diagnose.modules.changes import changes_of
-from sumgrad.diagnose.modules.edits.order import edits_to_try, function_at, suspicion_of
+from sumgrad.diagnose.explainers.by_modules.in_code.lines import known_lines
+from sumgrad.diagnose.modules.trying.changes import changes_of
+from sumgrad.diagnose.modules.trying.edits.order import edits_to_try, function_at, suspicion_of
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.judge.cells import expected
 from sumgrad.ledger.operations import POINT_TO_POINT

@@ -7,9 +7,10 @@ from types import SimpleNamespace as Of
 import pytest
 import torch
 from sumgrad.diagnose import row_fit
-from sumgrad.diagnose.explainers import ledger, other_parts
-from sumgrad.diagnose.modules import elsewhere
-from sumgrad.diagnose.modules.saved_inputs import _rank_of
+from sumgrad.diagnose.explainers.of_ledgers import ledger
+from sumgrad.diagnose.explainers.of_others import other_parts
+from sumgrad.diagnose.modules.autograd.saved_inputs import _rank_of
+from sumgrad.diagnose.modules.how_wrong import elsewhere
 from sumgrad.record.trace import INTO
 
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from sumgrad.diagnose.explainers.hypotheses import hypotheses
+from sumgrad.diagnose.explainers.of_plans.hypotheses import hypotheses
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.knowledge import known_plan
 from sumgrad.plan.edges import Emission, Handoff, Plan, Reduction, Transfer, messages

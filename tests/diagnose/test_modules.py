@@ -10,16 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.diagnose.modules import first_wrong
-from sumgrad.diagnose.modules.first_wrong import (
+from sumgrad.diagnose.modules.inputs.rows_read import calls_of_rows, rows_read, rows_through
+from sumgrad.diagnose.modules.values.matching import compare_gradient, match
+from sumgrad.diagnose.modules.values.seen import Seen
+from sumgrad.diagnose.modules.where import first_wrong
+from sumgrad.diagnose.modules.where.first_wrong import (
     _again_by_hand,
     _is_told_in_it,
     first_wrong_backward,
     first_wrong_forward,
     first_wrong_recomputed,
 )
-from sumgrad.diagnose.modules.look import Look, look_at, terms_together
-from sumgrad.diagnose.modules.loss_weights import (
+from sumgrad.diagnose.modules.where.look import Look, look_at, terms_together
+from sumgrad.diagnose.modules.where.loss_weights import (
     Share,
     behind_few_directions,
     counts_of_groups,
@@ -32,11 +35,8 @@ from sumgrad.diagnose.modules.loss_weights import (
     shares_of_term,
     usual_factor,
 )
-from sumgrad.diagnose.modules.matching import compare_gradient, match
-from sumgrad.diagnose.modules.over_all import _is_even
-from sumgrad.diagnose.modules.paths import paths_of
-from sumgrad.diagnose.modules.rows_read import calls_of_rows, rows_read, rows_through
-from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.diagnose.modules.where.over_all import _is_even
+from sumgrad.diagnose.modules.where.paths import paths_of
 from sumgrad.record.trace import LOSS, Call, Trace, Traces, read_traces, single_trace, write_trace
 
 MODULES = ("first", "second", "third")

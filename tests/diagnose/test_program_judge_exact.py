@@ -10,7 +10,7 @@ import torch
 from records_in_memory import FLOOR, SCALE, SHAPES, program_record, with_rank
 from sumgrad.base.verdict import Diagnosis, Verdict
 from sumgrad.diagnose.explainers import BESIDE_A_CAUSE, EXPLAINERS
-from sumgrad.diagnose.explainers.factors import explained
+from sumgrad.diagnose.explainers.of_factors.factors import explained
 from sumgrad.diagnose.verdict import judge
 from sumgrad.record.trace import Trace, Traces
 

@@ -8,7 +8,7 @@ from threading import Barrier, local
 
 import pytest
 import torch
-from sumgrad.diagnose.modules.adjoints import as_derivatives
+from sumgrad.diagnose.modules.autograd.adjoints import as_derivatives
 from sumgrad.record.adjoint import read_adjoints, write_adjoints
 from sumgrad.record.computed import Computation
 from sumgrad.subjects.program import adjoints

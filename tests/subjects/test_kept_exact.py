@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
-from sumgrad.diagnose.explainers.kept_otherwise import with_what_was_kept
+from sumgrad.diagnose.explainers.left_over.kept_otherwise import with_what_was_kept
 from sumgrad.record.computed import Computed, computed_as_json, computed_from
 from sumgrad.subjects.program.computations import Computations
 from sumgrad.subjects.program.kept import Kept

@@ -13,59 +13,44 @@ from collections.abc import Callable
 
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers import (
-    blocks,
-    by_rank,
-    by_use,
-    clean_run,
-    exchanged,
-    factors,
-    free_factors,
+from sumgrad.diagnose.explainers import last
+from sumgrad.diagnose.explainers.by_modules import backward, forward
+from sumgrad.diagnose.explainers.by_modules.backwards import own_backward
+from sumgrad.diagnose.explainers.by_modules.backwards.derivatives import with_formulas
+from sumgrad.diagnose.explainers.by_modules.backwards.hooks import with_hooks
+from sumgrad.diagnose.explainers.by_modules.backwards.not_finite import with_what_is_not_finite
+from sumgrad.diagnose.explainers.by_modules.backwards.other_graph import with_another_graph
+from sumgrad.diagnose.explainers.by_modules.beside import beside
+from sumgrad.diagnose.explainers.by_modules.forwards import other_weights
+from sumgrad.diagnose.explainers.by_modules.forwards.settings import with_settings
+from sumgrad.diagnose.explainers.by_modules.in_code import recomputed, run_again
+from sumgrad.diagnose.explainers.by_modules.in_code.branches import with_branches
+from sumgrad.diagnose.explainers.by_modules.in_code.computed import with_the_line
+from sumgrad.diagnose.explainers.by_modules.in_code.written_over import with_what_was_written_over
+from sumgrad.diagnose.explainers.by_modules.in_code.wrong_later import with_the_turn
+from sumgrad.diagnose.explainers.by_modules.rows import paired, put_together, rows_used
+from sumgrad.diagnose.explainers.by_modules.weighing import weights
+from sumgrad.diagnose.explainers.by_modules.weighing.count_divided_by import by_another_count
+from sumgrad.diagnose.explainers.by_modules.weighing.factor_lines import with_the_factors_line
+from sumgrad.diagnose.explainers.left_over import left_by_a_line, not_zeroed, zeroed_after
+from sumgrad.diagnose.explainers.left_over.frozen import with_frozen
+from sumgrad.diagnose.explainers.left_over.history import with_history
+from sumgrad.diagnose.explainers.left_over.kept_otherwise import with_what_was_kept
+from sumgrad.diagnose.explainers.left_over.uncleared import with_what_was_not_cleared
+from sumgrad.diagnose.explainers.of_factors import blocks, by_rank, by_use, factors, terms
+from sumgrad.diagnose.explainers.of_ledgers import clean_run, exchanged, ledger
+from sumgrad.diagnose.explainers.of_others import (
     given_to_others,
     lacking_rows,
-    last,
-    ledger,
-    left_by_a_line,
-    not_zeroed,
     one_sum_for_all,
     other_parts,
     other_rows,
     own_value,
-    plan_edges,
     replaced,
-    terms,
     ties,
-    zeroed_after,
 )
-from sumgrad.diagnose.explainers.by_modules import (
-    backward,
-    forward,
-    other_weights,
-    own_backward,
-    paired,
-    put_together,
-    recomputed,
-    rows_used,
-    run_again,
-    weights,
-)
-from sumgrad.diagnose.explainers.by_modules.beside import beside
-from sumgrad.diagnose.explainers.by_modules.branches import with_branches
-from sumgrad.diagnose.explainers.by_modules.computed import with_the_line
-from sumgrad.diagnose.explainers.by_modules.count_divided_by import by_another_count
-from sumgrad.diagnose.explainers.by_modules.derivatives import with_formulas
-from sumgrad.diagnose.explainers.by_modules.factor_lines import with_the_factors_line
-from sumgrad.diagnose.explainers.by_modules.hooks import with_hooks
-from sumgrad.diagnose.explainers.by_modules.not_finite import with_what_is_not_finite
-from sumgrad.diagnose.explainers.by_modules.other_graph import with_another_graph
-from sumgrad.diagnose.explainers.by_modules.settings import with_settings
-from sumgrad.diagnose.explainers.by_modules.written_over import with_what_was_written_over
-from sumgrad.diagnose.explainers.by_modules.wrong_later import with_the_turn
-from sumgrad.diagnose.explainers.copies_of_parameters import with_copies_of_parameters
-from sumgrad.diagnose.explainers.frozen import with_frozen
-from sumgrad.diagnose.explainers.history import with_history
-from sumgrad.diagnose.explainers.kept_otherwise import with_what_was_kept
-from sumgrad.diagnose.explainers.uncleared import with_what_was_not_cleared
+from sumgrad.diagnose.explainers.of_others.copies_of_parameters import with_copies_of_parameters
+from sumgrad.diagnose.explainers.of_plans import free_factors, plan_edges
 from sumgrad.diagnose.explanation import Explainer
 
 EXPLAINERS: tuple[Explainer, ...] = (

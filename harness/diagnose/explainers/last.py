@@ -9,11 +9,14 @@ import torch
 from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case, fails
-from sumgrad.diagnose.explainers.by_modules.hooks import lines_of_hooks
-from sumgrad.diagnose.explainers.by_modules.put_together import put_together
-from sumgrad.diagnose.explainers.by_rank import on_which_side_of_the_reduction, put_together_by_rank
-from sumgrad.diagnose.explainers.factors import explained, fitted
-from sumgrad.diagnose.explainers.ledger import something_else_goes_in
+from sumgrad.diagnose.explainers.by_modules.backwards.hooks import lines_of_hooks
+from sumgrad.diagnose.explainers.by_modules.rows.put_together import put_together
+from sumgrad.diagnose.explainers.of_factors.by_rank import (
+    on_which_side_of_the_reduction,
+    put_together_by_rank,
+)
+from sumgrad.diagnose.explainers.of_factors.factors import explained, fitted
+from sumgrad.diagnose.explainers.of_ledgers.ledger import something_else_goes_in
 from sumgrad.diagnose.explanation import Explanation, Left
 from sumgrad.diagnose.outright import run_to_run
 from sumgrad.judge.cells import Cell, cells

@@ -7,14 +7,31 @@ from collections.abc import Iterator, Sequence
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.backwards.handed_in_parts import handed_in_parts
+from sumgrad.diagnose.explainers.by_modules.backwards.missing_sum import lacking_sum
+from sumgrad.diagnose.explainers.by_modules.backwards.passed import (
+    only_function_between,
+    wrong_functions_between,
+)
+from sumgrad.diagnose.explainers.by_modules.backwards.way_back import in_some_calls, terms_there
+from sumgrad.diagnose.explainers.by_modules.backwards.way_shown import (
+    evidence,
+    handed,
+    product_of_another_call,
+    right_ends,
+    starts_there,
+)
 from sumgrad.diagnose.explainers.by_modules.between import is_in, listed, places, told_of
-from sumgrad.diagnose.explainers.by_modules.brought import right_as_a_sum
-from sumgrad.diagnose.explainers.by_modules.called_from import (
+from sumgrad.diagnose.explainers.by_modules.forwards.other_weights import (
+    weights_in_words,
+    weights_there,
+)
+from sumgrad.diagnose.explainers.by_modules.forwards.surplus import too_much_back
+from sumgrad.diagnose.explainers.by_modules.in_code.brought import right_as_a_sum
+from sumgrad.diagnose.explainers.by_modules.in_code.called_from import (
     called_from,
     without_modules_not_entered,
 )
-from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
-from sumgrad.diagnose.explainers.by_modules.handed_in_parts import handed_in_parts
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     looked,
@@ -22,33 +39,23 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     ordinals,
     owners,
 )
-from sumgrad.diagnose.explainers.by_modules.missing_sum import lacking_sum
-from sumgrad.diagnose.explainers.by_modules.other_weights import weights_in_words, weights_there
-from sumgrad.diagnose.explainers.by_modules.passed import (
-    only_function_between,
-    wrong_functions_between,
+from sumgrad.diagnose.explainers.by_modules.over_ranks.exchanged import collective_at_fault
+from sumgrad.diagnose.explainers.by_modules.rows.rows_used import uneven_rows
+from sumgrad.diagnose.explainers.of_factors.factors import (
+    explained,
+    fitted,
+    only_terms_weigh_otherwise,
 )
-from sumgrad.diagnose.explainers.by_modules.rows_used import uneven_rows
-from sumgrad.diagnose.explainers.by_modules.surplus import too_much_back
-from sumgrad.diagnose.explainers.by_modules.way_back import in_some_calls, terms_there
-from sumgrad.diagnose.explainers.by_modules.way_shown import (
-    evidence,
-    handed,
-    product_of_another_call,
-    right_ends,
-    starts_there,
-)
-from sumgrad.diagnose.explainers.factors import explained, fitted, only_terms_weigh_otherwise
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.modules.first_wrong import (
+from sumgrad.diagnose.modules.values.seen import COARSE, TOLERANCES, Seen, constant
+from sumgrad.diagnose.modules.values.whole import by_module
+from sumgrad.diagnose.modules.where.first_wrong import (
     FirstWrong,
     first_wrong_backward,
     first_wrong_forward,
 )
-from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.loss_weights import same
-from sumgrad.diagnose.modules.seen import COARSE, TOLERANCES, Seen, constant
-from sumgrad.diagnose.modules.whole import by_module
+from sumgrad.diagnose.modules.where.look import Look
+from sumgrad.diagnose.modules.where.loss_weights import same
 from sumgrad.diagnose.names import group_symbols
 
 

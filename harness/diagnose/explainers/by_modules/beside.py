@@ -9,6 +9,7 @@ from fractions import Fraction
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.backwards.passed import own_makers
 from sumgrad.diagnose.explainers.by_modules.between import is_in
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
@@ -17,14 +18,13 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     named,
     owners,
 )
-from sumgrad.diagnose.explainers.by_modules.passed import own_makers
-from sumgrad.diagnose.explainers.by_rank import on_which_side_of_the_reduction
-from sumgrad.diagnose.explainers.uniform import NEITHER
-from sumgrad.diagnose.modules.first_wrong import first_wrong_backward, first_wrong_forward
-from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.loss_weights import same, shares_at_the_loss
-from sumgrad.diagnose.modules.matching import SAME_FACTOR
-from sumgrad.diagnose.modules.seen import Seen, constant
+from sumgrad.diagnose.explainers.of_factors.by_rank import on_which_side_of_the_reduction
+from sumgrad.diagnose.explainers.of_factors.uniform import NEITHER
+from sumgrad.diagnose.modules.values.matching import SAME_FACTOR
+from sumgrad.diagnose.modules.values.seen import Seen, constant
+from sumgrad.diagnose.modules.where.first_wrong import first_wrong_backward, first_wrong_forward
+from sumgrad.diagnose.modules.where.look import Look
+from sumgrad.diagnose.modules.where.loss_weights import same, shares_at_the_loss
 from sumgrad.record.trace import INTO, LOSS
 
 # Causes that say how much is wrong, or where, and not what was done.

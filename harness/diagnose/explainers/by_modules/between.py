@@ -9,10 +9,10 @@ from itertools import groupby
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import looked, named, ordinal
-from sumgrad.diagnose.modules.first_wrong import FirstWrong
-from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.matching import MAX_VECTORS
-from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.diagnose.modules.values.matching import MAX_VECTORS
+from sumgrad.diagnose.modules.values.seen import Seen
+from sumgrad.diagnose.modules.where.first_wrong import FirstWrong
+from sumgrad.diagnose.modules.where.look import Look
 
 MAX_OPERATIONS = 4
 SUMS = ("allreduce", "reduce_scatter", "_reduce_scatter")  # how they begin, in words

@@ -19,31 +19,23 @@ from sumgrad.diagnose.explainers.by_modules.between import (
     places,
     right_up_to,
 )
-from sumgrad.diagnose.explainers.by_modules.branches import lines_are_left_out
-from sumgrad.diagnose.explainers.by_modules.called_from import called_from
-from sumgrad.diagnose.explainers.by_modules.computed import lines_that_differ
-from sumgrad.diagnose.explainers.by_modules.entering import what_goes_into, where_it_enters_wrong
-from sumgrad.diagnose.explainers.by_modules.exchanged import collective_at_fault
-from sumgrad.diagnose.explainers.by_modules.handed import (
-    handed_for_wrong_rows_in_words,
-    handed_otherwise,
+from sumgrad.diagnose.explainers.by_modules.forwards.entering import (
+    what_goes_into,
+    where_it_enters_wrong,
 )
-from sumgrad.diagnose.explainers.by_modules.hooked import changed_by_hooks
-from sumgrad.diagnose.explainers.by_modules.in_between import in_between
-from sumgrad.diagnose.explainers.by_modules.in_place_of import in_place_of_in_words
-from sumgrad.diagnose.explainers.by_modules.lines_of_ranks import lines_of_right_ranks
-from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, looked, named
-from sumgrad.diagnose.explainers.by_modules.misplaced import misplaced_in_words
-from sumgrad.diagnose.explainers.by_modules.never_called import called_on_ranks_alone
-from sumgrad.diagnose.explainers.by_modules.odd_data import OddData, odd_data
-from sumgrad.diagnose.explainers.by_modules.other_weights import handed_other_weights, held_beside
-from sumgrad.diagnose.explainers.by_modules.reordered import reordered_in_words
-from sumgrad.diagnose.explainers.by_modules.rows_used import reading
-from sumgrad.diagnose.explainers.by_modules.scaled_outside import scaled_outside
-from sumgrad.diagnose.explainers.by_modules.settings import is_set_otherwise
-from sumgrad.diagnose.explainers.by_modules.solved import solved_in_words
-from sumgrad.diagnose.explainers.by_modules.surplus import too_much, whole_on_each
-from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
+from sumgrad.diagnose.explainers.by_modules.forwards.hooked import changed_by_hooks
+from sumgrad.diagnose.explainers.by_modules.forwards.in_between import in_between
+from sumgrad.diagnose.explainers.by_modules.forwards.in_place_of import in_place_of_in_words
+from sumgrad.diagnose.explainers.by_modules.forwards.misplaced import misplaced_in_words
+from sumgrad.diagnose.explainers.by_modules.forwards.never_called import called_on_ranks_alone
+from sumgrad.diagnose.explainers.by_modules.forwards.other_weights import (
+    handed_other_weights,
+    held_beside,
+)
+from sumgrad.diagnose.explainers.by_modules.forwards.scaled_outside import scaled_outside
+from sumgrad.diagnose.explainers.by_modules.forwards.settings import is_set_otherwise
+from sumgrad.diagnose.explainers.by_modules.forwards.surplus import too_much, whole_on_each
+from sumgrad.diagnose.explainers.by_modules.forwards.wrong_outputs import (
     another_output,
     changed_in_place,
     cut_in_words,
@@ -54,17 +46,31 @@ from sumgrad.diagnose.explainers.by_modules.wrong_outputs import (
     picked_in_words,
     scaled_in_words,
 )
-from sumgrad.diagnose.explainers.factors import explained, only_terms_weigh_otherwise
+from sumgrad.diagnose.explainers.by_modules.in_code.branches import lines_are_left_out
+from sumgrad.diagnose.explainers.by_modules.in_code.called_from import called_from
+from sumgrad.diagnose.explainers.by_modules.in_code.computed import lines_that_differ
+from sumgrad.diagnose.explainers.by_modules.in_code.lines_of_ranks import lines_of_right_ranks
+from sumgrad.diagnose.explainers.by_modules.in_code.solved import solved_in_words
+from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code, looked, named
+from sumgrad.diagnose.explainers.by_modules.over_ranks.exchanged import collective_at_fault
+from sumgrad.diagnose.explainers.by_modules.rows.handed import (
+    handed_for_wrong_rows_in_words,
+    handed_otherwise,
+)
+from sumgrad.diagnose.explainers.by_modules.rows.odd_data import OddData, odd_data
+from sumgrad.diagnose.explainers.by_modules.rows.reordered import reordered_in_words
+from sumgrad.diagnose.explainers.by_modules.rows.rows_used import reading
+from sumgrad.diagnose.explainers.of_factors.factors import explained, only_terms_weigh_otherwise
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.modules.first_wrong import (
+from sumgrad.diagnose.modules.inputs.lacking_data import lacking_data
+from sumgrad.diagnose.modules.inputs.looked_up import rows_looked_up_there_alone
+from sumgrad.diagnose.modules.values.seen import Seen
+from sumgrad.diagnose.modules.where.first_wrong import (
     FirstWrong,
     first_wrong_elsewhere,
     first_wrong_forward,
 )
-from sumgrad.diagnose.modules.lacking_data import lacking_data
-from sumgrad.diagnose.modules.look import Look
-from sumgrad.diagnose.modules.looked_up import rows_looked_up_there_alone
-from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.diagnose.modules.where.look import Look
 
 
 def forward_goes_wrong(case: Case, left: Left) -> Iterator[Explanation]:

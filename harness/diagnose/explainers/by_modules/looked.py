@@ -10,9 +10,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from sumgrad.diagnose.case import Case, explains, fails
 from sumgrad.diagnose.fit import as_fraction
-from sumgrad.diagnose.modules.look import ELSEWHERE, Look, look_at, look_into, terms_together
-from sumgrad.diagnose.modules.loss_weights import shares_at_the_loss
-from sumgrad.diagnose.modules.seen import Seen
+from sumgrad.diagnose.modules.values.seen import Seen
+from sumgrad.diagnose.modules.where.look import ELSEWHERE, Look, look_at, look_into, terms_together
+from sumgrad.diagnose.modules.where.loss_weights import shares_at_the_loss
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.diagnose.row_fit import Unit, column
 from sumgrad.judge.cells import Cell

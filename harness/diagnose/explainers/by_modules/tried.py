@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from sumgrad.base.verdict import Diagnosis, Standing
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.in_code.lines import expression
 from sumgrad.diagnose.explainers.by_modules.leading import PLACES
-from sumgrad.diagnose.explainers.by_modules.lines import expression
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     line_and_code,

@@ -6,7 +6,7 @@ from typing import Any
 
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import looked, owners
-from sumgrad.diagnose.modules.first_wrong import (
+from sumgrad.diagnose.modules.where.first_wrong import (
     first_wrong_backward,
     first_wrong_forward,
     first_wrong_recomputed,

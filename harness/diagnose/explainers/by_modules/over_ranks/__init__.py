@@ -1,0 +1,1 @@
+"""Words for sums over ranks that are not what they should be, by what the ranks put in."""

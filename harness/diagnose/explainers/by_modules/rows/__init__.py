@@ -1,0 +1,1 @@
+"""Words for rows: which the ranks read, in which order, and whose gradients they end up with."""

@@ -1,0 +1,1 @@
+"""Gradients that belong elsewhere: to another parameter, other rows, other elements, a copy."""

@@ -1,0 +1,109 @@
+"""Edits of names in a user's code: two of a kind exchanged, one for another throughout, a copy of
+what stands under one.
+
+In: a statement or a function, and of what kind is what stands under each name. Out: edits.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from sumgrad.diagnose.modules.trying.edits.source import (
+    MADE_TOGETHER,
+    SIMPLE,
+    Function,
+    Source,
+    expressions,
+    span,
+    words_in,
+)
+from sumgrad.record.trial import Edit
+
+MOST_USES = 6  # of a name, in a function in which it is another throughout
+KEPT_BY = {"append", "appendleft", "put", "setdefault", "insert", "add"}
+Places = Mapping[str, Sequence[ast.expr]]
+
+
+def two_exchanged(
+    statement: ast.stmt, source: Source, kinds: Mapping[str, str], axes: Sequence[str]
+) -> Iterator[Edit]:
+    """Two names of one kind, or two axes, each where the other is, in all of a statement."""
+    if not isinstance(statement, (*SIMPLE, ast.Return)):
+        return
+    places: dict[str, list[ast.expr]] = {}
+    for node in expressions(statement):
+        own = source.of_node(node)
+        of_axis = isinstance(node, ast.Constant) and node.value in axes
+        if of_axis or (own in kinds and _is_read(node)):
+            places.setdefault(own, []).append(node)
+    for one, its in places.items():
+        for other, others in places.items():
+            if one < other and kinds.get(one, "an axis") == kinds.get(other, "an axis"):
+                exchanged = {one: other, other: one}
+                yield _with_others((*its, *others), source, exchanged, statement)
+
+
+def renamed_throughout(
+    function: Function, source: Source, kinds: Mapping[str, str], made: Mapping[str, int]
+) -> Iterator[Edit]:
+    """Another name of the same kind and size wherever one is read, where that is several times."""
+    reads: dict[str, list[ast.Name]] = {}
+    for node in ast.walk(function) if MADE_TOGETHER.isdisjoint(words_in(function)) else ():
+        if isinstance(node, ast.Name) and _is_read(node):
+            reads.setdefault(node.id, []).append(node)
+    for one, nodes in reads.items():
+        kind = kinds.get(one, "")
+        if not 1 < len(nodes) <= MOST_USES or not kind.startswith(("tensor ", "parameter ")):
+            continue
+        first = min(node.lineno for node in nodes)
+        for other, its in kinds.items():
+            if other != one and its == kind and made.get(other, first) < first:
+                yield replace(_with_others(nodes, source, {one: other}), sure=False)
+
+
+def cloned(statement: ast.stmt, source: Source, kinds: Mapping[str, str]) -> Iterator[Edit]:
+    """A copy of what is kept for later, or handed on, which may be written into meanwhile."""
+    for node in _kept(statement):
+        if kinds.get(source.of_node(node), "tensor").startswith(("tensor", "parameter")):
+            old, (start, end) = source.of_node(node), span(node)
+            yield Edit(file=source.file, start=start, end=end, old=old, new=f"{old}.clone()")
+
+
+def _kept(statement: ast.stmt) -> Iterator[ast.expr]:
+    value: ast.expr | None = None
+    if isinstance(statement, ast.Assign):
+        kept = isinstance(statement.targets[0], ast.Attribute | ast.Subscript)
+        value = statement.value if kept else None
+    elif isinstance(statement, ast.Return):
+        value = statement.value
+    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        function = statement.value.func
+        if isinstance(function, ast.Attribute) and function.attr in KEPT_BY:
+            value = statement.value.args[-1] if statement.value.args else None
+    several = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
+    yield from (one for one in several if isinstance(one, ast.Name | ast.Attribute | ast.Subscript))
+
+
+def _is_read(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+
+
+def _with_others(
+    nodes: Sequence[ast.expr],
+    source: Source,
+    others: Mapping[str, str],
+    within: ast.stmt | None = None,
+) -> Edit:
+    """What stands from the first of these to the last, or a statement, with others in place of
+    them."""
+    ordered = sorted(nodes, key=lambda node: span(node)[0])
+    start, end = span(within) if within else (span(ordered[0])[0], span(ordered[-1])[1])
+    new, at = "", start
+    for node in ordered:
+        first, last = span(node)
+        new += source.piece(at, first) + others[source.of_node(node)]
+        at = last
+    new += source.piece(at, end)
+    return Edit(file=source.file, start=start, end=end, old=source.piece(start, end), new=new)

@@ -1,0 +1,107 @@
+"""Two operations the other way round: `f(g(x))` and `g(f(x))`, `f(a + b)` and `f(a) + b`,
+`f(a * b)` and `f(a) * f(b)`. A reduction that comes too early or too late is such a one.
+
+In: an expression. Out: the expressions that it may have been meant to be.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from sumgrad.diagnose.modules.trying.edits.source import Text, as_one, name_called
+from sumgrad.diagnose.modules.trying.edits.written_for import SIGNS
+
+MODULES = ("torch", "F", "dist", "nn", "nn.functional", "torch.nn.functional", "self")
+# What gives no tensor, or is no operation on one.
+NO_STEPS = {"range", "len", "isinstance", "print", "super", "zip", "enumerate", "getattr", "append",
+            "item", "tolist", "size", "numel", "backward", "items", "keys", "values", "parameters",
+            "group", "dim", "list", "tuple", "dict", "set", "int", "float", "str", "next", "iter",
+            "reversed", "sorted", "new_group", "wait",
+            # What only shapes, or copies: before something else or after it, it is the same, or no
+            # such thing.
+            "contiguous", "clone", "detach", "to", "double", "view", "reshape", "flatten",
+            "unflatten", "transpose", "t", "permute", "squeeze", "unsqueeze", "expand", "expand_as",
+            "view_as", "chunk", "split", "tensor_split", "unbind"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is done to something: `before(x, after` of a call, `x.after` of a method or an index."""
+
+    inner: ast.expr
+    before: str
+    after: str
+
+    def to(self, text: str) -> str:
+        return f"{self.before}{text}{self.after}"
+
+
+def otherwise_nested(
+    node: ast.expr,
+    text: Text,
+    is_tensor: Callable[[ast.expr], bool],
+    may_be_tensor: Callable[[ast.expr], bool],
+) -> Iterator[str]:
+    """is_tensor, may_be_tensor: what is known of an expression."""
+    outer = _step(node, text, is_tensor)
+    if outer is not None:
+        inner = _step(outer.inner, text, is_tensor)
+        if inner is not None:
+            yield inner.to(outer.to(as_one(inner.inner, text)))
+        yield from _without_the_last_term(outer, text)
+    elif isinstance(node, ast.BinOp) and isinstance(
+        node.op, ast.Add | ast.Sub | ast.Mult | ast.Div
+    ):
+        sign = SIGNS[type(node.op)]
+        for own, other in ((node.left, node.right), (node.right, node.left)):
+            step = _step(own, text, is_tensor)
+            if step is not None and may_be_tensor(step.inner):
+                pair = (as_one(step.inner, text), as_one(other, text))
+                one, two = pair if own is node.left else pair[::-1]
+                yield step.to(f"{one} {sign} {two}" if step.before else f"({one} {sign} {two})")
+
+
+def _without_the_last_term(outer: _Step, text: Text) -> Iterator[str]:
+    within = outer.inner
+    if not isinstance(within, ast.BinOp) or type(within.op) not in SIGNS:
+        return
+    sign, (one, two) = (
+        SIGNS[type(within.op)],
+        (as_one(within.left, text), as_one(within.right, text)),
+    )
+    yield f"({outer.to(one)} {sign} {two})"
+    if sign in ("*", "/"):
+        yield f"({outer.to(one)} {sign} {outer.to(two)})"
+    if sign in ("+", "*"):
+        yield f"({one} {sign} {outer.to(two)})"
+
+
+def _step(node: ast.expr, text: Text, is_tensor: Callable[[ast.expr], bool]) -> _Step | None:
+    if isinstance(node, ast.Subscript):
+        key = isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+        of_shape = isinstance(node.value, ast.Attribute)
+        return None if key or of_shape else _Step(node.value, "", f"[{text(node.slice)}]")
+    if not isinstance(node, ast.Call):
+        return None
+    function = node.func
+    name = name_called(node)
+    if name in NO_STEPS or any(isinstance(a, ast.Starred | ast.GeneratorExp) for a in node.args):
+        return None
+    keywords = [text(one) for one in node.keywords]
+    if isinstance(function, ast.Attribute) and _is_method(function, text, is_tensor):
+        given = ", ".join([*map(text, node.args), *keywords])
+        return _Step(function.value, "", f".{function.attr}({given})")
+    if not node.args:
+        return None
+    rest = ", ".join([*map(text, node.args[1:]), *keywords])
+    return _Step(node.args[0], f"{text(function)}(", f", {rest})" if rest else ")")
+
+
+def _is_method(function: ast.Attribute, text: Text, is_tensor: Callable[[ast.expr], bool]) -> bool:
+    """Of what is known to be a tensor, or of what is no name, which may be one."""
+    receiver = function.value
+    if function.attr == "apply" or text(receiver) in MODULES:
+        return False
+    return is_tensor(receiver) or not isinstance(receiver, ast.Name | ast.Attribute)

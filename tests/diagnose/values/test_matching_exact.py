@@ -1,0 +1,81 @@
+"""A rank's vectors among the single process's: what counts as padding, and what does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from sumgrad.diagnose.modules.values.matching import add_up, compare_gradient, match
+
+WANTED = torch.arange(1.0, 19.0, dtype=torch.float64).reshape(6, 3)
+FILLER = torch.tensor([[0.5, 0.25, -3.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("got", "here"), [
+    ([WANTED[1:3]], [True, True]),
+    ([WANTED[1:3], 0 * FILLER], [True, True, True]),  # zeros
+    ([WANTED[1:3], FILLER, FILLER], [True, True, True, True]),  # what a layer makes of zeros
+    ([WANTED[1:3], FILLER, FILLER * (1 + 1e-15)], [True, True, True, True]),  # up to rounding
+    ([WANTED[1:3], FILLER], [True, True, False]),  # one alone is wrong
+    ([WANTED[1:3], FILLER, 2 * FILLER], [True, True, False, False]),  # and so are different ones
+    ([FILLER, FILLER], [False, False]),  # nothing is there: a wrong output of equal rows
+])  # fmt: skip
+def test_what_counts_as_padding(got, here):
+    found = match(torch.cat(got), WANTED, 1e-9)
+    assert found is not None
+    assert found.here.tolist() == here
+    assert not (found.empty & found.found.any(1)).any()
+
+
+@pytest.mark.parametrize(
+    ("rounding", "got", "right"),
+    [
+        (0.0, 0.3, False),
+        (1e-18, 0.3, False),  # no factor of what is rounding alone
+        (1e-18, 2e-18, True),
+        (1e-4, 3e-4, True),  # small, and a number all the same
+    ],
+)
+def test_a_gradient_of_rounding_has_no_factor(rounding, got, right):
+    where = match(WANTED, WANTED, 1e-9)
+    wanted = torch.ones_like(WANTED)
+    wanted[2] = torch.tensor([1.0, -2.0, 0.5]) * rounding
+    mine = wanted.clone()
+    mine[2] = torch.tensor([1.0, -2.0, 0.5]) * got
+    found = compare_gradient(mine, wanted, where, 1e-9)
+    assert found.right.tolist() == [True, True, right, True, True, True]
+
+
+@pytest.mark.parametrize(("got", "factor"), [
+    (6.0, None),  # three times the one, or twice the other
+    (3.0, 1.0),  # it is the other, so it is right
+])  # fmt: skip
+def test_of_two_that_it_may_be_no_factor_is_guessed(got, factor):
+    twice = torch.cat([WANTED, WANTED[:1]])  # two tokens of which the module gives the same
+    wanted = torch.tensor([[2.0], [5.0], [7.0], [9.0], [11.0], [13.0], [3.0]]).double()
+    where = match(WANTED[:1], twice, 1e-9)
+    where = replace(where, columns=(0, 1))
+    (found,) = compare_gradient(torch.tensor([[got]]).double(), wanted, where, 1e-9).factors
+    assert found.isnan() if factor is None else found == factor
+
+
+def test_two_that_have_one_gradient_have_one_factor():
+    twice = torch.cat([WANTED, WANTED[:1]])
+    wanted = torch.tensor([[2.0], [5.0], [7.0], [9.0], [11.0], [13.0], [2.0]]).double()
+    where = replace(match(WANTED[:1], twice, 1e-9), columns=(0, 1))
+    (found,) = compare_gradient(torch.tensor([[6.0]]).double(), wanted, where, 1e-9).factors
+    assert found == 3.0
+
+
+def test_parts_add_up_to_multiples_of_what_is_wanted_and_zeros_of_nobodys_do_not_count():
+    generator = torch.Generator().manual_seed(5)
+    wanted = torch.randn(3, 4, generator=generator).double()
+    held = torch.cat([wanted[[2, 0]], torch.zeros(1, 4).double()])  # a row of padding
+    where = match(held, wanted, 1e-9)
+    own = torch.randn(3, 4, generator=generator).double()
+    gradient = torch.cat([2 * wanted[[2, 0]], torch.ones(1, 4).double()])
+    assert add_up([own, gradient - own], wanted, where, 1e-9)
+    gradient[1] += 1e-3
+    assert not add_up([own, gradient - own], wanted, where, 1e-9)
+    assert not add_up([own, own[:2]], wanted, where, 1e-9)
