@@ -4,7 +4,7 @@
     scripts/house.py --draw     # writes the picture into docs/architecture.md
 
 An arrow is an import anywhere in a file, late ones too. A room is a folder of harness/, with what
-lies below it, or a module beside them. Rules: at most 20 entries in harness/; imports go down, on
+lies below it, or a module beside them. Rules: at most 20 entries in a folder; imports go down, on
 eight floors at most; no more than two files of a folder share a prefix before `_`.
 """
 
@@ -87,9 +87,6 @@ def num_floors(found: Arrows) -> int:
 def problems(harness: Path = HARNESS) -> list[str]:
     """Rules that are broken, a line each."""
     out = []
-    held = entries(harness)
-    if len(held) > MAX_ENTRIES:
-        out.append(f"{len(held)} entries in harness/, at most {MAX_ENTRIES}: {', '.join(held)}")
     try:
         number = num_floors(arrows(harness))
         if number > MAX_FLOORS:
@@ -97,6 +94,10 @@ def problems(harness: Path = HARNESS) -> list[str]:
     except ValueError as error:
         out.append(str(error))
     for folder in [harness, *(p for p in harness.rglob("*") if p.is_dir())]:
+        held = entries(folder)
+        if len(held) > MAX_ENTRIES:
+            where = f"{folder.relative_to(harness.parent)}/"
+            out.append(f"{len(held)} entries in {where}, at most {MAX_ENTRIES}: {', '.join(held)}")
         prefixes: dict[str, list[str]] = {}
         for path in sorted(folder.glob("*.py")):
             head, under, _ = path.stem.partition("_")
@@ -113,9 +114,9 @@ def problems(harness: Path = HARNESS) -> list[str]:
     return out
 
 
-def entries(harness: Path = HARNESS) -> list[str]:
-    """What a newcomer sees who opens harness/."""
-    return sorted(p.name for p in harness.iterdir() if p.name != "__pycache__")
+def entries(folder: Path = HARNESS) -> list[str]:
+    """What a newcomer sees who opens a folder."""
+    return sorted(p.name for p in folder.iterdir() if p.name != "__pycache__")
 
 
 def drawing(harness: Path = HARNESS) -> str:

@@ -11,8 +11,8 @@ from sumgrad.launch.rank import local_group
 from sumgrad.record.spec import read_spec
 from sumgrad.record.trial import add_trial, read_asked
 from sumgrad.subjects.program.job import UserStep
-from sumgrad.subjects.program.kept_from import with_less_memory
-from sumgrad.subjects.program.trials import Agreement
+from sumgrad.subjects.program.tried.kept_from import with_less_memory
+from sumgrad.subjects.program.tried.trials import Agreement
 
 MOST_MORE = 4 << 30  # bytes: other code may ask for as much as it likes
 

@@ -14,7 +14,7 @@ _TRANSPORT = tuple(
     for name in (
         "ledger/process_group.py",
         "subjects/program/lift.py",
-        "subjects/program/computations.py",
+        "subjects/program/watched/computations.py",
         "subjects/script/doubled.py",
         "subjects/own_gradients.py",
         "subjects/planned/exchange.py",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules import forward
 from sumgrad.record.trace import read_trace, write_trace
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 
 

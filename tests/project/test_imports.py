@@ -16,10 +16,10 @@ MODULES = house.modules()
 MAY_TOUCH_DISTRIBUTED = {
     "convention", "subjects.planned.context", "subjects.planned.exchange", "subjects.planned.step",
     "subjects.planned.job", "subjects.planned.bitwise.step",
-    "subjects.program.changed", "subjects.program.changed_collective",
+    "subjects.program.tried.changed", "subjects.program.tried.changed_collective",
     "subjects.program.context", "subjects.program.held_gradients",
-    "subjects.program.tier_run", "subjects.program.parts_by_value", "subjects.program.whole",
-    "subjects.program.rendezvous",
+    "subjects.program.tier_run", "subjects.program.placed.parts_by_value", "subjects.program.tried.whole",
+    "subjects.program.tried.rendezvous",
     "ledger.process_group", "ledger.delegation", "ledger.backends",
     "faults.misbehaviour", "launch.rank", "launch.trial_rank",
     "launch.torchrun.member", "launch.torchrun.ranks", "launch.matrix.warm_rank",
@@ -78,6 +78,8 @@ def test_each_rule_is_noticed_when_it_is_broken(tmp_path):
     assert house.problems(make(tmp_path / "d", **tower)) == []
     (text,) = house.problems(make(tmp_path / "e", **{f"m{i}": "" for i in range(21)}))
     assert text.startswith("21 entries in harness/, at most 20")
+    (text,) = house.problems(make(tmp_path / "g", **{f"r__m{i}": "" for i in range(20)}))
+    assert text.startswith("21 entries in harness/r/, at most 20: __init__.py, m0.py")
     same = make(tmp_path / "f", r__ops_a="", r__ops_b="", r__ops_c="")
     assert house.problems(same) == ["harness/r: ops_a.py, ops_b.py, ops_c.py share a prefix"]
     (same / "r" / "__init__.py").unlink()

@@ -12,7 +12,7 @@ from sumgrad.ledger.process_group import Ledger, Observer
 from sumgrad.record.endings import rank_file, read_ledger
 from sumgrad.record.trace import Trace, rank_trace, single_trace, with_operations, write_trace
 from sumgrad.subjects.exchanges import Exchanges
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from sumgrad.subjects.script.asked import Asked
 from sumgrad.subjects.script.models import Models, outermost
 from torch import Tensor, nn

@@ -44,7 +44,7 @@ from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.process_group import register_backend, step_aside
 from sumgrad.record.ranks import AFTER, BUFFER, BUFFER_NAMED, OWN, OWN_AT
 from sumgrad.subjects.own_gradients import OwnGradients, gathered
-from sumgrad.subjects.program.parts_by_value import index_by_placement
+from sumgrad.subjects.program.placed.parts_by_value import index_by_placement
 from sumgrad.subjects.script.asked import FILE, SAME, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
 from sumgrad.subjects.script.models import Held, Models, label_of, outermost

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sumgrad.base.tensors import to_local
 from sumgrad.subjects.own_gradients import OwnGradients, gathered
 from sumgrad.subjects.program.context import Context
-from sumgrad.subjects.program.placement import Placed
+from sumgrad.subjects.program.placed.placement import Placed
 from sumgrad.subjects.program.protocol import with_place
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial

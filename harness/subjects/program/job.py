@@ -22,7 +22,7 @@ from sumgrad.subjects.program.reference.compute import compute_program_reference
 from sumgrad.subjects.program.reference.parts import compute_parts
 from sumgrad.subjects.program.reference.terms import JITTERS, MORE_JITTERS
 from sumgrad.subjects.program.reference.trace import trace_reference
-from sumgrad.subjects.program.trials import Agreement
+from sumgrad.subjects.program.tried.trials import Agreement
 from sumgrad.subjects.subject import Progress
 from sumgrad.topology.pools import Topology
 

@@ -24,16 +24,16 @@ from sumgrad.record.trace import Trace
 from sumgrad.record.trial import Asked, Trial
 from sumgrad.subjects.exchanges import Exchanges
 from sumgrad.subjects.own_gradients import Losses
-from sumgrad.subjects.program.adjoints import Adjoints
-from sumgrad.subjects.program.applied import Applied
-from sumgrad.subjects.program.computations import computations_beside
 from sumgrad.subjects.program.context import Seat, make_meshes, of_all_ranks
+from sumgrad.subjects.program.functions.adjoints import Adjoints
+from sumgrad.subjects.program.functions.applied import Applied
 from sumgrad.subjects.program.held_gradients import own_gradients_of
-from sumgrad.subjects.program.renamed import names_of_modules
+from sumgrad.subjects.program.placed.renamed import names_of_modules
 from sumgrad.subjects.program.tier_run import Result, TierRun
-from sumgrad.subjects.program.trials import Agreement, Trials
-from sumgrad.subjects.program.uses import Uses
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.tried.trials import Agreement, Trials
+from sumgrad.subjects.program.watched.computations import computations_beside
+from sumgrad.subjects.program.watched.uses import Uses
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from sumgrad.topology.pools import Topology
 
 

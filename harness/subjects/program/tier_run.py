@@ -34,8 +34,8 @@ from sumgrad.subjects.program.batch import (
 from sumgrad.subjects.program.context import Context, Seat, make_context
 from sumgrad.subjects.program.held_gradients import ddp_divides_by, held_gradients
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
-from sumgrad.subjects.program.numbered import Found, Numbers
-from sumgrad.subjects.program.placement import Placed, Placement, place
+from sumgrad.subjects.program.placed.numbered import Found, Numbers
+from sumgrad.subjects.program.placed.placement import Placed, Placement, place
 from sumgrad.subjects.program.protocol import (
     Weights,
     build,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import to_local
-from sumgrad.subjects.program.placement import Placed, bare_name
+from sumgrad.subjects.program.placed.placement import Placed, bare_name
 from torch import Tensor, nn
 
 MOST_FROZEN = 1 << 24  # elements of frozen parameters that are put back before every step

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from sumgrad.base.tensors import bits, to_local
-from sumgrad.subjects.program.placement import (
+from sumgrad.subjects.program.placed.placement import (
     Siblings,
     bare_name,
     flat_pieces,

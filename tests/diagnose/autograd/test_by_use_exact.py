@@ -11,8 +11,8 @@ from sumgrad.diagnose.modules.autograd.by_use import counted_by_use
 from sumgrad.record.trace import Trace, read_trace, write_trace
 from sumgrad.record.uses import Use
 from sumgrad.subjects.own_gradients import OwnGradients
-from sumgrad.subjects.program.computations import Computations
-from sumgrad.subjects.program.uses import Uses
+from sumgrad.subjects.program.watched.computations import Computations
+from sumgrad.subjects.program.watched.uses import Uses
 
 PART = Use(function="Mul", line="/x/step.py:3", code="y = x * p")
 WHOLE = Use(function="Pow", line="/x/step.py:7", code="return y ** p")

@@ -16,7 +16,7 @@ from sumgrad.diagnose.explainers.of_factors.by_rank import in_weights
 from sumgrad.diagnose.modules.autograd.history import history_of, multiplied_in
 from sumgrad.diagnose.own_gradients import Columns
 from sumgrad.record.computed import Computation, Computed, SetGrad
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 from torch.nn.utils import clip_grad_norm_
 
 G = torch.Generator().manual_seed(3)

@@ -20,8 +20,8 @@ from sumgrad.diagnose.modules.weights.settings import set_otherwise
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.where.paths import paths_of
 from sumgrad.record.trace import INTO, LOSS, Call, Trace, read_trace, write_trace
-from sumgrad.subjects.program.settings import settings_of
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.settings import settings_of
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 
 ROWS = torch.arange(12.0).reshape(3, 4).double() + 1

@@ -11,7 +11,7 @@ from sumgrad.diagnose.explainers.by_modules.backwards.other_graph import with_an
 from sumgrad.diagnose.explainers.by_modules.in_code import lines as of_lines
 from sumgrad.diagnose.explainers.by_modules.in_code import solved
 from sumgrad.diagnose.modules.in_code.lines import Lines
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

@@ -21,8 +21,8 @@ from sumgrad.diagnose.modules.where.look import look_at, look_into
 from sumgrad.record.computed import MODULE, Computation, Computed
 from sumgrad.record.exchanged import Exchange
 from sumgrad.record.trace import INTO, Traces
-from sumgrad.subjects.program.computations import Computations
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.computations import Computations
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 
 G = torch.Generator().manual_seed(4)

@@ -19,7 +19,7 @@ from sumgrad.diagnose.modules.values.seen import Seen
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong
 from sumgrad.record.line import NO_LINE
 from sumgrad.record.trace import INTO, Call
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 from torch.nn import functional as F
 
 G = torch.Generator().manual_seed(3)

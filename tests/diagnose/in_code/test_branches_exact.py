@@ -17,7 +17,7 @@ from sumgrad.record.computed import (
     computed_from,
     computed_together,
 )
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).double()
 

@@ -14,8 +14,8 @@ from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint
 from sumgrad.diagnose.modules.values.seen import Seen
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong
 from sumgrad.record.trace import INTO, LOSS, Call, Stack, Trace, read_trace, write_trace
-from sumgrad.subjects.program.computations import Computations
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.computations import Computations
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 
 LIBRARY = ("/v/site-packages/lib/model.py:9", "y = self.head(h)")

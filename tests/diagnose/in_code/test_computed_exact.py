@@ -31,7 +31,7 @@ from sumgrad.record.computed import (
     computed_from,
     computed_together,
 )
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 from torch.nn import functional as F
 
 G = torch.Generator().manual_seed(5)

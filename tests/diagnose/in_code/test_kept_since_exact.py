@@ -10,8 +10,8 @@ import torch
 from sumgrad.diagnose.explainers.by_modules.in_code.kept import kept_for_the_call, kept_in_words
 from sumgrad.diagnose.modules.in_code.kept_since import kept_since
 from sumgrad.record.trace import INTO
-from sumgrad.subjects.program.computations import Computations
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.computations import Computations
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 
 ROWS = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64)

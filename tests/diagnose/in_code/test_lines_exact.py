@@ -13,7 +13,7 @@ import torch
 from sumgrad.diagnose.explainers.by_modules.in_code.lines import agreed, in_words
 from sumgrad.diagnose.modules.in_code.lines import AtLine, Lines
 from sumgrad.record.computed import Computation, computed_together
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 from torch import nn
 from torch.autograd import Function
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.in_code.masked import masked_in_words
 from sumgrad.diagnose.modules.in_code.masked_otherwise import known_rows, masked_otherwise
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 
 SCORES = torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(3)).double()
 PLACE = torch.arange(6)

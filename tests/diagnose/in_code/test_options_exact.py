@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from sumgrad.diagnose.explainers.by_modules.weighing.losses import options_of_losses
 from sumgrad.diagnose.modules.in_code.options import other_options
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 
 G = torch.Generator().manual_seed(2)
 X = torch.randn(6, 5, generator=G, dtype=torch.float64)

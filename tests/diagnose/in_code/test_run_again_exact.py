@@ -15,9 +15,9 @@ from sumgrad.record.computed import (
     computed_as_tensors,
     computed_from,
 )
-from sumgrad.subjects.program import kept_values
-from sumgrad.subjects.program.computations import Computations
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched import kept_values
+from sumgrad.subjects.program.watched.computations import Computations
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import (

@@ -23,7 +23,7 @@ from sumgrad.diagnose.modules.in_code.lines_across_ranks import (
 from sumgrad.diagnose.modules.in_code.run_between import RunBetween, _is_made_of
 from sumgrad.diagnose.modules.where.look import _only_stands_there
 from sumgrad.record.computed import computed_together
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 from torch.autograd import Function
 
 G = torch.Generator().manual_seed(5)

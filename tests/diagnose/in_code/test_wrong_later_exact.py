@@ -10,7 +10,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules.in_code import wrong_later as words
 from sumgrad.diagnose.modules.in_code.lines import Lines
 from sumgrad.diagnose.modules.in_code.wrong_later import wrong_later
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 
 G = torch.Generator().manual_seed(0)
 H = torch.randn(4, 3, generator=G, dtype=torch.float64)

@@ -11,7 +11,7 @@ from sumgrad.diagnose.modules.inputs.companions import Odd, odd_companions
 from sumgrad.diagnose.modules.values.seen import Mixed, Seen
 from sumgrad.diagnose.modules.where.look import look_at
 from sumgrad.record.trace import Call, Trace, Traces
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 
 IDS = torch.tensor([[0, 0, 3, 1, 4], [5, 9, 2, 6, 7], [0, 8, 1, 2, 4], [4, 9, 2, 3, 1]])

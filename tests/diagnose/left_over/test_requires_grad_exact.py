@@ -8,7 +8,7 @@ import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.left_over.frozen import with_frozen
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 
 ZERO, OTHER = torch.zeros(3), torch.ones(3)

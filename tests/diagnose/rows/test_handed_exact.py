@@ -8,8 +8,8 @@ import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.rows.handed import handed_otherwise
 from sumgrad.record.trace import A_GROUP, Call, read_trace, write_trace
-from sumgrad.subjects.program.arguments import in_a_word
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.arguments import in_a_word
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 
 

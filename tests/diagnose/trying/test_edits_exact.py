@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from sumgrad.diagnose.modules.trying.edits.order import edits_to_try
 from sumgrad.record.trial import Edit, edited_source
-from sumgrad.subjects.program.edited import UsersFunctions
-from sumgrad.subjects.program.names_in_scope import NamesInScope, kind_of
+from sumgrad.subjects.program.tried.edited import UsersFunctions
+from sumgrad.subjects.program.watched.names_in_scope import NamesInScope, kind_of
 from torch import nn, zeros
 
 CODE = """import os

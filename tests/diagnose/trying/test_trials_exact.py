@@ -16,7 +16,7 @@ from sumgrad.diagnose.modules.trying.changes import changes_of
 from sumgrad.diagnose.modules.trying.edits import order
 from sumgrad.diagnose.modules.trying.edits.order import suspicion_of
 from sumgrad.record.trial import Change, Edit, Trial
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 from torch.nn import functional as F
 
 G = torch.Generator().manual_seed(5)

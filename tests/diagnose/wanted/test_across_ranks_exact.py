@@ -13,7 +13,7 @@ from sumgrad.diagnose.modules.wanted.across_ranks import how_across
 from sumgrad.diagnose.modules.wanted.how_apart import How
 from sumgrad.diagnose.modules.wanted.inverses import Needed
 from sumgrad.diagnose.modules.wanted.solved_back import SolvedBack
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 
 G = torch.Generator().manual_seed(11)
 HELD = [(rank, torch.randn(4, 1, generator=G, dtype=torch.float64)) for rank in (0, 2, 3)]

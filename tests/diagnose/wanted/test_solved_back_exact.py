@@ -19,7 +19,7 @@ from sumgrad.diagnose.modules.wanted.how_apart import How, how_apart, is_apart
 from sumgrad.diagnose.modules.wanted.inverses import Needed, literal, moved_back, needed, other_way
 from sumgrad.diagnose.modules.wanted.keys_needed import keys_needed
 from sumgrad.diagnose.modules.wanted.solved_back import SolvedBack
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 from torch.nn import functional as F
 
 G = torch.Generator().manual_seed(7)

@@ -10,7 +10,7 @@ import torch
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules.weighing import count_divided_by
 from sumgrad.diagnose.explainers.by_modules.weighing.count_divided_by import by_another_count
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 
 X = torch.arange(1.0, 7.0, dtype=torch.float64)
 HALF = Diagnosis(cause="every gradient is multiplied by 1/2, which equals 1/dp", kind="factor",

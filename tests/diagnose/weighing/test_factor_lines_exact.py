@@ -23,7 +23,7 @@ from sumgrad.diagnose.modules.in_code.factor_lines import (
 from sumgrad.diagnose.modules.where.loss_weights import Share
 from sumgrad.record.computed import Computation
 from sumgrad.record.trace import Call, Trace, Traces
-from sumgrad.subjects.program.computations import Computations
+from sumgrad.subjects.program.watched.computations import Computations
 from torch.nn import functional as F
 
 G = torch.Generator().manual_seed(7)

@@ -12,8 +12,8 @@ from sumgrad.diagnose.explainers.of_others.copies_of_parameters import with_copi
 from sumgrad.diagnose.modules.weights.copies import lost_at_copies
 from sumgrad.diagnose.modules.where.look import look_at
 from sumgrad.record.trace import Traces, read_trace, write_trace
-from sumgrad.subjects.program.computations import Computations
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.computations import Computations
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 
 G = torch.Generator().manual_seed(4)

@@ -14,7 +14,7 @@ from sumgrad.diagnose.modules.weights.settings import turned_otherwise
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.where.look import look_into
 from sumgrad.record.trace import INTO, Call, Trace, Traces, read_trace, write_trace
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 
 LOOK = SimpleNamespace(sources={})

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from sumgrad.diagnose.modules.weights.weights_beside import misplaced_weights
-from sumgrad.subjects.program.computations import Computations
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.computations import Computations
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 from torch.nn import functional as F
 

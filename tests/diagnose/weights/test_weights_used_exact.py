@@ -11,7 +11,7 @@ from sumgrad.diagnose.explainers.by_modules.forwards.other_weights import held_b
 from sumgrad.diagnose.modules.weights.weights_used import how, other_weights, uncalled_state
 from sumgrad.record.ranks import sample_of
 from sumgrad.record.trace import MAX_SAMPLE, MAX_USED, Trace, Traces, read_trace, write_trace
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 
 WEIGHT = torch.tensor([1.0, -2.0, 3.0, 0.5, 4.0, -1.5], dtype=torch.float64)

@@ -21,7 +21,7 @@ from sumgrad.diagnose.modules.where.look import Look, look_at
 from sumgrad.diagnose.modules.where.paths import paths_of
 from sumgrad.diagnose.row_fit import Factors, Unit
 from sumgrad.record.trace import LOSS, Call, Trace, Traces
-from sumgrad.subjects.program.seen_modules import source_of
+from sumgrad.subjects.program.placed.seen_modules import source_of
 from torch import nn
 
 

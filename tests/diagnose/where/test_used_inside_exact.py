@@ -8,8 +8,8 @@ import pytest
 import torch
 from sumgrad.diagnose.modules.where.look import look_at
 from sumgrad.record.trace import Traces
-from sumgrad.subjects.program.computations import Computations
-from sumgrad.subjects.program.watch import ModuleWatch
+from sumgrad.subjects.program.watched.computations import Computations
+from sumgrad.subjects.program.watched.watch import ModuleWatch
 from torch import nn
 from torch.autograd import Function
 

@@ -11,10 +11,10 @@ from sumgrad.record.computed import computed_together
 from sumgrad.record.spec import Facts
 from sumgrad.record.trace import Call, Trace
 from sumgrad.record.ways import Passed, Ways
-from sumgrad.subjects.program.computations import computations_beside
 from sumgrad.subjects.program.protocol import coarsest, default_dtype, trained
 from sumgrad.subjects.program.reference.single import Single
-from sumgrad.subjects.program.watch import MAX_BYTES, ModuleWatch
+from sumgrad.subjects.program.watched.computations import computations_beside
+from sumgrad.subjects.program.watched.watch import MAX_BYTES, ModuleWatch
 from torch import Tensor
 
 
