@@ -18,13 +18,13 @@ from sumgrad.launch.check import run_check
 @pytest.mark.parametrize(
     ("name", "kind", "standing"),
     [
-        ("a_21", "backward", "likely or proved"),
+        ("a_21", "backward", "likely"),
         ("a_23", "other_parameters", "likely"),
         ("a_26", "late_gradient", "proved"),
         ("a_27", "too_few_ranks", "proved"),
         ("a_33", "rows_read", "proved"),
         ("a_39", "loss_weights", "likely"),
-        ("b_02", "forward", "likely or proved"),
+        ("b_02", "forward", "likely"),
         ("b_09", "recomputed", "likely"),
         ("b_23", "counted_again", "proved"),
         ("b_26", "block_factor", "likely"),
@@ -51,11 +51,11 @@ from sumgrad.launch.check import run_check
     ],
 )
 def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
-    """Proved where an edit made it right in the time that there is."""
+    """What is likely is proved where an edit made it right in the time that there was."""
     (path,) = right_causes.BUGS.glob(f"{name}_*.py")
     row = right_causes.run(path, "Buggy", sumgrad_launcher, tiers=("structure",))
     assert (row["status"], row["kind"]) == ("fail", kind), row["said"]
-    assert row["standing"] in standing.split(" or "), row["said"]
+    assert row["standing"] in (standing, "proved"), row["said"]
     assert row["place"], row["said"]
 
 
