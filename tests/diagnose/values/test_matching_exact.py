@@ -6,7 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sumgrad.diagnose.modules.values.matching import add_up, compare_gradient, match
+from sumgrad.diagnose.modules.values.matching import (
+    add_up,
+    compare_gradient,
+    has_zeros_beyond,
+    match,
+)
 
 WANTED = torch.arange(1.0, 19.0, dtype=torch.float64).reshape(6, 3)
 FILLER = torch.tensor([[0.5, 0.25, -3.0]], dtype=torch.float64)
@@ -79,3 +84,26 @@ def test_parts_add_up_to_multiples_of_what_is_wanted_and_zeros_of_nobodys_do_not
     gradient[1] += 1e-3
     assert not add_up([own, gradient - own], wanted, where, 1e-9)
     assert not add_up([own, own[:2]], wanted, where, 1e-9)
+
+
+WIDE = torch.arange(1.0, 25.0, dtype=torch.float64).reshape(3, 8)
+ZEROS = torch.zeros(3, 2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("got", "meant"), [
+    ([ZEROS, WIDE[:, :4]], True),  # before what it begins with
+    ([WIDE[:, 5:], ZEROS], True),  # after what it ends with
+    ([ZEROS[:2], WIDE[1:, :4]], True),  # of some rows
+    ([ZEROS, WIDE[:, 1:4]], False),  # before what stands in the middle: its neighbour is missing
+    ([WIDE[:, 4:7], ZEROS], False),
+    ([WIDE[:, :4]], False),  # no zeros
+    ([ZEROS, WIDE[:, :4] + 0.5], False),  # another's
+    ([ZEROS, WIDE[:, 5:], ZEROS[:, :1]], False),  # on both sides of a part
+    ([ZEROS, WIDE[:, :4], WIDE[:, 5:6]], False),
+    ([ZEROS, ZEROS], False),  # nothing
+])  # fmt: skip
+def test_zeros_beyond_the_end_may_be_meant(got, meant):
+    rows = torch.cat(got, dim=1)
+    assert has_zeros_beyond(rows, WIDE, 1e-9) is meant
+    padded = torch.cat([ZEROS[:, :1], WIDE, ZEROS[:, :1]], dim=1)  # as the single process may be
+    assert has_zeros_beyond(rows, padded, 1e-9) is meant

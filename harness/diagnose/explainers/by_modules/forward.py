@@ -37,6 +37,7 @@ from sumgrad.diagnose.explainers.by_modules.forwards.settings import is_set_othe
 from sumgrad.diagnose.explainers.by_modules.forwards.surplus import too_much, whole_on_each
 from sumgrad.diagnose.explainers.by_modules.forwards.wrong_outputs import (
     another_output,
+    beyond_in_words,
     changed_in_place,
     cut_in_words,
     features_in_words,
@@ -199,6 +200,7 @@ def _output(
         yield from cut_in_words(case, look, found)
         yield from scaled_in_words(case, found)
         yield from features_in_words(case, found)
+        yield from beyond_in_words(case, found)
         yield from in_other_places(case, found)
     below = look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right")
     shared = [m for m in below if look.shared(m) and not look.paths.all_below(m)]

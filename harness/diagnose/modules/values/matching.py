@@ -97,6 +97,32 @@ def _near(got: Tensor, wanted: Tensor, bound: float) -> Tensor:
     return near
 
 
+def has_zeros_beyond(got: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    """Whether a rank's (n, c) is a stretch of the (N, C) columns that begins where they do, or ends
+    there, with zeros before it, or after. Zeros that the single process has there, too, are left
+    out."""
+    before, after = _zeros_around(got)
+    theirs_before, theirs_after = _zeros_around(wanted)
+    own = got[:, before : got.shape[1] - after]
+    whole = wanted[:, theirs_before : wanted.shape[1] - theirs_after]
+    if not (before or after) or not own.shape[1] or own.shape[1] > whole.shape[1]:
+        return False
+    if before and after and own.shape[1] < whole.shape[1]:
+        return False
+    if len(own) * len(whole) > MAX_PAIRS:
+        return False
+    start = 0 if before else whole.shape[1] - own.shape[1]
+    there = whole[:, start : start + own.shape[1]].contiguous()
+    bound = tolerance * float(wanted.abs().max())
+    return bool(_near(own.contiguous(), there, bound).any(1).all())
+
+
+def _zeros_around(tensor: Tensor) -> tuple[int, int]:
+    """How many first, and how many last columns are zero throughout; all of them are first ones."""
+    live = tensor.any(0).nonzero()[:, 0].tolist()
+    return (live[0], tensor.shape[1] - 1 - live[-1]) if live else (tensor.shape[1], 0)
+
+
 def _column_slices(width: int, whole: int) -> list[tuple[int, int]]:
     """Features that a rank may hold: shards of equal size first, then any stretch."""
     if width == whole:

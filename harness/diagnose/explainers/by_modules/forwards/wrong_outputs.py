@@ -25,6 +25,7 @@ from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.modules.how_wrong.elsewhere import numbers_elsewhere, zeroed
 from sumgrad.diagnose.modules.inputs.picked import picked_otherwise
 from sumgrad.diagnose.modules.inputs.sequences import joined_rows
+from sumgrad.diagnose.modules.values.beyond import beyond_the_ends
 from sumgrad.diagnose.modules.values.features import wrong_features
 from sumgrad.diagnose.modules.values.matching import match, vectors
 from sumgrad.diagnose.modules.values.scaled import SAME, one_factor
@@ -151,6 +152,27 @@ def features_in_words(case: Case, found: FirstWrong) -> list[str]:
     what = "what goes in" if one.call.module.startswith(INTO) else "its output"
     return [f"of each such vector of {what}{where} elements {spans(wrong)} of {width} are not "
             f"what stands beside the others in the single process"]  # fmt: skip
+
+
+@as_a_hint
+def beyond_in_words(case: Case, found: FirstWrong) -> list[str]:
+    """Where its output goes on beyond an end of the single process's, and is right but for that."""
+    traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
+    if traces is None or dtype != "float64":
+        return []
+    told = {(b.rank, b.before): b for b in reversed([*beyond_the_ends(traces, found.seen, dtype)])}
+    out = []
+    for _, b in sorted(told.items()):
+        right = range(b.places, b.size) if b.before else range(b.size - b.places)
+        beyond = spans(sorted({*range(b.size)} - {*right}))
+        end, side = ("begins", "before") if b.before else ("ends", "behind")
+        out.append(
+            f"on rank {b.rank} in call {b.call} places {spans([*right])} of {b.size} of dimension "
+            f"{b.dim} of its output are those with which the single process's {end}; what stands "
+            f"{side} them, at {beyond}, is beyond that, and counts in the loss: look for what "
+            f"should cut it off or make it zero"
+        )
+    return out
 
 
 @as_a_hint
