@@ -19,16 +19,20 @@ WHOLE = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(3), dtype=t
 MORE = torch.full((3, 2, 5), 0.25, dtype=torch.float64)
 
 
-def told(output, dim, gradient=None, single=WHOLE):
+def traces_of(output, single, gradient=None):
+    """Of rank 2 and of the single process, of one module."""
+    gradients = (torch.ones_like(output) if gradient is None else gradient,)
+    trace = Trace(calls=(CALL,), outputs=(output,), gradients=gradients, sources={})
+    alone = replace(trace, outputs=(single,), gradients=(single,))
+    return Traces(tier="structure", step=0, single=alone, ranks={2: trace})
+
+
+def told(output, dim, gradient=None):
     """Along dimension `dim` of what is laid out with it in dimension 1."""
-    output, single = output.transpose(1, dim), single.transpose(1, dim)
-    reached = torch.ones_like(output) if gradient is None else gradient.transpose(1, dim)
-    trace = Trace(calls=(CALL,), outputs=(output,), gradients=(reached,), sources={})
-    traces = Traces(
-        tier="structure", step=0, ranks={2: trace},
-        single=replace(trace, outputs=(single,), gradients=(single,)),
-    )  # fmt: skip
-    seen = Seen(rank=2, call=CALL, shape=tuple(output.shape), forward="wrong")
+    turned = None if gradient is None else gradient.transpose(1, dim)
+    traces = traces_of(output.transpose(1, dim), WHOLE.transpose(1, dim), turned)
+    shape = tuple(traces.ranks[2].outputs[0].shape)
+    seen = Seen(rank=2, call=CALL, shape=shape, forward="wrong")
     return traces, seen, [*beyond_the_ends(traces, [seen], "float64")]
 
 
@@ -90,3 +94,17 @@ def test_zeros_beyond_an_end_are_not_told_and_anything_else_is_wrong(filler, sta
     traces, _, _ = told(output, 2)
     (seen,) = look_at(traces, "float64", ()).seen["m"]
     assert seen.forward == state
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_part_of_each_vector_is_not_known_to_be_the_wanted_one(width, monkeypatch):
+    whole = torch.randn(3, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    traces = traces_of(whole[:, :width], whole)
+    look = look_at(traces, "float64", ())
+    assert look.forward("m") == "right"
+    monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda _: traces)
+    said = wrong_outputs.part_of_each_vector(None, look, ["m"])
+    assert said == ([] if width == 4 else [
+        "what m gives is a part of each vector, of m elements 0-1 of 4 on rank 2: whether that is "
+        "the part which is wanted there is not known"
+    ])  # fmt: skip

@@ -44,6 +44,7 @@ from sumgrad.diagnose.explainers.by_modules.forwards.wrong_outputs import (
     in_other_places,
     joined_in_words,
     no_slice,
+    part_of_each_vector,
     picked_in_words,
     scaled_in_words,
 )
@@ -207,6 +208,7 @@ def _output(
     if shared:
         what = some_of(shared)
         yield f"whether what {what} gives is what belongs to this rank's rows is not known"
+    yield from part_of_each_vector(case, look, below)
 
 
 def _ranks_that_are_right(

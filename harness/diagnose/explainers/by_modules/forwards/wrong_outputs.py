@@ -3,7 +3,9 @@ wrong, and what they are instead."""
 
 from __future__ import annotations
 
-from sumgrad.base.outcome import spans
+from collections.abc import Sequence
+
+from sumgrad.base.outcome import some_of, spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import places, told_of
 from sumgrad.diagnose.explainers.by_modules.forwards.entering import (
@@ -173,6 +175,32 @@ def beyond_in_words(case: Case, found: FirstWrong) -> list[str]:
             f"should cut it off or make it zero"
         )
     return out
+
+
+@as_a_hint
+def part_of_each_vector(case: Case, look: Look, below: Sequence[str]) -> list[str]:
+    """Of right modules next below: which elements a rank has, where that is not all of them."""
+    traces = traces_looked_at(case)
+    if traces is None:
+        return []
+    whole, told = by_module(traces.single, {*below}.__contains__), {}
+    for m in below:
+        held = {
+            s.rank: (*s.where.columns, width)
+            for s in look.seen[m]
+            if s.where is not None and (m, s.call.part) in whole
+            and s.where.columns != (0, width := whole[m, s.call.part].outputs.shape[1])
+        }  # fmt: skip
+        if held:
+            told[m] = held
+    if not told:
+        return []
+    first = next(iter(told.values()))
+    where = [f"{spans([*range(start, end)])} of {width} on rank {rank}"
+             for rank, (start, end, width) in sorted(first.items())]  # fmt: skip
+    return [f"what {some_of([*told])} gives is a part of each vector, of {next(iter(told))} "
+            f"elements {some_of(where)}: whether that is the part which is wanted there is not "
+            f"known"]  # fmt: skip
 
 
 @as_a_hint
