@@ -59,7 +59,7 @@ def edits_to_try(
         if file in of_files and PurePath(file).name in said:
             named_in[function] = named & {*of_files[file].lines_of(first)}
             called |= of_files[file].called_in(first) if named_in[function] else set()
-    for function, kinds in names.items():
+    for function, kinds in {**names, **_helpers(of_files, names, single)}.items():
         file, first = function_at(function)
         own = named_in.get(function, set())
         if file not in of_files or (function in single and not own):
@@ -75,6 +75,26 @@ def edits_to_try(
     known = set[str]()
     shown = (_shown(texts[edit.file], edit, within[edit], known) for edit in _in_turns(found))
     return [*islice((edit for edit in shown if edit is not None), MOST_EDITS)]
+
+
+def _helpers(
+    of_files: Mapping[str, Edits], names: Mapping[str, Mapping[str, str]], single: Set[str]
+) -> dict[str, Mapping[str, str]]:
+    """Functions that only those of the ranks alone call, by their names, and in which nothing of
+    torch's runs, as what gives a seed or a place. What stands under a name in them is not known."""
+    of_ranks, of_single = set[str](), set[str]()
+    for function in {*names, *single}:
+        file, first = function_at(function)
+        if file in of_files:
+            called = of_files[file].calls_in(first)
+            (of_single if function in single else of_ranks).update(called)
+    seen = {function_at(function) for function in {*names, *single}}
+    return {
+        f"{file}:{line} {name}": {}
+        for file, edits in of_files.items()
+        for line, name in edits.first_lines().items()
+        if name in of_ranks - of_single and (file, line) not in seen
+    }
 
 
 def suspicion_of(lines: Lines) -> dict[str, Soon]:

@@ -52,6 +52,7 @@ NO_WRAPPERS = {"range", "len", "isinstance", "print", "super", "zip", "enumerate
                "split", "tensor_split", "chunk", "unbind", "size", "new_group"}  # fmt: skip
 SHAPES_ONLY = {"keepdim", "dtype", "device", "memory_format"}  # another of these is no other number
 OF_RANKS = r"rank|coord|stage|first|last|peer|axes|group"
+OWN_RANK = r"rank|coord"
 FIRST, NEXT, LATER, LAST = 0, 3, 4, 6  # how soon
 Found = tuple[int, Edit]
 
@@ -99,6 +100,16 @@ class Edits:
         """Names that stand in the function that begins in this line."""
         function = self._functions.get(first_line)
         return set() if function is None else words_in(function)
+
+    def calls_in(self, first_line: int) -> set[str]:
+        """Names that are called in it."""
+        function = self._functions.get(first_line)
+        every = () if function is None else ast.walk(function)
+        return {name_called(one) for one in every if isinstance(one, ast.Call)}
+
+    def first_lines(self) -> Mapping[int, str]:
+        """Where each function begins, and its name."""
+        return {line: function.name for line, function in self._functions.items()}
 
     def in_function(self, first_line: int, kinds: Mapping[str, str]) -> Iterator[Found]:
         """Edits of the function that begins in this line, each with how soon it is to be tried.
@@ -287,7 +298,8 @@ class Edits:
         other = OTHER_OPERATORS.get(type(node.op))
         if other is None:
             return
-        yield from self._instead(LATER, node, text(node.left), sure=False)
+        soon = NEXT if other == "-" and re.search(OWN_RANK, text(node.right)) else LATER
+        yield from self._instead(soon, node, text(node.left), sure=False)
         if isinstance(node.op, ast.Add | ast.Mult):
             yield from self._instead(LATER, node, text(node.right), sure=False)
         else:
