@@ -26,8 +26,8 @@ from sumgrad.topology.declaration import Declaration, Param, Quantity, Role, Ter
 from sumgrad.topology.pools import Topology, parse_topology
 from sumgrad.topology.yaml_source import YamlSource
 
-SCALE = 4.0
-FLOOR = 1e-14  # of the structure tier; 4 times it is the threshold
+SCALE = 1.0
+FLOOR = 1e-13  # of the structure tier; 4 times it is the threshold
 FLOORS = {"structure": FLOOR, "precision": 1e-6}
 TIERS = {"structure": "float64", "precision": "float32"}
 NUM_ROWS = 8

@@ -8,6 +8,11 @@ KERNEL_CAP 4: ranks on Triton's kernels or on a GPU round in other places than t
 a CPU, which the reference has, so the floor also looks at single-process runs there. A wrong kernel
 must not hide in its own error: it raises the floor to at most 4 times what torch's runs show, so
 the threshold to at most 16 times, and in float64 never past STRUCTURE_CAP.
+STRUCTURE_LEAST 1e-13: of the scale. In float64 no error of the algebra is so small, and rounding
+may be more than the floor knows: another algorithm for the same mathematics, as a running sum that
+is subtracted or a variance as the difference of two means, rounds more than any order of the
+reference's own additions. A right step that pooled by a running sum over 55 cells was off by 11
+eps of the scale, where 4 x the floor was 7.4.
 STRUCTURE_CAP 1e-12: in float64 an algebra error is never below the weight of one row; whatever the
 floor says, the structure tier must not be blinder than one part in 10^12 of the scale. Where the
 partials cancel within every row (a key bias) scale and floor are both noise, and the floor holds.
@@ -27,6 +32,7 @@ import torch
 FLOOR_FACTOR = 4.0
 KERNEL_CAP = 4.0
 ZERO_FACTOR = 1e3
+STRUCTURE_LEAST = 1e-13
 STRUCTURE_CAP = 1e-12
 BLIND_STRUCTURE = 0.5
 BLIND_PRECISION = 1.0
@@ -55,4 +61,7 @@ def with_kernels(floor: float, kernel_error: float, scale: float, dtype: str) ->
 def threshold(floor: float, scale: float, *, tier: str) -> float:
     """The largest absolute error that passes."""
     bound, cap = FLOOR_FACTOR * floor, STRUCTURE_CAP * scale
-    return min(bound, cap) if tier == "structure" and cap > floor else bound
+    if tier != "structure":
+        return bound
+    bound = max(bound, STRUCTURE_LEAST * scale)
+    return min(bound, cap) if cap > floor else bound

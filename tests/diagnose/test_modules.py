@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -38,8 +37,8 @@ from sumgrad.diagnose.modules.where.loss_weights import (
 from sumgrad.diagnose.modules.where.over_all import _is_even
 from sumgrad.diagnose.modules.where.paths import paths_of
 from sumgrad.record.trace import LOSS, Call, Trace, Traces, read_traces, single_trace, write_trace
+from traces_in_memory import MODULES, trace
 
-MODULES = ("first", "second", "third")
 ROWS, TOKENS, WIDTH = 4, 3, 6
 TP = [("tp", [(0, 1)])]
 
@@ -52,32 +51,6 @@ def numbers(seed: int) -> torch.Tensor:
 OUT = {name: numbers(i) for i, name in enumerate(MODULES)}
 GRAD = {name: numbers(10 + i) for i, name in enumerate(MODULES)}
 BATCH = {"x": torch.arange(ROWS * 5).reshape(ROWS, 5)}
-
-
-def trace(held: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], **more) -> Trace:
-    """Calls in this order; a module's second entry is its second call."""
-    calls, seen = [], dict[str, int]()
-    for name, _, gradient in held:
-        number = seen[name] = seen.get(name, -1) + 1
-        calls.append(
-            Call(
-                module=name,
-                number=number,
-                part=0,
-                operation=0,
-                operation_back=None if gradient is None else 0,
-                recomputed=more.get("recomputed", False),
-            )
-        )
-    return Trace(
-        calls=tuple(calls),
-        outputs=tuple(o for _, o, _ in held),
-        gradients=tuple(g for _, _, g in held),
-        sources={name: "Linear" for name in MODULES},
-        data=more.get("data", ()),
-        entered=("first",) * len(more.get("data", ())),
-        batch=more.get("batch"),
-    )
 
 
 def whole() -> Trace:

@@ -46,7 +46,11 @@ def test_a_floor_is_never_under_one_rounding_of_the_scale(floor, scale, dtype, w
 @pytest.mark.parametrize(
     ("floor", "scale", "tier", "wanted"),
     [
-        (1e-15, 1.0, "structure", 4e-15),  # four floors, while they are under the cap
+        (1e-13, 1.0, "structure", 4e-13),  # four floors, while they are under the cap
+        (1e-15, 1.0, "structure", 1e-13),  # no less: another algorithm rounds more
+        (1e-15, 8.0, "structure", 8e-13),
+        (1e-15, 0.01, "structure", 4e-15),
+        (1e-15, 1.0, "precision", 4e-15),
         (5e-13, 1.0, "structure", 1e-12),  # the cap
         (5e-13, 1.0, "precision", 2e-12),  # which holds in the structure tier only
         (1e-12, 1.0, "structure", 4e-12),  # scale and floor are both noise: the floor holds

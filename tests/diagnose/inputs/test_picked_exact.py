@@ -10,7 +10,7 @@ from sumgrad.diagnose.modules.inputs.picked import Picked, picked_otherwise
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.where.look import look_at
 from sumgrad.record.trace import Traces
-from test_modules import trace
+from traces_in_memory import trace
 
 ROWS, PLACES, WIDTH = 4, 5, 3
 BATCH = {"x": torch.arange(ROWS * PLACES).reshape(ROWS, PLACES)}

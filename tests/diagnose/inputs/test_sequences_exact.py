@@ -11,7 +11,7 @@ from sumgrad.diagnose.modules.inputs.sequences import Joined, joined_rows
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong, first_wrong_forward
 from sumgrad.diagnose.modules.where.look import look_at
 from sumgrad.record.trace import LOSS, Traces
-from test_modules import trace
+from traces_in_memory import trace
 
 ROWS, PLACES, WIDTH = 3, 4, 5
 BATCH = {"x": torch.arange(ROWS * PLACES).reshape(ROWS, PLACES)}

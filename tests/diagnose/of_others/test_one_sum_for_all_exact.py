@@ -46,6 +46,7 @@ def test_one_buffer_for_several_is_told(monkeypatch):
     "held",
     [
         {"a.w": RIGHT["a.w"] + RIGHT["b.w"]},  # alone
+        {"a.w": RIGHT["a.w"]},  # and no more than rounding away from its own
         {n: 2 * v for n, v in one_sum("a.w", "b.w").items()},
         {n: RIGHT["a.w"] for n in ("b.w", "c.w")},  # a third one's
         one_sum("a.w", "b.w") | {"c.w": 2 * RIGHT["c.w"]},  # another mistake beside it

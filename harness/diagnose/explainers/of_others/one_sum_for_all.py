@@ -30,7 +30,7 @@ def one_sum_for_all(case: Case, left: Left) -> Iterator[Explanation]:
             groups.append([cell])
         else:
             same.append(cell)
-    if not groups or not all(_is_the_sum(own) for own in groups):
+    if not groups or not all(len(own) > 1 and _is_the_sum(own) for own in groups):
         return
     sets = list(dict.fromkeys(tuple(c.name for c in own) for own in groups))
     names = sets[0]

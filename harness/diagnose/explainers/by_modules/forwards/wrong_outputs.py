@@ -159,10 +159,12 @@ def features_in_words(case: Case, found: FirstWrong) -> list[str]:
 @as_a_hint
 def beyond_in_words(case: Case, found: FirstWrong) -> list[str]:
     """Where its output goes on beyond an end of the single process's, and is right but for that."""
-    traces, dtype = traces_looked_at(case), case.record.spec.tiers[case.tier]
-    if traces is None or dtype != "float64":
+    traces = traces_looked_at(case)
+    if traces is None or case.record.spec.tiers[case.tier] != "float64":
         return []
-    told = {(b.rank, b.before): b for b in reversed([*beyond_the_ends(traces, found.seen, dtype)])}
+    told = {
+        (b.rank, b.before): b for b in reversed([*beyond_the_ends(traces, found.seen, "float64")])
+    }
     out = []
     for _, b in sorted(told.items()):
         right = range(b.places, b.size) if b.before else range(b.size - b.places)
