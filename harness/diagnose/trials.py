@@ -113,7 +113,7 @@ def _asked(case: Case, changes: Sequence[Change], seconds: float) -> tuple[Asked
         before=before,
         seconds=seconds,
         lift=any(
-            info.get("lifted")
+            info.get("lifted") or info.get("drawn")
             for held in record.ranks.values()
             for (one, _), info in held.info.items()
             if one == tier

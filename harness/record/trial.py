@@ -109,7 +109,8 @@ class Asked:
     """tier, step: that failed. bounds: by how much each parameter's gradient may be off, by
     STEP/NAME, of that step and those before it. before:
     rank -> the digest of the gradients that it had; a step that has others now tells nothing.
-    seconds: for all changes together. lift: whether the step had casts that were lifted."""
+    seconds: for all changes together. lift: whether the step had casts that were lifted, or drew
+    numbers, as it would not without."""
 
     tier: str
     step: int

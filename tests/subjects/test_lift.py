@@ -97,6 +97,19 @@ def test_each_lift_is_counted_at_its_line(name):
     assert all(" at test_lift.py:" in place for place in lift.lifted)
 
 
+@pytest.mark.parametrize(("make", "drawn"), [
+    (lambda: torch.randn(3), True),
+    (lambda: torch.zeros(3).uniform_(), True),
+    (lambda: torch.randperm(3), True),
+    (lambda: nn.functional.dropout(torch.ones(3)), True),
+    (lambda: torch.ones(3) + 1, False),
+])  # fmt: skip
+def test_what_is_drawn_is_seen(make, drawn):
+    with Lift() as lift:
+        make()
+    assert lift.drawn is drawn
+
+
 def test_nothing_is_changed_where_it_only_looks():
     with Lift(change=False) as lift:
         out, _ = run(CASTS["float"])

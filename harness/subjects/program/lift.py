@@ -57,13 +57,15 @@ class Lift:
     """Every float inside the block has at least the digits of a dtype, where `change` is set.
 
     lifted: line -> how often a cast there was lifted, as `float32 at model.py:9`. narrow: the same
-    of what stayed in fewer digits all the same.
+    of what stayed in fewer digits all the same. drawn: whether random numbers were, which without
+    the Lift would be others.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64, *, change: bool = True) -> None:
         self.dtype, self.change = dtype, change
         self.lifted: Counter[str] = Counter()
         self.narrow: Counter[str] = Counter()
+        self.drawn = False
         self._modes: list[Any] = []
 
     def __enter__(self) -> Lift:
@@ -178,9 +180,10 @@ class _Dispatch(TorchDispatchMode):
         lift, kwargs = self.lift, kwargs or {}
         if _compiler_runs():
             return func(*args, **kwargs)
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        lift.drawn |= drawn
         if lift.change and func in _DRAWN_INTO:
             return _draw_into(func, *args, **kwargs)
-        drawn = torch.Tag.nondeterministic_seeded in func.tags
         pure = func.namespace == "aten" and not _aliases(func)
         if lift.change and pure and not drawn:
             wide, named, asked = lift.wide(args, kwargs)

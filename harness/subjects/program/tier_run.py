@@ -244,7 +244,7 @@ class TierRun:
             unwaited = self.seat.ledger.nobody_waits_for()
             races = self._races(unwaited)
             info = {**self._info(step, began), "other_weights": list(other), "races": races}
-            info["lifted"] = dict(lift.lifted)
+            info["lifted"], info["drawn"] = dict(lift.lifted), lift.drawn
             if looked and not is_compiled(self.model):
                 info["narrow"] = dict(lift.narrow)
             grads = self._grads(info)

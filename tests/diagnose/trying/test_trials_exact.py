@@ -511,6 +511,14 @@ def test_what_the_ranks_are_asked(asked_of):
     assert pairs == {frozenset((0, 2)), frozenset((1, 2)), frozenset((2,))}
 
 
+@pytest.mark.parametrize(("drawn", "lift"), [(True, True), (False, False)])
+def test_numbers_are_drawn_as_they_were(drawn, lift, asked_of):
+    """In float64 they would be others without the Lift."""
+    record = record_of()
+    record.ranks[0].info["structure", 0]["drawn"] = drawn
+    assert trials.changes_to_try(record, "structure", 0, seconds=1.5)[0].lift is lift
+
+
 def test_casts_that_were_lifted_are_lifted_again(asked_of):
     record = record_of()
     record.ranks[0].info["structure", 0]["lifted"] = {"f.py:3": 2}
