@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sumgrad.diagnose.explainers.by_modules.in_code import lines as words
 from sumgrad.diagnose.explainers.by_modules.in_code.lines import agreed, in_words
+from sumgrad.diagnose.explainers.by_modules.looked import line_from_here
 from sumgrad.diagnose.modules.in_code.lines import AtLine, Lines
 from sumgrad.record.computed import Computation, computed_together
 from sumgrad.subjects.program.watched.computations import Computations
@@ -548,6 +550,25 @@ def test_no_line_into_the_loss_where_all_that_could_be_compared_is_right():
     there = recorded(own_loss, X, W, torch.ones(6, 1).double())
     one = recorded(own_loss, X[OWN], W, torch.ones(3, 1).double())
     assert not list(lines([one], there).into_the_loss(0, everything))
+
+
+@pytest.mark.parametrize(("by", "said"), [
+    (1.0, []),
+    (0.5, ["its second argument, made at {line} `target = by * x.sin().detach()`, is nothing that "
+           "the single process has, on rank 0"]),
+])  # fmt: skip
+def test_what_else_the_line_into_the_loss_takes_is_told_where_it_is_nowhere(by, said):
+    def to_target(x, w, by, own):
+        y = x @ w
+        target = by * x.sin().detach()
+        return y[:, :3].sub(target, alpha=own).square().sum()
+
+    there = recorded(to_target, X[:, :3], W[:3], 1.0, 1.0)
+    every = lines([recorded(to_target, X[OWN, :3], W[:3], by, 2.0)], there)
+    (first, *_) = [one for one in every.into_the_loss(0, everything)
+                   if "sub" in one.mine.part]  # fmt: skip
+    line = line_from_here(first.mine.made_at[1][0])
+    assert words._beside_it(every, first) == [text.format(line=line) for text in said]
 
 
 def test_what_autograd_does_not_know_is_no_line_into_the_loss():

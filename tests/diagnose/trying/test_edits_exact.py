@@ -202,6 +202,13 @@ def of(grad):
 """
 
 
+def test_what_is_compared_before_bits_are():
+    code = "def f(a, b, c):\n    d = a == b | ~c\n    return c & a < b\n"
+    found = become({"step.py:1 f": dict.fromkeys("abc", TENSOR)}, code=code)
+    assert "d = ((a == b) | (~c))" in found
+    assert "return (c & (a < b))" in found
+
+
 def test_what_ranks_alone_call_for_a_number_is_edited_and_its_own_rank_left_out_soon():
     code = (
         "def step(x, ctx, names):\n    return x * seed(ctx) * size(x) + names.place\n\n\n"

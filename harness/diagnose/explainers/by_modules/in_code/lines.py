@@ -90,7 +90,20 @@ def into_the_loss(case: Case, found: FirstWrong) -> list[str]:
     on = f"on rank {spans(sorted(o.rank for o in told))}"
     return [f"from the loss down the first gradient that is wrong {on}, of those that could be "
             f"compared, is that of the {_arguments(told)} of {expression(told[0].mine)}: what "
-            f"stands there is right"]  # fmt: skip
+            f"stands there is right", *_beside_it(lines, told[0])]  # fmt: skip
+
+
+def _beside_it(lines: Lines, one: AtLine) -> list[str]:
+    """What else such a line takes, where the single process has it nowhere."""
+    said = []
+    for at, taken in enumerate(one.mine.takes):
+        if at in one.at or not isinstance(taken, int):
+            continue
+        line, code = one.mine.made_at[at] if at < len(one.mine.made_at) else ("", "")
+        if lines.states.forward(one.rank, taken) == "wrong" and line and line != one.mine.line:
+            said.append(f"its {ordinal(at)} argument, made at {line_and_code(line, code)}, is "
+                        f"nothing that the single process has, on rank {one.rank}")  # fmt: skip
+    return said
 
 
 def lines_of_another_graph(case: Case) -> list[AtLine]:

@@ -1,5 +1,6 @@
 """Two operations the other way round: `f(g(x))` and `g(f(x))`, `f(a + b)` and `f(a) + b`,
-`f(a * b)` and `f(a) * f(b)`. A reduction that comes too early or too late is such a one.
+`f(a * b)` and `f(a) * f(b)`, `a == b | c`, which is `a == (b | c)`, and `(a == b) | c`. A reduction
+that comes too early or too late is such a one.
 
 In: an expression. Out: the expressions that it may have been meant to be.
 """
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sumgrad.diagnose.modules.trying.edits.source import Text, as_one, name_called
-from sumgrad.diagnose.modules.trying.edits.written_for import SIGNS
+from sumgrad.diagnose.modules.trying.edits.written_for import BITS, COMPARES, SIGNS
 
 MODULES = ("torch", "F", "dist", "nn", "nn.functional", "torch.nn.functional", "self")
 # What gives no tensor, or is no operation on one.
@@ -51,6 +52,8 @@ def otherwise_nested(
         if inner is not None:
             yield inner.to(outer.to(as_one(inner.inner, text)))
         yield from _without_the_last_term(outer, text)
+    elif isinstance(node, ast.Compare):
+        yield from _compared_first(node, text)
     elif isinstance(node, ast.BinOp) and isinstance(
         node.op, ast.Add | ast.Sub | ast.Mult | ast.Div
     ):
@@ -61,6 +64,20 @@ def otherwise_nested(
                 pair = (as_one(step.inner, text), as_one(other, text))
                 one, two = pair if own is node.left else pair[::-1]
                 yield step.to(f"{one} {sign} {two}" if step.before else f"({one} {sign} {two})")
+
+
+def _compared_first(node: ast.Compare, text: Text) -> Iterator[str]:
+    """Before what stands between bits on one side of it."""
+    left, right = node.left, node.comparators[0]
+    sign = COMPARES.get(type(node.ops[0])) if len(node.ops) == 1 else None
+    if sign is None:
+        return
+    if isinstance(right, ast.BinOp) and type(right.op) in BITS:
+        first = f"({as_one(left, text)} {sign} {as_one(right.left, text)})"
+        yield f"({first} {BITS[type(right.op)]} {as_one(right.right, text)})"
+    if isinstance(left, ast.BinOp) and type(left.op) in BITS:
+        last = f"({as_one(left.right, text)} {sign} {as_one(right, text)})"
+        yield f"({as_one(left.left, text)} {BITS[type(left.op)]} {last})"
 
 
 def _without_the_last_term(outer: _Step, text: Text) -> Iterator[str]:

@@ -11,6 +11,10 @@ OTHER_OPERATORS: Mapping[type, str] = {
     ast.In: "not in", ast.NotIn: "in",
 }  # fmt: skip
 SIGNS: Mapping[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+COMPARES: Mapping[type, str] = {
+    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+}  # fmt: skip
+BITS: Mapping[type, str] = {ast.BitOr: "|", ast.BitAnd: "&", ast.BitXor: "^"}
 # Functions that take the same, of which one may be written for the other.
 ALIKE = [words.split() for words in (
     "exp exp2 expm1", "log log2 log1p", "sum mean", "amax amin", "max min", "argmax argmin",
