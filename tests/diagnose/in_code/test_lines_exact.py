@@ -564,7 +564,7 @@ def test_what_else_the_line_into_the_loss_takes_is_told_where_it_is_nowhere(by, 
         return y[:, :3].sub(target, alpha=own).square().sum()
 
     there = recorded(to_target, X[:, :3], W[:3], 1.0, 1.0)
-    every = lines([recorded(to_target, X[OWN, :3], W[:3], by, 2.0)], there)
+    every = lines([recorded(to_target, X[OWN, :3], W[:3], by, 3.0)], there)
     (first, *_) = [one for one in every.into_the_loss(0, everything)
                    if "sub" in one.mine.part]  # fmt: skip
     line = line_from_here(first.mine.made_at[1][0])
