@@ -33,6 +33,28 @@ def test_what_counts_as_padding(got, here):
     assert not (found.empty & found.found.any(1)).any()
 
 
+@pytest.mark.parametrize("mask", [-1e9, torch.finfo(torch.float64).min, -torch.inf, 1e12])
+def test_beside_a_mask_not_everything_is_near(mask):
+    scores = torch.randn(4, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    masked = scores.masked_fill(torch.ones(4, 4).triu(1) > 0, mask)
+    lost = scores + torch.zeros(4, 4).double().masked_fill(torch.ones(4, 4).triu(1) > 0, mask)
+    for one in (masked, lost):
+        found = match(lost, one, 1e-8)
+        assert torch.equal(found.found, torch.eye(4) > 0)
+        assert not match(lost + 0.1 * (lost.abs() < 10), one, 1e-8).found.any()
+    assert not match(scores, masked, 1e-8).found[:3].any()
+
+
+def test_large_numbers_that_are_no_masks_tell():
+    large = WANTED * 1e9
+    assert torch.equal(
+        match(large[[4, 2]], large, 1e-9).found.nonzero()[:, 1], torch.tensor([4, 2])
+    )
+    steps = torch.cat([WANTED[:3], WANTED[3:] * 1e10])  # huge, and numbers all the same
+    near = steps[5:] * (1 + 1e-6)
+    assert not match(near, steps, 1e-9).found.any()
+
+
 @pytest.mark.parametrize(
     ("rounding", "got", "right"),
     [

@@ -18,6 +18,7 @@ SAME_FACTOR = 1e-6
 NOTHING = 1e-4  # of the bound of an error: what is smaller is zero
 MAX_PAIRS = 1 << 22  # vectors times vectors that are compared
 MAX_VECTORS = 512  # of a rank's tensor that are compared; of more, some are drawn
+HUGE, GAP, SPREAD = 1e8, 1e4, 16.0  # a mask, times all else: how far above it is, and how wide
 KEY = 8  # elements that are compared first
 
 
@@ -62,7 +63,8 @@ def match(got: Tensor, wanted: Tensor, tolerance: float) -> Match | None:
     if len(got) > most:
         generator = torch.Generator().manual_seed(len(got))
         picked = torch.randperm(len(got), generator=generator)[:most].sort().values
-    chosen, bound = got[picked], tolerance * float(wanted.abs().max())
+    chosen, wanted, size = without_masks(got[picked], wanted)
+    bound = tolerance * size
     empty = (chosen == 0).all(1)
     best: Match | None = None
     for start, end in _column_slices(got.shape[1], wanted.shape[1]):
@@ -73,6 +75,20 @@ def match(got: Tensor, wanted: Tensor, tolerance: float) -> Match | None:
         if bool(one.here.all()):
             break
     return best and replace(best, empty=empty | _again_and_again(chosen, ~best.here, bound))
+
+
+def without_masks(got: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Both, and the largest number. Where some stand for nothing, as -1e9 where a mask is, they are
+    cut off alike and are not it: what is added to them is lost in their rounding, and beside them
+    all else would be near."""
+    sizes = wanted.abs()
+    huge = sizes >= HUGE
+    rest = float(sizes[~huge].max()) if not bool(huge.all()) else 0.0
+    low, high = (float(end) for end in sizes[huge].aminmax()) if bool(huge.any()) else (0.0, 0.0)
+    if not rest or low < GAP * rest or (low != high and high - low > SPREAD * rest):
+        return got, wanted, float(sizes.max())
+    limit = GAP**0.5 * rest
+    return got.clamp(-limit, limit), wanted.clamp(-limit, limit), rest
 
 
 def _again_and_again(chosen: Tensor, missing: Tensor, bound: float) -> Tensor:
