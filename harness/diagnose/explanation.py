@@ -16,6 +16,7 @@ from sumgrad.base.time_limit import time_limit
 from sumgrad.base.verdict import Diagnosis, RecoveredCoefficient
 from sumgrad.diagnose.case import Case
 
+NOT_PROVED = " and no cause of it is proved"  # of what is wrong, in the cause that is open
 BROKEN = "broken"  # of what is known of a case: errors of explainers
 PART_S = 300.0  # for each explainer: most take less than a second
 Left = frozenset[int]

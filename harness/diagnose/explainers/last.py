@@ -17,7 +17,7 @@ from sumgrad.diagnose.explainers.of_factors.by_rank import (
 )
 from sumgrad.diagnose.explainers.of_factors.factors import explained, fitted
 from sumgrad.diagnose.explainers.of_ledgers.ledger import something_else_goes_in
-from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.explanation import NOT_PROVED, Explanation, Left
 from sumgrad.diagnose.outright import run_to_run
 from sumgrad.judge.cells import Cell, cells
 
@@ -63,8 +63,8 @@ def open_end(case: Case, left: Left) -> Iterator[Explanation]:
     yield explained(
         case,
         Diagnosis(
-            cause=f"open: {some_of(_names(case))} is wrong and no cause of it is proved; the "
-            f"largest error is in {worst.name} on rank {worst.rank}",
+            cause=f"open: {some_of(_names(case))} is wrong{NOT_PROVED}; the largest error "
+            f"is in {worst.name} on rank {worst.rank}",
             kind="open",
             standing="open",
             ranks=tuple(sorted({c.rank for c in failing})),

@@ -234,6 +234,13 @@ def test_places_are_asked_for_where_what_comes_back_belongs_nowhere(unwanted):
     assert ("look for what autograd does not see" in said) == (not unwanted)
 
 
+@pytest.mark.parametrize(("beside", "begins"), [(True, "nothing else"), (False, "no function")])
+def test_of_functions_that_are_right_it_is_not_said_that_there_are_none(beside, begins):
+    passed = [Passed(function="Scatter", line="/x/step.py:9", code="x.scatter(1, at, y)")]
+    (said,) = _torchs_formulas(passed, unwanted=False, beside=beside)
+    assert said.startswith(f"{begins} with a backward of its own runs there")
+
+
 @pytest.mark.parametrize(("back", "said"), [(3, []), (None, ["these may be"])])
 def test_what_no_gradient_reaches_may_be_a_halo(monkeypatch, back, said):
     monkeypatch.setattr(forward, "what_goes_into", lambda *_: "wrong")

@@ -10,6 +10,7 @@ import torch
 from sumgrad.base.verdict import Diagnosis, Verdict
 from sumgrad.diagnose import trials
 from sumgrad.diagnose.explainers.by_modules.tried import with_what_was_tried
+from sumgrad.diagnose.explanation import NOT_PROVED
 from sumgrad.diagnose.modules.in_code.lines import Lines
 from sumgrad.diagnose.modules.trying import changes
 from sumgrad.diagnose.modules.trying.changes import changes_of
@@ -354,7 +355,7 @@ def case(*told):
 
 
 SUM, SQUARE = "x.square().sum(-1, keepdim=True)", "x.square()"
-CAUSE = Diagnosis(cause="open: a cause", kind="open", because=("b",), standing="open")
+CAUSE = Diagnosis(cause=f"open: a cause{NOT_PROVED}", kind="open", because=("b",), standing="open")
 
 
 def test_what_makes_it_right_leads_and_is_proved():

@@ -15,6 +15,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     ordinal,
     unless_it_fails,
 )
+from sumgrad.diagnose.explanation import NOT_PROVED
 from sumgrad.record.computed import MODULE, Computation
 from sumgrad.record.trial import OF_COLLECTIVES, Change, Edit
 
@@ -44,8 +45,9 @@ def with_what_was_tried(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         return replace(diagnosis, because=(*said, *diagnosis.because))
     if diagnosis.kind in LACKS_A_SUM and first.way in ("sum", "sum_both") and not first.several:
         return replace(diagnosis, because=(*diagnosis.because, *said), standing="proved")
-    because = (*said[1:], diagnosis.cause.removeprefix("open: "), *diagnosis.because)
     standing: Standing = "proved" if first.sure else "likely"
+    cause = diagnosis.cause.removeprefix("open: ").replace(NOT_PROVED, "")
+    because = (*said[1:], cause, *diagnosis.because)
     if diagnosis.kind in SAYS_WHERE:
         return replace(diagnosis, cause=said[0], because=because, standing=standing)
     kind = "backward" if first.way in OF_THE_BACKWARD else "forward"

@@ -64,7 +64,7 @@ def own_functions_between(
     if not with_backward:
         if again or LOSS in ends:
             return [*text, *_computed_there(passed)]
-        return [*text, *_torchs_formulas(passed, unwanted=unwanted)]
+        return [*text, *_torchs_formulas(passed, unwanted=unwanted, beside=bool(right))]
     shown = some_of(_functions(with_backward[::-1]))
     computing = {p.function for p in passed if not p.written} - MOVES
     alone = len(own) == 1 and not computing and not cut
@@ -79,7 +79,10 @@ def _computed_there(passed: Sequence[Passed]) -> list[str]:
     return [f"computed there, as far as autograd knows: {lines}"] if lines else []
 
 
-def _torchs_formulas(passed: Sequence[Passed], *, unwanted: bool) -> Iterator[str]:
+def _torchs_formulas(
+    passed: Sequence[Passed], *, unwanted: bool, beside: bool = False
+) -> Iterator[str]:
+    """beside: Functions whose backward is right, and is said to be."""
     lines = lines_of(passed)
     written = [p for p in passed if p.function in WRITES_PLACES and p.line]
     if written and unwanted:
@@ -87,7 +90,8 @@ def _torchs_formulas(passed: Sequence[Passed], *, unwanted: bool) -> Iterator[st
                f"is right where no place is written twice: look at the places")  # fmt: skip
         return
     if lines:
-        yield (f"no function with a backward of its own runs there, torch's formulas alone: look "
+        no_function = "nothing else" if beside else "no function"
+        yield (f"{no_function} with a backward of its own runs there, torch's formulas alone: look "
                f"for what autograd does not see, as a hook, a detach, a change of .data, a "
                f"collective without a backward; lines: {lines}")  # fmt: skip
 

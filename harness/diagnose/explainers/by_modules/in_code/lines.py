@@ -89,8 +89,8 @@ def into_the_loss(case: Case, found: FirstWrong) -> list[str]:
         return []
     on = f"on rank {spans(sorted(o.rank for o in told))}"
     return [f"from the loss down the first gradient that is wrong {on}, of those that could be "
-            f"compared, is that of the {_arguments(told)} of {expression(told[0].mine)}: what "
-            f"stands there is right", *_beside_it(lines, told[0])]  # fmt: skip
+            f"compared, is that of the {_arguments(told)} of {expression(told[0].mine)}, "
+            f"itself right", *_beside_it(lines, told[0])]  # fmt: skip
 
 
 def _beside_it(lines: Lines, one: AtLine) -> list[str]:
