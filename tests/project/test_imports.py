@@ -149,6 +149,25 @@ def test_the_reference_shares_no_distributed_code(name):
             assert not [n for n in house.imported(path) if n.startswith(forbidden)], other
 
 
+LOOKS = ("values", "where", "inputs", "over_ranks", "how_wrong", "in_code", "autograd", "weights",
+         "wanted", "trying")  # fmt: skip
+
+
+def test_a_look_asks_only_those_above_it():
+    """As docs/architecture.md has them."""
+    rooms = {name: [] for name in LOOKS}
+    for name, path in MODULES.items():
+        if name.startswith("diagnose.modules."):
+            asked = [
+                n.split(".")[2] for n in house.imported(path) if n.startswith("diagnose.modules.")
+            ]
+            rooms[name.split(".")[2]] += asked
+    for place, room in enumerate(LOOKS):
+        assert {*rooms[room]} <= {*LOOKS[: place + 1]}, room
+    page = house.PAGE.read_text()
+    assert all(f"`{room}/`" in page for room in LOOKS)
+
+
 def test_judging_starts_nothing():
     for name, path in MODULES.items():
         if house.room_of(name) in ("record", "judge", "diagnose"):
