@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sumgrad.diagnose.modules.values import matching
 from sumgrad.diagnose.modules.values.matching import (
     add_up,
     compare_gradient,
@@ -53,6 +54,8 @@ def test_large_numbers_that_are_no_masks_tell():
     steps = torch.cat([WANTED[:3], WANTED[3:] * 1e10])  # huge, and numbers all the same
     near = steps[5:] * (1 + 1e-6)
     assert not match(near, steps, 1e-9).found.any()
+    close = torch.cat([WANTED[:3] * 1e5, 1e9 + WANTED[3:] * 1e5])  # not so far above the rest
+    assert match(close[4:5], close, 1e-9).found.nonzero()[:, 1].tolist() == [4]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,7 @@ ZEROS = torch.zeros(3, 2, dtype=torch.float64)
     ([WIDE[:, :4]], False),  # no zeros
     ([ZEROS, WIDE[:, :4] + 0.5], False),  # another's
     ([ZEROS, WIDE[:, 5:], ZEROS[:, :1]], False),  # on both sides of a part
+    ([ZEROS, WIDE[:, :3], ZEROS[:, :1]], False),
     ([ZEROS, WIDE[:, :4], WIDE[:, 5:6]], False),
     ([ZEROS, ZEROS], False),  # nothing
 ])  # fmt: skip
@@ -129,3 +133,10 @@ def test_zeros_beyond_the_end_may_be_meant(got, meant):
     assert has_zeros_beyond(rows, WIDE, 1e-9) is meant
     padded = torch.cat([ZEROS[:, :1], WIDE, ZEROS[:, :1]], dim=1)  # as the single process may be
     assert has_zeros_beyond(rows, padded, 1e-9) is meant
+
+
+def test_of_too_many_pairs_zeros_beyond_are_not_looked_for(monkeypatch):
+    rows = torch.cat([ZEROS, WIDE[:, :4]], dim=1)
+    for most, told in ((9, True), (8, False)):
+        monkeypatch.setattr(matching, "MAX_PAIRS", most)
+        assert has_zeros_beyond(rows, WIDE, 1e-9) is told

@@ -58,9 +58,7 @@ def _there(single: Trace, call: Call, dim: int) -> Tensor:
     found = [
         _along(output, dim)
         for other, output in zip(single.calls, single.outputs, strict=True)
-        if (other.module, other.part) == (call.module, call.part)
-        and output.dim() > dim
-        and not other.recomputed
+        if (other.module, other.part) == (call.module, call.part) and output.dim() > dim
     ]
     return torch.cat(found) if len({len(t[0]) for t in found if len(t)}) == 1 else torch.zeros(0, 0)
 
@@ -70,7 +68,7 @@ def _beyond(
 ) -> tuple[bool, int] | None:
     """Whether before the beginning, and how many places; the fewest."""
     size, full = got.shape[1], there.shape[1]
-    for n in range(max(1, size - full), min(MOST, size - FEWEST) + 1):
+    for n in range(1, min(MOST, size - FEWEST) + 1):
         own = size - n
         for before, inner, its, counts in (
             (True, got[:, n:], there[:, :own], reached[:, :n]),

@@ -63,7 +63,7 @@ def match(got: Tensor, wanted: Tensor, tolerance: float) -> Match | None:
     if len(got) > most:
         generator = torch.Generator().manual_seed(len(got))
         picked = torch.randperm(len(got), generator=generator)[:most].sort().values
-    chosen, wanted, size = without_masks(got[picked], wanted)
+    chosen, wanted, size = _without_masks(got[picked], wanted)
     bound = tolerance * size
     empty = (chosen == 0).all(1)
     best: Match | None = None
@@ -77,7 +77,7 @@ def match(got: Tensor, wanted: Tensor, tolerance: float) -> Match | None:
     return best and replace(best, empty=empty | _again_and_again(chosen, ~best.here, bound))
 
 
-def without_masks(got: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, float]:
+def _without_masks(got: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, float]:
     """Both, and the largest number. Where some stand for nothing, as -1e9 where a mask is, they are
     cut off alike and are not it: what is added to them is lost in their rounding, and beside them
     all else would be near."""
