@@ -203,10 +203,11 @@ def of(grad):
 
 
 def test_what_is_compared_before_bits_are():
-    code = "def f(a, b, c):\n    d = a == b | ~c\n    return c & a < b\n"
+    code = "def f(a, b, c):\n    d = a == b | ~c\n    e = a < b | c < d\n    return c & a < b\n"
     found = become({"step.py:1 f": dict.fromkeys("abc", TENSOR)}, code=code)
     assert "d = ((a == b) | (~c))" in found
     assert "return (c & (a < b))" in found
+    assert not any(one.startswith("e = ((a < b)") for one in found)  # of three
 
 
 def test_what_ranks_alone_call_for_a_number_is_edited_and_its_own_rank_left_out_soon():

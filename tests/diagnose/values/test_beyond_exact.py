@@ -75,6 +75,15 @@ def test_what_counts_for_nothing_is_none():
     assert told(output, 2, gradient)[2] == []
 
 
+def test_calls_of_several_sizes_tell_nothing():
+    output = torch.cat([MORE[:, :1], WHOLE[:, :4]], dim=1).transpose(1, 2)
+    traces = traces_of(output, WHOLE.transpose(1, 2))
+    other = WHOLE[:, :6].transpose(1, 2)
+    single = replace(traces.single, calls=(CALL, CALL), outputs=(*traces.single.outputs, other))
+    seen = Seen(rank=2, call=CALL, shape=tuple(output.shape), forward="wrong")
+    assert list(beyond_the_ends(replace(traces, single=single), [seen], "float64")) == []
+
+
 def test_its_words_name_each_end_of_each_rank_once(monkeypatch):
     traces, seen, _ = told(torch.cat([MORE[:, :1], WHOLE[:, :4]], dim=1), 2)
     monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda _: traces)

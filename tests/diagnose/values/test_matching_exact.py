@@ -122,6 +122,7 @@ ZEROS = torch.zeros(3, 2, dtype=torch.float64)
     ([ZEROS, WIDE[:, 1:4]], False),  # before what stands in the middle: its neighbour is missing
     ([WIDE[:, 4:7], ZEROS], False),
     ([WIDE[:, :4]], False),  # no zeros
+    ([WIDE[:, 4:]], False),
     ([ZEROS, WIDE[:, :4] + 0.5], False),  # another's
     ([ZEROS, WIDE[:, 5:], ZEROS[:, :1]], False),  # on both sides of a part
     ([ZEROS, WIDE[:, :3], ZEROS[:, :1]], False),
