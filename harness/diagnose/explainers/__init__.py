@@ -77,6 +77,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     replaced.held_elsewhere,
     replaced.one_of_several,
     blocks.blocks_of_elements,
+    clean_run.zeros_put_in,
     factors.factors_with_a_cause,
     weights.rows_weighed_otherwise,
     clean_run.changed_operation,

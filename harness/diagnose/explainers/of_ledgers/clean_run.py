@@ -55,6 +55,14 @@ def changed_operation(case: Case, left: Left) -> Iterator[Explanation]:
         yield _explained(case, parted)
 
 
+def zeros_put_in(case: Case, left: Left) -> Iterator[Explanation]:
+    """A rank that puts zeros in where it put numbers in a run that passed: before its rows, which
+    count on no rank then, are told for themselves."""
+    parted = _parted(case)
+    if parted is not None and parted.diagnosis.kind == "lost_contribution":
+        yield _explained(case, parted)
+
+
 def changed_values(case: Case, left: Left) -> Iterator[Explanation]:
     """Values that are not as in a run that passed, whatever changed them."""
     parted = _parted(case)
@@ -110,9 +118,9 @@ def _part(now: Sequence[Operation], then: Sequence[Operation], rank: int) -> Par
             continue
         place = next((i for i, (a, b) in enumerate(zip(now, then, strict=False))
                       if _unlike(a, b)), min(len(now), len(then)))  # fmt: skip
-        op = [o for o in (now if here > there else then) if o.stream == stream]
-        at = next((o for o in op if o.number >= min(here, there) - 1), op[-1])
-        at = next((o for o in [*then[place : place + 1]] if o.stream == stream), at)
+        longer = now if here > there else then
+        of_it = [o for o in longer if o.stream == stream]
+        at = next((o for o in longer[place:] if o.stream == stream), of_it[-1])
         return Parting(
             rank=rank,
             place=place,
@@ -171,6 +179,8 @@ def _words(first: Parting, same: Sequence[Parting], step: int) -> Difference:
             kind, cause = "stale_buffer", f"{cause}; step 0 was right: something is carried over"
         elif op.event.get("nonzero") is False:
             kind, cause = "lost_contribution", f"rank {spans(ranks)} puts zeros into {shown}"
+        else:
+            because = (*because, *_or_not_received(first))
     elif first.what == "input" and first.before is not None:
         before = describe_operation(first.before.event)
         return Difference(
@@ -196,6 +206,15 @@ def _words(first: Parting, same: Sequence[Parting], step: int) -> Difference:
     return Difference(
         structural=True, diagnosis=Diagnosis(cause=cause, kind=kind, ranks=ranks, because=because)
     )
+
+
+def _or_not_received(first: Parting) -> tuple[str, ...]:
+    """The other way to these values, where the operation before gave something to use."""
+    before = first.before
+    if before is None or before.event.get("output") is None:
+        return ()
+    shown = describe_operation(before.event)
+    return (f"or the result of {shown}, which is right, is not used there, or read too early",)
 
 
 def _some_members(first: Parting, same: Sequence[Parting]) -> bool:

@@ -1,0 +1,97 @@
+"""Where the ledger of a failed step parts from that of a run that passed, from ledgers by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from records_in_memory import program_record
+from sumgrad.diagnose.explainers.of_ledgers.clean_run import first_difference
+
+AT = ("structure", 0)
+SUM = {"op": "allreduce", "reduce": "SUM", "line": 9}
+GATHER = {"op": "allgather", "reduce": None, "line": 4}
+
+
+def ledgers(*operations, changed=(), at=AT):
+    """Three ranks that issue these; changed: (rank, place, what is otherwise), None: not issued."""
+    record = program_record()
+    ranks = {}
+    for rank, held in record.ranks.items():
+        events = []
+        for i, operation in enumerate(operations):
+            own = {"input": f"in{rank}.{i}", "output": f"out{i}", "nonzero": True}
+            event = {**held.events[AT][0], **own, **operation, "n": i}
+            event["site"] = f"mine.py:{event.pop('line')}"
+            others = [c for r, place, c in changed if (r, place) == (rank, i)]
+            if None not in others:
+                events.append({**event, **(others[0] if others else {})})
+        ranks[rank] = replace(held, events={at: events})
+    return replace(record, ranks=ranks)
+
+
+def parted(*changed, operations=(GATHER, SUM)):
+    found = first_difference(ledgers(*operations, changed=changed), ledgers(*operations), *AT)
+    return found and (found.diagnosis.kind, found.diagnosis.ranks, found.structural), found
+
+
+def test_the_same_ledgers_do_not_part():
+    assert parted() == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "ranks", "structural"),
+    [
+        ([(1, 1, None)], "skipped_collective", (1,), True),
+        ([(2, 1, {"dtype": "bfloat16"})], "low_precision", (2,), True),
+        ([(r, 1, {"reduce": "AVG"}) for r in range(3)], "avg", (0, 1, 2), True),
+        ([(0, 1, {"group": [0, 1]})], "wrong_group", (0,), True),
+        ([(1, 1, {"input": "x", "nonzero": False})], "lost_contribution", (1,), True),
+        ([(1, 1, {"input": "x"})], "changed_input", (1,), True),
+        ([(r, 1, {"input": f"x{r}"}) for r in range(3)], "unused_result", (0, 1, 2), False),
+        ([(r, 0, {"input": f"x{r}"}) for r in range(3)], "unused_result", (0, 1, 2), False),
+        ([(2, 1, {"output": "x"})], "wrong_result", (2,), False),
+    ],
+)
+def test_what_is_otherwise_says_what_kind_it_is(changed, kind, ranks, structural):
+    assert parted(*changed)[0] == (kind, ranks, structural)
+
+
+def test_an_operation_more_is_told_with_its_place():
+    twice = first_difference(ledgers(GATHER, SUM, SUM | {"line": 11}), ledgers(GATHER, SUM), *AT)
+    assert twice.diagnosis.kind == "double_reduction"
+    assert "issued once more" in twice.diagnosis.cause and "mine.py:11" in twice.diagnosis.cause
+
+
+def test_other_values_of_one_rank_may_be_a_result_before_them_that_it_did_not_use():
+    because = parted((1, 1, {"input": "x"}))[1].diagnosis.because
+    assert because[-1].startswith("or the result of allgather of ")
+    assert because[-1].endswith(
+        "at mine.py:4, which is right, is not used there, or read too early"
+    )
+
+
+def test_of_zeros_and_of_the_first_operation_no_result_before_is_told():
+    for changed in ((1, 1, {"input": "x", "nonzero": False}), (1, 0, {"input": "x"})):
+        (told,) = parted(changed)[1].diagnosis.because
+        assert told == "everything before it on rank 1 is as in a run that passed"
+
+
+def test_a_sent_message_is_always_its_own_and_accuses_no_rank():
+    send = {"op": "send", "reduce": None, "line": 5, "peer": 0}
+    assert parted((1, 1, {"input": "x"}), operations=(GATHER, send))[0][0] == "unused_result"
+
+
+def test_in_a_later_step_something_is_carried_over():
+    later = ("structure", 1)
+    changed = [(1, 0, {"input": "x"})]
+    found = first_difference(
+        ledgers(SUM, changed=changed, at=later), ledgers(SUM, at=later), *later
+    )
+    assert found.diagnosis.kind == "stale_buffer"
+
+
+def test_the_operation_itself_is_told_before_what_flows_through_another():
+    flows, itself = (0, 0, {"output": "x"}), (2, 1, {"reduce": "AVG"})
+    assert parted(flows, itself)[0] == ("avg", (2,), True)
+    assert parted(flows, (2, 1, None))[0] == ("skipped_collective", (2,), True)
