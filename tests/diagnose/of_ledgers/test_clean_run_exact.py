@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from records_in_memory import program_record
-from sumgrad.diagnose.explainers.of_ledgers.clean_run import first_difference
+from records_in_memory import compared, program_record
+from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.of_ledgers.clean_run import first_difference, zeros_put_in
 
 AT = ("structure", 0)
 SUM = {"op": "allreduce", "reduce": "SUM", "line": 9}
@@ -60,15 +61,43 @@ def test_what_is_otherwise_says_what_kind_it_is(changed, kind, ranks, structural
 def test_an_operation_more_is_told_with_its_place():
     twice = first_difference(ledgers(GATHER, SUM, SUM | {"line": 11}), ledgers(GATHER, SUM), *AT)
     assert twice.diagnosis.kind == "double_reduction"
-    assert "issued once more" in twice.diagnosis.cause and "mine.py:11" in twice.diagnosis.cause
+    assert "issued once more" in twice.diagnosis.cause
+    assert "mine.py:11" in twice.diagnosis.cause
+
+
+def test_an_operation_more_is_not_the_other_one_that_stands_where_it_was_missed():
+    barrier = {"op": "barrier", "reduce": None, "line": 2}
+    less = first_difference(ledgers(SUM, GATHER), ledgers(barrier, SUM, GATHER), *AT)
+    assert "at mine.py:2" in less.diagnosis.cause
+    moved = first_difference(ledgers(SUM, GATHER, SUM), ledgers(GATHER, SUM), *AT)
+    assert moved.diagnosis.cause.startswith("one allreduce@dp is issued once more")
 
 
 def test_other_values_of_one_rank_may_be_a_result_before_them_that_it_did_not_use():
-    because = parted((1, 1, {"input": "x"}))[1].diagnosis.because
-    assert because[-1].startswith("or the result of allgather of ")
-    assert because[-1].endswith(
-        "at mine.py:4, which is right, is not used there, or read too early"
-    )
+    told = parted((1, 1, {"input": "x"}))[1].diagnosis.because[-1]
+    assert told.startswith("or the result of allgather of ")
+    assert told.endswith("at mine.py:4, which is right, is not used there, or read too early")
+
+
+def test_before_it_there_is_a_result_only_of_what_gives_one():
+    barrier = {"op": "barrier", "reduce": None, "line": 2, "output": None}
+    found = parted((1, 1, {"input": "x"}), operations=(barrier, SUM))[1]
+    assert len(found.diagnosis.because) == 1
+
+
+def test_a_rank_alone_in_its_group_is_no_member_unlike_the_others():
+    alone = [(r, 1, {"input": f"x{r}", "group": [r]}) for r in range(3)]
+    now, then = (ledgers(GATHER, SUM, changed=c) for c in
+                 (alone, [(r, 1, {"group": [r]}) for r in range(3)]))  # fmt: skip
+    assert first_difference(now, then, *AT).diagnosis.kind == "unused_result"
+
+
+@pytest.mark.parametrize(("nonzero", "told"), [(False, 1), (True, 0)])
+def test_zeros_that_go_in_are_told_before_the_rows_that_count_nowhere(nonzero, told):
+    now = compared(ledgers(SUM, changed=[(1, 0, {"input": "x", "nonzero": nonzero})]))
+    case = Case(record=now.record, tier="structure", step=0, diffs=now.diffs, clean=ledgers(SUM))
+    found = [e.diagnosis.kind for e in zeros_put_in(case, frozenset())]
+    assert found == ["lost_contribution"] * told
 
 
 def test_of_zeros_and_of_the_first_operation_no_result_before_is_told():
