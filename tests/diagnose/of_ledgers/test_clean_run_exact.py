@@ -50,6 +50,7 @@ def test_the_same_ledgers_do_not_part():
         ([(1, 1, {"input": "x", "nonzero": False})], "lost_contribution", (1,), True),
         ([(1, 1, {"input": "x"})], "changed_input", (1,), True),
         ([(r, 1, {"input": f"x{r}"}) for r in range(3)], "unused_result", (0, 1, 2), False),
+        ([(r, 1, {"input": f"x{r}"}) for r in range(2)], "unused_result", (0, 1), False),
         ([(r, 0, {"input": f"x{r}"}) for r in range(3)], "unused_result", (0, 1, 2), False),
         ([(2, 1, {"output": "x"})], "wrong_result", (2,), False),
     ],
@@ -69,8 +70,9 @@ def test_an_operation_more_is_not_the_other_one_that_stands_where_it_was_missed(
     barrier = {"op": "barrier", "reduce": None, "line": 2}
     less = first_difference(ledgers(SUM, GATHER), ledgers(barrier, SUM, GATHER), *AT)
     assert "at mine.py:2" in less.diagnosis.cause
-    moved = first_difference(ledgers(SUM, GATHER, SUM), ledgers(GATHER, SUM), *AT)
-    assert moved.diagnosis.cause.startswith("one allreduce@dp is issued once more")
+    other = [(r, 0, {"input": "x"}) for r in range(3)]
+    more = first_difference(ledgers(GATHER, SUM, SUM, changed=other), ledgers(GATHER, SUM), *AT)
+    assert more.diagnosis.cause.startswith("one allreduce@dp is issued once more: allreduce(SUM)")
 
 
 def test_other_values_of_one_rank_may_be_a_result_before_them_that_it_did_not_use():
