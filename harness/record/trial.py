@@ -45,7 +45,8 @@ Way = Literal[
     "edit",
 ]
 OF_COLLECTIVES: tuple[Way, ...] = ("unsummed", "averaged", "over")
-SUMMED = "__summed__"  # a function in edited code: of a value and an axis
+# Functions in edited code, of a value and an axis: over all its ranks, or those before this one.
+SUMMED, BEFORE = "__summed__", "__before__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,8 @@ class Edit:
     """Other code in place of a piece of a user's. start, end: its line and column, as of ast, whose
     columns are bytes. old: what stands there; new: what is to, of as many lines. was, becomes: the
     statement, to be shown. sure: whether it can hardly make good what is wrong elsewhere. over: the
-    axis over whose ranks the old is summed, and nothing else."""
+    axis over whose ranks the old is summed, and nothing else; or, of what stands in before, over
+    those before this one."""
 
     file: str
     start: tuple[int, int]
@@ -64,6 +66,7 @@ class Edit:
     becomes: str = ""
     sure: bool = True
     over: str = ""
+    before: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,6 +167,33 @@ def test_the_line_near_by_is_not_the_one_that_computed_it():
     assert line_that_computed(mine, last(mine).takes[1], {line[0]}) == NO_LINE
 
 
+def of_ones(x):
+    sizes = torch.ones(4, 1).double()
+    sizes = sizes[::2]
+    return x * sizes
+
+
+def of_one_less(x, y):
+    less = x.cumsum(0) - y
+    return x * (1 - less[0])
+
+
+def test_before_the_line_near_by_is_the_one_that_computed_what_it_takes_alone():
+    mine = recorded(of_one_less, X2, Y2)
+    near = {last(mine).line}
+    assert line_that_computed(mine, last(mine).takes[1], near)[1] == "less = x.cumsum(0) - y"
+
+
+def test_what_is_filled_with_one_number_was_made_where_it_was_filled():
+    mine = recorded(of_ones, X2)
+    made = line_that_computed(mine, last(mine).takes[1])
+    assert made[1] == "sizes = torch.ones(4, 1).double()"
+    assert line_that_computed(mine, last(mine).takes[1], {made[0]}) == NO_LINE
+
+
+X2, Y2 = (torch.randn(2, 3, generator=G).double() for _ in range(2))
+
+
 class AsItIs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

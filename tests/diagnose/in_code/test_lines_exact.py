@@ -553,11 +553,13 @@ def test_no_line_into_the_loss_where_all_that_could_be_compared_is_right():
 
 
 @pytest.mark.parametrize(("by", "said"), [
-    (1.0, []),
+    (1.0, ["what that line gives is nothing that the single process has, of what it has, on rank "
+           "0; its second argument, made at {line} `target = by * x.sin().detach()`, goes into "
+           "that, too"]),
     (0.5, ["its second argument, made at {line} `target = by * x.sin().detach()`, is nothing that "
            "the single process has, on rank 0"]),
 ])  # fmt: skip
-def test_what_else_the_line_into_the_loss_takes_is_told_where_it_is_nowhere(by, said):
+def test_what_else_the_line_into_the_loss_takes_is_told_where_it_or_its_result_is_nowhere(by, said):
     def to_target(x, w, by, own):
         y = x @ w
         target = by * x.sin().detach()
@@ -569,6 +571,18 @@ def test_what_else_the_line_into_the_loss_takes_is_told_where_it_is_nowhere(by, 
                    if "sub" in one.mine.part]  # fmt: skip
     line = line_from_here(first.mine.made_at[1][0])
     assert words._beside_it(every, first) == [text.format(line=line) for text in said]
+
+
+def test_nothing_is_told_beside_a_line_into_the_loss_that_gives_what_is_there():
+    def to_loss(x, w, by):
+        y = x @ w
+        return (y.exp() - by * x[:, :1].detach()).square().sum()
+
+    there = recorded(to_loss, X, W, 1.0)
+    every = lines([recorded(to_loss, X[OWN], W, 0.5)], there)
+    (told,) = [c for c in every.computed(0).computations if c.part == "y.exp()"]
+    one = AtLine(rank=0, mine=told, place=0, at=(0,), back=True)
+    assert words._beside_it(every, one) == []
 
 
 def test_what_autograd_does_not_know_is_no_line_into_the_loss():

@@ -11,6 +11,7 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules.backwards.not_finite import with_what_is_not_finite
 from sumgrad.diagnose.explainers.by_modules.in_code import brought
 from sumgrad.diagnose.explainers.by_modules.in_code.brought import (
+    brought_into,
     made_on_another_rank,
     right_as_a_sum,
 )
@@ -96,6 +97,36 @@ def test_of_what_is_put_together_each_part_is_told():
         "of its numbers a part comes from rank 1 at a.py:1 `line(1)`",
         "of its numbers a part comes from rank 2 at a.py:1 `line(1)`",
     ]
+
+
+def put_together(*computations, values):
+    """On rank 0, where line 5 puts it together; ranks 1 and 2 have made A and B."""
+    senders = [trace(line(1, gives=(0,)), values=[v]) for v in (A, B)]
+    here = trace(*computations, values=values)
+    traces = SimpleNamespace(ranks=dict(enumerate([here, *senders])))
+    return brought_into(traces, 0, ("/x/a.py:5", "line(5)"))
+
+
+JOIN = line(5, function="cat", takes=(2, 3), gives=(4,))
+COMES = "of what is put together there on rank 0 a part comes from rank {} at a.py:1 `line(1)`"
+
+
+def test_what_a_line_puts_together_came_from_other_ranks_behind_what_only_shapes():
+    both = torch.cat([A, B])
+    values = [A, B, A.view(2, 2), B.view(2, 2), both]
+    shaped = [line(7 + i, function="view", takes=(i,), gives=(i + 2,)) for i in (0, 1)]
+    assert put_together(*shaped, JOIN, values=values) == [COMES.format(1), COMES.format(2)]
+    assert put_together(shaped[0], JOIN, values=values) == [COMES.format(2), COMES.format(1)]
+    of_one = replace(JOIN, takes=(2, "1"))
+    assert put_together(*shaped, of_one, values=values) == []
+
+
+def test_what_a_line_here_computes_came_from_nowhere_but_a_function_may_have_brought_it():
+    values = [A, B, A.view(2, 2), B.view(2, 2), torch.cat([A, B])]
+    computes = [line(7 + i, takes=(i,), gives=(i + 2,)) for i in (0, 1)]
+    assert put_together(*computes, JOIN, values=values) == []
+    applied = replace(computes[0], written="/x/a.py:9")
+    assert put_together(applied, computes[1], JOIN, values=values) == [COMES.format(1)]
 
 
 P, Q = (torch.randn(3, 4, generator=torch.Generator().manual_seed(i)).double() for i in (1, 2))

@@ -56,6 +56,27 @@ def test_names_of_one_kind_conditions_terms_and_statements():
     assert "part = (total - total) / (scale - 1)" in found
 
 
+SHARD = """def places(x, rank, states):
+    at = torch.arange(x.shape[0])
+    first = [states]
+    return at, first, x[:, : x.shape[1]]
+"""
+
+
+def test_where_a_part_begins_and_a_list_with_one_less():
+    names = {"step.py:1 places": {"x": TENSOR, "rank": "int", "states": TENSOR}}
+    found = edits_to_try({"step.py": SHARD}, names, set(), ("cp",), "", {})
+    offsets = [edit for edit in found if edit.before]
+    assert [(edit.before, edit.over, edit.becomes) for edit in offsets] == [
+        ("x.shape[0]", "cp", 'at = torch.arange(__before__(x.shape[0], "cp"), '
+                             '__before__(x.shape[0], "cp") + x.shape[0])'),
+        ("x.shape[1]", "cp", 'return at, first, x[:, __before__(x.shape[1], "cp"):'
+                             '__before__(x.shape[1], "cp") + x.shape[1]]'),
+    ]  # fmt: skip
+    assert [edit.sure for edit in found if edit.becomes == "first = []"] == [False]
+    assert found.index(offsets[0]) < len(found) / 4
+
+
 def test_what_nothing_reads_comes_first():
     first = become()[:8]
     assert "part = (total - unused) / (scale - 1)" in first

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 
 import pytest
+import torch
 from sumgrad.diagnose.modules.trying.edits.alternatives import alternatives
+from sumgrad.diagnose.modules.trying.edits.layouts import laid_out_otherwise
 from sumgrad.diagnose.modules.trying.edits.nesting import otherwise_nested
+from sumgrad.diagnose.modules.trying.edits.offsets import begun_after_others
 
 
 def text_in(code):
@@ -81,11 +84,113 @@ def meant(code, axes=("dp", "tp"), indices=("order",)):
     ("model.zero_grad()", ["model.zero_grad(set_to_none=False)"]),
     ("y[order]", ["y[order.argsort()]"]),
     ("y[n]", []),
-    ("x[:high - low]", ["x[low:high]", "x[:]", "x[high - low:]"]),
-    ("x[n:]", ["x[:]", "x[:n]"]),
+    ("x[:high - low]", ["x[low:high]", "x[:]", "x[high - low:]", "x[-(high - low):]",
+                           "x[(high - low):2 * (high - low)]"]),
+    ("x[n:]", ["x[:]", "x[:n]", "x[:-n]"]),
+    ("x[:, -1]", ["x[:, 0]"]),
+    ("x[-1]", ["x[0]"]),
+    ("x[-2]", []),
+    ("x[-n:]", ["x[:]", "x[:-n]", "x[:n]"]),
+    ("x[..., :-n]", ["x[..., :]", "x[..., -n:]", "x[..., n:]"]),
+    ("x[n:2 * n]", ["x[n + 1:2 * n + 1]", "x[n - 1:2 * n - 1]", "x[:2 * n]", "x[n:]",
+                    "x[:2 * n - (n)]"]),
     ("x[::2]", []),
     ("x[:, lo:hi]", ["x[:, lo + 1:hi + 1]", "x[:, lo - 1:hi - 1]", "x[:, :hi]", "x[:, lo:]",
                      "x[:, :hi - (lo)]"]),
 ])  # fmt: skip
 def test_other_sizes_ends_and_slices(code, others):
     assert meant(code) == others
+
+
+def laid_out(code):
+    return [*laid_out_otherwise(ast.parse(code, mode="eval").body, text_in(code))]
+
+
+@pytest.mark.parametrize(("code", "others"), [
+    ("x.chunk(2)", ["x.unflatten(0, (-1, 2)).unbind(1)"]),
+    ("x.chunk(3, dim=-1)", ["x.unflatten(-1, (-1, 3)).unbind(-1)"]),
+    ("torch.chunk(x, 2, 1)", ["x.unflatten(1, (-1, 2)).unbind(2)"]),
+    ("x.chunk(2, d)", []),
+    ("x.chunk(n, 1)[i]", ["x[:, i::n]"]),
+    ("x.tensor_split(a + b, -1)[i]", ["x[..., i::(a + b)]"]),
+    ("x.chunk(n, -2)[i]", []),
+    ("x.chunk(n)[1:]", []),
+    ("x[i::n]", ["x.tensor_split(n, 0)[i]"]),
+    ("x[..., 1::2]", ["x.tensor_split(2, -1)[1]"]),
+    ("x[:, i::n, 0]", []),
+    ("x[::2]", []),
+    ("(x[..., ::2], x[..., 1::2])", ["x.chunk(2, -1)"]),
+    ("[x[:, 0::3], x[:, 1::3], x[:, 2::3]]", ["x.chunk(3, 1)"]),
+    ("(x[..., 1::2], x[..., ::2])", []),
+    ("(x[..., ::2], y[..., 1::2])", []),
+    ("(x[::2], x[:, 1::2])", []),
+    ("(x[0], x[1])", []),
+    ("range(rank, heads, n)", ["range(rank * (heads // n), (rank + 1) * (heads // n))"]),
+    ("range(a, b)", []),
+    ("x.unflatten(1, (a, b))", ["x.unflatten(1, (b, a)).transpose(1, 2)"]),
+    ("x.unflatten(-1, (a, -1))", ["x.unflatten(-1, (-1, a)).transpose(-2, -1)"]),
+    ("x.view(b, h, 2)", ["x.view(h, b, 2).transpose(0, 1)", "x.view(b, 2, h).transpose(1, 2)"]),
+    ("x.reshape(n, 1)", []),
+    ("x.view(*shape)", []),
+    ("x.flatten(1, 2)", ["x.transpose(1, 2).flatten(1, 2)"]),
+    ("x.flatten(1, 3)", []),
+    ("x.repeat_interleave(n, 1)", ["torch.cat([x] * n, 1)"]),
+    ("x.repeat_interleave(n)", []),
+    ("x.repeat(1, n, 1)", ["x.repeat_interleave(n, 1)"]),
+    ("x.repeat(2, n)", []),
+    ("torch.cat([x] * (a + b), dim=1)", ["x.repeat_interleave(a + b, 1)"]),
+    ("torch.cat([x, y] * n)", []),
+])  # fmt: skip
+def test_numbers_that_lie_otherwise(code, others):
+    assert laid_out(code) == others
+
+
+def test_parts_in_turn_and_one_after_the_other_are_what_they_say():
+    x = torch.arange(24).view(2, 12)
+    for code in ("x.chunk(3, 1)", "x.chunk(3, -1)"):
+        (other,) = laid_out(code)
+        found = eval(other)
+        assert [part.tolist() for part in found] == [x[:, i::3].tolist() for i in range(3)]
+    (other,) = laid_out("x.unflatten(1, (3, 4))")
+    assert torch.equal(eval(other), x.view(2, 4, 3).transpose(1, 2))
+    (other,) = laid_out("x.unflatten(-1, (3, 4))")
+    assert torch.equal(eval(other), x.view(2, 4, 3).transpose(1, 2))
+    (other,) = laid_out("(x[..., ::2], x[..., 1::2])")
+    assert torch.equal(eval(other)[1], x[:, 6:])
+
+
+def begun(code, axes=("dp",)):
+    node = ast.parse(code, mode="eval").body
+    return [(o.new, o.size, o.axis) for o in begun_after_others(node, text_in(code), axes)]
+
+
+@pytest.mark.parametrize(("code", "new", "size"), [
+    ("torch.arange(n)", "torch.arange({n}, {n} + n)", "n"),
+    ("torch.arange(x.shape[1], device=d)", "torch.arange({n}, {n} + x.shape[1], device=d)",
+     "x.shape[1]"),
+    ("range(a - b)", "range({n}, {n} + (a - b))", "a - b"),
+    ("range(rank * n, (rank + 1) * n)", "range({n}, {n} + n)", "n"),
+    ("enumerate(rows)", "enumerate(rows, {n})", "len(rows)"),
+    ("ctx.rank * len(x)", "{n}", "len(x)"),
+    ("n * ctx.coords['tp']", "{n}", "n"),
+    ("rank * counts[rank]", "{n}", "counts[rank]"),
+    ("x[:n]", "x[{n}:{n} + n]", "n"),
+    ("x[:, : y.shape[1]]", "x[:, {n}:{n} + y.shape[1]]", "y.shape[1]"),
+    ("x[rank * n:(rank + 1) * n]", "x[{n}:{n} + n]", "n"),
+])  # fmt: skip
+def test_what_begins_after_the_parts_of_the_ranks_before(code, new, size):
+    before = f'__before__({size}, "dp")'
+    assert begun(code) == [(new.format(n=before), size, "dp")]
+
+
+@pytest.mark.parametrize("code", [
+    "torch.arange(3)", "torch.arange(a, b)", "range(*given)", "enumerate(rows, 1)",
+    "enumerate(x for x in rows)", "rank * 2", "rank * stage", "a * b", "rank + n", "x[:3]",
+    "x[:-n]", "x[a:b]", "x[::2]", "x[n:]", "x[rank * n:(rank + 1) * m]", "len(x)",
+])  # fmt: skip
+def test_what_needs_no_offset(code):
+    assert begun(code) == []
+
+
+def test_each_axis_may_be_the_one():
+    assert [axis for *_, axis in begun("torch.arange(n)", ("dp", "tp"))] == ["dp", "tp"]

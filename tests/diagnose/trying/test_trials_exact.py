@@ -819,6 +819,17 @@ def test_an_edit_leads_a_cause_that_only_says_where(sure, standing):
     assert "f.py:3 `x = a`: were it left out" in with_what_was_tried(case(left_out), CAUSE).cause
 
 
+def test_an_edit_with_what_the_ranks_before_have_says_of_what():
+    one = edited()
+    piece = replace(one.change.edit, over="cp", before="len(\n x)",
+                    becomes='n = __before__(len(x), "cp")')  # fmt: skip
+    one = replace(one, change=replace(one.change, edit=piece))
+    assert (
+        'were it `n = sum_before(len(x), "cp")`, where sum_before adds up `len( x)` over the ranks '
+        "of cp before this one, every" in with_what_was_tried(case(one), CAUSE).cause
+    )
+
+
 def test_an_edit_stands_behind_a_cause_that_says_by_what():
     says = replace(CAUSE, kind="other_parameters", cause="a sum of others", standing="likely")
     said = with_what_was_tried(case(edited()), says)

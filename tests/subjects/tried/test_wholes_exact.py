@@ -246,6 +246,18 @@ def test_a_number_of_all_ranks(ranks, way, wanted):
     assert torch.allclose(torch.cat(ranks.run(own), 1), X / wanted)
 
 
+def test_what_the_ranks_before_have(ranks):
+    sizes = [2, 4, 3]
+    found = ranks.run(lambda rank: changed.summed_before(sizes[rank], None))
+    assert [(n, type(n)) for n in found] == [(0, int), (2, int), (6, int)]
+    found = ranks.run(lambda rank: changed.summed_before(sizes[rank] / 2, None))
+    assert found == [0.0, 1.0, 3.0]
+    assert {*map(type, found)} == {float}
+    assert ranks.run(lambda rank: changed.summed_before(torch.tensor([sizes[rank]]), None))[2] == 6
+    with pytest.raises(TypeError):
+        changed.summed_before(torch.ones(2), None)
+
+
 def put(x):
     out = torch.ones(4, 3).double()
     out[1:3] = x[1:3]

@@ -17,7 +17,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 )
 from sumgrad.diagnose.explanation import NOT_PROVED
 from sumgrad.record.computed import MODULE, Computation
-from sumgrad.record.trial import OF_COLLECTIVES, Change, Edit
+from sumgrad.record.trial import BEFORE, OF_COLLECTIVES, Change, Edit
 
 # Those that tell most first: a sum in the forward is no mere factor.
 WAYS = ("edit", "sum", "sum_both", "largest", "smallest", "whole_both", "whole", "first", "added",
@@ -27,6 +27,7 @@ SAYS_WHERE = ("forward", "backward", "own_backward")  # kinds that what was trie
 AS_A_FACTOR = ("number", "averaged", "skip")
 LACKS_A_SUM = ("avg", "unused_result")  # kinds that a sum of what is there makes good
 SAYS_BY_WHAT = ("wrong_count",)  # of one factor on all gradients, which other things may make good
+SUM_BEFORE = "sum_before"
 MOST_OTHERS = 2
 MOST_PLACES = 3
 
@@ -145,6 +146,11 @@ def _in_words(change: Change, found: Sequence[Found]) -> str:
 
 
 def _as_edited(edit: Edit) -> str:
+    if edit.before:
+        became = edit.becomes.replace(BEFORE, SUM_BEFORE)
+        return (f"were it `{became}`, where {SUM_BEFORE} adds up "
+                f"`{' '.join(edit.before.split())}` over the ranks of {edit.over} before this one"
+               )  # fmt: skip
     if edit.over:
         return f"were `{' '.join(edit.old.split())}` summed over the ranks of {edit.over}"
     if edit.new.strip() == "pass":

@@ -17,21 +17,23 @@ SHAPING = {
 
 
 def line_that_computed(computed: Computed, number: int | str, near: Collection[str] = ()) -> Line:
-    """Where a library's lines, or those that only shape, made value `number` of one tensor, and
-    that of one: the first line of the step's own that computed it. NO_LINE where that is one of
-    `near`, by `PATH:12`, or none was seen."""
-    makers = _makers(computed.computations)
+    """Where a library's lines, those that only shape, or those of `near`, by `PATH:12`, made value
+    `number` of one tensor, and that of one: the first other line of the step's own that computed
+    it, or filled it with one number. NO_LINE where none was seen."""
+    makers, made = _makers(computed.computations), NO_LINE
     for _ in range(MOST_STEPS):
         maker = makers.get(number) if isinstance(number, int) else None
         if maker is None:
-            return NO_LINE
+            return made if made[0] not in near and not is_librarys(made[0]) else NO_LINE
         taken = [*dict.fromkeys(t for t in maker.takes if isinstance(t, int))]
         only_shapes = len(taken) == 1 and (
             maker.function in SHAPING or _hands_on(computed, taken[0], maker.gives)
         )
-        if maker.line and not is_librarys(maker.line) and not only_shapes:
-            return NO_LINE if maker.line in near else (maker.line, maker.code)
+        own = maker.line and not is_librarys(maker.line)
+        if own and not only_shapes and maker.line not in near:
+            return maker.line, maker.code
         number = taken[0] if len(taken) == 1 else ""
+        made = maker.made_at[maker.takes.index(number)] if len(taken) == 1 else NO_LINE
     return NO_LINE
 
 

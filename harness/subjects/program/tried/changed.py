@@ -147,6 +147,15 @@ def summed(value: Any, group: dist.ProcessGroup) -> Any:
     return _of_numbers(value, "sum", group) if type(value) in (int, float) else value
 
 
+def summed_before(value: Any, group: dist.ProcessGroup) -> Any:
+    """A number, summed over those ranks of a group that come before this one."""
+    own = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if type(own) not in (int, float):
+        raise TypeError("no number")
+    numbers = _numbers(own, group)[: dist.get_rank(group)]
+    return type(own)(sum(numbers))
+
+
 def _with_arguments(func: Any, args: Args, kwargs: Kwargs, each: Each) -> Any:
     """Counted as a Computation's are."""
     keys = sorted(kwargs)
@@ -209,10 +218,16 @@ def _of_the_first(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _of_numbers(own: float, way: Way, group: dist.ProcessGroup) -> float:
     """Those of all ranks together."""
-    numbers: list[float] = [own] * dist.get_world_size(group)
-    with torch._C.DisableTorchFunction():
-        dist.all_gather_object(numbers, own, group)
+    numbers = _numbers(own, group)
     return max(numbers) if way == "largest" else sum(numbers)
+
+
+def _numbers(own: float, group: dist.ProcessGroup) -> list[float]:
+    """By rank, each of its own kind; whole ones up to 2 ** 53."""
+    held = [torch.zeros(2, dtype=torch.float64) for _ in range(dist.get_world_size(group))]
+    with torch._C.DisableTorchFunction():
+        dist.all_gather(held, torch.tensor([own, type(own) is int], dtype=torch.float64), group)
+        return [int(n) if whole else n for n, whole in (one.tolist() for one in held)]
 
 
 def _times(number: Any, by: float) -> Any:

@@ -17,13 +17,13 @@ import torch
 from sumgrad.base.tensors import hash_weights
 from sumgrad.ledger.process_group import Interposer
 from sumgrad.record.reference import Grads
-from sumgrad.record.trial import OF_COLLECTIVES, SUMMED, Asked, Change, Trial
+from sumgrad.record.trial import BEFORE, OF_COLLECTIVES, SUMMED, Asked, Change, Trial
 from sumgrad.subjects.program.placed.placement import Placed
 from sumgrad.subjects.program.placed.renamed import names_of_modules
 from sumgrad.subjects.program.placed.seen_modules import seen_modules
 from sumgrad.subjects.program.tier_run import Tensors, TierRun
 from sumgrad.subjects.program.tried.board import Board
-from sumgrad.subjects.program.tried.changed import Changed, summed
+from sumgrad.subjects.program.tried.changed import Changed, summed, summed_before
 from sumgrad.subjects.program.tried.changed_collective import ChangedCollective
 from sumgrad.subjects.program.tried.edited import UsersFunctions
 from sumgrad.subjects.program.tried.kept_from import kept_from_outside
@@ -190,7 +190,7 @@ class Trials:
             return
         if change.edit is not None:
             with (
-                self._functions.edited(change.edit, {SUMMED: self._summed}),
+                self._functions.edited(change.edit, {SUMMED: self._summed, BEFORE: self._before}),
                 self._run.seat.ledger.unwritten(),
                 kept_from_outside(),
             ):
@@ -205,6 +205,9 @@ class Trials:
 
     def _summed(self, value: Any, axis: str) -> Any:
         return summed(value, self._run.ctx.group(axis))
+
+    def _before(self, value: Any, axis: str) -> Any:
+        return summed_before(value, self._run.ctx.group(axis))
 
     def _are_right(self, steps: Sequence[Tensors]) -> bool:
         """No gradient is zero."""

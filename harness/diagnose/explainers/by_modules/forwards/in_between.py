@@ -11,6 +11,7 @@ from sumgrad.diagnose.explainers.by_modules.backwards.passed import lines_betwee
 from sumgrad.diagnose.explainers.by_modules.between import between, told_of
 from sumgrad.diagnose.explainers.by_modules.forwards.entering import entered_wrong
 from sumgrad.diagnose.explainers.by_modules.in_code.arguments_there import arguments_there
+from sumgrad.diagnose.explainers.by_modules.in_code.brought import brought_into
 from sumgrad.diagnose.explainers.by_modules.in_code.kept import kept_for_the_call, kept_in_words
 from sumgrad.diagnose.explainers.by_modules.in_code.lines import (
     first_lines,
@@ -74,7 +75,8 @@ def made_before(case: Case, entered: Sequence[Seen]) -> list[str]:
         return []
     several = len({x.call.part for x in gone_into(case, s.call.module.removeprefix(INTO))}) > 1
     what = f"the {ordinal(s.call.part)} tensor that goes in" if several else "what goes in"
-    return [f"{where} {what} was made at {line_and_code(*made)}", *_made_of(traces, s.rank, made)]
+    said = f"{where} {what} was made at {line_and_code(*made)}"
+    return [said, *_made_of(traces, s.rank, made), *brought_into(traces, s.rank, made)]
 
 
 def _made_of(traces: Traces, rank: int, made: Line) -> list[str]:

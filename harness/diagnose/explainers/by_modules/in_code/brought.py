@@ -12,13 +12,16 @@ from sumgrad.diagnose.explainers.by_modules.backwards.missing_sum import gradien
 from sumgrad.diagnose.explainers.by_modules.in_code.lines import expression
 from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, line_and_code
 from sumgrad.diagnose.modules.how_wrong.missing_sum import whole_but_for
+from sumgrad.diagnose.modules.in_code.made_by import SHAPING
 from sumgrad.diagnose.modules.values.matching import match, vectors
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.computed import Computation
+from sumgrad.record.line import Line
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
 FEWEST = 2  # different numbers that are no chance
+MOST_PASSED, MOST_BROUGHT = 32, 2  # values on the way back, and senders that are told
 JOINS = {"cat", "stack", "concat", "concatenate"}
 
 
@@ -45,6 +48,29 @@ def made_on_another_rank(traces: Traces, rank: int, value: Tensor | None) -> lis
         return [f"its numbers come from {whole[0].in_words()}"]
     return [f"of its numbers a part comes from {text}"
             for text in dict.fromkeys(maker.in_words() for maker in parts)]  # fmt: skip
+
+
+@as_a_hint
+def brought_into(traces: Traces, rank: int, line: Line) -> list[str]:
+    """Of what a line puts together, and what lines before it only cut, shaped or joined: which
+    other ranks' lines made it."""
+    computed = traces.ranks[rank].computed
+    makers = {n: c for c in reversed(computed.computations) for n in c.gives}
+    here = (c.uses for c in computed.computations if (c.line, c.code) == line)
+    todo = next((uses for uses in here if len(uses) > 1), [])
+    passed, found = {*todo}, dict[str, None]()
+    while todo and len(passed) <= MOST_PASSED:
+        number = todo.pop(0)
+        maker = makers.get(number)
+        if maker is not None and maker.function in SHAPING | JOINS:
+            before = [n for n in maker.uses if n not in passed]
+            passed.update(before)
+            todo += before
+        elif maker is None or maker.written:
+            first = next(_makers(traces, rank, computed.values[number]), None)
+            found |= {} if first is None else {first.in_words(): None}
+    return [f"of what is put together there on rank {rank} a part comes from {text}"
+            for text in [*found][:MOST_BROUGHT]]  # fmt: skip
 
 
 @as_a_hint

@@ -94,16 +94,27 @@ def into_the_loss(case: Case, found: FirstWrong) -> list[str]:
 
 
 def _beside_it(lines: Lines, one: AtLine) -> list[str]:
-    """What else such a line takes, where the single process has it nowhere."""
-    said = []
+    """What else such a line takes, where the single process has it nowhere, or has nowhere what
+    comes of it."""
+    wrong, others = list[str](), list[str]()
     for at, taken in enumerate(one.mine.takes):
-        if at in one.at or not isinstance(taken, int):
-            continue
         line, code = one.mine.made_at[at] if at < len(one.mine.made_at) else ("", "")
-        if lines.states.forward(one.rank, taken) == "wrong" and line and line != one.mine.line:
-            said.append(f"its {ordinal(at)} argument, made at {line_and_code(line, code)}, is "
-                        f"nothing that the single process has, on rank {one.rank}")  # fmt: skip
-    return said
+        if at in one.at or not isinstance(taken, int) or not line or line == one.mine.line:
+            continue
+        said = f"its {ordinal(at)} argument, made at {line_and_code(line, code)}"
+        if lines.states.forward(one.rank, taken) == "wrong":
+            wrong.append(f"{said}, is nothing that the single process has, on rank {one.rank}")
+        others.append(f"; {said}, goes into that, too")
+    if not wrong and _gives_something_else(lines, one):
+        wrong.append(f"what that line gives is nothing that the single process has, of what it "
+                     f"has, on rank {one.rank}{''.join(others)}")  # fmt: skip
+    return wrong
+
+
+def _gives_something_else(lines: Lines, one: AtLine) -> bool:
+    """Whether such a line is a forward's first that is wrong, and what it takes is right."""
+    found = next(lines.first_forward(one.rank, lambda c: c is one.mine), None)
+    return found is not None and found.told and not found.at and not found.parts and not found.again
 
 
 def lines_of_another_graph(case: Case) -> list[AtLine]:

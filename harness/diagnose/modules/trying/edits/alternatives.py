@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Sequence
 
+from sumgrad.diagnose.modules.trying.edits.layouts import other_ends
 from sumgrad.diagnose.modules.trying.edits.source import Text, as_one, name_called
 
 OPTIONS = {"scatter_reduce": "include_self=False", "scatter_reduce_": "include_self=False",
@@ -76,10 +77,11 @@ def _of_an_index(
         yield f"{base}[{text(at)}.argsort()]"
     parts = at.elts if isinstance(at, ast.Tuple) else [at]
     for num, part in enumerate(parts):
-        if isinstance(part, ast.Slice) and part.step is None:
-            for other in _other_slices(part, text):
-                shown = [other if i == num else text(one) for i, one in enumerate(parts)]
-                yield f"{base}[{', '.join(shown)}]"
+        plain = isinstance(part, ast.Slice) and part.step is None
+        others = _other_slices(part, text) if isinstance(part, ast.Slice) and plain else ()
+        for other in (*others, *other_ends(part, text)):
+            shown = [other if i == num else text(one) for i, one in enumerate(parts)]
+            yield f"{base}[{', '.join(shown)}]"
 
 
 def _other_slices(part: ast.Slice, text: Text) -> Iterator[str]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sumgrad.diagnose.modules.trying.edits.alternatives import alternatives, may_be_turned
+from sumgrad.diagnose.modules.trying.edits.layouts import laid_out_otherwise
 from sumgrad.diagnose.modules.trying.edits.names import cloned, renamed_throughout, two_exchanged
 from sumgrad.diagnose.modules.trying.edits.nesting import MODULES, otherwise_nested
+from sumgrad.diagnose.modules.trying.edits.offsets import begun_after_others
 from sumgrad.diagnose.modules.trying.edits.source import (
     SIMPLE,
     Function,
@@ -54,6 +56,7 @@ SHAPES_ONLY = {"keepdim", "dtype", "device", "memory_format"}  # another of thes
 OF_RANKS = r"rank|coord|stage|first|last|peer|axes|group"
 OWN_RANK = r"rank|coord"
 FIRST, NEXT, LATER, LAST = 0, 3, 4, 6  # how soon
+MOST_LISTED = 4  # of which one may be too much
 Found = tuple[int, Edit]
 
 
@@ -259,8 +262,17 @@ class Edits:
         nested = otherwise_nested(
             node, text, is_of("tensor ", "parameter "), lambda one: self._may_be_tensor(one, names)
         )
-        for new in (*nested, *alternatives(node, text, self._axes, is_of("tensor int"))):
+        others = alternatives(node, text, self._axes, is_of("tensor int"))
+        for new in (*nested, *others, *laid_out_otherwise(node, text)):
             yield from self._instead(NEXT, node, new)
+        later = NEXT if isinstance(node, ast.Subscript) else FIRST
+        for one in begun_after_others(node, text, self._axes):
+            for soon, edit in self._instead(later, node, one.new):
+                yield soon, replace(edit, over=one.axis, before=one.size)
+        if isinstance(node, ast.List) and len(node.elts) <= MOST_LISTED:
+            for left_out in node.elts:
+                kept = ", ".join(text(one) for one in node.elts if one is not left_out)
+                yield from self._instead(LATER, node, f"[{kept}]", sure=False)
 
     def _other_names(
         self, node: ast.Name | ast.Attribute, names: _Names, beside: Set[str]

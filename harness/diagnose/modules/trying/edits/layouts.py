@@ -1,0 +1,162 @@
+"""How numbers lie, put otherwise into a user's code: parts one after the other or in turn, copies
+of all or of each, two dimensions the other way round, the other end.
+
+In: an expression. Out: what it may have been meant to be.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from sumgrad.diagnose.modules.trying.edits.source import Text, as_one, name_called
+
+CHUNKS = ("chunk", "tensor_split")
+SHAPES = ("view", "reshape")
+
+
+def laid_out_otherwise(node: ast.expr, text: Text) -> Iterator[str]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        yield from _of_a_method(node, node.func, text)
+        yield from _copied(node, text)
+    if isinstance(node, ast.Call) and name_called(node) == "range" and len(node.args) == 3:
+        first, end, step = (as_one(one, text) for one in node.args)
+        each = f"({end} // {step})"
+        yield f"range({first} * {each}, ({first} + 1) * {each})"
+    elif isinstance(node, ast.Tuple | ast.List):
+        yield from _in_turn(node, text)
+    elif isinstance(node, ast.Subscript):
+        yield from _one_in_turn(node, text)
+
+
+def other_ends(part: ast.expr, text: Text) -> Iterator[str]:
+    """Of what stands in an index: the first for the last, a piece at the other end, the next."""
+    if isinstance(part, ast.UnaryOp) and text(part) == "-1":
+        yield "0"
+    if not isinstance(part, ast.Slice) or part.step is not None:
+        return
+    lower, upper = part.lower, part.upper
+    bound = upper if lower is None else lower
+    if bound is None or (lower is not None and upper is not None):
+        return
+    from_the_end = isinstance(bound, ast.UnaryOp) and isinstance(bound.op, ast.USub)
+    size = as_one(bound.operand if isinstance(bound, ast.UnaryOp) else bound, text)
+    if from_the_end:
+        yield f":{size}" if lower is not None else f"{size}:"
+    else:
+        yield f":-{size}" if lower is not None else f"-{size}:"
+        if upper is not None:
+            yield f"{size}:2 * {size}"
+
+
+def _of_a_method(node: ast.Call, function: ast.Attribute, text: Text) -> Iterator[str]:
+    of, given, name = text(function.value), node.args, function.attr
+    if text(function.value) == "torch" and given:
+        of, given = text(given[0]), given[1:]
+    dim = _dim(node, given[1:2])
+    if name in CHUNKS and given and dim is not None:
+        parts = dim if dim < 0 else dim + 1
+        yield f"{of}.unflatten({dim}, (-1, {text(given[0])})).unbind({parts})"
+    sizes = given[1].elts if len(given) > 1 and isinstance(given[1], ast.Tuple) else []
+    first = _number(given[0]) if given else None
+    if name == "unflatten" and len(sizes) == 2 and first is not None:
+        one, other = map(text, sizes)
+        dims = (first, first + 1) if first >= 0 else (first - 1, first)
+        yield f"{of}.unflatten({first}, ({other}, {one})).transpose{dims}"
+    if name in SHAPES and not any(isinstance(one, ast.Starred) for one in given):
+        yield from _turned(of, name, [*map(text, given)])
+    last = _number(given[1]) if name == "flatten" and len(given) == 2 else None
+    if last is not None and first is not None and last == first + 1:
+        yield f"{of}.transpose({first}, {last}).flatten({first}, {last})"
+
+
+def _turned(of: str, name: str, sizes: Sequence[str]) -> Iterator[str]:
+    """Two sizes beside each other the other way round, and turned back."""
+    for at in range(len(sizes) - 1):
+        one, other = sizes[at : at + 2]
+        if one != other and "1" not in (one, other):
+            turned = [*sizes[:at], other, one, *sizes[at + 2 :]]
+            yield f"{of}.{name}({', '.join(turned)}).transpose({at}, {at + 1})"
+
+
+def _copied(node: ast.Call, text: Text) -> Iterator[str]:
+    """Copies of each for copies of all, and the other way round."""
+    assert isinstance(node.func, ast.Attribute)
+    of, given, name = text(node.func.value), node.args, node.func.attr
+    dim = _dim(node, given[1:2], usual=None)
+    if name == "repeat_interleave" and given and dim is not None:
+        yield f"torch.cat([{of}] * {as_one(given[0], text)}, {dim})"
+    if name == "repeat" and len(given) > 1:
+        several = [(at, one) for at, one in enumerate(given) if text(one) != "1"]
+        if len(several) == 1:
+            at, times = several[0]
+            yield f"{of}.repeat_interleave({text(times)}, {at})"
+    joined = given[0] if name in ("cat", "concat") and given else None
+    if isinstance(joined, ast.BinOp) and isinstance(joined.left, ast.List):
+        held, dim = joined.left.elts, _dim(node, given[1:2])
+        if isinstance(joined.op, ast.Mult) and len(held) == 1 and dim is not None:
+            yield f"{as_one(held[0], text)}.repeat_interleave({text(joined.right)}, {dim})"
+
+
+def _in_turn(node: ast.Tuple | ast.List, text: Text) -> Iterator[str]:
+    """`(x[..., ::2], x[..., 1::2])` as the two halves of x."""
+    several = [one for one in node.elts if isinstance(one, ast.Subscript)]
+    if len(several) < 2 or len(several) != len(node.elts):
+        return
+    bases, found = {text(one.value) for one in several}, [_every(one) for one in several]
+    told = [one for one in found if one is not None]
+    if len(bases) > 1 or len(told) < len(several):
+        return
+    firsts, steps, dims = zip(*told, strict=True)
+    if len({*steps}) == len({*dims}) == 1 and [*firsts] == [*range(steps[0])]:
+        yield f"{bases.pop()}.chunk({steps[0]}, {dims[0]})"
+
+
+def _every(node: ast.Subscript) -> tuple[int, int, int] | None:
+    """Of `x[..., 1::2]` the 1, the 2 and the dimension."""
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    behind = any(isinstance(p, ast.Constant) and p.value is Ellipsis for p in parts)
+    for at, part in enumerate(parts):
+        if isinstance(part, ast.Slice) and part.step is not None and part.upper is None:
+            first = 0 if part.lower is None else _number(part.lower)
+            step = _number(part.step)
+            if first is not None and step is not None:
+                return first, step, at - len(parts) if behind else at
+    return None
+
+
+def _one_in_turn(node: ast.Subscript, text: Text) -> Iterator[str]:
+    """`x.chunk(n)[i]` as `x[i::n]`, and this as that."""
+    call = node.value
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        dim = _dim(call, call.args[1:2])
+        one = not isinstance(node.slice, ast.Slice | ast.Tuple)
+        if call.func.attr in CHUNKS and call.args and dim is not None and one:
+            before = "..., " if dim == -1 else ":, " * dim
+            if dim >= -1:
+                every = f"{text(node.slice)}::{as_one(call.args[0], text)}"
+                yield f"{text(call.func.value)}[{before}{every}]"
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    behind = any(isinstance(p, ast.Constant) and p.value is Ellipsis for p in parts)
+    for at, part in enumerate(parts):
+        plain = isinstance(part, ast.Slice) and part.upper is None
+        if plain and part.lower is not None and part.step is not None:  # type: ignore[attr-defined]
+            dim = at - len(parts) if behind else at
+            first, step = text(part.lower), text(part.step)  # type: ignore[attr-defined]
+            if all(text(p) in (":", "...") for i, p in enumerate(parts) if i != at):
+                yield f"{as_one(node.value, text)}.tensor_split({step}, {dim})[{first}]"
+
+
+def _dim(node: ast.Call, given: Sequence[ast.expr], usual: int | None = 0) -> int | None:
+    """None where it is no number."""
+    named = [one.value for one in node.keywords if one.arg in ("dim", "axis")]
+    told = [*given, *named]
+    return _number(told[0]) if told else usual
+
+
+def _number(node: ast.expr) -> int | None:
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return None
+    return value if type(value) is int else None
