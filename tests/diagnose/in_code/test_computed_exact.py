@@ -286,6 +286,38 @@ def test_what_ranks_add_up_later_is_a_part(monkeypatch, off, told):
     assert bool(computed._lines_that_differ(case)) == told
 
 
+def by_share(x, share):
+    return x.square() * share
+
+
+@pytest.mark.parametrize(
+    ("shares", "whole", "told"),
+    [((1.0, 0.5), 1.5, False), ((1.0, 0.5), 1.25, True), ((1.5, 0.0), 1.5, False)],
+)
+def test_a_number_of_which_each_rank_has_a_share_is_no_other_number(
+    monkeypatch, shares, whole, told
+):
+    ranks = {r: SimpleNamespace(computed=recorded(by_share, X, s)) for r, s in enumerate(shares)}
+    monkeypatch.setattr(computed, "axis_groups", lambda case: [("dp", [(2, 3)]), ("tp", [(0, 1)])])
+    case = SimpleNamespace(traces=SimpleNamespace(ranks=ranks))
+    found = first(ranks[1].computed, recorded(by_share, X, whole))
+    assert computed._is_a_share(case, found) != told
+    assert not computed._is_a_share(SimpleNamespace(traces=None), found)
+    del ranks[0].computed
+    ranks[0].computed = recorded(lambda x, share: x / share, X, shares[0])
+    assert not computed._is_a_share(case, found)
+
+
+def test_what_is_divided_by_a_share_is_another(monkeypatch):
+    def by_count(x, count):
+        return x.square() / count
+
+    ranks = {r: SimpleNamespace(computed=recorded(by_count, X, c)) for r, c in enumerate((2, 3))}
+    monkeypatch.setattr(computed, "axis_groups", lambda case: [("dp", [(0, 1)])])
+    found = first(ranks[1].computed, recorded(by_count, X, 5))
+    assert not computed._is_a_share(SimpleNamespace(traces=SimpleNamespace(ranks=ranks)), found)
+
+
 def test_what_belongs_elsewhere_is_no_part():
     """As positions that are counted from the start of the own stretch."""
 
@@ -644,7 +676,7 @@ def test_which_line_of_another_rank_made_what_it_is_a_part_of(is_sent):
         ranks={0: SimpleNamespace(computed=mine), 1: SimpleNamespace(computed=sender)}
     ))  # fmt: skip
     (text,) = _sent_from(case, found) or [""]
-    assert text.startswith("its numbers come from rank 1 at ") == is_sent
+    assert text.startswith("its numbers on rank 0 come from rank 1 at ") == is_sent
     assert text.endswith("`return torch.cat([h, running[:, None]], 1)`") == is_sent
     assert _sent_from(SimpleNamespace(traces=None), found) == []
     own = first(recorded(scaled, X[OWN], X[0, 0]), recorded(scaled, X, X[1, 1]))

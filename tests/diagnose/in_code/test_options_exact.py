@@ -67,6 +67,6 @@ def test_in_words_with_the_ranks():
     assert said.startswith("kl_div at ")
     assert said.endswith(
         "has reduction='batchmean' on rank 0, 2, and in the single process reduction='sum' where "
-        "that gets the same numbers"
+        "that gets the same numbers as its first argument"
     )
     assert not [*options_of_losses(SimpleNamespace(traces=None))]

@@ -77,7 +77,9 @@ def made(ranks, value, rank=0):
 
 def test_what_came_was_made_by_the_first_line_that_gives_it():
     sender = trace(line(1, gives=(0,)), line(2, gives=(0,)), values=[A.view(2, 2)])
-    assert made([trace(), sender], A) == ["its numbers come from rank 1 at a.py:1 `line(1)`"]
+    assert made([trace(), sender], A) == [
+        "its numbers on rank 0 come from rank 1 at a.py:1 `line(1)`"
+    ]
     assert not made([trace(), sender], A, rank=1)
     assert not made([trace(), sender], A + 1)
     assert not made([trace(), sender], None)
@@ -94,8 +96,8 @@ def test_of_what_is_put_together_each_part_is_told():
     here = trace(line(5, function="cat", takes=(0, 1), gives=(2,)), values=[A, B, both])
     there = [trace(line(1, gives=(0,)), values=[v]) for v in (A, B)]
     assert made([here, *there], both) == [
-        "of its numbers a part comes from rank 1 at a.py:1 `line(1)`",
-        "of its numbers a part comes from rank 2 at a.py:1 `line(1)`",
+        "of its numbers on rank 0 a part comes from rank 1 at a.py:1 `line(1)`",
+        "of its numbers on rank 0 a part comes from rank 2 at a.py:1 `line(1)`",
     ]
 
 

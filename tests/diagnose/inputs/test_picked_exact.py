@@ -111,3 +111,16 @@ def test_in_words_where_it_is_taken(monkeypatch):
         record = SimpleNamespace(spec=SimpleNamespace(tiers={"t": dtype}))
         case = SimpleNamespace(tier="t", record=record)
         assert wrong_outputs.picked_in_words(case, look, found) == said
+
+
+def test_of_modules_that_hand_the_same_on_each_row_is_counted_once(monkeypatch):
+    of = [("body", 0), ("body", 2), ("inner", 0), ("inner", 2)]
+    told = [Picked(rank=0, call=0, row=r, module=m, places=(1, 2), of=(5, 5)) for m, r in of]
+    monkeypatch.setattr(wrong_outputs, "traces_looked_at", lambda _: SimpleNamespace())
+    monkeypatch.setattr(wrong_outputs, "entered_wrong", lambda *_: ())
+    monkeypatch.setattr(wrong_outputs, "picked_otherwise", lambda *_: iter(told))
+    record = SimpleNamespace(spec=SimpleNamespace(tiers={"t": "float64"}))
+    seen = SimpleNamespace(call=SimpleNamespace(module="head"))
+    found, look = SimpleNamespace(seen=[seen], modules=()), SimpleNamespace(modules=())
+    (said,) = wrong_outputs.picked_in_words(SimpleNamespace(tier="t", record=record), look, found)
+    assert "and so in 1 more:" in said

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.rows import odd_data
+from sumgrad.diagnose.modules.inputs import companions
 from sumgrad.diagnose.modules.inputs.entered import Odd, row_of
 from sumgrad.diagnose.modules.values.seen import Seen
 from sumgrad.record.trace import Call, Trace
@@ -112,3 +113,15 @@ def test_the_line_is_that_of_the_whole_numbers_not_of_what_enters_beside():
     mine = trace(torch.zeros(2, 3), LABELS[1:])
     mine = replace(mine, entered_as=((0, ""), (0, "")), entered_at=(("/x/a.py:2", "x"), MADE))
     assert odd_data._made(mine, "m", Odd(call=0, row=0)) == MADE
+
+
+def test_the_line_that_made_what_a_row_does_not_have_beside():
+    mine = trace(LABELS[1:], LABELS[1:])
+    mine = replace(mine, entered_as=((0, "words"), (0, "levels")), entered_at=(("", ""), MADE))
+    odd = companions.Odd(call=0, row=0, told="words", of=0, name="levels")
+    traces = SimpleNamespace(ranks={1: mine})
+    at = odd_data.line_and_code(*MADE)
+    assert odd_data._handed_from(traces, 1, "m", odd) == f", which was made at {at}"
+    assert odd_data._handed_from(traces, 1, "m", replace(odd, name="words")) == ""
+    assert odd_data._handed_from(traces, 1, "m", replace(odd, call=1)) == ""
+    assert odd_data._handed_from(traces, 1, "n", odd) == ""

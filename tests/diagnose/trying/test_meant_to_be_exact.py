@@ -134,6 +134,12 @@ def laid_out(code):
     ("x.view(*shape)", []),
     ("x.flatten(1, 2)", ["x.transpose(1, 2).flatten(1, 2)"]),
     ("x.flatten(1, 3)", []),
+    ("x.permute(2, 1, 0)", ["x.permute(1, 2, 0)", "x.permute(0, 1, 2)", "x.permute(2, 0, 1)"]),
+    ("torch.movedim(x, 0, -1)", ["x.movedim(-1, 0)"]),
+    ("x.permute(*dims)", []),
+    ("F.pad(x, (0, n), value=1)", ["F.pad(x, (n, 0), value=1)"]),
+    ("F.pad(x, (1, 0, 0, 0), 'reflect')", ["F.pad(x, (0, 1, 0, 0), 'reflect')"]),
+    ("F.pad(x, ends)", []),
     ("x.repeat_interleave(n, 1)", ["torch.cat([x] * n, 1)"]),
     ("x.repeat_interleave(n)", []),
     ("x.repeat(1, n, 1)", ["x.repeat_interleave(n, 1)"]),
@@ -177,6 +183,9 @@ def begun(code, axes=("dp",)):
     ("x[:n]", "x[{n}:{n} + n]", "n"),
     ("x[:, : y.shape[1]]", "x[:, {n}:{n} + y.shape[1]]", "y.shape[1]"),
     ("x[rank * n:(rank + 1) * n]", "x[{n}:{n} + n]", "n"),
+    ("F.pad(x, (0, -n % r))", "F.pad(x, ({n} % r, -({n} % r + n) % r))", "n"),
+    ("F.pad(x, (0, r - n % (a + r)), value=1)",
+     "F.pad(x, ({n} % (a + r), -({n} % (a + r) + n) % (a + r)), value=1)", "n"),
 ])  # fmt: skip
 def test_what_begins_after_the_parts_of_the_ranks_before(code, new, size):
     before = f'__before__({size}, "dp")'
@@ -186,6 +195,7 @@ def test_what_begins_after_the_parts_of_the_ranks_before(code, new, size):
 @pytest.mark.parametrize("code", [
     "torch.arange(3)", "torch.arange(a, b)", "range(*given)", "enumerate(rows, 1)",
     "enumerate(x for x in rows)", "rank * 2", "rank * stage", "a * b", "rank + n", "x[:3]",
+    "F.pad(x, (0, n))", "F.pad(x, (1, -n % r))", "F.pad(x, (0, 0, 0, -n % r))", "F.pad(x, ends)",
     "x[:-n]", "x[a:b]", "x[::2]", "x[n:]", "x[rank * n:(rank + 1) * m]", "len(x)",
 ])  # fmt: skip
 def test_what_needs_no_offset(code):

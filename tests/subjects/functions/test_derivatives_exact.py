@@ -9,6 +9,7 @@ import torch
 from sumgrad.record.computed import Computed, computed_as_json, computed_from, computed_together
 from sumgrad.subjects.program.functions import derivatives
 from sumgrad.subjects.program.functions.derivatives import Derivatives
+from sumgrad.subjects.program.functions.every_apply import around_every_apply
 from sumgrad.subjects.program.watched.computations import Computations
 from torch.autograd import Function
 
@@ -55,6 +56,40 @@ def test_a_right_formula_agrees_in_all_of_its_arguments():
     assert found["x"].line[1] == "out = function.apply(*held)"
     assert found["x"].call == 0
     assert found["x"].written.rpartition(":")[0] == __file__
+
+
+APPLIED = Product.apply  # before anything is watched, as in a user's module
+
+
+def test_an_apply_under_another_name_is_seen():
+    computations = Computations(lambda: ((), 0), Derivatives())
+    with computations:
+        APPLIED(leaf() * 1.0, leaf(Y) * 1.0, lambda g: 2 * g).square().sum().backward()
+        assert isinstance(APPLIED(X, Y, None), torch.Tensor)
+    found = computations.computed()
+    (first, _) = [c for c in found.computations if c.function == "Product"]
+    assert first.part == "APPLIED(leaf() * 1.0, leaf(Y) * 1.0, lambda g: 2 * g)"
+    assert {d.argument: d.agrees for d in found.derivatives} == {"x": False, "y": True}
+
+
+def test_what_stands_around_every_apply_ends_and_may_stand_in_another():
+    order = []
+
+    def around(name):
+        def one(cls, call, args, kwargs):
+            order.append((name, cls.__name__))
+            return call(*args, **kwargs)
+
+        return one
+
+    ends = [around_every_apply(around(name)) for name in "ab"]
+    assert torch.equal(APPLIED(X, Y, None), X * Y)
+    assert order == [("b", "Product"), ("a", "Product")]
+    for end in reversed(ends):
+        end()
+    assert torch.equal(APPLIED(X, Y, None), X * Y)
+    assert "apply" not in Function.__mro__[1].__dict__
+    assert len(order) == 2
 
 
 class Talks(Function):

@@ -158,10 +158,11 @@ def _what_is_wrong(look: Look, found: FirstWrong, above: str) -> str:
     at, ranks = named(look, found.wrong), f"on rank {spans(found.ranks)}"
     what = f"the gradient that reaches the output of {at}"
     what += ", which goes into it," if above else ""
-    several = max(s.call.arrivals for s in found.seen)
-    if several > 1:
+    arrivals = {s.call.arrivals for s in found.seen}
+    if max(arrivals) > 1:
         what += "" if above else ","
-        what += f" summed over the {several} backwards that reach it,"
+        often = f"the {max(arrivals)}" if len(arrivals) == 1 else "all"
+        what += f" summed over {often} backwards that reach it,"
     if found.over_all:
         return f"{what.removesuffix(',')}, summed over all ranks and calls, is wrong"
     if found.lost:

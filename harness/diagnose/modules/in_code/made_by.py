@@ -24,7 +24,8 @@ def line_that_computed(computed: Computed, number: int | str, near: Collection[s
     for _ in range(MOST_STEPS):
         maker = makers.get(number) if isinstance(number, int) else None
         if maker is None:
-            return made if made[0] not in near and not is_librarys(made[0]) else NO_LINE
+            told = made[0] not in near and not is_librarys(made[0]) and "empty" not in made[1]
+            return made if told else NO_LINE
         taken = [*dict.fromkeys(t for t in maker.takes if isinstance(t, int))]
         only_shapes = len(taken) == 1 and (
             maker.function in SHAPING or _hands_on(computed, taken[0], maker.gives)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from sumgrad.record.computed import MODULE
 from sumgrad.record.trial import Change, Way
+from sumgrad.subjects.program.functions.every_apply import FROM_A_USERS_LINE, around_every_apply
 from sumgrad.subjects.program.tried.added import added
 from sumgrad.subjects.program.tried.whole import of_the_whole
 from sumgrad.subjects.program.watched.computations import is_backward, name_of, several
@@ -56,16 +57,13 @@ class Changed(TorchFunctionMode):
             module = self._modules.get(name) if name != function else None
             if module is not None:
                 self._change_module(module)
-        applied = Function.__dict__["apply"]
 
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            call = applied.__get__(None, cls)
-            if torch.compiler.is_dynamo_compiling() or not self._is_at(cls.__name__, users_frame()):
+        def around(cls: Any, call: Any, args: Any, kwargs: Any) -> Any:
+            if not self._is_at(cls.__name__, users_frame(FROM_A_USERS_LINE)):
                 return call(*args, **kwargs)
             return self._called(call, args, kwargs, _with_tensors)
 
-        Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-        self._undo.callback(setattr, Function, "apply", applied)
+        self._undo.callback(around_every_apply(around))
 
     def _change_module(self, module: nn.Module) -> None:
         """A Function's `apply`, and a module's forward, are none of torch's functions."""

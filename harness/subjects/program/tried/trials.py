@@ -34,8 +34,7 @@ from torch._C._distributed_c10d import Store
 FEWEST, GRACE_S = 24, 6.0  # that are made though their time is over, for so long more
 MOST_TRIAL_S = 2.0  # a longer step is not run so often
 MOST_RIGHT = 6  # more tell nothing more
-MOST_UNSEEN = 12  # until it is seen whether the step is as it was; each that raised counts
-RAISED = 3  # times
+MOST_UNSEEN = 20  # until it is seen whether the step is as it was
 MOST_AFTER, MOST_AFTER_EDITED = 8, 4  # that are tried after the first line that was right
 PATIENCE_S, PATIENCE_RAISED_S = 20.0, 2.0  # for ranks that may wait for this one in their step
 LEAST_AS_IT_IS_S = 6.0  # in which ranks may first see that they do not meet
@@ -102,11 +101,11 @@ class Trials:
         if not self._is_as_it_was() or self._any(self._usual_s > MOST_TRIAL_S):
             return
         right, first = 0, len(self._asked.changes)
-        unseen = MOST_UNSEEN - RAISED
+        unseen = MOST_UNSEEN - 1
         for num, change in enumerate(self._asked.changes, 1):
             told = self._told(change)
             is_right = {*told} == {"yes"}
-            unseen += RAISED if "raised" in told else 1
+            unseen += 1
             if is_right or unseen >= MOST_UNSEEN:
                 if not self._is_as_it_was():
                     return  # the step remembers, and what is tried after it is another

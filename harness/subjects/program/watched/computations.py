@@ -18,6 +18,7 @@ import torch
 from sumgrad.record.computed import LARGE, MODULE, Change, Computation, Computed, SetGrad
 from sumgrad.record.line import Line
 from sumgrad.subjects.program.functions.derivatives import Derivatives
+from sumgrad.subjects.program.functions.every_apply import FROM_A_USERS_LINE, around_every_apply
 from sumgrad.subjects.program.placed.seen_modules import is_trial
 from sumgrad.subjects.program.watched.frames import site_of, users_frame, within, words
 from sumgrad.subjects.program.watched.kept import Kept
@@ -28,7 +29,6 @@ from sumgrad.subjects.program.watched.names_in_scope import NamesInScope
 from sumgrad.subjects.program.watched.watch import ModuleWatch
 from sumgrad.subjects.users_line import users_lines
 from torch import Tensor
-from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
@@ -70,7 +70,7 @@ class Computations(TorchFunctionMode):
         self._names = NamesInScope()
         self._changes: list[Change] = []
         self._lines = MadeAt()
-        self._apply: Any = None
+        self._no_more_applies: Callable[[], None] = lambda: None
         self._engine: Any = None
         self._kept = Kept()
         self._leaves = Leaves()
@@ -105,32 +105,28 @@ class Computations(TorchFunctionMode):
 
     def __enter__(self) -> Computations:
         """A Function's `apply` is none of torch's functions: it is seen by itself."""
-        applied = Function.__dict__["apply"]
-        self._apply = applied
-
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
-                return applied.__get__(None, cls)(*args, **kwargs)
-            seen = self._applied(cls, args, kwargs)
-            before = None if seen is None else self.derivatives.before(args)
-            self._functions.append(cls.__name__)
-            try:
-                out = applied.__get__(None, cls)(*args, **kwargs)
-            finally:
-                self._functions.pop()
-            self._add(seen, out)
-            if seen is not None and not kwargs and not is_backward():
-                number = len(self._forward.found) - 1
-                self.derivatives.applied(cls, seen, number, before, out)
-            return out
-
-        Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        self._no_more_applies = around_every_apply(self._around)
         self._engine = engine = getattr(torch.autograd, ENGINE, None)
         if engine is not None:
             setattr(torch.autograd, ENGINE, functools.wraps(engine)(partial(self._run, engine)))
         self._kept.__enter__()
         super().__enter__()
         return self
+
+    def _around(self, cls: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a Function's call gives."""
+        seen = self._applied(cls, args, kwargs)
+        before = None if seen is None else self.derivatives.before(args)
+        self._functions.append(cls.__name__)
+        try:
+            out = call(*args, **kwargs)
+        finally:
+            self._functions.pop()
+        self._add(seen, out)
+        if seen is not None and not kwargs and not is_backward():
+            number = len(self._forward.found) - 1
+            self.derivatives.applied(cls, seen, number, before, out)
+        return out
 
     def _run(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A backward is one of torch's functions, in which a mode is off; what runs again in it is
@@ -156,7 +152,7 @@ class Computations(TorchFunctionMode):
     def __exit__(self, *what: Any) -> None:
         super().__exit__(*what)
         self._kept.__exit__(None, None, None)
-        Function.apply = self._apply  # type: ignore[method-assign]
+        self._no_more_applies()
         if self._engine is not None:
             setattr(torch.autograd, ENGINE, self._engine)
         self._forward.values.close()
@@ -264,7 +260,7 @@ class Computations(TorchFunctionMode):
         return self._lines.of(tensor)
 
     def _applied(self, cls: Any, args: Any, kwargs: Any) -> Computation | None:
-        frame = users_frame(3)
+        frame = users_frame(1 + FROM_A_USERS_LINE)
         if frame is None or not self._is_asked(site_of(frame)[0]):
             return None
         self._runs(frame)

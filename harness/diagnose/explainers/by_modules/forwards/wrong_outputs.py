@@ -120,6 +120,7 @@ def picked_in_words(case: Case, look: Look, found: FirstWrong) -> list[str]:
     told = list(picked_otherwise(traces, look, seen, [*found.modules, *reversed(others)]))
     if told:
         one = told[0]
+        told = [other for other in told if other.module == one.module]  # others hand it on
         what = "goes in" if seen[0].call.module.startswith(INTO) else "it gives"
         (place, wanted), (here, there) = one.places, one.of
         more = f", and so in {len(told) - 1} more" if len(told) > 1 else ""

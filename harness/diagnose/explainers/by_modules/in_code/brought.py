@@ -45,8 +45,8 @@ def made_on_another_rank(traces: Traces, rank: int, value: Tensor | None) -> lis
         return []
     whole, parts = _makers_elsewhere(traces, rank, value)
     if whole:
-        return [f"its numbers come from {whole[0].in_words()}"]
-    return [f"of its numbers a part comes from {text}"
+        return [f"its numbers on rank {rank} come from {whole[0].in_words()}"]
+    return [f"of its numbers on rank {rank} a part comes from {text}"
             for text in dict.fromkeys(maker.in_words() for maker in parts)]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Lines before it may do so, too, where nothing tells what they have to compute wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -36,6 +37,7 @@ from sumgrad.diagnose.modules.in_code.made_by import before_it_was_cut, line_tha
 from sumgrad.diagnose.modules.values.comparable import ATTENTION, CTC, OF_CLASSES
 from sumgrad.diagnose.modules.where.first_wrong import first_wrong_backward, first_wrong_forward
 from sumgrad.diagnose.modules.where.look import Look
+from sumgrad.diagnose.names import axis_groups
 from sumgrad.record.computed import Computed
 from sumgrad.record.trace import LOSS, Trace
 
@@ -149,7 +151,7 @@ def _before_the_first_wrong(
             return
         if not right.isdisjoint(one.mine.inside) or one.mine.takes[one.at] in parts:
             continue
-        if _is_a_part(case, one, whole):
+        if _is_a_part(case, one, whole) or _is_a_share(case, one):
             runs = (c for c in mine.computed.computations if c.site == one.mine.site)
             parts |= made_from(case, rank, [n for c in runs for n in c.gives])
         else:
@@ -162,6 +164,33 @@ def _is_a_part(case: Case, one: Otherwise, whole: Computed) -> bool:
     if one.mine.function not in LINEAR or not isinstance(mine, int) or not isinstance(its, int):
         return False
     return lines is not None and lines.states.adds_up(one.rank, mine, whole.values[its])
+
+
+def _is_a_share(case: Case, one: Otherwise) -> bool:
+    """Whether a line multiplies by a number of which each rank has a share, and all have together
+    what the single process has: as of how many of something a rank looks at."""
+    traces, its = case.traces, one.its.takes[one.at]
+    if traces is None or one.mine.function != "mul" or not isinstance(its, str):
+        return False
+    own = traces.ranks[one.rank].computed.computations
+    number = sum(c.site == one.mine.site for c in own[: one.place])
+    for group in (g for _, groups in axis_groups(case) for g in groups if one.rank in g):
+        shares = []
+        for rank in group:
+            runs = [c for c in traces.ranks[rank].computed.computations
+                    if c.site == one.mine.site and c.function == "mul"]  # fmt: skip
+            shares += [_as_number(c.takes[one.at]) for c in runs[number : number + 1]]
+        if 1 < len(group) == len(shares) and math.isclose(sum(shares), _as_number(its)):
+            return True
+    return False
+
+
+def _as_number(taken: int | str) -> float:
+    """Of an argument that is one; NaN of any other."""
+    try:
+        return float(taken) if isinstance(taken, str) else math.nan
+    except ValueError:
+        return math.nan
 
 
 def _first_wrong_call(look: Look | None, rank: int, mine: Trace) -> int | None:

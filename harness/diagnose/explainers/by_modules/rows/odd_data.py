@@ -19,7 +19,7 @@ from sumgrad.diagnose.modules.inputs.rows_handed import as_often, wrong_and_righ
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong
 from sumgrad.diagnose.modules.where.look import Look
 from sumgrad.record.line import Line
-from sumgrad.record.trace import Trace
+from sumgrad.record.trace import Trace, Traces
 
 MOST_ROWS = 3  # that are written out
 T = TypeVar("T", Joined, Twice, OtherBag)
@@ -225,7 +225,17 @@ def _beside(case: Case, found: FirstWrong, module: str) -> Iterator[str]:
         odd = list(companions.odd_companions(traces.ranks[rank], traces.single, module))
         if odd:
             more = f", and so in {len(odd) - 1} more" if len(odd) > 1 else ""
-            yield f"on rank {rank} {_odd_companion(odd[0])}{more}"
+            made = _handed_from(traces, rank, module, odd[0])
+            yield f"on rank {rank} {_odd_companion(odd[0])}{more}{made}"
+
+
+def _handed_from(traces: Traces, rank: int, module: str, odd: companions.Odd) -> str:
+    """The line that made what is not that row's, or wrote into it last."""
+    trace = traces.ranks[rank]
+    held = zip(trace.entered, trace.entered_as, trace.entered_at, strict=False)
+    made = next((at for of, (call, name), at in held
+                 if (of, call, name) == (module, odd.call, odd.name)), ("", ""))  # fmt: skip
+    return f", which was made at {line_and_code(*made)}" if made[0] else ""
 
 
 def _comes_out_right(case: Case, look: Look, found: FirstWrong, module: str) -> bool:

@@ -61,7 +61,7 @@ def options_of_losses(case: Case) -> Iterator[str]:
             ranks += [] if rank in ranks else [rank]
     for (function, line, now, was), ranks in list(found.items())[:MOST_OPTIONS]:
         yield (f"{function} at {line} has {now} on rank {spans(ranks)}, and in the single process "
-               f"{was} where that gets the same numbers")  # fmt: skip
+               f"{was} where that gets the same numbers as its first argument")  # fmt: skip
 
 
 def _key(one: OtherOption) -> tuple[str, str, str, str]:

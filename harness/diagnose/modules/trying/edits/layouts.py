@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from sumgrad.diagnose.modules.trying.edits.source import Text, as_one, name_called
 
 CHUNKS = ("chunk", "tensor_split")
 SHAPES = ("view", "reshape")
+ORDERS = ("permute", "movedim")
 
 
 def laid_out_otherwise(node: ast.expr, text: Text) -> Iterator[str]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         yield from _of_a_method(node, node.func, text)
         yield from _copied(node, text)
+        yield from _padded_elsewhere(node, text)
     if isinstance(node, ast.Call) and name_called(node) == "range" and len(node.args) == 3:
         first, end, step = (as_one(one, text) for one in node.args)
         each = f"({end} // {step})"
@@ -49,6 +52,17 @@ def other_ends(part: ast.expr, text: Text) -> Iterator[str]:
             yield f"{size}:2 * {size}"
 
 
+def _padded_elsewhere(node: ast.Call, text: Text) -> Iterator[str]:
+    """On the other side."""
+    if name_called(node).rpartition(".")[2] != "pad" or len(node.args) < 2:
+        return
+    ends = node.args[1].elts if isinstance(node.args[1], ast.Tuple) else []
+    if len(ends) >= 2:
+        one, other, *rest = map(text, ends)
+        rest = [f"({', '.join([other, one, *rest])})", *map(text, (*node.args[2:], *node.keywords))]
+        yield f"{text(node.func)}({', '.join([text(node.args[0]), *rest])})"
+
+
 def _of_a_method(node: ast.Call, function: ast.Attribute, text: Text) -> Iterator[str]:
     of, given, name = text(function.value), node.args, function.attr
     if text(function.value) == "torch" and given:
@@ -65,6 +79,12 @@ def _of_a_method(node: ast.Call, function: ast.Attribute, text: Text) -> Iterato
         yield f"{of}.unflatten({first}, ({other}, {one})).transpose{dims}"
     if name in SHAPES and not any(isinstance(one, ast.Starred) for one in given):
         yield from _turned(of, name, [*map(text, given)])
+    if name in ORDERS and not any(isinstance(one, ast.Starred) for one in given):
+        dims = [*map(text, given)]
+        for one, other in combinations(range(len(dims)), 2):
+            turned = [*dims]
+            turned[one], turned[other] = dims[other], dims[one]
+            yield f"{of}.{name}({', '.join(turned)})"
     last = _number(given[1]) if name == "flatten" and len(given) == 2 else None
     if last is not None and first is not None and last == first + 1:
         yield f"{of}.transpose({first}, {last}).flatten({first}, {last})"

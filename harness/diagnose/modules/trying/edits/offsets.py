@@ -50,6 +50,8 @@ def _numbered(node: ast.Call, text: Text, axis: str) -> Iterator[Offset]:
     if name == "enumerate" and len(given) == 1 and not rest and _has_a_size(given[0]):
         size = f"len({text(given[0])})"
         yield Offset(f"enumerate({text(given[0])}, {_before(size, axis)})", size, axis)
+    if name == "pad" and len(given) > 1:
+        yield from _padded(node, text, axis)
     if name not in NUMBERS:
         return
     own = given[0] if len(given) == 1 and not isinstance(given[0], ast.Constant) else None
@@ -57,6 +59,24 @@ def _numbered(node: ast.Call, text: Text, axis: str) -> Iterator[Offset]:
     if own is not None:
         size, first = as_one(own, text), _before(text(own), axis)
         yield Offset(f"{text(node.func)}({first}, {first} + {size}{rest})", text(own), axis)
+
+
+def _padded(node: ast.Call, text: Text, axis: str) -> Iterator[Offset]:
+    """What is made a multiple of something, so that it can be grouped: the first group of a rank
+    may be the rest of the last one before."""
+    ends = node.args[1].elts if isinstance(node.args[1], ast.Tuple) else []
+    zeros = [isinstance(end, ast.Constant) and end.value == 0 for end in ends]
+    rests = [one for one in ast.walk(node.args[1]) if isinstance(one, ast.BinOp)
+             and isinstance(one.op, ast.Mod)]  # fmt: skip
+    if len(ends) != 2 or sum(zeros) != 1 or len(rests) != 1:
+        return
+    (rest,) = rests
+    size = rest.left.operand if isinstance(rest.left, ast.UnaryOp) else rest.left
+    own, each = as_one(size, text), as_one(rest.right, text)
+    first = f"{_before(text(size), axis)} % {each}"
+    others = [text(node.args[0]), f"({first}, -({first} + {own}) % {each})"]
+    others += [text(one) for one in (*node.args[2:], *node.keywords)]
+    yield Offset(f"{text(node.func)}({', '.join(others)})", text(size), axis)
 
 
 def _cut(node: ast.Subscript, text: Text, axis: str) -> Iterator[Offset]:
