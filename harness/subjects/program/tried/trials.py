@@ -34,7 +34,8 @@ from torch._C._distributed_c10d import Store
 FEWEST, GRACE_S = 24, 6.0  # that are made though their time is over, for so long more
 MOST_TRIAL_S = 2.0  # a longer step is not run so often
 MOST_RIGHT = 6  # more tell nothing more
-MOST_UNSEEN = 20  # until it is seen whether the step is as it was
+# Until it is seen whether the step is as it was: at first, and after the first that raised, soon.
+FIRST_UNSEEN, MOST_UNSEEN = 3, 20
 MOST_AFTER, MOST_AFTER_EDITED = 8, 4  # that are tried after the first line that was right
 PATIENCE_S, PATIENCE_RAISED_S = 20.0, 2.0  # for ranks that may wait for this one in their step
 LEAST_AS_IT_IS_S = 6.0  # in which ranks may first see that they do not meet
@@ -101,11 +102,13 @@ class Trials:
         if not self._is_as_it_was() or self._any(self._usual_s > MOST_TRIAL_S):
             return
         right, first = 0, len(self._asked.changes)
-        unseen = MOST_UNSEEN - 1
+        unseen, raised = MOST_UNSEEN - FIRST_UNSEEN, False
         for num, change in enumerate(self._asked.changes, 1):
             told = self._told(change)
             is_right = {*told} == {"yes"}
-            unseen += 1
+            raises = "raised" in told
+            unseen += FIRST_UNSEEN if raises and not raised else 1
+            raised |= raises
             if is_right or unseen >= MOST_UNSEEN:
                 if not self._is_as_it_was():
                     return  # the step remembers, and what is tried after it is another
