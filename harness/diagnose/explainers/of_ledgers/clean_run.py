@@ -164,7 +164,9 @@ def _words(first: Parting, same: Sequence[Parting], step: int) -> Difference:
     op = first.now or first.then
     assert op is not None
     shown = describe_operation(op.event)
-    because = (f"everything before it on rank {spans(ranks)} is as in a run that passed",)
+    because: tuple[str, ...] = (
+        f"everything before it on rank {spans(ranks)} is as in a run that passed",
+    )
     if first.what == "missing":
         kind, cause = "skipped_collective", f"one {op.stream} is missing: {shown}"
     elif first.what == "repeated":

@@ -58,36 +58,42 @@ def _padded_elsewhere(node: ast.Call, text: Text) -> Iterator[str]:
         return
     ends = node.args[1].elts if isinstance(node.args[1], ast.Tuple) else []
     if len(ends) >= 2:
-        one, other, *rest = map(text, ends)
-        rest = [f"({', '.join([other, one, *rest])})", *map(text, (*node.args[2:], *node.keywords))]
-        yield f"{text(node.func)}({', '.join([text(node.args[0]), *rest])})"
+        first, then, *others = map(text, ends)
+        given = [text(node.args[0]), f"({', '.join([then, first, *others])})"]
+        given += [*map(text, node.args[2:]), *map(text, node.keywords)]
+        yield f"{text(node.func)}({', '.join(given)})"
 
 
 def _of_a_method(node: ast.Call, function: ast.Attribute, text: Text) -> Iterator[str]:
     of, given, name = text(function.value), node.args, function.attr
     if text(function.value) == "torch" and given:
         of, given = text(given[0]), given[1:]
+    if not given or any(isinstance(one, ast.Starred) for one in given):
+        return
+    words, first = [*map(text, given)], _number(given[0])
     dim = _dim(node, given[1:2])
-    if name in CHUNKS and given and dim is not None:
+    if name in CHUNKS and dim is not None:
         parts = dim if dim < 0 else dim + 1
-        yield f"{of}.unflatten({dim}, (-1, {text(given[0])})).unbind({parts})"
+        yield f"{of}.unflatten({dim}, (-1, {words[0]})).unbind({parts})"
     sizes = given[1].elts if len(given) > 1 and isinstance(given[1], ast.Tuple) else []
-    first = _number(given[0]) if given else None
     if name == "unflatten" and len(sizes) == 2 and first is not None:
-        one, other = map(text, sizes)
-        dims = (first, first + 1) if first >= 0 else (first - 1, first)
-        yield f"{of}.unflatten({first}, ({other}, {one})).transpose{dims}"
-    if name in SHAPES and not any(isinstance(one, ast.Starred) for one in given):
-        yield from _turned(of, name, [*map(text, given)])
-    if name in ORDERS and not any(isinstance(one, ast.Starred) for one in given):
-        dims = [*map(text, given)]
-        for one, other in combinations(range(len(dims)), 2):
-            turned = [*dims]
-            turned[one], turned[other] = dims[other], dims[one]
-            yield f"{of}.{name}({', '.join(turned)})"
+        both = (first, first + 1) if first >= 0 else (first - 1, first)
+        turned = f"({text(sizes[1])}, {text(sizes[0])})"
+        yield f"{of}.unflatten({first}, {turned}).transpose{both}"
+    if name in SHAPES:
+        yield from _turned(of, name, words)
+    if name in ORDERS:
+        yield from (f"{of}.{name}({', '.join(other)})" for other in _two_exchanged(words))
     last = _number(given[1]) if name == "flatten" and len(given) == 2 else None
     if last is not None and first is not None and last == first + 1:
         yield f"{of}.transpose({first}, {last}).flatten({first}, {last})"
+
+
+def _two_exchanged(words: Sequence[str]) -> Iterator[list[str]]:
+    for one, other in combinations(range(len(words)), 2):
+        exchanged = [*words]
+        exchanged[one], exchanged[other] = words[other], words[one]
+        yield exchanged
 
 
 def _turned(of: str, name: str, sizes: Sequence[str]) -> Iterator[str]:
@@ -135,36 +141,39 @@ def _in_turn(node: ast.Tuple | ast.List, text: Text) -> Iterator[str]:
 def _every(node: ast.Subscript) -> tuple[int, int, int] | None:
     """Of `x[..., 1::2]` the 1, the 2 and the dimension."""
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    behind = any(isinstance(p, ast.Constant) and p.value is Ellipsis for p in parts)
-    for at, part in enumerate(parts):
+    for num, part in enumerate(parts):
         if isinstance(part, ast.Slice) and part.step is not None and part.upper is None:
             first = 0 if part.lower is None else _number(part.lower)
             step = _number(part.step)
             if first is not None and step is not None:
-                return first, step, at - len(parts) if behind else at
+                return first, step, _dim_of(num, parts)
     return None
 
 
 def _one_in_turn(node: ast.Subscript, text: Text) -> Iterator[str]:
     """`x.chunk(n)[i]` as `x[i::n]`, and this as that."""
-    call = node.value
+    call, at = node.value, node.slice
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
         dim = _dim(call, call.args[1:2])
-        one = not isinstance(node.slice, ast.Slice | ast.Tuple)
-        if call.func.attr in CHUNKS and call.args and dim is not None and one:
+        is_one = not isinstance(at, ast.Slice | ast.Tuple)
+        if call.func.attr in CHUNKS and call.args and dim is not None and dim >= -1 and is_one:
             before = "..., " if dim == -1 else ":, " * dim
-            if dim >= -1:
-                every = f"{text(node.slice)}::{as_one(call.args[0], text)}"
-                yield f"{text(call.func.value)}[{before}{every}]"
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            every = f"{text(at)}::{as_one(call.args[0], text)}"
+            yield f"{text(call.func.value)}[{before}{every}]"
+    parts = at.elts if isinstance(at, ast.Tuple) else [at]
+    for num, part in enumerate(parts):
+        if not isinstance(part, ast.Slice) or part.upper is not None:
+            continue
+        whole = all(text(p) in (":", "...") for i, p in enumerate(parts) if i != num)
+        if part.lower is not None and part.step is not None and whole:
+            split = f"tensor_split({text(part.step)}, {_dim_of(num, parts)})"
+            yield f"{as_one(node.value, text)}.{split}[{text(part.lower)}]"
+
+
+def _dim_of(num: int, parts: Sequence[ast.expr]) -> int:
+    """Of part `num` of an index; counted from behind, where there is an ellipsis."""
     behind = any(isinstance(p, ast.Constant) and p.value is Ellipsis for p in parts)
-    for at, part in enumerate(parts):
-        plain = isinstance(part, ast.Slice) and part.upper is None
-        if plain and part.lower is not None and part.step is not None:  # type: ignore[attr-defined]
-            dim = at - len(parts) if behind else at
-            first, step = text(part.lower), text(part.step)  # type: ignore[attr-defined]
-            if all(text(p) in (":", "...") for i, p in enumerate(parts) if i != at):
-                yield f"{as_one(node.value, text)}.tensor_split({step}, {dim})[{first}]"
+    return num - len(parts) if behind else num
 
 
 def _dim(node: ast.Call, given: Sequence[ast.expr], usual: int | None = 0) -> int | None:

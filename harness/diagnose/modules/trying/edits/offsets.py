@@ -74,9 +74,9 @@ def _padded(node: ast.Call, text: Text, axis: str) -> Iterator[Offset]:
     size = rest.left.operand if isinstance(rest.left, ast.UnaryOp) else rest.left
     own, each = as_one(size, text), as_one(rest.right, text)
     first = f"{_before(text(size), axis)} % {each}"
-    others = [text(node.args[0]), f"({first}, -({first} + {own}) % {each})"]
-    others += [text(one) for one in (*node.args[2:], *node.keywords)]
-    yield Offset(f"{text(node.func)}({', '.join(others)})", text(size), axis)
+    given = [text(node.args[0]), f"({first}, -({first} + {own}) % {each})"]
+    given += [*map(text, node.args[2:]), *map(text, node.keywords)]
+    yield Offset(f"{text(node.func)}({', '.join(given)})", text(size), axis)
 
 
 def _cut(node: ast.Subscript, text: Text, axis: str) -> Iterator[Offset]:
