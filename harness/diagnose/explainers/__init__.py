@@ -29,6 +29,7 @@ from sumgrad.diagnose.explainers.by_modules.in_code.computed import with_the_lin
 from sumgrad.diagnose.explainers.by_modules.in_code.written_over import with_what_was_written_over
 from sumgrad.diagnose.explainers.by_modules.in_code.wrong_later import with_the_turn
 from sumgrad.diagnose.explainers.by_modules.rows import paired, put_together, rows_used
+from sumgrad.diagnose.explainers.by_modules.rows.looked_up import with_rows_looked_up
 from sumgrad.diagnose.explainers.by_modules.weighing import weights
 from sumgrad.diagnose.explainers.by_modules.weighing.count_divided_by import by_another_count
 from sumgrad.diagnose.explainers.by_modules.weighing.factor_lines import with_the_factors_line
@@ -123,4 +124,5 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_what_was_written_over,
     with_settings,
     with_branches,
+    with_rows_looked_up,
 )

@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.by_modules import forward
+from sumgrad.diagnose.explainers.by_modules.rows.looked_up import with_rows_looked_up
 from sumgrad.diagnose.modules.inputs import looked_up
-from sumgrad.diagnose.modules.inputs.looked_up import rows_looked_up_there_alone
+from sumgrad.diagnose.modules.inputs.looked_up import looked_up_beside, rows_looked_up_there_alone
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong
+from sumgrad.record.computed import Computation, Computed
 
 TABLE = torch.randn(9, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
@@ -70,3 +73,66 @@ def test_the_words_have_the_rows():
     traces.ranks[0] = trace([0, 1, 2])
     (said,) = forward._lacking_below(SimpleNamespace(traces=traces), look, wrong)
     assert "was found on no rank: look" in said
+
+
+def looking(*ids, table=TABLE, function="embedding"):
+    """A rank that looks these rows up itself, call by call; no module does."""
+    values = [table, *map(torch.tensor, ids)]
+    calls = tuple(
+        Computation(function=function, line="/x/a.py:7", code="y = F.embedding(at, w)",
+                    takes=(i, 0), made_at=())
+        for i in range(1, len(values))
+    )  # fmt: skip
+    computed = Computed(computations=calls, values=tuple(values))
+    return SimpleNamespace(calls=[], outputs=[], left_out=(), computed=computed)
+
+
+def beside(single, *ranks):
+    found = looked_up_beside(SimpleNamespace(single=single, ranks=dict(enumerate(ranks))))
+    return [(one.module, one.ranks, one.here, one.there, one.by) for one in found]
+
+
+def test_rows_that_all_lie_so_many_before_those_of_the_module():
+    single = trace([[2, 3], [4, 5]])
+    whole = [("table", (0, 1), (0, 1, 2, 3), (2, 3, 4, 5), 2)]
+    assert beside(single, looking([0, 1]), looking([3, 2], [1, 0])) == whole
+    assert beside(single, looking([0, 1, 2, 3]), looking()) == [("table", (0,), *whole[0][2:])]
+    assert beside(trace([0, 1, 2]), looking([3, 2, 1]))[0][-1] == -1
+
+
+@pytest.mark.parametrize(("single", "ranks"), [
+    (trace([2, 3, 4]), [looking([2, 3, 4])]),  # the same
+    (trace([2, 3, 4]), [looking([0, 1, 3])]),  # not all as many apart
+    (trace([2, 3, 4]), [looking([0, 1])]),  # not all of them
+    (trace([2, 3]), [looking([0, 1])]),  # few
+    (trace([2, 3, 4]), [looking([0, 1, 2], table=TABLE + 1)]),  # of another table
+    (trace([2, 3, 4]), [looking([0, 1, 2], function="index_add")]),
+    (trace([2, 3, 4]), [looking([0, 1, 2]), trace([2, 3, 4])]),  # the module is called, too
+    (trace([2, 3, 4], values=TABLE * 2), [looking([0, 1, 2])]),  # no rows of it
+    (trace([2, 3, 4], left_out=("table",)), [looking([0, 1, 2])]),
+    (trace(), [looking([0, 1, 2])]),
+])  # fmt: skip
+def test_what_is_not_known_to_lie_beside_is_not_told(single, ranks):
+    for rank in ranks:
+        rank.computed = getattr(rank, "computed", Computed())
+    assert beside(single, *ranks) == []
+
+
+def test_the_words_say_by_how_many_and_only_beside_a_place():
+    traces = SimpleNamespace(single=trace([2, 3, 4]), ranks={1: looking([0, 1, 2])})
+    case = SimpleNamespace(traces=traces)
+    (said, rest) = with_rows_looked_up(
+        case, Diagnosis(cause="c", kind="forward", because=("b",))
+    ).because
+    assert rest == "b"
+    assert said.startswith("a.py:7 `y = F.embedding(at, w)` looks up rows 0-2 of table.weight "
+                           "on rank 1, and table (Embedding at torch")  # fmt: skip
+    assert "in the single process rows 2-4, 2 behind these: it is called on no rank" in said
+    traces.ranks[1] = looking([3, 4, 5])
+    (said, _) = with_rows_looked_up(case, Diagnosis(cause="c", kind="open", because=("b",))).because
+    assert "1 before these" in said
+    for known in (Diagnosis(cause="c", kind="avg"),
+                  Diagnosis(cause="c", kind="forward", standing="proved")):  # fmt: skip
+        assert with_rows_looked_up(case, known) == known
+    nothing = Diagnosis(cause="c", kind="forward")
+    assert with_rows_looked_up(SimpleNamespace(traces=None), nothing) == nothing
