@@ -233,7 +233,21 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "loops.to(own.dtype))`\nwhat it takes on rank 0 is made at tests/bugs/au_09_every",
         ),
         ("az_02", "wrong already on rank 0-1\nmixer has causal = False in call 3 on rank 0 (and"),
-        ("bf_09", "its numbers come from rank 1 at tests/bugs/bf_09_handed_on_before_it_is"),
+        ("bf_09", "its numbers on rank 2 come from rank 1 at tests/bugs/bf_09_handed_on_before_it"),
+        (
+            "cf_02",
+            "mask` changes the numbers of first.weight, blocks.0.weight, blocks.1.weight out",
+        ),
+        (
+            "cf_03",
+            "the backward of FusedSnakeKernel gives for alpha is not the derivative of its f",
+        ),
+        ("cf_10", "_score.py:57 `return (pulled * signs.draw(x)).sum(1)`, where that has tests/bu"),
+        ("cg_10", "self.couplings[:, :, lo:hi].permute(2, 3, 0, 1))`, every gradient of every"),
+        (
+            "a_38",
+            'sum_before(ids.shape[1], "cp") + ids.shape[1], device=ids.device)`, where sum_be',
+        ),
         ("bg_01", "call 0 has 6 numbers, of which the first 1 alone are a bag of the single"),
         (
             "bg_02",
