@@ -15,7 +15,12 @@ from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.in_code.lines import known_lines
 from sumgrad.diagnose.modules.trying.changes import changes_of
-from sumgrad.diagnose.modules.trying.edits.order import edits_to_try, function_at, suspicion_of
+from sumgrad.diagnose.modules.trying.edits.order import (
+    edits_to_try,
+    feeding_what_is_named,
+    function_at,
+    suspicion_of,
+)
 from sumgrad.diagnose.names import axis_groups
 from sumgrad.judge.cells import expected
 from sumgrad.ledger.operations import POINT_TO_POINT
@@ -77,7 +82,8 @@ def edited_to_try(
                 texts[file] = Path(file).read_text()
     axes = [name for name, _ in record.spec.topology.pools[0].axes]
     single = {*traces.single.computed.names}
-    edits = edits_to_try(texts, names, single, axes, said, suspicion_of(lines))
+    feeding = feeding_what_is_named(lines, said)
+    edits = edits_to_try(texts, names, single, axes, said, suspicion_of(lines), feeding)
     changes = [Change(site=f"{edit.file}:{edit.start[0]}", function="", way="edit", edit=edit)
                for edit in edits]  # fmt: skip
     return _asked(case, changes, seconds)

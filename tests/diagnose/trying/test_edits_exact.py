@@ -133,6 +133,14 @@ def test_lines_that_are_named_come_before_those_that_are_not():
     assert first.startswith("return part.std")
 
 
+def test_of_lines_that_are_not_named_those_that_feed_one_come_first():
+    code = "def mask(x):\n    return -x\n\n\ndef other(x):\n    return -x\n"
+    names = {"step.py:1 mask": {"x": TENSOR}, "step.py:5 other": {"x": TENSOR}}
+    for feeding, lines in ((names, [2, 6]), (["step.py:5 other"], [6, 2])):
+        found = edits_to_try({"step.py": code}, names, set(), (), "", {}, {*feeding})
+        assert list(dict.fromkeys(edit.start[0] for edit in found)) == lines
+
+
 def test_axes_are_changed_last():
     code = "def step(x, ctx):\n    dist.all_reduce(x, group=ctx.group('dp'))\n    return -x\n"
     found = become({"step.py:1 step": {"x": TENSOR}}, axes=["dp", "tp"], code=code)

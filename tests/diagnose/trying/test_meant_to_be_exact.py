@@ -196,7 +196,7 @@ def test_what_begins_after_the_parts_of_the_ranks_before(code, new, size):
     "torch.arange(3)", "torch.arange(a, b)", "range(*given)", "enumerate(rows, 1)",
     "enumerate(x for x in rows)", "rank * 2", "rank * stage", "a * b", "rank + n", "x[:3]",
     "F.pad(x, (0, n))", "F.pad(x, (1, -n % r))", "F.pad(x, (0, 0, 0, -n % r))", "F.pad(x, ends)",
-    "x[:-n]", "x[a:b]", "x[::2]", "x[n:]", "x[rank * n:(rank + 1) * m]", "len(x)",
+    "x[:-n]", "x[a:b]", "x[::2]", "x[:n:2]", "x[n:]", "x[rank * n:(rank + 1) * m]", "len(x)",
 ])  # fmt: skip
 def test_what_needs_no_offset(code):
     assert begun(code) == []

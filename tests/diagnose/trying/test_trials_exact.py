@@ -15,7 +15,7 @@ from sumgrad.diagnose.modules.in_code.lines import Lines
 from sumgrad.diagnose.modules.trying import changes
 from sumgrad.diagnose.modules.trying.changes import changes_of
 from sumgrad.diagnose.modules.trying.edits import order
-from sumgrad.diagnose.modules.trying.edits.order import suspicion_of
+from sumgrad.diagnose.modules.trying.edits.order import feeding_what_is_named, suspicion_of
 from sumgrad.record.trial import Change, Edit, Trial
 from sumgrad.subjects.program.watched.computations import Computations
 from torch.nn import functional as F
@@ -842,6 +842,27 @@ def test_an_edit_that_may_make_good_another_line_comes_after_a_change():
     assert (said.kind, said.standing) == ("forward", "proved")
     said = with_what_was_tried(case(edited(), trial(SUM, "sum", axis="tp")), CAUSE)
     assert said.kind == "code"
+
+
+def masked(x):
+    return x > 0
+
+
+def weighed(x):
+    keep = masked(x)
+    return (x * keep).sum() + 0 * x.exp().sum()
+
+
+def test_functions_that_made_what_a_named_line_takes():
+    lines = lines_of(recorded(weighed, X))
+    (product,) = [c for c in lines.computed(0).computations if c.part == "x * keep"]
+    (made,) = [c for c in lines.computed(0).computations if c.part == "x > 0"]
+    file, _, number = product.line.rpartition(":")
+    found = feeding_what_is_named(lines, f"it is wrong at {file}:{number} `x`")
+    assert found == {made.within}
+    assert found.pop().endswith(" masked")
+    assert feeding_what_is_named(lines, f"at {file}:{int(number) + 1}") == set()
+    assert feeding_what_is_named(lines, f"at other.py:{number}") == set()
 
 
 def test_lines_are_looked_at_no_longer_than_so(monkeypatch):

@@ -37,12 +37,13 @@ def edits_to_try(
     axes: Sequence[str],
     said: str,
     suspicion: Mapping[str, Soon],
+    feeding: Set[str] = frozenset(),
 ) -> list[Edit]:
     """Those to try first at the front. texts: of files, by path. names: of each function that a
     rank runs, `PATH:10 NAME`, of what kind is what stands under a name in it. single: functions
     that the single process runs, too, of which those alone are tried that the cause names. said: of
     the cause. suspicion: by line, `PATH:12`, the smaller, the sooner it is tried, and of equals
-    where in the step it is."""
+    where in the step it is. feeding: functions that made what lines take that the cause names."""
     named = {int(line) for line in re.findall(r":(\d+)\b", said)}
     trees = {}
     for file, text in texts.items():
@@ -64,7 +65,7 @@ def edits_to_try(
         own = named_in.get(function, set())
         if file not in of_files or (function in single and not own):
             continue
-        near = bool(own) or function.rpartition(".")[2].rpartition(" ")[2] in called
+        near = bool(own) or function in feeding or _name_of(function) in called
         for soon, edit in of_files[file].in_function(first, kinds):
             at = range(edit.start[0], edit.end[0] + 1)
             suspect, place_in_step = min(suspicion.get(f"{file}:{line}", UNKNOWN) for line in at)
@@ -97,6 +98,20 @@ def _helpers(
     }
 
 
+def feeding_what_is_named(lines: Lines, said: str) -> set[str]:
+    """Functions whose lines made, on a rank, what a line takes that the cause names."""
+    named = set(re.findall(r":(\d+)\b", said))
+    found = set[str]()
+    for rank in lines.states.ranks:
+        every = lines.computed(rank).computations
+        makers = {n: c.within for c in reversed(every) for n in c.gives}
+        for c in every:
+            file, _, line = c.line.rpartition(":")
+            if line in named and PurePath(file).name in said:
+                found |= {makers[t] for t in c.takes if t in makers and makers[t] != c.within}
+    return found - {""}
+
+
 def suspicion_of(lines: Lines) -> dict[str, Soon]:
     """By line of what the ranks run, how soon it is suspected: by whether what it gives, or the
     gradient of what it takes, is known to be right, and first wrong in it; of equals the last."""
@@ -114,6 +129,11 @@ def suspicion_of(lines: Lines) -> dict[str, Soon]:
             key = min(own + wrong, RIGHT), -place
             found[c.line] = min(found.get(c.line, key), key)
     return found
+
+
+def _name_of(function: str) -> str:
+    """Of one that is called as a Computation's `within`, without the class that it is in."""
+    return function.rpartition(".")[2].rpartition(" ")[2]
 
 
 def function_at(function: str) -> tuple[str, int]:
