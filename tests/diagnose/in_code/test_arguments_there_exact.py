@@ -191,6 +191,19 @@ def test_what_is_filled_with_one_number_was_made_where_it_was_filled():
     assert line_that_computed(mine, last(mine).takes[1], {made[0]}) == NO_LINE
 
 
+def of_received(x):
+    came = torch.empty(4, 1, dtype=torch.float64)
+    with torch._C.DisableTorchFunction():  # as a message, which no torch function brings
+        came.fill_(0.5)
+    came = came[::2]
+    return x * came
+
+
+def test_what_is_made_empty_was_filled_by_something_else():
+    mine = recorded(of_received, X2)
+    assert line_that_computed(mine, last(mine).takes[1]) == NO_LINE
+
+
 X2, Y2 = (torch.randn(2, 3, generator=G).double() for _ in range(2))
 
 

@@ -59,7 +59,8 @@ def test_names_of_one_kind_conditions_terms_and_statements():
 SHARD = """def places(x, rank, states):
     at = torch.arange(x.shape[0])
     first = [states]
-    return at, first, x[:, : x.shape[1]]
+    every = [1, 2, 3, 4, rank]
+    return at, first, x[:, : x.shape[1]], every
 """
 
 
@@ -71,10 +72,11 @@ def test_where_a_part_begins_and_a_list_with_one_less():
         ("x.shape[0]", "cp", 'at = torch.arange(__before__(x.shape[0], "cp"), '
                              '__before__(x.shape[0], "cp") + x.shape[0])'),
         ("x.shape[1]", "cp", 'return at, first, x[:, __before__(x.shape[1], "cp"):'
-                             '__before__(x.shape[1], "cp") + x.shape[1]]'),
+                             '__before__(x.shape[1], "cp") + x.shape[1]], every'),
     ]  # fmt: skip
     assert [edit.sure for edit in found if edit.becomes == "first = []"] == [False]
     assert found.index(offsets[0]) < len(found) / 4
+    assert "every = [2, 3, 4, rank]" not in [edit.becomes for edit in found]
 
 
 def test_what_nothing_reads_comes_first():
