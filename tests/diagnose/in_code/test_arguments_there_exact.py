@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from sumgrad.diagnose.modules.in_code.lines import AtLine
 from sumgrad.diagnose.modules.in_code.made_by import line_that_computed
 from sumgrad.diagnose.modules.values.seen import Seen
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong
+from sumgrad.record.computed import Computation, Computed
 from sumgrad.record.line import NO_LINE
 from sumgrad.record.trace import INTO, Call
 from sumgrad.subjects.program.watched.computations import Computations
@@ -189,6 +191,15 @@ def test_what_is_filled_with_one_number_was_made_where_it_was_filled():
     made = line_that_computed(mine, last(mine).takes[1])
     assert made[1] == "sizes = torch.ones(4, 1).double()"
     assert line_that_computed(mine, last(mine).takes[1], {made[0]}) == NO_LINE
+
+
+def test_where_a_library_filled_it_is_no_line_of_the_steps_own():
+    cut = Computation(function="getitem", line="/x/a.py:4", code="y = x[1:]", takes=(0, "1:"),
+                      gives=(1,), made_at=(NO_LINE, NO_LINE))  # fmt: skip
+    for line, told in ((f"{torch.__file__}:9", NO_LINE), ("/x/a.py:3", ("/x/a.py:3", "ones(2)"))):
+        own = replace(cut, made_at=((line, "ones(2)"), NO_LINE))
+        computed = Computed(computations=(own,), values=(X2, X2[1:]))
+        assert line_that_computed(computed, 1) == told
 
 
 def of_received(x):
