@@ -299,13 +299,29 @@ def test_a_number_of_which_each_rank_has_a_share_is_no_other_number(
 ):
     ranks = {r: SimpleNamespace(computed=recorded(by_share, X, s)) for r, s in enumerate(shares)}
     monkeypatch.setattr(computed, "axis_groups", lambda case: [("dp", [(2, 3)]), ("tp", [(0, 1)])])
-    case = SimpleNamespace(traces=SimpleNamespace(ranks=ranks))
-    found = first(ranks[1].computed, recorded(by_share, X, whole))
+    single = SimpleNamespace(computed=recorded(by_share, X, whole))
+    case = SimpleNamespace(traces=SimpleNamespace(ranks=ranks, single=single))
+    found = first(ranks[1].computed, single.computed)
     assert computed._is_a_share(case, found) != told
     assert not computed._is_a_share(SimpleNamespace(traces=None), found)
     del ranks[0].computed
     ranks[0].computed = recorded(lambda x, share: x / share, X, shares[0])
     assert not computed._is_a_share(case, found)
+
+
+def test_of_several_calls_the_same_one_has_the_other_shares(monkeypatch):
+    def twice(x, shares):
+        return [x.square() * share for share in shares]
+
+    shares = ((1.0, 2.0), (0.5, 1.0))
+    ranks = {r: SimpleNamespace(computed=recorded(twice, X, s)) for r, s in enumerate(shares)}
+    monkeypatch.setattr(computed, "axis_groups", lambda case: [("dp", [(0, 1)])])
+    single = SimpleNamespace(computed=recorded(twice, X, (1.5, 3.0)))
+    case = SimpleNamespace(traces=SimpleNamespace(ranks=ranks, single=single))
+    found = [*computed_otherwise(1, ranks[1].computed, single.computed)]
+    assert [computed._is_a_share(case, one) for one in found] == [True, True]
+    ranks[0].computed = recorded(twice, X, (1.0, 1.0))
+    assert [computed._is_a_share(case, one) for one in found] == [True, False]
 
 
 def test_what_is_divided_by_a_share_is_another(monkeypatch):
@@ -314,8 +330,10 @@ def test_what_is_divided_by_a_share_is_another(monkeypatch):
 
     ranks = {r: SimpleNamespace(computed=recorded(by_count, X, c)) for r, c in enumerate((2, 3))}
     monkeypatch.setattr(computed, "axis_groups", lambda case: [("dp", [(0, 1)])])
-    found = first(ranks[1].computed, recorded(by_count, X, 5))
-    assert not computed._is_a_share(SimpleNamespace(traces=SimpleNamespace(ranks=ranks)), found)
+    single = SimpleNamespace(computed=recorded(by_count, X, 5))
+    found = first(ranks[1].computed, single.computed)
+    traces = SimpleNamespace(ranks=ranks, single=single)
+    assert not computed._is_a_share(SimpleNamespace(traces=traces), found)
 
 
 def test_what_belongs_elsewhere_is_no_part():

@@ -118,6 +118,13 @@ def test_what_is_not_known_to_lie_beside_is_not_told(single, ranks):
     assert beside(single, *ranks) == []
 
 
+def test_rows_that_are_the_same_have_no_number():
+    twice = TABLE[[0, 1, 2, 3, 4, 5, 5]]
+    single = trace([2, 3, 4], values=twice)
+    single.params = {"table.weight": twice}
+    assert beside(single, looking([0, 1, 2], table=twice)) == []
+
+
 def test_the_words_say_by_how_many_and_only_beside_a_place():
     traces = SimpleNamespace(single=trace([2, 3, 4]), ranks={1: looking([0, 1, 2])})
     case = SimpleNamespace(traces=traces)

@@ -52,10 +52,9 @@ class Shifted:
 def looked_up_beside(traces: Traces) -> Iterator[Shifted]:
     """Each module of which that is so, and the first such line."""
     single, called = traces.single, {c.module for t in traces.ranks.values() for c in t.calls}
-    there_called = {call.module for call in single.calls}
     for name, weight in single.params.items():
         module = name.rpartition(".")[0]
-        if module in called or module not in there_called or module in single.left_out:
+        if module in called or module in single.left_out:
             continue
         if weight.dim() != 2 or weight.numel() > MOST_NUMBERS or _gives_much(single, module):
             continue

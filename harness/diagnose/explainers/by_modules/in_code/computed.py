@@ -169,26 +169,34 @@ def _is_a_part(case: Case, one: Otherwise, whole: Computed) -> bool:
 def _is_a_share(case: Case, one: Otherwise) -> bool:
     """Whether a line multiplies by a number of which each rank has a share, and all have together
     what the single process has: as of how many of something a rank looks at."""
-    traces, its = case.traces, one.its.takes[one.at]
-    if traces is None or one.mine.function != "mul" or not isinstance(its, str):
+    traces = case.traces
+    if traces is None or not isinstance(one.its.takes[one.at], str):
         return False
     own = traces.ranks[one.rank].computed.computations
     number = sum(c.site == one.mine.site for c in own[: one.place])
+    there = _numbers_at(traces.single.computed, one.its.site, one.at)
     for group in (g for _, groups in axis_groups(case) for g in groups if one.rank in g):
-        shares = []
-        for rank in group:
-            runs = [c for c in traces.ranks[rank].computed.computations
-                    if c.site == one.mine.site and c.function == "mul"]  # fmt: skip
-            shares += [_as_number(c.takes[one.at]) for c in runs[number : number + 1]]
-        if 1 < len(group) == len(shares) and math.isclose(sum(shares), _as_number(its)):
+        every = [_numbers_at(traces.ranks[r].computed, one.mine.site, one.at) for r in group]
+        total = sum(share for shares in every for share in shares[number : number + 1])
+        if any(math.isclose(total, whole) for whole in there):
             return True
     return False
 
 
-def _as_number(taken: int | str) -> float:
-    """Of an argument that is one; NaN of any other."""
+def _numbers_at(computed: Computed, site: str, at: int) -> list[float]:
+    """By what a call in the code multiplies, each time; NaN where that is no number."""
+    found = []
+    for c in computed.computations:
+        if c.site == site and c.function == "mul":
+            taken = c.takes[at]
+            found.append(_as_number(taken) if isinstance(taken, str) else math.nan)
+    return found
+
+
+def _as_number(taken: str) -> float:
+    """NaN of what is none."""
     try:
-        return float(taken) if isinstance(taken, str) else math.nan
+        return float(taken)
     except ValueError:
         return math.nan
 
