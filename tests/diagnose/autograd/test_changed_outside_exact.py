@@ -55,11 +55,34 @@ def test_that_is_in_the_weights_already():
     assert [one.rank for one in changed_outside(traces, ["a.w"])] == [0]
 
 
+def with_a_graph(x, w, mask):
+    v = w * 1.0
+    v *= mask
+    return (x @ v.T).square().sum()
+
+
+def in_another_way(x, w, mask):
+    w.data.masked_fill_(mask == 0, 0.0)
+    return (x @ w.T).square().sum()
+
+
 @pytest.mark.parametrize("rank", [
-    recorded(masked), recorded(in_place, mask=MASK + 1), recorded(by_hand),
+    recorded(masked), recorded(in_place, mask=MASK + 1), recorded(by_hand), recorded(with_a_graph),
+    recorded(in_another_way),
 ])  # fmt: skip
-def test_what_has_a_graph_gives_other_numbers_or_changes_none_is_no_such_line(rank):
+def test_what_has_a_graph_gives_other_numbers_or_is_another_call_is_no_such_line(rank):
     assert found(rank) == []
+
+
+def test_what_is_done_to_the_parameter_alone():
+    def bounded(x, w, mask):
+        return (x @ w.tanh().T).square().sum()
+
+    def outside(x, w, mask):
+        w.data.tanh_()
+        return (x @ w.T).square().sum()
+
+    assert found(recorded(outside), single=bounded) == [(0, "a.w", "w.data.tanh_()", "w.tanh()")]
 
 
 def test_of_other_parameters_and_of_none_nothing_is_told():

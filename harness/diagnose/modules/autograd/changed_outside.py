@@ -38,11 +38,11 @@ def changed_outside(traces: Traces, names: Sequence[str]) -> Iterator[ChangedOut
 
 
 def _made_of(computed: Computed, weight: Tensor) -> Iterator[tuple[Computation, Tensor]]:
-    """What a line makes of a parameter and something else, of the same shape, with a graph."""
+    """What a line makes of a parameter, of the same shape, with a graph."""
     for c in computed.computations:
         taken = [t for t in c.takes if isinstance(t, int)]
         given = [n for n in c.gives if n in computed.with_graph]
-        if len(taken) < 2 or len(given) != 1 or computed.values[given[0]].shape != weight.shape:
+        if len(given) != 1 or computed.values[given[0]].shape != weight.shape:
             continue
         if any(same_value(computed.values[t].double(), weight.double()) for t in taken):
             yield c, computed.values[given[0]]
@@ -53,8 +53,6 @@ def _without_graph(
 ) -> Iterator[tuple[Computation, Computation]]:
     """In place, so that it is the parameter that is another."""
     for c in computed.computations:
-        if sum(isinstance(t, int) for t in c.takes) < 2 or not c.line:
-            continue
         for n in (n for n in c.gives if _is_in_place(computed, c, n)):
             for its, value in made:
                 if its.function == c.function and same_value(computed.values[n], value):
