@@ -585,6 +585,18 @@ def test_nothing_is_told_beside_a_line_into_the_loss_that_gives_what_is_there():
     assert words._beside_it(every, one) == []
 
 
+@pytest.mark.parametrize(("more", "told"), [
+    ({}, True), ({"told": False}, False), ({"at": (0,)}, False), ({"parts": True}, False),
+    ({"again": True}, False), (None, False),
+])  # fmt: skip
+def test_what_a_line_gives_is_told_only_of_one_that_takes_what_is_there(more, told):
+    mine = recorded(own_loss, X, W, torch.ones(6, 1).double()).computations[0]
+    one = AtLine(rank=0, mine=mine, place=0)
+    found = [] if more is None else [replace(one, **more)]
+    every = SimpleNamespace(first_forward=lambda rank, asked: iter(found if asked(mine) else []))
+    assert words._gives_something_else(every, one) == told
+
+
 def test_what_autograd_does_not_know_is_no_line_into_the_loss():
     there = recorded(own_loss, X, W, torch.ones(6, 1).double())
 
