@@ -100,10 +100,17 @@ def test_rows_that_all_lie_so_many_before_those_of_the_module():
     assert beside(trace([0, 1, 2]), looking([3, 2, 1]))[0][-1] == -1
 
 
+def test_rows_that_are_not_all_as_many_apart():
+    """As where padding has a row of its own there."""
+    assert beside(trace([1, 2, 3, 4]), looking([0, 1, 2])) == [
+        ("table", (0,), (0, 1, 2), (1, 2, 3, 4), 0)
+    ]
+    assert beside(trace([2, 3, 4]), looking([0, 1, 3]))[0][-1] == 0
+
+
 @pytest.mark.parametrize(("single", "ranks"), [
     (trace([2, 3, 4]), [looking([2, 3, 4])]),  # the same
-    (trace([2, 3, 4]), [looking([0, 1, 3])]),  # not all as many apart
-    (trace([2, 3, 4]), [looking([0, 1])]),  # not all of them
+    (trace([2, 3, 4, 5]), [looking([2, 3, 4])]),  # a part
     (trace([2, 3]), [looking([0, 1])]),  # few
     (trace([2, 3, 4]), [looking([0, 1, 2], table=TABLE + 1)]),  # of another table
     (trace([2, 3, 4]), [looking([0, 1, 2], function="index_add")]),
@@ -137,7 +144,10 @@ def test_the_words_say_by_how_many_and_only_beside_a_place():
     assert "in the single process rows 2-4, 2 behind these: it is called on no rank" in said
     traces.ranks[1] = looking([3, 4, 5])
     (said, _) = with_rows_looked_up(case, Diagnosis(cause="c", kind="open", because=("b",))).because
-    assert "1 before these" in said
+    assert "rows 2-4, 1 before these: it" in said
+    traces.ranks[1] = looking([3, 4, 6])
+    (said, _) = with_rows_looked_up(case, Diagnosis(cause="c", kind="open", because=("b",))).because
+    assert "rows 2-4: it is called on no rank" in said
     for known in (Diagnosis(cause="c", kind="avg"),
                   Diagnosis(cause="c", kind="forward", standing="proved")):  # fmt: skip
         assert with_rows_looked_up(case, known) == known

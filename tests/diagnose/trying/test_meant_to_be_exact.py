@@ -147,6 +147,23 @@ def laid_out(code):
     ("x.repeat(2, n)", []),
     ("torch.cat([x] * (a + b), dim=1)", ["x.repeat_interleave(a + b, 1)"]),
     ("torch.cat([x, y] * n)", []),
+    ("torch.cat([x, y], 1)", ["torch.cat(list([x, y])[::-1], 1)"]),
+    ("torch.stack(parts, dim=0)", ["torch.stack(list(parts)[::-1], dim=0)"]),
+    ("torch.cat([*parts])", ["torch.cat(list([*parts])[::-1])"]),
+    ("multiply(grad, conjugate(a))", ["multiply(conjugate(a), grad)"]),
+    ("self.pair(a, b, scale=2)", ["self.pair(b, a, scale=2)"]),
+    ("Pair.apply(a, b)", ["Pair.apply(b, a)"]),
+    ("torch.matmul(a, b)", ["torch.matmul(b, a)"]),
+    ("torch.add(a, b)", []),
+    ("pair(a, a)", []),
+    ("pair(a, 2)", []),
+    ("pair(*both, b)", []),
+    ("pair(a, b, c)", []),
+    ("zip(a, b)", []),
+    ("x.shape[-2:]", ["x.shape[-2:][::-1]"]),
+    ("x.size()[1:3]", ["x.size()[1:3][::-1]"]),
+    ("x.shape[-2]", []),
+    ("x[-2:]", []),
 ])  # fmt: skip
 def test_numbers_that_lie_otherwise(code, others):
     assert laid_out(code) == others

@@ -12,7 +12,7 @@ from torch import Tensor
 
 TABLES = ("Embedding", "EmbeddingBag")  # by the class, as sources have it
 LOOKS_UP = "embedding"
-FEWEST = 3  # rows, of which the same number apart is no chance
+FEWEST = 3  # rows that tell something
 MOST_NUMBERS = 1 << 20  # of a table, and of one output: more cost too much to be looked through
 
 
@@ -36,7 +36,7 @@ def rows_looked_up_there_alone(traces: Traces, module: str) -> list[int] | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shifted:
     """Ranks look up rows `here` of a module's table at a line, where the module, which they do not
-    call, looks up rows `there` in the single process: each so many places further."""
+    call, looks up rows `there` in the single process, and not some of these."""
 
     ranks: tuple[int, ...]
     module: str
@@ -46,7 +46,9 @@ class Shifted:
 
     @property
     def by(self) -> int:
-        return self.there[0] - self.here[0]
+        """How much further all of them are there; 0 where they are not as far apart."""
+        apart = {b - a for a, b in zip(self.here, self.there, strict=False)}
+        return apart.pop() if len(apart) == 1 and len(self.here) == len(self.there) else 0
 
 
 def looked_up_beside(traces: Traces) -> Iterator[Shifted]:
@@ -65,8 +67,7 @@ def looked_up_beside(traces: Traces) -> Iterator[Shifted]:
             continue
         here = tuple(sorted({row for _, _, own in found for row in own}))
         there = tuple(sorted(rows[vector] for vector in vectors))
-        apart = {b - a for a, b in zip(here, there, strict=False)}
-        if len(here) == len(there) >= FEWEST and len(apart) == 1 and apart != {0}:
+        if len(here) >= FEWEST and there and not {*here} <= {*there}:
             ranks = tuple(dict.fromkeys(rank for rank, *_ in found))
             yield Shifted(ranks=ranks, module=module, made=found[0][1], here=here, there=there)
 

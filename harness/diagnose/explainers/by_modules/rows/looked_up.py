@@ -28,8 +28,10 @@ def _in_words(case: Case) -> list[str]:
         return []
     source = traces.single.sources.get(found.module)
     of = f" ({source_from_here(source)})" if source else ""
-    further = "behind" if found.by > 0 else "before"
+    further = (
+        f", {abs(found.by)} {'behind' if found.by > 0 else 'before'} these" if found.by else ""
+    )
     return [f"{expression(found.made)} looks up rows {spans(found.here)} of {found.module}.weight "
             f"on rank {spans(found.ranks)}, and {found.module}{of} in the single process rows "
-            f"{spans(found.there)}, {abs(found.by)} {further} these: it is called on no rank, so "
-            f"look at what its forward does besides"]  # fmt: skip
+            f"{spans(found.there)}{further}: it is called on no rank, so look at what its forward "
+            f"does besides"]  # fmt: skip

@@ -15,6 +15,13 @@ from sumgrad.diagnose.modules.trying.edits.source import Text, as_one, name_call
 CHUNKS = ("chunk", "tensor_split")
 SHAPES = ("view", "reshape")
 ORDERS = ("permute", "movedim")
+SIZES = (".shape", ".size()")
+JOINS = ("cat", "concat", "stack")
+NO_TENSORS = (ast.Constant, ast.Lambda, ast.Starred, ast.GeneratorExp)
+# Functions of torch's and methods whose two arguments may stand the other way round; of those that
+# are called by a plain name all but these.
+TWO_ALIKE = {"apply", "matmul", "mm", "bmm", "kl_div", "cdist"}
+NO_TWO = {"max", "min", "zip", "isinstance", "getattr", "hasattr", "range", "divmod", "pow"}
 
 
 def laid_out_otherwise(node: ast.expr, text: Text) -> Iterator[str]:
@@ -22,6 +29,8 @@ def laid_out_otherwise(node: ast.expr, text: Text) -> Iterator[str]:
         yield from _of_a_method(node, node.func, text)
         yield from _copied(node, text)
         yield from _padded_elsewhere(node, text)
+    if isinstance(node, ast.Call):
+        yield from _the_other_way_round(node, text)
     if isinstance(node, ast.Call) and name_called(node) == "range" and len(node.args) == 3:
         first, end, step = (as_one(one, text) for one in node.args)
         each = f"({end} // {step})"
@@ -30,6 +39,9 @@ def laid_out_otherwise(node: ast.expr, text: Text) -> Iterator[str]:
         yield from _in_turn(node, text)
     elif isinstance(node, ast.Subscript):
         yield from _one_in_turn(node, text)
+        of_sizes = text(node.value).endswith(SIZES)
+        if of_sizes and isinstance(node.slice, ast.Slice) and node.slice.step is None:
+            yield f"{text(node)}[::-1]"
 
 
 def other_ends(part: ast.expr, text: Text) -> Iterator[str]:
@@ -50,6 +62,22 @@ def other_ends(part: ast.expr, text: Text) -> Iterator[str]:
         yield f":-{size}" if lower is not None else f"-{size}:"
         if upper is not None:
             yield f"{size}:2 * {size}"
+
+
+def _the_other_way_round(node: ast.Call, text: Text) -> Iterator[str]:
+    """Two things that a function is given, and what is put together."""
+    name, given, function = name_called(node).rpartition(".")[2], node.args, node.func
+    rest = [text(one) for one in node.keywords]
+    if isinstance(function, ast.Name) or text(function).startswith("self."):
+        may_be = name not in NO_TWO
+    else:
+        may_be = name in TWO_ALIKE
+    plain = not any(isinstance(one, NO_TENSORS) for one in given)
+    if may_be and plain and len(given) == 2 and text(given[0]) != text(given[1]):
+        yield f"{text(function)}({', '.join([text(given[1]), text(given[0]), *rest])})"
+    if name in JOINS and given and not isinstance(given[0], ast.BinOp | ast.Starred):
+        turned = f"list({text(given[0])})[::-1]"
+        yield f"{text(function)}({', '.join([turned, *map(text, given[1:]), *rest])})"
 
 
 def _padded_elsewhere(node: ast.Call, text: Text) -> Iterator[str]:
