@@ -420,6 +420,21 @@ def test_the_output_of_a_stage_is_that_of_its_last_layer(lacking):
     assert found.forward("") == "wrong"
 
 
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_what_a_stage_has_so_far_is_no_output_of_the_whole_model(elsewhere):
+    """Where another rank goes on; else it is wrong."""
+    held = [(n, OUT[n], GRAD[n]) for n in MODULES]
+    single = trace([*held, ("", OUT["third"] + 1, GRAD["third"])], batch=BATCH)
+    so_far = trace([*held[:2], ("", OUT["second"] + 2, GRAD["second"])])
+    ranks = {0: so_far, 1: trace(held[2 if elsewhere else 1 :][: 2 if elsewhere else 1])}
+    found = look_at(Traces(tier="structure", step=0, ranks=ranks, single=single), "float64", ())
+    assert found.forward("") == ("untold" if elsewhere else "wrong")
+    last = trace([*held[1:], ("", OUT["second"] + 2, GRAD["second"])])
+    ranks = {0: trace(held[:1]), 1: last}
+    found = look_at(Traces(tier="structure", step=0, ranks=ranks, single=single), "float64", ())
+    assert found.forward("") == "wrong"
+
+
 @pytest.mark.parametrize("reached", [True, False])
 def test_a_trial_run_that_gets_no_gradient_is_no_fault(reached):
     trial = trace([("first", OUT["first"] * 0 + 1, GRAD["first"] if reached else None)])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from records_in_memory import compared, program_record
 from sumgrad.diagnose.diagnose import diagnose
+from sumgrad.diagnose.explainers.of_others import replaced
 
 AT = ("structure", 0)
 SIZES = {"a.de": (6, 4), "a.fr": (6, 4), "b.de": (10,), "b.fr": (10,), "tiny": (2,)}
@@ -72,6 +74,19 @@ def test_almost_the_same_or_too_few_numbers_are_no_pair():
         grads["a.de"], grads["a.fr"] = grads["a.fr"], grads["a.de"]
 
     assert cause_of(swapped).kind == "held_elsewhere"
+
+
+def test_what_has_the_other_sign_lies_in_no_other_place():
+    """As the mirrored half of what is skew, whose numbers are those of the other half."""
+    half = torch.randn(6, 6, generator=torch.Generator().manual_seed(8)).double().triu(1)
+    skew = half - half.T
+    flat = skew.reshape(-1).sort()
+    pool = replaced.Pool(names=("a",), values=flat.values, at=flat.indices,
+                         owner=torch.zeros(36, dtype=torch.long))  # fmt: skip
+    for got, told in ((half + half.T, False), (skew.roll(1, 0), True)):
+        cell = SimpleNamespace(name="a", measured=got, index=None,
+                               wanted=SimpleNamespace(value=skew, threshold=1e-12))  # fmt: skip
+        assert (replaced._look_for(cell, pool) is not None) == told
 
 
 def added(grads, *pairs):

@@ -12,6 +12,7 @@ from sumgrad.diagnose.explainers.by_modules import backward, forward, looked
 from sumgrad.diagnose.explainers.by_modules.forwards import entering
 from sumgrad.diagnose.modules.values.matching import Match
 from sumgrad.diagnose.modules.values.seen import Seen
+from sumgrad.diagnose.modules.where import first_wrong
 from sumgrad.diagnose.modules.where.first_wrong import (
     FirstWrong,
     first_wrong_elsewhere,
@@ -200,3 +201,15 @@ def test_a_module_that_is_another_on_the_ranks_is_called_by_both(ranks, said):
     held = {rank: traced(source) for rank, source in enumerate(ranks)}
     traces = Traces(tier="t", step=0, ranks=held, single=traced("Plain at a.py:1"))
     assert looked.named(look_at(traces, "float64", ()), "m") == f"m ({said})"
+
+
+def test_single_numbers_of_what_is_around_it_measure_nothing():
+    def seen(module, shape):
+        return SimpleNamespace(call=SimpleNamespace(module=module), shape=torch.Size(shape))
+
+    inner = seen("a.b", (4, 3))
+    for around in ("", "a"):
+        assert first_wrong._is_another_output(seen(around, (4, 1)), inner)
+        assert not first_wrong._is_another_output(seen(around, (4, 3)), inner)
+        assert not first_wrong._is_another_output(seen(around, (4, 1)), seen("a.b", (2, 1)))
+    assert not first_wrong._is_another_output(seen("c", (4, 1)), inner)

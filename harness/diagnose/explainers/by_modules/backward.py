@@ -169,7 +169,8 @@ def _what_is_wrong(look: Look, found: FirstWrong, above: str) -> str:
         return f"no gradient reaches the output of {at} {ranks}{in_some_calls(look, found)}"
     if found.emptied:
         return f"no gradient reaches a part of the output of {at} {ranks}"
-    measured = f", measured by what reaches {some_of(found.modules)}," if above else ""
+    names = some_of([module or "the model itself" for module in found.modules])
+    measured = f", measured by what reaches {names}," if above else ""
     if found.by_vector:
         return (f"{what} is{measured} that of the single process but for a factor of its own in "
                 f"each vector {ranks}")  # fmt: skip

@@ -107,6 +107,8 @@ def _look_for(cell: Cell, pool: Pool) -> Elsewhere | None:
     if num < FEWEST or len(pool.values) * bound > CHANCE * wide:
         return None
     looked = got[wrong]
+    if bool(((looked + wanted[wrong]).abs() <= bound).all()):
+        return None  # with the other sign, as the mirrored half of what is skew
     place = torch.searchsorted(pool.values, looked).clamp(max=len(pool.values) - 1)
     below = (place - 1).clamp(min=0)
     nearer = (pool.values[below] - looked).abs() < (pool.values[place] - looked).abs()

@@ -312,6 +312,14 @@ def _reached(look: Look, s: Seen) -> Tensor:
     return out
 
 
+def _is_another_output(t: Seen, s: Seen) -> bool:
+    """Whether it is of a module around this one, which has several outputs, and single numbers, of
+    which any factor fits: it may be made of something else."""
+    outer, inner = t.call.module, s.call.module
+    around = not outer or inner.startswith(f"{outer}.")
+    return around and t.shape[-1:] == (1,) != s.shape[-1:]
+
+
 def _factor_above(look: Look, above: Sequence[str], s: Seen) -> float | None:
     """The one factor that a call's gradient had in all that is made from its output.
 
@@ -324,6 +332,7 @@ def _factor_above(look: Look, above: Sequence[str], s: Seen) -> float | None:
         if m != LOSS
         for t in look.seen[m]
         if t.call.number == s.call.number or t.call.recomputed or s.call.recomputed
+        if not _is_another_output(t, s)
     ]
     told = [t for t in found if t.backward != "untold"]
     mine = [t for t in told if t.rank == s.rank] or told

@@ -172,9 +172,11 @@ def _unless_stage(
     s: Seen, seen: Mapping[str, Sequence[Seen]], traces: Traces, modules: Sequence[str]
 ) -> Seen:
     """Of a stage of a pipeline nothing is told by the output of the model that it is cut from: it
-    is that of its last layer, and what follows is on another rank."""
+    is that of its last layer, or what it has so far, and what follows is on another rank."""
     if s.forward != "wrong":
         return s
+    if not s.call.module and _goes_on_elsewhere(s.rank, traces, modules):
+        return replace(s, forward="untold", backward="untold", wrong=None)
     trace = traces.ranks[s.rank]
     mine = trace.output_of(s.call)
     called = {call.module for call in trace.calls}
@@ -186,6 +188,14 @@ def _unless_stage(
             if other.forward == "right" and theirs is not None and torch.equal(mine, theirs):
                 return replace(s, forward="untold", backward="untold", wrong=None)
     return s
+
+
+def _goes_on_elsewhere(rank: int, traces: Traces, modules: Sequence[str]) -> bool:
+    """Whether other ranks alone call what the single process calls last of its model."""
+    called = {r: {call.module for call in trace.calls} for r, trace in traces.ranks.items()}
+    own = [i for i, m in enumerate(modules) if m and m in called[rank]]
+    later = {*modules[max(own) + 1 :]} - {""} if own else set()
+    return any(not later.isdisjoint(others) for r, others in called.items() if r != rank)
 
 
 def _is_inside(module: str, outer: str) -> bool:

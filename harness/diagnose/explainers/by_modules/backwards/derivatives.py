@@ -80,7 +80,7 @@ def wrong_functions(
     if found:
         return WrongFunctions(
             said=f"the backward of {functions_in_words(found)} is {SAID}",
-            because=tuple(how_they_are_off(found)),
+            because=(*how_they_are_off(found), *_nor_there(traces, found)),
         )
     if nothing := [] if ratio is not None else _gives_nothing(case, keys):
         return nothing[0]
@@ -97,6 +97,17 @@ def wrong_functions(
     told = [one for one in wrong if any(w.lacks for w in one.wrong)]
     because = (*how_they_bring_back(told), *(how_they_are_off(scaling) if ratio is None else ()))
     return WrongFunctions(said="", because=because) if because else None
+
+
+def _nor_there(traces: Traces, found: Sequence[OwnFormula]) -> list[str]:
+    """Of the single process the Functions of which the same is so, as of a surrogate."""
+    own = {one.function for one in found}
+    others = dict.fromkeys(d.function for d in traces.single.computed.derivatives if not d.agrees)
+    names = [name for name in others if name not in own]
+    if not names:
+        return []
+    return [f"that of {some_of(names)}, which the single process runs, is none either: where that "
+            f"is meant, as a surrogate's slope is, look at what the two do otherwise"]  # fmt: skip
 
 
 def _not_the_derivative(case: Case) -> dict[tuple[str, str], OwnFormula]:
@@ -274,7 +285,9 @@ def how_they_are_off(found: Sequence[OwnFormula]) -> Iterator[str]:
         rank, d = next((w for w in one.wrong if w[1].off or w[1].shares), one.wrong[0])
         lines = list(dict.fromkeys(line_and_code(*w.line) for _, w in one.wrong))
         names = list(dict.fromkeys(w.argument for _, w in one.wrong))
-        wrong, told = (len({(r, t.line, t.call) for r, t in own}) for own in (one.wrong, one.told))
+        told = _calls(one.told)
+        # Of several arguments in as many as each of them.
+        wrong = min(_calls([w for w in one.wrong if w[1].argument == name]) for name in names)
         often = f"all {told}" if wrong == told else f"at least {wrong} of {told}"
         how = "finite differences on all its ranks" if d.together else "finite differences"
         text = (f"what the backward of {one.function} gives for {some_of(names)} is {SAID}, by "
@@ -282,6 +295,10 @@ def how_they_are_off(found: Sequence[OwnFormula]) -> Iterator[str]:
         text += f"; for {some_of(sorted(right))} it is" if right else ""
         yield f"{text}; it is called at {some_of(lines)}"
         yield from _off(rank, d)
+
+
+def _calls(found: Sequence[tuple[int, Derivative]]) -> int:
+    return len({(rank, d.line, d.call) for rank, d in found})
 
 
 def _off(rank: int, d: Derivative) -> Iterator[str]:
