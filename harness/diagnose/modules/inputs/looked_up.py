@@ -1,5 +1,5 @@
 """Rows of a table that the single process looks up, and no rank does; and lines of ranks that look
-up rows so many places before or behind those that a module does there, as one with an offset."""
+up others than a module does there which they do not call, as one with an offset."""
 
 from __future__ import annotations
 

@@ -313,8 +313,8 @@ def _reached(look: Look, s: Seen) -> Tensor:
 
 
 def _is_another_output(t: Seen, s: Seen) -> bool:
-    """Whether it is of a module around this one, which has several outputs, and single numbers, of
-    which any factor fits: it may be made of something else."""
+    """Whether it is of a module around this one, and single numbers, of which any factor fits: it
+    may be made of something else, as one of several outputs."""
     outer, inner = t.call.module, s.call.module
     around = not outer or inner.startswith(f"{outer}.")
     return around and t.shape[-1:] == (1,) != s.shape[-1:]

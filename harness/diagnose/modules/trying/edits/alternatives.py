@@ -8,7 +8,13 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 
 from sumgrad.diagnose.modules.trying.edits.layouts import other_ends
-from sumgrad.diagnose.modules.trying.edits.source import Text, as_one, name_called
+from sumgrad.diagnose.modules.trying.edits.source import (
+    Text,
+    as_one,
+    name_called,
+    parts_of,
+    with_part,
+)
 
 OPTIONS = {"scatter_reduce": "include_self=False", "scatter_reduce_": "include_self=False",
            "zero_grad": "set_to_none=False", "std": "unbiased=False", "var": "unbiased=False",
@@ -75,13 +81,11 @@ def _of_an_index(
         return
     if isinstance(at, ast.Name) and is_index(at):
         yield f"{base}[{text(at)}.argsort()]"
-    parts = at.elts if isinstance(at, ast.Tuple) else [at]
-    for num, part in enumerate(parts):
+    for num, part in enumerate(parts_of(node)):
         plain = isinstance(part, ast.Slice) and part.step is None
         others = _other_slices(part, text) if isinstance(part, ast.Slice) and plain else ()
         for other in (*others, *other_ends(part, text)):
-            shown = [other if i == num else text(one) for i, one in enumerate(parts)]
-            yield f"{base}[{', '.join(shown)}]"
+            yield with_part(node, num, other, text)
 
 
 def _other_slices(part: ast.Slice, text: Text) -> Iterator[str]:

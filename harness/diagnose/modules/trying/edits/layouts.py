@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from sumgrad.diagnose.modules.trying.edits.source import Text, as_one, name_called
+from sumgrad.diagnose.modules.trying.edits.source import Text, as_one, name_called, parts_of
 
 CHUNKS = ("chunk", "tensor_split")
 SHAPES = ("view", "reshape")
@@ -168,7 +168,7 @@ def _in_turn(node: ast.Tuple | ast.List, text: Text) -> Iterator[str]:
 
 def _every(node: ast.Subscript) -> tuple[int, int, int] | None:
     """Of `x[..., 1::2]` the 1, the 2 and the dimension."""
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    parts = parts_of(node)
     for num, part in enumerate(parts):
         if isinstance(part, ast.Slice) and part.step is not None and part.upper is None:
             first = 0 if part.lower is None else _number(part.lower)
@@ -188,7 +188,7 @@ def _one_in_turn(node: ast.Subscript, text: Text) -> Iterator[str]:
             before = "..., " if dim == -1 else ":, " * dim
             every = f"{text(at)}::{as_one(call.args[0], text)}"
             yield f"{text(call.func.value)}[{before}{every}]"
-    parts = at.elts if isinstance(at, ast.Tuple) else [at]
+    parts = parts_of(node)
     for num, part in enumerate(parts):
         if not isinstance(part, ast.Slice) or part.upper is not None:
             continue

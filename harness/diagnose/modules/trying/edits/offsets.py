@@ -12,7 +12,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sumgrad.diagnose.modules.trying.edits.source import Text, as_one, name_called
+from sumgrad.diagnose.modules.trying.edits.source import (
+    Text,
+    as_one,
+    name_called,
+    parts_of,
+    with_part,
+)
 from sumgrad.record.trial import BEFORE
 
 OWN_RANK = r"rank|coord|stage"
@@ -81,8 +87,7 @@ def _padded(node: ast.Call, text: Text, axis: str) -> Iterator[Offset]:
 
 def _cut(node: ast.Subscript, text: Text, axis: str) -> Iterator[Offset]:
     """A piece from the beginning, or from as many times its length as it has ranks before."""
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    for num, part in enumerate(parts):
+    for num, part in enumerate(parts_of(node)):
         if not isinstance(part, ast.Slice) or part.upper is None or part.step is not None:
             continue
         own = part.upper
@@ -95,8 +100,7 @@ def _cut(node: ast.Subscript, text: Text, axis: str) -> Iterator[Offset]:
             continue
         first = _before(text(own), axis)
         piece = f"{first}:{first} + {as_one(own, text)}"
-        shown = [piece if i == num else text(one) for i, one in enumerate(parts)]
-        yield Offset(f"{text(node.value)}[{', '.join(shown)}]", text(own), axis)
+        yield Offset(with_part(node, num, piece, text), text(own), axis)
 
 
 def _of_equal_parts(lower: ast.expr, upper: ast.expr, *, text: Text) -> ast.expr | None:

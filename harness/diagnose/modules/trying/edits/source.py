@@ -66,6 +66,17 @@ def as_one(node: ast.expr, text: Text) -> str:
     return f"({text(node)})" if isinstance(node, COMPOUND) else text(node)
 
 
+def parts_of(index: ast.Subscript) -> list[ast.expr]:
+    """`:` and `1` of `x[:, 1]`."""
+    return index.slice.elts if isinstance(index.slice, ast.Tuple) else [index.slice]
+
+
+def with_part(index: ast.Subscript, num: int, part: str, text: Text) -> str:
+    """The same with another part `num`."""
+    shown = [part if i == num else text(one) for i, one in enumerate(parts_of(index))]
+    return f"{text(index.value)}[{', '.join(shown)}]"
+
+
 def bodies(function: Function) -> Iterator[Sequence[ast.stmt]]:
     """Of a function, and of what stands in it, but not of functions and classes in it."""
     waiting: list[Sequence[ast.stmt]] = [function.body]
