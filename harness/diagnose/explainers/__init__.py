@@ -75,6 +75,7 @@ EXPLAINERS: tuple[Explainer, ...] = (
     backward.backward_goes_wrong,
     put_together.put_together,
     clean_run.zeros_put_in,
+    clean_run.which_step_it_is,
     own_value.own_value_added,
     replaced.held_elsewhere,
     replaced.one_of_several,

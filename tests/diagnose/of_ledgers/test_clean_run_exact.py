@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from records_in_memory import compared, program_record
+from records_in_memory import SHAPES, compared, program_record, with_rank
+from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.of_ledgers.clean_run import first_difference, zeros_put_in
+from sumgrad.diagnose.explainers.of_ledgers.clean_run import (
+    changed_values,
+    first_difference,
+    which_step_it_is,
+    zeros_put_in,
+)
 
 AT = ("structure", 0)
 SUM = {"op": "allreduce", "reduce": "SUM", "line": 9}
@@ -126,3 +132,67 @@ def test_the_operation_itself_is_told_before_what_flows_through_another():
     flows, itself = (0, 0, {"output": "x"}), (2, 1, {"reduce": "AVG"})
     assert parted(flows, itself)[0] == ("avg", (2,), True)
     assert parted(flows, (2, 1, None))[0] == ("skipped_collective", (2,), True)
+
+
+def not_used(*lost, kind="skipped_collective", wrong=(0, 1, 2), counted=0, changed=()):
+    """A case whose gradients of `wrong` ranks are doubled; lost: what its reduction no longer
+    makes; counted: operations of other tiers before those of the clean run."""
+    clean, now = ledgers(SUM), ledgers(SUM, changed=changed)
+    for rank, held in clean.ranks.items():
+        events = [{**e, "n": e["n"] + counted} for e in held.events[AT]]
+        clean = with_rank(clean, rank, events={AT: events})
+    for rank in wrong:
+        held = now.ranks[rank]
+        grads = {AT: {n: 2.0 * g for n, g in held.grads[AT].items()}}
+        (fed,) = held.info[AT]["feeds"]
+        left = [[n, c] for n, c in fed["grads"] if n not in lost]
+        info = {AT: {**held.info[AT], "feeds": [{**fed, "grads": left}]}}
+        now = with_rank(now, rank, grads={**held.grads, **grads}, info={**held.info, **info})
+    started = {r: held.events[AT] for r, held in now.ranks.items()}
+    held = compared(replace(now, started=started))
+    case = Case(record=held.record, tier="structure", step=0, diffs=held.diffs, clean=clean)
+    case.known["fitted"] = (Diagnosis(cause=kind, kind=kind), [])
+    return case
+
+
+def told(explainer, case):
+    return [(e.diagnosis.kind, e.diagnosis.ranks) for e in explainer(case, frozenset())]
+
+
+@pytest.mark.parametrize("kind", ["skipped_collective", "late_gradient"])
+def test_numbers_that_call_a_reduction_missing_give_way_to_the_operation_that_differs(kind):
+    flows = [(r, 0, {"input": f"x{r}"}) for r in range(3)]
+    case = not_used(kind=kind, changed=[(1, 0, {"reduce": "AVG"})])
+    assert told(which_step_it_is, case) == [("avg", (1,))]
+    assert told(which_step_it_is, not_used(kind=kind, changed=flows)) == [
+        ("unused_result", (0, 1, 2))
+    ]
+    wrong_result = not_used(kind=kind, changed=[(1, 0, {"output": "x"})])
+    assert told(which_step_it_is, wrong_result) == []
+
+
+def test_other_numbers_do_not_nor_do_those_without_a_clean_run():
+    changed = [(1, 0, {"reduce": "AVG"})]
+    assert told(which_step_it_is, not_used(kind="double_reduction", changed=changed)) == []
+    assert told(which_step_it_is, replace(not_used(changed=changed), clean=None)) == []
+    assert told(changed_values, replace(not_used(*SHAPES), clean=None)) == []
+
+
+@pytest.mark.parametrize("explainer", [which_step_it_is, changed_values])
+@pytest.mark.parametrize("counted", [0, 7])
+def test_a_reduction_as_in_the_clean_run_that_makes_nothing_any_more(explainer, counted):
+    found = list(explainer(not_used(*SHAPES, counted=counted), frozenset()))
+    assert [(e.diagnosis.kind, e.diagnosis.ranks) for e in found] == [("unused_result", (0, 1, 2))]
+    assert found[0].diagnosis.cause.startswith(
+        "what the all-reduce over dp (ranks 0-2) at mine.py:9 gives is right, and the step does "
+        "not end with it in "
+    )
+
+
+def test_only_ranks_that_are_wrong_are_named():
+    assert told(changed_values, not_used(*SHAPES, wrong=(0, 2))) == [("unused_result", (0, 2))]
+
+
+def test_what_its_reduction_still_makes_went_wrong_elsewhere():
+    assert told(changed_values, not_used()) == []
+    assert told(changed_values, not_used(*list(SHAPES)[1:])) == []

@@ -11,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sumgrad.base.outcome import describe_operation, spans
+from sumgrad.base.outcome import describe_operation, some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
-from sumgrad.diagnose.explainers.of_factors.factors import explained, in_the_gradients
+from sumgrad.diagnose.explainers.of_factors.factors import explained, fitted, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.reductions import reductions_of
+from sumgrad.judge.joint import describe, fed
 from sumgrad.ledger.operations import Operation, members, number_operations
 from sumgrad.record.directory import Record
 
 FIELDS = {"dtype": "low_precision", "group": "wrong_group", "reduce": "avg"}  # -> kind of cause
+PARTLY_REDUCED = ("skipped_collective", "late_gradient")  # kinds of cause that numbers alone give
 ORDER = {"missing": 0, "repeated": 0, "dtype": 1, "group": 1, "reduce": 1, "input": 2, "output": 3}
 
 
@@ -63,9 +66,62 @@ def zeros_put_in(case: Case, left: Left) -> Iterator[Explanation]:
         yield _explained(case, parted)
 
 
+def which_step_it_is(case: Case, left: Left) -> Iterator[Explanation]:
+    """Which operation is not as in a run that passed, where the numbers alone say that a reduction
+    is missing, partial or late: they are the same of one that is issued and of no use."""
+    found = fitted(case)
+    if found is None or case.clean is None or found[0].kind not in PARTLY_REDUCED:
+        return
+    parted = _parted(case) or _given_up(case, case.clean)
+    if parted is not None and (parted.structural or parted.diagnosis.kind == "unused_result"):
+        yield _explained(case, parted)
+
+
+def _given_up(case: Case, clean: Record) -> Difference | None:
+    """Reductions that are as in a run that passed, and that made there what is wrong here and do
+    not make it now: nothing comes after them whose input would tell."""
+    wrong = {(cell.rank, cell.name) for cell in case.failing_cells}
+    made = _made_by_place(clean, case)
+    makes = _made_by_place(case.record, case)
+    lost = {at: (names - makes.get(at, set())) & {n for rank, n in wrong if rank == at[0]}
+            for at, names in made.items()}  # fmt: skip
+    if {(rank, name) for (rank, _), names in lost.items() for name in names} != wrong:
+        return None
+    operations = _operations(case.record, case.tier, case.step)
+    numbers = {(r, operations[r][place].event["n"]) for (r, place), names in lost.items() if names}
+    given = {
+        describe(case.record, joint): None
+        for joint in reductions_of(case)
+        if numbers & {(rank, event["n"]) for rank, event in joint.events.items()}
+    }
+    what = some_of(list(dict.fromkeys(cell.name for cell in case.failing_cells)))
+    diagnosis = Diagnosis(
+        cause=f"what {some_of([*given])} {'give' if len(given) > 1 else 'gives'} is right, and the "
+        f"step does not end with it in {what}: it is not used, read too early or changed later",
+        kind="unused_result",
+        ranks=tuple(sorted({rank for rank, _ in wrong})),
+        because=("every operation is as in a run that passed, where the gradient is its result",),
+    )
+    return Difference(structural=False, diagnosis=diagnosis)
+
+
+def _made_by_place(record: Record, case: Case) -> dict[tuple[int, int], set[str]]:
+    """(rank, place in its ledger of the step) -> the gradients that are that operation's result.
+
+    Not by its number, which counts those of other tiers too, and these may differ."""
+    feeds = fed(record, case.tier, case.step)
+    return {
+        (rank, place): set(feeds.get((rank, operation.event["n"]), ()))
+        for rank, operations in _operations(record, case.tier, case.step).items()
+        for place, operation in enumerate(operations)
+    }
+
+
 def changed_values(case: Case, left: Left) -> Iterator[Explanation]:
     """Values that are not as in a run that passed, whatever changed them."""
-    parted = _parted(case)
+    if case.clean is None:
+        return
+    parted = _parted(case) or _given_up(case, case.clean)
     if parted is not None:
         yield _explained(case, parted)
 
