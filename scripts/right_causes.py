@@ -53,7 +53,7 @@ from sumgrad.diagnose.names import axis_groups
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher
-from sumgrad.launch.trace import LOOKING, trace_step
+from sumgrad.launch.again.trace import LOOKING, trace_step
 from sumgrad.record.computed import Computation
 from sumgrad.record.directory import load_record
 from sumgrad.record.spec import read_spec

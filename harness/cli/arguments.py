@@ -111,6 +111,13 @@ def _add_run(verbs: Any) -> None:
         action="store_true",
         help="on a failure, find the smallest topology and batch that still fail",
     )
+    run.add_argument(
+        "--search",
+        type=_seconds,
+        metavar="SECONDS",
+        help="run a failing step whose cause is not proved for so long, each time with one thing "
+        "done otherwise, to find what makes it right; 0: not at all (default: up to some 15)",
+    )
     add_report_flags(run)
     add_common_flags(run)
 
@@ -413,6 +420,10 @@ def _count(text: str) -> int:
     if not 1 <= value <= 1000:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer from 1 to 1000")
     return value
+
+
+def _seconds(text: str) -> float:
+    return 0.0 if text.strip() in ("0", "0.0") else _positive(text)
 
 
 def _positive(text: str) -> float:

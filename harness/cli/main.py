@@ -398,4 +398,5 @@ def _options(args: argparse.Namespace) -> Any:
         kernels=args.kernels,
         device=args.device,
         lift=not args.no_lift,
+        search_s=getattr(args, "search", None),  # not under torchrun
     )

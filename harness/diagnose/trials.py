@@ -89,6 +89,14 @@ def edited_to_try(
     return _asked(case, changes, seconds)
 
 
+def asked_again(
+    record: Record, tier: str, step: int, changes: Sequence[Change], *, seconds: float
+) -> tuple[Asked, Grads] | None:
+    """Changes that made the same step right elsewhere, in the same way."""
+    case = Case(record=record, tier=tier, step=step)
+    return _asked(case, changes, seconds) if _can_be_tried(case) else None
+
+
 def _can_be_tried(case: Case) -> bool:
     record, size = case.record, sum(grad.numel() for grad in case.reference.grads.values())
     return (

@@ -42,7 +42,8 @@ class CheckOptions:
     keep_partials: store the partials of a clean run too. reuse: a stored run that asked the same
     but for the fault; its reference and partials are copied instead of computed again. law:
     "report" or "enforce"; the default enforces it for workloads and reports it for Programs. lift:
-    casts to fewer digits are lifted in the structure tier.
+    casts to fewer digits are lifted in the structure tier. search_s: so long a failing step whose
+    cause is not proved is run with changes; the default is some times as long as it took.
     """
 
     topology: Path
@@ -59,6 +60,7 @@ class CheckOptions:
     device: str | None = None
     keep_partials: bool = False
     lift: bool = True
+    search_s: float | None = None
     reuse: Path | None = None
 
 
@@ -260,6 +262,8 @@ def _flags(options: CheckOptions, steps: int) -> list[str]:
         flags += ["--device", options.device]
     if not options.lift:
         flags += ["--no-lift"]
+    if options.search_s is not None:
+        flags += ["--search", f"{options.search_s:g}"]
     if options.law:
         flags += ["--law", options.law]
     return flags

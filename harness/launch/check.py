@@ -23,6 +23,10 @@ from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.trials import is_to_be_tried, said_of
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
+from sumgrad.launch.again.one_rank import OnOneRank
+from sumgrad.launch.again.second_looks import with_second_looks
+from sumgrad.launch.again.trace import trace_step
+from sumgrad.launch.again.trials import Tried, try_changes
 from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, startable
 from sumgrad.launch.judging import with_second_look, written
 from sumgrad.launch.libraries import Imports
@@ -30,9 +34,6 @@ from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
 from sumgrad.launch.probe import look_beside
 from sumgrad.launch.rank import reference_progress
 from sumgrad.launch.room import why_references_wait
-from sumgrad.launch.second_looks import with_second_looks
-from sumgrad.launch.trace import trace_step
-from sumgrad.launch.trials import try_changes
 from sumgrad.record.bits import bits_files
 from sumgrad.record.directory import PROBLEMS, Record, load_record, write_outcomes, write_problems
 from sumgrad.record.manifest import write_manifest
@@ -42,6 +43,11 @@ from sumgrad.subjects.subject import subject_of
 from sumgrad.topology.pools import Topology, topology_to_json
 
 Progress = Callable[[str], object]
+Tries = Callable[[Record, str, int, float, str], Tried]
+LEFT = (
+    "{} changes of the step that may make it right were not tried, {} were: --search 60 tries for "
+    "60 seconds"
+)
 MOST_TIMES = 2.2  # as long as a failing run took, for all that explains it but a run on one rank
 
 
@@ -79,6 +85,11 @@ def run_check(
     outcomes, problems = _run_ranks(options, spec, directory, launcher, progress)
     if options.reuse:
         copy_reference(options.reuse, directory, spec)
+
+    def again(asked: CheckOptions) -> tuple[Verdict, Path]:
+        return run_check(asked, launcher=launcher)
+
+    alone = OnOneRank(options, directory, again, progress)
     look_again = partial(trace_step, directory, spec, launcher=launcher, progress=progress)
     run = Run(
         directory=directory,
@@ -86,17 +97,17 @@ def run_check(
         outcomes=outcomes,
         keep_partials=options.keep_partials,
         look=look_again if spec.opaque else None,
-        tries=partial(try_changes, launcher=launcher, progress=progress) if spec.opaque else None,
+        tries=partial(
+            try_changes, launcher=launcher, progress=progress, asked_s=options.search_s, alone=alone
+        )
+        if spec.opaque
+        else None,
         took_s=time.monotonic() - began,
     )
     verdict = finish(run, problems=problems, progress=progress)
     if spec.opaque:
         verdict = with_second_looks(
-            options,
-            verdict,
-            directory,
-            again=lambda asked: run_check(asked, launcher=launcher),
-            progress=progress,
+            options, verdict, directory, alone=alone, again=again, progress=progress
         )
     return verdict, directory
 
@@ -171,8 +182,8 @@ class Run:
     """A run whose ranks and references have ended and that is to be judged.
 
     look: runs a failing step again, with eyes on its modules, and says why it could not. tries:
-    runs it again with changes for so many seconds, where its cause is not proved, and says whether
-    it did. took_s: how long the run took until it could be judged.
+    runs it again with changes for so many seconds, where its cause is not proved. took_s: how long
+    the run took until it could be judged.
     """
 
     directory: Path
@@ -180,7 +191,7 @@ class Run:
     outcomes: Sequence[RankOutcome]
     keep_partials: bool = False
     look: Callable[[str, int], str | None] | None = None
-    tries: Callable[[Record, str, int, float, str], bool] | None = None
+    tries: Tries | None = None
     took_s: float = 0.0
 
 
@@ -206,27 +217,30 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
         written(directory, verdict)  # who ends us while we explain it has the verdict all the same
         progress("recovering the coefficients")
         tier, step = wanted
-        failed: str | None = None
+        said = list[str]()
         with contextlib.suppress(UserError, Broken):  # a failure that cannot be explained stands
             found = subject_of(run.spec).parts(tier, step, record.references[tier])
             for at, parts in found.items():
                 write_parts(directory, tier, at, parts)
             if run.look is not None and verdict.status == "fail":
                 with contextlib.suppress(OSError):  # as when the disk is full
-                    failed = run.look(tier, step)
+                    said += filter(None, [run.look(tier, step)])
             write_manifest(directory)
             record = load_record(directory)
             verdict = judge(record)
             if run.tries is not None and is_to_be_tried(verdict):
                 left = MOST_TIMES * run.took_s - (time.monotonic() - began)
                 with contextlib.suppress(OSError):
-                    if run.tries(record, tier, step, left, said_of(verdict)):
+                    tried = run.tries(record, tier, step, left, said_of(verdict))
+                    if tried.made:
                         write_manifest(directory)
-                        tried = record.with_trials()
-                        if any(one.right for one in tried.trials):
-                            verdict = judge(tried)
-        if failed is not None:
-            verdict = with_second_look(directory, verdict, [failed])
+                        record = record.with_trials()
+                        if any(one.right for one in record.trials):
+                            verdict = judge(record)
+                    if tried.left:
+                        said.append(LEFT.format(tried.left, len(record.trials)))
+        if said:
+            verdict = with_second_look(directory, verdict, said)
     return written(directory, verdict)
 
 

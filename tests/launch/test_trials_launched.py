@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sumgrad.base.errors import LaunchError
-from sumgrad.launch import trials
+from sumgrad.launch.again import trials
+from sumgrad.launch.again.one_rank import Ended
 from sumgrad.record.trial import (
     TRIALS,
     Asked,
@@ -44,7 +46,7 @@ def record(tmp_path):
     return SimpleNamespace(directory=tmp_path, spec=spec)
 
 
-def tried(record, monkeypatch, gives, *, error=None, seconds=9.0):
+def tried(record, monkeypatch, gives, *, error=None, seconds=9.0, asked_s=None):
     told, launcher = [], Launcher(error)
 
     def changes_to_try(*args, seconds, said):
@@ -57,8 +59,8 @@ def tried(record, monkeypatch, gives, *, error=None, seconds=9.0):
     monkeypatch.setattr(trials, "changes_to_try", changes_to_try)
     monkeypatch.setattr(trials, "edited_to_try", lambda *args, **more: None)
     done = trials.try_changes(record, "structure", 0, seconds, "a cause", launcher=launcher,
-                              progress=lambda _: None)  # fmt: skip
-    return done, launcher.jobs, told
+                              progress=lambda _: None, asked_s=asked_s)  # fmt: skip
+    return done.made, launcher.jobs, told
 
 
 def test_ranks_are_started_once_with_what_they_are_to_try(record, monkeypatch):
@@ -93,12 +95,21 @@ EDITS = tuple(
 )  # fmt: skip
 
 
-def edited(record, monkeypatch, ends, right=(), seconds=0.0):
+def edited(record, monkeypatch, ends, right=(), seconds=0.0, **more):
     """What each start of ranks was asked. ends: how many each of them comes to."""
+    return searched(record, monkeypatch, ends, right, seconds, **more)[0]
+
+
+def searched(
+    record, monkeypatch, ends, right=(), seconds=0.0, *, takes=0.0, looks=1, made=True, **more
+):
+    """The same, and how many were left. takes: each start of ranks, seconds. looks: how often it
+    looks for edits; made: whether anything was tried."""
     asked, ends, folder = [], [*ends], record.directory / TRIALS
 
     class Ranks:
         def run(self, job, *, progress):
+            time.sleep(takes)
             asked.append(read_asked(folder)[0].changes)
             for come in asked[-1][: ends.pop(0)]:
                 add_trial(folder, Trial(change=come, right=come in right))
@@ -108,10 +119,11 @@ def edited(record, monkeypatch, ends, right=(), seconds=0.0):
     monkeypatch.setattr(trials, "changes_to_try", lambda *args, **more: None)
     monkeypatch.setattr(trials, "edited_to_try", lambda *args, **more: looked.append(1) or (
         replace(ASKED, changes=EDITS), WANTED))  # fmt: skip
-    assert trials.try_changes(record, "structure", 0, seconds, "a cause", launcher=Ranks(),
-                              progress=lambda _: None)  # fmt: skip
-    assert looked == [1]  # once, whatever the ranks come to
-    return asked
+    done = trials.try_changes(record, "structure", 0, seconds, "a cause", launcher=Ranks(),
+                              progress=lambda _: None, **more)  # fmt: skip
+    assert done.made is made
+    assert looked == [1] * looks  # once, whatever the ranks come to
+    return asked, done.left
 
 
 def test_ranks_are_started_again_for_what_was_not_tried_yet_a_stuck_line_last(record, monkeypatch):
@@ -136,3 +148,64 @@ def test_no_more_than_so_many_starts_and_so_long(record, monkeypatch):
     assert len(edited(record, monkeypatch, [0, 0], seconds=9.0)) == 2  # there is time left
     monkeypatch.setattr(trials, "MOST_EDITS_S", trials.LEAST_S / 2)
     assert edited(record, monkeypatch, [], seconds=9.0) == []
+
+
+def test_so_long_as_is_asked_for_half_of_it_for_edits(record, monkeypatch):
+    assert tried(record, monkeypatch, (ASKED, WANTED), asked_s=40.0)[2] == [20.0]
+    assert tried(record, monkeypatch, (ASKED, WANTED), asked_s=0.0) == (False, [], [])
+
+
+def test_what_is_asked_for_is_more_than_the_most_of_starts_and_of_time(record, monkeypatch):
+    monkeypatch.setattr(trials, "MOST_STARTS", 1)
+    monkeypatch.setattr(trials, "MOST_EDITS_S", trials.LEAST_S / 2)
+    assert edited(record, monkeypatch, [0, 0]) == []
+    assert len(edited(record, monkeypatch, [0, 0, 4], asked_s=60.0)) == 3
+
+
+@pytest.mark.parametrize(
+    ("comes_to", "right", "seconds", "left"),
+    [
+        (1, (), 0.1, 2),  # of four, and one made them end
+        (1, EDITS[:1], 0.1, 0),  # it is known
+        (4, (), 0.1, 0),  # all were tried
+        (1, (), 30.0, 0),  # what ended them was not the time
+    ],
+)
+def test_how_many_are_left_is_told_where_time_was_too_short(
+    record, monkeypatch, comes_to, right, seconds, left
+):
+    monkeypatch.setattr(trials, "EDITS_S", trials.LEAST_S + seconds)
+    monkeypatch.setattr(trials, "MOST_STARTS", 1)
+    assert searched(record, monkeypatch, [comes_to], right, takes=0.8)[1] == left
+
+
+def on_one_rank(*trials, wrong=True):
+    """What came of the step there, and of changes of it: (change, right)."""
+    data = {"tensors": [{"status": "fail" if wrong else "ok"}]}
+    verdict = SimpleNamespace(status="fail" if wrong else "pass", data=data)
+    right = tuple(change for change, was in trials if was)
+    ended = Ended(verdict=verdict, right=right, wrong=frozenset(c for c, was in trials if not was))
+    return SimpleNamespace(ended=ended)
+
+
+def test_what_makes_one_rank_right_is_tried_first_on_all(record, monkeypatch):
+    monkeypatch.setattr(trials, "asked_again", lambda *args, **more: (
+        replace(ASKED, changes=args[3]), WANTED))  # fmt: skip
+    one, two, three, four = EDITS
+    alone = on_one_rank((one, False), (three, True))
+    assert edited(record, monkeypatch, [0, 2], alone=alone) == [(three,), (two, four)]
+
+
+def test_where_that_is_right_on_all_nothing_else_is_looked_for(record, monkeypatch):
+    monkeypatch.setattr(trials, "asked_again", lambda *args, **more: (
+        replace(ASKED, changes=args[3]), WANTED))  # fmt: skip
+    alone = on_one_rank((EDITS[2], True))
+    asked = edited(record, monkeypatch, [1], right=EDITS[2:3], alone=alone, looks=0)
+    assert asked == [(EDITS[2],)]
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_what_leaves_one_rank_wrong_is_not_tried_on_all(record, monkeypatch, wrong):
+    alone = on_one_rank(*((edit, False) for edit in EDITS), wrong=wrong)
+    asked = edited(record, monkeypatch, [4], alone=alone, made=not wrong)
+    assert asked == ([] if wrong else [EDITS])  # where one rank is right it says nothing

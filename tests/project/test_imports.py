@@ -21,7 +21,7 @@ MAY_TOUCH_DISTRIBUTED = {
     "subjects.program.tier_run", "subjects.program.placed.parts_by_value",
     "subjects.program.tried.whole", "subjects.program.tried.rendezvous",
     "ledger.process_group", "ledger.delegation", "ledger.backends",
-    "faults.misbehaviour", "launch.rank", "launch.trial_rank",
+    "faults.misbehaviour", "launch.rank", "launch.again.trial_rank",
     "launch.torchrun.member", "launch.torchrun.ranks", "launch.matrix.warm_rank",
     "launch.script.in_front", "launch.script.seat", "launch.script.watch",
     "subjects.script.roundings",

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from sumgrad.base.files import write_json
 from sumgrad.base.outcome import SETUP
 from sumgrad.faults.step import find_program_fault
+from sumgrad.launch.again.trace import write_with_operations
 from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.rank import local_group
-from sumgrad.launch.trace import write_with_operations
 from sumgrad.ledger.process_group import Ledger
 from sumgrad.record.endings import rank_file
 from sumgrad.record.ranks import RankFiles

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from sumgrad.base.files import write_json
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.base.verdict import EXIT_CODES, Verdict
+from sumgrad.launch.again.trace import trace_step
 from sumgrad.launch.check import Run, finish
 from sumgrad.launch.guard import RankEnv, RankGuard, flush, lost_another
 from sumgrad.launch.local.launcher import Launcher
@@ -38,7 +39,6 @@ from sumgrad.launch.torchrun.agent import (
     keeps_its_agent,
 )
 from sumgrad.launch.torchrun.others import LEFT, PROCESS, Others
-from sumgrad.launch.trace import trace_step
 from sumgrad.record.endings import outcome_from_record
 from sumgrad.record.spec import RunSpec
 

@@ -44,12 +44,12 @@ def trace_step(
     num_ranks = spec.topology.world_size
     progress(LOOKING)
     job = RankJob(
-        target="sumgrad.launch.trace:trace_rank",
+        target="sumgrad.launch.again.trace:trace_rank",
         arguments=asked,
         num_ranks=num_ranks,
         directory=folder,
         pools=[spec.topology.pool_of(r).name for r in range(num_ranks)],
-        helpers=[Helper(target="sumgrad.launch.trace:trace_helper", arguments=asked)],
+        helpers=[Helper(target="sumgrad.launch.again.trace:trace_helper", arguments=asked)],
         timeout_s=spec.timeout_s,
         helper_patience=3,
     )

@@ -7,16 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from sumgrad.base.errors import UserError
-from sumgrad.base.files import write_json
 from sumgrad.base.verdict import Verdict
+from sumgrad.launch.again.one_rank import Again, OnOneRank
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.guard import LOST_ANOTHER
 from sumgrad.launch.judging import with_second_look, written
 from sumgrad.record.spec import read_spec
-from sumgrad.topology.pools import load_topology, topology_to_json
 
 DISTRIBUTION = "on one rank the step agrees with loss_sum: the fault is in the distribution"
-Again = Callable[[CheckOptions], tuple[Verdict, Path]]
 
 
 def with_second_looks(
@@ -24,14 +22,16 @@ def with_second_looks(
     verdict: Verdict,
     directory: Path,
     *,
+    alone: OnOneRank,
     again: Again,
     progress: Callable[[str], object],
 ) -> Verdict:
-    """The verdict of an opaque run, and what other runs of it show, as warnings. again: a check."""
+    """The verdict of an opaque run, and what other runs of it show, as warnings. alone: the same
+    on one rank. again: a check."""
     spec = read_spec(directory)
     texts = []
-    if verdict.status == "fail" and spec.topology.world_size > 1:
-        texts.append(_on_one_rank(options, directory, again, progress))
+    if verdict.status == "fail":
+        texts.append(_on_one_rank(alone))
         if texts[-1] == DISTRIBUTION and any("non-additive" in w for w in verdict.warnings):
             texts[-1] = (
                 "on one rank the step agrees with loss_sum, whose rows do not add up: the fault is "
@@ -48,35 +48,16 @@ def with_second_looks(
     return written(directory, with_second_look(directory, verdict, found))
 
 
-def _on_one_rank(
-    options: CheckOptions, directory: Path, again: Again, progress: Callable[[str], object]
-) -> str | None:
-    """Whether the same step already fails where there is nothing to distribute.
-
-    Planted faults are left out of the run on one rank.
-    """
-    whole = topology_to_json(load_topology(options.topology))
-    pools = {
-        name: {"axes": dict.fromkeys(entry["axes"], 1), "role": entry["role"]}
-        for name, entry in whole["pools"].items()
-    }
-    if len(pools) > 1:
-        return None  # a pool more is a rank more
-    progress("the same on one rank")
-    place = directory / "one_rank"
-    place.mkdir()
-    path = place / "topology.yaml"
-    data = {k: v for k, v in whole.items() if v is not None}
-    write_json(path, {**data, "pools": pools})
-    alone = replace(options, topology=path, fault=None, tiers=("structure",), out=place / "run")
-    try:
-        one, _ = again(alone)
-    except UserError:
+def _on_one_rank(alone: OnOneRank) -> str | None:
+    """Whether the same step already fails where there is nothing to distribute."""
+    ended = alone.ended
+    if ended is None:
         return None
-    if one.status == "pass":
+    if ended.verdict.status == "pass":
         return DISTRIBUTION
-    if one.status == "fail" and any(t["status"] == "fail" for t in one.data["tensors"]):
-        cause = one.diagnoses[0].cause if one.diagnoses else "see one_rank/run"
+    if ended.fails:
+        causes = ended.verdict.diagnoses
+        cause = causes[0].cause if causes else "see one_rank/run"
         return f"step and loss_sum disagree even on one rank, with nothing distributed: {cause}"
     return None
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
 
 from sumgrad.base.errors import LaunchError
 from sumgrad.base.time_limit import time_limit
-from sumgrad.diagnose.trials import changes_to_try, edited_to_try
+from sumgrad.diagnose.trials import asked_again, changes_to_try, edited_to_try
+from sumgrad.launch.again.one_rank import OnOneRank
 from sumgrad.launch.local.launcher import Launcher, RankJob
 from sumgrad.record.directory import Record
 from sumgrad.record.reference import Grads
@@ -24,6 +25,15 @@ MOST_STARTS = 4  # of ranks, which one may make end
 LATE_S = 25.0  # for ranks to start, and to see that one is stuck
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """made: whether anything was tried. left: how many changes time was too short for, where none
+    of those that were made is a cause."""
+
+    made: bool = False
+    left: int = 0
+
+
 def try_changes(
     record: Record,
     tier: str,
@@ -33,21 +43,48 @@ def try_changes(
     *,
     launcher: Launcher,
     progress: Callable[[str], object],
-) -> bool:
-    """Whether anything was tried; what came of it lies in the record's directory. seconds: for all
-    of it, so far as a few trials fit. said: of the cause."""
-    trying, by = _Trying(record, launcher, progress), time.monotonic() + seconds
-    first = max(seconds - START_S, LEAST_S)
+    asked_s: float | None = None,
+    alone: OnOneRank | None = None,
+) -> Tried:
+    """What came of it lies in the record's directory. seconds: for all of it, so far as a few
+    trials fit. said: of the cause. asked_s: so long instead, as who runs it asks for. alone: the
+    step on one rank, where many more are tried in the same time."""
+    if asked_s is not None and asked_s < LEAST_S:
+        return Tried()
+    ended = alone.ended if alone is not None else None
+    failed = ended if ended is not None and ended.fails else None
+    trying, began = _Trying(record, launcher, progress), time.monotonic()
+    by = began + (seconds if asked_s is None else asked_s)
+    # Half of what is asked for is left to edits, of which there are more.
+    first = max(seconds - START_S, LEAST_S) if asked_s is None else asked_s / 2
+    if failed is not None and failed.right:
+        right = _looked_for(partial(asked_again, record, tier, step, failed.right, seconds=EDITS_S))
+        if right is not None:
+            trying.run(*right)
+            if trying.is_known():
+                return Tried(made=True)
     changes = _looked_for(partial(changes_to_try, record, tier, step, seconds=first, said=said))
     if changes is not None:
         trying.run(*changes)
     if trying.is_known():
-        return True
+        return Tried(made=True)
     edits = _looked_for(partial(edited_to_try, record, tier, step, seconds=EDITS_S, said=said))
+    if edits is not None and failed is not None:
+        edits = _without(failed.wrong, *edits)
     if edits is not None:
         now = time.monotonic()
-        trying.run_again(*edits, now + min(max(EDITS_S, by - now), MOST_EDITS_S))
-    return changes is not None or edits is not None
+        until = now + min(max(EDITS_S, by - now), MOST_EDITS_S) if asked_s is None else by
+        starts = MOST_STARTS if asked_s is None else max(MOST_STARTS, int(asked_s))
+        trying.run_again(*edits, until, starts)
+    every = [one for found in (changes, edits) if found is not None for one in found[0].changes]
+    left = len(trying.without(every)) if trying.is_late and not trying.is_known() else 0
+    return Tried(made=bool(every), left=left)
+
+
+def _without(changes: Set[Change], asked: Asked, wanted: Grads) -> tuple[Asked, Grads] | None:
+    """The same without these, as what leaves one rank wrong leaves many so; None for none."""
+    left = tuple(change for change in asked.changes if change not in changes)
+    return (replace(asked, changes=left), wanted) if left else None
 
 
 def _looked_for(what: Callable[[], tuple[Asked, Grads] | None]) -> tuple[Asked, Grads] | None:
@@ -59,7 +96,10 @@ def _looked_for(what: Callable[[], tuple[Asked, Grads] | None]) -> tuple[Asked, 
 
 
 class _Trying:
-    """Ranks that are started for changes, until all were tried, or one makes them end."""
+    """Ranks that are started for changes, until all were tried, or one makes them end.
+
+    is_late: whether the last ones ended for want of time.
+    """
 
     def __init__(
         self, record: Record, launcher: Launcher, progress: Callable[[str], object]
@@ -67,15 +107,20 @@ class _Trying:
         self._record, self._launcher, self._progress = record, launcher, progress
         self._begun: set[Change] = set()
         self._stuck: list[str] = []
+        self.is_late = False
 
     def is_known(self) -> bool:
         """Whether something makes it right that is a cause, or an edit does: one is enough."""
         right = [one.change for one in read_trials(self._record.directory) if one.right]
         return any(change.sure or change.edit is not None for change in right)
 
-    def run_again(self, asked: Asked, wanted: Grads, until: float) -> None:
+    def without(self, changes: Sequence[Change]) -> list[Change]:
+        """Those of them that no rank has begun with."""
+        return [change for change in changes if change not in self._begun]
+
+    def run_again(self, asked: Asked, wanted: Grads, until: float, starts: int) -> None:
         """All of them, with ranks for those that ranks before them did not come to."""
-        for _ in range(MOST_STARTS):
+        for _ in range(starts):
             left = until - time.monotonic()
             if left < LEAST_S or self._begun.issuperset(asked.changes) or self.is_known():
                 return
@@ -84,7 +129,7 @@ class _Trying:
     def run(self, asked: Asked, wanted: Grads) -> None:
         """Those that were not tried yet, so far as ranks come."""
         record = self._record
-        left = [change for change in asked.changes if change not in self._begun]
+        left, began = self.without(asked.changes), time.monotonic()
         # What is at a line at which ranks waited for each other for ever may well do so, too.
         left.sort(key=lambda change: change.site in self._stuck)
         asked = replace(asked, changes=tuple(left))
@@ -94,7 +139,7 @@ class _Trying:
         self._progress(TRYING)
         num_ranks, before = topology.world_size, len(read_trials(record.directory))
         job = RankJob(
-            target="sumgrad.launch.trial_rank:trial_rank",
+            target="sumgrad.launch.again.trial_rank:trial_rank",
             num_ranks=num_ranks,
             directory=folder,
             pools=[topology.pool_of(r).name for r in range(num_ranks)],
@@ -103,6 +148,7 @@ class _Trying:
         write_asked(folder, asked, wanted)
         with contextlib.suppress(LaunchError):  # one that ends badly has told what was before it
             self._launcher.run(job, progress=self._progress)
+        self.is_late = time.monotonic() - began >= asked.seconds
         finish_trials(folder)
         made = len(read_trials(record.directory)) - before
         self._begun.update(left[: made + 1])  # and the one that made them end
