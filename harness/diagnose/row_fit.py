@@ -122,13 +122,15 @@ def _few_stretches(case: Case, cells: Sequence[Cell], wrong_only: bool) -> Facto
     stretches = (ends[:, :1] <= at) & (at < ends[:, 1:])
     one = {tuple(s.tolist()) for s in stretches if fits(s)}
     two = {} if one else dict.fromkeys(_in_two(stretches, columns, got, bound, fits))
-    found = list(one or two)
-    if not found or (two and len(found) > 1):
+    # Of rows that give these parameters nothing nobody can tell.
+    telling = (columns.abs() > bound).any(1).tolist()
+    found = {
+        tuple(float(there) if tells else None for there, tells in zip(fit, telling, strict=True))
+        for fit in one or two
+    }
+    if len(found) != 1:
         return None
-    return Factors(
-        level="rows", units=tuple(units), values=tuple(float(there) for there in found[0]),
-        sigmas=(0.0,) * len(units),
-    )  # fmt: skip
+    return Factors(level="rows", units=tuple(units), values=found.pop(), sigmas=(0.0,) * len(units))
 
 
 def _in_two(
