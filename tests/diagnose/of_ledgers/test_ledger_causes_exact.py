@@ -161,3 +161,41 @@ def test_the_sums_here_are_what_they_are_taken_for():
     case = case_of(alike(), off=0.5)
     assert {(c.name, c.rank) for c in case.failing_cells} == {("w", 0), ("w", 1), ("w", 2)}
     assert all(torch.isfinite(c.measured).all() for c in case.cells)
+
+
+def after_a_sum(*before):
+    """Two ranks that reduce over both what they have reduced; before: what each rank's first
+    reduction says besides, None for a rank without one."""
+    own = {"group": [0, 1], "pg": "5", "grads": [["w", 1.0]], "nonzero": True}
+    case = case_of([{}] * 3)
+    ranks, started = {}, {}
+    for rank, said in enumerate(before):
+        (event,) = case.record.ranks[rank].events[AT]
+        first = {**event, "n": 0, "input": f"own{rank}", "output": "sum", "grads": [["w", 1.0]]}
+        last = {**event, **own, "n": 1, "input": f"own{rank}"}
+        if said is not None and said.get("whole"):
+            last |= {"input": "sum", "grads": []}
+        events = [last] if said is None else [{**first, **said}, last]
+        ranks[rank] = replace(case.record.ranks[rank], events={AT: events})
+        started[rank] = events
+    record = replace(case.record, ranks={**case.record.ranks, **ranks},
+                     started={**case.record.started, **started})  # fmt: skip
+    return replace(case, record=record)
+
+
+@pytest.mark.parametrize(
+    ("first", "kind", "words"),
+    [
+        (None, "skipped_collective", "puts what a reduction before it gave: that one is missing"),
+        ({"group": [1], "pg": "7", "site": "mine.py:5"}, "wrong_group",
+         "puts what a reduction before it gave: its own is over one rank"),
+        ({"group": [1], "pg": "7", "grads": [["b", 1.0]]}, "skipped_collective", "is missing"),
+        ({"group": [1], "pg": "7", "n": 2}, "skipped_collective", "is missing"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_reduces_only_its_own_before(first, kind, words):
+    whole = {"group": [0, 3], "pg": "6", "whole": True}
+    cause = cause_in_ledger(after_a_sum(whole, first))
+    assert (cause.kind, cause.ranks) == (kind, (1,))
+    assert words in cause.cause
+    assert ("its group is one rank at mine.py:5" in cause.because) == (kind == "wrong_group")

@@ -157,6 +157,10 @@ def _something_else_goes_in(
             cause = (f"puts its own gradient of {name} into {words}, where rank {spans(others)} "
                      f"puts what a reduction before it gave: that one is missing")  # fmt: skip
             because = ""
+            alone = _before_it_alone(case, joint, name, ranks)
+            if alone is not None:
+                kind, because = "wrong_group", f"its group is one rank at {alone.site}"
+                cause = cause.replace("that one is missing", "its own is over one rank")
         else:
             kind, ranks = "changed_input", others
             cause = (f"puts something else into {words} than the gradient of {name} that its "
@@ -165,6 +169,19 @@ def _something_else_goes_in(
         told = _ledger_cause(kind, f"rank {spans(ranks)} {cause}", because, joint)
         return replace(told, ranks=tuple(ranks))
     return None
+
+
+def _before_it_alone(case: Case, joint: Joint, name: str, ranks: Collection[int]) -> Joint | None:
+    """A reduction of this gradient before it that each of these ranks issued for itself."""
+    found = {
+        other.ranks[0]: other
+        for other in reductions_of(case)
+        if len(other.ranks) == 1
+        and name in other.gradients()
+        and other.ranks[0] in ranks
+        and other.first["n"] < joint.events[other.ranks[0]]["n"]
+    }
+    return next(iter(found.values())) if {*found} == {*ranks} else None
 
 
 def _takes_a_sum(case: Case, rank: int, joint: Joint) -> bool:
