@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sumgrad.base.files import is_librarys
-from sumgrad.base.tensors import hash_weights
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.in_code.lines import known_lines
@@ -25,8 +24,7 @@ from sumgrad.diagnose.names import axis_groups
 from sumgrad.judge.cells import expected
 from sumgrad.ledger.operations import POINT_TO_POINT
 from sumgrad.record.directory import Record
-from sumgrad.record.reference import Grads
-from sumgrad.record.trial import Asked, Change
+from sumgrad.record.trial import Asked, Change, Values
 
 MOST_S = 8.0
 MOST_ELEMENTS = 1 << 20  # of the parameters: of a larger model no step is run so often
@@ -45,9 +43,10 @@ def said_of(verdict: Verdict) -> str:
 
 def changes_to_try(
     record: Record, tier: str, step: int, *, seconds: float, said: str = ""
-) -> tuple[Asked, Grads] | None:
-    """The changes, and whole gradients by name. None where there is nothing that can be tried, as
-    over several pools, whose ranks run other code. seconds: for all of them. said: of the cause."""
+) -> tuple[Asked, Values] | None:
+    """The changes, and the gradients that there were and must be. None where there is nothing that
+    can be tried, as over several pools, whose ranks run other code. seconds: for all of them. said:
+    of the cause."""
     case = Case(record=record, tier=tier, step=step)
     lines, traces = known_lines(case), case.traces
     if lines is None or traces is None or not _can_be_tried(case):
@@ -64,7 +63,7 @@ def changes_to_try(
 
 def edited_to_try(
     record: Record, tier: str, step: int, *, seconds: float, said: str = ""
-) -> tuple[Asked, Grads] | None:
+) -> tuple[Asked, Values] | None:
     """Small edits of the user's code, in the same way."""
     case = Case(record=record, tier=tier, step=step)
     lines, traces = known_lines(case), case.traces
@@ -91,7 +90,7 @@ def edited_to_try(
 
 def asked_again(
     record: Record, tier: str, step: int, changes: Sequence[Change], *, seconds: float
-) -> tuple[Asked, Grads] | None:
+) -> tuple[Asked, Values] | None:
     """Changes that made the same step right elsewhere, in the same way."""
     case = Case(record=record, tier=tier, step=step)
     return _asked(case, changes, seconds) if _can_be_tried(case) else None
@@ -107,10 +106,9 @@ def _can_be_tried(case: Case) -> bool:
     )
 
 
-def _asked(case: Case, changes: Sequence[Change], seconds: float) -> tuple[Asked, Grads] | None:
+def _asked(case: Case, changes: Sequence[Change], seconds: float) -> tuple[Asked, Values] | None:
     record, tier, step = case.record, case.tier, case.step
-    before = {rank: hash_weights(held.grads.get((tier, step), {}))
-              for rank, held in record.ranks.items()}  # fmt: skip
+    before = {rank: held.grads.get((tier, step), {}) for rank, held in record.ranks.items()}
     if not changes or len(before) < record.spec.topology.world_size:
         return None
     pool = record.spec.topology.pools[0]
@@ -124,7 +122,6 @@ def _asked(case: Case, changes: Sequence[Change], seconds: float) -> tuple[Asked
         step=step,
         changes=tuple(changes),
         bounds={name: one.threshold for name, one in wanted.items()},
-        before=before,
         seconds=seconds,
         lift=any(
             info.get("lifted") or info.get("drawn")
@@ -133,7 +130,8 @@ def _asked(case: Case, changes: Sequence[Change], seconds: float) -> tuple[Asked
             if one == tier
         ),
     )
-    return asked, {name: one.value for name, one in wanted.items()}
+    values = {name: one.value for name, one in wanted.items()}
+    return asked, Values(wanted=values, before=before)
 
 
 def _pairs(record: Record, tier: str, step: int) -> set[frozenset[int]]:

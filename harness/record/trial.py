@@ -1,7 +1,7 @@
 """A failing step run again with one thing in it done otherwise, and whether that makes it right.
 
 trials/asked.json           the step, what is to be tried, by how much a gradient may be off
-trials/wanted.safetensors   what every parameter's whole gradient must be
+trials/values.safetensors   what every parameter's whole gradient must be, what each rank's own was
 trials/found.jsonl          what came of it, in order, as far as it got
 """
 
@@ -19,7 +19,8 @@ from sumgrad.record.reference import Grads, read_tensors, write_tensors
 from sumgrad.record.spec import DAMAGED
 
 TRIALS = "trials"  # the folder of a run's
-ASKED, WANTED, MADE, FOUND = "asked.json", "wanted.safetensors", "made.jsonl", "found.jsonl"
+ASKED, VALUES, MADE, FOUND = "asked.json", "values.safetensors", "made.jsonl", "found.jsonl"
+WANTED = "wanted"  # in front of what must come out, among the values; a rank, of what it had
 # Over the ranks of an axis: in the forward alone, in both, in the backward alone; the largest; of
 # what they have together, with the own gradient of it, or the sum of theirs; what the first of them
 # has. Added where it is put. The last are of what a line reduces over ranks: not at all, or over
@@ -110,18 +111,24 @@ class Change:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """tier, step: that failed. bounds: by how much each parameter's gradient may be off, by
-    STEP/NAME, of that step and those before it. before:
-    rank -> the digest of the gradients that it had; a step that has others now tells nothing.
-    seconds: for all changes together. lift: whether the step had casts that were lifted, or drew
-    numbers, as it would not without."""
+    STEP/NAME, of that step and those before it. seconds: for all changes together. lift: whether
+    the step had casts that were lifted, or drew numbers, as it would not without."""
 
     tier: str
     step: int
     changes: tuple[Change, ...]
     bounds: Mapping[str, float]
-    before: Mapping[int, str]
     seconds: float
     lift: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Values:
+    """wanted: whole gradients by STEP/NAME, as they must come out. before: rank -> name -> what it
+    had when the step failed; a step that gives another now tells nothing."""
+
+    wanted: Grads
+    before: Mapping[int, Grads]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,24 +151,31 @@ def edited_source(source: str, edit: Edit) -> str:
     return before.decode() + edit.new + after.decode()
 
 
-def write_asked(folder: Path, asked: Asked, wanted: Grads) -> None:
+def write_asked(folder: Path, asked: Asked, values: Values) -> None:
     """What the ranks are to try, and what must come out."""
-    write_tensors(folder / WANTED, wanted)
+    parts = {WANTED: values.wanted, **{str(r): held for r, held in values.before.items()}}
+    write_tensors(
+        folder / VALUES, {f"{of}/{n}": g for of, grads in parts.items() for n, g in grads.items()}
+    )
     write_json(folder / ASKED, asdict(asked))
 
 
-def read_asked(folder: Path) -> tuple[Asked, Grads]:
+def read_asked(folder: Path) -> tuple[Asked, Values]:
     said = read_json(folder / ASKED)
     asked = Asked(
         tier=said["tier"],
         step=int(said["step"]),
         changes=tuple(map(_change_from, said["changes"])),
         bounds=said["bounds"],
-        before={int(rank): digest for rank, digest in said["before"].items()},
         seconds=float(said["seconds"]),
         lift=bool(said["lift"]),
     )
-    return asked, dict(read_tensors(folder / WANTED))
+    parts: dict[str, Grads] = {}
+    for key, grad in read_tensors(folder / VALUES):
+        of, _, name = key.partition("/")
+        parts.setdefault(of, {})[name] = grad
+    wanted = parts.pop(WANTED, {})
+    return asked, Values(wanted=wanted, before={int(rank): held for rank, held in parts.items()})
 
 
 def add_trial(folder: Path, made: Trial) -> None:

@@ -17,6 +17,7 @@ from sumgrad.record.trial import (
     Change,
     Edit,
     Trial,
+    Values,
     add_trial,
     read_asked,
     read_trials,
@@ -24,8 +25,8 @@ from sumgrad.record.trial import (
 
 CHANGE = Change(site="f.py:1:2", function="sum", way="sum", axis="tp")
 ASKED = Asked(tier="structure", step=0, changes=(CHANGE,), bounds={"w": 1e-9},
-              before={0: "a"}, seconds=2.0)  # fmt: skip
-WANTED = {"w": torch.ones(2).double()}
+              seconds=2.0)  # fmt: skip
+WANTED = Values(wanted={"w": torch.ones(2).double()}, before={})
 
 
 class Launcher:

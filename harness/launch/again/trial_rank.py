@@ -22,14 +22,14 @@ def trial_rank(guard: RankGuard) -> dict[str, Any]:
     keep_freed_memory()
     with_less_memory(MOST_MORE)
     folder, rank = guard.env.directory, guard.env.rank
-    asked, wanted = read_asked(folder)
+    asked, values = read_asked(folder)
     place = guard.env.rendezvous.with_name("agreement")
     with local_group(guard) as ledger:
         store = dist.FileStore(str(place), guard.env.world_size)  # type: ignore[attr-defined]
         step = UserStep(read_spec(folder.parent))
         over = place.with_name("over")
         agreement = Agreement(store, rank, guard.env.world_size, over)
-        for one in step.try_rank(rank, ledger, asked, wanted, agreement):
+        for one in step.try_rank(rank, ledger, asked, values, agreement):
             if rank == 0:
                 add_trial(folder, one)
     return {}

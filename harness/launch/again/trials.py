@@ -14,8 +14,15 @@ from sumgrad.diagnose.trials import asked_again, changes_to_try, edited_to_try
 from sumgrad.launch.again.one_rank import OnOneRank
 from sumgrad.launch.local.launcher import Launcher, RankJob
 from sumgrad.record.directory import Record
-from sumgrad.record.reference import Grads
-from sumgrad.record.trial import TRIALS, Asked, Change, finish_trials, read_trials, write_asked
+from sumgrad.record.trial import (
+    TRIALS,
+    Asked,
+    Change,
+    Values,
+    finish_trials,
+    read_trials,
+    write_asked,
+)
 
 TRYING = "trying what would make it right"  # the phase, as it is shown
 START_S, LEAST_S = 0.6, 0.5  # of ranks, until they try; for trials at least
@@ -81,13 +88,13 @@ def try_changes(
     return Tried(made=bool(every), left=left)
 
 
-def _without(changes: Set[Change], asked: Asked, wanted: Grads) -> tuple[Asked, Grads] | None:
+def _without(changes: Set[Change], asked: Asked, values: Values) -> tuple[Asked, Values] | None:
     """The same without these, as what leaves one rank wrong leaves many so; None for none."""
     left = tuple(change for change in asked.changes if change not in changes)
-    return (replace(asked, changes=left), wanted) if left else None
+    return (replace(asked, changes=left), values) if left else None
 
 
-def _looked_for(what: Callable[[], tuple[Asked, Grads] | None]) -> tuple[Asked, Grads] | None:
+def _looked_for(what: Callable[[], tuple[Asked, Values] | None]) -> tuple[Asked, Values] | None:
     try:
         with time_limit(MOST_LOOKING_S):
             return what()
@@ -118,15 +125,15 @@ class _Trying:
         """Those of them that no rank has begun with."""
         return [change for change in changes if change not in self._begun]
 
-    def run_again(self, asked: Asked, wanted: Grads, until: float, starts: int) -> None:
+    def run_again(self, asked: Asked, values: Values, until: float, starts: int) -> None:
         """All of them, with ranks for those that ranks before them did not come to."""
         for _ in range(starts):
             left = until - time.monotonic()
             if left < LEAST_S or self._begun.issuperset(asked.changes) or self.is_known():
                 return
-            self.run(replace(asked, seconds=left), wanted)
+            self.run(replace(asked, seconds=left), values)
 
-    def run(self, asked: Asked, wanted: Grads) -> None:
+    def run(self, asked: Asked, values: Values) -> None:
         """Those that were not tried yet, so far as ranks come."""
         record = self._record
         left, began = self.without(asked.changes), time.monotonic()
@@ -145,7 +152,7 @@ class _Trying:
             pools=[topology.pool_of(r).name for r in range(num_ranks)],
             timeout_s=min(record.spec.timeout_s, asked.seconds + LATE_S),
         )
-        write_asked(folder, asked, wanted)
+        write_asked(folder, asked, values)
         with contextlib.suppress(LaunchError):  # one that ends badly has told what was before it
             self._launcher.run(job, progress=self._progress)
         self.is_late = time.monotonic() - began >= asked.seconds

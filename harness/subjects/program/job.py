@@ -14,7 +14,7 @@ from sumgrad.record.ranks import RankFiles
 from sumgrad.record.reference import Grads, Parts, Reference
 from sumgrad.record.spec import Facts, RunSpec
 from sumgrad.record.trace import Trace
-from sumgrad.record.trial import Asked, Trial
+from sumgrad.record.trial import Asked, Trial, Values
 from sumgrad.subjects.program.probe import broken_facts, probe
 from sumgrad.subjects.program.protocol import make_program
 from sumgrad.subjects.program.rank import Rank
@@ -94,10 +94,10 @@ class UserStep:
         return own.trace(self.spec, tier, step), own.adjoints
 
     def try_rank(
-        self, rank: int, ledger: Ledger, asked: Asked, wanted: Grads, agreement: Agreement
+        self, rank: int, ledger: Ledger, asked: Asked, values: Values, agreement: Agreement
     ) -> Iterator[Trial]:
         """A failing step again with changes in it, on a rank; all ranks together."""
-        return self._rank(rank, ledger).tries(self.spec, asked, wanted, agreement)
+        return self._rank(rank, ledger).tries(self.spec, asked, values, agreement)
 
     def trace_single(self, tier: str, step: int) -> Trace:
         """The same in one process, over the full batch. Raises Broken where loss_sum does."""

@@ -18,10 +18,9 @@ from sumgrad.ledger.aside import without_operations
 from sumgrad.ledger.process_group import Ledger
 from sumgrad.record.adjoint import Adjoint
 from sumgrad.record.ranks import RankFiles
-from sumgrad.record.reference import Grads
 from sumgrad.record.spec import RunSpec
 from sumgrad.record.trace import Trace
-from sumgrad.record.trial import Asked, Trial
+from sumgrad.record.trial import Asked, Trial, Values
 from sumgrad.subjects.exchanges import Exchanges
 from sumgrad.subjects.own_gradients import Losses
 from sumgrad.subjects.program.context import Seat, make_meshes, of_all_ranks
@@ -73,14 +72,14 @@ class Rank:
             yield from Adjoints(self._applied, events, self.rank, of_all_ranks).found()
 
     def tries(
-        self, job: RunSpec, asked: Asked, wanted: Grads, agreement: Agreement
+        self, job: RunSpec, asked: Asked, values: Values, agreement: Agreement
     ) -> Iterator[Trial]:
-        """A failing step, so or so; all ranks together. wanted: whole gradients by name."""
+        """A failing step, so or so; all ranks together."""
         job = replace(job, lift=job.lift and asked.lift)  # to look for casts takes as long again
         run = TierRun(self._seat, job, asked.tier, getattr(torch, job.tiers[asked.tier]))
         try:
             with self.ledger.label(f"{SETUP}/trials"):
-                yield from Trials(run, asked, wanted, agreement).found()
+                yield from Trials(run, asked, values, agreement).found()
         finally:
             run.close()
 

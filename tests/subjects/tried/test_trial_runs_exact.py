@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from sumgrad.base.tensors import hash_weights
 from sumgrad.record.trial import (
     TRIALS,
     Asked,
     Change,
     Edit,
     Trial,
+    Values,
     add_trial,
     finish_trials,
     read_asked,
@@ -202,6 +202,7 @@ def test_what_goes_into_a_module_and_what_it_gives(three_ranks):
 RIGHT = {"w": torch.tensor([1.0, 2.0]).double()}
 WANTED = {"0/w": RIGHT["w"], "1/w": RIGHT["w"]}
 FAILED = {"w": torch.tensor([1.0, 3.0]).double()}
+AIMS = Values(wanted=WANTED, before={0: FAILED})
 CHANGES = tuple(Change(site=f"f.py:{i}", function="mul", way="sum") for i in range(9))
 
 
@@ -255,8 +256,8 @@ class Step:
 def found(monkeypatch, gives, *, changes=CHANGES, step=0, bound=1e-9, seconds=99.0):
     run = Step(gives, monkeypatch)
     asked = Asked(tier="structure", step=step, changes=changes, bounds={"0/w": bound, "1/w": bound},
-                  before={0: hash_weights(FAILED)}, seconds=seconds)  # fmt: skip
-    return [*Trials(run, asked, WANTED, Alone()).found()], run
+                  seconds=seconds)  # fmt: skip
+    return [*Trials(run, asked, AIMS, Alone()).found()], run
 
 
 def test_a_change_is_on_while_the_step_runs_and_goes_by_what_it_is_of(monkeypatch):
@@ -272,8 +273,8 @@ def test_a_change_is_on_while_the_step_runs_and_goes_by_what_it_is_of(monkeypatc
     monkeypatch.undo()
     monkeypatch.setattr(trials, "names_of_modules", lambda *_: {})
     monkeypatch.setattr(trials, "seen_modules", lambda *_: [])
-    asked = Asked(tier="structure", step=0, changes=(), bounds={}, before={}, seconds=1.0)
-    made = Trials(run, asked, WANTED, Alone())
+    asked = Asked(tier="structure", step=0, changes=(), bounds={}, seconds=1.0)
+    made = Trials(run, asked, AIMS, Alone())
     over = Change(site="f.py:3", function="allreduce", way="over", axis="tp")
     for change in (None, CHANGES[0], over):
         made._steps(change)
@@ -297,6 +298,32 @@ def test_which_changes_make_all_gradients_right(monkeypatch):
 def test_nothing_is_told_where_the_step_does_not_fail_as_it_did(monkeypatch):
     told, _ = found(monkeypatch, lambda change, _: {"w": FAILED["w"] + 1})
     assert told == []
+
+
+@pytest.mark.parametrize(
+    ("gives", "same"),
+    [
+        ({"w": FAILED["w"] + 5e-10}, True),  # as where a reducer sums in another order
+        ({"w": FAILED["w"] + 2e-9}, False),
+        ({"w": FAILED["w"][:1]}, False),
+        ({"w": FAILED["w"], "b": FAILED["w"]}, False),
+        ({}, False),
+    ],
+)
+def test_a_step_fails_as_it_did_up_to_the_bounds(monkeypatch, gives, same):
+    told, _ = found(monkeypatch, lambda change, _: gives)
+    assert bool(told) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "other"), [(torch.nan, 2.0), (torch.inf, -torch.inf), (1j, 2j), (2.0, torch.nan)]
+)
+def test_what_is_no_real_number_is_the_same_again(monkeypatch, value, other):
+    run = Step(lambda change, _: {"w": torch.tensor([1.0, value])}, monkeypatch)
+    asked = Asked(tier="structure", step=0, changes=(), bounds={"0/w": 1e-9}, seconds=9.0)
+    for was in (value, other):
+        values = Values(wanted={}, before={0: {"w": torch.tensor([1.0, was])}})
+        assert Trials(run, asked, values, Alone())._is_as_it_was() is (was is value)
 
 
 def test_a_step_that_remembers_tells_nothing(monkeypatch):
@@ -334,8 +361,8 @@ def test_a_change_that_cannot_begin_here_has_its_round_all_the_same(monkeypatch,
     run = Step(right_with(), monkeypatch)
     monkeypatch.setattr(Trials, "_changed", changed_as_ever)
     asked = Asked(tier="structure", step=0, changes=(lacking,), bounds={"0/w": 1e-9},
-                  before={0: hash_weights(FAILED)}, seconds=9.0)  # fmt: skip
-    (one,) = Trials(run, asked, WANTED, Alone()).found()
+                  seconds=9.0)  # fmt: skip
+    (one,) = Trials(run, asked, AIMS, Alone()).found()
     assert not one.right
     assert begun == [True, False, True]  # the last, whether the step is as it was
 
@@ -361,8 +388,8 @@ def test_edited_code_sums_over_the_ranks_of_an_axis(monkeypatch, tmp_path):
     run = Step(right_with(), monkeypatch)
     monkeypatch.setattr(Trials, "_changed", changed_as_ever)
     run.ctx = SimpleNamespace(group=lambda axis: f"the group of {axis}")
-    asked = Asked(tier="structure", step=0, changes=(), bounds={}, before={}, seconds=1.0)
-    made = Trials(run, asked, WANTED, Alone())
+    asked = Asked(tier="structure", step=0, changes=(), bounds={}, seconds=1.0)
+    made = Trials(run, asked, AIMS, Alone())
     with made._changed(Change(site="f.py:2", function="", way="edit", edit=edit)):
         assert users["f"](3) == (3, "the group of tp")
 
@@ -485,12 +512,11 @@ def test_every_rank_has_to_be_right_with_its_own_part(monkeypatch, tmp_path):
                 SimpleNamespace(name="of no reference", slice=lambda full: full),
             ]),
         )  # fmt: skip
-        before = {r: hash_weights({"w": torch.tensor([own[r][1]]).double()}) for r in own}
+        before = {r: {"w": torch.tensor([own[r][1]]).double()} for r in own}
         asked = Asked(tier="structure", step=0, changes=CHANGES[:4], bounds={"0/w": 1e-9},
-                      before=before, seconds=99.0)  # fmt: skip
-        made = Trials(
-            run, asked, {"0/w": RIGHT["w"]}, Agreement(store, rank, 2, tmp_path / "over")
-        ).found()
+                      seconds=99.0)  # fmt: skip
+        values = Values(wanted={"0/w": RIGHT["w"]}, before=before)
+        made = Trials(run, asked, values, Agreement(store, rank, 2, tmp_path / "over")).found()
         told[rank] = [trial.right for trial in made]
 
     right_with = {0: CHANGES[:2], 1: CHANGES[1:3]}
@@ -557,13 +583,16 @@ def test_ranks_agree_over_a_store_and_wait_for_nobody_for_ever(monkeypatch, tmp_
 
 def test_what_is_asked_and_found_is_read_as_it_was_written(tmp_path):
     asked = Asked(tier="structure", step=1, changes=CHANGES[:2], bounds={"w": 1e-9},
-                  before={0: "a", 3: "b"}, seconds=2.5)  # fmt: skip
+                  seconds=2.5)  # fmt: skip
     folder = tmp_path / TRIALS
     folder.mkdir()
-    write_asked(folder, asked, WANTED)
-    again, wanted = read_asked(folder)
+    write_asked(folder, asked, Values(wanted=WANTED, before={0: FAILED, 3: RIGHT}))
+    again, values = read_asked(folder)
     assert again == asked
-    assert torch.equal(wanted["0/w"], WANTED["0/w"])
+    assert {*values.wanted} == {*WANTED}
+    assert torch.equal(values.wanted["0/w"], WANTED["0/w"])
+    assert [*values.before] == [0, 3]
+    assert torch.equal(values.before[3]["w"], RIGHT["w"])
     finish_trials(folder)
     assert read_trials(tmp_path) == ()
     told = (Trial(change=CHANGES[0], right=True), Trial(change=CHANGES[1], right=False))
