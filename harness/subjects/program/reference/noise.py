@@ -92,9 +92,11 @@ def finer(dtype: torch.dtype, floor: Floor) -> Floor:
 def at_least_typical(floor: Sizes, scale: Sizes, zeros: set[str]) -> Sizes:
     """No tensor is quieter than half of them are: a small one may come out exact by luck.
 
-    zeros: what is zero by mathematics is all noise, that of the largest numbers it cancels from.
+    zeros: what is zero by mathematics is all noise, that of the largest numbers it cancels from,
+    and says nothing of how noisy others are for their size.
     """
-    parts = sorted(floor[name] / size for name, size in scale.items() if size > 0)
+    told = (name for name, size in scale.items() if size > 0 and name not in zeros)
+    parts = sorted(floor[name] / scale[name] for name in told)
     typical, largest = parts[len(parts) // 2] if parts else 0.0, max(scale.values())
     return {
         name: max(noise, typical * (largest if name in zeros else scale[name]))
