@@ -24,6 +24,7 @@ from sumgrad.subjects.script.rows import rows_of
 from sumgrad.subjects.script.start import take_over
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def padded(rows, length, value=0):
@@ -65,6 +66,61 @@ def test_dropout_gives_its_input_and_is_counted(call):
     x = torch.randn(3, 4, 5)
     with NoDropout() as mode:
         assert torch.equal(call(x), x)
+    assert mode.count == 1
+
+
+BACKWARDS = {
+    "method": lambda loss, params: loss.backward(),
+    "function": lambda loss, params: torch.autograd.backward(loss),
+    "grad": lambda loss, params: [
+        setattr(p, "grad", g) for p, g in zip(params, torch.autograd.grad(loss, params),
+                                              strict=True)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BACKWARDS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_drops_nothing_either(how, reentrant):
+    if reentrant and how == "grad":
+        return  # torch has none
+    torch.manual_seed(3)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    x, params = torch.randn(5, 4, requires_grad=True), [*block.parameters()]
+    held = F.dropout, F.scaled_dot_product_attention, torch.dropout
+    found = []
+    for dropped in (False, True):
+        block.train(dropped)
+        block.zero_grad()
+        with NoDropout() as mode:
+            loss = checkpoint(block, x, use_reentrant=reentrant).square().sum()
+            BACKWARDS[how](loss, params)
+        assert mode.count == (2 if dropped else 0)
+        found.append([p.grad.clone() for p in params])
+    assert all(map(torch.equal, *found))
+    assert held == (F.dropout, F.scaled_dot_product_attention, torch.dropout)
+
+
+def test_names_stand_again_after_a_backward_that_raises():
+    held = F.dropout
+
+    def raises(grad):
+        assert F.dropout is not held
+        raise ZeroDivisionError
+
+    x = torch.ones(2, requires_grad=True)
+    (y := x * 2).register_hook(raises)
+    with NoDropout(), pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    assert F.dropout is held
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_whole_layer_of_attention_drops_nothing(weights):
+    torch.manual_seed(4)
+    layer, x = nn.MultiheadAttention(4, 2, dropout=0.9), torch.randn(3, 2, 4)
+    plain = layer.eval()(x, x, x, need_weights=weights)[0]
+    with NoDropout() as mode:
+        torch.testing.assert_close(layer.train()(x, x, x, need_weights=weights)[0], plain)
     assert mode.count == 1
 
 

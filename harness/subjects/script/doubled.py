@@ -8,7 +8,8 @@ every run, and counted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,18 @@ _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}  # with a r
 _AT = 4  # where scaled_dot_product_attention takes dropout_p
 _RATE = 5  # and where they take it, before `train`
 _DROPPED: Any = F.scaled_dot_product_attention
+# Functions of torch below which Python runs, a user's or torch's own, and a function mode is off:
+# by their names, as what is watched stands there wrapped.
+_CALL_PYTHON = {
+    ("torch._tensor", "backward"), ("torch.autograd", "backward"), ("torch.autograd", "grad"),
+    ("torch.nn.functional", "multi_head_attention_forward"),
+}  # fmt: skip
+_BELOW: Any = {
+    F: ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+        "feature_alpha_dropout", "scaled_dot_product_attention"),
+    torch: ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+    torch._VF: ("lstm", "gru", "rnn_tanh", "rnn_relu"),
+}  # fmt: skip
 
 
 class NoDropout(TorchFunctionMode):
@@ -39,6 +52,7 @@ class NoDropout(TorchFunctionMode):
         super().__init__()
         self.count = 0
         self.draws = Draws()
+        self._is_below = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -59,9 +73,36 @@ class NoDropout(TorchFunctionMode):
             if args[at] and args[at + 1]:
                 self.count += 1
                 args = (*args[:at], 0.0, *args[at + 1 :])
-        result = func(*args, **kwargs)
+        called = getattr(func, "__module__", ""), getattr(func, "__name__", "")
+        with self._below() if called in _CALL_PYTHON else nullcontext():
+            result = func(*args, **kwargs)
         self.draws.seen(func, result)
         return result
+
+    @contextmanager
+    def _below(self) -> Iterator[None]:
+        """Where the mode is off, by what stands under the names by which dropout is called: what a
+        checkpoint computes again in the backward drops as little as its forward did."""
+        if self._is_below:
+            yield
+            return
+        held = [(place, n, getattr(place, n)) for place, names in _BELOW.items() for n in names]
+        self._is_below = True
+        try:
+            for place, name, func in held:
+                setattr(place, name, self._instead_of(func))
+            yield
+        finally:
+            for place, name, func in held:
+                setattr(place, name, func)
+            self._is_below = False
+
+    def _instead_of(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(func)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            return self.__torch_function__(func, (), args, kwargs)
+
+        return instead
 
 
 def in_float64() -> Lift:
