@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from sumgrad.launch.script.gradients import Without, is_same_gradient, second_gradient
+from sumgrad.launch.script.gradients import (
+    Without,
+    is_placed_otherwise,
+    is_same_gradient,
+    second_gradient,
+)
 from sumgrad.subjects.script.models import Held
 from torch import nn
 
@@ -45,6 +52,22 @@ def test_a_second_gradient_is_a_floating_tensor_of_as_many_numbers(held, is_one)
 )
 def test_two_gradients_are_the_same_or_the_second_holds_nothing(beside, same):
     assert is_same_gradient(GRAD, beside) is same
+
+
+@pytest.mark.parametrize(
+    ("param", "grad", "otherwise"),
+    [
+        (None, None, False),
+        (None, ("S(0)",), False),  # of a tensor that is cut by hand
+        (("S(0)",), None, False),
+        (("S(0)",), ("S(0)",), False),
+        (("S(0)",), ("R",), True),
+        (("R",), ("P",), True),
+    ],
+)
+def test_a_gradient_that_does_not_lie_as_its_parameter(param, grad, otherwise):
+    tensors = [SimpleNamespace(**({} if p is None else {"placements": p})) for p in (param, grad)]
+    assert is_placed_otherwise(*tensors) is otherwise
 
 
 def test_what_a_step_changes_without_a_gradient_is_told_once():

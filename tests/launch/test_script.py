@@ -62,6 +62,15 @@ def test_fsdp2_passes_in_its_own_dtype(tmp_path):
     assert verdict["tiers"]["precision"]["dtype"] == "float32"
 
 
+@pytest.mark.parametrize(("words", "code"), [((), 0), (("--wrong",), 1)])
+def test_a_loss_and_gradients_that_are_dtensors(tmp_path, words, code):
+    got, verdict = on_ranks(tmp_path, 2, "dtensors.py", *words)
+    assert got == code, verdict
+    found = {t["status"] for t in verdict["tensors"]}
+    assert found == ({"fail", "pass"} if code else {"pass"})
+    assert len(verdict["losses"]["single"]) == 2
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """A folder in which the single run of the right script is kept as `week-46`."""

@@ -25,14 +25,22 @@ def gradient_of(held: Held, info: dict[str, Any], ledger: Ledger) -> Tensor | No
         info["elsewhere"][held.name] = SECOND
     if grad is None:
         return None
-    if any(getattr(p, "is_partial", bool)() for p in getattr(grad, "placements", ())):
-        info["partial"].append(held.name)
+    if is_placed_otherwise(held.param, grad):
+        if any(p.is_partial() for p in grad.placements):  # type: ignore[attr-defined]
+            info["partial"].append(held.name)
         with ledger.label(f"{SETUP}/partial"):
             grad = grad.redistribute(placements=held.param.placements)  # type: ignore[attr-defined]
     grad = grad.to_dense() if grad.is_sparse else grad
     local = held.part_of(grad).detach()
     wanted = held.local().shape
     return local.reshape(wanted) if local.numel() == wanted.numel() else local
+
+
+def is_placed_otherwise(param: Tensor, grad: Tensor) -> bool:
+    """Whether it is a DTensor that lies on its ranks, or is a sum over them, as its parameter does
+    not and is not: an optimizer's arithmetic brings it to where that is."""
+    own = getattr(grad, "placements", None)
+    return own is not None and own != getattr(param, "placements", own)
 
 
 def second_gradient(param: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import own_arithmetic
+from sumgrad.launch.script.gradients import is_placed_otherwise
 from sumgrad.record.ranks import sample_of
 from sumgrad.subjects.script.models import Held
 from torch import Tensor
@@ -84,9 +85,7 @@ class Rescaled:
 
 def _sample(held: Held) -> Tensor | None:
     grad = held.param.grad
-    if grad is None or any(
-        getattr(p, "is_partial", bool)() for p in getattr(grad, "placements", ())
-    ):
+    if grad is None or is_placed_otherwise(held.param, grad):
         return None
     local = held.part_of(grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
     return local[sample_of(local.numel()).to(local.device)].clone()

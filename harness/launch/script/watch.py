@@ -145,8 +145,9 @@ class Watch:
         if self.seat.taken and isinstance(tensors, Tensor) and tensors.numel() == 1:
             if self.look is not None:
                 self.look.at_loss(tensors)
+            loss = to_local(tensors.detach())  # a DTensor is none without torch's dispatch
             with own_arithmetic():
-                self.losses.append(float(to_local(tensors.detach())))
+                self.losses.append(float(loss))
 
     def _after_backward(self) -> None:
         if self.seat.taken and not self.ended:
