@@ -30,7 +30,7 @@ from sumgrad.launch.again.trials import Tried, try_changes
 from sumgrad.launch.ask import CheckOptions, make_directory, make_spec, startable
 from sumgrad.launch.judging import with_second_look, written
 from sumgrad.launch.libraries import Imports
-from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
+from sumgrad.launch.local.launcher import Helper, Launcher, RankJob, start_of
 from sumgrad.launch.probe import look_beside
 from sumgrad.launch.rank import reference_progress
 from sumgrad.launch.room import why_references_wait
@@ -128,6 +128,7 @@ def _run_ranks(
         timeout_s=spec.timeout_s,
         helper_patience=3 if spec.opaque else 10,
         watch=lambda: "; ".join(reference_progress(directory)),
+        start=start_of(spec),
     )
     progress(f"starting {num_ranks} ranks")
     outcomes = launcher.run(job, progress=progress)

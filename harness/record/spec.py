@@ -59,7 +59,8 @@ class Facts:
 
     Where it says so itself: after: what its step does to reduced gradients. buffers: patterns of
     names of buffers that are compared like gradients. microbatches: how many a step takes.
-    dtypes: of what build() trains; every tier computes in one.
+    dtypes: of what build() trains; every tier computes in one. hashed: lines that go by Python's
+    hash of strings, for which its ranks are not forked from one process.
     """
 
     params: dict[str, tuple[int, ...]]
@@ -74,6 +75,7 @@ class Facts:
     buffers: tuple[str, ...] = ()
     microbatches: int | None = None
     dtypes: tuple[str, ...] = ()
+    hashed: tuple[str, ...] = ()
 
     def compares(self, buffer: str) -> bool:
         """Whether a buffer is compared like a gradient."""
@@ -236,6 +238,7 @@ def facts_from_json(data: Mapping[str, Any]) -> Facts:
     more: dict[str, Any] = {key: tuple(data[key]) for key in ("terms", "problems")}
     more["buffers"] = tuple(data.get("buffers", ()))
     more["dtypes"] = tuple(data.get("dtypes", ()))
+    more["hashed"] = tuple(data.get("hashed", ()))
     more["after"] = After(**data["after"]) if data.get("after") else None
     return Facts(**{**data, "params": params, **more})
 

@@ -235,3 +235,33 @@ def test_what_is_no_gradient_or_no_parameter_is_said_with_its_line(check, body, 
     assert verdict.status == "unknown"
     assert words in text(verdict), text(verdict)[:2000]
     assert "mine.py:" in text(verdict)
+
+
+BY_HASH = """
+    def build(self):
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(8)), nn.Linear(5, 3))
+    def reduce(self, model, ctx):
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        for name in ORDER:
+            dist.all_reduce(grads[name])
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "salt", "status"),
+    [
+        ("list(set(grads) - {'8.weight', '8.bias'}) + ['8.weight', '8.bias']", None, "fail"),
+        ("list(set(grads) - {'8.weight', '8.bias'}) + ['8.weight', '8.bias']", "3", "pass"),
+        ("sorted(set(grads))", None, "pass"),
+    ],
+)
+def test_ranks_take_a_set_in_orders_of_their_own(check, monkeypatch, order, salt, status):
+    """As processes that are started apart do, and those that are forked from one do not."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if salt:
+        monkeypatch.setenv("PYTHONHASHSEED", salt)
+    verdict, _ = check(HAND + BY_HASH.replace("ORDER", order))
+    assert verdict.status == status, text(verdict)[:3000]
+    told = any("takes a set in its order" in warning for warning in verdict.warnings)
+    assert told == (status == "fail")

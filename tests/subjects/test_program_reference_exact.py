@@ -10,7 +10,7 @@ import torch
 from sumgrad.base.errors import Broken
 from sumgrad.record.reference import with_parts
 from sumgrad.subjects.program.probe import probe
-from sumgrad.subjects.program.protocol import Weights, hash_model
+from sumgrad.subjects.program.protocol import Weights, hash_model, loss_of
 from sumgrad.subjects.program.reference import compute, noise
 from sumgrad.subjects.program.reference import parts as program_parts
 from sumgrad.subjects.program.reference.compute import compute_program_reference
@@ -584,3 +584,19 @@ def test_what_two_runs_differ_by_a_thousandth_of_is_zero_by_mathematics(size, ze
     loud = replace(term, grads={"w": grad + 1.0, "e": none}, again={"w": grad + 1.0, "e": none})
     assert zero_by_mathematics({"one": term}, torch.float64) == ({"w"} if zero else set())
     assert zero_by_mathematics({"one": term, "other": loud}, torch.float64) == set()
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_count_that_depends_on_parameters_is_refused(learned):
+    """As a constant it would give a gradient that no trainer has."""
+    model = nn.Linear(2, 1)
+
+    def term(model, rows):
+        weights = rows @ model.weight.t()
+        return (weights * rows).sum(), (weights if learned else weights.detach()).abs().sum()
+
+    if learned:
+        with pytest.raises(Broken, match=r"loss_sum\(\): the count depends on parameters"):
+            loss_of(term, "loss", model, torch.ones(3, 2))
+    else:
+        assert loss_of(term, "loss", model, torch.ones(3, 2))[1] > 0

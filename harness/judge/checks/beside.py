@@ -36,6 +36,17 @@ def whole_gradients(compared: Compared) -> Iterator[Finding]:
         )
 
 
+def hashes_of_their_own(compared: Compared) -> Iterator[Finding]:
+    """Lines of a Program that go by Python's hash of strings, as the order of a set does."""
+    facts = compared.record.spec.facts
+    if facts is not None and facts.hashed:
+        yield Finding(
+            level="warning",
+            text=f"{some_of(list(facts.hashed))} takes a set in its order, or a hash: those of "
+            f"strings are others in each process, and so they were here",
+        )
+
+
 def gradients_read_elsewhere(compared: Compared) -> Iterator[Finding]:
     """Gradients of a script that are no parameter's `.grad`, and were compared all the same."""
     names: dict[str, dict[str, None]] = {}

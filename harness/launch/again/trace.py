@@ -10,7 +10,7 @@ from sumgrad.base.files import write_json
 from sumgrad.base.memory import keep_freed_memory
 from sumgrad.base.outcome import first_to_fail
 from sumgrad.launch.guard import RankGuard
-from sumgrad.launch.local.launcher import Helper, Launcher, RankJob
+from sumgrad.launch.local.launcher import Helper, Launcher, RankJob, start_of
 from sumgrad.launch.rank import local_group
 from sumgrad.record.adjoint import Adjoint, write_adjoints
 from sumgrad.record.endings import rank_file, read_ledger
@@ -52,6 +52,7 @@ def trace_step(
         helpers=[Helper(target="sumgrad.launch.again.trace:trace_helper", arguments=asked)],
         timeout_s=spec.timeout_s,
         helper_patience=3,
+        start=start_of(spec),
     )
     bad = [outcome for outcome in launcher.run(job, progress=progress) if not outcome.ok]
     if not bad or _is_whole(folder, num_ranks):

@@ -12,7 +12,7 @@ from sumgrad.base.errors import LaunchError
 from sumgrad.base.time_limit import time_limit
 from sumgrad.diagnose.trials import asked_again, changes_to_try, edited_to_try
 from sumgrad.launch.again.one_rank import OnOneRank
-from sumgrad.launch.local.launcher import Launcher, RankJob
+from sumgrad.launch.local.launcher import Launcher, RankJob, start_of
 from sumgrad.record.directory import Record
 from sumgrad.record.trial import (
     TRIALS,
@@ -151,6 +151,7 @@ class _Trying:
             directory=folder,
             pools=[topology.pool_of(r).name for r in range(num_ranks)],
             timeout_s=min(record.spec.timeout_s, asked.seconds + LATE_S),
+            start=start_of(record.spec),
         )
         write_asked(folder, asked, values)
         with contextlib.suppress(LaunchError):  # one that ends badly has told what was before it

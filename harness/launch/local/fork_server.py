@@ -265,7 +265,8 @@ def _fork(request: dict[str, Any], rank: int, output: int, foreign: list[int]) -
 
 
 def _spawn(request: dict[str, Any], rank: int, output: int, foreign: list[int]) -> int:
-    """Where forking is unsafe (macOS): a fresh interpreter for every rank."""
+    """Where forking is unsafe (macOS), or too much alike: a fresh interpreter for every rank, with
+    a hash of strings of its own, the same one each time, unless it is set for all."""
     del foreign  # none of them is inherited
     file = Path(request["rendezvous"]).with_name("request.json")
     if not file.exists():
@@ -276,8 +277,10 @@ def _spawn(request: dict[str, Any], rank: int, output: int, foreign: list[int]) 
         (os.POSIX_SPAWN_DUP2, output, 1),
         (os.POSIX_SPAWN_DUP2, output, 2),
     ]
+    given = request["environ"].get("PYTHONHASHSEED", "random")
+    salt = {"PYTHONHASHSEED": str(rank + 1) if given == "random" else given}
     return os.posix_spawn(
-        sys.executable, command, dict(os.environ), file_actions=actions, setpgroup=0
+        sys.executable, command, {**os.environ, **salt}, file_actions=actions, setpgroup=0
     )
 
 

@@ -34,6 +34,7 @@ from sumgrad.launch.guard import HELPERS
 from sumgrad.launch.local.conversation import Conversation
 from sumgrad.launch.local.processes import HELD, end_tagged, kill
 from sumgrad.record.endings import outcome_from_record
+from sumgrad.record.spec import RunSpec
 
 Progress = Callable[[str], object]
 SINGLE_THREAD = {
@@ -56,6 +57,10 @@ TICK_S = 1.0
 TAG = "SUMGRAD_LAUNCHER"  # whose ranks a process descends from
 SERVER = "sumgrad.launch.local.fork_server"
 PRELOAD_TORCH = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch")
+
+
+Start = Literal["fork", "spawn"]
+START: Start = "fork" if sys.platform == "linux" else "spawn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +91,12 @@ class RankJob:
     runs: int = 1
     helper_patience: int = 10
     watch: Callable[[], str] = lambda: ""
-    start: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
+    start: Start = START
+
+
+def start_of(spec: RunSpec) -> Start:
+    """How the ranks of a run are started: those that are forked share the salt of their hashes."""
+    return "spawn" if spec.facts is not None and spec.facts.hashed else START
 
 
 class Launcher:

@@ -291,6 +291,11 @@ def loss_of(
     total, count = result
     if not isinstance(total, Tensor) or total.dim() != 0:
         raise Broken(f"{what}: the sum is {kind_of(total)}, expected a tensor of shape ()")
+    if isinstance(count, Tensor) and count.requires_grad:
+        raise Broken(
+            f"{what}: the count depends on parameters, and it is taken as a constant: return its "
+            f"detach() where the step does so, too, and else the ratio as the sum, with count 1"
+        )
     number = float(count)
     if not number >= 0:
         raise Broken(f"{what}: the count is {number}, expected a number >= 0")
