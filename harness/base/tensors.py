@@ -24,8 +24,11 @@ def own_arithmetic() -> Iterator[None]:
 
 
 def to_local(tensor: Any) -> Tensor:
-    """A DTensor's own shard; any other tensor itself."""
+    """A DTensor's own shard; any other tensor itself. What a functional collective gave is waited
+    for, as by whatever computes with it."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        local = local.wait()  # type: ignore[attr-defined]
     return local
 
 

@@ -53,7 +53,8 @@ def local_group(guard: RankGuard, device: str = "cpu") -> Iterator[Ledger]:
         meet(ledger)
         yield ledger
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a step that has ended it is told of by what it could not do
+            dist.destroy_process_group()
 
 
 def meet(ledger: Ledger) -> None:

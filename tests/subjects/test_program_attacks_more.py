@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from conftest import text
+from conftest import MY_STEP, text
+from sumgrad.launch.ask import CheckOptions
+from sumgrad.launch.check import run_check
 from test_program_attacks import HAND
 
 pytestmark = pytest.mark.distributed
@@ -265,3 +269,46 @@ def test_ranks_take_a_set_in_orders_of_their_own(check, monkeypatch, order, salt
     assert verdict.status == status, text(verdict)[:3000]
     told = any("takes a set in its order" in warning for warning in verdict.warnings)
     assert told == (status == "fail")
+
+
+def test_a_step_that_changes_the_folder_is_found_again(sumgrad_launcher, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(f"""{MY_STEP}
+class Mine(MyStep):
+    def step(self, model, batch, ctx):
+        import os
+        super().step(model, batch, ctx)
+        os.chdir("/")
+""")
+    Path("dp.yaml").write_text("name: dp\nworkload: x\npools:\n  train: {axes: {dp: 3}}\n")
+    options = CheckOptions(topology=Path("dp.yaml"), workload="mine.py:Mine", out=tmp_path / "run")
+    verdict, _ = run_check(options, launcher=sumgrad_launcher)
+    assert verdict.status == "pass", text(verdict)[:3000]
+
+
+def test_a_gradient_that_is_still_on_its_way_is_waited_for(check):
+    verdict, _ = check(
+        HAND
+        + """
+    def reduce(self, model, ctx):
+        from torch.distributed import _functional_collectives as funcol
+        for p in model.parameters():
+            p.grad = funcol.all_reduce(p.grad, "sum", dist.group.WORLD)
+"""
+    )
+    assert verdict.status == "pass", text(verdict)
+
+
+def test_a_step_that_ends_the_process_group_is_told_so(check):
+    verdict, _ = check(
+        HAND
+        + """
+    def step(self, model, batch, ctx):
+        super().step(model, batch, ctx)
+        dist.barrier()
+        dist.destroy_process_group()
+"""
+    )
+    assert verdict.status == "unknown"
+    assert "step() ends the default process group" in text(verdict), text(verdict)[:3000]
+    assert "mine.py:" in text(verdict)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ class UserStep:
     """A Program on the ranks of a spec."""
 
     def __init__(self, spec: RunSpec) -> None:
+        file, colon, name = spec.workload.rpartition(":")
+        if file.endswith(".py"):  # found again, also from a folder that a step has changed to
+            spec = replace(spec, workload=f"{Path(file).absolute()}{colon}{name}")
         self.spec = spec
 
     def run_rank(self, rank: int, ledger: Ledger, files: RankFiles) -> Mapping[str, Any]:

@@ -292,6 +292,9 @@ class TierRun:
         planted = plant_in_step(self.fault, self.model, self.placement.placed, ctx)
         with planted, lift:
             self.program.step(self.model, batch, ctx)
+        if not dist.is_initialized():
+            ended = "step() ends the default process group, which the next step takes: leave it"
+            raise RuntimeError(with_place(self.program, ended))
 
     def _set_batch(self, step: int) -> None:
         """The rows of a step, also for whoever asks the Program for them."""
