@@ -138,7 +138,7 @@ def run_to_run(again: Sequence[TensorDiff]) -> Diagnosis:
         because=tuple(because),
         however=(
             "random numbers drawn unseeded, a race, memory that is not filled (torch.empty) and "
-            "state carried over look the same",
+            "state carried over, as in a buffer of gradients that is not zeroed, look the same",
         ),
     )
 

@@ -312,3 +312,55 @@ def test_a_step_that_ends_the_process_group_is_told_so(check):
     assert verdict.status == "unknown"
     assert "step() ends the default process group" in text(verdict), text(verdict)[:3000]
     assert "mine.py:" in text(verdict)
+
+
+FLAT = """
+    flat = None
+    def lend(self, model):
+        at = 0
+        self.flat = torch.zeros(sum(p.numel() for p in model.parameters()),
+                                dtype=next(model.parameters()).dtype) \\
+            if self.flat is None else self.flat
+        for p in model.parameters():
+            p.grad = self.flat[at : at + p.numel()].view_as(p)
+            at += p.numel()
+    def reduce(self, model, ctx):
+        dist.all_reduce(self.flat)
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "status"),
+    [
+        ("self.lend(model)", "fail"),  # in each step, and what is in it stays
+        ("self.lend(model); self.flat.zero_()", "pass"),
+        ("self.lend(model) if self.flat is None else None", "pass"),  # once: zero_grad zeroes it
+    ],
+)
+def test_a_buffer_that_is_lent_anew_and_not_zeroed_is_what_it_was(check, when, status):
+    """An optimizer's zero_grad() takes the gradients away, and not what is in the buffer."""
+    verdict, _ = check(
+        HAND
+        + FLAT
+        + f"""
+    def step(self, model, batch, ctx):
+        {when}
+        loss, _ = self.loss_sum(model, self.mine(batch, ctx))
+        (loss / batch["mask"].sum()).backward()
+        self.reduce(model, ctx)
+"""
+    )
+    assert verdict.status == status, text(verdict)[:3000]
+
+
+def test_a_buffer_that_is_lent_before_the_first_step_is_zeroed(check):
+    verdict, _ = check(
+        HAND
+        + FLAT
+        + """
+    def distribute(self, model, ctx):
+        self.lend(model)
+        return model
+"""
+    )
+    assert verdict.status == "pass", text(verdict)[:3000]

@@ -6,7 +6,7 @@ The gradients are read where the step leaves them, on every rank, with no gather
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -133,7 +133,11 @@ class TierRun:
     def _is_any_untold(self) -> bool:
         """Whether some rank holds a parameter without a place: all ranks distribute together."""
         cut = hasattr(self.program, "distribute")
-        count = torch.tensor(len(self.placement.unknown) if cut else 0)
+        return self._on_any(cut and bool(self.placement.unknown))
+
+    def _on_any(self, own: bool) -> bool:
+        """Whether it is so on some rank: all ranks ask."""
+        count = torch.tensor(int(own))
         with self.seat.ledger.label(f"{SETUP}/places"):
             dist.all_reduce(count, dist.ReduceOp.MAX)
         return bool(count)
@@ -171,6 +175,8 @@ class TierRun:
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
         self.frozen = frozen_values(self.model)
         self.trained = trained_names(self.model)
+        params = self.model.parameters()
+        self.brought = {id(p) for p in params if p.grad is not None}  # with a gradient from here on
         self.shapes = {p.name: p.local().shape for p in self.placement.placed}
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
         self.observe: Observer = self.watch.observe
@@ -196,7 +202,7 @@ class TierRun:
                 files.others[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
             result["steps"].append(info)
         if again:
-            grads, more = self.step(self.job.steps - 1, label=AGAIN)
+            grads, more = self._again(self.job.steps - 1)
             info["unwaited"] = [*info["unwaited"], *more["unwaited"]]
             info["races"] = list(dict.fromkeys([*info["races"], *more["races"]]))
             files.keep(f"{AGAIN}/{self.tier}", grads)
@@ -226,9 +232,29 @@ class TierRun:
             for backend in sorted(used)
         ]
 
-    def step(self, step: int, *, label: str | None = None) -> tuple[Tensors, Result]:
-        """One step from its recorded weights: local gradients, and what else was seen."""
-        other = self._begin(step)
+    def _again(self, step: int) -> tuple[Tensors, Result]:
+        """A step once more, from where an optimizer's zero_grad() leaves it by default: gradients
+        that a step has put into a buffer of its own are gone, and what is in the buffer is not.
+        From zeros after all where the step does not put them there again."""
+        lent = {
+            p: p.grad
+            for p in self.model.parameters()
+            if id(p) not in self.brought and p.grad is not None and is_in_a_buffer(p.grad)
+        }
+        grads, info = self.step(step, label=AGAIN, gone={id(param) for param in lent})
+        given = all(p.grad is not None and is_in_a_buffer(p.grad) for p in lent)
+        if self._on_any(not given):
+            for param, grad in lent.items():
+                param.grad = grad
+            grads, info = self.step(step, label=AGAIN)
+        return grads, info
+
+    def step(
+        self, step: int, *, label: str | None = None, gone: Set[int] = frozenset()
+    ) -> tuple[Tensors, Result]:
+        """One step from its recorded weights: local gradients, and what else was seen. gone: ids of
+        parameters without a gradient when it begins, whatever they had."""
+        other = self._begin(step, gone)
         began = {p.name: bits([p.local()]) for p in self._kept_shape()}
         scramble(104, self.seat.rank, step, int(label is not None))
         self.watch.begin_step()
@@ -261,7 +287,7 @@ class TierRun:
             self.seat.ledger.settle()
             return self._grads({"partial": []})
 
-    def _begin(self, step: int) -> dict[str, None]:
+    def _begin(self, step: int, gone: Set[int] = frozenset()) -> dict[str, None]:
         """Rows, weights, gradients and buffers as a step finds them. Which weights are others."""
         if step != self.batch_step and takes_step(self.program):
             self._set_batch(step)
@@ -270,7 +296,7 @@ class TierRun:
         other |= self._unsynchronise()
         for param in self.model.parameters():
             grad = param.grad
-            if grad is not None and is_in_a_buffer(grad):
+            if grad is not None and is_in_a_buffer(grad) and id(param) not in gone:
                 grad.zero_()  # the step reduces the buffer, and not the gradient
             else:
                 param.grad = None
