@@ -313,6 +313,14 @@ def _add_diff(verbs: Any) -> None:
         help="beside --variant: other bits than the single run's are a FAIL",
     )
     diff.add_argument("--steps", type=_count, default=3, help="optimizer steps (default: 3)")
+    diff.add_argument(
+        "--zero",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="parameters whose gradient is zero by mathematics, by name with * and ?, as the bias "
+        "that cancels in a difference of scores: else one that is zero in every step is UNKNOWN",
+    )
     diff.add_argument("--out", type=Path, metavar="DIR", help="default: new, in .sumgrad/runs")
     diff.add_argument(
         "--timeout",

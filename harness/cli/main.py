@@ -231,6 +231,7 @@ def _diff(args: argparse.Namespace) -> int:
         a=tuple(shlex.split(args.a or "")),
         b=tuple(shlex.split(args.b or "")),
         steps=args.steps,
+        zero=tuple(args.zero),
         lift=not args.no_lift,
         timeout_s=args.timeout,
         out=args.out,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 from sumgrad.base.tensors import same_bits
@@ -216,8 +217,12 @@ def _as_user_left_it(record: Record, cell: Cell, diff: TensorDiff) -> TensorDiff
     if cell.wanted.scale == 0 and diff.comparable and diff.max_abs == 0:
         if _checked_elsewhere(record, cell):
             return replace(diff, status="pass", reason=None)
-        more = "--steps 2 moves the weights" if record.spec.script is None else (
-            "a larger --steps may show it")  # fmt: skip
+        script = record.spec.script
+        if script is not None and any(fnmatchcase(cell.name, p) for p in script.zero):
+            return replace(diff, status="pass", reason=None)
+        more = "--steps 2 moves the weights"
+        if script is not None:
+            more = f"a larger --steps may show it, or --zero {cell.name} say that it has to be"
         return replace(diff, status="unknown", reason="its gradient is zero at these weights, so "
                        f"nothing was checked; {more}")  # fmt: skip
     if cell.got is None and (cell.rank, cell.name) in (lost := unread(record)):

@@ -118,7 +118,8 @@ class Script:
     drew at random. said: what a reader should know of how the runs were made comparable.
     since: that run beside one that was kept earlier; None where it is compared with none. twins:
     groups of parameters of one shape that began with the same values. again: of each step, of each
-    later call of the optimizer's closure in it, the gradients' norms by parameter.
+    later call of the optimizer's closure in it, the gradients' norms by parameter. zero: patterns
+    of names of parameters whose gradient is known to be zero.
     """
 
     command: str
@@ -130,6 +131,7 @@ class Script:
     since: Since | None = None
     twins: tuple[tuple[str, ...], ...] = ()
     again: tuple[tuple[dict[str, float], ...], ...] = ()
+    zero: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +262,7 @@ def _script_from_json(data: Mapping[str, Any]) -> Script:
             tuple({n: float(x) for n, x in call.items()} for call in step)
             for step in data.get("again", ())
         ),
+        zero=tuple(map(str, data.get("zero", ()))),
     )
 
 

@@ -18,8 +18,10 @@ from records_in_memory import (
     with_rank,
 )
 from sumgrad.judge.cells import cells, compare, compare_again, compare_cell, expected, shard
+from sumgrad.judge.checks.beside import nothing_to_see_of
 from sumgrad.judge.checks.complete import nothing_left_out, something_to_see
 from sumgrad.judge.checks.replicas import replicas_of_a_collective
+from sumgrad.record.spec import Script
 
 KEY = ("structure", 0)
 # Rank 0 holds the first row of w, rank 1 the rest, rank 2 what rank 1 holds; all hold b.
@@ -373,3 +375,39 @@ def test_a_tier_in_which_every_gradient_is_zero_compared_nothing():
     assert (finding.level, finding.tier) == ("unknown", "structure")
     half = with_reference(empty, scale={**none, "w": 1e-3})
     assert list(something_to_see(compared(half))) == []
+
+
+def zero_of_b(*, reached, zero=None):
+    """b has no gradient in the reference, nor on a rank. zero: patterns, of a script."""
+    one = program_record(tiers={"structure": "float64"})
+    grads, none = one.references["structure"][0].grads, torch.zeros(3).double()
+    record = with_reference(
+        one, reached=reached, grads={**grads, "b": none}, by_term={t: {**g, "b": none} for t, g in one.references["structure"][0].by_term.items()},
+        scale={**one.references["structure"][0].scale, "b": 0.0}, floor={"w": FLOOR, "b": 0.0},
+    )  # fmt: skip
+    for rank in range(3):
+        record = with_rank(record, rank, grads={KEY: {**one.ranks[rank].grads[KEY], "b": none}})
+    if zero is not None:
+        script = Script(command="train.py", rows=({},), losses=((1.0,),), zero=zero)
+        record = replace(record, spec=replace(record.spec, script=script))
+    return record
+
+
+@pytest.mark.parametrize(
+    ("zero", "status"),
+    [((), "unknown"), (("b",), "pass"), (("?",), "pass"), (("w", "*.b"), "unknown")],
+)
+def test_who_runs_a_script_may_say_that_a_gradient_has_to_be_zero(zero, status):
+    found = [d for d in compare(zero_of_b(reached=("w", "b"), zero=zero)) if d.name == "b"]
+    assert {d.status for d in found} == {status}
+    assert all("--zero b" in d.reason for d in found if status == "unknown")
+    wrong = zero_of_b(reached=("w", "b"), zero=zero)
+    grads = {KEY: {**wrong.ranks[1].grads[KEY], "b": torch.full((3,), 1e-9).double()}}
+    assert (1, "b", *KEY) in failed(with_rank(wrong, 1, grads=grads))
+
+
+def test_what_was_zero_at_all_weights_is_told_beside_what_passes():
+    (said,) = texts(nothing_to_see_of, zero_of_b(reached=("w",)))
+    assert said.startswith("the gradient of b is zero on these rows at all weights")
+    assert texts(nothing_to_see_of, zero_of_b(reached=("w", "b"))) == []  # it is unknown
+    assert texts(nothing_to_see_of, program_record()) == []

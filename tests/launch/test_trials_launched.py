@@ -43,7 +43,7 @@ class Launcher:
 def record(tmp_path):
     pool = SimpleNamespace(name="train")
     topology = SimpleNamespace(world_size=2, pool_of=lambda rank: pool)
-    spec = SimpleNamespace(topology=topology, timeout_s=600.0)
+    spec = SimpleNamespace(topology=topology, timeout_s=600.0, facts=None)
     return SimpleNamespace(directory=tmp_path, spec=spec)
 
 

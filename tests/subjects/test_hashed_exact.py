@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 
 import pytest
+import torch
 from sumgrad.subjects import hashed
 from sumgrad.subjects.hashed import hashed_lines, is_salted, lines_by_hash
 
@@ -63,15 +65,17 @@ def test_names_of_one_function_are_none_of_another():
 
 
 def test_only_the_users_modules_are_read(tmp_path, monkeypatch):
+    modules = {}
     for place in ("mine.py", "site-packages/theirs.py", "broken.py"):
         path = tmp_path / place
         path.parent.mkdir(exist_ok=True)
         path.write_text("x =\n" if "broken" in place else "\nfor n in set(names):\n    pass\n")
         module = types.ModuleType(f"of_the_test_{path.stem}")
         module.__file__ = str(path)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    found = [line for line in hashed_lines() if line.startswith(("mine", "theirs", "broken"))]
-    assert found == ["mine.py:2"]
+        modules[module.__name__] = module
+    modules |= {"json": json, "torch": torch, "of_ours": hashed, "built_in": sys}
+    monkeypatch.setattr(sys, "modules", modules)
+    assert hashed_lines() == ("mine.py:2",)
 
 
 def test_no_more_lines_than_tell(tmp_path, monkeypatch):

@@ -50,6 +50,7 @@ CHECKS: tuple[Check, ...] = (
     ledgers.sums_only,
     replicas.replicas_of_a_collective,
     beside.whole_gradients,
+    beside.nothing_to_see_of,
     beside.hashes_of_their_own,
     beside.the_same_buffers,
     beside.said_by_the_reference,

@@ -36,6 +36,24 @@ def whole_gradients(compared: Compared) -> Iterator[Finding]:
         )
 
 
+def nothing_to_see_of(compared: Compared) -> Iterator[Finding]:
+    """Parameters of a user's own that pass because their gradient is zero at all weights that were
+    tried: the loss may go through them, and on these rows no factor on it shows."""
+    record = compared.record
+    if not record.spec.opaque:
+        return
+    every = [r for held in record.references.values() for r in held]
+    names = [n for n in (every[0].scale if every else ()) if not any(r.scale[n] for r in every)]
+    passed = {d.name for d in compared.diffs if d.status == "pass"}
+    told = [name for name in names if name in passed]
+    if told and len(told) < len(every[0].scale):
+        yield Finding(
+            level="warning",
+            text=f"the gradient of {some_of(told)} is zero on these rows at all weights that were "
+            f"tried: whether it is reduced, or counted how often, was not seen",
+        )
+
+
 def hashes_of_their_own(compared: Compared) -> Iterator[Finding]:
     """Lines of a Program that go by Python's hash of strings, as the order of a set does."""
     facts = compared.record.spec.facts

@@ -217,6 +217,7 @@ def _spec(
             draws=tuple(step.get("draws", {}) for step in single.steps) if single else (),
             since=diff.since,
             twins=twins_of(single) if single else (),
+            zero=options.zero,
         ),
         lift=diff.lift,
     )

@@ -70,6 +70,7 @@ class DiffOptions:
     """The flags. script: with its arguments, `{ranks}` and `{24/ranks}` filled in for each side.
 
     a, b: whole commands instead, b's run is what a's is compared with. lift: float64 is tried.
+    zero: patterns of names of parameters whose gradient may be zero in every step.
     save: the name under which the single run is kept; baseline: of one that was, to compare with.
     save_as: whole, as projections, or auto, by its size. variant: how the ranks are started
     otherwise than the single run.
@@ -81,6 +82,7 @@ class DiffOptions:
     a: tuple[str, ...] = ()
     b: tuple[str, ...] = ()
     steps: int = DEFAULT_STEPS
+    zero: tuple[str, ...] = ()
     lift: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
     out: Path | None = None
@@ -179,6 +181,7 @@ def fill_in(word: str, ranks: int) -> str:
 
 def flags_of(options: DiffOptions) -> list[Any]:
     flags: list[Any] = ["--steps", options.steps]
+    flags += [word for pattern in options.zero for word in ("--zero", pattern)]
     if not options.lift:
         flags += ["--no-lift"]
     if options.timeout_s != DEFAULT_TIMEOUT_S:
