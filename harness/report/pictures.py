@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sumgrad.base.outcome import spans
-from sumgrad.report.terminal import axes_text, number
+from sumgrad.report.terminal import axes_text, number, shows_factors
 
 Data = Mapping[str, Any]
 MOST_ROWS, MOST_COLUMNS = 60, 48
@@ -173,8 +173,7 @@ def answer(data: Data) -> list[str]:
         f"one process"
     )
     if data["status"] == "pass":
-        power = [t["smallest_scale_error_caught"] for t in tensors
-                 if isinstance(t["smallest_scale_error_caught"], float)]  # fmt: skip
+        power = [t["smallest_scale_error_caught"] for t in tensors if shows_factors(t)]
         seen = f"; a factor that is off by {max(power):.1e} would have been seen" if power else ""
         return [f"Every gradient is right: {compared}, tensor by tensor{seen}."]
     if data["status"] == "unknown":

@@ -227,12 +227,12 @@ def _tiers(data: Mapping[str, Any], width: int) -> RenderableType:
     ]
     table = _table(columns, width)
     seen: list[RenderableType] = []
+    faint: dict[str, None] = {}
     for name, tier in data["tiers"].items():
-        power = [
-            t["smallest_scale_error_caught"]
-            for t in data["tensors"]
-            if t["tier"] == name and isinstance(t["smallest_scale_error_caught"], float)
-        ]
+        own = [t for t in data["tensors"] if t["tier"] == name]
+        power = [float(t["smallest_scale_error_caught"]) for t in own if shows_factors(t)]
+        passed = [t for t in own if t["status"] == "pass" and not shows_factors(t)]
+        faint |= dict.fromkeys(t["name"] for t in passed)
         caught = f"{max(power):.1e}" if power else "-"
         values = (
             f"{name} ({tier['dtype']})",
@@ -245,7 +245,16 @@ def _tiers(data: Mapping[str, Any], width: int) -> RenderableType:
         table.add_row(*_row(columns, width, values))
         if width < ROOMY and power:
             seen.append(_labelled("would see", f"a factor off by {caught} on any tensor of {name}"))
+    if faint:
+        why = "no more than noise, as what is zero by mathematics: a factor on it does not show"
+        seen.append(_labelled("faint", f"{some_of([*faint])}: {why}"))
     return Group(table, *([Text("")] if seen else []), *seen)
+
+
+def shows_factors(tensor: Mapping[str, Any]) -> bool:
+    """Whether a factor on this gradient of a verdict's would have been seen."""
+    caught = tensor["smallest_scale_error_caught"]
+    return isinstance(caught, float) and caught < 1
 
 
 def _how_many(tensors: Sequence[Mapping[str, Any]]) -> str:

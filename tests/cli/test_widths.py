@@ -94,3 +94,16 @@ def test_a_verdict_in_a_failed_assert_is_one_line(make):
 def test_a_name_is_broken_where_its_words_end(room, lines):
     assert folded("transformer.layers.0.self_attention.bias", room).split("\n") == lines
     assert "".join(lines) == "transformer.layers.0.self_attention.bias"
+
+
+def test_what_is_no_more_than_noise_is_named_and_is_no_factor_that_would_be_seen():
+    verdict = judge(program_record())
+    assert not any(line.startswith("faint") for line in lines_of(verdict, 200))
+    worst = max(t["smallest_scale_error_caught"] for t in verdict.data["tensors"])
+    for tensor in verdict.data["tensors"]:
+        if tensor["name"] == "b":
+            tensor["smallest_scale_error_caught"] = 3e10 if tensor["rank"] else "inf"
+    (faint,) = [line for line in lines_of(verdict, 200) if line.startswith("faint")]
+    assert "b: no more than noise" in faint
+    assert "3.0e+10" not in "\n".join(lines_of(verdict, 200))
+    assert worst < 1

@@ -380,10 +380,11 @@ def test_a_tier_in_which_every_gradient_is_zero_compared_nothing():
 def zero_of_b(*, reached, zero=None):
     """b has no gradient in the reference, nor on a rank. zero: patterns, of a script."""
     one = program_record(tiers={"structure": "float64"})
-    grads, none = one.references["structure"][0].grads, torch.zeros(3).double()
+    (was,), none = one.references["structure"], torch.zeros(3).double()
     record = with_reference(
-        one, reached=reached, grads={**grads, "b": none}, by_term={t: {**g, "b": none} for t, g in one.references["structure"][0].by_term.items()},
-        scale={**one.references["structure"][0].scale, "b": 0.0}, floor={"w": FLOOR, "b": 0.0},
+        one, reached=reached, grads={**was.grads, "b": none}, scale={**was.scale, "b": 0.0},
+        by_term={t: {**g, "b": none} for t, g in was.by_term.items()},
+        floor={"w": FLOOR, "b": 0.0},
     )  # fmt: skip
     for rank in range(3):
         record = with_rank(record, rank, grads={KEY: {**one.ranks[rank].grads[KEY], "b": none}})

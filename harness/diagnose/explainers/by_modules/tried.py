@@ -168,4 +168,7 @@ def _where(change: Change, found: Sequence[Found]) -> str:
 
 
 def _place(c: Computation) -> str:
-    return c.function.removeprefix(MODULE) if c.function.startswith(MODULE) else expression(c)
+    if not c.function.startswith(MODULE):
+        return expression(c)
+    name = c.function.removeprefix(MODULE)
+    return f"the module {name}" if name else "the model itself"
