@@ -15,6 +15,7 @@ from sumgrad.judge.checks.script import (
     changed_between,
     left_behind,
     other_rows,
+    ranks_that_step_less,
     unlike_starts,
     unowned,
 )
@@ -40,8 +41,13 @@ def _other_rows(compared: Compared) -> Diagnosis | None:
     if not rows or all(d.status != "fail" for d in compared.diffs):
         return None
     first = min(rows, key=lambda other: other.step)
+    late = ranks_that_step_less(record)
+    told = which_rows(first)
+    if first.foreign and first.foreign.keys() <= {r for ranks in late.values() for r in ranks}:
+        # What it reads before its own step are rows of several of the single run's.
+        told = f"rank {spans(list(first.foreign))} leaves out optimizer steps: {told}"
     return Diagnosis(
-        cause=which_rows(first),
+        cause=told,
         kind="other_rows",
         standing="likely",
         ranks=tuple(sorted(first.by_rank)),
@@ -266,7 +272,8 @@ def which_rows(other: OtherRows) -> str:
     head = f"the runs do not train on the same rows (step {other.step}): "
     shares = {rank: set(numbers) for rank, numbers in other.by_rank.items() if numbers}
     each = {len(numbers) for numbers in other.by_rank.values()}
-    if other.ranks == other.single * max(len(other.by_rank), 1) > other.single and other.foreign:
+    as_many = {len(numbers) + other.foreign.get(r, 0) for r, numbers in other.by_rank.items()}
+    if as_many == {other.single} and len(other.by_rank) > 1 and other.foreign:
         return (
             f"{head}every rank reads as many rows as the single run does, so the batch of all "
             f"ranks is {len(other.by_rank)} times as large; write {{N/ranks}} where the script "

@@ -288,11 +288,7 @@ def as_many_steps(compared: Compared) -> Iterator[Finding]:
     record = compared.record
     if record.spec.script is None:
         return
-    few: dict[int, list[int]] = {}
-    for rank, held in record.ranks.items():
-        if len(held.info) < record.spec.steps:
-            few.setdefault(len(held.info), []).append(rank)
-    for count, ranks in few.items():
+    for count, ranks in ranks_that_step_less(record).items():
         text = (f"rank {spans(ranks)} ended after {count} of {record.spec.steps} optimizer steps "
                 f"that the single run takes")  # fmt: skip
         if not count:
@@ -300,6 +296,15 @@ def as_many_steps(compared: Compared) -> Iterator[Finding]:
                     f"the single run: what it holds is not compared, and stays behind unless "
                     f"another rank gives it its weights")  # fmt: skip
         yield Finding(level="unknown", text=text)
+
+
+def ranks_that_step_less(record: Record) -> dict[int, list[int]]:
+    """How many steps -> the ranks whose optimizers took so many of those of the single run."""
+    few: dict[int, list[int]] = {}
+    for rank, held in record.ranks.items():
+        if len(held.info) < record.spec.steps:
+            few.setdefault(len(held.info), []).append(rank)
+    return few
 
 
 def the_optimizers_together(compared: Compared) -> Iterator[Finding]:
