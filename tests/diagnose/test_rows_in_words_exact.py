@@ -1,4 +1,4 @@
-"""How the rows of a script's runs differ, in words: only what is so of every rank is said of all."""
+"""How the rows of a script's runs differ, in words: of all ranks only what is so of each."""
 
 from __future__ import annotations
 

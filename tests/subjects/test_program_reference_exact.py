@@ -469,7 +469,9 @@ def test_a_cast_inside_leaves_its_mark_on_the_floor(floor, scale, loud):
     found = low_precision({"e": 0.0, "w": floor}, {"e": 0.0, "w": scale})
     assert bool(found) == loud
     if loud:
-        assert found[0].startswith("loss_sum() computes w in less than float64 somewhere")
+        assert found[0].startswith(
+            "loss_sum() gives the gradient of w in fewer digits than float64 has"
+        )
 
 
 def test_the_same_is_within_a_part_of_the_scale():

@@ -149,6 +149,8 @@ def low_precision(floor: dict[str, float], scale: Sizes) -> list[str]:
     if not loud:
         return []
     return [
-        f"loss_sum() computes {loud[0]} in less than float64 somewhere (a cast?): its "
-        f"single-process runs differ by {floor[loud[0]]:.1e}"
+        f"loss_sum() gives the gradient of {loud[0]} in fewer digits than float64 has: its "
+        f"single-process runs differ by {floor[loud[0]] / max(scale[loud[0]], 1e-300):.1e} of it "
+        f"(a cast somewhere, or a loss that loses digits: a determinant, an inverse, a difference "
+        f"of large numbers)"
     ]
