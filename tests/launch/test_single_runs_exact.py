@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
+from sumgrad.launch.script import running
 from sumgrad.launch.script.single_runs import heard
 from sumgrad.subjects.script.reference import Single
 
@@ -28,3 +31,13 @@ def test_runs_that_end_before_it_or_step_in_another_order_tell_none():
     assert heard(single, [run("b", "w")]) == []
     assert heard(single, [run("w")]) == []
     assert len(heard(single, [run("b", "w"), run("w", "b", "w")])) == 2
+
+
+def test_where_a_script_raised_is_a_line_of_its_own():
+    """Not ours that looks on, nor torch's, nor Python's."""
+    ours, theirs = running.__file__, torch.__file__
+    files = [("/home/me/train.py", 12), ("/home/me/model.py", 40), (theirs, 9), (ours, 49),
+             (contextlib.__file__, 3), ("<frozen runpy>", 1)]  # fmt: skip
+    stack = "".join(f'  File "{file}", line {line}, in f\n    x\n' for file, line in files)
+    assert running._place_in(stack) == "/home/me/model.py:40"
+    assert running._place_in(f'  File "{ours}", line 1, in f\n') is None
