@@ -364,3 +364,45 @@ def test_a_buffer_that_is_lent_before_the_first_step_is_zeroed(check):
 """
     )
     assert verdict.status == "pass", text(verdict)[:3000]
+
+
+SWAPPED = """
+    def build(self):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3)})
+        for layer in model.values():
+            nn.init.zeros_(layer.bias)
+        return model
+    def distribute(self, model, ctx):
+        import copy
+        held = copy.deepcopy(model)
+        return nn.ModuleDict({"a": held["b"], "b": held["a"]})
+    def loss_sum(self, model, rows):
+        return self.of(model["a"], model["b"], rows)
+    def of(self, a, b, rows):
+        out = a(rows["x"]).tanh() * b(rows["x"]).sigmoid()
+        error = (out - rows["y"]).square() * rows["mask"]
+        return error.sum(), rows["mask"].sum()
+    def step(self, model, batch, ctx):
+        loss, _ = self.of(model["b"], model["a"], self.mine(batch, ctx))
+        (loss / batch["mask"].sum()).backward()
+        self.reduce(model, ctx)
+"""
+
+
+@pytest.mark.parametrize(("factor", "status"), [("1", "pass"), ("1.01", "fail")])
+def test_copies_of_modules_under_each_others_names_are_told_as_a_whole(check, factor, status):
+    """Their weights by value; their biases, which are all zeros, by the weights beside them."""
+    verdict, _ = check(
+        HAND
+        + SWAPPED
+        + f"""
+    def reduce(self, model, ctx):
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        model["a"].bias.grad *= {factor}
+"""
+    )
+    assert verdict.status == status, text(verdict)[:3000]
+    wrong = {t["name"] for t in verdict.data["tensors"] if t["status"] == "fail"}
+    assert wrong == ({"b.bias"} if status == "fail" else set())

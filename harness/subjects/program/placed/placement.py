@@ -91,10 +91,16 @@ def place(
     if all(index is None for _, index, why in found.values() if not why):  # none is cut here
         found = {shown: _alone_in_its_shape(param, full, found[shown]) for shown, param in params}
     claims: dict[str, list[tuple[str, bool]]] = {}
+    # A name may be another module's where not all are here, or where values tell of one that it is.
+    moved = any(
+        why is None and name is not None and name not in _by_name(n, full)
+        for n, (name, _, why) in found.items()
+    )
+    renumbered = named < full.keys() or moved
     for shown, param in params:
         name, index, problem = found[shown]
         by_identity = owned[shown] is not None or id(param) in known
-        if not by_identity and named < full.keys() and (problem is None or name is None):
+        if not by_identity and renumbered and (problem is None or name is None):
             value = to_local(param).detach() if name is None else full[name]
             known_as = siblings.name_of(bare_name(shown), value)
             if known_as is not None:
