@@ -227,12 +227,9 @@ def _tiers(data: Mapping[str, Any], width: int) -> RenderableType:
     ]
     table = _table(columns, width)
     seen: list[RenderableType] = []
-    faint: dict[str, None] = {}
     for name, tier in data["tiers"].items():
         own = [t for t in data["tensors"] if t["tier"] == name]
         power = [float(t["smallest_scale_error_caught"]) for t in own if shows_factors(t)]
-        passed = [t for t in own if t["status"] == "pass" and not shows_factors(t)]
-        faint |= dict.fromkeys(t["name"] for t in passed)
         caught = f"{max(power):.1e}" if power else "-"
         values = (
             f"{name} ({tier['dtype']})",
@@ -245,6 +242,8 @@ def _tiers(data: Mapping[str, Any], width: int) -> RenderableType:
         table.add_row(*_row(columns, width, values))
         if width < ROOMY and power:
             seen.append(_labelled("would see", f"a factor off by {caught} on any tensor of {name}"))
+    told = {t["name"] for t in data["tensors"] if t["status"] != "pass" or shows_factors(t)}
+    faint = dict.fromkeys(t["name"] for t in data["tensors"] if t["name"] not in told)
     if faint:
         why = "no more than noise, as what is zero by mathematics: a factor on it does not show"
         seen.append(_labelled("faint", f"{some_of([*faint])}: {why}"))
