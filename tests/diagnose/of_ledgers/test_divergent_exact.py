@@ -187,3 +187,18 @@ def test_what_is_scaled_for_a_mean_that_nobody_takes_is_not_reduced(monkeypatch,
     assert told.because == ("the ranks' copies of w have over dp the mean that is the reference",
                             "no reduction in the ledger makes it")  # fmt: skip
     assert (told.kind, told.ranks, fitted) == ("skipped_collective", (0, 1), [])
+
+
+@pytest.mark.parametrize(
+    ("given", "are"),
+    [
+        (None, False),
+        ({0: ({"head": 1}, {}), 1: ({"head": 1}, {})}, False),  # frozen when the watch began
+        ({0: ({"head": 1}, {}), 1: ({"body": 1}, {})}, True),
+    ],
+)
+def test_what_the_backwards_of_ranks_gave_tells_more_only_where_it_was_kept(
+    monkeypatch, given, are
+):
+    monkeypatch.setattr(divergent, "given_by_ranks", lambda case: given)
+    assert divergent._are_given("a case", ["body", "neck"]) is are

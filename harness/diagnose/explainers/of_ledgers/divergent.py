@@ -43,7 +43,7 @@ def divergent_cause(case: Case) -> Explained | None:
                 or _missing_reduction(case, names, ranks, mixed, _add_up(summed), parts)
             )
             return diagnosis, [((r,), f) for r, f in parts.items()]
-    if case.record.spec.script is not None and given_by_ranks(case) is not None:
+    if case.record.spec.script is not None and _are_given(case, names):
         return None  # what its ranks' own backwards gave tells more
     meant = own_parts(case, names, mean=True)
     if meant is None:
@@ -52,6 +52,13 @@ def divergent_cause(case: Case) -> Explained | None:
     ranks = sorted({cell.rank for cell in failing})
     together = f"have over {meant} the mean that is the reference"
     return _missing_reduction(case, names, ranks, False, (meant, together), {}), []
+
+
+def _are_given(case: Case, names: Sequence[str]) -> bool:
+    """Whether what the ranks' own backwards gave of these was kept, as it is not of parameters that
+    were frozen when the watch began."""
+    given = given_by_ranks(case)
+    return given is not None and any(name in own for own, _ in given.values() for name in names)
 
 
 def _add_up(over: str | None) -> tuple[str, str] | None:
