@@ -162,7 +162,10 @@ def test_a_mean_tells_only_of_ranks_that_are_unlike(monkeypatch, wrong, told):
     assert names.own_parts(case, ["w"], mean=True) == told
 
 
-@pytest.mark.parametrize(("script", "kept"), [(False, {}), (True, {}), (True, None)])
+OWN = {rank: ({"w": 1.0}, {}) for rank in (0, 1)}
+
+
+@pytest.mark.parametrize(("script", "kept"), [(False, {}), (True, OWN), (True, {}), (True, None)])
 def test_what_is_scaled_for_a_mean_that_nobody_takes_is_not_reduced(monkeypatch, script, kept):
     """Of a script the ranks' own gradients, where kept, tell more: what each was put together
     from."""
@@ -179,7 +182,7 @@ def test_what_is_scaled_for_a_mean_that_nobody_takes_is_not_reduced(monkeypatch,
     step = ("skipped_collective", "{what} is not reduced", "no reduction in the ledger makes it")
     monkeypatch.setattr(divergent, "which_step", lambda case, names, mixed: step)
     found = divergent.divergent_cause(case)
-    if script and kept is not None:
+    if script and kept:
         assert found is None
         return
     told, fitted = found
