@@ -30,8 +30,13 @@ LOGS = [
 def test_what_never_carried_the_gradient_is_not_accused(check, log):
     verdict, _ = check(STEP.replace("BEFORE", log) + OPEN, **STRUCTURE)
     assert verdict.status == "fail"
-    assert [d.kind for d in verdict.diagnoses] == ["open"], verdict.diagnoses
-    assert verdict.diagnoses[0].cause.startswith("open: ")
+    (told,) = verdict.diagnoses
+    if told.kind != "open":  # what does it was found by leaving lines out, as far as time allowed
+        assert told.kind == "code", told
+        assert "`p.grad += p.grad.sin()`: were it left out" in told.cause
+    else:
+        assert told.cause.startswith("open: ")
+    assert "all-reduce" not in told.cause
     assert "factors on rows or terms explain" not in json.dumps(verdict.data)
 
 
