@@ -563,6 +563,29 @@ def test_a_cause_that_says_by_what_is_not_led_by_a_factor(way, more, leads):
     assert (found.kind, found.factor) == (("forward", None) if leads else ("counted_again", "2"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "sure", "leads"),
+    [
+        ("loss_at_tokens", False, False),  # it may go round, as other parts of the batch do
+        ("row_factors", False, False),
+        ("loss_weights", True, True),
+        ("forward", False, True),
+        ("open", False, True),
+        ("counted_again", True, False),
+    ],
+)
+def test_an_edit_that_may_go_round_leads_only_what_says_where(kind, sure, leads):
+    edit = Edit(file="f.py", start=(3, 0), end=(3, 1), old="1", new="0", was="x.chunk(2, 1)",
+                becomes="x.chunk(2, 0)", sure=sure)  # fmt: skip
+    told = Trial(change=Change(site="f.py:3", function="", way="edit", edit=edit), right=True)
+    says = replace(CAUSE, kind=kind, standing="likely", cause="rows 1-2 weigh twice")
+    found = with_what_was_tried(case(told), says)
+    assert ("were it `x.chunk(2, 0)`" in found.cause) is leads
+    if not leads:
+        assert (found.cause, found.kind, found.standing) == (says.cause, kind, "likely")
+        assert "were it `x.chunk(2, 0)`" in found.because[0]
+
+
 def test_a_count_that_is_another_stays_ahead_of_what_makes_a_factor_good():
     says = replace(
         CAUSE, kind="wrong_count", factor="1/2", cause="it divides by 58", because=("a",)

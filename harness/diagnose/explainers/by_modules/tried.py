@@ -24,6 +24,7 @@ WAYS = ("edit", "sum", "sum_both", "largest", "smallest", "whole_both", "whole",
         "once", "attach", *OF_COLLECTIVES, "sum_back", "detach", "skip", "number")  # fmt: skip
 OF_THE_BACKWARD = ("attach", "sum_back", "detach", *OF_COLLECTIVES)
 SAYS_WHERE = ("forward", "backward", "own_backward")  # kinds that what was tried may have, too
+SAYS_HOW = ("loss_weights", "loss_at_tokens", "row_factors")  # which rows or tokens, and by what
 AS_A_FACTOR = ("number", "averaged", "skip")
 LACKS_A_SUM = ("avg", "unused_result")  # kinds that a sum of what is there makes good
 SAYS_BY_WHAT = ("wrong_count",)  # of one factor on all gradients, which other things may make good
@@ -41,8 +42,13 @@ def with_what_was_tried(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     (first, said) = found
     if diagnosis.kind in SAYS_BY_WHAT:
         return replace(diagnosis, because=(*diagnosis.because, *said))
-    # An edit may go round what is wrong, as where all ranks do alike what one does otherwise.
-    if diagnosis.kind not in PLACES and (first.way in AS_A_FACTOR or first.edit is not None):
+    # An edit may go round what is wrong, as where all ranks do alike what one does otherwise, or
+    # each takes other parts of the batch, which no ranks need to put together.
+    may_go_round = first.way in AS_A_FACTOR or first.edit is not None
+    is_unsure = first.edit is not None and not first.sure
+    if (diagnosis.kind not in PLACES and may_go_round) or (
+        diagnosis.kind in SAYS_HOW and is_unsure
+    ):
         return replace(diagnosis, because=(*said, *diagnosis.because))
     if diagnosis.kind in LACKS_A_SUM and first.way in ("sum", "sum_both") and not first.several:
         return replace(diagnosis, because=(*diagnosis.because, *said), standing="proved")
