@@ -50,10 +50,10 @@ from sumgrad.diagnose.modules.where.first_wrong import (
 from sumgrad.diagnose.modules.where.look import look_at
 from sumgrad.diagnose.modules.where.loss_weights import same, shares_at_the_loss
 from sumgrad.diagnose.names import axis_groups
+from sumgrad.launch.again.trace import LOOKING, trace_step
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
 from sumgrad.launch.local.launcher import Launcher
-from sumgrad.launch.again.trace import LOOKING, trace_step
 from sumgrad.record.computed import Computation
 from sumgrad.record.directory import load_record
 from sumgrad.record.spec import read_spec
