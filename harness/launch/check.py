@@ -45,8 +45,8 @@ from sumgrad.topology.pools import Topology, topology_to_json
 Progress = Callable[[str], object]
 Tries = Callable[[Record, str, int, float, str], Tried]
 LEFT = (
-    "{} changes of the step that may make it right were not tried, {} were: --search 60 tries for "
-    "60 seconds"
+    "{} changes of the step that may make it right were not tried, {} were: --search SECONDS tries "
+    "for longer"
 )
 MOST_TIMES = 2.2  # as long as a failing run took, for all that explains it but a run on one rank
 
@@ -225,7 +225,8 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
                 write_parts(directory, tier, at, parts)
             if run.look is not None and verdict.status == "fail":
                 with contextlib.suppress(OSError):  # as when the disk is full
-                    said += filter(None, [run.look(tier, step)])
+                    failed = run.look(tier, step)
+                    said += [failed] if failed else []
             write_manifest(directory)
             record = load_record(directory)
             verdict = judge(record)

@@ -571,6 +571,10 @@ def test_no_tensor_is_quieter_than_half_of_them_and_a_zero_has_the_noise_of_the_
     found = at_least_typical(floor, scale, {"zero"})  # noise as parts of the scale: 0, 0, 1/8, 1/4
     assert found == {"a": 0.125, "b": 0.25, "c": 1.0, "zero": 0.5, "unused": 0.0}
     assert at_least_typical({"w": 0.0}, {"w": 0.0}, set()) == {"w": 0.0}
+    # However many are zero by mathematics, they say nothing of the others.
+    zeros = {"x": 1e-16, "y": 1e-16, "z": 1e-16}
+    quiet = at_least_typical({"w": 1e-15, **zeros}, {"w": 1.0, **zeros}, {*zeros})
+    assert quiet == {"w": 1e-15, **dict.fromkeys(zeros, 1e-15)}
     one = {"a": 1.0, "b": 1.0}
     assert at_least_typical({"a": 0.0, "b": 1.0}, one, set()) == one
     assert at_least_typical({"a": 1.0, "b": 0.0}, one, set()) == one

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from sumgrad.base.outcome import some_of
+from sumgrad.base.outcome import in_digits, some_of
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case, fails
 from sumgrad.diagnose.explainers.by_modules.backwards.hooks import lines_of_hooks
@@ -85,18 +85,12 @@ def _numbers(failing: Sequence[Cell]) -> str | None:
     if any(cell.measured.numel() != 1 for cell in failing):
         return None
     shown = [
-        f"{cell.name} on rank {cell.rank} is {_factor(cell)} times what it should be"
+        f"{cell.name} on rank {cell.rank} is "
+        f"{in_digits(float(cell.measured) / float(cell.wanted.value))} times what it should be"
         for cell in failing[:MOST_NUMBERS]
         if float(cell.wanted.value)
     ]
     return "each is a single number, of which any factor is possible: " + "; ".join(shown)
-
-
-def _factor(cell: Cell) -> str:
-    """Also one that is nearly 1 is not that."""
-    factor = float(cell.measured) / float(cell.wanted.value)
-    near = f"1 {'+' if factor > 1 else '-'} {abs(factor - 1):.1e}"
-    return near if abs(factor - 1) < 1e-6 else f"{factor:.9g}"
 
 
 def _names(case: Case) -> list[str]:

@@ -84,7 +84,7 @@ def try_changes(
         starts = MOST_STARTS if asked_s is None else max(MOST_STARTS, int(asked_s))
         trying.run_again(*edits, until, starts)
     every = [one for found in (changes, edits) if found is not None for one in found[0].changes]
-    left = len(trying.without(every)) if trying.is_late and not trying.is_known() else 0
+    left = len(trying.not_begun(every)) if trying.is_late and not trying.is_known() else 0
     return Tried(made=bool(every), left=left)
 
 
@@ -121,7 +121,7 @@ class _Trying:
         right = [one.change for one in read_trials(self._record.directory) if one.right]
         return any(change.sure or change.edit is not None for change in right)
 
-    def without(self, changes: Sequence[Change]) -> list[Change]:
+    def not_begun(self, changes: Sequence[Change]) -> list[Change]:
         """Those of them that no rank has begun with."""
         return [change for change in changes if change not in self._begun]
 
@@ -136,7 +136,7 @@ class _Trying:
     def run(self, asked: Asked, values: Values) -> None:
         """Those that were not tried yet, so far as ranks come."""
         record = self._record
-        left, began = self.without(asked.changes), time.monotonic()
+        left, began = self.not_begun(asked.changes), time.monotonic()
         # What is at a line at which ranks waited for each other for ever may well do so, too.
         left.sort(key=lambda change: change.site in self._stuck)
         asked = replace(asked, changes=tuple(left))

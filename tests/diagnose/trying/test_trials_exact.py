@@ -9,13 +9,14 @@ import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis, Verdict
 from sumgrad.diagnose import trials
-from sumgrad.diagnose.explainers.by_modules.tried import with_what_was_tried
+from sumgrad.diagnose.explainers.by_modules.tried import _place, with_what_was_tried
 from sumgrad.diagnose.explanation import NOT_PROVED
 from sumgrad.diagnose.modules.in_code.lines import Lines
 from sumgrad.diagnose.modules.trying import changes
 from sumgrad.diagnose.modules.trying.changes import changes_of
 from sumgrad.diagnose.modules.trying.edits import order
 from sumgrad.diagnose.modules.trying.edits.order import feeding_what_is_named, suspicion_of
+from sumgrad.record.computed import MODULE
 from sumgrad.record.trial import Change, Edit, Trial
 from sumgrad.subjects.program.watched.computations import Computations
 from torch.nn import functional as F
@@ -898,3 +899,8 @@ def test_lines_are_looked_at_no_longer_than_so(monkeypatch):
     assert suspicion_of(lines) == {}
     monkeypatch.setattr(changes, "MOST_LOOKING_S", -1.0)
     assert tried_of(lines) == []
+
+
+@pytest.mark.parametrize(("name", "words"), [("0.up", "the module 0.up"), ("", "the model itself")])
+def test_a_module_that_is_changed_is_called_one(name, words):
+    assert _place(SimpleNamespace(function=f"{MODULE}{name}")) == words

@@ -70,9 +70,9 @@ def which_step_it_is(case: Case, left: Left) -> Iterator[Explanation]:
     """Which operation is not as in a run that passed, where the numbers alone say that a reduction
     is missing, partial or late: they are the same of one that is issued and of no use."""
     found = fitted(case)
-    if found is None or case.clean is None or found[0].kind not in PARTLY_REDUCED:
+    if found is None or found[0].kind not in PARTLY_REDUCED:
         return
-    parted = _parted(case) or _given_up(case, case.clean)
+    parted = _parted(case)
     if parted is not None and (parted.structural or parted.diagnosis.kind == "unused_result"):
         yield _explained(case, parted)
 
@@ -119,9 +119,7 @@ def _made_by_place(record: Record, case: Case) -> dict[tuple[int, int], set[str]
 
 def changed_values(case: Case, left: Left) -> Iterator[Explanation]:
     """Values that are not as in a run that passed, whatever changed them."""
-    if case.clean is None:
-        return
-    parted = _parted(case) or _given_up(case, case.clean)
+    parted = _parted(case)
     if parted is not None:
         yield _explained(case, parted)
 
@@ -132,6 +130,7 @@ def _parted(case: Case) -> Difference | None:
             None
             if case.has_plan or case.clean is None
             else first_difference(case.record, case.clean, case.tier, case.step)
+            or _given_up(case, case.clean)
         )
     found: Difference | None = case.known["parted"]
     return found

@@ -153,14 +153,15 @@ def _something_else_goes_in(
             cause = f"puts zeros into {words}, where others put their own gradient of {name}"
             because = "a rank that has nothing to give is right to: then look elsewhere"
         elif all(_takes_a_sum(case, r, joint) for r in others):
-            kind, ranks = "skipped_collective", sorted(own)
-            cause = (f"puts its own gradient of {name} into {words}, where rank {spans(others)} "
-                     f"puts what a reduction before it gave: that one is missing")  # fmt: skip
-            because = ""
+            ranks = sorted(own)
             alone = _before_it_alone(case, joint, name, ranks)
-            if alone is not None:
-                kind, because = "wrong_group", f"its group is one rank at {alone.site}"
-                cause = cause.replace("that one is missing", "its own is over one rank")
+            if alone is None:
+                kind, lacks, because = "skipped_collective", "that one is missing", ""
+            else:
+                kind, lacks = "wrong_group", "its own is over one rank"
+                because = f"its group is one rank at {alone.site}"
+            cause = (f"puts its own gradient of {name} into {words}, where rank {spans(others)} "
+                     f"puts what a reduction before it gave: {lacks}")  # fmt: skip
         else:
             kind, ranks = "changed_input", others
             cause = (f"puts something else into {words} than the gradient of {name} that its "
