@@ -1,4 +1,4 @@
-"""Whether this machine's Triton kernels are interpreted, decided before anything imports triton.
+"""What a Python process begins with: whether Triton's kernels are interpreted, its hash's seed.
 
 torch._dynamo, torch._inductor and every optimizer import triton, and it looks at TRITON_INTERPRET
 while it is imported. So the commands and the pytest plugin decide first; ranks inherit it.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+HASH_SEED = "PYTHONHASHSEED"
 
 
 def decide_interpreter(*, on_cpu: bool | None = None) -> None:
@@ -25,6 +28,12 @@ def server_environment() -> dict[str, str]:
     """What a process that starts ranks needs in its environment: it has not imported triton yet."""
     chosen = "TRITON_INTERPRET" in os.environ or has_gpu()
     return {} if chosen else {"TRITON_INTERPRET": "1"}
+
+
+def shared_hash_seed(environment: Mapping[str, str]) -> str | None:
+    """What all processes of it begin their hashes of strings with; None where each has its own."""
+    given = environment.get(HASH_SEED, "random")
+    return None if given == "random" else given
 
 
 def has_gpu() -> bool:

@@ -12,21 +12,19 @@ import sys
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
-from sumgrad.base.files import is_librarys
-from sumgrad.subjects.users_line import is_users
+from sumgrad.base.interpreter import shared_hash_seed
+from sumgrad.subjects.users_line import is_of_users_own
 
-SALT = "PYTHONHASHSEED"
 MOST_LINES = 5  # one is enough
 _SETS = {"set", "frozenset"}
 _OF_SETS = {"union", "intersection", "difference", "symmetric_difference"}
 _IN_ORDER = {"list", "tuple", "iter", "enumerate", "zip", "map", "filter", "next", "dict"}
 _SCOPES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
 def is_salted() -> bool:
     """Whether each process that is started anew has a salt of its own."""
-    return os.environ.get(SALT, "random") == "random"
+    return shared_hash_seed(os.environ) is None
 
 
 def hashed_lines() -> tuple[str, ...]:
@@ -34,9 +32,7 @@ def hashed_lines() -> tuple[str, ...]:
     found: list[str] = []
     for module in [*sys.modules.values()]:
         path = getattr(module, "__file__", None)
-        if not isinstance(path, str) or not path.endswith(".py"):
-            continue
-        if not is_users(path) or is_librarys(path) or path.startswith(_STANDARD):
+        if not isinstance(path, str) or not path.endswith(".py") or not is_of_users_own(path):
             continue
         try:
             text = Path(path).read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import sysconfig
 from pathlib import Path
 from types import FrameType
 
@@ -13,6 +14,7 @@ from sumgrad.base.files import is_librarys
 
 MOST_LINES = 6  # of a stack that is kept
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
 _PACKAGE = Path(os.path.abspath(__file__)).parents[1]  # as the names of its files begin
 _OURS, _STEPS = str(_PACKAGE) + os.sep, str(_PACKAGE / "workloads") + os.sep
 
@@ -21,6 +23,12 @@ def is_users(name: str) -> bool:
     """Whether a file's name is none of torch's, and none that only observes."""
     ours = name.startswith(_OURS) and not name.startswith(_STEPS)
     return not ours and not name.startswith(_TORCH) and "contextlib" not in name
+
+
+def is_of_users_own(name: str) -> bool:
+    """Whether a file is a user's own: none of Python's, of an installed package, of torch's, and
+    none that only observes."""
+    return is_users(name) and not is_librarys(name) and not name.startswith((_STANDARD, "<"))
 
 
 def users_lines() -> tuple[tuple[str, str], ...]:

@@ -34,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sumgrad.base.interpreter import HASH_SEED, shared_hash_seed
 from sumgrad.base.limits import allow_open_files
 from sumgrad.launch.guard import HELPERS, RankEnv, enter_rank, flush, own_exit_functions
 from sumgrad.launch.local.conversation import Conversation
@@ -277,8 +278,7 @@ def _spawn(request: dict[str, Any], rank: int, output: int, foreign: list[int]) 
         (os.POSIX_SPAWN_DUP2, output, 1),
         (os.POSIX_SPAWN_DUP2, output, 2),
     ]
-    given = request["environ"].get("PYTHONHASHSEED", "random")
-    salt = {"PYTHONHASHSEED": str(rank + 1) if given == "random" else given}
+    salt = {HASH_SEED: shared_hash_seed(request["environ"]) or str(rank + 1)}
     return os.posix_spawn(
         sys.executable, command, {**os.environ, **salt}, file_actions=actions, setpgroup=0
     )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sumgrad.base.files import is_librarys, write_json
+from sumgrad.base.files import write_json
 from sumgrad.base.outcome import first_to_fail
 from sumgrad.launch.script.look import SINGLE
 from sumgrad.launch.script.options import DiffOptions
@@ -18,7 +17,7 @@ from sumgrad.record.spec import DAMAGED, Since
 from sumgrad.record.trace import FOLDER
 from sumgrad.subjects.script.asked import Asked
 from sumgrad.subjects.script.reference import Single, read_single
-from sumgrad.subjects.users_line import is_users
+from sumgrad.subjects.users_line import is_of_users_own
 
 FLOAT64, OWN = ("structure", True), ("precision", False)  # tier, and whether it is lifted
 NO_STEP = (
@@ -145,12 +144,7 @@ def how_it_ended(ended: Ended) -> str:
 def _place_in(stack: str) -> str | None:
     """The last line of a traceback that is a user's own: not Python's, torch's or ours."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', stack)
-    standard = sysconfig.get_path("stdlib")
-    own = [
-        (f, n)
-        for f, n in lines
-        if is_users(f) and not is_librarys(f) and not f.startswith((standard, "<"))
-    ]
+    own = [(f, n) for f, n in lines if is_of_users_own(f)]
     return f"{own[-1][0]}:{own[-1][1]}" if own else None
 
 
