@@ -240,6 +240,36 @@ def test_who_parted_is_found_there_no_more(tmp_path):
     assert "ended" not in ended.values()
 
 
+def test_who_parted_later_is_still_found_where_it_was_before(tmp_path, monkeypatch):
+    """By one that came there in time and looks late."""
+    parted, ended_there = threading.Event(), Board.has_ended
+
+    def looks_late(board, rank):
+        if threading.current_thread() in late:
+            assert parted.wait(5)
+        return ended_there(board, rank)
+
+    def first(ask):
+        late.append(threading.current_thread())
+        ask("allreduce", [0, 1, 2])
+
+    def leaves(ask):
+        ask("allreduce", [0, 1, 2])
+
+    def goes_on(ask):
+        ask("allreduce", [0, 1, 2])
+        try:
+            ask("broadcast", [0, 1, 2])
+        finally:
+            parted.set()
+
+    late = []
+    monkeypatch.setattr(Board, "has_ended", looks_late)
+    began, ended = ranks_do(tmp_path, first, leaves, goes_on)
+    assert sorted(began) == [(rank, "allreduce", None) for rank in (0, 1, 2)]
+    assert ended == {0: "ended", 1: "ended", 2: "rank 1 does not come to broadcast"}
+
+
 def test_what_nobody_waits_for_in_a_step_as_it_is_is_begun(tmp_path):
     began, _ = ranks_do(
         tmp_path, lambda ask: ask("send", [0, 1], peer=1), lambda _: None, as_it_is=True

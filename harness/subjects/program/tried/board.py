@@ -61,11 +61,13 @@ class Board:
         at = self._place(rank * WORDS, key)
         if at < 0:
             return 0, 0
-        count = self._words[at + 3]
-        if count >> OF_A_ROUND != self._round:
-            return 0, 0
-        times = count & ((1 << OF_A_ROUND) - 1)
-        return times, self._words[at + 1 + times % 2]
+        while True:
+            count = self._words[at + 3]
+            times = count & ((1 << OF_A_ROUND) - 1)
+            what = self._words[at + 1 + times % 2]
+            if self._words[at + 3] == count:  # it may have gone on in between
+                break
+        return (times, what) if count >> OF_A_ROUND == self._round else (0, 0)
 
     def _place(self, start: int, key: int, *, new: bool = False) -> int:
         known = self._places.get((start, key))

@@ -97,6 +97,7 @@ class Rendezvous:
     def _meet(self, call: Call) -> None:
         """Wait until the others have come to it. Parted where one of them never will."""
         key, what = number_of(call.group.ranks, call.event["pg"]), _what(call)
+        before = self._board.seen(self._rank, key)[1]
         own = self.come(key, what)
         others = [rank for rank in call.group.ranks if rank != self._rank]
 
@@ -117,7 +118,8 @@ class Rendezvous:
         try:
             self._wait(all_are_there)
         except Parted:
-            self._board.put(key, own - 1, 0)  # who comes later does not find this rank here
+            # Who comes later does not find this rank here, and one who is behind finds it there.
+            self._board.put(key, own - 1, before)
             raise
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
