@@ -24,6 +24,7 @@ configuration, since ranks are forked and leave by os._exit. Importing this modu
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -237,14 +238,17 @@ def _check_marker(name: str, marker: pytest.Mark | None, *, needs_ranks: bool) -
 def _run(
     launcher: Launcher, call: Call, num_ranks: int, timeout_s: float, directory: Path
 ) -> list[RankOutcome]:
-    from sumgrad.launch.local.launcher import RankJob
+    from sumgrad.launch.local.launcher import RankJob, start_where
+    from sumgrad.subjects.hashed import hashed_lines, used_by
 
     call.store(directory)
+    tested = sys.modules.get(call.module)
     job = RankJob(
         target="sumgrad.launch.plugin_rank:run_test_on_rank",
         num_ranks=num_ranks,
         directory=directory,
         timeout_s=timeout_s,
+        start=start_where(hashed_lines(used_by(tested)) if tested else ()),
     )
     return launcher.run(job)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from sumgrad.base.interpreter import shared_hash_seed
 from sumgrad.subjects.users_line import is_of_users_own
@@ -27,21 +29,41 @@ def is_salted() -> bool:
     return shared_hash_seed(os.environ) is None
 
 
-def hashed_lines() -> tuple[str, ...]:
-    """`file.py:12`, of the users' modules that this process has imported."""
+def hashed_lines(modules: Iterable[Any] | None = None) -> tuple[str, ...]:
+    """`file.py:12`, of the users' own modules among these; of all that this process has imported
+    where none are given. None at all where all processes share one salt."""
     found: list[str] = []
-    for module in [*sys.modules.values()]:
-        path = getattr(module, "__file__", None)
-        if not isinstance(path, str) or not path.endswith(".py") or not is_of_users_own(path):
+    if not is_salted():
+        return ()
+    for module in [*sys.modules.values()] if modules is None else modules:
+        if (path := _users_file(module)) is None:
             continue
         try:
-            text = Path(path).read_text()
-            found += [f"{Path(path).name}:{line}" for line in lines_by_hash(text)]
+            text = path.read_text()
+            found += [f"{path.name}:{line}" for line in lines_by_hash(text)]
         except (OSError, ValueError, SyntaxError):
             continue
         if len(found) >= MOST_LINES:
             break
     return tuple(found[:MOST_LINES])
+
+
+def used_by(module: Any) -> list[Any]:
+    """A module and the users' own ones whose names stand in it, and in these, and so on."""
+    found, left = {id(module): module}, [module]
+    while left:
+        for held in [*vars(left.pop()).values()]:
+            other = sys.modules.get(str(getattr(held, "__module__", None)), held)
+            if id(other) not in found and _users_file(other) is not None:
+                found[id(other)] = other
+                left.append(other)
+    return [*found.values()]
+
+
+def _users_file(module: Any) -> Path | None:
+    path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+    is_own = isinstance(path, str) and path.endswith(".py") and is_of_users_own(path)
+    return Path(path) if is_own and path else None
 
 
 def lines_by_hash(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import linecache
 import os
 import sys
@@ -9,11 +10,11 @@ import sysconfig
 from pathlib import Path
 from types import FrameType
 
-import torch
 from sumgrad.base.files import is_librarys
 
 MOST_LINES = 6  # of a stack that is kept
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_SPEC = importlib.util.find_spec("torch")  # where it is, and it is not imported for that
+_TORCH = os.path.dirname(os.path.abspath(_SPEC.origin)) + os.sep if _SPEC and _SPEC.origin else "<"
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _PACKAGE = Path(os.path.abspath(__file__)).parents[1]  # as the names of its files begin
 _OURS, _STEPS = str(_PACKAGE) + os.sep, str(_PACKAGE / "workloads") + os.sep

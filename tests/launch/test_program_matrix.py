@@ -192,3 +192,49 @@ def test_each_fault_has_the_time_of_a_run_of_its_own(sumgrad_launcher, tmp_path)
         timeout_s=12, launcher=sumgrad_launcher, progress=lambda _: None,
     )  # fmt: skip
     assert {cell.result for cell in matrix.cells if cell.fault} == {"killed"}
+
+
+HASHED = """
+import torch
+import torch.distributed as dist
+
+
+class Step:
+    def build(self):
+        torch.manual_seed(0)
+        return torch.nn.Linear(3, 2)
+
+    def batch(self):
+        return {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(1))}
+
+    def loss_sum(self, model, rows):
+        return model(rows["x"]).square().sum(), len(rows["x"])
+
+    def step(self, model, batch, ctx):
+        here = [None] * ctx.world_size
+        dist.all_gather_object(here, [hash("a name"), *set("abcdef")])
+        assert here[0] != here[1], "ranks share their hashes"
+        mine = slice(2 * ctx.rank, 2 * ctx.rank + 2)
+        (model(batch["x"][mine]).square().sum() / 4).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+"""
+
+
+@pytest.mark.distributed
+def test_ranks_do_not_share_their_hashes_where_a_step_goes_by_them(
+    tmp_path, sumgrad_launcher, monkeypatch
+):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    (tmp_path / "by_hash.py").write_text(HASHED)
+    topology = tmp_path / "by_hash.yaml"
+    topology.write_text(
+        f"name: by_hash\nworkload: {tmp_path}/by_hash.py:Step\n"
+        "pools: {train: {axes: {dp: 2}}}\n"
+    )
+    matrix = run_matrix(
+        [topology], faults=["double:allreduce@dp"], quick=True, seed=0, timeout_s=120,
+        launcher=sumgrad_launcher, progress=lambda _: None,
+    )  # fmt: skip
+    assert matrix.cells[0].result == "clean", matrix
+    assert {cell.result for cell in matrix.cells[1:]} == {"killed"}, matrix

@@ -318,3 +318,27 @@ def test_ranks_without_a_marker_is_an_error(pytester):
     result = run(pytester, "def test_forgotten(ranks):\n    pass\n")
     result.assert_outcomes(failed=1)
     assert "got no distributed marker, expected distributed(ranks=N" in result.stdout.str()
+
+
+def test_ranks_have_hashes_of_their_own_where_a_test_goes_by_them(pytester, monkeypatch):
+    """In its own file, or in one that it imports; others are forked, and share theirs."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    gathers = """
+    @pytest.mark.distributed(ranks=2)
+    def test_hash(ranks):
+        here = [None] * 2
+        dist.all_gather_object(here, ORDER())
+        assert (here[0] != here[1]) == HAS_OWN
+    """
+    asks = HEAD + "def ORDER(): return hash('a name'), *set('abcdefgh')\n"
+    imports = HEAD + "from by_hash_here import ORDER\n"
+    pytester.makepyfile(
+        by_hash_here="def ORDER(): return hash('a name')",
+        test_own=asks + "HAS_OWN = True" + textwrap.dedent(gathers),
+        test_imported=imports + "HAS_OWN = True" + textwrap.dedent(gathers),
+        test_forked=HEAD + "from functools import partial\nHAS_OWN = False\n"
+        "ORDER = partial(getattr(__import__('builtins'), 'hash'), 'a name')\n"
+        + textwrap.dedent(gathers),
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=3)

@@ -95,8 +95,13 @@ class RankJob:
 
 
 def start_of(spec: RunSpec) -> Start:
-    """How the ranks of a run are started: those that are forked share the salt of their hashes."""
-    return "spawn" if spec.facts is not None and spec.facts.hashed else START
+    """How the ranks of a run are started."""
+    return start_where(spec.facts.hashed if spec.facts is not None else ())
+
+
+def start_where(hashed: Sequence[str]) -> Start:
+    """hashed: lines that go by hashes, whose salt ranks share that are forked."""
+    return "spawn" if hashed else START
 
 
 class Launcher:

@@ -23,7 +23,7 @@ from sumgrad.faults.matrix import Cell, Matrix
 from sumgrad.judge.joint import carried, carries, joint_operations
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
-from sumgrad.launch.local.launcher import Launcher, RankJob
+from sumgrad.launch.local.launcher import Launcher, RankJob, start_of
 from sumgrad.launch.matrix.warm_rank import fault_directory, trace_directory
 from sumgrad.ledger.operations import number_operations
 from sumgrad.record.directory import Record, load_record, read_ranks
@@ -223,6 +223,7 @@ def run_faults(
             timeout_s=clean.spec.timeout_s,
             runs=len(left),
             watch=_counter(topology.name, len(out), list(faults), place),
+            start=start_of(clean.spec),
         )
         progress(f"{topology.name}: {len(left)} faults, {left[0]} first")
         outcomes = launcher.run(job, progress=progress)

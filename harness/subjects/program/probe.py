@@ -17,7 +17,7 @@ from sumgrad.base.errors import Broken
 from sumgrad.base.outcome import some_of
 from sumgrad.base.tensors import hash_weights
 from sumgrad.record.spec import Facts, RowsAs
-from sumgrad.subjects.hashed import hashed_lines, is_salted
+from sumgrad.subjects.hashed import hashed_lines
 from sumgrad.subjects.program.batch import cut, full_batch, hold_batch, to_dtype
 from sumgrad.subjects.program.declared import after_of, compared_buffers, microbatches_of
 from sumgrad.subjects.program.lift import lifting
@@ -88,7 +88,7 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
         buffers=_compared_buffers(program, model),
         microbatches=microbatches_of(program),
         dtypes=tuple(sorted({str(p.dtype)[len("torch.") :] for p in trained(model).values()})),
-        hashed=hashed_lines() if is_salted() else (),
+        hashed=hashed_lines(),
     )
     # Last: what a loss_sum does to its model is no fact of what build() gives.
     means = _means(program, terms, rows_as, model, to_dtype(batch, dtype), dtype)
