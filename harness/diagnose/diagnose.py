@@ -17,6 +17,7 @@ from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
 from sumgrad.diagnose.explainers.left_over.frozen import with_frozen
 from sumgrad.diagnose.explanation import BROKEN, PART_S, choose
 from sumgrad.diagnose.of_bits import first_other_bits
+from sumgrad.diagnose.of_hashes import unlike_hashes
 from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.outright import (
     incomparable,
@@ -107,6 +108,9 @@ def _diagnose(
     of_script = list(other_than_the_single_run(compared))
     if of_script:
         return of_script, []
+    hashes = unlike_hashes(record)
+    if hashes is not None:
+        return [hashes], []
     outright = [
         *other_weights(record),
         *wrong_counts(record),

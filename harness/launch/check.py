@@ -17,12 +17,14 @@ from functools import partial
 from pathlib import Path
 
 from sumgrad.base.commands import sumgrad_command
-from sumgrad.base.errors import Broken, UserError
+from sumgrad.base.errors import Broken, LaunchError, UserError
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.base.verdict import Verdict
+from sumgrad.diagnose.of_hashes import UNLIKE_HASHES
 from sumgrad.diagnose.trials import is_to_be_tried, said_of
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
+from sumgrad.launch.again.one_hash import try_one_hash
 from sumgrad.launch.again.one_rank import OnOneRank
 from sumgrad.launch.again.second_looks import with_second_looks
 from sumgrad.launch.again.trace import trace_step
@@ -89,6 +91,15 @@ def run_check(
     def again(asked: CheckOptions) -> tuple[Verdict, Path]:
         return run_check(asked, launcher=launcher)
 
+    def with_one_hash() -> object:
+        progress("the same with one hash of strings for all ranks")
+        return try_one_hash(spec, directory, run_there)
+
+    def run_there(spec: RunSpec, place: Path) -> None:
+        outcomes, problems = _run_ranks(options, spec, place, launcher, progress)
+        _write_how_it_ended(place, outcomes, problems)
+
+    goes_by_hashes = spec.facts is not None and spec.facts.hashed and not options.reuse
     alone = OnOneRank(options, directory, again, progress)
     look_again = partial(trace_step, directory, spec, launcher=launcher, progress=progress)
     run = Run(
@@ -102,10 +113,11 @@ def run_check(
         )
         if spec.opaque
         else None,
+        with_one_hash=with_one_hash if goes_by_hashes else None,
         took_s=time.monotonic() - began,
     )
     verdict = finish(run, problems=problems, progress=progress)
-    if spec.opaque:
+    if spec.opaque and not _is_by_hashes(verdict):
         verdict = with_second_looks(
             options, verdict, directory, alone=alone, again=again, progress=progress
         )
@@ -183,7 +195,8 @@ class Run:
     """A run whose ranks and references have ended and that is to be judged.
 
     look: runs a failing step again, with eyes on its modules, and says why it could not. tries:
-    runs it again with changes for so many seconds, where its cause is not proved. took_s: how long
+    runs it again with changes for so many seconds, where its cause is not proved. with_one_hash:
+    runs all of it with the same hashes of strings on all ranks, which is kept. took_s: how long
     the run took until it could be judged.
     """
 
@@ -193,6 +206,7 @@ class Run:
     keep_partials: bool = False
     look: Callable[[str, int], str | None] | None = None
     tries: Tries | None = None
+    with_one_hash: Callable[[], object] | None = None
     took_s: float = 0.0
 
 
@@ -202,10 +216,7 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
     problems: why a reference is missing, or not to be relied on; kept with the run.
     """
     directory, began = run.directory, time.monotonic()
-    write_outcomes(directory, run.outcomes)
-    if problems:
-        write_problems(directory, problems)
-    write_manifest(directory)
+    _write_how_it_ended(directory, run.outcomes, problems)
     progress("judging")
     record = load_record(directory)
     verdict = judge(record)
@@ -213,6 +224,15 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
         write_manifest(directory)
         record = load_record(directory)
         verdict = judge(record)
+    if verdict.status != "pass" and run.with_one_hash is not None:
+        written(directory, verdict)
+        with contextlib.suppress(UserError, LaunchError, OSError):
+            run.with_one_hash()
+            write_manifest(directory)
+            record = load_record(directory)
+            verdict = judge(record)
+            if _is_by_hashes(verdict):
+                return written(directory, verdict)
     wanted = _step_to_explain(verdict, run, record)
     if wanted is not None:
         written(directory, verdict)  # who ends us while we explain it has the verdict all the same
@@ -244,6 +264,19 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
         if said:
             verdict = with_second_look(directory, verdict, said)
     return written(directory, verdict)
+
+
+def _write_how_it_ended(
+    directory: Path, outcomes: Sequence[RankOutcome], problems: Sequence[str]
+) -> None:
+    write_outcomes(directory, outcomes)
+    if problems:
+        write_problems(directory, problems)
+    write_manifest(directory)
+
+
+def _is_by_hashes(verdict: Verdict) -> bool:
+    return [one.kind for one in verdict.diagnoses] == [UNLIKE_HASHES]
 
 
 def _measure_again(run: Run, steps: Sequence[int], progress: Progress) -> bool:

@@ -9,6 +9,7 @@
     partials_TIER_STEP.safetensors|json    the gradient in parts, after a failure
     trace/                  a failing step again: what went through its modules
     trials/                 a failing step again, with one thing or another done otherwise
+    one_hash.json           what it gives where all ranks have the same hashes of strings
     outcomes.json, verdict.json, report.md
     manifest.json           what of this is judged, by size and digest
 
@@ -27,6 +28,8 @@ from sumgrad.base.outcome import RankOutcome, outcome_from_json, outcome_to_json
 from sumgrad.record.bits import BITS, SingleBits, bits_files, read_bits
 from sumgrad.record.endings import outcome_from_record, rank_file, read_ledger
 from sumgrad.record.manifest import NO_CHANGES, Changes
+from sumgrad.record.one_hash import FILE as ONE_HASH
+from sumgrad.record.one_hash import OneHash, read_one_hash
 from sumgrad.record.ranks import At, Event, RankRecord, read_rank
 from sumgrad.record.reference import (
     Grads,
@@ -62,6 +65,7 @@ class Record:
     traces: Traces | None = None
     bits: tuple[SingleBits, ...] = ()
     trials: tuple[Trial, ...] = ()
+    one_hash: OneHash | None = None
     _known: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
@@ -117,6 +121,7 @@ def load_record(directory: Path, *, changes: Changes = NO_CHANGES) -> Record:
         bits=_read_bits(directory, spec, damage, changes),
         traces=None if _changed(changes, FOLDER) else read_traces(directory, sorted(ranks)),
         trials=() if _changed(changes, TRIALS) else read_trials(directory),
+        one_hash=None if ONE_HASH in changes.files else read_one_hash(directory),
     )
 
 

@@ -21,9 +21,9 @@ MANIFEST = "manifest.json"
 SCHEMA = 1
 # Everything that judging reads; logs, stacks, process ids and what judging wrote are no evidence.
 _EVIDENCE = re.compile(
-    r"run\.json|outcomes\.json|second_looks\.json|(reference|partials)_\w+\.(json|safetensors)"
+    r"run\.json|outcomes\.json|(second_looks|one_hash)\.json|(reference|partials)_\w+\.(json|safetensors)"
     r"|ranks/rank_\d+\.(json|safetensors|ledger\.jsonl)|ranks/grads_\w+\.safetensors"
-    r"|trials/found\.json|trace/asked\.json|trace/(ranks/rank_\d+|single)_trace\.(json|safetensors)"
+    r"|trials/found\.jsonl|trace/asked\.json|trace/(ranks/rank_\d+|single)_trace\.(json|safetensors)"
 )
 
 

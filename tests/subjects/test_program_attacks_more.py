@@ -8,6 +8,8 @@ import pytest
 from conftest import MY_STEP, text
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.launch.check import run_check
+from sumgrad.launch.judging import judge_directory
+from sumgrad.record.one_hash import read_one_hash
 from test_program_attacks import HAND
 
 pytestmark = pytest.mark.distributed
@@ -250,15 +252,12 @@ BY_HASH = """
         for name in ORDER:
             dist.all_reduce(grads[name])
 """
+FIRST_OF = "list(set(grads) - {'8.weight', '8.bias'}) + ['8.weight', '8.bias']"
 
 
 @pytest.mark.parametrize(
     ("order", "salt", "status"),
-    [
-        ("list(set(grads) - {'8.weight', '8.bias'}) + ['8.weight', '8.bias']", None, "fail"),
-        ("list(set(grads) - {'8.weight', '8.bias'}) + ['8.weight', '8.bias']", "3", "pass"),
-        ("sorted(set(grads))", None, "pass"),
-    ],
+    [(FIRST_OF, None, "fail"), (FIRST_OF, "3", "pass"), ("sorted(set(grads))", None, "pass")],
 )
 def test_ranks_take_a_set_in_orders_of_their_own(check, monkeypatch, order, salt, status):
     """As processes that are started apart do, and those that are forked from one do not."""
@@ -269,6 +268,28 @@ def test_ranks_take_a_set_in_orders_of_their_own(check, monkeypatch, order, salt
     assert verdict.status == status, text(verdict)[:3000]
     told = any("takes a set in its order" in warning for warning in verdict.warnings)
     assert told == (status == "fail")
+    kinds = [(one.kind, one.standing) for one in verdict.diagnoses]
+    assert kinds == ([("unlike_hashes", "proved")] if status == "fail" else [])
+
+
+@pytest.mark.parametrize(
+    ("order", "kind", "changed"),
+    [("list(grads) or list(set(grads))", None, False), (FIRST_OF, "unlike_hashes", True)],
+    ids=["does_nothing", "does_something"],
+)
+def test_what_is_wrong_beside_a_set_in_its_order(check, monkeypatch, order, kind, changed):
+    """All is twice what it should be, too: not by the order, and it is likely alone."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    by_hash = BY_HASH.replace("ORDER", order)
+    verdict, stored = check(HAND + by_hash.replace("grads[name])", "grads[name].mul_(2))"))
+    found = read_one_hash(stored)
+    assert found is not None
+    assert not found.passes
+    assert bool(found.changed) == changed
+    causes = [(one.kind, one.standing) for one in verdict.diagnoses]
+    assert ((kind, "likely") in causes) == changed, causes
+    assert changed or "unlike_hashes" not in dict(causes)
+    assert judge_directory(stored).diagnoses == verdict.diagnoses
 
 
 def test_a_step_that_changes_the_folder_is_found_again(sumgrad_launcher, tmp_path, monkeypatch):
