@@ -116,17 +116,18 @@ def _diagnose(
         *wrong_counts(record),
         *incomparable(record, compared.diffs),
     ]
+    first = outright[0].kind if outright else None
+    race = missing_wait(record) if first != "other_weights" else None
+    if race is not None:
+        return [race, *outright], []
     if case is None:
         if compared.failed_again:
             outright.append(run_to_run(compared.failed_again))
         if compared.mismatches and not outright and record.spec.tiers:
             outright.append(law_only(record, compared.mismatches))
         return [*outright, *first_other_bits(record)], []
-    if outright and outright[0].kind == "other_weights":
+    if first == "other_weights":
         return outright, []
-    race = missing_wait(record)
-    if race is not None:
-        return [race, *outright], []
     if case.has_plan and not case.reference.partials:
         cause = (
             f"no partials of tier {case.tier}, step {case.step} were stored, so no cause can be "

@@ -106,17 +106,40 @@ def _by_step(record: Record, key: str) -> dict[tuple[str, int], dict[int, list[s
 
 
 def missing_wait(record: Record) -> Diagnosis | None:
-    """An operation that the step ended without waiting for."""
+    """An operation that the step ended without waiting for, or whose tensors it touches before."""
+    told = {key: _first_said(record, key) for key in ("races", "written", "read_early")}
+    if (found := told["races"]) is not None:
+        rank, (text, *_) = found
+        cause = f"nobody waits for {text}: the gradient is read before it is done"
+        why = "the step ended while this operation was neither waited for nor a future of anybody"
+    elif (found := told["written"]) is not None:
+        rank, (text, *_) = found
+        cause = f"a tensor of {text} is written before this is waited for"
+        why = (
+            "what it takes or gives was another when it was waited for than when it was issued, "
+            "and the operation was carried out on copies"
+        )
+    elif (found := told["read_early"]) is not None:
+        rank, texts = found
+        of_several = "what one of these gives" if len(texts) > 1 else "what it gives"
+        cause = f"{of_several} is read before it is waited for: {some_of(texts)}"
+        why = (
+            "the last step was run twice more: with what operations give at their wait, and no "
+            "sooner, its gradients are others; and as it is, the same as before, bit by bit"
+        )
+    else:
+        return None
+    return Diagnosis(
+        cause=cause, kind="missing_wait", standing="proved", ranks=(rank,), because=(why,)
+    )
+
+
+def _first_said(record: Record, key: str) -> tuple[int, list[str]] | None:
+    """The first rank that says so of operations, and of which."""
     for rank, held in record.ranks.items():
         for info in held.info.values():
-            for text in info.get("races", ())[:1]:
-                return Diagnosis(
-                    cause=f"nobody waits for {text}: the gradient is read before it is done",
-                    kind="missing_wait", standing="proved",
-                    ranks=(rank,),
-                    because=("the step ended while this operation was neither waited for nor a "
-                             "future of anybody",),
-                )  # fmt: skip
+            if info.get(key):
+                return rank, list(info[key])
     return None
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sumgrad.faults.collective import CollectiveFault
+from sumgrad.ledger.backends import tensors_in
 from sumgrad.ledger.operations import FAMILIES, stream_of
-from sumgrad.ledger.process_group import Call, tensors_in
+from sumgrad.ledger.process_group import Call
 from sumgrad.topology.pools import Topology
 from torch import Tensor
 

@@ -35,7 +35,7 @@ class Backends:
     def carry_out(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation on the backend that its tensors need. Returns its work; None where it has
         none."""
-        held = next(_tensors(args), None)
+        held = next(tensors_in(args), None)
         if held is None or not held.is_cuda:
             return carry_out(self.gloo, op, args, kwargs)
         if op in THROUGH_HOST:
@@ -63,13 +63,13 @@ class Backends:
 
     def _through_host(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """On copies in host memory; what comes back is in args[0]."""
-        copies = {id(t): t.cpu() for t in _tensors(args)}
-        work = carry_out(self.gloo, op, _copied(args, copies), kwargs)
-        back = [] if op == "send" else [(t, copies[id(t)]) for t in _tensors(args[:1])]
+        copies = {id(t): t.cpu() for t in tensors_in(args)}
+        work = carry_out(self.gloo, op, copied(args, copies), kwargs)
+        back = [] if op == "send" else [(t, copies[id(t)]) for t in tensors_in(args[:1])]
         return _CopiedBack(work, list(copies.values()), back)
 
 
-class _Work:
+class Work:
     """A backend's work, and what has to happen once it was waited for."""
 
     def __init__(self, inner: Any) -> None:
@@ -97,14 +97,14 @@ class _Work:
         raise NotImplementedError
 
 
-class _Ended(_Work):
+class _Ended(Work):
     """Of NCCL, whose own wait holds the current stream and not the host."""
 
     def _end(self) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-class _CopiedBack(_Work):
+class _CopiedBack(Work):
     """On copies in host memory, which live as long; the tensors have what came after the wait."""
 
     def __init__(self, inner: Any, held: list[Tensor], back: list[tuple[Tensor, Tensor]]) -> None:
@@ -121,18 +121,19 @@ class _CopiedBack(_Work):
         self._back = []
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested lists, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
-def _copied(value: Any, copies: dict[int, Tensor]) -> Any:
+def copied(value: Any, copies: dict[int, Tensor]) -> Any:
     """The same nest, with its copies in the tensors' places."""
     if isinstance(value, Tensor):
         return copies[id(value)]
     if isinstance(value, list | tuple):
-        return type(value)(_copied(item, copies) for item in value)
+        return type(value)(copied(item, copies) for item in value)
     return value

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import bits, to_local
+from sumgrad.ledger.backends import tensors_in
 from sumgrad.ledger.operations import FAMILIES, REDUCTIONS
-from sumgrad.ledger.process_group import tensors_in
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 

@@ -14,18 +14,18 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
 from sumgrad.base.tensors import own_arithmetic
-from sumgrad.ledger.backends import Backends
+from sumgrad.ledger.backends import Backends, tensors_in
 from sumgrad.ledger.call_site import JOIN, call_site, own_issuer
 from sumgrad.ledger.delegation import DELEGATED, unrecorded_operations
+from sumgrad.ledger.late import LateWork, may_be_late
 from torch._C._dynamo import eval_frame as _eval_frame
 
 BACKEND = "sumgrad"
@@ -70,6 +70,15 @@ class Call:
         self.group.delegate(self.op, args or self.args, self.kwargs).wait()
 
 
+@dataclass(slots=True)
+class Late:
+    """Events of operations whose results come when they are waited for, and of those whose tensors
+    were written before that."""
+
+    issued: list[dict[str, Any]] = field(default_factory=list)
+    written: list[dict[str, Any]] = field(default_factory=list)
+
+
 Interposer = Callable[[Call], dist.Work]
 Observer = Callable[[str, tuple[Any, ...]], tuple[dict[str, Any], Callable[[], Any] | None]]
 
@@ -80,6 +89,7 @@ class Ledger:
     interpose: called in place of every operation of a step, if it is set; it may do anything.
     observe: called with name and arguments of every operation of a step that is carried out; gives
     what goes into the event, and what to call for the result's digest once it is waited for.
+    late: where results are to come when they are waited for, what is seen of it.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -90,6 +100,7 @@ class Ledger:
         self.asked: set[int] = set()
         self.interpose: Interposer | None = None
         self.observe: Observer | None = None
+        self.late: Late | None = None
         self.redirect(path)
 
     def redirect(self, path: Path | None) -> None:
@@ -250,7 +261,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
             more, result = self._ledger.observe(op, seen or args)
             event = {**event, **more}
         number = self._ledger.begin(event)
-        inner = self.delegate(op, args, kwargs)
+        inner = self._late(op, args, kwargs, event) or self.delegate(op, args, kwargs)
         if inner is None:  # monitored_barrier has ended when it returns
             self._ledger.done(number)
             return None
@@ -259,6 +270,20 @@ class RecordingProcessGroup(dist.ProcessGroup):
             # DDP's reducer keeps the C++ half and waits for it; without this one it waits forever.
             self._ledger.handed_over.append(work)
         return work
+
+    def _late(
+        self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], event: dict[str, Any]
+    ) -> LateWork | None:
+        """The operation's work, where its result is to come no sooner than it is waited for."""
+        late = self._ledger.late
+        if late is None or not self._ledger.in_step or not may_be_late(args):
+            return None
+        late.issued.append(event)
+        return LateWork(
+            lambda *copies: self.delegate(op, copies, kwargs),
+            args,
+            lambda: late.written.append(event),
+        )
 
     def _set_group_name(self, name: Any) -> None:
         self._name = name
@@ -395,15 +420,6 @@ def _go_by_the_name_below() -> None:
     modules: tuple[Any, ...] = (dist, c10d)
     for module in modules:
         module.get_backend, module.new_group = get_backend, new_group
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def _reduce_name(op: Any) -> str:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sumgrad.ledger.backends import tensors_in
 from sumgrad.ledger.evidence import OUT_OF_PLACE
 from sumgrad.ledger.operations import FAMILIES
-from sumgrad.ledger.process_group import Ledger, Observer, tensors_in
+from sumgrad.ledger.process_group import Ledger, Observer
 from sumgrad.record.exchanged import Exchange
 from torch import Tensor
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from sumgrad.base.files import PACKAGE
 from sumgrad.ledger import process_group
-from sumgrad.ledger.backends import Backends
-from sumgrad.ledger.process_group import Ledger, RecordingProcessGroup, tensors_in
+from sumgrad.ledger.backends import Backends, tensors_in
+from sumgrad.ledger.process_group import Ledger, RecordingProcessGroup
 
 
 class Work:

@@ -44,6 +44,7 @@ CHECKS: tuple[Check, ...] = (
     ledgers.ranks_agree,
     same_start.same_weights,
     ledgers.everybody_waits,
+    ledgers.waits_before_it_touches,
     replicas.frozen_alike,
     replicas.the_same_again,
     ledgers.as_planned,

@@ -111,17 +111,39 @@ def _words(d: Disagreement) -> str:
 
 def everybody_waits(compared: Compared) -> Iterator[Finding]:
     """Operations that a step started and left: what it reads may be half done."""
-    found: dict[str, list[int]] = {}
-    for rank, held in compared.record.ranks.items():
-        for info in held.info.values():
-            for text in info.get("races", ()):
-                found.setdefault(text, []).append(rank)
-    for text, ranks in list(found.items())[:3]:
+    for text, ranks in list(_said_of_operations(compared, "races").items())[:3]:
         yield Finding(
             level="fail",
             text=f"nobody waits for {text}, on rank {spans(ranks)}: what it gives may not be "
             f"there yet",
         )
+
+
+def waits_before_it_touches(compared: Compared) -> Iterator[Finding]:
+    """Operations whose tensors a step writes, or reads, before it waits for them."""
+    for text, ranks in list(_said_of_operations(compared, "written").items())[:3]:
+        yield Finding(
+            level="fail",
+            text=f"what is written on rank {spans(ranks)} is a tensor of {text}, which is not "
+            f"waited for yet: what it reads and gives by then is left to chance",
+        )
+    early = _said_of_operations(compared, "read_early")
+    if early and not _said_of_operations(compared, "races"):
+        ranks = sorted({rank for found in early.values() for rank in found})
+        yield Finding(
+            level="fail",
+            text=f"something is read before it is waited for, of {some_of(list(early))}, on rank "
+            f"{spans(ranks)}: where what they give comes at the wait, gradients are others",
+        )
+
+
+def _said_of_operations(compared: Compared, key: str) -> dict[str, list[int]]:
+    """Operations in words -> ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, held in compared.record.ranks.items():
+        for text in dict.fromkeys(t for info in held.info.values() for t in info.get(key, ())):
+            found.setdefault(text, []).append(rank)
+    return found
 
 
 def sums_only(compared: Compared) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from sumgrad.ledger.process_group import tensors_in
+from sumgrad.ledger.backends import tensors_in
 from sumgrad.subjects.users_line import users_line
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode

@@ -21,7 +21,7 @@ from sumgrad.faults.misbehaviour import Misbehaviour
 from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
 from sumgrad.ledger.delegation import operations_elsewhere
 from sumgrad.ledger.evidence import GradientWatch
-from sumgrad.ledger.process_group import Interposer, Observer
+from sumgrad.ledger.process_group import Interposer, Late, Observer
 from sumgrad.record.ranks import AGAIN, BUFFER, INDEX, INDEX_IN, RankFiles
 from sumgrad.record.spec import RunSpec
 from sumgrad.subjects.program.batch import (
@@ -196,15 +196,18 @@ class TierRun:
         for step in range(self.job.steps):
             grads, info = self.step(step)
             files.keep(f"{self.tier}/{step}", grads)
+            gave = _bits(grads) if again and step == self.job.steps - 1 else ""
             del grads  # the next step has its own: two would be two models' size
             held, info["changed_buffers"] = buffers_after(self.model, self.buffers, facts.compares)
             for name, buffer in held.items():
                 files.others[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
             result["steps"].append(info)
         if again:
-            grads, more = self._again(self.job.steps - 1)
+            grads, more = self._again(self.job.steps - 1, gave)
             info["unwaited"] = [*info["unwaited"], *more["unwaited"]]
-            info["races"] = list(dict.fromkeys([*info["races"], *more["races"]]))
+            for of_waits in ("races", "written", "read_early"):
+                both = [*info.get(of_waits, ()), *more.get(of_waits, ())]
+                info[of_waits] = list(dict.fromkeys(both))
             files.keep(f"{AGAIN}/{self.tier}", grads)
         result["unknown"] += [u for u in self._elsewhere() if u not in result["unknown"]]
 
@@ -232,10 +235,27 @@ class TierRun:
             for backend in sorted(used)
         ]
 
-    def _again(self, step: int) -> tuple[Tensors, Result]:
-        """A step once more, from where an optimizer's zero_grad() leaves it by default: gradients
-        that a step has put into a buffer of its own are gone, and what is in the buffer is not.
-        From zeros after all where the step does not put them there again."""
+    def _again(self, step: int, gave: str) -> tuple[Tensors, Result]:
+        """A step once more, whose operations give what they give when they are waited for. gave:
+        bits of its gradients before; where they are others now, and the same as before without
+        that, something was read too early."""
+        ledger = self.seat.ledger
+        late = ledger.late = Late()
+        try:
+            grads, info = self._as_zero_grad_leaves_it(step)
+        finally:
+            ledger.late = None
+        info["written"] = [*map(describe_operation, late.written)]
+        if self._on_any(bool(late.issued) and _bits(grads) != gave):
+            plain, _ = self.step(step, label=AGAIN)
+            if _bits(plain) == gave:
+                info["read_early"] = [*map(describe_operation, late.issued)]
+        return grads, info
+
+    def _as_zero_grad_leaves_it(self, step: int) -> tuple[Tensors, Result]:
+        """A step from where an optimizer's zero_grad() leaves it by default: gradients that a step
+        has put into a buffer of its own are gone, and what is in the buffer is not. From zeros
+        after all where the step does not put them there again."""
         lent = {
             p: p.grad
             for p in self.model.parameters()
@@ -427,3 +447,8 @@ class TierRun:
 
     def close(self) -> None:
         self.watch.close()
+
+
+def _bits(grads: Tensors) -> str:
+    """Of all gradients together."""
+    return bits([to_local(grad).detach().cpu() for _, grad in sorted(grads.items())])

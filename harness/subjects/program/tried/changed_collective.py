@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sumgrad.ledger.process_group import Call, RecordingProcessGroup, tensors_in
+from sumgrad.ledger.backends import tensors_in
+from sumgrad.ledger.process_group import Call, RecordingProcessGroup
 from sumgrad.record.trial import Change
 
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from sumgrad.ledger.backends import tensors_in
 from sumgrad.ledger.operations import POINT_TO_POINT
-from sumgrad.ledger.process_group import Call, Interposer, tensors_in
+from sumgrad.ledger.process_group import Call, Interposer
 from sumgrad.subjects.program.tried.board import Board, number_of
 
 ALIKE = {"allreduce": 0, "broadcast": 0, "allgather": 1, "_allgather_base": 1,

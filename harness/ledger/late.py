@@ -1,0 +1,97 @@
+"""Operations whose results arrive when they are waited for, and not before.
+
+Between its issue and its wait an operation may have read and written its tensors at any time. A
+step that reads them in between, or writes them, is right or wrong by chance. Here nothing is left
+to it: an operation has copies, made at its issue, and what it gives comes into the tensors at the
+wait. Who reads them earlier finds what was there before, and who writes them is noticed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sumgrad.base.tensors import own_arithmetic, same_bits
+from sumgrad.ledger.backends import Work, copied, tensors_in
+from torch import Tensor
+
+_C10D = dist.distributed_c10d.__file__
+_WAIT_AT_ONCE = ("send", "recv")  # of torch's functions that have no `async_op`
+MOST_FRAMES = 16  # between an operation and torch's function that asks for it
+
+Note = Callable[[str], None]
+
+
+def may_be_late(args: tuple[Any, ...]) -> bool:
+    """Whether somebody waits for an operation later than torch's function does that asks for it;
+    of tensors in host memory alone."""
+    held = [*tensors_in(args)]
+    on_host = all(t.device.type == "cpu" and t.layout is torch.strided for t in held)
+    return bool(held) and on_host and not _is_waited_for_at_once()
+
+
+def _is_waited_for_at_once() -> bool:
+    frame = sys._getframe(1)
+    for _ in range(MOST_FRAMES):
+        if frame.f_code.co_filename == _C10D:
+            if "async_op" in frame.f_locals:
+                return not frame.f_locals["async_op"]
+            if frame.f_code.co_name in _WAIT_AT_ONCE:
+                return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
+class LateWork(Work):
+    """Of an operation on copies. written: called once, at the wait, where a tensor is no more what
+    it was at the issue."""
+
+    def __init__(
+        self, carry_out: Callable[..., Any], args: tuple[Any, ...], written: Callable[[], object]
+    ) -> None:
+        """carry_out: of the operation's arguments."""
+        self._lock, self._has_come, self._written = threading.Lock(), False, written
+        with own_arithmetic():
+            self._tensors = {id(t): t for t in tensors_in(args)}
+            self._before = {key: _copy(t) for key, t in self._tensors.items()}
+            self._copies = {key: _copy(t) for key, t in self._tensors.items()}
+        super().__init__(carry_out(*copied(args, self._copies)))
+
+    def result(self) -> Any:
+        self._end()
+        return self._in_place(self._inner.result())
+
+    def get_future(self) -> Any:
+        return self._inner.get_future().then(self._of_a_future)
+
+    def _of_a_future(self, future: Any) -> Any:
+        value = future.value()
+        self._end()
+        return self._in_place(value)
+
+    def _in_place(self, value: Any) -> Any:
+        """The tensors, for what an operation gives of their copies."""
+        own = {copy.data_ptr(): self._tensors[key] for key, copy in self._copies.items()}
+        return copied(value, {id(t): own.get(t.data_ptr(), t) for t in tensors_in(value)})
+
+    def _end(self) -> None:
+        with self._lock, torch.no_grad(), own_arithmetic():
+            if self._has_come:
+                return
+            self._has_come = True
+            # All of them first: what is given may be a part of what is taken.
+            if not all(same_bits(t, self._before[key]) for key, t in self._tensors.items()):
+                self._written()
+            for key, copy in self._copies.items():
+                if not same_bits(copy, self._before[key]):
+                    self._tensors[key].data.copy_(copy)  # by an operation no version goes up
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
