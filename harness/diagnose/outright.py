@@ -107,20 +107,20 @@ def _by_step(record: Record, key: str) -> dict[tuple[str, int], dict[int, list[s
 
 def missing_wait(record: Record) -> Diagnosis | None:
     """An operation that the step ended without waiting for, or whose tensors it touches before."""
-    told = {key: _first_said(record, key) for key in ("races", "written", "read_early")}
+    told = {key: _said_first(record, key) for key in ("races", "written", "read_early")}
     if (found := told["races"]) is not None:
-        rank, (text, *_) = found
+        ranks, (text, *_) = found
         cause = f"nobody waits for {text}: the gradient is read before it is done"
         why = "the step ended while this operation was neither waited for nor a future of anybody"
     elif (found := told["written"]) is not None:
-        rank, (text, *_) = found
+        ranks, (text, *_) = found
         cause = f"a tensor of {text} is written before this is waited for"
         why = (
             "what it takes or gives was another when it was waited for than when it was issued, "
             "and the operation was carried out on copies"
         )
     elif (found := told["read_early"]) is not None:
-        rank, texts = found
+        ranks, texts = found
         of_several = "what one of these gives" if len(texts) > 1 else "what it gives"
         cause = f"{of_several} is read before it is waited for: {some_of(texts)}"
         why = (
@@ -130,17 +130,18 @@ def missing_wait(record: Record) -> Diagnosis | None:
     else:
         return None
     return Diagnosis(
-        cause=cause, kind="missing_wait", standing="proved", ranks=(rank,), because=(why,)
+        cause=cause, kind="missing_wait", standing="proved", ranks=ranks, because=(why,)
     )
 
 
-def _first_said(record: Record, key: str) -> tuple[int, list[str]] | None:
-    """The first rank that says so of operations, and of which."""
-    for rank, held in record.ranks.items():
-        for info in held.info.values():
-            if info.get(key):
-                return rank, list(info[key])
-    return None
+def _said_first(record: Record, key: str) -> tuple[tuple[int, ...], list[str]] | None:
+    """What the first rank that says so of operations says of which, and all ranks that say so."""
+    said = {
+        rank: [text for info in held.info.values() for text in info.get(key, ())]
+        for rank, held in record.ranks.items()
+    }
+    ranks = tuple(rank for rank, texts in said.items() if texts)
+    return (ranks, list(dict.fromkeys(said[ranks[0]]))) if ranks else None
 
 
 def run_to_run(again: Sequence[TensorDiff]) -> Diagnosis:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from sumgrad.base.outcome import SETUP
+from sumgrad.base.outcome import SETUP, describe_operation
 from sumgrad.base.tensors import own_arithmetic
 from sumgrad.ledger.backends import Backends, tensors_in
 from sumgrad.ledger.call_site import JOIN, call_site, own_issuer
@@ -77,6 +77,14 @@ class Late:
 
     issued: list[dict[str, Any]] = field(default_factory=list)
     written: list[dict[str, Any]] = field(default_factory=list)
+
+    def taken(self) -> dict[str, list[str]]:
+        """Both in words, since they were taken last."""
+        out = {}
+        for key, events in (("late", self.issued), ("written", self.written)):
+            out[key] = list(dict.fromkeys(filter(None, map(describe_operation, events))))
+            events.clear()
+        return out
 
 
 Interposer = Callable[[Call], dist.Work]

@@ -303,6 +303,23 @@ def test_optimizers_that_have_a_part_of_the_parameters_each(tmp_path, kind, code
         }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
+        ("waited", 0, ""),
+        ("ddp", 0, ""),
+        ("written", 1, "is written before this is waited for"),
+        ("read", 1, "came when it was waited for, and no sooner"),
+    ],
+)
+def test_gradients_are_touched_after_they_are_waited_for(tmp_path, kind, code, words):
+    """What is touched before is right by chance: it was there already, where nobody looked."""
+    got, verdict = on_ranks(tmp_path, 3, "overlapped.py", "{12/ranks}", kind)
+    assert got == code, verdict
+    assert words in json.dumps(verdict)
+    assert words or not verdict["warnings"]
+
+
 @pytest.mark.parametrize(("kind", "code"), [("right", 0), ("first", 1)])
 def test_a_script_in_two_dtypes_is_compared_in_them_too(tmp_path, kind, code):
     """In float64 there is one bucket, and what is done with the second is not seen."""

@@ -45,6 +45,7 @@ CHECKS: tuple[Check, ...] = (
     same_start.same_weights,
     ledgers.everybody_waits,
     ledgers.waits_before_it_touches,
+    ledgers.comes_at_the_wait,
     replicas.frozen_alike,
     replicas.the_same_again,
     ledgers.as_planned,

@@ -137,6 +137,19 @@ def waits_before_it_touches(compared: Compared) -> Iterator[Finding]:
         )
 
 
+def comes_at_the_wait(compared: Compared) -> Iterator[Finding]:
+    """Of a script that fails: operations that it waits for later than it issues them, whose results
+    came no sooner, so that who reads them before has what was there."""
+    fails = any(diff.status == "fail" for diff in compared.diffs)
+    late = _said_of_operations(compared, "late")
+    if compared.record.spec.script is not None and fails and late:
+        yield Finding(
+            level="warning",
+            text=f"what {some_of(list(late))} gives came when it was waited for, and no sooner: "
+            f"what is read before the wait is as it was before the operation",
+        )
+
+
 def _said_of_operations(compared: Compared, key: str) -> dict[str, list[int]]:
     """Operations in words -> ranks."""
     found: dict[str, list[int]] = {}

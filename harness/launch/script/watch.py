@@ -41,7 +41,7 @@ from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
 from sumgrad.launch.script.weights import Weights
 from sumgrad.ledger.evidence import GradientWatch
-from sumgrad.ledger.process_group import register_backend, step_aside
+from sumgrad.ledger.process_group import Late, register_backend, step_aside
 from sumgrad.record.ranks import AFTER, BUFFER, BUFFER_NAMED, OWN, OWN_AT
 from sumgrad.subjects.own_gradients import OwnGradients, gathered
 from sumgrad.subjects.program.placed.parts_by_value import index_by_placement
@@ -86,6 +86,7 @@ class Watch:
         self.evidence: GradientWatch | None = None
         compared = asked.start is not None and not asked.jitter
         self.own = OwnGradients() if compared else None
+        self.late = self.seat.ledger.late = Late() if compared else None
         looks = asked.look >= 0
         self.look = Look(asked, self.seat.ledger) if looks else None
         since = (self.directory / FILE).stat().st_mtime
@@ -308,6 +309,7 @@ class Watch:
                 self.seat.files.keep(f"{OWN_AT}/{self.calls}", at)
             info["rescaled"] = self.rescaled.taken(held.values())
             info["races"] = self._races()
+            info |= self.late.taken() if self.late is not None else {}
             self.seat.ledger.settle()
             info["stepped"] = list(held)
             used = {

@@ -245,11 +245,11 @@ class TierRun:
             grads, info = self._as_zero_grad_leaves_it(step)
         finally:
             ledger.late = None
-        info["written"] = [*map(describe_operation, late.written)]
-        if self._on_any(bool(late.issued) and _bits(grads) != gave):
+        info |= late.taken()
+        if self._on_any(bool(info["late"]) and _bits(grads) != gave):
             plain, _ = self.step(step, label=AGAIN)
             if _bits(plain) == gave:
-                info["read_early"] = [*map(describe_operation, late.issued)]
+                info["read_early"] = info["late"]
         return grads, info
 
     def _as_zero_grad_leaves_it(self, step: int) -> tuple[Tensors, Result]:

@@ -1,0 +1,50 @@
+"""Gradients that are reduced while something else goes on: `overlapped.py ROWS KIND`."""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+rows, kind = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+params = list(model.parameters())
+x, y = torch.randn(12, 8), torch.randn(12, 4)
+optimizer = torch.optim.SGD(params, 0.1)
+mine = slice(rank * rows, (rank + 1) * rows)
+works = []
+
+
+def reduce(param):
+    works.append(dist.all_reduce(param.grad, async_op=True))
+
+
+if kind != "ddp":
+    for param in params:
+        param.register_post_accumulate_grad_hook(reduce)
+else:
+    model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-4)
+for _step in range(4):
+    optimizer.zero_grad()
+    (model(x[mine]) - y[mine]).square().mean().backward()
+    time.sleep(0.05)  # it is done by now, as a rule
+    if kind == "written":
+        for param in params:
+            param.grad /= world
+    if kind == "read":
+        scaled = [param.grad / world for param in params]
+    for work in works:
+        work.wait()
+    works.clear()
+    if kind == "waited":
+        for param in params:
+            param.grad /= world
+    if kind == "read":
+        for param, grad in zip(params, scaled, strict=True):
+            param.grad = grad
+    optimizer.step()
