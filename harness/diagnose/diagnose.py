@@ -17,7 +17,6 @@ from sumgrad.diagnose.explainers.by_modules.where import first_wrong_modules
 from sumgrad.diagnose.explainers.left_over.frozen import with_frozen
 from sumgrad.diagnose.explanation import BROKEN, PART_S, choose
 from sumgrad.diagnose.of_bits import first_other_bits
-from sumgrad.diagnose.of_hashes import unlike_hashes
 from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.outright import (
     incomparable,
@@ -27,6 +26,7 @@ from sumgrad.diagnose.outright import (
     run_to_run,
     wrong_counts,
 )
+from sumgrad.diagnose.unlike_hashes import unlike_hashes
 from sumgrad.faults.operators import resembles
 from sumgrad.judge.finding import Compared
 from sumgrad.judge.knowledge import plan_of

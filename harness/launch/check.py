@@ -20,8 +20,8 @@ from sumgrad.base.commands import sumgrad_command
 from sumgrad.base.errors import Broken, LaunchError, UserError
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.base.verdict import Verdict
-from sumgrad.diagnose.of_hashes import UNLIKE_HASHES
 from sumgrad.diagnose.trials import is_to_be_tried, said_of
+from sumgrad.diagnose.unlike_hashes import UNLIKE_HASHES
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
 from sumgrad.launch.again.one_hash import try_one_hash

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from records_in_memory import found, program_record
+from sumgrad.judge.checks.beside import the_same_buffers
 from sumgrad.judge.checks.replicas import frozen_alike
 
 
@@ -41,3 +42,28 @@ def test_replicas_that_are_changed_otherwise_fail():
         assert level == "fail"
         assert "changes teacher, which is not trained, on rank" in text
         assert "replicas drift apart" in text
+
+
+def test_what_is_changed_and_not_put_back_is_not_known():
+    one = program_record(tiers={"structure": "float64"}, ranks=2)
+    info = {"frozen": {"teacher": ["a", "b"]}, "frozen_left": ["teacher"]}
+    ranks = {
+        rank: replace(held, info={at: {**i, **info} for at, i in held.info.items()})
+        for rank, held in one.ranks.items()
+    }
+    said = [(f.level, f.text) for f in found(frozen_alike, replace(one, ranks=ranks))]
+    assert [level for level, _ in said] == ["unknown", "warning"]
+    assert "teacher, which is not trained and too large to be put back" in said[0][1]
+
+
+def test_a_buffer_that_is_changed_and_was_not_kept_is_said():
+    one = program_record(tiers={"structure": "float64"}, ranks=2)
+    ranks = {
+        rank: replace(
+            held, info={at: {**i, "changed_buffers": ["queue"]} for at, i in held.info.items()}
+        )
+        for rank, held in one.ranks.items()
+    }  # fmt: skip
+    said = [(f.level, f.text) for f in found(the_same_buffers, replace(one, ranks=ranks))]
+    assert [level for level, _ in said] == ["warning"]
+    assert "queue is changed by the step, and too large to be looked at" in said[0][1]

@@ -86,7 +86,7 @@ def the_same_buffers(compared: Compared) -> Iterator[Finding]:
     Where the Program wants them compared like gradients they fail, or were not seen.
     """
     record = compared.record
-    for text in _buffers(record, wanted=False):
+    for text in (*_buffers(record, wanted=False), *_too_large(record)):
         yield Finding(level="warning", text=text)
     for text in _buffers(record, wanted=True):
         yield Finding(level="fail", text=text)
@@ -259,6 +259,22 @@ def _buffers_unseen(record: Record) -> Iterator[str]:
             yield f"buffer {name} was not compared: ranks hold a part of it, or another shape"
     for name in sorted(named - held):
         yield f"buffer {name} was not compared: no rank holds it"
+
+
+def _too_large(record: Record) -> Iterator[str]:
+    """Buffers that a step changes, and of which no rank kept what it left."""
+    places = [(at, h) for h in record.ranks.values() for at in h.info]
+    changed = {
+        name
+        for at, h in places
+        for name in h.info[at].get("changed_buffers", ())
+        if name not in h.buffers.get(at, {})
+    }
+    if changed and record.spec.script is None:
+        yield (
+            f"buffers: {some_of(sorted(changed))} is changed by the step, and too large to be "
+            f"looked at; where compare_buffers names it, it is"
+        )
 
 
 def _differing(held: Mapping[int, Mapping[str, Tensor]]) -> dict[str, tuple[int, int]]:

@@ -94,6 +94,18 @@ def _shared_results(record: Record, tier: str, step: int) -> set[tuple[str, int,
 def frozen_alike(compared: Compared) -> Iterator[Finding]:
     """Parameters that nobody trains and a step changes: they were equal on these ranks before."""
     changed: dict[str, None] = {}
+    stays = {
+        name
+        for held in compared.record.ranks.values()
+        for info in held.info.values()
+        for name in info.get("frozen_left", ())
+    }
+    if stays:
+        yield Finding(
+            level="unknown",
+            text=f"step() changes {some_of(sorted(stays))}, which is not trained and too large to "
+            f"be put back: steps after the first began with other values than the single process's",
+        )
     for tier in compared.record.spec.tiers:
         for step in range(compared.record.spec.steps):
             after: dict[tuple[str, str], dict[str, int]] = {}

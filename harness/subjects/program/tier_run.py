@@ -32,6 +32,7 @@ from sumgrad.subjects.program.batch import (
     takes_step,
 )
 from sumgrad.subjects.program.context import Context, Seat, make_context
+from sumgrad.subjects.program.frozen import Frozen
 from sumgrad.subjects.program.held_gradients import ddp_divides_by, held_gradients
 from sumgrad.subjects.program.lift import Lift, is_compiled, lifting
 from sumgrad.subjects.program.placed.numbered import Found, Numbers
@@ -53,7 +54,6 @@ from sumgrad.subjects.program.protocol import (
 from sumgrad.subjects.program.unseen import (
     buffers_after,
     come_alive,
-    frozen_values,
     gradients_elsewhere,
     trained_names,
 )
@@ -173,7 +173,7 @@ class TierRun:
         )
         self.untied = untied(ties, self.model)
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
-        self.frozen = frozen_values(self.model)
+        self.frozen = Frozen(self.model)
         self.trained = trained_names(self.model)
         params = self.model.parameters()
         self.brought = {id(p) for p in params if p.grad is not None}  # with a gradient from here on
@@ -324,9 +324,7 @@ class TierRun:
             for name, buffer in self.model.named_buffers():
                 if name in self.buffers and buffer.shape == self.buffers[name].shape:
                     buffer.copy_(self.buffers[name])
-            for frozen, value in self.frozen.values():
-                if to_local(frozen).shape == value.shape:
-                    to_local(frozen).copy_(value)
+        self.frozen.put_back()
         return other
 
     def _lift(self) -> Lift:
@@ -365,10 +363,7 @@ class TierRun:
             "backwards": max(self.watch.backwards.values(), default=0),
             "unwaited": self._unwaited(),
             "partial": [],
-            "frozen": {
-                name: [bits([value]), bits([to_local(param).detach()])]
-                for name, (param, value) in self.frozen.items()
-            },
+            **self.frozen.said(),
             "elsewhere": {}
             if hasattr(self.program, "gradient_of")
             else gradients_elsewhere(self.placement.placed),

@@ -14,8 +14,8 @@ from sumgrad.base.tensors import to_local
 from sumgrad.subjects.program.placed.placement import Placed, bare_name
 from torch import Tensor, nn
 
-MOST_FROZEN = 1 << 24  # elements of frozen parameters that are put back before every step
-MAX_BUFFER_NUMEL = 1 << 16  # larger buffers are not looked at
+KEPT_UNCHANGED = 1 << 16  # elements of a buffer; a larger one is kept where a step changes it
+MOST_KEPT = 1 << 26  # a larger one is not, unless it is to be compared
 MOST_STARTS = 256  # places in a gradient at which a part of it may begin
 SAME_ROUNDINGS = 4  # of the dtype that a second gradient is kept in
 
@@ -93,20 +93,21 @@ def buffers_after(
     before: Mapping[str, Tensor],
     compared: Callable[[str], bool] = lambda _: False,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Buffers by build()'s names, this rank's part of each, and which of them have changed.
+    """Buffers by build()'s names, this rank's part of each, and which of them have changed; some of
+    these may be too large to be kept.
 
-    compared: whether a large one is kept too, by its name.
+    compared: whether one is kept in any case, by its name.
     """
     held, changed = {}, []
     for shown, buffer in model.named_buffers():
         now, then, name = to_local(buffer).detach(), before.get(shown), bare_name(shown)
-        if now.numel() > MAX_BUFFER_NUMEL and not compared(name):
-            continue
-        plain = torch.view_as_real(now.resolve_conj()) if now.is_complex() else now
-        held[name] = plain.to(device="cpu", copy=True).contiguous()
         then = None if then is None else to_local(then)
         if then is None or now.shape != then.shape or not torch.equal(now, then.to(now.dtype)):
             changed.append(name)
+        most = MOST_KEPT if name in changed[-1:] else KEPT_UNCHANGED
+        if now.numel() <= most or compared(name):
+            plain = torch.view_as_real(now.resolve_conj()) if now.is_complex() else now
+            held[name] = plain.to(device="cpu", copy=True).contiguous()
     return held, changed
 
 
@@ -133,11 +134,3 @@ def describe_tensor(tensor: Tensor, owner: Any) -> str:
                 if param is tensor:
                     return f"self.{attribute}.{name}"
     return f"a tensor of shape {tuple(tensor.shape)}"
-
-
-def frozen_values(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Parameters that are not trained, and their values; none of them where they are many."""
-    held = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-    if sum(to_local(p).numel() for p in held.values()) > MOST_FROZEN:
-        return {}
-    return {name: (param, to_local(param).detach().clone()) for name, param in held.items()}
