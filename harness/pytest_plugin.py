@@ -80,14 +80,16 @@ def sumgrad_launcher() -> Iterator[Launcher]:
 @pytest.fixture
 def sumgrad_check(
     sumgrad_launcher: Launcher, tmp_path: Path, request: pytest.FixtureRequest
-) -> Callable[..., Verdict]:
+) -> Iterator[Callable[..., Verdict]]:
     """`sumgrad_check(topology, seed=0, fault=None, ...)` -> Verdict; flags as in CheckOptions.
 
     topology: a path, from where pytest runs or beside the test's file, or the name of a shipped
-    one. A `file.py:Class` is found in the same way. UserError if there is none.
+    one. A `file.py:Class` is found in the same way. UserError if there is none. A test that passes
+    and never asks a verdict that is no PASS for anything fails in the end.
     """
     from sumgrad.launch.ask import CheckOptions
     from sumgrad.launch.check import run_check
+    from sumgrad.launch.plugin_verdict import never_asked, told_apart
     from sumgrad.topology.shipped import find_topology
 
     timeout_s = float(request.config.getoption("--sumgrad-timeout"))
@@ -106,9 +108,19 @@ def sumgrad_check(
         if "out" not in flags:
             flags["out"] = Path(tempfile.mkdtemp(dir=tmp_path))
         verdict, _ = run_check(CheckOptions(topology=path, **flags), launcher=sumgrad_launcher)
-        return verdict
+        given.append(told_apart(verdict))
+        return given[-1]
 
-    return check
+    given: list[Verdict] = []
+    failed = request.session.testsfailed
+    yield check
+    unread = [verdict for verdict in given if never_asked(verdict)]
+    if unread and request.session.testsfailed == failed:
+        pytest.fail(
+            f"{request.node.name}: sumgrad_check gave {unread[0]!r}, and the test did not look at "
+            f"it; end the call with .assert_pass()",
+            pytrace=False,
+        )
 
 
 @pytest.fixture

@@ -93,6 +93,10 @@ class Verdict:
         texts = [*(d.cause for d in self.diagnoses), *self.findings, *self.reasons]
         return f"<{self.status.upper()}{': ' + texts[0] if texts else ''}>"
 
+    def __bool__(self) -> bool:
+        """Whether it is a PASS, so that `assert sumgrad_check(...)` is what it seems."""
+        return self.status == "pass"
+
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.status]

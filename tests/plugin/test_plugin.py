@@ -108,3 +108,37 @@ def test_no_torch_at_collection(pytester):
     )
     pytester.runpytest_subprocess("--collect-only").assert_outcomes()
     assert pytester.runpytest_subprocess("--collect-only").ret == 0
+
+
+def test_a_verdict_is_true_where_it_passes_and_a_failing_one_is_not_overlooked(pytester):
+    """Planted: AVG in place of SUM."""
+    pytester.makepyfile(
+        """
+        import pytest
+
+        pytestmark = pytest.mark.distributed
+
+        def test_true(sumgrad_check):
+            assert sumgrad_check("data_parallel")
+
+        def test_false(sumgrad_check):
+            assert sumgrad_check("data_parallel", fault="avg:allreduce@dp#1")
+
+        def test_overlooked(sumgrad_check):
+            sumgrad_check("data_parallel", fault="avg:allreduce@dp#1")
+
+        def test_asked(sumgrad_check):
+            verdict = sumgrad_check("data_parallel", fault="avg:allreduce@dp#1")
+            assert verdict.status == "fail"
+
+        def test_raises(sumgrad_check):
+            sumgrad_check("data_parallel", fault="avg:allreduce@dp#1")
+            raise ValueError("mine")
+
+        def test_passes(sumgrad_check):
+            sumgrad_check("data_parallel")
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=4, failed=2, errors=1)
+    result.stdout.fnmatch_lines(["*test_overlooked: sumgrad_check gave <FAIL: *did not look at it*"])
