@@ -59,7 +59,18 @@ def printable(problem: str) -> str:
 
 def say(args: argparse.Namespace, text: str) -> None:
     """A line for people."""
-    print(text, file=_stream(args), flush=True)
+    stream = _stream(args)
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        _to_nobody(stream)
+
+
+def _to_nobody(stream: TextIO) -> None:
+    """Whoever read it has seen enough, as `head` has: the verdict, and so the exit code, stand."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def write_json(args: argparse.Namespace, data: Any) -> None:
@@ -139,8 +150,11 @@ def _stream(args: argparse.Namespace) -> TextIO:
 def _write(path: Path, text: str) -> None:
     """A result to its file, or to standard output for `-`."""
     if path == STANDARD_OUTPUT:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _to_nobody(sys.stdout)
     else:
         write_bytes(path, text.encode())
 
@@ -153,13 +167,19 @@ def console(args: argparse.Namespace) -> Console:
     """
     from rich.console import Console
 
+    stream = _stream(args)
+
+    class ToTheEnd(Console):
+        def on_broken_pipe(self) -> None:
+            _to_nobody(stream)
+
     flags: dict[str, Any] = {"markup": False, "emoji": False}
-    found = Console(file=_stream(args), **flags)
+    found = ToTheEnd(file=stream, **flags)
     if found.is_terminal:
         return found
     told = os.environ.get("COLUMNS", "")
     width = int(told) if told.isdigit() and int(told) else WIDTH_ELSEWHERE
-    return Console(file=cast("IO[str]", _Trimmed(_stream(args))), width=width, **flags)
+    return ToTheEnd(file=cast("IO[str]", _Trimmed(stream)), width=width, **flags)
 
 
 class _Trimmed(io.TextIOBase):

@@ -480,3 +480,14 @@ def test_the_ranks_server_starts_before_this_process_imports_torch(verb):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
                           check=False, timeout=60)  # fmt: skip
     assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--json", "-"]])
+def test_who_reads_no_further_changes_no_exit_code(flags):
+    """As `| head -1` and `| grep -q` do; a PASS must not become another code."""
+    command = [sys.executable, "-m", "sumgrad", "plan", "three_pool", *flags]
+    ran = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert ran.stdout is not None
+    ran.stdout.close()
+    _, said = ran.communicate(timeout=120)
+    assert (ran.returncode, b"Traceback" in said) == (0, False), said

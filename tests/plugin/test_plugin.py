@@ -141,4 +141,6 @@ def test_a_verdict_is_true_where_it_passes_and_a_failing_one_is_not_overlooked(p
     )
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=4, failed=2, errors=1)
-    result.stdout.fnmatch_lines(["*test_overlooked: sumgrad_check gave <FAIL: *did not look at it*"])
+    result.stdout.fnmatch_lines(
+        ["*test_overlooked: sumgrad_check gave <FAIL: *did not look at it*"]
+    )
