@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -13,6 +14,9 @@ _TRANSPORT = tuple(
     str(_PACKAGE / name)
     for name in (
         "ledger/process_group.py",
+        "ledger/late.py",
+        "ledger/backends.py",
+        "ledger/delegation.py",
         "subjects/program/lift.py",
         "subjects/program/watched/computations.py",
         "subjects/script/doubled.py",
@@ -54,11 +58,21 @@ def own_issuer() -> str | None:
 def call_site() -> str:
     """`FILE:12` of the innermost line that is neither torch's nor ours, but a user's: of the
     caller's caller."""
-    frame = sys._getframe(2)
+    frame = _users_frame(sys._getframe(2))
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def users_call() -> tuple[int, int]:
+    """Which call of a user's runs: the same one again gives the same as long as it runs."""
+    frame = _users_frame(sys._getframe(1))
+    return id(frame), frame.f_lasti
+
+
+def _users_frame(frame: FrameType) -> FrameType:
     while frame.f_back is not None:
         name = frame.f_code.co_filename
         below = name.startswith(_TORCH) or name in _TRANSPORT
         if not below and not any(part in name for part in _WRAPPERS):
             break
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return frame

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from sumgrad.base.tensors import own_arithmetic, same_bits
 from sumgrad.ledger.backends import Work, copied, tensors_in
+from sumgrad.ledger.call_site import users_call
 from torch import Tensor
 
 _C10D = dist.distributed_c10d.__file__
@@ -49,19 +50,38 @@ def _is_waited_for_at_once() -> bool:
 
 
 class LateWork(Work):
-    """Of an operation on copies. written: called once, at the wait, where a tensor is no more what
-    it was at the issue."""
+    """Of an operation on copies."""
 
     def __init__(
-        self, carry_out: Callable[..., Any], args: tuple[Any, ...], written: Callable[[], object]
+        self,
+        carry_out: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        later: Callable[[], object],
+        written: Callable[[], object],
     ) -> None:
-        """carry_out: of the operation's arguments."""
-        self._lock, self._has_come, self._written = threading.Lock(), False, written
+        """carry_out: of the operation's arguments. later: called where another call of a user's
+        than that which asked for it waits; written: at the wait, where a tensor is no more what it
+        was at the issue."""
+        self._lock, self._has_come = threading.Lock(), False
+        self._later, self._written, self._issued_in = later, written, users_call()
         with own_arithmetic():
             self._tensors = {id(t): t for t in tensors_in(args)}
             self._before = {key: _copy(t) for key, t in self._tensors.items()}
             self._copies = {key: _copy(t) for key, t in self._tensors.items()}
         super().__init__(carry_out(*copied(args, self._copies)))
+
+    def wait(self, *timeout: Any) -> bool:
+        self._look_who_waits()
+        return super().wait(*timeout)
+
+    def is_completed(self) -> bool:
+        self._look_who_waits()
+        return super().is_completed()
+
+    def _look_who_waits(self) -> None:
+        if not self._has_come and users_call() != self._issued_in:
+            self._later()
 
     def result(self) -> Any:
         self._end()

@@ -72,16 +72,16 @@ class Call:
 
 @dataclass(slots=True)
 class Late:
-    """Events of operations whose results come when they are waited for, and of those whose tensors
-    were written before that."""
+    """Operations whose results come when they are waited for: events of those that another call of
+    a user's has waited for, and of those whose tensors were written before that."""
 
-    issued: list[dict[str, Any]] = field(default_factory=list)
+    waited: list[dict[str, Any]] = field(default_factory=list)
     written: list[dict[str, Any]] = field(default_factory=list)
 
     def taken(self) -> dict[str, list[str]]:
         """Both in words, since they were taken last."""
         out = {}
-        for key, events in (("late", self.issued), ("written", self.written)):
+        for key, events in (("late", self.waited), ("written", self.written)):
             out[key] = list(dict.fromkeys(filter(None, map(describe_operation, events))))
             events.clear()
         return out
@@ -286,11 +286,11 @@ class RecordingProcessGroup(dist.ProcessGroup):
         late = self._ledger.late
         if late is None or not self._ledger.in_step or not may_be_late(args):
             return None
-        late.issued.append(event)
         return LateWork(
             lambda *copies: self.delegate(op, copies, kwargs),
             args,
-            lambda: late.written.append(event),
+            later=lambda: late.waited.append(event),
+            written=lambda: late.written.append(event),
         )
 
     def _set_group_name(self, name: Any) -> None:

@@ -306,6 +306,26 @@ def test_optimizers_that_have_a_part_of_the_parameters_each(tmp_path, kind, code
 @pytest.mark.parametrize(
     ("kind", "code", "words"),
     [
+        ("mesh", 0, ""),
+        ("state", 0, ""),
+        ("warm", 0, ""),
+        ("never", 3, "AdamW steps 4 parameters of no model that was called"),
+        ("leaves", 3, "lost its connection to another rank"),
+        ("barrier", 1, "on rank 0 barrier of 0 None over ranks 0-1 [structure/1/step], at begins"),
+    ],
+)
+def test_how_a_script_begins_and_ends(tmp_path, kind, code, words):
+    """Groups that a mesh makes; steps before any model is called; a rank that leaves the others,
+    which is told in seconds."""
+    got, verdict = on_ranks(tmp_path, 2, "begins.py", "{12/ranks}", kind)
+    assert got == code, verdict
+    assert words in json.dumps(verdict)
+    assert words or not verdict["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
         ("waited", 0, ""),
         ("ddp", 0, ""),
         ("written", 1, "is written before this is waited for"),

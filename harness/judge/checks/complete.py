@@ -93,7 +93,7 @@ def _reasons(record: Record) -> Iterator[str]:
     for o in record.outcomes:
         if not o.ok:
             yield f"{place(o.rank)}: {o.status}" + (f", {o.detail}" if o.detail else "")
-        elif o.rank not in complete and not _took_no_step(record, o.rank):
+        elif o.rank not in complete and not _took_fewer_steps(record, o.rank):
             yield f"{place(o.rank)}: ended well, but its record is missing or incomplete"
     for rank, held in record.ranks.items():
         yield from (f"{place(rank)}: {text}" for text in held.unknown)
@@ -108,10 +108,12 @@ def _reasons(record: Record) -> Iterator[str]:
         yield from _uncovered(record)
 
 
-def _took_no_step(record: Record, rank: int) -> bool:
-    """Whether a rank of a script left a record without a step, which as_many_steps says."""
+def _took_fewer_steps(record: Record, rank: int) -> bool:
+    """Whether a rank of a script left a record of fewer steps, which as_many_steps says."""
     held = record.ranks.get(rank)
-    return record.spec.script is not None and held is not None and not held.info
+    if record.spec.script is None or held is None:
+        return False
+    return len({step for _, step in held.info}) < record.spec.steps
 
 
 def _uncovered(record: Record) -> Iterator[str]:

@@ -36,10 +36,13 @@ class Watched(Protocol):
 
 @dataclass(slots=True)
 class Standstill:
-    """What was seen of one job. place: directory and number of a rank's record."""
+    """What was seen of one job. place: directory and number of a rank's record. asleep_s: for how
+    long all others may sleep while one waits."""
 
     place: Callable[[int], tuple[Path, int]]
-    _window: tuple[float, int] = (0.0, -1)  # when the ledgers were looked at, and their bytes
+    asleep_s: float = ASLEEP_S
+    # When the ledgers were looked at, their bytes, the seconds for which ranks wanted a processor.
+    _window: tuple[float, int, dict[int, float]] = field(default=(0.0, -1, {}))
     _quiet: tuple[float, int] = (0.0, -1)
     _looked: float = 0.0
     _asleep: tuple[float, int, dict[int, float]] = field(default=(0.0, -1, {}))
@@ -49,13 +52,18 @@ class Standstill:
         return self._stands(ranks, now) or self._disagrees(ranks, now) or self._sleeps(ranks, now)
 
     def _stands(self, ranks: Sequence[Watched], now: float) -> bool:
-        """Whether for a while every rank has stood in an operation, and none issued another."""
-        since, before = self._window
+        """Whether for a while every rank has stood in an operation, and none issued another, or
+        computed: one that is issued, and not waited for yet, holds nobody up."""
+        since, before, wanted = self._window
         if now < since + STANDSTILL_S:
             return False
         living = _living(ranks)
-        self._window = now, sum(self._bytes(rank) for rank in living)
-        return since > 0 and self._window[1] == before and all(map(self._in_operation, living))
+        written = sum(self._bytes(rank) for rank in living)
+        told = {rank.rank: activity(rank.pid)[1] for rank in living}
+        self._window = now, written, told
+        most = LITTLE_S + LITTLE * (now - since)
+        idle = all(total - wanted.get(rank, total) <= most for rank, total in told.items())
+        return since > 0 and written == before and idle and all(map(self._in_operation, living))
 
     def _disagrees(self, ranks: Sequence[Watched], now: float) -> bool:
         """Whether nothing was written for a moment, and ranks can never meet in what they issued.
@@ -89,7 +97,7 @@ class Standstill:
             self._asleep = now, written, {rank: total for rank, (_, total) in told.items()}
             return False
         stopped = any("T" in states for states, _ in told.values())
-        if now < since + (STOPPED_S if stopped else ASLEEP_S):
+        if now < since + (STOPPED_S if stopped else self.asleep_s):
             return False
         waiting = [self._in_operation(rank) for rank in _living(ranks)]
         return any(waiting) and not all(waiting)

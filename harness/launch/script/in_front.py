@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.device_mesh
 from sumgrad.ledger.process_group import BACKEND
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -29,9 +30,9 @@ def record_groups(made: Callable[[], object]) -> None:
         own(BACKEND if plain else backend, *args, **kwargs)
         made()
 
-    modules: tuple[Any, ...] = (dist, dist.distributed_c10d)
-    for module in modules:
-        module.init_process_group = init_process_group
+    for module in [*sys.modules.values()]:  # device_mesh has its own name for it, as others may
+        if vars(module).get("init_process_group") is own:
+            setattr(module, "init_process_group", init_process_group)  # noqa: B010
 
 
 def see_backward(before: Callable[[Any], object], after: Callable[[], object]) -> None:

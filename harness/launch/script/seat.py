@@ -102,10 +102,13 @@ class Seat:
         while time.monotonic() < deadline and len(self._ended()) < world_size:
             time.sleep(0.02)
 
-    def others_ended_well(self) -> bool:
-        """Whether a rank has ended, and every one that has did so well."""
+    def others_saw_enough(self, steps: int) -> bool:
+        """Whether a rank has ended, and every one that has did so well, after so many steps."""
         records = [read_end_record(self.directory, rank) or {} for rank in self._ended()]
-        return bool(records) and all(record.get("status") == "ok" for record in records)
+        return bool(records) and all(
+            record.get("status") == "ok" and len(record["result"]["steps"]) >= steps
+            for record in records
+        )
 
     def _ended(self) -> list[int]:
         found = (self.directory / "ranks").glob("rank_*.json")

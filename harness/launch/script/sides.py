@@ -24,6 +24,7 @@ from sumgrad.base.outcome import RankOutcome
 from sumgrad.launch.local.ports import held_port
 from sumgrad.launch.local.processes import HELD, end_tagged, kill_group, state_of
 from sumgrad.launch.local.rank_log import RankLog
+from sumgrad.launch.local.standstill import Standstill
 from sumgrad.launch.script import boot
 from sumgrad.record.endings import outcome_from_record, rank_file, read_end_record
 from sumgrad.subjects.script.asked import VARIABLE, Asked, write_asked
@@ -188,13 +189,16 @@ def _wait(
     directory: Path,
     progress: Callable[[str], object],
 ) -> None:
-    """Until all have ended, one has ended badly and the others had their time, or the deadline.
+    """Until all have ended, one has ended badly and the others had their time, they stand still, or
+    the deadline.
 
     seconds: without a rank that takes its seat, and then from the last one's; importing torch on a
     busy machine is no part of what hangs.
     """
     deadline = time.monotonic() + seconds + LATE_S
     asked_to_end, seated = False, 0
+    # A script may wait for what is not here, as for a download; a step does not.
+    standstill = Standstill(lambda rank: (directory, rank), asleep_s=seconds)
     while True:
         codes = [process.poll() for process in processes]
         if all(code is not None for code in codes):
@@ -203,9 +207,11 @@ def _wait(
         seated = sum(1 for _ in (directory / "ranks").glob("rank_*.claim"))
         if seated > before and not asked_to_end:
             deadline = now + seconds + LATE_S
-        if any(code for code in codes) and not asked_to_end:
+        ranks = [_Rank(rank=i, pid=p.pid, exit_code=p.poll()) for i, p in enumerate(processes)]
+        stuck = len(ranks) > 1 and seated == len(ranks) and standstill.is_final(ranks, now)
+        if (stuck or any(code for code in codes)) and not asked_to_end:
             deadline, asked_to_end = min(deadline, now + 2 * OTHERS_S), True
-            soft = now + OTHERS_S
+            soft = now if stuck else now + OTHERS_S
         if asked_to_end and now > soft:
             for process in processes:
                 if process.poll() is None:
@@ -215,6 +221,15 @@ def _wait(
             return
         progress(f"{seated} ranks at work" if seated else "starting")
         time.sleep(POLL_S)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    """As a standstill looks at it."""
+
+    rank: int
+    pid: int
+    exit_code: int | None
 
 
 def _drain(logs: Sequence[RankLog], stop: threading.Event) -> None:

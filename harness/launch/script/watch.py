@@ -100,6 +100,7 @@ class Watch:
         self.is_inside = False  # the same, for Dynamo, which may not see one module twice
         self.ended = False
         self.troubles: list[str] = []
+        self.too_early: list[str] = []  # those of steps before any model was called
         self.unowned: set[str] = set()
         self.changed_by_others: set[str] = set()
         self.infos: list[dict[str, Any]] = []
@@ -290,11 +291,12 @@ class Watch:
         known = {id(h.param) for h in held.values()}
         lost = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
         if lost:
-            self._trouble(
+            text = (
                 f"{type(optimizer).__name__} steps {len(lost)} parameters of no model that was "
                 f"called, the first of shape {tuple(lost[0].shape)}: its name in the other run is "
                 f"not known; let it be one of an nn.Module that is called"
             )
+            self._trouble(text) if self.evidence is not None else self.too_early.append(text)
         if self.evidence is None:
             return  # no model was called yet
         info: dict[str, Any] = {"partial": [], "read_from": {}, "elsewhere": {}}
@@ -392,13 +394,16 @@ class Watch:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped: the weights that it made, and those of the single run."""
         self.within = self.within[: self.within.index(id(optimizer))]
-        if not self.within and not self.ended and self.seat.taken:
+        if self.evidence is None and not self.within:  # it begins with the first call of a model
+            if len(self.too_early) > self.asked.steps * MOST_STEPS and not self.ended:
+                self._finish_early()
+        elif not self.within and not self.ended and self.seat.taken:
             self._guarded(self._write_weights)
             self.calls += 1
             self.stepped.update(id(p) for g in optimizer.param_groups for p in g["params"])
             self._enter_step()
-            if self.evidence is not None:
-                self.evidence.begin_step()
+            assert self.evidence is not None
+            self.evidence.begin_step()
             self._guarded(self._look_at_thawed)
             if self._enough():
                 self._finish_early()
@@ -475,7 +480,7 @@ class Watch:
             self._guarded(self.seat.take)
         if not self.seat.taken or self.ended or isinstance(error, SystemExit):
             return
-        if lost_another(error) and self.seat.others_ended_well():
+        if lost_another(error) and self.seat.others_saw_enough(self.asked.calls):
             self._write_record()  # they had seen enough, and left
             flush()
             os._exit(0)
@@ -489,6 +494,8 @@ class Watch:
             for n, h in self.models.held.items()
             if h.param.requires_grad or self.stepped[id(h.param)]
         }
+        for text in () if self.infos else self.too_early:
+            self._trouble(text)
         never = [name for p, name in self._owned().items() if not self.stepped[p]]
         if never and self.asked.start is not None and not self.asked.jitter:
             self._trouble(
