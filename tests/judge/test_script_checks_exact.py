@@ -27,7 +27,7 @@ from sumgrad.judge.checks.script import (
     unlike_starts,
     unowned,
 )
-from sumgrad.judge.checks.updates import the_same_weights_after
+from sumgrad.judge.checks.updates import the_same_weights_after, untold_updates
 from sumgrad.record.ranks import AFTER
 from sumgrad.record.spec import Script
 
@@ -405,6 +405,19 @@ def test_an_update_that_noise_hides_is_not_compared(noise, found):
     assert len(said) == found
     if found:
         assert "the optimizer's own step of w at step 2 was not compared" in said[0]
+
+
+@pytest.mark.parametrize(("size", "found"), [(1e-20, False), (1.0, True), (0.0, True)])
+def test_no_update_is_told_by_a_gradient_that_is_noise(size, found):
+    """A key's bias: zero by mathematics, and an optimizer that divides makes a step of it. One of
+    no gradient at all has a step of what was before, which is told."""
+    record = updated(0.0)
+    (first,) = record.references["structure"]
+    faint = {n: torch.full_like(g, size) for n, g in first.grads.items()}
+    first = replace(first, grads=faint, after_floor=dict.fromkeys(SHAPES, 1e-3))
+    after = {n: v + 1e-3 for n, v in first.after.items()}
+    both = replace(record, references={"structure": [first, replace(first, step=1, after=after)]})
+    assert bool([*untold_updates(both)]) == found
 
 
 def test_updates_beside_a_reference_that_is_none_are_not_judged():

@@ -60,7 +60,8 @@ def untold_updates(record: Record) -> Iterator[Untold]:
     """Of every optimizer step of the single run."""
     if record.spec.script is None:
         return
-    for references in record.references.values():
+    for tier, references in record.references.items():
+        dtype = record.spec.tiers[tier]
         by_name: dict[str, list[Reference]] = {}
         for reference in references:  # several optimizers take turns
             for name in reference.after:
@@ -69,6 +70,8 @@ def untold_updates(record: Record) -> Iterator[Untold]:
             for one, two in pairwise(own):
                 moved = float((two.after[name] - one.after[name]).abs().max())
                 for reference in (one, two):
+                    if _is_noise(reference, name, dtype):
+                        continue  # no step is made of it that anybody could tell
                     noise = FLOOR_FACTOR * reference.after_floor[name]
                     if moved and noise > MOST_NOISE * moved:
                         weight = reference.after[name]
@@ -80,6 +83,14 @@ def untold_updates(record: Record) -> Iterator[Untold]:
                             moved=moved,
                             is_rounding=reference.after_floor[name] <= rounded,
                         )
+
+
+def _is_noise(reference: Reference, name: str, dtype: str) -> bool:
+    """Whether a gradient is there, and no more than noise in any element."""
+    grad = reference.grads.get(name)
+    if grad is None or not bool(grad.any()):
+        return False
+    return not bool(_told_by_the_gradient(reference, name, dtype).any())
 
 
 def _own_eps(weight: torch.Tensor) -> float:
