@@ -30,6 +30,7 @@ def factor_symbols(case: Case, value: float) -> list[str]:
         numbers[f"count of {term}"] = float(count)
     if facts is not None:
         numbers["rows"] = float(facts.num_rows)
+    numbers = {name: n for name, n in numbers.items() if n != 1}  # of which all would be made
     out = [name for name, n in numbers.items() if _near(value, n)]
     out += [f"1/{name}" for name, n in numbers.items() if n and _near(value, 1 / n)]
     for (a, x), (b, y) in product(numbers.items(), repeat=2):

@@ -236,10 +236,12 @@ def _wrong_update(compared: Compared) -> Diagnosis | None:
     """Where all gradients are right: a wrong one makes wrong weights."""
     if not all(d.is_within for d in compared.diffs):
         return None
-    wrong = next(wrong_updates(compared.record), None)
-    if wrong is None:
+    every = list(wrong_updates(compared.record))
+    if not every:
         return None
-    infos = compared.record.ranks[wrong.rank].info.values()
+    wrong = every[0]
+    times = next((one.times for one in every if one.times is not None), None)
+    infos = [i for rank in wrong.ranks for i in compared.record.ranks[rank].info.values()]
     unseen = any(info.get("changed_without") for info in infos)
     what = "the optimizer's own step: its gradients are right"
     if unseen:
@@ -248,10 +250,24 @@ def _wrong_update(compared: Compared) -> Diagnosis | None:
         cause=f"{what}; after it {wrong.text}",
         kind="update",
         standing="likely" if unseen else "proved",
-        ranks=(wrong.rank,),
-        because=("weights after each step are held against the single run's, from equal "
-                 "weights before it",),
-    )  # fmt: skip
+        ranks=wrong.ranks,
+        because=(
+            "weights after each step are held against the single run's, from equal weights before "
+            "it",
+            *_as_a_rate(times),
+        ),
+    )
+
+
+def _as_a_rate(times: float | None) -> tuple[str, ...]:
+    """What a step that goes so many times as far looks like."""
+    if times is None:
+        return ()
+    return (
+        f"each of these weights goes {times:.6g} times as far as in the single run's step, as with "
+        f"a learning rate of so many times its: one that goes by the number of processes, or a "
+        f"scheduler that steps once for each of them",
+    )
 
 
 IN_ORDER: tuple[Callable[[Compared], Diagnosis | None], ...] = (

@@ -27,7 +27,7 @@ from sumgrad.judge.checks.script import (
     unlike_starts,
     unowned,
 )
-from sumgrad.judge.checks.updates import the_same_weights_after, untold_updates
+from sumgrad.judge.checks.updates import the_same_weights_after, untold_updates, wrong_updates
 from sumgrad.record.ranks import AFTER
 from sumgrad.record.spec import Script
 
@@ -405,6 +405,32 @@ def test_an_update_that_noise_hides_is_not_compared(noise, found):
     assert len(said) == found
     if found:
         assert "the optimizer's own step of w at step 2 was not compared" in said[0]
+
+
+@pytest.mark.parametrize(("by", "told"), [((3.0, 3.0), 3.0), ((3.0, 2.0), None), ((0.5, 0.5), 0.5)])
+def test_a_step_that_goes_so_many_times_as_far_is_a_rate(by, told):
+    """Of all its weights and ranks alike; from what the step before left."""
+    record = updated(0.0)
+    (first,) = record.references["structure"]
+    step = {
+        n: torch.arange(1.0, v.numel() + 1).reshape(v.shape).double()
+        for n, v in first.after.items()
+    }
+    second = replace(first, step=1, after={n: v + step[n] for n, v in first.after.items()})
+    for rank, held in record.ranks.items():
+        held.info["structure", 1] = held.info[AT]
+        held.grads["structure", 1] = held.grads[AT]
+        far = {n: by[rank == 1] * v for n, v in step.items()}
+        held.grads[AFTER, 1] = {n: first.after[n] + far[n] for n in far}
+    spec = replace(record.spec, steps=2)
+    both = replace(record, spec=spec, references={"structure": [first, second]})
+    (wrong,) = wrong_updates(both)
+    assert wrong.ranks == tuple(record.ranks)
+    assert wrong.times == (pytest.approx(told) if told else None)
+    (cause,) = other_than_the_single_run(compared(both))
+    said = [text for text in cause.because if "times as far" in text]
+    assert len(said) == (told is not None)
+    assert cause.ranks == wrong.ranks
 
 
 @pytest.mark.parametrize(("size", "found"), [(1e-20, False), (1.0, True), (0.0, True)])

@@ -3,19 +3,19 @@ run's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from sumgrad.base.outcome import some_of
+from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.tolerances import FLOOR_FACTOR, zero_factor
-from sumgrad.judge.checks.script import Unlike
 from sumgrad.judge.finding import Compared, Finding, Level
 from sumgrad.record.directory import Record
 from sumgrad.record.ranks import AFTER
 from sumgrad.record.reference import Reference
 
+ONE_NUMBER = 1e-3  # by how much what goes so many times as far may differ from it
 MOST_NOISE = 0.5  # of an update: a step of twice the size has to be seen
 
 
@@ -101,7 +101,17 @@ def _own_eps(weight: torch.Tensor) -> float:
     return torch.finfo(torch.float64).eps
 
 
-def wrong_updates(record: Record) -> Iterator[Unlike]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongUpdate:
+    """Weights that are wrong after a step, on these ranks. times: how far all of them go, of what
+    they go in the single run; None where that is not one number."""
+
+    ranks: tuple[int, ...]
+    text: str
+    times: float | None
+
+
+def wrong_updates(record: Record) -> Iterator[WrongUpdate]:
     """Weights after a step that are not the single run's, from equal weights before it."""
     if record.spec.script is None:
         return
@@ -117,13 +127,44 @@ def wrong_updates(record: Record) -> Iterator[Unlike]:
                     found = update_error(record, tier, reference, rank, name)
                     if found is not None and not found[0] <= found[1]:
                         off.setdefault(rank, []).append((name, *found))
-            for rank, names in off.items():
-                name, far, bound = names[0]
-                yield Unlike(
-                    rank=rank,
-                    text=f"{some_of([n for n, *_ in names])} on rank {rank} is off by {far:.1e} at "
-                    f"step {reference.step} (noise allows {bound:.1e})",
+            if off:
+                names = list(dict.fromkeys(n for wrong in off.values() for n, *_ in wrong))
+                _, far, bound = max(
+                    (one for wrong in off.values() for one in wrong), key=lambda one: one[1]
                 )
+                yield WrongUpdate(
+                    ranks=tuple(off),
+                    text=f"{some_of(names)} on rank {spans(list(off))} is off by {far:.1e} at step "
+                    f"{reference.step} (noise allows {bound:.1e})",
+                    times=_times_as_far(record, tier, references, reference, off),
+                )
+
+
+def _times_as_far(
+    record: Record,
+    tier: str,
+    references: Sequence[Reference],
+    reference: Reference,
+    off: Mapping[int, Sequence[tuple[str, float, float]]],
+) -> float | None:
+    """What a step goes on ranks, of what it goes in the single run, if that is one number for all
+    weights that are wrong there."""
+    before = next((r.after for r in references if r.step == reference.step - 1), {})
+    found: list[float] = []
+    for rank, wrong in off.items():
+        held = record.ranks[rank]
+        for name, *_ in wrong:
+            if name not in before or held.index_of(tier, name) is not None:
+                return None
+            own = (held.grads[AFTER, reference.step][name].double() - before[name]).reshape(-1)
+            right = (reference.after[name] - before[name]).double().reshape(-1)
+            size = float(right @ right)
+            times = float(own @ right) / size if size else 0.0
+            if not float((own - times * right).norm()) <= ONE_NUMBER * float(own.norm()):
+                return None
+            found.append(times)
+    alike = bool(found) and max(found) - min(found) <= ONE_NUMBER * abs(max(found))
+    return found[0] if alike else None
 
 
 def update_error(
