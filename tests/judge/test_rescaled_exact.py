@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from records_in_memory import SHAPES, compared, found, program_record
 from sumgrad.diagnose.diagnose import diagnose
-from sumgrad.judge.checks.rescaled import nothing_hidden_before_the_optimizer
+from sumgrad.judge.checks.rescaled import before_the_clip, nothing_hidden_before_the_optimizer
 from sumgrad.record.spec import Script
 
 NAMES = list(SHAPES)
@@ -129,3 +130,38 @@ def test_what_tells_nothing_is_left_out():
     assert said(single, ranks) == []
     none = [all_of(None)] * 2
     assert said(none, single) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "undone"),
+    [
+        ((0.25, 0.25, 0.25), (0.25, 0.25, 0.25)),
+        ((0.25, 0.375, 0.25), (0.25, 0.25, 0.25)),  # one, by something behind the clip
+        ((0.25, None, 0.25), (0.25, 0.25, 0.25)),
+        ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),  # another norm
+        ((0.1, 0.2, 0.3), (0.1, 0.2, 0.3)),  # each by its own
+        ((0.25 * (1 + 1e-10), 0.25, 0.25), (0.25 * (1 + 1e-10), 0.25, 0.25)),
+    ],
+)
+def test_a_clip_multiplies_all_alike_and_what_does_not_is_behind_it(own, undone):
+    mine = {n: f for n, f in zip("abc", own, strict=True) if f is not None}
+    told = by_its_clips(dict.fromkeys("abc", 0.25), mine, 1e-9)
+    assert tuple(told[n] for n in "abc") == undone
+
+
+def test_clips_of_several_groups_are_told_apart():
+    single = {"a": 0.25, "b": 0.25, "c": 0.25, "d": 0.5, "e": 0.5, "f": None}
+    mine = {"a": 0.25, "b": 0.25, "c": 9.0, "d": 0.7, "e": 0.7, "f": 1.0}
+    assert by_its_clips(single, mine, 1e-9) == {**mine, "c": 0.25}
+    assert by_its_clips(single, {"d": 0.7, "e": 0.8}, 1e-9) == {"d": 0.7, "e": 0.8}
+    assert by_its_clips(single, {}, 1e-9) == {}
+
+
+def test_gradients_before_the_clip_are_those_of_both_sides_divided_by_its_factor():
+    record = record_of([all_of(0.25)], [all_of(0.5)])
+    before = before_the_clip(record, "structure", 0)
+    for name in NAMES:
+        first, then = (r.ranks[0].grads["structure", 0][name] for r in (record, before))
+        assert torch.equal(then, first / 0.5)
+        first, then = (r.references["structure"][0].grads[name] for r in (record, before))
+        assert torch.equal(then, first / 0.25)

@@ -90,8 +90,9 @@ def before_the_clip(record: Record, tier: str, step: int) -> Record:
         return record
     single = _clips(script.rescaled[step])
     at = (tier, step)
+    near = SAME.get(record.spec.tiers[tier], COARSE)
     own = {
-        rank: _clips(held.info[at].get("rescaled", {}))
+        rank: by_its_clips(single, _clips(held.info[at].get("rescaled", {})), near)
         for rank, held in record.ranks.items()
         if at in held.info
     }
@@ -108,6 +109,27 @@ def before_the_clip(record: Record, tier: str, step: int) -> Record:
         for rank, held in record.ranks.items()
     }  # fmt: skip
     return replace(record, ranks=ranks, references={**record.references, tier: references})
+
+
+def by_its_clips(
+    single: Mapping[str, float | None], mine: Mapping[str, float | None], near: float
+) -> dict[str, float | None]:
+    """What a rank's clips multiplied each gradient by. A clip multiplies all alike: of what most of
+    them were, where one was multiplied by something else after it, or is not known."""
+    out = dict(mine)
+    for factor in {f for f in single.values() if f}:
+        names = [n for n, f in single.items() if f and abs(f - factor) <= near * abs(factor)]
+        own = sorted(f for n in names if (f := mine.get(n)))
+        if not own:
+            continue
+        most = own[len(own) // 2]
+        alike = sum(abs(f - most) <= near * abs(most) for f in own)
+        if 2 * alike > len(own) and (len(own) > 2 or alike == len(own)):
+            for name in names:
+                f = mine.get(name)
+                if f is None or not abs(f - most) <= near * abs(most):
+                    out[name] = most
+    return out
 
 
 def _clips(told: Mapping[str, Told]) -> dict[str, float | None]:
