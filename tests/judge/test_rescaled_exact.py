@@ -8,7 +8,11 @@ import pytest
 import torch
 from records_in_memory import SHAPES, compared, found, program_record
 from sumgrad.diagnose.diagnose import diagnose
-from sumgrad.judge.checks.rescaled import before_the_clip, nothing_hidden_before_the_optimizer
+from sumgrad.judge.checks.rescaled import (
+    before_the_clip,
+    by_its_clips,
+    nothing_hidden_before_the_optimizer,
+)
 from sumgrad.record.spec import Script
 
 NAMES = list(SHAPES)
