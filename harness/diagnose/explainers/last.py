@@ -28,7 +28,8 @@ FEWEST = 8  # different numbers that all have few digits
 def unlike_each_time(case: Case, left: Left) -> Iterator[Explanation]:
     """The repeated step missed the reference by something else than the first, and what the first
     one's ranks gave, put together otherwise, is not all of it."""
-    if case.has_plan or fitted(case) is not None or not _differs(case):
+    fails_again = any(diff.status == "fail" for diff in case.again)
+    if case.has_plan or fitted(case) is not None or not fails_again or not _differs(case):
         return
     found = run_to_run(case.again)
     for one in (*put_together(case, left), *put_together_by_rank(case, left)):

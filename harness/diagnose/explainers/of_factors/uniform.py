@@ -98,6 +98,21 @@ def _place(cell: Cell) -> tuple[int, ...]:
     return () if cell.index is None else tuple(cell.index.reshape(-1).tolist())
 
 
+def _too_small_to_clip(case: Case, own: float, told: str, before: str) -> Diagnosis | None:
+    """A factor that is a size, and so small that no clip acts on what is left."""
+    symbols = factor_symbols(case, own)
+    if not symbols or abs(own - 1) < CLOSE:
+        return None
+    return Diagnosis(
+        cause=f"every gradient is multiplied by {told}, which equals {symbols[0]}, before it is "
+        f"clipped, and is too small then for the clip to act",
+        kind="factor",
+        factor=told,
+        symbol=symbols[0],
+        because=(before,),
+    )
+
+
 def _one_factor(
     case: Case, value: float | None, sigma: float | None, names: Sequence[str], *, alone: bool
 ) -> Diagnosis:
@@ -111,7 +126,10 @@ def _one_factor(
     if own is not None:
         part = as_fraction(own, sigma)
         before = f"{what} is the reference's before it is clipped, times {own:.9g}, on all ranks"
-        found = by_a_reduction(case, names, own, str(part or f"{own:.9g}"), before)
+        shown_own = str(part or f"{own:.9g}")
+        found = by_a_reduction(case, names, own, shown_own, before) or _too_small_to_clip(
+            case, own, shown_own, before
+        )
         if found is not None:
             return found
     if whole and not alone:

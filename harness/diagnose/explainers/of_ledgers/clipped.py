@@ -66,13 +66,20 @@ def clipped_otherwise(case: Case, value: float, shown: str) -> Diagnosis | None:
         return None
     says = f"the global norm is {norm:.6g} and max_norm {limit:g}"
     if abs(own - 1) < CLOSE:
-        cause, symbols = f"the step does not clip: {says}", []
+        symbols = list[str]()
+        cause = (
+            f"the step does not clip, or not by the global norm (a rank's own may be below "
+            f"max_norm): {says}"
+        )
     else:
         theirs = limit / own - clip.eps
         behind = limit / own - norm  # a common factor is gone behind a clip, but for its eps
         if clip.eps and behind > 0 and abs(theirs / norm - 1) < CLIP_NEAR and case.exact:
             return _factor_before_clipping(case, clip.eps, clip.eps / behind)
-        cause = f"the step clips by a norm of {theirs:.6g}, where {says}"
+        cause = f"the step clips by a norm of {theirs:.6g}"
+        if without_clipping(case, value) is not None:
+            cause += f", or gradients are {own:.6g} times what they should be and no clip acts"
+        cause += f", where {says}"
         symbols = factor_symbols(case, (theirs / norm) ** 2)
         if symbols:
             cause += f": the sum of squares is {(theirs / norm) ** 2:.6g} times too large, which "

@@ -148,7 +148,7 @@ def _fit(case: Case, cells: Sequence[Cell], parts: Sequence[Part]) -> tuple[floa
     columns = _columns(case, cells, parts)
     wide = torch.cat(columns, dim=1).T
     measured = torch.cat([cell.measured.reshape(-1) / _size(cell) for cell in cells])
-    if len(measured) <= len(parts):
+    if len(measured) <= len(parts) or not bool(torch.isfinite(measured).all()):
         return None
     solved = torch.linalg.lstsq(wide, measured[:, None], driver="gelsd").solution[:, 0]
     rank = int(torch.linalg.matrix_rank(wide, rtol=1e-9))

@@ -70,6 +70,8 @@ def _lines(case: Case, diagnosis: Diagnosis) -> tuple[list[str], bool] | None:
     term = diagnosis.term
     if look is None or traces is None:
         return None
+    if term is not None and term not in look.terms and len(case.reference.counts) > 1:
+        return None  # what is at the loss is of other terms, too
     found = shares_of_term(look, term) if term in look.terms else shares_at_the_loss(look)
     if found is None:
         return None
