@@ -343,11 +343,14 @@ def test_a_line_comes_first_unless_what_follows_the_loss_multiplies_too(told_by)
     assert "divides by 6 (were it 3, the gradient were right)" in then
 
 
-def test_a_division_by_the_count_of_another_term_is_told(told_by):
+def test_a_division_by_the_count_of_another_term_is_told_where_the_own_were_right(told_by):
+    """Else the line is on the other term's way."""
     counts = {"a": 6.0, "b": 5.0}
     assert len(told_by(diagnosis("factor", factor="2"), [2.0, 2.0], counts=counts)) == 1
-    of_b = diagnosis("term_factor", factor="2", term="b")
-    assert len(told_by(of_b, [2.0, 2.0], counts=counts, terms=("a", "b"))) == 2
+    of_b = diagnosis("term_factor", factor="5/6", term="b")
+    assert len(told_by(of_b, [5 / 6, 5 / 6], counts=counts, terms=("a", "b"))) == 2
+    of_b = diagnosis("term_factor", factor="3", term="b")
+    assert len(told_by(of_b, [3.0, 3.0], counts=counts, terms=("a", "b"))) == 1
     of_a = diagnosis("term_factor", factor="2", term="a")
     assert len(told_by(of_a, [2.0, 2.0], counts=counts, terms=("a", "b"))) == 1
 

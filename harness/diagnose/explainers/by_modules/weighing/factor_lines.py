@@ -70,17 +70,15 @@ def _lines(case: Case, diagnosis: Diagnosis) -> tuple[list[str], bool] | None:
     term = diagnosis.term
     if look is None or traces is None:
         return None
-    if term is not None and term not in look.terms and len(case.reference.counts) > 1:
-        return None  # what is at the loss is of other terms, too
     found = shares_of_term(look, term) if term in look.terms else shares_at_the_loss(look)
     if found is None:
         return None
     module, shares = found
     if diagnosis.kind not in AT_THE_LOSS and not _make_the_gradient(case, shares):
         return None
-    others = lines_with_other_numbers(traces, module, shares)[:MOST_LINES]
-    if others:
-        return [_of_another_number(one) for one in others], True
+    made = lines_with_other_numbers(traces, module, shares)[:MOST_LINES]
+    if made:
+        return [_of_another_number(one) for one in made], True
     lines = lines_with_factors(traces, module, shares)[:MOST_LINES]
     factors = [s.factor for s in shares if s.factor is not None]
     if not same(factors):
@@ -88,8 +86,13 @@ def _lines(case: Case, diagnosis: Diagnosis) -> tuple[list[str], bool] | None:
         by_line = ([_in_words(one, shares, ddp), *_of_the_odd(case, one)] for one in lines)
         return [text for own in by_line for text in own], True
     total = factors[0] if diagnosis.factor is None else float(Fraction(diagnosis.factor))
-    by_right = [n for t, n in case.reference.counts.items() if term in (None, t)]
-    kept = [without for one in lines if (without := _but_for(one, by_right)).lines]
+    counts = case.reference.counts
+    own = [n for t, n in counts.items() if term in (None, t)]
+    # What divides by another term's count is on that one's way, unless its own were the right one.
+    others = [
+        n for n in counts.values() if n not in own and not any(same([n * total, o]) for o in own)
+    ]
+    kept = [without for one in lines if (without := _but_for(one, [*own, *others])).lines]
     said = [_of_one_factor(one, factors[0], total) for one in kept if len(one.lines) < 3]
     return said, same([factors[0], total])
 
