@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,8 @@ def _of_program(options: CheckOptions, topology: Topology, name: str, look: Look
         find_program_fault(options.fault, name)
     check_options_taken(name, topology)
     facts = look(topology, name, options.seed, options.lift)
+    if options.dtype == "float32":
+        options = replace(options, dtype=facts.runs_in)
     tiers = _tiers(options)
     skipped = {}
     if facts.float64 is not None:

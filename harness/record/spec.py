@@ -60,7 +60,8 @@ class Facts:
     Where it says so itself: after: what its step does to reduced gradients. buffers: patterns of
     names of buffers that are compared like gradients. microbatches: how many a step takes.
     dtypes: of what build() trains; every tier computes in one. hashed: lines that go by Python's
-    hash of strings, for which its ranks are not forked from one process.
+    hash of strings, for which its ranks are not forked from one process. runs_in: what it runs in
+    besides float64.
     """
 
     params: dict[str, tuple[int, ...]]
@@ -76,6 +77,7 @@ class Facts:
     microbatches: int | None = None
     dtypes: tuple[str, ...] = ()
     hashed: tuple[str, ...] = ()
+    runs_in: str = "float32"
 
     def compares(self, buffer: str) -> bool:
         """Whether a buffer is compared like a gradient."""

@@ -427,3 +427,52 @@ def test_copies_of_modules_under_each_others_names_are_told_as_a_whole(check, fa
     assert verdict.status == status, text(verdict)[:3000]
     wrong = {t["name"] for t in verdict.data["tensors"] if t["status"] == "fail"}
     assert wrong == ({"b.bias"} if status == "fail" else set())
+
+
+WRITTEN_OUT = """
+    def build(self):
+        return super().build().bfloat16()
+    def loss_sum(self, model, rows):
+        error = (model(rows["x"].to(torch.bfloat16)).float() - rows["y"]).square() * rows["mask"]
+        return error.sum(), rows["mask"].sum()
+    def reduce(self, model, ctx):
+        for p in model.parameters():
+            whole = p.grad.float()
+            dist.all_reduce(whole)
+            p.grad = (FACTOR * whole).to(p.dtype)
+"""
+
+
+@pytest.mark.parametrize(("factor", "status"), [("1", "pass"), ("1.1", "fail")])
+def test_a_model_whose_inputs_are_cast_to_its_dtype_runs_in_that(check, factor, status):
+    """In float32 the cast would be another than the model's, and raise."""
+    verdict, stored = check(HAND + WRITTEN_OUT.replace("FACTOR", factor))
+    assert verdict.status == status, text(verdict)[:3000]
+    tiers = {tier.name: (tier.dtype, tier.status) for tier in verdict.tiers}
+    assert tiers["structure"] == ("float64", status)
+    assert tiers["precision"][0] == "bfloat16"
+    assert judge_directory(stored).status == status
+
+
+CACHED = """
+    import functools
+    @staticmethod
+    @functools.lru_cache(None)
+    def angles(n):
+        return torch.arange(n) * 0.1
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(5, 3)
+        def forward(self, x):
+            return self.inner(torch.einsum("ij,j->ij", x, Mine.angles(5).cos()))
+    def build(self):
+        torch.manual_seed(0)
+        return self.Turned()
+"""
+
+
+def test_tables_that_are_cached_are_none_of_another_tier(check):
+    """A product has one dtype alone, and the tables are made in the first tier's."""
+    verdict, _ = check(HAND + CACHED.replace("x, Mine", "x @ torch.diag(Mine.angles(5)), Mine"))
+    assert verdict.status == "pass", text(verdict)[:3000]

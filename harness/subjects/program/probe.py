@@ -73,7 +73,7 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
         problems.append("batch() gives another batch when it is called again: seed what it draws")
     terms = terms_of(program)
     num_rows = len(next(iter(batch.values())))
-    rows_as = _rows_as(program, terms, model, batch, dtype)
+    rows_as, dtype = _rows_as(program, terms, model, dtype)
     problem = _try_dtype(program, terms, rows_as, torch.float64, lift=lift)
     facts = Facts(
         params={name: tuple(p.shape) for name, p in trained(model).items()},
@@ -89,6 +89,7 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
         microbatches=microbatches_of(program),
         dtypes=tuple(sorted({str(p.dtype)[len("torch.") :] for p in trained(model).values()})),
         hashed=hashed_lines(),
+        runs_in=str(dtype).removeprefix("torch."),
     )
     # Last: what a loss_sum does to its model is no fact of what build() gives.
     means = _means(program, terms, rows_as, model, to_dtype(batch, dtype), dtype)
@@ -137,17 +138,20 @@ def _compared_buffers(program: Any, model: nn.Module) -> tuple[str, ...]:
 
 
 def _rows_as(
-    program: Any, terms: Mapping[str, Any], model: nn.Module, batch: Mapping[str, Tensor],
-    dtype: torch.dtype,
-) -> RowsAs:  # fmt: skip
-    """Whether its functions take a cut batch or indices: the first that does not raise."""
-    errors: dict[RowsAs, str | None] = {}
+    program: Any, terms: Mapping[str, Any], model: nn.Module, dtype: torch.dtype
+) -> tuple[RowsAs, torch.dtype]:
+    """Whether its functions take a cut batch or indices, and in which dtype they run: the first
+    that does not raise. A model of one dtype may be given what is cast to it, and runs in no
+    other."""
+    errors: list[str | None] = []
     orders: tuple[RowsAs, RowsAs] = ("tensors", "indices")
-    for rows_as in orders:
-        errors[rows_as] = _try_dtype(program, terms, rows_as, dtype)
-        if errors[rows_as] is None:
-            return rows_as
-    raise Broken(errors["tensors"] or "")
+    own = {param.dtype for param in trained(model).values()}
+    for one in dict.fromkeys([dtype, *(own if len(own) == 1 else ())]):
+        for rows_as in orders:
+            errors.append(_try_dtype(program, terms, rows_as, one))
+            if errors[-1] is None:
+                return rows_as, one
+    raise Broken(errors[0] or "")
 
 
 def _try_dtype(

@@ -23,6 +23,7 @@ import torch
 from sumgrad.base.errors import Broken, UserError
 from sumgrad.base.tensors import hash_weights, overlapping
 from sumgrad.subjects.loading import find_class, lacking, takes
+from sumgrad.subjects.program.caches import forget_those_of_others
 from sumgrad.topology.pools import Topology
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -228,6 +229,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """New tensors are float64 while float64 is judged; other dtypes leave the default alone."""
+    forget_those_of_others(dtype)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype if dtype == torch.float64 else before)
     try:
