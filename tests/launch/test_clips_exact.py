@@ -67,3 +67,21 @@ def test_what_is_no_multiple_has_no_factor_and_zeros_tell_nothing(seen):
 def test_gradients_that_stay_as_they_are_are_not_listed(seen):
     _, rescaled, held = seen
     assert rescaled.taken(held) == {}
+
+
+def test_a_clip_that_is_called_for_the_norm_alone_is_followed_by_another(seen):
+    """A rank's own norm is logged, then gradients are reduced, and clipped: that one is it."""
+    model, rescaled, held = seen
+    nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    for p in model.parameters():
+        p.grad += torch.arange(p.grad.numel()).reshape(p.grad.shape)  # others' come in
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+    told = rescaled.taken(held)
+    assert told.keys() == {"weight", "bias"}
+    for factor, by_clip in told.values():
+        assert factor == pytest.approx(1e-3 / (norm + 1e-6), rel=1e-12)
+        assert by_clip
+    nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    model.weight.grad *= 2
+    told = rescaled.taken(held)
+    assert told["weight"] == [pytest.approx(2.0), True]  # as a clip found it

@@ -30,6 +30,7 @@ class Rescaled:
         self._held = held
         self._before: dict[str, Tensor] = {}
         self._by_clip: set[str] = set()
+        self._idle: set[str] = set()  # of these, whose clip left them as they were
 
     def install(self) -> None:
         """See torch's clips, under the names that scripts import them by."""
@@ -57,6 +58,7 @@ class Rescaled:
                 continue  # any multiple of nothing
             found[h.name] = [_factor(before, now), h.name in self._by_clip]
             self._by_clip.discard(h.name)
+            self._idle.discard(h.name)
         changed = any(factor is None or factor != 1.0 for factor, _ in found.values())
         return found if changed else {}
 
@@ -64,18 +66,33 @@ class Rescaled:
         @functools.wraps(clip)
         def seen(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            ids = {id(p) for p in given}
             with own_arithmetic():
-                self._note(by_clip={id(p) for p in given})
-            return clip(given, *args, **kwargs)
+                self._note(by_clip=ids)
+            norm = clip(given, *args, **kwargs)
+            with own_arithmetic():
+                self._note_idle(ids)
+            return norm
 
         return seen
+
+    def _note_idle(self, ids: set[int]) -> None:
+        """A clip that does nothing, as one that is called for the norm alone, may be followed by
+        another, and by a reduction in between."""
+        for h in self._held():
+            before = self._before.get(h.name)
+            if id(h.param) in ids and before is not None:
+                now = _sample(h)
+                same = now is not None and torch.equal(before, now)
+                (self._idle.add if same else self._idle.discard)(h.name)
 
     def _note(self, *, by_clip: set[int]) -> None:
         """by_clip: ids of the parameters that a clip was given; of no other it says anything."""
         for h in self._held():
             given = id(h.param) in by_clip
-            if (by_clip and not given) or (h.name in self._by_clip and h.name in self._before):
-                continue  # as the first clip of this step found it
+            known = h.name in self._by_clip - self._idle and h.name in self._before
+            if (by_clip and not given) or known:
+                continue  # as the first clip of this step found it that did something
             sample = _sample(h)
             if sample is not None:
                 self._before[h.name] = sample
