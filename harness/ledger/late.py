@@ -69,6 +69,7 @@ class LateWork(Work):
             self._tensors = {id(t): t for t in tensors_in(args)}
             self._before = {key: _copy(t) for key, t in self._tensors.items()}
             self._copies = {key: _copy(t) for key, t in self._tensors.items()}
+            self._of_copies = {c.data_ptr(): self._tensors[key] for key, c in self._copies.items()}
         super().__init__(carry_out(*copied(args, self._copies)))
 
     def wait(self, *timeout: Any) -> bool:
@@ -97,7 +98,7 @@ class LateWork(Work):
 
     def _in_place(self, value: Any) -> Any:
         """The tensors, for what an operation gives of their copies."""
-        own = {copy.data_ptr(): self._tensors[key] for key, copy in self._copies.items()}
+        own = self._of_copies
         return copied(value, {id(t): own.get(t.data_ptr(), t) for t in tensors_in(value)})
 
     def _end(self) -> None:
@@ -111,6 +112,7 @@ class LateWork(Work):
             for key, copy in self._copies.items():
                 if not same_bits(copy, self._before[key]):
                     self._tensors[key].data.copy_(copy)  # by an operation no version goes up
+            self._before, self._copies = {}, {}  # a work may be kept for long
 
 
 def _copy(tensor: Tensor) -> Tensor:
