@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from sumgrad.base.memory import give_back_memory
 from sumgrad.base.outcome import SETUP, describe_operation
-from sumgrad.base.tensors import bits, hash_weights, is_in_a_buffer, same_bits, to_local
+from sumgrad.base.tensors import bits, hash_weights, is_in_a_buffer, same_bits
 from sumgrad.faults.collective import CollectiveFault
 from sumgrad.faults.misbehaviour import Misbehaviour
 from sumgrad.faults.step import find_program_fault, plant_in_step, planted_class
 from sumgrad.ledger.delegation import operations_elsewhere
 from sumgrad.ledger.evidence import GradientWatch
-from sumgrad.ledger.process_group import Interposer, Late, Observer
+from sumgrad.ledger.process_group import Interposer, Observer
 from sumgrad.record.ranks import AGAIN, BUFFER, INDEX, INDEX_IN, RankFiles
 from sumgrad.record.spec import RunSpec
 from sumgrad.subjects.program.batch import (
@@ -51,6 +51,7 @@ from sumgrad.subjects.program.protocol import (
     untied,
     with_place,
 )
+from sumgrad.subjects.program.second_run import bits_of, second_run
 from sumgrad.subjects.program.unseen import (
     buffers_after,
     come_alive,
@@ -133,9 +134,9 @@ class TierRun:
     def _is_any_untold(self) -> bool:
         """Whether some rank holds a parameter without a place: all ranks distribute together."""
         cut = hasattr(self.program, "distribute")
-        return self._on_any(cut and bool(self.placement.unknown))
+        return self.on_any(cut and bool(self.placement.unknown))
 
-    def _on_any(self, own: bool) -> bool:
+    def on_any(self, own: bool) -> bool:
         """Whether it is so on some rank: all ranks ask."""
         count = torch.tensor(int(own))
         with self.seat.ledger.label(f"{SETUP}/places"):
@@ -196,14 +197,14 @@ class TierRun:
         for step in range(self.job.steps):
             grads, info = self.step(step)
             files.keep(f"{self.tier}/{step}", grads)
-            gave = _bits(grads) if again and step == self.job.steps - 1 else ""
+            gave = bits_of(grads) if again and step == self.job.steps - 1 else ""
             del grads  # the next step has its own: two would be two models' size
             held, info["changed_buffers"] = buffers_after(self.model, self.buffers, facts.compares)
             for name, buffer in held.items():
                 files.others[f"{BUFFER}/{self.tier}/{step}/{name}"] = buffer
             result["steps"].append(info)
         if again:
-            grads, more = self._again(self.job.steps - 1, gave)
+            grads, more = second_run(self, self.job.steps - 1, gave)
             info["unwaited"] = [*info["unwaited"], *more["unwaited"]]
             for of_waits in ("races", "written", "read_early"):
                 both = [*info.get(of_waits, ()), *more.get(of_waits, ())]
@@ -234,40 +235,6 @@ class TierRun:
             f"backend out of new_group"
             for backend in sorted(used)
         ]
-
-    def _again(self, step: int, gave: str) -> tuple[Tensors, Result]:
-        """A step once more, whose operations give what they give when they are waited for. gave:
-        bits of its gradients before; where they are others now, and the same as before without
-        that, something was read too early."""
-        ledger = self.seat.ledger
-        late = ledger.late = Late()
-        try:
-            grads, info = self._as_zero_grad_leaves_it(step)
-        finally:
-            ledger.late = None
-        info |= late.taken()
-        if self._on_any(bool(info["late"]) and _bits(grads) != gave):
-            plain, _ = self._as_zero_grad_leaves_it(step)
-            if _bits(plain) == gave:
-                info["read_early"] = info["late"]
-        return grads, info
-
-    def _as_zero_grad_leaves_it(self, step: int) -> tuple[Tensors, Result]:
-        """A step from where an optimizer's zero_grad() leaves it by default: gradients that a step
-        has put into a buffer of its own are gone, and what is in the buffer is not. From zeros
-        after all where the step does not put them there again."""
-        lent = {
-            p: p.grad
-            for p in self.model.parameters()
-            if id(p) not in self.brought and p.grad is not None and is_in_a_buffer(p.grad)
-        }
-        grads, info = self.step(step, label=AGAIN, gone={id(param) for param in lent})
-        given = all(p.grad is not None and is_in_a_buffer(p.grad) for p in lent)
-        if self._on_any(not given):
-            for param, grad in lent.items():
-                param.grad = grad
-            grads, info = self.step(step, label=AGAIN)
-        return grads, info
 
     def step(
         self, step: int, *, label: str | None = None, gone: Set[int] = frozenset()
@@ -442,8 +409,3 @@ class TierRun:
 
     def close(self) -> None:
         self.watch.close()
-
-
-def _bits(grads: Tensors) -> str:
-    """Of all gradients together."""
-    return bits([to_local(grad).detach().cpu() for _, grad in sorted(grads.items())])
