@@ -89,7 +89,7 @@ def sumgrad_check(
     """
     from sumgrad.launch.ask import CheckOptions
     from sumgrad.launch.check import run_check
-    from sumgrad.launch.plugin_verdict import never_asked, told_apart
+    from sumgrad.launch.tests_verdict import never_asked, told_apart
     from sumgrad.topology.shipped import find_topology
 
     timeout_s = float(request.config.getoption("--sumgrad-timeout"))
