@@ -117,7 +117,8 @@ def _diagnose(
         *incomparable(record, compared.diffs),
     ]
     first = outright[0].kind if outright else None
-    race = missing_wait(record) if first != "other_weights" else None
+    failed_again = bool(compared.failed_again)
+    race = missing_wait(record, failed_again=failed_again) if first != "other_weights" else None
     if race is not None:
         return [race, *outright], []
     if case is None:

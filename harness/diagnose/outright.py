@@ -105,8 +105,9 @@ def _by_step(record: Record, key: str) -> dict[tuple[str, int], dict[int, list[s
     return out
 
 
-def missing_wait(record: Record) -> Diagnosis | None:
-    """An operation that the step ended without waiting for, or whose tensors it touches before."""
+def missing_wait(record: Record, *, failed_again: bool) -> Diagnosis | None:
+    """An operation that the step ended without waiting for, or whose tensors it touches before.
+    failed_again: whether the repeated step, whose operations were late, gave wrong gradients."""
     told = {key: _said_first(record, key) for key in ("races", "written", "read_early")}
     if (found := told["races"]) is not None:
         ranks, (text, *_) = found
@@ -119,13 +120,13 @@ def missing_wait(record: Record) -> Diagnosis | None:
             "what it takes or gives was another when it was waited for than when it was issued, "
             "and the operation was carried out on copies"
         )
-    elif (found := told["read_early"]) is not None:
+    elif failed_again and (found := told["read_early"]) is not None:
         ranks, texts = found
         of_several = "what one of these gives" if len(texts) > 1 else "what it gives"
         cause = f"{of_several} is read before it is waited for: {some_of(texts)}"
         why = (
-            "the last step was run twice more: with what operations give at their wait, and no "
-            "sooner, its gradients are others; and as it is, the same as before, bit by bit"
+            "the last step was run again: with what operations give at their wait, and no "
+            "sooner, its gradients are others; and as it is, twice the same as before, bit by bit"
         )
     else:
         return None

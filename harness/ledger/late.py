@@ -28,25 +28,25 @@ Note = Callable[[str], None]
 
 
 def may_be_late(args: tuple[Any, ...]) -> bool:
-    """Whether somebody waits for an operation later than torch's function does that asks for it;
-    of tensors in host memory alone."""
+    """Whether an operation can be carried out on copies: of tensors in host memory alone."""
     held = [*tensors_in(args)]
-    on_host = all(t.device.type == "cpu" and t.layout is torch.strided for t in held)
-    return bool(held) and on_host and not _is_waited_for_at_once()
+    return bool(held) and all(t.device.type == "cpu" and t.layout is torch.strided for t in held)
 
 
-def _is_waited_for_at_once() -> bool:
+def is_waited_for_later() -> bool:
+    """Whether somebody else waits for an operation than torch's function that asks for it, by the
+    frames that lead to it."""
     frame = sys._getframe(1)
     for _ in range(MOST_FRAMES):
         if frame.f_code.co_filename == _C10D:
             if "async_op" in frame.f_locals:
-                return not frame.f_locals["async_op"]
+                return bool(frame.f_locals["async_op"])
             if frame.f_code.co_name in _WAIT_AT_ONCE:
-                return True
+                return False
         if frame.f_back is None:
             break
         frame = frame.f_back
-    return False
+    return True
 
 
 class LateWork(Work):

@@ -25,7 +25,7 @@ from sumgrad.base.tensors import own_arithmetic
 from sumgrad.ledger.backends import Backends, tensors_in
 from sumgrad.ledger.call_site import JOIN, call_site, own_issuer
 from sumgrad.ledger.delegation import DELEGATED, unrecorded_operations
-from sumgrad.ledger.late import LateWork, may_be_late
+from sumgrad.ledger.late import LateWork, is_waited_for_later, may_be_late
 from torch._C._dynamo import eval_frame as _eval_frame
 
 BACKEND = "sumgrad"
@@ -165,6 +165,16 @@ class Ledger:
         if self.open_ops.pop(number, None) is not None:
             self._write({"done": number, **more})
 
+    def waits(self, number: int) -> None:
+        """Of an operation that was asked for without waiting: from here on a rank stands in it."""
+        if self.open_ops.get(number, {}).get("async"):
+            self._write({"waits": number})
+
+    def ends(self, number: int, event: dict[str, Any] | None) -> None:
+        """Of one whose future somebody has: nobody stands in it any more. event: as it began."""
+        if event is not None and self.open_ops.get(number) is event and event.get("async"):
+            self._write({"ends": number})
+
     @property
     def in_step(self) -> bool:
         """Whether what runs now belongs to a step, not to the launcher or to `distribute`."""
@@ -197,6 +207,7 @@ class RecordedWork(dist.Work):
 
     @step_aside
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self._ledger.waits(self._number)
         ok = self._inner.wait(timeout) if timeout is not None else self._inner.wait()
         self._done()
         return bool(ok)
@@ -233,8 +244,12 @@ class RecordedWork(dist.Work):
 
     @step_aside
     def get_future(self) -> Any:
-        self._ledger.asked.add(self._number)
-        return self._inner.get_future()
+        ledger, number = self._ledger, self._number
+        ledger.asked.add(number)
+        ledger.waits(number)  # who has it may wait from now on, and does not say so
+        event, future = ledger.open_ops.get(number), self._inner.get_future()
+        future.add_done_callback(lambda _: ledger.ends(number, event))
+        return future
 
 
 class RecordingProcessGroup(dist.ProcessGroup):
@@ -268,8 +283,11 @@ class RecordingProcessGroup(dist.ProcessGroup):
         if self._ledger.in_step and self._ledger.observe is not None:
             more, result = self._ledger.observe(op, seen or args)
             event = {**event, **more}
+        if op != "monitored_barrier" and is_waited_for_later():
+            event = {**event, "async": True}
         number = self._ledger.begin(event)
-        inner = self._late(op, args, kwargs, event) or self.delegate(op, args, kwargs)
+        late = self._late(op, args, kwargs, event) if "async" in event else None
+        inner = late or self.delegate(op, args, kwargs)
         if inner is None:  # monitored_barrier has ended when it returns
             self._ledger.done(number)
             return None

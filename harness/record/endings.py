@@ -81,8 +81,25 @@ def open_operation(ledger: Path) -> dict[str, Any] | None:
     return next(iter(events.values()), None)
 
 
+def stands_in_operation(ledger: Path) -> bool:
+    """Whether a rank cannot go on before an operation is done: one that was asked for without
+    waiting holds it up from its wait on."""
+    waiting: set[int] = set()
+    for event in _lines(ledger):
+        if "waits" in event or ("n" in event and not event.get("async")):
+            waiting.add(event["waits"] if "waits" in event else event["n"])
+        elif "done" in event or "ends" in event:
+            waiting.discard(event["done"] if "done" in event else event["ends"])
+    return bool(waiting)
+
+
 def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a ledger file that can be read; a last line cut off by a crash is left out."""
+    """The operations of a ledger file, begun and done, that can be read."""
+    yield from (e for e in _lines(path) if set(e) >= OPERATION or "done" in e)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Those that can be read; a last line cut off by a crash is left out."""
     try:
         lines = path.read_text().splitlines() if is_regular(path) else []
     except (OSError, UnicodeDecodeError):
@@ -92,7 +109,7 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict) and (set(event) >= OPERATION or "done" in event):
+        if isinstance(event, dict):
             yield event
 
 

@@ -14,6 +14,7 @@ from sumgrad.base.files import PACKAGE
 from sumgrad.ledger import process_group
 from sumgrad.ledger.backends import Backends, tensors_in
 from sumgrad.ledger.process_group import Ledger, RecordingProcessGroup
+from sumgrad.record.endings import OPERATION, stands_in_operation
 
 
 class Work:
@@ -83,7 +84,43 @@ def group(ledger):
 
 
 def lines(tmp_path, name="ledger.jsonl"):
-    return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+    """But for what is said of waiting."""
+    told = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+    said = [e for e in told if "waits" not in e and "ends" not in e]
+    return [{k: v for k, v in e.items() if k != "async"} for e in said]
+
+
+def test_a_rank_stands_in_what_it_asked_for_without_waiting_from_its_wait_on(
+    group, ledger, tmp_path
+):
+    file, stood = tmp_path / "ledger.jsonl", []
+    work, other = (group.allreduce([X], options()) for _ in range(2))
+    assert not stands_in_operation(file)
+    own = group._inner.works[0].wait
+    group._inner.works[0].wait = lambda *_: stood.append(stands_in_operation(file)) or own()
+    work.wait()
+    assert stood == [True]
+    assert not stands_in_operation(file)
+    future = other.get_future()  # nobody says when it is waited for
+    assert stands_in_operation(file)
+    future.set_result(None)
+    assert not stands_in_operation(file)
+    another = group.allreduce([X], options()).get_future()
+    ledger.redirect(tmp_path / "next.jsonl")  # whose operations have the same numbers
+    for _ in range(3):
+        group.allreduce([X], options()).get_future()
+    another.set_result(None)
+    assert "ends" not in (tmp_path / "next.jsonl").read_text()
+
+
+def test_a_rank_stands_in_what_torch_waits_for_at_once(tmp_path):
+    line = dict.fromkeys(OPERATION) | {"n": 0, "op": "barrier", "group": [0]}
+    file = tmp_path / "ledger.jsonl"
+    file.write_text(json.dumps(line) + "\n")
+    assert stands_in_operation(file)
+    file.write_text(json.dumps(line) + "\n" + json.dumps({"done": 0}) + "\n{")
+    assert not stands_in_operation(file)
+    assert not stands_in_operation(tmp_path / "none")
 
 
 def options(op=dist.ReduceOp.SUM):

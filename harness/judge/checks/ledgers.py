@@ -128,7 +128,7 @@ def waits_before_it_touches(compared: Compared) -> Iterator[Finding]:
             f"waited for yet: what it reads and gives by then is left to chance",
         )
     early = _said_of_operations(compared, "read_early")
-    if early and not _said_of_operations(compared, "races"):
+    if early and compared.failed_again and not _said_of_operations(compared, "races"):
         ranks = sorted({rank for found in early.values() for rank in found})
         yield Finding(
             level="fail",

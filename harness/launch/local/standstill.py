@@ -15,7 +15,7 @@ from typing import Protocol
 
 from sumgrad.launch.local.processes import children_of, seconds_wanted, state_of
 from sumgrad.ledger.operations import disagreement_of
-from sumgrad.record.endings import open_operation, rank_file, read_ledger
+from sumgrad.record.endings import rank_file, read_ledger, stands_in_operation
 
 STANDSTILL_S = 10.0
 DISAGREEMENT_S = 1.0  # between two looks at the ledgers of ranks that stand still
@@ -103,7 +103,7 @@ class Standstill:
         return any(waiting) and not all(waiting)
 
     def _in_operation(self, rank: Watched) -> bool:
-        return open_operation(self._ledger(rank)) is not None
+        return stands_in_operation(self._ledger(rank))
 
     def _bytes(self, rank: Watched) -> int:
         try:
