@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 _C10D = dist.distributed_c10d.__file__
 _WAIT_AT_ONCE = ("send", "recv")  # of torch's functions that have no `async_op`
+SOON_S, PAUSE_S = 1.0, 1e-3
 MOST_FRAMES = 16  # between an operation and torch's function that asks for it
 
 Note = Callable[[str], None]
@@ -72,6 +74,20 @@ class LateWork(Work):
             self._of_copies = {c.data_ptr(): self._tensors[key] for key, c in self._copies.items()}
         super().__init__(carry_out(*copied(args, self._copies)))
 
+    @property
+    def has_come(self) -> bool:
+        return self._has_come
+
+    def let_come(self, read: Sequence[Tensor]) -> None:
+        """What it gives into any of these, before somebody reads them who is no part of a step; if
+        it ends soon, as who waits here may hold up others."""
+        mine = [*map(_extent, self._tensors.values())]
+        if not any(a[0] < b[1] and b[0] < a[1] for a in mine for b in map(_extent, read)):
+            return
+        until = time.monotonic() + SOON_S
+        while not super().is_completed() and time.monotonic() < until:
+            time.sleep(PAUSE_S)
+
     def wait(self, *timeout: Any) -> bool:
         self._look_who_waits()
         return super().wait(*timeout)
@@ -117,3 +133,10 @@ class LateWork(Work):
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """From which byte of memory to which."""
+    start = tensor.data_ptr()
+    spread = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (tensor.element_size() * (spread + 1) if tensor.numel() else 0)

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -75,8 +75,15 @@ class Late:
     """Operations whose results come when they are waited for: events of those that another call of
     a user's has waited for, and of those whose tensors were written before that."""
 
+    under_way: list[LateWork] = field(default_factory=list)
     waited: list[dict[str, Any]] = field(default_factory=list)
     written: list[dict[str, Any]] = field(default_factory=list)
+
+    def let_come(self, read: Sequence[Any]) -> None:
+        """What goes into these, before somebody reads or writes them who is no part of a step."""
+        for work in self.under_way:
+            if not work.has_come:
+                work.let_come(read)
 
     def taken(self) -> dict[str, list[str]]:
         """Both in words, since they were taken last."""
@@ -304,12 +311,14 @@ class RecordingProcessGroup(dist.ProcessGroup):
         late = self._ledger.late
         if late is None or not self._ledger.in_step or not may_be_late(args):
             return None
-        return LateWork(
+        found = LateWork(
             lambda *copies: self.delegate(op, copies, kwargs),
             args,
             later=lambda: late.waited.append(event),
             written=lambda: late.written.append(event),
         )
+        late.under_way = [*(work for work in late.under_way if not work.has_come), found]
+        return found
 
     def _set_group_name(self, name: Any) -> None:
         self._name = name

@@ -328,6 +328,7 @@ def test_how_a_script_begins_and_ends(tmp_path, kind, code, words):
     [
         ("waited", 0, ""),
         ("ddp", 0, ""),
+        ("weights", 0, ""),
         ("written", 1, "is written before this is waited for"),
         ("read", 1, "came when it was waited for, and no sooner"),
     ],

@@ -56,7 +56,10 @@ class Rescaled:
                 continue
             if not bool(before.any()) and not bool(now.any()):
                 continue  # any multiple of nothing
-            found[h.name] = [_factor(before, now), h.name in self._by_clip]
+            factor = _factor(before, now)
+            # What follows a clip that did nothing is none of its.
+            by_clip = h.name in self._by_clip and (factor == 1.0 or h.name not in self._idle)
+            found[h.name] = [factor, by_clip]
             self._by_clip.discard(h.name)
             self._idle.discard(h.name)
         changed = any(factor is None or factor != 1.0 for factor, _ in found.values())

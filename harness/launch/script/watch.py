@@ -440,6 +440,8 @@ class Watch:
     def _write_weights(self) -> None:
         with own_arithmetic():
             held = list(self.stepping.values())
+            if self.late is not None:  # weights may be on their way until the next forward
+                self.late.let_come([h.local() for h in held])
             if self.infos:
                 self.infos[-1]["changed_without"] = self.without.after()
             self.seat.files.keep(f"{AFTER}/{self.calls}", {h.name: h.local() for h in held})

@@ -24,7 +24,17 @@ def reduce(param):
     works.append(dist.all_reduce(param.grad, async_op=True))
 
 
-if kind != "ddp":
+if kind == "weights":  # of each an owner steps, and gives it to the others under way
+    own = [param for i, param in enumerate(params) if i % world == rank]
+    optimizer = torch.optim.SGD(own, 0.1)
+
+    def arrive(*_):
+        for work in works:
+            work.wait()
+        works.clear()
+
+    model.register_forward_pre_hook(arrive)
+elif kind != "ddp":
     for param in params:
         param.register_post_accumulate_grad_hook(reduce)
 else:
@@ -32,6 +42,14 @@ else:
 for _step in range(4):
     optimizer.zero_grad()
     (model(x[mine]) - y[mine]).square().mean().backward()
+    if kind == "weights":
+        for param in params:
+            dist.all_reduce(param.grad)
+            param.grad /= world
+        optimizer.step()
+        works += [dist.broadcast(p.data, i % world, async_op=True) for i, p in enumerate(params)]
+        model.zero_grad()
+        continue
     time.sleep(0.05)  # it is done by now, as a rule
     if kind == "written":
         for param in params:
@@ -48,3 +66,5 @@ for _step in range(4):
         for param, grad in zip(params, scaled, strict=True):
             param.grad = grad
     optimizer.step()
+for work in works:
+    work.wait()
