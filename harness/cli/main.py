@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from sumgrad.base.commands import command_line, sumgrad_command
 from sumgrad.base.errors import LaunchError, UserError
@@ -36,6 +36,7 @@ from sumgrad.cli.interrupts import closed_on_signal
 from sumgrad.cli.output import (
     FORMATS,
     Progress,
+    UntilClosed,
     checked,
     printable,
     say,
@@ -69,6 +70,18 @@ def torchrun_main() -> int:
 
 
 def _guarded(call: Callable[[], int]) -> int:
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast("TextIO", UntilClosed(stream)) for stream in streams)
+    try:
+        return _ended(call)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = streams
+
+
+def _ended(call: Callable[[], int]) -> int:
+    """The exit code, whatever is raised."""
     try:
         return call()
     except UserError as error:
@@ -84,9 +97,6 @@ def _guarded(call: Callable[[], int]) -> int:
         return 130
     except LaunchError as error:
         print(f"sumgrad: {error}; no verdict", file=sys.stderr)
-        return EXIT_INTERNAL
-    except BrokenPipeError:
-        sys.stderr.close()
         return EXIT_INTERNAL
     except SystemExit as error:  # argparse's --help and --version
         return error.code if isinstance(error.code, int) else EXIT_INTERNAL

@@ -6,13 +6,14 @@ People read standard output, or standard error where standard output holds a res
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
@@ -59,18 +60,36 @@ def printable(problem: str) -> str:
 
 def say(args: argparse.Namespace, text: str) -> None:
     """A line for people."""
-    stream = _stream(args)
-    try:
-        print(text, file=stream, flush=True)
-    except BrokenPipeError:
-        _to_nobody(stream)
+    print(text, file=_stream(args), flush=True)
 
 
-def _to_nobody(stream: TextIO) -> None:
-    """Whoever read it has seen enough, as `head` has: the verdict, and so the exit code, stand."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+class UntilClosed:
+    """A stream whose reader may have seen enough, as `head` has: the verdict, and so the exit code,
+    stand."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._to_the_end():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._to_the_end():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _to_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 def write_json(args: argparse.Namespace, data: Any) -> None:
@@ -150,11 +169,8 @@ def _stream(args: argparse.Namespace) -> TextIO:
 def _write(path: Path, text: str) -> None:
     """A result to its file, or to standard output for `-`."""
     if path == STANDARD_OUTPUT:
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            _to_nobody(sys.stdout)
+        sys.stdout.write(text)
+        sys.stdout.flush()
     else:
         write_bytes(path, text.encode())
 
@@ -167,19 +183,13 @@ def console(args: argparse.Namespace) -> Console:
     """
     from rich.console import Console
 
-    stream = _stream(args)
-
-    class ToTheEnd(Console):
-        def on_broken_pipe(self) -> None:
-            _to_nobody(stream)
-
     flags: dict[str, Any] = {"markup": False, "emoji": False}
-    found = ToTheEnd(file=stream, **flags)
+    found = Console(file=_stream(args), **flags)
     if found.is_terminal:
         return found
     told = os.environ.get("COLUMNS", "")
     width = int(told) if told.isdigit() and int(told) else WIDTH_ELSEWHERE
-    return ToTheEnd(file=cast("IO[str]", _Trimmed(stream)), width=width, **flags)
+    return Console(file=cast("IO[str]", _Trimmed(_stream(args))), width=width, **flags)
 
 
 class _Trimmed(io.TextIOBase):

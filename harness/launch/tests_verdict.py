@@ -29,5 +29,5 @@ def told_apart(verdict: Verdict) -> Verdict:
 
 
 def never_asked(verdict: Verdict) -> bool:
-    """Whether it is no PASS, and nobody knows."""
-    return id(verdict) not in _asked and not verdict
+    """Whether nobody has looked at it."""
+    return id(verdict) not in _asked

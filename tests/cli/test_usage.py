@@ -482,12 +482,21 @@ def test_the_ranks_server_starts_before_this_process_imports_torch(verb):
     assert done.stdout.strip() == "False", done.stderr
 
 
-@pytest.mark.parametrize("flags", [[], ["--json", "-"]])
-def test_who_reads_no_further_changes_no_exit_code(flags):
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["plan", "three_pool"], 0),
+        (["plan", "three_pool", "--json", "-"], 0),
+        (["plan", "nosuch.yaml"], 2),
+        (["--bogus"], 2),
+    ],
+)
+@pytest.mark.parametrize("errors", [subprocess.PIPE, subprocess.STDOUT], ids=["out", "both"])
+def test_who_reads_no_further_changes_no_exit_code(words, code, errors):
     """As `| head -1` and `| grep -q` do; a PASS must not become another code."""
-    command = [sys.executable, "-m", "sumgrad", "plan", "three_pool", *flags]
-    ran = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "sumgrad", *words]
+    ran = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors)
     assert ran.stdout is not None
     ran.stdout.close()
     _, said = ran.communicate(timeout=120)
-    assert (ran.returncode, b"Traceback" in said) == (0, False), said
+    assert (ran.returncode, b"Traceback" in (said or b"")) == (code, False), said

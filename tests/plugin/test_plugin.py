@@ -137,10 +137,19 @@ def test_a_verdict_is_true_where_it_passes_and_a_failing_one_is_not_overlooked(p
 
         def test_passes(sumgrad_check):
             sumgrad_check("data_parallel")
+
+        def test_skips(sumgrad_check):
+            sumgrad_check("data_parallel", fault="avg:allreduce@dp#1")
+            pytest.skip()
+
+        @pytest.mark.xfail(raises=ValueError, strict=True)
+        def test_xfails(sumgrad_check):
+            sumgrad_check("data_parallel", fault="avg:allreduce@dp#1")
+            raise ValueError("mine")
         """
     )
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=4, failed=2, errors=1)
+    result.assert_outcomes(passed=4, failed=2, errors=1, skipped=1, xfailed=1)
     result.stdout.fnmatch_lines(
         ["*test_overlooked: sumgrad_check gave <FAIL: *did not look at it*"]
     )

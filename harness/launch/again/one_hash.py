@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from sumgrad.base.interpreter import HASH_SEED
@@ -24,7 +23,6 @@ def try_one_hash(spec: RunSpec, directory: Path, run_ranks: RunRanks) -> OneHash
     a directory. Nothing else than the hashes is otherwise: ranks are started in the same way."""
     place = directory / FOLDER
     place.mkdir()
-    spec = replace(spec, tiers=dict([*spec.tiers.items()][:1]), skipped={})
     write_spec(place, spec)
     with _one_hash():
         run_ranks(spec, place)
