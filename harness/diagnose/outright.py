@@ -111,7 +111,7 @@ def missing_wait(record: Record, *, failed_again: bool) -> Diagnosis | None:
     told = {key: _said_first(record, key) for key in ("races", "written", "read_early")}
     if (found := told["races"]) is not None:
         ranks, (text, *_) = found
-        cause = f"nobody waits for {text}: the gradient is read before it is done"
+        cause = f"nobody waits for {text} before the step ends: what it gives may not be there yet"
         why = "the step ended while this operation was neither waited for nor a future of anybody"
     elif (found := told["written"]) is not None:
         ranks, (text, *_) = found

@@ -531,3 +531,39 @@ def test_what_explains_the_first_run_is_said_before_that_the_next_one_differs(
     assert found.kind == kind
     both = (found.cause, *found.however)
     assert any("gives another gradient when it is run again" in text for text in both)
+
+
+def test_what_is_written_before_the_wait_fails_whatever_the_gradients(record):
+    verdict = judge(with_info(with_info(record, 0, written=["a", "b"]), 2, written=["a"]))
+    assert verdict.status == "fail"
+    (cause,) = verdict.diagnoses
+    assert (cause.kind, cause.standing, cause.ranks) == ("missing_wait", "proved", (0, 2))
+    assert cause.cause == "a tensor of a is written before this is waited for"
+    assert [f.split(" is a tensor of ")[0] for f in verdict.findings] == [
+        "what is written on rank 0, 2",
+        "what is written on rank 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("told", "apart", "kinds"),
+    [
+        ({"read_early": ["a", "b"]}, 0.5, ["missing_wait"]),
+        ({"read_early": ["a", "b"]}, 0.0, []),  # no more than rounding
+        ({"read_early": ["a"], "races": ["c"]}, 0.5, ["missing_wait"]),  # and that is the cause
+        ({"late": ["a", "b"]}, 0.5, ["run_to_run"]),
+    ],
+)
+def test_what_is_read_before_the_wait_fails_where_the_repeated_step_does(told, apart, kinds):
+    record = program_record()
+    for rank in range(3):
+        again = {n: g + apart for n, g in record.ranks[rank].grads["precision", 0].items()}
+        record = with_rank(record, rank, again=again, again_tier="precision")
+    verdict = judge(with_info(record, 1, **told))
+    assert verdict.status == ("fail" if kinds else "pass"), verdict
+    assert [cause.kind for cause in verdict.diagnoses] == kinds
+    early = [f for f in verdict.findings if f.startswith("something is read before")]
+    assert len(early) == ("read_early" in told and "races" not in told and apart > 0)
+    if early:
+        assert verdict.diagnoses[0].cause.endswith("read before it is waited for: a, b")
+        assert verdict.diagnoses[0].ranks == (1,)
