@@ -113,6 +113,7 @@ class Ledger:
         self.open_works: dict[int, Any] = {}
         self.handed_over: deque[RecordedWork] = deque(maxlen=64)
         self.asked: set[int] = set()
+        self.waited_for: set[int] = set()
         self.interpose: Interposer | None = None
         self.observe: Observer | None = None
         self.late: Late | None = None
@@ -128,6 +129,7 @@ class Ledger:
         self.open_ops.clear()
         self.open_works.clear()
         self.asked.clear()
+        self.waited_for.clear()
 
     def nobody_waits_for(self) -> list[int]:
         """Operations that are neither waited for nor handed on as a future."""
@@ -174,6 +176,7 @@ class Ledger:
 
     def waits(self, number: int) -> None:
         """Of an operation that was asked for without waiting: from here on a rank stands in it."""
+        self.waited_for.add(number)
         if self.open_ops.get(number, {}).get("async"):
             self._write({"waits": number})
 
@@ -254,6 +257,7 @@ class RecordedWork(dist.Work):
         ledger, number = self._ledger, self._number
         ledger.asked.add(number)
         ledger.waits(number)  # who has it may wait from now on, and does not say so
+        ledger.waited_for.discard(number)
         event, future = ledger.open_ops.get(number), self._inner.get_future()
         future.add_done_callback(lambda _: ledger.ends(number, event))
         return future

@@ -126,8 +126,16 @@ def test_who_touches_it_before_the_wait_fails(check, body, cause):
         for g, new in zip(grads, whole.split([g.numel() for g in grads]), strict=True):
             g.copy_(new.view_as(g))
 """,
+        """
+        if hasattr(self, "under_way"):
+            self.under_way.wait()
+        self.metric = loss.detach().clone()
+        self.under_way = dist.all_reduce(self.metric, async_op=True)
+        for g in grads:
+            dist.all_reduce(g)
+""",
     ],
-    ids=["polled", "futures", "then", "in_place_parts", "functional", "lists", "ring"],
+    ids=["polled", "futures", "then", "in_place_parts", "functional", "lists", "ring", "metric"],
 )  # fmt: skip
 def test_who_waits_first_passes(check, body):
     verdict, _ = check(HAND + STEP.replace("FACTOR", "1") + body)

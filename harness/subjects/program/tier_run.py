@@ -181,6 +181,9 @@ class TierRun:
         self.shapes = {p.name: p.local().shape for p in self.placement.placed}
         self.watch = GradientWatch({p.name: p.param for p in self.placement.placed})
         self.observe: Observer = self.watch.observe
+        self.left: dict[int, dict[str, Any]] = {}  # what the last step did not wait for
+        self.sites: dict[str, str] = {}  # of such, by what they are in words
+        self.waited_later: set[str] = set()  # sites of those that the next one has waited for
         give_back_memory()  # whole models, before they were cut
 
     def steps(self, files: RankFiles, result: Result, *, again: bool) -> None:
@@ -210,6 +213,8 @@ class TierRun:
                 both = [*info.get(of_waits, ()), *more.get(of_waits, ())]
                 info[of_waits] = list(dict.fromkeys(both))
             files.keep(f"{AGAIN}/{self.tier}", grads)
+        for info in result["steps"]:
+            info["races"] = self._but_for_the_next_step(info["races"])
         result["unknown"] += [u for u in self._elsewhere() if u not in result["unknown"]]
 
     def _keep_place(self, p: Placed, others: Tensors, *, known: bool) -> None:
@@ -350,9 +355,19 @@ class TierRun:
 
     def _races(self, unwaited: list[int]) -> list[str]:
         """Operations that the step left without waiting for them, in words."""
-        open_ops = self.seat.ledger.open_ops
-        left = [open_ops[n] for n in unwaited if n in open_ops and "by" not in open_ops[n]]
-        return [text for event in left if (text := describe_operation(event))]
+        ledger = self.seat.ledger
+        for number, event in self.left.items():  # by the step before
+            if number in ledger.waited_for and not event.get("grads"):
+                self.waited_later.add(event["site"])
+        left = {n: ledger.open_ops[n] for n in unwaited if n in ledger.open_ops}
+        self.left = {n: event for n, event in left.items() if "by" not in event}
+        told = {text: e["site"] for e in self.left.values() if (text := describe_operation(e))}
+        self.sites |= told
+        return list(told)
+
+    def _but_for_the_next_step(self, races: list[str]) -> list[str]:
+        """Without those of lines whose operation the next step waits for: a metric, say."""
+        return [text for text in races if self.sites.get(text) not in self.waited_later]
 
     def _unwaited(self) -> list[int]:
         """Operations that nobody had waited for when `settle` looked."""
