@@ -23,7 +23,7 @@ from torch import Tensor
 
 _C10D = dist.distributed_c10d.__file__
 _WAIT_AT_ONCE = ("send", "recv")  # of torch's functions that have no `async_op`
-SOON_S, PAUSE_S = 1.0, 1e-3
+SOON_S, PAUSE_S = 5.0, 1e-3
 MOST_FRAMES = 16  # between an operation and torch's function that asks for it
 
 Note = Callable[[str], None]

@@ -38,7 +38,7 @@ ISSUED = """
 """, "is written before this is waited for"),
         (ISSUED + """
         import time
-        time.sleep(0.2)
+        time.sleep(1.0)  # it is there by then, also where others use the machine
         for p, g in zip(model.parameters(), grads, strict=True):
             p.grad = g / 8
         for work in works:
