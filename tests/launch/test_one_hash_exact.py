@@ -58,3 +58,11 @@ def test_a_rank_that_is_not_there_tells_nothing(tmp_path, monkeypatch):
     records = iter([first, replace(first, ranks={})])
     monkeypatch.setattr(one_hash, "load_record", lambda _: next(records))
     assert try_one_hash(first.spec, tmp_path, lambda *_: None) == OneHash(passes=False, changed=())
+
+
+def test_a_rank_without_an_element_of_a_parameter_tells_nothing_of_it(tmp_path, monkeypatch):
+    first = program_record(tiers={"structure": "float64"}, steps=1)
+    none = {name: torch.zeros(0, dtype=torch.float64) for name in first.ranks[2].grads[KEY]}
+    first = with_rank(first, 2, grads={KEY: none}, again=none, again_tier="structure")
+    monkeypatch.setattr(one_hash, "load_record", lambda _: first)
+    assert try_one_hash(first.spec, tmp_path, lambda *_: None).changed == ()
