@@ -91,14 +91,6 @@ def run_check(
     def again(asked: CheckOptions) -> tuple[Verdict, Path]:
         return run_check(asked, launcher=launcher)
 
-    def with_one_hash() -> object:
-        progress("the same with one hash of strings for all ranks")
-        return try_one_hash(spec, directory, run_there)
-
-    def run_there(spec: RunSpec, place: Path) -> None:
-        outcomes, problems = _run_ranks(options, spec, place, launcher, progress)
-        _write_how_it_ended(place, outcomes, problems)
-
     goes_by_hashes = spec.facts is not None and spec.facts.hashed and not options.reuse
     alone = OnOneRank(options, directory, again, progress)
     look_again = partial(trace_step, directory, spec, launcher=launcher, progress=progress)
@@ -113,7 +105,9 @@ def run_check(
         )
         if spec.opaque
         else None,
-        with_one_hash=with_one_hash if goes_by_hashes else None,
+        with_one_hash=partial(_with_one_hash, options, spec, directory, launcher, progress)
+        if goes_by_hashes
+        else None,
         took_s=time.monotonic() - began,
     )
     verdict = finish(run, problems=problems, progress=progress)
@@ -273,6 +267,17 @@ def _write_how_it_ended(
     if problems:
         write_problems(directory, problems)
     write_manifest(directory)
+
+
+def _with_one_hash(
+    options: CheckOptions, spec: RunSpec, directory: Path, launcher: Launcher, progress: Progress
+) -> None:
+    def run_there(spec: RunSpec, place: Path) -> None:
+        outcomes, problems = _run_ranks(options, spec, place, launcher, progress)
+        _write_how_it_ended(place, outcomes, problems)
+
+    progress("the same with one hash of strings for all ranks")
+    try_one_hash(spec, directory, run_there)
 
 
 def _is_by_hashes(verdict: Verdict) -> bool:

@@ -12,10 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from sumgrad.base.outcome import describe_operation
 from sumgrad.base.tensors import own_arithmetic, same_bits
 from sumgrad.ledger.backends import Work, copied, tensors_in
 from sumgrad.ledger.call_site import users_call
@@ -25,8 +27,6 @@ _C10D = dist.distributed_c10d.__file__
 _WAIT_AT_ONCE = ("send", "recv")  # of torch's functions that have no `async_op`
 SOON_S, PAUSE_S = 5.0, 1e-3
 MOST_FRAMES = 16  # between an operation and torch's function that asks for it
-
-Note = Callable[[str], None]
 
 
 def may_be_late(args: tuple[Any, ...]) -> bool:
@@ -129,6 +129,30 @@ class LateWork(Work):
                 if not same_bits(copy, self._before[key]):
                     self._tensors[key].data.copy_(copy)  # by an operation no version goes up
             self._before, self._copies = {}, {}  # a work may be kept for long
+
+
+@dataclass(slots=True)
+class Late:
+    """Operations whose results come when they are waited for: events of those that another call of
+    a user's has waited for, and of those whose tensors were written before that."""
+
+    under_way: list[LateWork] = field(default_factory=list)
+    waited: list[dict[str, Any]] = field(default_factory=list)
+    written: list[dict[str, Any]] = field(default_factory=list)
+
+    def let_come(self, read: Sequence[Tensor]) -> None:
+        """What goes into these, before somebody reads or writes them who is no part of a step."""
+        for work in self.under_way:
+            if not work.has_come:
+                work.let_come(read)
+
+    def taken(self) -> dict[str, list[str]]:
+        """Both in words, since they were taken last."""
+        out = {}
+        for key, events in (("late", self.waited), ("written", self.written)):
+            out[key] = list(dict.fromkeys(filter(None, map(describe_operation, events))))
+            events.clear()
+        return out
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -12,20 +12,20 @@ import functools
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from sumgrad.base.outcome import SETUP, describe_operation
+from sumgrad.base.outcome import SETUP
 from sumgrad.base.tensors import own_arithmetic
 from sumgrad.ledger.backends import Backends, tensors_in
 from sumgrad.ledger.call_site import JOIN, call_site, own_issuer
 from sumgrad.ledger.delegation import DELEGATED, unrecorded_operations
-from sumgrad.ledger.late import LateWork, is_waited_for_later, may_be_late
+from sumgrad.ledger.late import Late, LateWork, is_waited_for_later, may_be_late
 from torch._C._dynamo import eval_frame as _eval_frame
 
 BACKEND = "sumgrad"
@@ -68,30 +68,6 @@ class Call:
     def quietly(self, *args: Any) -> None:
         """Carry it out to its end without a word in the ledger."""
         self.group.delegate(self.op, args or self.args, self.kwargs).wait()
-
-
-@dataclass(slots=True)
-class Late:
-    """Operations whose results come when they are waited for: events of those that another call of
-    a user's has waited for, and of those whose tensors were written before that."""
-
-    under_way: list[LateWork] = field(default_factory=list)
-    waited: list[dict[str, Any]] = field(default_factory=list)
-    written: list[dict[str, Any]] = field(default_factory=list)
-
-    def let_come(self, read: Sequence[Any]) -> None:
-        """What goes into these, before somebody reads or writes them who is no part of a step."""
-        for work in self.under_way:
-            if not work.has_come:
-                work.let_come(read)
-
-    def taken(self) -> dict[str, list[str]]:
-        """Both in words, since they were taken last."""
-        out = {}
-        for key, events in (("late", self.waited), ("written", self.written)):
-            out[key] = list(dict.fromkeys(filter(None, map(describe_operation, events))))
-            events.clear()
-        return out
 
 
 Interposer = Callable[[Call], dist.Work]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sumgrad.base.tensors import bits, is_in_a_buffer, to_local
-from sumgrad.ledger.process_group import Late
+from sumgrad.ledger.late import Late
 from sumgrad.record.ranks import AGAIN
 from torch import Tensor
 
