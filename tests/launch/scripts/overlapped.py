@@ -15,7 +15,6 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 params = list(model.parameters())
 x, y = torch.randn(12, 8), torch.randn(12, 4)
-optimizer = torch.optim.SGD(params, 0.1)
 mine = slice(rank * rows, (rank + 1) * rows)
 works = []
 
@@ -25,8 +24,16 @@ def reduce(param):
 
 
 if kind == "weights":  # of each an owner steps, and gives it to the others under way
-    own = [param for i, param in enumerate(params) if i % world == rank]
-    optimizer = torch.optim.SGD(own, 0.1)
+
+    class Owners(torch.optim.SGD):
+        def step(self, closure=None):
+            for i, param in enumerate(params):
+                param.grad = param.grad if i % world == rank else None
+            super().step(closure)
+            for i, param in enumerate(params):
+                works.append(dist.broadcast(param.data, i % world, async_op=True))
+
+    optimizer = Owners(params, 0.1)
 
     def arrive(*_):
         for work in works:
@@ -39,6 +46,8 @@ elif kind != "ddp":
         param.register_post_accumulate_grad_hook(reduce)
 else:
     model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-4)
+if kind != "weights":
+    optimizer = torch.optim.SGD(params, 0.1)
 for _step in range(4):
     optimizer.zero_grad()
     (model(x[mine]) - y[mine]).square().mean().backward()
@@ -47,8 +56,6 @@ for _step in range(4):
             dist.all_reduce(param.grad)
             param.grad /= world
         optimizer.step()
-        works += [dist.broadcast(p.data, i % world, async_op=True) for i, p in enumerate(params)]
-        model.zero_grad()
         continue
     time.sleep(0.05)  # it is done by now, as a rule
     if kind == "written":
