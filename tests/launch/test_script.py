@@ -207,6 +207,14 @@ def test_ranks_that_are_never_synchronised_are_told_by_their_own_gradients(kept)
     assert "every gradient: it is not reduced, no gradient of another rank" in cause["cause"]
 
 
+@pytest.mark.parametrize(("kind", "code"), [("right", 0), ("unsent", 1), ("raises", 0)])
+def test_a_step_that_calls_that_of_its_base_ends_with_the_outer_one(tmp_path, kind, code):
+    """What it does after its base has stepped belongs to it."""
+    got, verdict = on_ranks(tmp_path, 2, "based.py", kind)
+    assert got == code, verdict
+    assert code == 0 or "optimizer's own step" in verdict["diagnoses"][0]["cause"]
+
+
 def test_an_optimizer_that_steps_late_is_in_the_window(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "owners.py", "bug")
     assert code == 1, verdict

@@ -36,6 +36,7 @@ from sumgrad.launch.script.in_front import (
     see_optimizers,
 )
 from sumgrad.launch.script.look import Look
+from sumgrad.launch.script.nested import StepsUnderWay
 from sumgrad.launch.script.rescaled import Rescaled
 from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
@@ -96,7 +97,7 @@ class Watch:
         self.dropout = NoDropout()
         self.draws = self.dropout.draws
         self.calls, self.roots = 0, 0
-        self.within: list[int] = []  # ids of optimizers whose step runs, the outermost first
+        self.under_way = StepsUnderWay()
         self.inside: nn.Module | None = None
         self.is_inside = False  # the same, for Dynamo, which may not see one module twice
         self.ended = False
@@ -253,12 +254,10 @@ class Watch:
     @step_aside
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer is about to step: the gradients that it finds, or its closure makes."""
-        if id(optimizer) in self.within:  # a step of it raised, and somebody went on
-            del self.within[self.within.index(id(optimizer)) :]
-            if not self.within and self.infos and self.infos[-1]["step"] == self.calls:
-                self.infos.pop()
-        self.within.append(id(optimizer))
-        if len(self.within) > 1 or self.ended or not self.seat.take():
+        given_up = self.under_way.begins(optimizer)
+        if given_up and self.infos and self.infos[-1]["step"] == self.calls:
+            self.infos.pop()
+        if len(self.under_way) > 1 or self.ended or not self.seat.take():
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -394,13 +393,12 @@ class Watch:
     @step_aside
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped: the weights that it made, and those of the single run."""
-        if id(optimizer) not in self.within:
-            return  # of a class whose step calls that of its base, which is seen as well
-        self.within = self.within[: self.within.index(id(optimizer))]
-        if self.evidence is None and not self.within:  # it begins with the first call of a model
+        if not self.under_way.ends(optimizer):
+            return
+        if self.evidence is None:  # it begins with the first call of a model
             if len(self.too_early) > self.asked.steps * MOST_STEPS and not self.ended:
                 self._finish_early()
-        elif not self.within and not self.ended and self.seat.taken:
+        elif not self.ended and self.seat.taken:
             self._guarded(self._write_weights)
             self.calls += 1
             self.stepped.update(id(p) for g in optimizer.param_groups for p in g["params"])
