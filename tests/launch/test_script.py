@@ -178,7 +178,9 @@ def test_a_batch_that_grows_with_the_ranks_is_said_first(kept):
     assert "{N/ranks}" in reason
 
 
-@pytest.mark.parametrize(("bug", "code"), [("noise", 3), ("same noise", 0)])
+@pytest.mark.parametrize(
+    ("bug", "code"), [("noise", 3), ("same noise", 0), ("mixed", 3), ("mixed alike", 0)]
+)
 def test_what_a_model_draws_by_rank_is_no_mistake(tmp_path, bug, code):
     ended, verdict = on_ranks(tmp_path, 2, "train.py", "--batch", "{12/ranks}", "--bug", bug)
     assert ended == code

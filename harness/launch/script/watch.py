@@ -50,6 +50,7 @@ from sumgrad.subjects.program.placed.parts_by_value import index_by_placement
 from sumgrad.subjects.script.asked import FILE, SAME, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
 from sumgrad.subjects.script.models import Held, Models, label_of, outermost
+from sumgrad.subjects.script.other_generators import see_other_generators
 from sumgrad.subjects.script.roundings import OtherRoundings
 from sumgrad.subjects.script.rows import rows_of
 from torch import Tensor, nn
@@ -128,6 +129,7 @@ class Watch:
         if self.asked.lift:
             self.lift = in_float64()
         self.dropout.__enter__()
+        see_other_generators(self.draws)
         if self.asked.jitter:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it compiles nothing under such a mode
             OtherRoundings(self.asked.jitter).__enter__()

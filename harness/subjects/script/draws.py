@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy
 import torch
 from sumgrad.subjects.users_line import users_line
 from torch import Tensor, nn
 
 MAX_ROWS = 1024  # of one draw; further ones are not looked at
+MOST = 65536  # draws of one line between two steps; a line that draws more is not looked at
 _DRAWS = {
     torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli,
     torch.poisson, torch.binomial, torch.multinomial, torch.randint, torch.randint_like,
@@ -44,7 +45,20 @@ class Draws:
         inside = self._state is not None
         if type(result) is not Tensor or not (inside or result.is_floating_point()):
             return
-        self._drawn.setdefault(users_line(), set()).update(_digests(result.detach()))
+        if result.numel():
+            rows = result.detach().reshape(len(result) if result.dim() else 1, -1)[:MAX_ROWS]
+            self._keep(rows.cpu().contiguous().view(torch.uint8).numpy())
+
+    def _keep(self, drawn: numpy.ndarray) -> None:
+        held = self._drawn.setdefault(users_line(), set())
+        if len(held) <= MOST:
+            held.update(_digests(drawn))
+
+    def of_numbers(self, drawn: Any) -> None:
+        """A number was drawn by Python, or an array by numpy."""
+        array = numpy.asarray(drawn)
+        if array.dtype.kind == "f":
+            self._keep(array)
 
     def entering(self) -> None:
         """A model is called."""
@@ -62,7 +76,7 @@ class Draws:
     def taken(self) -> dict[str, list[str]]:
         """Where something was drawn since the last call: line -> digests."""
         drawn, self._drawn = self._drawn, {}
-        return {place: sorted(digests) for place, digests in drawn.items()}
+        return {place: sorted(held) for place, held in drawn.items() if len(held) <= MOST}
 
     def before_the_first(self, later: Iterable[Iterable[str]]) -> dict[str, list[str]]:
         """What the first step drew before its forward: of what came before it, the lines that
@@ -75,16 +89,13 @@ def _state() -> str:
     """Digest of the states of the generators that a model may draw from."""
     total = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
     total.update(repr(random.getstate()).encode())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        total.update(numpy.random.get_state()[1].tobytes())
-        total.update(str(numpy.random.get_state()[2]).encode())
+    state = numpy.random.get_state(legacy=False)["state"]
+    total.update(state["key"].tobytes())
+    total.update(str(state["pos"]).encode())
     return total.hexdigest()
 
 
-def _digests(drawn: Tensor) -> set[str]:
-    if not drawn.numel():
-        return set()
-    rows = drawn.reshape(drawn.shape[0] if drawn.dim() else 1, -1)[:MAX_ROWS].cpu().contiguous()
-    plain = rows.view(torch.uint8)
-    return {hashlib.blake2b(r.numpy().tobytes(), digest_size=8).hexdigest() for r in plain}
+def _digests(drawn: numpy.ndarray) -> set[str]:
+    """Of its rows."""
+    rows = drawn.reshape(len(drawn) if drawn.ndim else 1, -1)[:MAX_ROWS] if drawn.size else ()
+    return {hashlib.blake2b(r.tobytes(), digest_size=8).hexdigest() for r in rows}

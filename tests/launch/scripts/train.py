@@ -3,6 +3,7 @@
 import argparse
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -63,10 +64,13 @@ if rank == 0:
     torch.save(model.state_dict(), "best.pt")
 if args.bug == "slow":
     time.sleep(60)
+if "mixed" in args.bug:
+    np.random.seed(0 if args.bug == "mixed alike" else rank)
 for _epoch in range(3):
     for step, (x, y) in enumerate(loader):
         optimizer.zero_grad()
-        loss = loss_of(model(x), y)
+        share = np.random.beta(2.0, 2.0) if "mixed" in args.bug else 1.0
+        loss = loss_of(model(share * x + (1 - share) * x.flip(1)), y)
         if args.bug == "mean" and step > 0:
             loss = loss / world
         loss.backward()
