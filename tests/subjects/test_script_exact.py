@@ -546,3 +546,29 @@ def test_a_gradient_that_only_other_roundings_have_is_no_error_of_ours():
     other.grads[0]["b"] = torch.ones(2)
     reference = first_step_of(run_of(1.0, -4.0), other)
     assert (reference.scale["b"], reference.floor["b"], reference.problems) == (0.0, 1.0, ())
+
+
+def graphs(x, sizes):
+    """Features of nodes, edges within each graph, and which graph each node belongs to."""
+    first = [sum(sizes[:i]) for i in range(len(sizes))]
+    ring = [
+        torch.tensor([[*range(n)], [*range(1, n), 0]]) + a
+        for a, n in zip(first, sizes, strict=True)
+    ]
+    which = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return rows_of((x, torch.cat(ring, 1), which))
+
+
+def test_nodes_are_the_same_whichever_number_their_graph_has():
+    x = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
+    together = graphs(x, [2, 3, 4])
+    assert graphs(x[2:], [3, 4]) == together[2:]
+    assert graphs(x[2:] + 1, [3, 4]) != together[2:]
+
+
+def test_integers_without_edges_belong_to_their_rows():
+    x, labels = torch.ones(4, 3), torch.tensor([0, 0, 1, 1])
+    rows = rows_of((x, labels))
+    assert rows[0] == rows[1] != rows[2]
+    tokens = torch.tensor([[0, 1], [1, 2], [0, 3], [3, 3]])
+    assert rows_of((x, labels, tokens))[0] != rows_of((x, labels + 1, tokens))[0]

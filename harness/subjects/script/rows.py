@@ -26,12 +26,28 @@ def rows_of(inputs: Any) -> list[Row]:
     if not tensors:
         return []
     count = tensors[0].shape[0]
-    tables = [_plain(t) for t in tensors if t.shape[0] == count]
+    rows = [t for t in tensors if t.shape[0] == count]
+    if any(_is_edges(t, count) for t in tensors):
+        rows = [t for t in rows if not _is_of_graphs(t)] or rows
+    tables = [_plain(t) for t in rows]
     return [_digests([table[i] for table in tables]) for i in range(min(count, MAX_ROWS))]
 
 
 def _is_data(tensor: Tensor) -> bool:
     return tensor.dim() > 0 and not tensor.requires_grad and not hasattr(tensor, "placements")
+
+
+def _is_edges(tensor: Tensor, nodes: int) -> bool:
+    """Whether it may say which nodes of a graph belong together, two and two."""
+    whole = not tensor.is_floating_point() and not tensor.is_complex()
+    edges = whole and tensor.dim() == 2 and tensor.shape[0] == 2 != nodes and tensor.numel() > 0
+    return edges and int(tensor.min()) >= 0 and int(tensor.max()) < nodes
+
+
+def _is_of_graphs(tensor: Tensor) -> bool:
+    """Whether it may say which graph of its batch a node belongs to: it begins anew in each."""
+    whole = not tensor.is_floating_point() and not tensor.is_complex()
+    return whole and tensor.dim() == 1 and bool((tensor.diff() >= 0).all())
 
 
 def _plain(tensor: Tensor) -> Tensor:
