@@ -16,9 +16,6 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     with_part,
 )
 
-OPTIONS = {"scatter_reduce": "include_self=False", "scatter_reduce_": "include_self=False",
-           "zero_grad": "set_to_none=False", "std": "unbiased=False", "var": "unbiased=False",
-           "index_reduce": "include_self=False"}  # fmt: skip
 OF_ALL = {"world_size": "axes", "rank": "coords"}  # of all ranks, of those along an axis
 
 
@@ -55,10 +52,6 @@ def _of_a_call(node: ast.Call, text: Text) -> Iterator[str]:
         rest = "".join(f", {text(keyword)}" for keyword in node.keywords)
         yield f"zip(reversed(list({one})), {two}{rest})"
         yield f"zip({one}, reversed(list({two})){rest})"
-    option = OPTIONS.get(name)
-    if option is not None and option.split("=")[0] not in {k.arg for k in node.keywords}:
-        given = [*map(text, node.args), *map(text, node.keywords), option]
-        yield f"{text(node.func)}({', '.join(given)})"
 
 
 def may_be_turned(node: ast.expr) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from sumgrad.diagnose.modules.trying.edits.alternatives import alternatives, may_be_turned
 from sumgrad.diagnose.modules.trying.edits.layouts import laid_out_otherwise
+from sumgrad.diagnose.modules.trying.edits.left_out import left_out, options_of
 from sumgrad.diagnose.modules.trying.edits.names import cloned, renamed_throughout, two_exchanged
 from sumgrad.diagnose.modules.trying.edits.nesting import MODULES, otherwise_nested
 from sumgrad.diagnose.modules.trying.edits.offsets import begun_after_others
@@ -86,7 +87,7 @@ class Edits:
         self._source, self._axes = Source.of(file, text), axes
         self._functions: dict[int, Function] = {}
         tree = ast.parse(text)
-        self._of_functions = of_functions(tree)
+        self._of_functions, self._switches = of_functions(tree), options_of(tree)
         for node in ast.walk(tree):
             if isinstance(node, Function):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -127,6 +128,9 @@ class Edits:
         names = _Names(kinds, first_made(function), frozenset(unread_names(function)))
         renamed = renamed_throughout(function, self._source, dict(kinds), names.made)
         yield from ((LAST, edit) for edit in renamed)
+        may_be = lambda node: self._may_be_tensor(node, names)  # noqa: E731
+        for node, new in left_out(function, self._source.of_node, self._switches, may_be):
+            yield from self._instead(FIRST, node, new)
         for body in bodies(function):
             for at, statement in enumerate(body):
                 if makes_groups(statement):
