@@ -102,3 +102,8 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]
         if other is not None:
             yield other, name
         held.append((start, end, name))
+
+
+def in_a_transform() -> bool:
+    """Whether one of torch.func's transforms runs: tensors in it have no values of their own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -217,6 +217,14 @@ def test_a_step_that_calls_that_of_its_base_ends_with_the_outer_one(tmp_path, ki
     assert code == 0 or "optimizer's own step" in verdict["diagnoses"][0]["cause"]
 
 
+@pytest.mark.parametrize(("kind", "code"), [("right", 0), ("mean", 1), ("inner", 0), ("first", 1)])
+def test_a_model_that_is_only_called_through_torch_func_is_known(tmp_path, kind, code):
+    """In its transforms nothing has values that could be looked at; its parameters do."""
+    got, verdict = on_ranks(tmp_path, 2, "by_functions.py", "{12/ranks}", kind)
+    assert got == code, verdict
+    assert verdict["tiers"]["structure"]["dtype"] == "float64"
+
+
 def test_an_optimizer_that_steps_late_is_in_the_window(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "owners.py", "bug")
     assert code == 1, verdict

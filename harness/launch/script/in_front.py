@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.device_mesh
 from sumgrad.ledger.process_group import BACKEND
 from torch import nn
+from torch.nn.utils import stateless
 from torch.optim.optimizer import Optimizer
 
 Optimizers = list[weakref.ref[Optimizer]]
@@ -54,6 +55,18 @@ def see_backward(before: Callable[[Any], object], after: Callable[[], object]) -
             after()
 
     torch.autograd.backward = backward
+
+
+def see_functional_calls(first: Callable[[nn.Module], object]) -> None:
+    """Before every call of a model with other parameters than its own."""
+    own = stateless._functional_call
+
+    @functools.wraps(own)
+    def functional_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        first(module)
+        return own(module, *args, **kwargs)
+
+    stateless._functional_call = functional_call
 
 
 def see_optimizers() -> Optimizers:

@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from sumgrad.base.outcome import describe_operation, some_of
-from sumgrad.base.tensors import bits, own_arithmetic, to_local
+from sumgrad.base.tensors import bits, in_a_transform, own_arithmetic, to_local
 from sumgrad.launch.guard import flush, lost_another
 from sumgrad.launch.script.buffers import Buffers
 from sumgrad.launch.script.gradients import Without, gradient_of
@@ -33,6 +33,7 @@ from sumgrad.launch.script.in_front import (
     kwargs_of_the_call,
     record_groups,
     see_backward,
+    see_functional_calls,
     see_optimizers,
 )
 from sumgrad.launch.script.look import Look
@@ -135,6 +136,7 @@ class Watch:
             OtherRoundings(self.asked.jitter).__enter__()
         register_backend(self.seat.ledger)
         record_groups(lambda: self._guarded(self.seat.take))
+        see_functional_calls(self._called_with_others)
         see_backward(self._before_backward, self._after_backward)
         self.rescaled.install()
         self.optimizers = see_optimizers()
@@ -173,13 +175,23 @@ class Watch:
         """A module is called by the script itself, or by one that is not looked at."""
         if self.inside is not None or self.ended:
             return None
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_a_transform():
             return None
         if torch._C._current_graph_task_id() != -1:
             return None  # computed again in a backward, by a checkpoint
         if not self.seat.take():
             return None
         return self._guarded(lambda: self._look(module, args))
+
+    @step_aside
+    def _called_with_others(self, module: nn.Module) -> None:
+        """A model is called with other parameters than its own, maybe in one of torch.func's
+        transforms, where its gradient is no backward's: its own are met before that."""
+        if self.inside is not None or self.ended or torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and self.seat.take():
+            with torch._C._DisableFuncTorch(), own_arithmetic():
+                self._guarded(lambda: self._meet(module))
 
     def _look(self, module: nn.Module, args: Any) -> Any:
         self.inside, self.is_inside = module, True
@@ -191,10 +203,7 @@ class Watch:
             rows = rows_of((args, kwargs))
             if rows:
                 self.rows.setdefault(label_of(module), []).extend(rows)
-            self._write_buffers()
-            new = self.models.meet(module, self.weights.single)
-            if new:
-                self._begin_with(new)
+            self._meet(module)
             if self.look is not None:
                 self.look.entering(module, self.calls, self.models)
             self.draws.entering()
@@ -202,6 +211,12 @@ class Watch:
             with own_arithmetic():
                 return double_inputs(args, kwargs)
         return None
+
+    def _meet(self, module: nn.Module) -> None:
+        self._write_buffers()
+        new = self.models.meet(module, self.weights.single)
+        if new:
+            self._begin_with(new)
 
     @step_aside
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:

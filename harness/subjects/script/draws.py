@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 import torch
+from sumgrad.base.tensors import in_a_transform
 from sumgrad.subjects.users_line import users_line
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ class Draws:
 
     def seen(self, func: Callable[..., Any], result: Any) -> None:
         """A function of torch was called outside of torch's own."""
-        if func not in _DRAWS or torch.compiler.is_compiling():
+        if func not in _DRAWS or torch.compiler.is_compiling() or in_a_transform():
             return  # of a compiled forward the generator's state tells
         if not isinstance(result, Tensor) or isinstance(result, nn.Parameter):
             return
