@@ -243,10 +243,11 @@ def _tiers(data: Mapping[str, Any], width: int) -> RenderableType:
         if width < ROOMY and power:
             seen.append(_labelled("would see", f"a factor off by {caught} on any tensor of {name}"))
     told = {t["name"] for t in data["tensors"] if t["status"] != "pass" or shows_factors(t)}
-    faint = dict.fromkeys(t["name"] for t in data["tensors"] if t["name"] not in told)
+    every = {t["name"] for t in data["tensors"]} - told
+    faint = every if told else ()
     if faint:
-        why = "no more than noise, as what is zero by mathematics: a factor on it does not show"
-        seen.append(_labelled("faint", f"{some_of([*faint])}: {why}"))
+        why = "no gradient, or no more than noise: a factor on it does not show"
+        seen.append(_labelled("faint", f"{some_of(sorted(faint))}: {why}"))
     return Group(table, *([Text("")] if seen else []), *seen)
 
 

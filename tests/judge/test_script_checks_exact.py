@@ -324,7 +324,7 @@ def test_what_its_owner_keeps_to_itself():
     record.ranks[2].info["structure", 1]["left_behind"] = ["w", "b"]
     (left,) = left_behind(record)
     assert left.rank == 2
-    assert left.text.startswith("w, b on rank 2, which no optimizer of that rank has")
+    assert left.text.startswith("w, b on rank 2, which no optimizer of that rank has stepped")
     assert left.text.endswith("before step 1")
     (finding,) = the_optimizers_together(compared(record))
     assert finding.level == "fail"

@@ -225,6 +225,26 @@ def test_a_model_that_is_only_called_through_torch_func_is_known(tmp_path, kind,
     assert verdict["tiers"]["structure"]["dtype"] == "float64"
 
 
+@pytest.mark.parametrize(
+    ("kind", "code", "said", "unsaid"),
+    [
+        ("jagged", 0, "", "same rows"),
+        ("jagged twice", 1, "multiplied by 2", "same rows"),
+        ("bags", 0, "", "same rows"),
+        ("bags twice", 1, "multiplied by 2", "same rows"),
+        ("votes", 1, "open:", "not reduced"),
+        ("clip", 1, "the clip: gradients are right before it", "1.5"),
+    ],
+)
+def test_what_a_rank_counts_from_zero_and_what_is_no_sum(tmp_path, kind, code, said, unsaid):
+    got, verdict = on_ranks(tmp_path, 2, "uncommon.py", "{8/ranks}", kind)
+    assert got == code, verdict
+    cause = verdict["diagnoses"][0]["cause"] if code else ""
+    assert said in cause
+    assert unsaid not in cause
+    assert not any("same rows" in text for text in verdict["warnings"])
+
+
 def test_an_optimizer_that_steps_late_is_in_the_window(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "owners.py", "bug")
     assert code == 1, verdict
@@ -308,7 +328,7 @@ def test_a_command_that_starts_its_own_ranks(tmp_path):
 @pytest.mark.parametrize(("kind", "code", "cause"), [
     ("right", 0, None),
     ("rest", 1, "no rank's optimizer has 2.bias at step 0; the single run's does"),
-    ("kept", 1, "0.bias, 2.weight on rank 0, which no optimizer of that rank has, is not brought "
+    ("kept", 1, "0.bias, 2.weight on rank 0, which no optimizer of that rank has stepped, is not brought "
                 "to what its owner's step made of it before step 1"),
 ])  # fmt: skip
 def test_optimizers_that_have_a_part_of_the_parameters_each(tmp_path, kind, code, cause):

@@ -572,3 +572,17 @@ def test_integers_without_edges_belong_to_their_rows():
     assert rows[0] == rows[1] != rows[2]
     tokens = torch.tensor([[0, 1], [1, 2], [0, 3], [3, 3]])
     assert rows_of((x, labels, tokens))[0] != rows_of((x, labels + 1, tokens))[0]
+
+
+def test_bags_are_the_same_wherever_they_begin():
+    dense = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    values, offsets = torch.arange(9) * 7, torch.tensor([0, 2, 5, 6])
+    together = rows_of((dense, values, offsets))
+    assert rows_of((dense[2:], values[5:], offsets[2:] - 5)) == together[2:]
+    assert rows_of((values, offsets)) == rows_of((values,))
+    assert rows_of((offsets, values)) == []
+
+
+def test_rows_without_a_common_shape_are_not_told():
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    assert rows_of(nested) == []

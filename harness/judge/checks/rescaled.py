@@ -92,7 +92,7 @@ def before_the_clip(record: Record, tier: str, step: int) -> Record:
     at = (tier, step)
     near = SAME.get(record.spec.tiers[tier], COARSE)
     own = {
-        rank: by_its_clips(single, _clips(held.info[at].get("rescaled", {})), near)
+        rank: by_its_clips(single, _known(held.info[at].get("rescaled", {})), near)
         for rank, held in record.ranks.items()
         if at in held.info
     }
@@ -115,7 +115,8 @@ def by_its_clips(
     single: Mapping[str, float | None], mine: Mapping[str, float | None], near: float
 ) -> dict[str, float | None]:
     """What a rank's clips multiplied each gradient by. A clip multiplies all alike: of what most of
-    them were, where one was multiplied by something else after it, or is not known."""
+    them were, where one was multiplied by something else after it, or is not known. What nothing
+    multiplied, it was not given."""
     out = dict(mine)
     for factor in {f for f in single.values() if f}:
         names = [n for n, f in single.items() if f and abs(f - factor) <= near * abs(factor)]
@@ -127,13 +128,18 @@ def by_its_clips(
         if 2 * alike > len(own) and (len(own) > 2 or alike == len(own)):
             for name in names:
                 f = mine.get(name)
-                if f is None or not abs(f - most) <= near * abs(most):
+                if f is None or not (f == 1.0 or abs(f - most) <= near * abs(most)):
                     out[name] = most
     return out
 
 
 def _clips(told: Mapping[str, Told]) -> dict[str, float | None]:
     return {name: factor for name, (factor, by_clip) in told.items() if by_clip}
+
+
+def _known(told: Mapping[str, Told]) -> dict[str, float | None]:
+    """The same, and of those that nothing rescaled."""
+    return {name: f for name, (f, by_clip) in told.items() if by_clip or f == 1.0}
 
 
 def _unclipped(reference: Reference, factors: Mapping[str, float | None], eps: float) -> Reference:

@@ -394,7 +394,7 @@ def unowned(record: Record) -> Iterator[tuple[list[str], int]]:
 
 def left_behind(record: Record) -> Iterator[Unlike]:
     """Of each rank the first step before which parameters are not what the single run's step made
-    of them, that no optimizer of that rank has."""
+    of them, that no optimizer of that rank has stepped."""
     if record.spec.script is None:
         return
     for rank, held in record.ranks.items():
@@ -402,8 +402,8 @@ def left_behind(record: Record) -> Iterator[Unlike]:
             if names := told.get("left_behind"):
                 yield Unlike(
                     rank=rank,
-                    text=f"{some_of(names)} on rank {rank}, which no optimizer of that rank has, "
-                    f"is not brought to what its owner's step made of it before step {step}",
+                    text=f"{some_of(names)} on rank {rank}, which no optimizer of that rank has "
+                    f"stepped, is not brought to what its owner's step made of it before step {step}",
                 )
                 break
 

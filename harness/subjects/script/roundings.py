@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,7 +34,7 @@ class OtherRoundings(TorchDispatchMode):
         self.drawn = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, DTensor | NestedTensor) for kind in types):
             return NotImplemented  # what it is made of comes here by itself
         kwargs = kwargs or {}
         out = func(*args, **kwargs)

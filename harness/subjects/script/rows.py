@@ -27,13 +27,17 @@ def rows_of(inputs: Any) -> list[Row]:
         return []
     count = tensors[0].shape[0]
     rows = [t for t in tensors if t.shape[0] == count]
-    if any(_is_edges(t, count) for t in tensors):
-        rows = [t for t in rows if not _is_of_graphs(t)] or rows
+    if any(_is_edges(t, count) or _is_in_bags(t, count) for t in tensors):
+        rows = [t for t in rows if not _counts_up(t)]
     tables = [_plain(t) for t in rows]
+    if not tables:
+        return []
     return [_digests([table[i] for table in tables]) for i in range(min(count, MAX_ROWS))]
 
 
 def _is_data(tensor: Tensor) -> bool:
+    if tensor.is_nested:
+        return False  # its rows have no common shape
     return tensor.dim() > 0 and not tensor.requires_grad and not hasattr(tensor, "placements")
 
 
@@ -44,10 +48,19 @@ def _is_edges(tensor: Tensor, nodes: int) -> bool:
     return edges and int(tensor.min()) >= 0 and int(tensor.max()) < nodes
 
 
-def _is_of_graphs(tensor: Tensor) -> bool:
-    """Whether it may say which graph of its batch a node belongs to: it begins anew in each."""
+def _is_in_bags(tensor: Tensor, bags: int) -> bool:
+    """Whether it may be what offsets, of which there are so many, cut into bags."""
     whole = not tensor.is_floating_point() and not tensor.is_complex()
-    return whole and tensor.dim() == 1 and bool((tensor.diff() >= 0).all())
+    return whole and tensor.dim() == 1 and tensor.shape[0] > bags
+
+
+def _counts_up(tensor: Tensor) -> bool:
+    """Whether it may say which graph of its batch a node belongs to, or where a bag begins: such a
+    number is anew in each batch."""
+    whole = not tensor.is_floating_point() and not tensor.is_complex()
+    if not whole or tensor.dim() != 1 or tensor.numel() == 0:
+        return False
+    return int(tensor[0]) == 0 and bool((tensor.diff() >= 0).all())
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
 from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
@@ -31,6 +32,8 @@ def divergent_cause(case: Case) -> Explained | None:
         return rank_scale(case, by_rank, names), [((r,), f) for r, f in by_rank.items()]
     for mixed in (False, True) if _mixed(failing) else (False,):
         by_rank = by_rank if not mixed else _by_rank(failing, case, mixed=True)
+        if mixed and _are_alike(failing):
+            break  # what is wrong in some elements on every rank alike is no part of a sum
         zero_one = bool(by_rank) and all(_is_part(f) for f in by_rank.values())
         summed = own_parts(case, names, wrong_only=mixed)
         if zero_one or summed is not None:
@@ -171,6 +174,18 @@ def _mixed(failing: Sequence[Cell]) -> bool:
         right += int((~bad & telling).sum())
         wrong += int(bad.sum())
     return right > max(2, wrong // 20)
+
+
+def _are_alike(failing: Sequence[Cell]) -> bool:
+    """Whether every gradient that is wrong is on several ranks, and the same on all of them."""
+    by_name: dict[str, list[Cell]] = {}
+    for cell in failing:
+        by_name.setdefault(cell.name, []).append(cell)
+    return all(
+        len(cells) > 1
+        and all(c.index is None and torch.equal(c.measured, cells[0].measured) for c in cells)
+        for cells in by_name.values()
+    )
 
 
 def _missing_reduction(
