@@ -328,8 +328,8 @@ def test_a_command_that_starts_its_own_ranks(tmp_path):
 @pytest.mark.parametrize(("kind", "code", "cause"), [
     ("right", 0, None),
     ("rest", 1, "no rank's optimizer has 2.bias at step 0; the single run's does"),
-    ("kept", 1, "0.bias, 2.weight on rank 0, which no optimizer of that rank has stepped, is not brought "
-                "to what its owner's step made of it before step 1"),
+    ("kept", 1, "0.bias, 2.weight on rank 0, which no optimizer of that rank has stepped, is not "
+                "brought to what its owner's step made of it before step 1"),
 ])  # fmt: skip
 def test_optimizers_that_have_a_part_of_the_parameters_each(tmp_path, kind, code, cause):
     got, verdict = on_ranks(tmp_path, 3, "zero.py", "{12/ranks}", kind)

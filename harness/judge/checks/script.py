@@ -403,7 +403,8 @@ def left_behind(record: Record) -> Iterator[Unlike]:
                 yield Unlike(
                     rank=rank,
                     text=f"{some_of(names)} on rank {rank}, which no optimizer of that rank has "
-                    f"stepped, is not brought to what its owner's step made of it before step {step}",
+                    f"stepped, is not brought to what its owner's step made of it before step "
+                    f"{step}",
                 )
                 break
 
