@@ -13,6 +13,7 @@ from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import cells
 from sumgrad.judge.checks.beside import gradients_read_elsewhere, nothing_trained_elsewhere
+from sumgrad.judge.checks.modes import modules_in_one_mode
 from sumgrad.judge.checks.script import (
     as_many_steps,
     changed_between,
@@ -635,3 +636,14 @@ def test_a_step_that_a_weights_own_digits_round_away_is_a_warning(few, level):
     two = replace(record, references={"structure": both})
     found = list(the_same_weights_after(replace(compared(two), diffs=[])))
     assert [f.level for f in found] == [level]
+
+
+def test_a_model_that_one_rank_evaluates_while_others_train_it():
+    record = record_of(FOUR, modes={"Net": [7, []], "Other": [8, ["norm"]]})
+    assert texts(modules_in_one_mode, record) == []
+    record.ranks[1].info[AT]["modes"] = {"Net": [7, ["", "drop"]], "Other": [8, ["norm"]]}
+    (text,) = texts(modules_in_one_mode, record)
+    assert text.startswith("Net is called in training on some ranks and in evaluation on rank 1")
+    assert judge(record).status == judge(record_of(FOUR)).status
+    record.ranks[1].info[AT]["modes"] = {"Net": [9, ["", "drop"]]}  # of other modules
+    assert texts(modules_in_one_mode, record) == []

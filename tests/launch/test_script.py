@@ -245,6 +245,14 @@ def test_what_a_rank_counts_from_zero_and_what_is_no_sum(tmp_path, kind, code, s
     assert not any("same rows" in text for text in verdict["warnings"])
 
 
+def test_a_rank_that_evaluates_what_others_train_is_told(tmp_path):
+    """Without dropout, which is switched off, it gives the same gradients."""
+    code, verdict = on_ranks(tmp_path, 2, "uncommon.py", "{8/ranks}", "evaluated")
+    assert code == 0, verdict
+    (said,) = [text for text in verdict["warnings"] if "in evaluation on rank 0" in text]
+    assert "at step 1" in said
+
+
 def test_an_optimizer_that_steps_late_is_in_the_window(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "owners.py", "bug")
     assert code == 1, verdict

@@ -13,6 +13,7 @@ from sumgrad.judge.checks import (
     closures,
     complete,
     ledgers,
+    modes,
     replicas,
     rescaled,
     same_start,
@@ -60,6 +61,7 @@ CHECKS: tuple[Check, ...] = (
     rescaled.nothing_hidden_before_the_optimizer,
     closures.closures_that_run_again,
     updates.the_same_weights_after,
+    modes.modules_in_one_mode,
     script.what_was_done_to_compare,
     bitwise.the_same_bits,
 )

@@ -14,6 +14,7 @@ import multiprocessing.util
 import os
 import sys
 import traceback
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,7 @@ class Watch:
         self.changed_by_others: set[str] = set()
         self.infos: list[dict[str, Any]] = []
         self.rows: dict[str, list[Any]] = {}
+        self.modes: dict[str, tuple[int, list[str]]] = {}
         self.losses: list[float] = []
         self.started_with: dict[str, str] = {}
         self.other_start: list[str] = []
@@ -204,6 +206,7 @@ class Watch:
             if rows:
                 self.rows.setdefault(label_of(module), []).extend(rows)
             self._meet(module)
+            self.modes.setdefault(label_of(module), _modes(module))
             if self.look is not None:
                 self.look.entering(module, self.calls, self.models)
             self.draws.entering()
@@ -393,6 +396,7 @@ class Watch:
             "feeds": self.evidence.feeds(),
             "backwards": max(self.evidence.backwards.values(), default=0),
             "rows": self.rows,
+            "modes": self.modes,
             "draws": self.draws.taken(),
             "losses": self.losses,
             "lifted": dict(casts(self.lift)),
@@ -400,7 +404,7 @@ class Watch:
             "alone": not dist.is_initialized(),
             **({} if self.infos else self._first()),
         }
-        self.rows, self.losses = {}, []
+        self.rows, self.modes, self.losses = {}, {}, []
         return said
 
     def _first(self) -> dict[str, Any]:
@@ -559,3 +563,10 @@ class Watch:
             place = f"{Path(last.filename).name}:{last.lineno}"
             self._trouble(f"sumgrad's watch: {type(error).__name__}: {error} ({place})")
             return None
+
+
+def _modes(module: nn.Module) -> tuple[int, list[str]]:
+    """A number for the modules that it has, and which of them evaluate."""
+    modules = dict(module.named_modules())
+    number = zlib.crc32("\n".join(modules).encode())
+    return number, [name for name, one in modules.items() if not one.training]

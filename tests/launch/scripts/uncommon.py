@@ -2,7 +2,7 @@
 
 jagged: rows of other lengths in one nested tensor; bags: values and where each bag begins; with
 `twice` the loss is doubled on several ranks. votes: signs of ranks' gradients are summed; clip: one
-rank leaves the last layer out of its clip.
+rank leaves the last layer out of its clip; evaluated: rank 0 looks at its model, and trains on so.
 """
 
 import sys
@@ -28,7 +28,7 @@ class Bags(nn.Module):
 
 
 torch.manual_seed(0)
-plain = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+plain = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 3))
 model = Bags() if "bags" in kind else plain
 wrapped = model if kind == "votes" else DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -58,4 +58,6 @@ for _turn in range(4):
         given = [*model.parameters()][: 2 if rank == 1 else 4]
         nn.utils.clip_grad_norm_(given, 0.1)
     optimizer.step()
+    if kind == "evaluated" and rank == 0 and world > 1:
+        model.eval()
 dist.destroy_process_group()
