@@ -104,7 +104,7 @@ class GradQueue:
 class SharedBodyQueue:
     """Parameters whose gradient is ready wait here for the reduction over their group."""
 
-    pending: list[nn.Parameter] = []  # noqa: RUF012
+    pending: list[nn.Parameter] = []
 
     def __init__(self, params, group):
         self.group = group
