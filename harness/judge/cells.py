@@ -221,6 +221,9 @@ def _as_user_left_it(record: Record, cell: Cell, diff: TensorDiff) -> TensorDiff
         if script is not None and any(fnmatchcase(cell.name, p) for p in script.zero):
             return replace(diff, status="pass", reason=None)
         more = "--steps 2 moves the weights"
+        if len(record.references[cell.tier]) > 1:
+            more = ("nor at those of another step: what is zero by mathematics (a last bias under "
+                    "differences of scores) takes requires_grad=False in build()")  # fmt: skip
         if script is not None:
             more = f"a larger --steps may show it, or --zero {cell.name} say that it has to be"
         return replace(diff, status="unknown", reason="its gradient is zero at these weights, so "
