@@ -32,8 +32,6 @@ def divergent_cause(case: Case) -> Explained | None:
         return rank_scale(case, by_rank, names), [((r,), f) for r, f in by_rank.items()]
     for mixed in (False, True) if _mixed(failing) else (False,):
         by_rank = by_rank if not mixed else _by_rank(failing, case, mixed=True)
-        if mixed and _are_alike(failing):
-            break  # what is wrong in some elements on every rank alike is no part of a sum
         zero_one = bool(by_rank) and all(_is_part(f) for f in by_rank.values())
         summed = own_parts(case, names, wrong_only=mixed)
         if zero_one or summed is not None:
@@ -43,8 +41,12 @@ def divergent_cause(case: Case) -> Explained | None:
                 _lost_everywhere(case, parts, names)
                 or _lost_alone(case, parts)
                 or _late(parts, names)
-                or _missing_reduction(case, names, ranks, mixed, _add_up(summed), parts)
             )
+            if diagnosis is None:
+                if mixed and _are_alike(failing):
+                    break  # what is wrong in some elements on all ranks alike is no part of a sum
+                whole = _add_up(summed)
+                diagnosis = _missing_reduction(case, names, ranks, mixed, whole, parts)
             return diagnosis, [((r,), f) for r, f in parts.items()]
     if case.record.spec.script is not None and _are_given(case, names):
         return None  # what its ranks' own backwards gave tells more
