@@ -243,8 +243,7 @@ def _tiers(data: Mapping[str, Any], width: int) -> RenderableType:
         if width < ROOMY and power:
             seen.append(_labelled("would see", f"a factor off by {caught} on any tensor of {name}"))
     told = {t["name"] for t in data["tensors"] if t["status"] != "pass" or shows_factors(t)}
-    every = {t["name"] for t in data["tensors"]} - told
-    faint = every if told else ()
+    faint = {t["name"] for t in data["tensors"]} - told if told else ()
     if faint:
         why = "no gradient, or no more than noise: a factor on it does not show"
         seen.append(_labelled("faint", f"{some_of(sorted(faint))}: {why}"))

@@ -226,7 +226,7 @@ class Watch:
         if module is not self.inside:
             return
         self.inside, self.is_inside = None, False
-        self.draws.leaving(label_of(module))
+        self._guarded(lambda: self.draws.leaving(label_of(module)))
         if self.own is not None and self.infos == [] and not self.ended:
             self._guarded(lambda: self._look_at_gathered(outermost(module)))
 

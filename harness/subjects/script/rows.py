@@ -43,24 +43,26 @@ def _is_data(tensor: Tensor) -> bool:
 
 def _is_edges(tensor: Tensor, nodes: int) -> bool:
     """Whether it may say which nodes of a graph belong together, two and two."""
-    whole = not tensor.is_floating_point() and not tensor.is_complex()
-    edges = whole and tensor.dim() == 2 and tensor.shape[0] == 2 != nodes and tensor.numel() > 0
-    return edges and int(tensor.min()) >= 0 and int(tensor.max()) < nodes
+    pairs = _is_whole(tensor, 2) and tensor.shape[0] == 2 != nodes and tensor.numel() > 0
+    return pairs and int(tensor.min()) >= 0 and int(tensor.max()) < nodes
 
 
 def _is_in_bags(tensor: Tensor, bags: int) -> bool:
     """Whether it may be what offsets, of which there are so many, cut into bags."""
-    whole = not tensor.is_floating_point() and not tensor.is_complex()
-    return whole and tensor.dim() == 1 and tensor.shape[0] > bags
+    return _is_whole(tensor, 1) and tensor.shape[0] > bags
 
 
 def _counts_up(tensor: Tensor) -> bool:
     """Whether it may say which graph of its batch a node belongs to, or where a bag begins: such a
     number is anew in each batch."""
-    whole = not tensor.is_floating_point() and not tensor.is_complex()
-    if not whole or tensor.dim() != 1 or tensor.numel() == 0:
+    if not _is_whole(tensor, 1) or not tensor.numel():
         return False
     return int(tensor[0]) == 0 and bool((tensor.diff() >= 0).all())
+
+
+def _is_whole(tensor: Tensor, dims: int) -> bool:
+    """Whether it holds integers, over so many dimensions."""
+    return tensor.dim() == dims and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _plain(tensor: Tensor) -> Tensor:

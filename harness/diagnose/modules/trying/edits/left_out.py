@@ -42,9 +42,9 @@ def options_of(tree: ast.AST) -> Mapping[str, Mapping[str, bool]]:
     for one in ast.walk(tree):
         if isinstance(one, Function):
             of = one.args
-            last = [*of.posonlyargs, *of.args][-len(of.defaults) or len(of.args) :]
+            by_place = [*of.posonlyargs, *of.args]
             every = [
-                *zip(last, of.defaults, strict=False),
+                *zip(reversed(by_place), reversed(of.defaults), strict=False),
                 *zip(of.kwonlyargs, of.kw_defaults, strict=True),
             ]
             switches = {
@@ -64,7 +64,7 @@ def left_out(
     may_be_tensor: Callable[[ast.expr], bool],
 ) -> Iterator[Meant]:
     """switches: of `options_of`. may_be_tensor: what is known of an expression."""
-    factors: dict[str, tuple[int, str]] = {}
+    factors: dict[str, str] = {}
     statements = sorted((s for b in bodies(function) for s in b), key=lambda s: s.lineno)
     for statement in statements:
         for node in expressions(statement):
@@ -75,8 +75,7 @@ def left_out(
         yield from _as_it_is(statement, text, may_be_tensor)
         made = _made_with_a_factor(statement, text)
         if made is not None:
-            name, factor = made
-            factors[name] = statement.lineno, factor
+            factors[made[0]] = made[1]
 
 
 def _made_with_a_factor(statement: ast.stmt, text: Text) -> tuple[str, str] | None:
@@ -98,14 +97,14 @@ def _made_with_a_factor(statement: ast.stmt, text: Text) -> tuple[str, str] | No
 
 
 def _with_its_neighbours_factor(
-    node: ast.BinOp, text: Text, factors: Mapping[str, tuple[int, str]]
+    node: ast.BinOp, text: Text, factors: Mapping[str, str]
 ) -> Iterator[Meant]:
     """`x + y` as `x + y * f`, where `x` was multiplied by it, and `y` not."""
     for one, other in ((node.left, node.right), (node.right, node.left)):
         if not isinstance(one, ast.Name) or one.id not in factors:
             continue
-        factor = factors[one.id][1]
-        has_it = isinstance(other, ast.Name) and factors.get(other.id, (0, ""))[1] == factor
+        factor = factors[one.id]
+        has_it = isinstance(other, ast.Name) and factors.get(other.id) == factor
         if not has_it and not text(other).endswith(factor.strip()):
             yield other, f"{as_one(other, text)}{factor}"
 
