@@ -26,14 +26,25 @@ from sumgrad.ledger.operations import POINT_TO_POINT
 from sumgrad.record.directory import Record
 from sumgrad.record.trial import Asked, Change, Values
 
+# Causes that say what became of a gradient, and not where in the code.
+WITHOUT_A_PLACE = ("skipped_collective", "late_gradient", "other_parts", "too_few_ranks", "factor",
+                   "row_factors", "param_factors", "rank_scale", "avg", "lost_rows",
+                   "held_elsewhere", "double_reduction", "loss_weights",
+                   "given_to_others")  # fmt: skip
 MOST_S = 8.0
 MOST_ELEMENTS = 1 << 20  # of the parameters: of a larger model no step is run so often
 
 
 def is_to_be_tried(verdict: Verdict) -> bool:
-    """Whether the first cause is not proved, or there is none."""
+    """Whether the first cause is not proved, there is none, or it says no place in the code."""
     first = verdict.diagnoses[0] if verdict.diagnoses else None
-    return verdict.status == "fail" and (first is None or first.standing != "proved")
+    known = first is not None and first.standing == "proved" and first.kind not in WITHOUT_A_PLACE
+    return verdict.status == "fail" and not known
+
+
+def are_only_edits(verdict: Verdict) -> bool:
+    """Whether the first cause is proved, so that edits of the code alone say more."""
+    return verdict.diagnoses[:1] != () and verdict.diagnoses[0].standing == "proved"
 
 
 def said_of(verdict: Verdict) -> str:
@@ -62,17 +73,28 @@ def changes_to_try(
 
 
 def edited_to_try(
-    record: Record, tier: str, step: int, *, seconds: float, said: str = ""
+    record: Record,
+    tier: str,
+    step: int,
+    *,
+    seconds: float,
+    said: str = "",
+    set_up: bool = False,
+    alone: bool = False,
 ) -> tuple[Asked, Values] | None:
-    """Small edits of the user's code, in the same way."""
+    """Small edits of the user's code, in the same way. set_up: of what runs while the Program is
+    distributed, and not in its step, instead. alone: the cause is proved."""
     case = Case(record=record, tier=tier, step=step)
     lines, traces = known_lines(case), case.traces
     if lines is None or traces is None or not _can_be_tried(case):
         return None
     names: dict[str, dict[str, str]] = {}
+    stepped = {f for trace in traces.ranks.values() for f in trace.computed.names}
     for trace in traces.ranks.values():
-        for function, held in trace.computed.names.items():
-            names.setdefault(function, {}).update(held)
+        held_there = trace.computed.set_up if set_up else trace.computed.names
+        for function, held in held_there.items():
+            if not (set_up and function in stepped):
+                names.setdefault(function, {}).update(held)
     files = {function_at(function)[0] for function in names}
     texts = {}
     for file in files:
@@ -82,9 +104,22 @@ def edited_to_try(
     axes = [name for name, _ in record.spec.topology.pools[0].axes]
     single = {*traces.single.computed.names}
     feeding = feeding_what_is_named(lines, said)
-    edits = edits_to_try(texts, names, single, axes, said, suspicion_of(lines), feeding)
-    changes = [Change(site=f"{edit.file}:{edit.start[0]}", function="", way="edit", edit=edit)
-               for edit in edits]  # fmt: skip
+    # What the ranks of an axis have together is no part of how a model is set up, nor of what is
+    # lost behind right gradients.
+    edits = edits_to_try(
+        texts,
+        dict(reversed(names.items())) if set_up else names,  # the outermost first
+        single,
+        axes,
+        said,
+        suspicion_of(lines),
+        feeding,
+        taken=lambda edit: not edit.over or not (alone or (set_up and not edit.before)),
+    )
+    changes = [
+        Change(site=f"{edit.file}:{edit.start[0]}", function="", way="edit", edit=edit, anew=set_up)
+        for edit in edits
+    ]
     return _asked(case, changes, seconds)
 
 

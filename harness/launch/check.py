@@ -20,7 +20,7 @@ from sumgrad.base.commands import sumgrad_command
 from sumgrad.base.errors import Broken, LaunchError, UserError
 from sumgrad.base.outcome import RankOutcome
 from sumgrad.base.verdict import Verdict
-from sumgrad.diagnose.trials import is_to_be_tried, said_of
+from sumgrad.diagnose.trials import are_only_edits, is_to_be_tried, said_of
 from sumgrad.diagnose.unlike_hashes import UNLIKE_HASHES
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import near_misses
@@ -45,7 +45,7 @@ from sumgrad.subjects.subject import subject_of
 from sumgrad.topology.pools import Topology, topology_to_json
 
 Progress = Callable[[str], object]
-Tries = Callable[[Record, str, int, float, str], Tried]
+Tries = Callable[..., Tried]
 LEFT = (
     "{} changes of the step that may make it right were not tried, {} were: --search SECONDS tries "
     "for longer"
@@ -247,7 +247,10 @@ def finish(run: Run, *, problems: Sequence[str] = (), progress: Progress) -> Ver
             if run.tries is not None and is_to_be_tried(verdict):
                 left = MOST_TIMES * run.took_s - (time.monotonic() - began)
                 with contextlib.suppress(OSError):
-                    tried = run.tries(record, tier, step, left, said_of(verdict))
+                    tried = run.tries(
+                        record, tier, step, left, said_of(verdict),
+                        edits_only=are_only_edits(verdict),
+                    )  # fmt: skip
                     if tried.made:
                         write_manifest(directory)
                         record = record.with_trials()

@@ -78,6 +78,7 @@ class Ledger:
     """Writes one JSON line when an operation starts and one when it is done.
 
     interpose: called in place of every operation of a step, if it is set; it may do anything.
+    as_in_a_step: whether what runs now counts as one, whatever it is labelled.
     observe: called with name and arguments of every operation of a step that is carried out; gives
     what goes into the event, and what to call for the result's digest once it is waited for.
     late: where results are to come when they are waited for, what is seen of it.
@@ -91,6 +92,7 @@ class Ledger:
         self.asked: set[int] = set()
         self.waited_for: set[int] = set()
         self.interpose: Interposer | None = None
+        self.as_in_a_step = False
         self.observe: Observer | None = None
         self.late: Late | None = None
         self.redirect(path)
@@ -164,7 +166,8 @@ class Ledger:
     @property
     def in_step(self) -> bool:
         """Whether what runs now belongs to a step, not to the launcher or to `distribute`."""
-        return bool(self._label) and not self._label.startswith(SETUP)
+        labelled = bool(self._label) and not self._label.startswith(SETUP)
+        return labelled or self.as_in_a_step
 
     @property
     def num_operations(self) -> int:

@@ -133,7 +133,8 @@ class Computed:
     the backward ran them once more, with numbers of values_again. changes: of the forward.
     ran: every line of the forward that called a torch function, whatever its tensors, by the
     function that it is in. names: of each such function, of what kind is what stands under a name
-    in it. uncleared: leaves that are no parameters. set_grads: of parameters, not
+    in it; set_up: the same of those that run while the step's model is distributed. uncleared:
+    leaves that are no parameters. set_grads: of parameters, not
     what clears them.
     found_none: lines that read parameters' `.grad`, each time where there was none. derivatives: of
     Functions' backwards, held against their forwards. backs: what these were given and gave. hooks:
@@ -152,6 +153,7 @@ class Computed:
     uncleared: tuple[Uncleared, ...] = ()
     ran: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    set_up: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     set_grads: tuple[SetGrad, ...] = ()
     found_none: tuple[Line, ...] = ()
     derivatives: tuple[Derivative, ...] = ()
@@ -180,6 +182,7 @@ def computed_as_json(computed: Computed) -> dict[str, Any]:
         "set_grads": [asdict(one) for one in computed.set_grads],
         "ran": {within: [list(line) for line in lines] for within, lines in computed.ran.items()},
         "names": {within: {**own} for within, own in computed.names.items()},
+        "set_up": {within: {**own} for within, own in computed.set_up.items()},
         "uncleared": [asdict(one) for one in computed.uncleared],
         "derivatives": [asdict(one) for one in computed.derivatives],
         "hooks": [[at, asdict(one)] for at, one in computed.hooks],
@@ -239,6 +242,7 @@ def computed_from(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Comput
         ),
         ran={w: tuple(map(line_of, lines)) for w, lines in said.get("ran", {}).items()},
         names={within: {**own} for within, own in said.get("names", {}).items()},
+        set_up={within: {**own} for within, own in said.get("set_up", {}).items()},
         uncleared=tuple(
             Uncleared(made=line_of(one["made"]), read=line_of(one["read"]))
             for one in said.get("uncleared", ())

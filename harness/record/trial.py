@@ -79,7 +79,8 @@ class Change:
     those of an axis, of all where it is empty. ats: which of what it takes is so changed, counted
     as a Computation's; none for what it gives. dim: along which the ranks have parts of a whole,
     and ats those parts. by: with what a number is multiplied, or a tensor on each rank so that a
-    sum over the axis counts it once. edit: other code, and nothing else.
+    sum over the axis counts it once. edit: other code, and nothing else; anew: with which the
+    model is distributed, too.
     """
 
     site: str
@@ -91,6 +92,7 @@ class Change:
     by: float = 1.0
     also: tuple[tuple[str, str], ...] = ()
     edit: Edit | None = None
+    anew: bool = False
 
     @property
     def places(self) -> tuple[tuple[str, str], ...]:

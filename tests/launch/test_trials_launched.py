@@ -118,8 +118,12 @@ def searched(
 
     looked = []
     monkeypatch.setattr(trials, "changes_to_try", lambda *args, **more: None)
-    monkeypatch.setattr(trials, "edited_to_try", lambda *args, **more: looked.append(1) or (
-        replace(ASKED, changes=EDITS), WANTED))  # fmt: skip
+
+    def edited_to_try(*args, set_up, **more):
+        looked.extend([] if set_up else [1])
+        return None if set_up else (replace(ASKED, changes=EDITS), WANTED)
+
+    monkeypatch.setattr(trials, "edited_to_try", edited_to_try)
     done = trials.try_changes(record, "structure", 0, seconds, "a cause", launcher=Ranks(),
                               progress=lambda _: None, **more)  # fmt: skip
     assert done.made is made
@@ -151,8 +155,8 @@ def test_no_more_than_so_many_starts_and_so_long(record, monkeypatch):
     assert edited(record, monkeypatch, [], seconds=9.0) == []
 
 
-def test_so_long_as_is_asked_for_half_of_it_for_edits(record, monkeypatch):
-    assert tried(record, monkeypatch, (ASKED, WANTED), asked_s=40.0)[2] == [20.0]
+def test_so_long_as_is_asked_for_a_third_of_it_for_changes(record, monkeypatch):
+    assert tried(record, monkeypatch, (ASKED, WANTED), asked_s=60.0)[2] == [20.0]
     assert tried(record, monkeypatch, (ASKED, WANTED), asked_s=0.0) == (False, [], [])
 
 
@@ -178,6 +182,32 @@ def test_how_many_are_left_is_told_where_time_was_too_short(
     monkeypatch.setattr(trials, "EDITS_S", trials.LEAST_S + seconds)
     monkeypatch.setattr(trials, "MOST_STARTS", 1)
     assert searched(record, monkeypatch, [comes_to], right, takes=0.8)[1] == left
+
+
+@pytest.mark.parametrize("edits_only", [False, True])
+@pytest.mark.parametrize("right", [False, True])
+def test_edits_of_how_it_is_set_up_come_last_or_first_of_a_known_cause(
+    record, monkeypatch, edits_only, right
+):
+    asked, folder = [], record.directory / TRIALS
+    of_step, of_set_up = EDITS[:2], tuple(replace(edit, anew=True) for edit in EDITS[2:])
+
+    class Ranks:
+        def run(self, job, *, progress):
+            asked.append(read_asked(folder)[0].changes)
+            for change in asked[-1]:
+                add_trial(folder, Trial(change=change, right=right))
+
+    changed = []
+    monkeypatch.setattr(trials, "changes_to_try", lambda *args, **more: changed.append(1))
+    monkeypatch.setattr(trials, "edited_to_try", lambda *args, set_up, alone, **more: (
+        replace(ASKED, changes=of_set_up if set_up else of_step), WANTED)
+        if alone is edits_only else None)  # fmt: skip
+    trials.try_changes(record, "structure", 0, 9.0, "a cause", launcher=Ranks(),
+                       progress=lambda _: None, edits_only=edits_only)  # fmt: skip
+    order = [of_set_up, of_step] if edits_only else [of_step, of_set_up]
+    assert asked == (order[:1] if right else order)
+    assert changed == ([] if edits_only else [1])
 
 
 def on_one_rank(*trials, wrong=True):

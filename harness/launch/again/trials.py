@@ -52,40 +52,55 @@ def try_changes(
     progress: Callable[[str], object],
     asked_s: float | None = None,
     alone: OnOneRank | None = None,
+    edits_only: bool = False,
 ) -> Tried:
     """What came of it lies in the record's directory. seconds: for all of it, so far as a few
     trials fit. said: of the cause. asked_s: so long instead, as who runs it asks for. alone: the
-    step on one rank, where many more are tried in the same time."""
+    step on one rank, where many more are tried in the same time. edits_only: the cause is known,
+    and not where in the code it is."""
     if asked_s is not None and asked_s < LEAST_S:
         return Tried()
     ended = alone.ended if alone is not None else None
     failed = ended if ended is not None and ended.fails else None
     trying, began = _Trying(record, launcher, progress), time.monotonic()
     by = began + (seconds if asked_s is None else asked_s)
-    # Half of what is asked for is left to edits, of which there are more.
-    first = max(seconds - START_S, LEAST_S) if asked_s is None else asked_s / 2
+    # What is asked for is shared with edits, of which there are more.
+    first = max(seconds - START_S, LEAST_S) if asked_s is None else asked_s / 3
     if failed is not None and failed.right:
         right = _looked_for(partial(asked_again, record, tier, step, failed.right, seconds=EDITS_S))
         if right is not None:
             trying.run(*right)
             if trying.is_known():
                 return Tried(made=True)
-    changes = _looked_for(partial(changes_to_try, record, tier, step, seconds=first, said=said))
-    if changes is not None:
-        trying.run(*changes)
-    if trying.is_known():
-        return Tried(made=True)
-    edits = _looked_for(partial(edited_to_try, record, tier, step, seconds=EDITS_S, said=said))
-    if edits is not None and failed is not None:
-        edits = _without(failed.wrong, *edits)
-    if edits is not None:
-        now = time.monotonic()
-        until = now + min(max(EDITS_S, by - now), MOST_EDITS_S) if asked_s is None else by
-        starts = MOST_STARTS if asked_s is None else max(MOST_STARTS, int(asked_s))
-        trying.run_again(*edits, until, starts)
-    every = [one for found in (changes, edits) if found is not None for one in found[0].changes]
-    left = len(trying.not_begun(every)) if trying.is_late and not trying.is_known() else 0
-    return Tried(made=bool(every), left=left)
+    every: list[Change] = []
+    if not edits_only:
+        looks = partial(changes_to_try, record, tier, step, seconds=first, said=said)
+        changes = _looked_for(looks)
+        if changes is not None:
+            trying.run(*changes)
+            every += changes[0].changes
+        if trying.is_known():
+            return Tried(made=True)
+    late = trying.is_late
+    for num, set_up in enumerate((True, False) if edits_only else (False, True)):
+        looks = partial(
+            edited_to_try, record, tier, step, seconds=EDITS_S, said=said, set_up=set_up,
+            alone=edits_only,
+        )  # fmt: skip
+        edits = _looked_for(looks)
+        if edits is not None and failed is not None:
+            edits = _without(failed.wrong, *edits)
+        if edits is not None:
+            now, soon = time.monotonic(), edits_only or set_up
+            of_all = EDITS_S if soon else min(max(EDITS_S, by - now), MOST_EDITS_S)
+            until = now + of_all if asked_s is None else by if num else (now + by) / 2
+            starts = MOST_STARTS if asked_s is None else max(MOST_STARTS, int(asked_s))
+            trying.run_again(*edits, until, starts)
+            every += edits[0].changes
+            late |= trying.is_late
+        if trying.is_known():
+            return Tried(made=True)
+    return Tried(made=bool(every), left=len(trying.not_begun(every)) if late else 0)
 
 
 def _without(changes: Set[Change], asked: Asked, values: Values) -> tuple[Asked, Values] | None:

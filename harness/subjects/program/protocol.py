@@ -46,13 +46,16 @@ def misspelled(program: Any) -> list[str]:
             for name, close in near.items() if close]  # fmt: skip
 
 
-def make_program(spec: str, topology: Topology, *, seed: int) -> Any:
+def make_program(spec: str, topology: Topology, *, seed: int, like: Any = None) -> Any:
     """The Program that a topology or `--workload` names. Raises UserError.
 
-    Its class is called with those of `options`, `seed` and `topology` that it takes.
+    Its class is called with those of `options`, `seed` and `topology` that it takes. like: a
+    Program that was made so, of whose class it is to be, as it is now; else its file is read anew.
     """
     where = topology.where(("workload",)) if spec == topology.workload else "--workload"
-    program = _make(find_class(spec, where), spec, topology, where, seed)
+    made = like._program if isinstance(like, FirstRows) else like
+    cls = find_class(spec, where) if made is None else type(made)
+    program = _make(cls, spec, topology, where, seed)
     return FirstRows(program, topology.rows) if topology.rows else program
 
 

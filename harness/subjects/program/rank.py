@@ -31,6 +31,7 @@ from sumgrad.subjects.program.placed.renamed import names_of_modules
 from sumgrad.subjects.program.tier_run import Result, TierRun
 from sumgrad.subjects.program.tried.trials import Agreement, Trials
 from sumgrad.subjects.program.watched.computations import computations_beside
+from sumgrad.subjects.program.watched.names_in_scope import NamesInScope
 from sumgrad.subjects.program.watched.uses import Uses
 from sumgrad.subjects.program.watched.watch import ModuleWatch
 from sumgrad.topology.pools import Topology
@@ -85,7 +86,8 @@ class Rank:
 
     def trace(self, job: RunSpec, tier: str, step: int) -> Trace:
         """What goes through the modules in one step, after those before it."""
-        run = TierRun(self._seat, job, tier, getattr(torch, job.tiers[tier]))
+        set_up, dtype = NamesInScope(), getattr(torch, job.tiers[tier])
+        run = TierRun(self._seat, job, tier, dtype, set_up.of_all_that_ends)
         try:
             exchanges = Exchanges(self.ledger, run.watch.observe)
             run.observe = exchanges.observe
@@ -112,7 +114,7 @@ class Rank:
                 own_lines=own.lines(),
                 uses=uses.taken(),
                 losses=tuple(losses.values),
-                computed=computed,
+                computed=replace(computed, set_up=set_up.found()),
                 exchanges=exchanges.found,
             )
         finally:

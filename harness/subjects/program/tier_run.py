@@ -6,7 +6,7 @@ The gradients are read where the step leaves them, on every rank, with no gather
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,10 +65,24 @@ Tensors = dict[str, Tensor]
 
 
 class TierRun:
-    """A Program built, distributed and stepped in one dtype."""
+    """A Program built, distributed and stepped in one dtype. watching: what is on while it is
+    distributed. like: another of the same, whose code it runs, as it is now."""
 
-    def __init__(self, seat: Seat, job: RunSpec, tier: str, dtype: torch.dtype) -> None:
+    program: Any
+    hash_of_batch: str
+
+    def __init__(
+        self,
+        seat: Seat,
+        job: RunSpec,
+        tier: str,
+        dtype: torch.dtype,
+        watching: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+        like: TierRun | None = None,
+    ) -> None:
+        self._like = None if like is None else like.program
         self.seat, self.job, self.tier, self.dtype = seat, job, tier, dtype
+        self._while_distributing = watching
         self.fault = find_program_fault(job.fault, job.workload) if job.fault else None
         self.rounded = coarsest(getattr(torch, d) for d in job.tiers.values())
         self.misbehaviour = (
@@ -89,7 +103,7 @@ class TierRun:
         """A fresh Program, and what its methods are told."""
         job, seat = self.job, self.seat
         workload = planted_class(job.workload, job.fault) if job.fault else job.workload
-        program = make_program(workload, job.topology, seed=job.seed)
+        program = make_program(workload, job.topology, seed=job.seed, like=self._like)
         ctx = make_context(
             job.topology, seat.rank, seat.meshes, dtype=dtype, seed=job.seed, device=seat.device
         )
@@ -119,6 +133,7 @@ class TierRun:
             self.seat.ledger.label(f"{SETUP}/distribute"),
             default_dtype(dtype),
             lifting(dtype, change=self.job.lift),
+            self._while_distributing(),
         ):
             given = program.distribute(model, ctx)
         if not isinstance(given, nn.Module):

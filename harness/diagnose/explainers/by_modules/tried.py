@@ -36,10 +36,13 @@ MOST_PLACES = 3
 def with_what_was_tried(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause that is not proved, behind what makes the step right. One that says by what leads
     where that is a factor, something less or an edit, and where it says the same."""
-    found = _said(case) if diagnosis.standing != "proved" else None
+    found = _said(case)
     if not found:
         return diagnosis
     (first, said) = found
+    if diagnosis.standing == "proved":  # it says what became of gradients; an edit, where
+        is_edit = first.edit is not None
+        return replace(diagnosis, because=(*said, *diagnosis.because)) if is_edit else diagnosis
     if diagnosis.kind in SAYS_BY_WHAT:
         return replace(diagnosis, because=(*diagnosis.because, *said))
     # An edit may go round what is wrong, as where all ranks do alike what one does otherwise, or
@@ -96,7 +99,7 @@ def _said(case: Case) -> tuple[Change, list[str]] | None:
     more = [o for o in others if _where(o, known[o]) != line and not o.also]
     return first, [
         f"{_in_words(first, known[first])}, every gradient of every rank would be right: the step "
-        f"was run so",
+        f"was {'distributed and run' if first.anew else 'run'} so",
         *(f"{_in_words(one, known[one])}, they would be, too" for one in more[:MOST_OTHERS]),
         f"of {len(trials)} such changes that were tried {sum(one.right for one in trials)} made "
         f"it right",

@@ -73,6 +73,22 @@ def first_wrong_elsewhere(look: Look, found: FirstWrong) -> dict[str, tuple[int,
     return out
 
 
+def met_first(look: Look, found: FirstWrong) -> FirstWrong:
+    """What these ranks meet first of all that is wrong, where it is the same on all of them: a rank
+    may run modules in another order than the single process does."""
+    first: dict[int, tuple[int, str]] = {}
+    for module in _wrong_modules(look):
+        for s in _wrong_calls(look, module):
+            if s.rank in found.ranks:
+                first[s.rank] = min(first.get(s.rank, (s.at, module)), (s.at, module))
+    modules = {module for _, module in first.values()}
+    if len(modules) != 1 or modules == {found.wrong}:
+        return found
+    (module,) = modules
+    seen = tuple(s for s in _wrong_calls(look, module) if s.rank in found.ranks)
+    return FirstWrong(wrong=module, seen=seen)
+
+
 def _wrong_modules(look: Look) -> list[str]:
     """But for those that are right again in what is made from them."""
     return [

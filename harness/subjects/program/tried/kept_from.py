@@ -25,9 +25,9 @@ class NotHere(OSError):
 
 
 @contextlib.contextmanager
-def kept_from_outside() -> Iterator[None]:
-    """Between `with` and its end. A file grows for nobody then, whatever writes into it; this
-    process's ledger must not."""
+def kept_from_outside(*, files_grow: bool = False) -> Iterator[None]:
+    """Between `with` and its end. A file grows for nobody then, whatever writes into it, and this
+    process's ledger must not; unless files_grow, as a store of ranks that make groups."""
     if not _HOOKED:
         _HOOKED.append(False)
         sys.addaudithook(_hook)  # for good: there is no way to take one back
@@ -35,7 +35,7 @@ def kept_from_outside() -> Iterator[None]:
     writer = torch._C.PyTorchFileWriter  # which opens files below Python
     try:
         torch._C.PyTorchFileWriter = _no_writer  # type: ignore[assignment, misc]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if files_grow else 0, hard))
         _HOOKED[0] = True
         yield
     finally:

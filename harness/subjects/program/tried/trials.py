@@ -10,10 +10,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from sumgrad.ledger.process_group import Interposer
 from sumgrad.record.trial import BEFORE, OF_COLLECTIVES, SUMMED, Asked, Change, Trial, Values
 from sumgrad.subjects.program.placed.placement import Placed
@@ -83,11 +85,28 @@ class Agreement:
         return self._over.exists()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Left:
+    """What steps left on this rank: their gradients, and where what they are of lies. whole: all
+    ranks together hold all of every parameter."""
+
+    grads: Sequence[Tensors]
+    placed: Sequence[Placed]
+    whole: bool = True
+
+
+def _left(run: TierRun, steps: Sequence[int], through: Interposer | None) -> _Left:
+    """A buffer that a step writes its gradients into holds the next step's after that."""
+    grads = [{n: g.clone() for n, g in run.bare_step(step, through).items()} for step in steps]
+    return _Left(grads=grads, placed=run.placement.placed)
+
+
 class Trials:
     """On one rank; all ranks make them together. agreement: of all of them."""
 
     def __init__(self, run: TierRun, asked: Asked, values: Values, agreement: Agreement) -> None:
         self._run, self._asked, self._agreement = run, asked, agreement
+        self._all_anew = any(change.anew for change in asked.changes)
         self._wanted = values.wanted
         self._failed = values.before.get(run.seat.rank, {})
         names = names_of_modules(run.model, run.modules, run.placement)
@@ -135,7 +154,7 @@ class Trials:
         """
         began, same = time.monotonic(), False
         with self._not_for_ever(LEAST_AS_IT_IS_S), contextlib.suppress(Exception):
-            held = self._steps(None)[-1]
+            held = self._steps(None).grads[-1]
             same = held.keys() == self._failed.keys() and all(
                 self._is_within(f"{self._asked.step}/{n}", grad, self._failed[n])
                 for n, grad in held.items()
@@ -150,7 +169,8 @@ class Trials:
         own: Told = "raised"  # as of a loss without a graph: on all ranks, or the others wait
         least = LEAST_S if change.edit is None else LEAST_EDITED_S  # of which more are tried
         with self._not_for_ever(least), contextlib.suppress(Exception):
-            own = "yes" if self._are_right(self._steps(change)) else "no"
+            left = self._steps(change)
+            own = "yes" if left.whole and self._are_right(left) else "no"
         if own != "raised":
             return self._agreement.of_all(own)
         patience = max(PATIENCE_EDITED_S, 2 * self._usual_s) if change.edit else PATIENCE_RAISED_S
@@ -173,8 +193,8 @@ class Trials:
         finally:
             done.set()
 
-    def _steps(self, change: Change | None) -> list[Tensors]:
-        """The gradients that each step leaves, up to the one that failed, all so changed."""
+    def _steps(self, change: Change | None) -> _Left:
+        """What each step leaves, up to the one that failed, all so changed."""
         least = MEETING_S if change is None or change.edit is None else MEETING_EDITED_S
         self._rendezvous.patience_s = max(least, MEETING_TIMES * self._usual_s)
         steps = range(self._asked.step + 1)
@@ -184,11 +204,39 @@ class Trials:
             self._changed(change) as otherwise,
         ):
             through = otherwise if rendezvous is None else rendezvous.before(otherwise)
-            # A buffer that a step writes its gradients into holds the next step's after that.
-            return [
-                {n: g.clone() for n, g in self._run.bare_step(step, through).items()}
-                for step in steps
-            ]
+            if not self._all_anew:
+                return _left(self._run, steps, through)
+            with self._as_in_a_step(through):
+                run = TierRun(self._run.seat, self._run.job, self._run.tier, self._run.dtype,
+                              like=self._run)  # fmt: skip
+            try:
+                run.stepped = True  # with the recorded weights, whatever it has left
+                left = _left(run, steps, through)
+            finally:
+                run.close()
+            with self._as_in_a_step(through):
+                return replace(left, whole=self._is_whole(run))
+
+    @contextlib.contextmanager
+    def _as_in_a_step(self, through: Interposer | None) -> Iterator[None]:
+        """Ranks that part do not wait for each other, either."""
+        ledger = self._run.seat.ledger
+        ledger.interpose, ledger.as_in_a_step = through, True
+        try:
+            yield
+        finally:
+            ledger.interpose, ledger.as_in_a_step = None, False
+
+    def _is_whole(self, run: TierRun) -> bool:
+        """Whether every element of every parameter is on some rank. All ranks ask."""
+        held = {name: torch.zeros(full.shape, dtype=torch.uint8) for name, full in run.base.items()}
+        known = not run.placement.unknown
+        for p in run.placement.placed if known else ():
+            one = held[p.name].flatten()
+            one[slice(None) if p.index is None else p.index.flatten().cpu()] = 1
+        every = torch.cat([one.flatten() for one in held.values()])
+        dist.all_reduce(every, dist.ReduceOp.MAX)
+        return bool(every.all())
 
     @contextlib.contextmanager
     def _changed(self, change: Change | None) -> Iterator[Interposer | None]:
@@ -200,7 +248,7 @@ class Trials:
             with (
                 self._functions.edited(change.edit, {SUMMED: self._summed, BEFORE: self._before}),
                 self._run.seat.ledger.unwritten(),
-                kept_from_outside(),
+                kept_from_outside(files_grow=change.anew),
             ):
                 yield None
             return
@@ -217,12 +265,12 @@ class Trials:
     def _before(self, value: Any, axis: str) -> Any:
         return summed_before(value, self._run.ctx.group(axis))
 
-    def _are_right(self, steps: Sequence[Tensors]) -> bool:
+    def _are_right(self, left: _Left) -> bool:
         """No gradient is zero."""
         return all(
             self._is_right(p, f"{step}/{p.name}", grads.get(p.name))
-            for step, grads in enumerate(steps)
-            for p in self._run.placement.placed
+            for step, grads in enumerate(left.grads)
+            for p in left.placed
         )
 
     def _is_within(self, key: str, got: Tensor, was: Tensor) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -15,7 +17,8 @@ SELF = "self"
 
 
 class NamesInScope:
-    """Read where a line of a function calls something, once for each of its lines."""
+    """Read where a line of a function calls something, or where a function ends, once for each of
+    its lines."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[CodeType, int]] = set()
@@ -32,6 +35,21 @@ class NamesInScope:
                 if is_users(name) and not name.startswith("<") and not is_librarys(name):
                     self._see(at)
             at = at.f_back
+
+    @contextlib.contextmanager
+    def of_all_that_ends(self) -> Iterator[None]:
+        """Every function of a user's that ends between `with` and its end, on this thread."""
+
+        def seen(frame: FrameType, event: str, _: object) -> None:
+            if event == "return" and is_users(frame.f_code.co_filename):
+                self.see(frame)
+
+        before = sys.getprofile()
+        sys.setprofile(seen)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
 
     def _see(self, frame: FrameType) -> None:
         known = self._of.setdefault(within(frame), {})

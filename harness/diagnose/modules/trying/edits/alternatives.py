@@ -16,6 +16,9 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     with_part,
 )
 
+ONCE = {"reversed", "map", "filter", "zip", "iter", "enumerate", "parameters", "named_parameters"}
+TAKES_ALL = {"list", "tuple", "set", "dict", "sorted", "sum", "max", "min", "any", "all", "zip",
+             "enumerate", "map", "filter", "join", "extend", "next"}  # fmt: skip
 OF_ALL = {"world_size": "axes", "rank": "coords"}  # of all ranks, of those along an axis
 
 
@@ -45,6 +48,17 @@ def _of_a_division(node: ast.BinOp, text: Text) -> Iterator[str]:
 
 def _of_a_call(node: ast.Call, text: Text) -> Iterator[str]:
     name = name_called(node)
+    if name == "groupby" and node.args:  # of what is not sorted, one group may come again
+        by = [*map(text, node.args[1:]), *map(text, node.keywords)]
+        key = ", ".join(one if one.startswith("key=") else f"key={one}" for one in by)
+        in_order = f"sorted({text(node.args[0])}{', ' if key else ''}{key})"
+        yield f"{text(node.func)}({', '.join([in_order, *by])})"
+    for given in node.args if name not in TAKES_ALL else ():
+        if is_used_up(given):
+            every = [kept_in_full(a, text) if a is given else text(a) for a in node.args]
+            yield f"{text(node.func)}({', '.join([*every, *map(text, node.keywords)])})"
+    if name == "sorted" and len(node.args) == 1 and not node.keywords:
+        yield f"list({text(node.args[0])})"
     if name == "pop" and len(node.args) < 2 and not node.keywords:
         yield f"{text(node.func)}({'' if node.args else '0'})"
     if name == "zip" and len(node.args) == 2 and all(map(may_be_turned, node.args)):
@@ -52,6 +66,20 @@ def _of_a_call(node: ast.Call, text: Text) -> Iterator[str]:
         rest = "".join(f", {text(keyword)}" for keyword in node.keywords)
         yield f"zip(reversed(list({one})), {two}{rest})"
         yield f"zip({one}, reversed(list({two})){rest})"
+
+
+def is_used_up(node: ast.expr) -> bool:
+    """Whether what it gives is gone after one loop over it."""
+    return isinstance(node, ast.GeneratorExp) or (
+        isinstance(node, ast.Call) and name_called(node) in ONCE
+    )
+
+
+def kept_in_full(node: ast.expr, text: Text) -> str:
+    """The same for any number of loops."""
+    own = text(node)
+    in_brackets = isinstance(node, ast.GeneratorExp) and not own.startswith("(")
+    return f"list(({own}))" if in_brackets else f"list({own})"
 
 
 def may_be_turned(node: ast.expr) -> bool:
@@ -74,11 +102,29 @@ def _of_an_index(
         return
     if isinstance(at, ast.Name) and is_index(at):
         yield f"{base}[{text(at)}.argsort()]"
-    for num, part in enumerate(parts_of(node)):
+    parts = parts_of(node)
+    cut = [isinstance(part, ast.Constant) and part.value is ... for part in parts]
+    for num, part in enumerate(parts):
         plain = isinstance(part, ast.Slice) and part.step is None
+        dim = num - len(parts) if any(cut[:num]) else num
         others = _other_slices(part, text) if isinstance(part, ast.Slice) and plain else ()
-        for other in (*others, *other_ends(part, text)):
+        counted = _counted_from_the_front(part, base, dim, text) if plain else ()
+        for other in (*counted, *others, *other_ends(part, text)):
             yield with_part(node, num, other, text)
+
+
+def _counted_from_the_front(part: ast.expr, base: str, dim: int, text: Text) -> Iterator[str]:
+    """`x[-n:]` as `x[len(x) - n:]`, and `x[:-n]` so: where n is zero the one is all, the other
+    nothing."""
+    if not isinstance(part, ast.Slice) or (part.lower is None) == (part.upper is None):
+        return
+    bound = part.upper if part.lower is None else part.lower
+    if isinstance(bound, ast.UnaryOp) and isinstance(bound.op, ast.USub):
+        if isinstance(bound.operand, ast.Constant):
+            return
+        size = f"{base}.shape[{dim}]" if dim else f"len({base})"
+        at = f"{size} - {as_one(bound.operand, text)}"
+        yield f":{at}" if part.lower is None else f"{at}:"
 
 
 def _other_slices(part: ast.Slice, text: Text) -> Iterator[str]:

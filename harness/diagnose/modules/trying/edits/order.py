@@ -9,7 +9,7 @@ import ast
 import contextlib
 import re
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import islice
 from pathlib import PurePath
@@ -38,12 +38,14 @@ def edits_to_try(
     said: str,
     suspicion: Mapping[str, Soon],
     feeding: Set[str] = frozenset(),
+    taken: Callable[[Edit], bool] = lambda _: True,
 ) -> list[Edit]:
     """Those to try first at the front. texts: of files, by path. names: of each function that a
     rank runs, `PATH:10 NAME`, of what kind is what stands under a name in it. single: functions
     that the single process runs, too, of which those alone are tried that the cause names. said: of
     the cause. suspicion: by line, `PATH:12`, the smaller, the sooner it is tried, and of equals
-    where in the step it is. feeding: functions that made what lines take that the cause names."""
+    where in the step it is. feeding: functions that made what lines take that the cause names.
+    taken: which of the edits are."""
     named = {int(line) for line in re.findall(r":(\d+)\b", said)}
     trees = {}
     for file, text in texts.items():
@@ -66,7 +68,8 @@ def edits_to_try(
         if file not in of_files or (function in single and not own):
             continue
         near = bool(own) or function in feeding or _name_of(function) in called
-        for soon, edit in of_files[file].in_function(first, kinds):
+        every = of_files[file].in_function(first, kinds)
+        for soon, edit in ((soon, edit) for soon, edit in every if taken(edit)):
             at = range(edit.start[0], edit.end[0] + 1)
             suspect, place_in_step = min(suspicion.get(f"{file}:{line}", UNKNOWN) for line in at)
             later = 0 if not own.isdisjoint(at) else LATER + suspect + (0 if near else LATER)

@@ -11,7 +11,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from sumgrad.diagnose.modules.trying.edits.alternatives import alternatives, may_be_turned
+from sumgrad.diagnose.modules.trying.edits.alternatives import (
+    alternatives,
+    is_used_up,
+    kept_in_full,
+    may_be_turned,
+)
+from sumgrad.diagnose.modules.trying.edits.factors import of_terms, of_what_is_returned
 from sumgrad.diagnose.modules.trying.edits.layouts import laid_out_otherwise
 from sumgrad.diagnose.modules.trying.edits.left_out import left_out, options_of
 from sumgrad.diagnose.modules.trying.edits.names import cloned, renamed_throughout, two_exchanged
@@ -131,11 +137,19 @@ class Edits:
         may_be = lambda node: self._may_be_tensor(node, names)  # noqa: E731
         for node, new in left_out(function, self._source.of_node, self._switches, may_be):
             yield from self._instead(FIRST, node, new)
+        text = self._source.of_node
+        returned = of_what_is_returned(function, text, kinds) if of_a_backward else ()
+        for node, new in (*returned, *of_terms(function, text)):
+            yield from self._instead(LATER, node, new, sure=False)
         for body in bodies(function):
             for at, statement in enumerate(body):
                 if makes_groups(statement):
                     continue
                 yield from self._of_statement(statement, names)
+                given = statement.value if isinstance(statement, ast.Assign | ast.Return) else None
+                if given is not None and is_used_up(given):
+                    kept = kept_in_full(given, self._source.of_node)
+                    yield from self._instead(NEXT, given, kept)
                 if at + 1 < len(body):
                     yield from self._exchanged(statement, body[at + 1])
                 of_shapes = _of_shapes(statement)
