@@ -26,6 +26,7 @@ from sumgrad.diagnose.explainers.by_modules.forwards.settings import with_settin
 from sumgrad.diagnose.explainers.by_modules.in_code import recomputed, run_again
 from sumgrad.diagnose.explainers.by_modules.in_code.branches import with_branches
 from sumgrad.diagnose.explainers.by_modules.in_code.computed import with_the_line
+from sumgrad.diagnose.explainers.by_modules.in_code.left_undone import with_what_is_left_undone
 from sumgrad.diagnose.explainers.by_modules.in_code.written_over import with_what_was_written_over
 from sumgrad.diagnose.explainers.by_modules.in_code.wrong_later import with_the_turn
 from sumgrad.diagnose.explainers.by_modules.rows import paired, put_together, rows_used
@@ -125,5 +126,6 @@ BESIDE_A_CAUSE: tuple[Callable[[Case, Diagnosis], Diagnosis], ...] = (
     with_what_was_written_over,
     with_settings,
     with_branches,
+    with_what_is_left_undone,
     with_rows_looked_up,
 )

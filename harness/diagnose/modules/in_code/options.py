@@ -1,11 +1,13 @@
-"""Losses of torch's that a rank calls with other options than the single process does.
+"""Functions of torch's that a rank calls with other options than the single process does.
 
-Another reduction is no fault by itself: who divides afterwards may do so. Beside a loss that is
-wrong it says what to look at first.
+Another reduction of a loss is no fault by itself: who divides afterwards may do so. Beside a loss
+that is wrong it says what to look at first. Of other functions those options alone are compared
+that say how: a switch, a word.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -19,6 +21,11 @@ LOSSES = {
     "gaussian_nll_loss", "poisson_nll_loss", "ctc_loss", "cosine_embedding_loss",
     "margin_ranking_loss", "hinge_embedding_loss", "soft_margin_loss", "triplet_margin_loss",
 }  # fmt: skip
+
+SAYS_HOW = re.compile(r"True|False|'[a-z_]+'")
+# Options that change no number, or that are meant to be others where shapes are.
+NO_NUMBERS = {"inplace", "sparse", "keepdim", "copy", "non_blocking", "training", "requires_grad",
+              "memory_format", "is_causal", "reduction"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,22 @@ def other_options(mine: Computed, whole: Computed) -> Iterator[OtherOption]:
             sizes = _is_a_size(own[key], shapes[0]) and _is_a_size(theirs[key], shapes[1])
             if own[key] != theirs[key] and not sizes:
                 yield OtherOption(mine=c, now=own[key], was=theirs[key])
+
+
+def unlike_options(mine: Computed, whole: Computed) -> Iterator[OtherOption]:
+    """In the order of the rank, of functions that are no losses: an option that all calls of the
+    same function have in the single process, and that has another value there."""
+    there: dict[tuple[str, str], set[str]] = {}
+    for c in whole.computations:
+        for key, word in _options(c).items():
+            there.setdefault((c.function, key), set()).add(word)
+    for c in mine.computations if there else ():
+        for key, word in _options(c).items() if c.function not in LOSSES else ():
+            its = there.get((c.function, key), set())
+            if len(its) == 1 and word not in its and key not in NO_NUMBERS:
+                (was,) = its
+                if all(SAYS_HOW.fullmatch(one.partition("=")[2]) for one in (word, was)):
+                    yield OtherOption(mine=c, now=word, was=was)
 
 
 def _options(c: Computation) -> Mapping[str, str]:

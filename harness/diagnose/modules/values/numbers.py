@@ -93,6 +93,16 @@ class Numbers:
     def unknown(self, value: Tensor) -> int | None:
         """How many of its different numbers, of up to MOST_ASKED, are none of any value here; None
         where they are too few to tell anything."""
+        found = self._unknown(value)
+        return None if found is None else int(found.sum())
+
+    def share_unknown(self, value: Tensor) -> float | None:
+        """The same of each that is asked for, 0 to 1."""
+        found = self._unknown(value)
+        return None if found is None else float(found.double().mean())
+
+    def _unknown(self, value: Tensor) -> Tensor | None:
+        """(n,) bool: of its different numbers."""
         if value.dtype != torch.float64:
             return None
         flat = value.reshape(-1)
@@ -101,7 +111,7 @@ class Numbers:
             return None
         width = CLOSE * sample.abs()
         low = torch.searchsorted(self._numbers, sample - width)
-        return int((low == torch.searchsorted(self._numbers, sample + width, right=True)).sum())
+        return low == torch.searchsorted(self._numbers, sample + width, right=True)
 
     def has_all(self, value: Tensor, number: int) -> bool:
         found = self._ranges(value, number)

@@ -1,0 +1,130 @@
+"""What the single process computes from numbers that the ranks have, too, and no rank does: it
+gives what no rank has, nor anything that is made of it; it masks or clamps what no rank does; it
+calls a loss or an activation where the ranks call another.
+
+By value alone, in float64, where equal numbers are no chance. What the ranks compute in another way
+comes to the same in the end, and is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from sumgrad.diagnose.modules.in_code.options import LOSSES
+from sumgrad.diagnose.modules.values.numbers import Numbers
+from sumgrad.record.computed import LARGE, MODULE, Computation, Computed
+
+MOST, FEW = 0.9, 0.1  # of a value's numbers that no rank has: it is lacking; it is there
+State = Literal["there", "lacking", "untold"]
+# Functions that leave most numbers as they are, and what may be called in their place.
+MASKING = {"clamp", "clamp_min", "clamp_max", "masked_fill", "relu", "tril", "triu", "hardtanh"}
+MASKS = MASKING | {"where", "mul", "maximum", "minimum", "threshold", "leaky_relu", "setitem",
+                   "index_fill", "masked_scatter"}  # fmt: skip
+ACTIVATIONS = {"gelu", "silu", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "tanh",
+               "sigmoid", "softplus", "mish", "hardswish", "hardsigmoid", "logsigmoid"}  # fmt: skip
+NORMS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
+FAMILIES = (LOSSES, ACTIVATIONS, NORMS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InPlace:
+    """A rank's call `mine` takes what in the single process `its` takes, another function."""
+
+    rank: int
+    mine: Computation
+    its: Computation
+
+
+def left_undone(ranks: Sequence[Computed], whole: Computed) -> list[Computation]:
+    """Of the single process, in its order, what gives what is nowhere on a rank; nothing where not
+    all numbers were kept."""
+    if any(map(_is_in_part, (*ranks, whole))):
+        return []
+    held = Numbers([value for computed in ranks for value in computed.values])
+    states = [_state(held.share_unknown(value)) for value in whole.values]
+    comes_right = _coming_right(whole, states)
+    return [c for c in whole.computations if _is_first(c, states, comes_right)]
+
+
+def left_unmasked(ranks: Sequence[Computed], whole: Computed) -> list[Computation]:
+    """Of the single process, what changes some numbers of something and leaves the others, where
+    ranks have that and no rank does so to it."""
+    if any(map(_is_in_part, (*ranks, whole))):
+        return []
+    asked = [c for c in whole.computations if c.function in MASKING and _changes(c, whole)]
+    if not asked:
+        return []
+    numbers, there, masked = Numbers(whole.values), set[int](), set[int]()
+    for computed in ranks:
+        for c in computed.computations:
+            for take in c.takes:
+                if isinstance(take, int):
+                    its = numbers.holding(computed.values[take])
+                    there |= its
+                    masked |= its if c.function in MASKS else set()
+    return [c for c in asked if c.takes[0] in there - masked]
+
+
+def other_functions(ranks: Sequence[Computed], whole: Computed) -> Iterator[InPlace]:
+    """Losses, activations and norms of the ranks where the single process calls another one, which
+    no rank calls there."""
+    numbers = Numbers(whole.values)
+    for family in FAMILIES:
+        its: dict[int, list[Computation]] = {}
+        for c in whole.computations:
+            if c.function in family and isinstance(c.takes[0] if c.takes else "", int):
+                its.setdefault(int(c.takes[0]), []).append(c)
+        found, called = list[InPlace](), set[tuple[int, str]]()
+        for rank, computed in enumerate(ranks):
+            for c in computed.computations:
+                if c.function in family and isinstance(c.takes[0] if c.takes else "", int):
+                    held = numbers.holding(computed.values[int(c.takes[0])]) & its.keys()
+                    called |= {(number, c.function) for number in held}
+                    there = [w for number in sorted(held) for w in its[number]]
+                    if there and c.function not in {w.function for w in there}:
+                        found.append(InPlace(rank=rank, mine=c, its=there[0]))
+        yield from (one for one in found if (int(one.its.takes[0]), one.its.function) not in called)
+
+
+def _is_in_part(computed: Computed) -> bool:
+    takes = (take for c in computed.computations for take in c.takes)
+    return any(isinstance(take, str) and take.startswith(LARGE) for take in takes)
+
+
+def _state(unknown: float | None) -> State:
+    if unknown is None or FEW <= unknown <= MOST:
+        return "untold"
+    return "there" if unknown < FEW else "lacking"
+
+
+def _coming_right(whole: Computed, states: Sequence[State]) -> set[int]:
+    """Numbers of values of which something is made that is there."""
+    found = set[int]()
+    for c in reversed(whole.computations):
+        if any(states[n] == "there" or n in found for n in c.gives):
+            found.update(c.uses)
+    return found
+
+
+def _is_first(c: Computation, states: Sequence[State], comes_right: set[int]) -> bool:
+    taken = [states[take] for take in c.takes if isinstance(take, int)]
+    return (
+        bool(c.gives)
+        and not c.function.startswith(MODULE)
+        and all(states[n] == "lacking" and n not in comes_right for n in c.gives)
+        and "there" in taken
+        and "lacking" not in taken
+    )
+
+
+def _changes(c: Computation, whole: Computed) -> bool:
+    """Whether it makes some numbers of a tensor others."""
+    if len(c.gives) != 1 or not c.takes or not isinstance(c.takes[0], int):
+        return False
+    taken, given = whole.values[c.takes[0]], whole.values[c.gives[0]]
+    if taken.shape != given.shape or taken.dtype != given.dtype:
+        return False
+    return not torch.equal(taken, given)
