@@ -79,6 +79,7 @@ def look_at(traces: Traces, dtype: str, groups: Groups) -> Look:
         m: [unless_used_inside(_unless_stage(s, seen, traces, modules), traces) for s in found]
         for m, found in seen.items()
     }
+    seen = {m: _unless_not_used(found) for m, found in seen.items()}
     paths = paths_of(modules, traces.single.takes)
     seen = with_rows_of_others(seen, traces, whole, paths)
     seen = with_vectors_of_several_calls(seen, traces, whole, tolerance)
@@ -166,6 +167,18 @@ def _is_lacking(module: str, seen: Sequence[Seen], whole: Mapping[tuple[str, int
         if not bool(own.any() | mine_of_it.any()):
             return True  # a whole pass
     return bool((used & ~held).any())
+
+
+def _unless_not_used(found: Sequence[Seen]) -> list[Seen]:
+    """Of several outputs, nothing is told by those that no gradient reaches on any rank, where one
+    reaches others: as of a loss that a model gives besides, and the step computes itself."""
+    reached = {s.call.part for s in found if s.call.operation_back is not None}
+    return [
+        replace(s, forward="untold", wrong=None)
+        if reached and s.call.part not in reached and s.forward == "wrong"
+        else s
+        for s in found
+    ]
 
 
 def _unless_stage(

@@ -88,7 +88,7 @@ class Agreement:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Left:
     """What steps left on this rank: their gradients, and where what they are of lies. whole: all
-    ranks together hold all of every parameter."""
+    ranks together hold all of every parameter, and this one as much as without the change."""
 
     grads: Sequence[Tensors]
     placed: Sequence[Placed]
@@ -99,6 +99,11 @@ def _left(run: TierRun, steps: Sequence[int], through: Interposer | None) -> _Le
     """A buffer that a step writes its gradients into holds the next step's after that."""
     grads = [{n: g.clone() for n, g in run.bare_step(step, through).items()} for step in steps]
     return _Left(grads=grads, placed=run.placement.placed)
+
+
+def _num_held(placed: Sequence[Placed]) -> int:
+    """Elements of parameters on this rank."""
+    return sum(p.local().numel() for p in placed)
 
 
 class Trials:
@@ -228,7 +233,9 @@ class Trials:
             ledger.interpose, ledger.as_in_a_step = None, False
 
     def _is_whole(self, run: TierRun) -> bool:
-        """Whether every element of every parameter is on some rank. All ranks ask."""
+        """Whether every element of every parameter is on some rank, and this one has no more and
+        no fewer than before: who leaves a model whole goes round all that is wrong in its parts.
+        All ranks ask."""
         held = {name: torch.zeros(full.shape, dtype=torch.uint8) for name, full in run.base.items()}
         known = not run.placement.unknown
         for p in run.placement.placed if known else ():
@@ -236,7 +243,8 @@ class Trials:
             one[slice(None) if p.index is None else p.index.flatten().cpu()] = 1
         every = torch.cat([one.flatten() for one in held.values()])
         dist.all_reduce(every, dist.ReduceOp.MAX)
-        return bool(every.all())
+        usual = _num_held(self._run.placement.placed)
+        return bool(every.all()) and _num_held(run.placement.placed) == usual
 
     @contextlib.contextmanager
     def _changed(self, change: Change | None) -> Iterator[Interposer | None]:

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
-from sumgrad.base.files import is_librarys
 from sumgrad.subjects.program.watched.frames import within
-from sumgrad.subjects.users_line import is_users
+from sumgrad.subjects.users_line import is_of_users_own
 from torch import Tensor, nn
 
 SELF = "self"
@@ -31,8 +30,7 @@ class NamesInScope:
             key = at.f_code, at.f_lineno
             if key not in self._seen:
                 self._seen.add(key)
-                name = at.f_code.co_filename
-                if is_users(name) and not name.startswith("<") and not is_librarys(name):
+                if is_of_users_own(at.f_code.co_filename):
                     self._see(at)
             at = at.f_back
 
@@ -40,8 +38,15 @@ class NamesInScope:
     def of_all_that_ends(self) -> Iterator[None]:
         """Every function of a user's that ends between `with` and its end, on this thread."""
 
+        asked: dict[CodeType, bool] = {}
+
         def seen(frame: FrameType, event: str, _: object) -> None:
-            if event == "return" and is_users(frame.f_code.co_filename):
+            if event != "return":
+                return
+            code = frame.f_code
+            if code not in asked:
+                asked[code] = is_of_users_own(code.co_filename)
+            if asked[code]:
                 self.see(frame)
 
         before = sys.getprofile()

@@ -161,19 +161,25 @@ def by_group(
     """Every micro-batch is there once, from the ranks of a group that is not the same for all."""
     groups: dict[int, set[tuple[int, ...]]] = {}
     common = _common_weight(parts)
+    made: dict[int, set[int]] = {}
+    for part in parts:
+        made.setdefault(part.number, set()).update(part.ranks)
+    differ = False
     for counted in found:
         there: dict[int, list[int]] = {}
         for part, often in zip(parts, counted.often, strict=True):
             if min(abs(often * common), abs(often * common - 1)) > CLOSE:
                 return "", None
             there.setdefault(part.number, []).extend(part.ranks if abs(often) > CLOSE else ())
+        every = {rank for ranks in there.values() for rank in ranks}
         for number, ranks in there.items():
             groups.setdefault(number, set()).add(tuple(sorted(ranks)))
+            differ |= {*ranks} != every & made[number]
     numbers: dict[str, list[int]] = {}
     for number, sets in groups.items():
         shown = " and over ".join(f"rank {spans(list(ranks))}" for ranks in sorted(sets) if ranks)
         numbers.setdefault(shown, []).append(number)
-    if len(numbers) < 2 or "" in numbers:
+    if len(numbers) < 2 or "" in numbers or not differ:  # some ranks have fewer micro-batches
         return "", None
     told = [f"micro-batch {spans(sorted(n))} over {where}" for where, n in numbers.items()]
     text = f"{some_of(list(names))} is not reduced over the same ranks each time"

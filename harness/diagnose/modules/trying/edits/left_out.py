@@ -1,5 +1,6 @@
 """What a function may have left out, or done once too often: a factor that another term of a sum
-has, an option that stays at its default, a function of what is what it gives already.
+has, an option that stays at its default, a function of what is what it gives already, a list of its
+own in place of one that all calls or all objects of a class share.
 
 In: a function of a user's file. Out: expressions in it, and what each may have been meant to be.
 """
@@ -7,7 +8,7 @@ In: a function of a user's file. Out: expressions in it, and what each may have 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sumgrad.diagnose.modules.trying.edits.source import (
     SIMPLE,
@@ -34,6 +35,8 @@ OPTIONS = {"scatter_reduce": "include_self=False", "scatter_reduce_": "include_s
            "solve_triangular": "unitriangular=True",
            "triplet_margin_loss": "swap=True"}  # fmt: skip
 Meant = tuple[ast.expr, str]
+MUTABLE = (ast.List, ast.Dict, ast.Set)
+MAKES_MUTABLE = {"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter"}
 
 
 def options_of(tree: ast.AST) -> Mapping[str, Mapping[str, bool]]:
@@ -55,6 +58,44 @@ def options_of(tree: ast.AST) -> Mapping[str, Mapping[str, bool]]:
             if switches:
                 found.setdefault(one.name, {}).update(switches)
     return found
+
+
+def shared_by_all(tree: ast.AST) -> Mapping[Function, Sequence[tuple[str, ast.expr]]]:
+    """By function what may be put under a name first in it, so that it is no other's: of an
+    `__init__` what stands in its class, of others what an argument is by default."""
+    found: dict[Function, list[tuple[str, ast.expr]]] = {}
+    for one in ast.walk(tree):
+        if isinstance(one, ast.ClassDef):
+            held = [(f"self.{name}", value) for name, value in map(_put, one.body)
+                    if value is not None and _is_mutable(value)]  # fmt: skip
+            for function in one.body if held else ():
+                if isinstance(function, Function) and function.name == "__init__":
+                    found.setdefault(function, []).extend(held)
+        elif isinstance(one, Function):
+            by_place = [*one.args.posonlyargs, *one.args.args]
+            pairs = [
+                *zip(reversed(by_place), reversed(one.args.defaults), strict=False),
+                *zip(one.args.kwonlyargs, one.args.kw_defaults, strict=True),
+            ]
+            own = [(arg.arg, value) for arg, value in pairs
+                   if value is not None and _is_mutable(value)]  # fmt: skip
+            if own:
+                found.setdefault(one, []).extend(own)
+    return found
+
+
+def _put(statement: ast.stmt) -> tuple[str, ast.expr | None]:
+    """A name and what is put under it; no value where it is anything else."""
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        return statement.target.id, statement.value
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id, statement.value
+    return "", None
+
+
+def _is_mutable(node: ast.expr) -> bool:
+    made = isinstance(node, ast.Call) and name_called(node) in MAKES_MUTABLE
+    return made or isinstance(node, MUTABLE)
 
 
 def left_out(

@@ -19,7 +19,7 @@ from sumgrad.diagnose.modules.trying.edits.alternatives import (
 )
 from sumgrad.diagnose.modules.trying.edits.factors import of_terms, of_what_is_returned
 from sumgrad.diagnose.modules.trying.edits.layouts import laid_out_otherwise
-from sumgrad.diagnose.modules.trying.edits.left_out import left_out, options_of
+from sumgrad.diagnose.modules.trying.edits.left_out import left_out, options_of, shared_by_all
 from sumgrad.diagnose.modules.trying.edits.names import cloned, renamed_throughout, two_exchanged
 from sumgrad.diagnose.modules.trying.edits.nesting import MODULES, otherwise_nested
 from sumgrad.diagnose.modules.trying.edits.offsets import begun_after_others
@@ -59,6 +59,7 @@ NO_WRAPPERS = {"range", "len", "isinstance", "print", "super", "zip", "enumerate
                "append", "extend", "max", "min", "backward", "items", "keys", "values",
                "parameters", "named_parameters", "contiguous", "item", "tolist", "group",
                "split", "tensor_split", "chunk", "unbind", "size", "new_group"}  # fmt: skip
+PLAIN = {"bool", "int", "float", "str", "NoneType"}
 SHAPES_ONLY = {"keepdim", "dtype", "device", "memory_format"}  # another of these is no other number
 OF_RANKS = r"rank|coord|stage|first|last|peer|axes|group"
 OWN_RANK = r"rank|coord"
@@ -94,6 +95,7 @@ class Edits:
         self._functions: dict[int, Function] = {}
         tree = ast.parse(text)
         self._of_functions, self._switches = of_functions(tree), options_of(tree)
+        self._shared = shared_by_all(tree)
         for node in ast.walk(tree):
             if isinstance(node, Function):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -134,6 +136,7 @@ class Edits:
         names = _Names(kinds, first_made(function), frozenset(unread_names(function)))
         renamed = renamed_throughout(function, self._source, dict(kinds), names.made)
         yield from ((LAST, edit) for edit in renamed)
+        yield from self._of_its_own(function)
         may_be = lambda node: self._may_be_tensor(node, names)  # noqa: E731
         for node, new in left_out(function, self._source.of_node, self._switches, may_be):
             yield from self._instead(FIRST, node, new)
@@ -165,6 +168,17 @@ class Edits:
                 exchanged = two_exchanged(statement, self._source, kinds, self._axes)
                 yield from ((NEXT, edit) for edit in exchanged)
                 yield from ((NEXT, edit) for edit in cloned(statement, self._source, kinds))
+
+    def _of_its_own(self, function: Function) -> Iterator[Found]:
+        """What all share, made anew at its beginning."""
+        text = self._source.of_node
+        body = [
+            one for one in function.body if not isinstance(getattr(one, "value", 0), ast.Constant)
+        ]
+        if body and isinstance(body[0], SIMPLE):
+            for name, value in self._shared.get(function, ()):
+                made = f"{name} = {text(value)}; {text(body[0])}"
+                yield from self._instead(FIRST, body[0], made)
 
     def _between(
         self,
@@ -378,6 +392,7 @@ class Edits:
         elif taken is not None and self._may_be_tensor(taken, names):
             yield from self._instead(NEXT, node, text(taken), sure=False)
         yield from self._without_each(node)
+        yield from self._turned_or_left_out(node, names)
         for other in OTHER_FUNCTIONS.get(name, ()):
             called = span(function)[1]
             start = called[0], called[1] - len(name.encode())
@@ -389,6 +404,18 @@ class Edits:
         unknown = "" if isinstance(node, ast.Name) else "tensor"
         kind = names.kinds.get(self._source.of_node(node), unknown)
         return kind.startswith(("tensor", "list", "tuple", "float", "int"))
+
+    def _turned_or_left_out(self, node: ast.Call, names: _Names) -> Iterator[Found]:
+        """Switches that it is given by their places, the other way; its last argument, where that
+        is a number or a switch, not given."""
+        text = self._source.of_node
+        kinds = [names.kinds.get(text(one), "") for one in node.args]
+        for one, kind in zip(node.args, kinds, strict=True):
+            if kind == "bool":
+                yield from self._instead(NEXT, one, f"not {self._as_one(one)}")
+        if len(node.args) > 1 and (kinds[-1] in PLAIN or isinstance(node.args[-1], ast.Constant)):
+            given = ", ".join([*map(text, node.args[:-1]), *map(text, node.keywords)])
+            yield from self._instead(LATER, node, f"{text(node.func)}({given})", sure=False)
 
     def _without_each(self, node: ast.Call) -> Iterator[Found]:
         for keyword in node.keywords:
