@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 MAX_NAMED = 3
+IN_WORKERS = " in another process, as a DataLoader's workers are,"  # behind a line that draws
 SETUP = "setup"  # ledger label of what a launcher does before the first step
 Status = Literal["ok", "raised", "killed", "timed_out", "missing"]
 

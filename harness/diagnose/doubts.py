@@ -41,12 +41,31 @@ def _other_function(
     single run's. A cause that is proved all the same stays a FAIL."""
     why = {(tier, step): text for tier, step, text in reversed(list(_not_the_same(record)))}
     failed = [d for d in diffs if d.status == "fail" and (d.tier, d.step) in why and d.comparable]
+    failed = [d for d in failed if not _is_unlike_on_replicas(record, d)]
     if not failed:
         return diffs
     compared = Compared(record=record, diffs=diffs, again=(), mismatches=())
     if any(c.standing == "proved" for c in diagnose(compared, clean=clean).causes):
         return diffs
     return _unknown(diffs, {id(d): why[d.tier, d.step] for d in failed})
+
+
+def _is_unlike_on_replicas(record: Record, d: TensorDiff) -> bool:
+    """Whether another rank that holds all of it, too, has another gradient when its optimizer
+    steps: whatever they drew, they part for good."""
+    at, own = (d.tier, d.step), record.ranks[d.rank]
+    mine = own.grads.get(at, {}).get(d.name)
+    if mine is None or own.index_of(d.tier, d.name) is not None:
+        return False
+    others = (held for rank, held in record.ranks.items() if rank != d.rank)
+    theirs = [held.grads.get(at, {}).get(d.name) for held in others
+              if held.index_of(d.tier, d.name) is None]  # fmt: skip
+    return any(
+        other is not None
+        and other.shape == mine.shape
+        and float((other.double() - mine.double()).abs().max()) > 2 * d.threshold
+        for other in theirs
+    )
 
 
 def _not_the_same(record: Record) -> Iterator[tuple[str, int, str]]:

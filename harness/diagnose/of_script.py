@@ -12,6 +12,7 @@ from sumgrad.diagnose.fit import as_fraction
 from sumgrad.judge.checks.rescaled import hidden_factors
 from sumgrad.judge.checks.script import (
     OtherRows,
+    are_made_equal,
     changed_between,
     left_behind,
     other_rows,
@@ -67,7 +68,7 @@ def _apart(record: Record) -> list[str]:
 
 def _unlike_start(compared: Compared) -> Diagnosis | None:
     start = unlike_starts(compared.record)
-    if start is None:
+    if start is None or are_made_equal(compared.record, start):
         return None
     return Diagnosis(
         cause=f"the replicas do not start equal: {start.text}",

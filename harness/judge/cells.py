@@ -17,6 +17,10 @@ from sumgrad.record.ranks import At
 from sumgrad.record.reference import Reference
 from torch import Tensor
 
+NEVER = (
+    "an optimizer has it, no step that was looked at gives it a gradient, and no wrapper of "
+    "torch's would reduce one: a larger --steps may show it, or --zero {} say that it never has any"
+)
 UNSEEN = "it had no .grad, and the optimizer's step changed it all the same"
 
 
@@ -215,11 +219,13 @@ def _as_user_left_it(record: Record, cell: Cell, diff: TensorDiff) -> TensorDiff
     if cell.got is None and cell.name in _changed_without(record, cell.rank):
         return replace(diff, status="unknown", reason=f"{UNSEEN}, which was not compared")
     if cell.wanted.scale == 0 and diff.comparable and diff.max_abs == 0:
-        if _checked_elsewhere(record, cell):
-            return replace(diff, status="pass", reason=None)
         script = record.spec.script
         if script is not None and any(fnmatchcase(cell.name, p) for p in script.zero):
             return replace(diff, status="pass", reason=None)
+        if _checked_elsewhere(record, cell):
+            if cell.name not in _reduced_by_nothing_known(record, cell):
+                return replace(diff, status="pass", reason=None)
+            return replace(diff, status="unknown", reason=NEVER.format(cell.name))
         more = "--steps 2 moves the weights"
         if len(record.references[cell.tier]) > 1:
             more = ("nor at those of another step: what is zero by mathematics (a last bias under "
@@ -253,6 +259,15 @@ def _checked_elsewhere(record: Record, cell: Cell) -> bool:
     references = record.references[cell.tier]
     used = any(cell.name in reference.reached for reference in references)
     return not used or any(r.scale[cell.name] > 0 for r in references)
+
+
+def _reduced_by_nothing_known(record: Record, cell: Cell) -> set[str]:
+    """Parameters that have no gradient at any step, though they are trained, and that a script's
+    rank reduces by itself, if it does."""
+    if any(r.scale[cell.name] > 0 for r in record.references[cell.tier]):
+        return set()
+    infos = record.ranks[cell.rank].info.items()
+    return {n for (tier, _), i in infos if tier == cell.tier for n in i.get("unreduced", ())}
 
 
 def unread(record: Record) -> dict[tuple[int, str], str]:

@@ -92,7 +92,7 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
         ("ax_03", "makes head.bias, head.weight, scale and 4 more, which are right: look at what"),
         ("ax_06", "its second argument is blocks.middle.weight, by its numbers; in the single pro"),
         ("ax_08", "where a sum belongs in between it is missing (cross is called at tests/bugs/ax"),
-        ("ax_09", "in the single process: layers.4 is called where that calls layers.6"),
+        ("ax_09", "in the single process: layers.4 is called in place of layers.6, or is"),
         ("ax_10", "is that of the second argument of tests/bugs/ax_10_divergence_counted_from_the"),
         ("g_03", "the factors go with two lines together: tests/bugs/g_03_dynamic_batches_weig"),
         ("u_10", "`return torch.tensor(target.numel())`, 69 (were it 47, the gradient were right)"),

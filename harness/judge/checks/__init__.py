@@ -59,6 +59,7 @@ CHECKS: tuple[Check, ...] = (
     beside.nothing_to_see_of,
     beside.hashes_of_their_own,
     rescaled.nothing_hidden_before_the_optimizer,
+    rescaled.cut_off_before_the_optimizer,
     closures.closures_that_run_again,
     updates.the_same_weights_after,
     modes.modules_in_one_mode,

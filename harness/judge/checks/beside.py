@@ -46,11 +46,22 @@ def nothing_to_see_of(compared: Compared) -> Iterator[Finding]:
     names = [n for n in (every[0].scale if every else ()) if not any(r.scale[n] for r in every)]
     passed = {d.name for d in compared.diffs if d.status == "pass"}
     told = [name for name in names if name in passed]
-    if told and len(told) < len(every[0].scale):
+    if not told or len(told) == len(every[0].scale):
+        return
+    frozen = {*_ranks_by_name(record, "still_frozen")}
+    trained, still = [n for n in told if n not in frozen], [n for n in told if n in frozen]
+    if trained:
         yield Finding(
             level="warning",
-            text=f"the gradient of {some_of(told)} is zero on these rows at all weights that were "
-            f"tried: whether it is reduced, or counted how often, was not seen",
+            text=f"the gradient of {some_of(trained)} is zero on these rows at all weights that "
+            f"were tried: whether it is reduced, or counted how often, was not seen",
+        )
+    if still:
+        yield Finding(
+            level="warning",
+            text=f"{some_of(still)} is frozen in all steps that were looked at, and an optimizer "
+            f"has it: if it is trained later, whether it is reduced then was not seen (a wrapper "
+            f"that was made while it was frozen does not reduce it)",
         )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sumgrad.base.outcome import spans
+from sumgrad.base.outcome import IN_WORKERS, spans
 from sumgrad.record.directory import Record
 
 
@@ -31,12 +31,14 @@ class OtherDraws:
 def other_draws(record: Record, tier: str) -> Iterator[OtherDraws]:
     """The first place of each step whose draws are not the single run's."""
     script = record.spec.script
+    before: dict[str, list[int]] = {}  # by other processes, for whatever step they are
     for step, single in enumerate(script.draws if script else ()):
-        unlike: dict[str, list[int]] = {}
+        unlike = {place: [*ranks] for place, ranks in before.items()}
         for rank, held in record.ranks.items():
             mine = held.info.get((tier, step), {}).get("draws", {})
             for place, drawn in mine.items():
                 if place in single and not set(drawn) <= set(single[place]):
                     unlike.setdefault(place, []).append(rank)
+        before |= {place: ranks for place, ranks in unlike.items() if place.endswith(IN_WORKERS)}
         for place, ranks in sorted(unlike.items(), key=lambda item: item[0].startswith("the "))[:1]:
             yield OtherDraws(step=step, place=place, ranks=tuple(sorted(ranks)))

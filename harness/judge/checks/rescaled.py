@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from sumgrad.base.outcome import spans
+from sumgrad.base.outcome import some_of, spans
 from sumgrad.base.tolerances import FLOOR_FACTOR
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.record.directory import Record
@@ -15,6 +15,7 @@ from sumgrad.record.reference import Reference
 
 SAME = {"float64": 1e-9, "float32": 1e-4}  # factors that differ by less are one
 COARSE = 3e-2
+MOST_CUT_OFF = 0.5  # of a gradient's numbers: with more of them a factor may hide
 ROUNDINGS = 4  # of a gradient, that dividing by a clip's factor may leave
 
 Told = tuple[float | None, bool]  # a factor, and whether a clip of torch's made it
@@ -57,6 +58,28 @@ def nothing_hidden_before_the_optimizer(compared: Compared) -> Iterator[Finding]
                     f"behind a clip of its own"
                 )
             yield Finding(level="fail" if firm else "unknown", text=text, tier=tier)
+
+
+def cut_off_before_the_optimizer(compared: Compared) -> Iterator[Finding]:
+    """A clip by value leaves a sign of what it cuts off: of most of a gradient, no factor shows."""
+    record = compared.record
+    found: dict[str, float] = {}
+    for held in record.ranks.values():
+        for info in held.info.values():
+            for name, share in info.get("saturated", {}).items():
+                found[name] = max(found.get(name, 0.0), share)
+    for level, names in (
+        ("unknown", [name for name, share in found.items() if share > MOST_CUT_OFF]),
+        ("warning", [name for name, share in found.items() if share <= MOST_CUT_OFF]),
+    ):
+        if names:
+            most = max(found[name] for name in names)
+            yield Finding(
+                level="unknown" if level == "unknown" else "warning",
+                text=f"of the gradient of {some_of(names)} the script cuts off up to "
+                f"{100 * most:.0f} % of the numbers by value, as clip_grad_value_ does, before "
+                f"the optimizer takes it: of these only the sign was compared",
+            )
 
 
 def hidden_factors(compared: Compared, tier: str) -> Iterator[Hidden]:

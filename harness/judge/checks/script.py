@@ -13,6 +13,7 @@ from sumgrad.judge.finding import Compared, Finding
 from sumgrad.record.directory import Record
 from sumgrad.record.ranks import BUFFER_NAMED
 
+FLOATS = ("float", "bfloat")
 # Digests of a row and its size ("" in older records), as subjects/script/rows.py gives them.
 Row = tuple[str, str, str, str]
 
@@ -173,6 +174,7 @@ class Unlike:
 
     rank: int
     text: str
+    names: tuple[str, ...] = ()
 
 
 def the_same_start(compared: Compared) -> Iterator[Finding]:
@@ -182,7 +184,11 @@ def the_same_start(compared: Compared) -> Iterator[Finding]:
     """
     record = compared.record
     start = unlike_starts(record)
-    if start is not None:
+    if start is not None and are_made_equal(record, start):
+        text = (f"{start.text}, where a model is called first (a dry run); what one of them "
+                f"broadcasts before the first backward makes them equal")  # fmt: skip
+        yield Finding(level="warning", text=text)
+    elif start is not None:
         yield Finding(level="fail", text=f"{start.text}: nothing made the replicas equal")
         return
     buffers = unlike_starts(record, buffers=True)
@@ -220,8 +226,28 @@ def unlike_starts(record: Record, *, buffers: bool = False) -> Unlike | None:
         what = "buffers" if buffers else "weights"
         shown = some_of([name.removeprefix(BUFFER_NAMED) for name in own])
         text = f"rank {rank} starts from other {what} than rank {other}, in {shown}"
-        return Unlike(rank=rank, text=text)
+        return Unlike(rank=rank, text=text, names=tuple(own))
     return None
+
+
+def are_made_equal(record: Record, start: Unlike) -> bool:
+    """Whether ranks broadcast, after a model was called and before any gradient is reduced, one
+    tensor for each parameter that they began with unlike, or DDP all of its model's in one."""
+    tier = next(iter(record.spec.tiers))
+    references = record.references.get(tier, ())
+    if not references or any(name not in references[0].grads for name in start.names):
+        return False
+    sizes = [references[0].grads[name].numel() for name in start.names]
+    given = Counter[int]()
+    for event in record.ranks[start.rank].events.get((tier, 0), ()):
+        if event.get("grads"):
+            break
+        if event.get("op") == "broadcast" and str(event.get("dtype", "")).startswith(FLOATS):
+            numel = int(event.get("numel") or 0)
+            if str(event.get("by", "")).endswith("parallel/distributed.py") and numel >= sum(sizes):
+                return True
+            given[numel] += 1
+    return all(given[size] >= number for size, number in Counter(sizes).items())
 
 
 def changed_between(record: Record) -> Unlike | None:

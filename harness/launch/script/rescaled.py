@@ -31,6 +31,7 @@ class Rescaled:
         self._before: dict[str, Tensor] = {}
         self._by_clip: set[str] = set()
         self._idle: set[str] = set()  # of these, whose clip left them as they were
+        self.saturated: dict[str, float] = {}  # which part of a gradient's numbers a clip cut off
 
     def install(self) -> None:
         """See torch's clips, under the names that scripts import them by."""
@@ -50,6 +51,7 @@ class Rescaled:
         The factor is None where its gradient is no multiple of what it was.
         """
         found: dict[str, list[Any]] = {}
+        self.saturated = {}
         for h in held:
             before, now = self._before.pop(h.name, None), _sample(h)
             if before is None or now is None or before.shape != now.shape:
@@ -57,6 +59,8 @@ class Rescaled:
             if not bool(before.any()) and not bool(now.any()):
                 continue  # any multiple of nothing
             factor = _factor(before, now)
+            if factor is None and (share := _share_cut_off(before, now)):
+                self.saturated[h.name] = share
             # What follows a clip that did nothing is none of its.
             by_clip = h.name in self._by_clip and (factor == 1.0 or h.name not in self._idle)
             found[h.name] = [factor, by_clip]
@@ -109,6 +113,15 @@ def _sample(held: Held) -> Tensor | None:
         return None
     local = held.part_of(grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
     return local[sample_of(local.numel()).to(local.device)].clone()
+
+
+def _share_cut_off(before: Tensor, now: Tensor) -> float:
+    """Of the numbers that are not zero, 0 to 1, those that were larger and now have the size of the
+    largest, as a clip by value leaves them: of these no factor shows."""
+    live = before != 0
+    most = now.abs().max()
+    cut = live & (now.abs() == most) & (before.abs() > most)
+    return int(cut.sum()) / int(live.sum()) if int(cut.sum()) > 1 else 0.0  # one is the largest
 
 
 def _factor(before: Tensor, now: Tensor) -> float | None:

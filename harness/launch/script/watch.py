@@ -27,7 +27,7 @@ from sumgrad.base.outcome import describe_operation, some_of
 from sumgrad.base.tensors import bits, in_a_transform, own_arithmetic, to_local
 from sumgrad.launch.guard import flush, lost_another
 from sumgrad.launch.script.buffers import Buffers
-from sumgrad.launch.script.gradients import Without, gradient_of
+from sumgrad.launch.script.gradients import Without, gradient_of, not_reduced_by_wrappers
 from sumgrad.launch.script.in_front import (
     Optimizers,
     in_front_of,
@@ -63,6 +63,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 MAX_TROUBLES = 20
 MOST_STEPS = 40  # for each step that is asked for, until every optimizer was there
@@ -121,7 +122,8 @@ class Watch:
         self.weights, self.buffers = Weights(asked, self.directory), Buffers(asked, self.directory)
         self.rescaled = Rescaled(self.models.held.values)
         self.without = Without()
-        self._hooked: set[int] = set()
+        self._no_more_hook: Callable[[], object] = lambda: None
+        self._step_hooks: dict[int, RemovableHandle] = {}  # by id of an optimizer
 
     def install(self) -> None:
         """Hooks, and what belongs to every process, rank or not."""
@@ -133,6 +135,7 @@ class Watch:
             self.lift = in_float64()
         self.dropout.__enter__()
         see_other_generators(self.draws)
+        self.draws.file = self.directory / f"draws_of_workers_{os.getpid()}"
         if self.asked.jitter:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it compiles nothing under such a mode
             OtherRoundings(self.asked.jitter).__enter__()
@@ -197,9 +200,9 @@ class Watch:
 
     def _look(self, module: nn.Module, args: Any) -> Any:
         self.inside, self.is_inside = module, True
-        if id(module) not in self._hooked:
-            self._hooked.add(id(module))
-            module.register_forward_hook(self._leaving, always_call=True)
+        # Not for good: who copies the module, or saves it whole, would copy this with it.
+        hook = module.register_forward_hook(self._leaving, always_call=True)
+        self._no_more_hook = hook.remove
         kwargs = kwargs_of_the_call()
         with own_arithmetic():
             rows = rows_of((args, kwargs))
@@ -226,6 +229,7 @@ class Watch:
         if module is not self.inside:
             return
         self.inside, self.is_inside = None, False
+        self._no_more_hook()
         self._guarded(lambda: self.draws.leaving(label_of(module)))
         if self.own is not None and self.infos == [] and not self.ended:
             self._guarded(lambda: self._look_at_gathered(outermost(module)))
@@ -273,7 +277,22 @@ class Watch:
 
     @step_aside
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """An optimizer is about to step: the gradients that it finds, or its closure makes."""
+        """An optimizer is about to step. Hooks of its own may change what it finds, and come after
+        this one, which is of all optimizers."""
+        self._no_more_step_hook(optimizer)  # of one that raised
+        if not optimizer._optimizer_step_pre_hooks:
+            return self._before_itself(optimizer, args, kwargs)
+        self._step_hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_itself)
+        return None
+
+    def _no_more_step_hook(self, optimizer: Optimizer) -> None:
+        hook = self._step_hooks.pop(id(optimizer), None)
+        if hook is not None:
+            hook.remove()
+
+    @step_aside
+    def _before_itself(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """The gradients that it finds, or its closure makes."""
         given_up = self.under_way.begins(optimizer)
         if given_up and self.infos and self.infos[-1]["step"] == self.calls:
             self.infos.pop()
@@ -330,6 +349,10 @@ class Watch:
                 self.seat.files.keep(f"{OWN}/{self.calls}", own)
                 self.seat.files.keep(f"{OWN_AT}/{self.calls}", at)
             info["rescaled"] = self.rescaled.taken(held.values())
+            info["saturated"] = self.rescaled.saturated
+            without = {n: h for n, h in held.items() if every[n] is None}
+            info["unreduced"] = not_reduced_by_wrappers(without, self.models.roots)
+            info["still_frozen"] = [n for n, h in without.items() if not h.param.requires_grad]
             info["races"] = self._races()
             info |= self.late.taken() if self.late is not None else {}
             self.seat.ledger.settle()
@@ -414,6 +437,7 @@ class Watch:
     @step_aside
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped: the weights that it made, and those of the single run."""
+        self._no_more_step_hook(optimizer)
         if not self.under_way.ends(optimizer):
             return
         if self.evidence is None:  # it begins with the first call of a model
@@ -535,6 +559,7 @@ class Watch:
             first, *later = (info["draws"] for info in self.infos)
             for line, drawn in self.draws.before_the_first(later).items():
                 first[line] = [*first.get(line, ()), *drawn]
+            first |= self.draws.of_workers()
         places = {n: h.index for n, h in self.models.held.items() if h.index is not None}
         self.seat.finish(
             places,

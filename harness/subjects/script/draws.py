@@ -7,18 +7,23 @@ the same wherever a rank takes its own rows of it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import random
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from sumgrad.base.outcome import IN_WORKERS
 from sumgrad.base.tensors import in_a_transform
 from sumgrad.subjects.users_line import users_line
 from torch import Tensor, nn
 
 MAX_ROWS = 1024  # of one draw; further ones are not looked at
+MOST_WRITTEN = 1 << 22  # bytes of digests of other processes; of more nothing is told
 MOST = 65536  # draws of one line between two steps; a line that draws more is not looked at
 _DRAWS = {
     torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli,
@@ -29,10 +34,15 @@ _DRAWS = {
 
 
 class Draws:
-    """Of one process. Integers outside of a model are no draws: they choose rows, and which rows
-    are read is compared by itself."""
+    """Of one process, and of those that it forks, as a DataLoader's workers. Integers outside of a
+    model are no draws: they choose rows, and which rows are read is compared by itself.
+
+    file: into which forked processes write theirs.
+    """
 
     def __init__(self) -> None:
+        self.file: Path | None = None
+        self._process = os.getpid()
         self._drawn: dict[str, set[str]] = {}
         self._before: dict[str, list[str]] | None = None  # the first call of a model
         self._state: str | None = None
@@ -51,9 +61,34 @@ class Draws:
             self._keep(rows.cpu().contiguous().view(torch.uint8).numpy())
 
     def _keep(self, drawn: numpy.ndarray) -> None:
+        if os.getpid() != self._process:
+            self._write(drawn)
+            return
         held = self._drawn.setdefault(users_line(), set())
         if len(held) <= MOST:
             held.update(_digests(drawn))
+
+    def _write(self, drawn: numpy.ndarray) -> None:
+        if self.file is None:
+            return
+        lines = "".join(f"{digest} {users_line()}\n" for digest in sorted(_digests(drawn)))
+        with contextlib.suppress(OSError):
+            number = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                if os.fstat(number).st_size < MOST_WRITTEN:
+                    os.write(number, lines.encode())
+            finally:
+                os.close(number)
+
+    def of_workers(self) -> dict[str, list[str]]:
+        """What forked processes have drawn since this one began: line -> digests."""
+        found: dict[str, set[str]] = {}
+        with contextlib.suppress(OSError, ValueError):
+            if self.file is not None and self.file.stat().st_size < MOST_WRITTEN:
+                for line in self.file.read_text().splitlines():
+                    digest, _, place = line.partition(" ")
+                    found.setdefault(place, set()).add(digest)
+        return {f"{place}{IN_WORKERS}": sorted(held) for place, held in found.items()}
 
     def of_numbers(self, drawn: Any) -> None:
         """A number was drawn by Python, or an array by numpy."""

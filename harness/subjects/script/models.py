@@ -122,6 +122,11 @@ class Models:
         return out
 
     @property
+    def roots(self) -> list[nn.Module]:
+        """The models, each with all that it is part of."""
+        return [root for _, root in self._roots]
+
+    @property
     def buffers(self) -> dict[str, Tensor]:
         """Every buffer by its name in every run, as it is now: a module may replace one."""
         found: dict[str, Tensor] = {}

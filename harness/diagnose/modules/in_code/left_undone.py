@@ -17,7 +17,7 @@ from sumgrad.diagnose.modules.in_code.options import LOSSES
 from sumgrad.diagnose.modules.values.numbers import Numbers
 from sumgrad.record.computed import LARGE, MODULE, Computation, Computed
 
-MOST, FEW = 0.9, 0.1  # of a value's numbers that no rank has: it is lacking; it is there
+FEW = 0.1  # of a value's numbers that no rank has: it is there
 State = Literal["there", "lacking", "untold"]
 # Functions that leave most numbers as they are, and what may be called in their place.
 MASKING = {"clamp", "clamp_min", "clamp_max", "masked_fill", "relu", "tril", "triu", "hardtanh"}
@@ -95,7 +95,7 @@ def _is_in_part(computed: Computed) -> bool:
 
 
 def _state(unknown: float | None) -> State:
-    if unknown is None or FEW <= unknown <= MOST:
+    if unknown is None or FEW <= unknown < 1:
         return "untold"
     return "there" if unknown < FEW else "lacking"
 

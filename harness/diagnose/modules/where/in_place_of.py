@@ -26,6 +26,9 @@ def in_place_of(traces: Traces, module: str, ranks: Sequence[int], tolerance: fl
     mine = [value for rank in ranks for value in _gone_into(traces.ranks[rank], module)]
     if not mine or not others or not all(_gone_into(traces.ranks[r], module) for r in ranks):
         return None
+    own = _gone_into(traces.single, module)
+    if all(_is_there(value, own, tolerance) for value in mine[:MOST_COMPARED]):
+        return None  # as what all layers are handed
     found = [
         name
         for name in others

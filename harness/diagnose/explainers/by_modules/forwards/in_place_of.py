@@ -26,5 +26,5 @@ def in_place_of_in_words(case: Case, found: FirstWrong) -> str | None:
     mine, its = (".".join(name[:outer]) for name in (ours, theirs))
     return (
         f"what goes into {found.wrong} there goes into {other} in the single process: {mine} is "
-        f"called where that calls {its}"
+        f"called in place of {its}, or is handed what belongs to that"
     )

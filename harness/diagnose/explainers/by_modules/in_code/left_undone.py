@@ -53,7 +53,7 @@ def _undone(found: Sequence[Computation], what: str) -> Iterator[str]:
     shown = list(dict.fromkeys(expression(c) for c in found))
     if shown:
         lines = some_of(shown[:MOST]) + (" and others" if len(shown) > MOST else "")
-        yield f"in the single process {lines} {what}: do the ranks leave it out?"
+        yield f"in the single process {lines} {what}"
 
 
 def _in_place_of_others(found: Sequence[InPlace], numbers: Sequence[int]) -> Iterator[str]:
