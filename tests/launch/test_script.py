@@ -253,6 +253,28 @@ def test_a_rank_that_evaluates_what_others_train_is_told(tmp_path):
     assert "at step 1" in said
 
 
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("later", 3, "no wrapper of torch's would reduce one"),
+        ("thawed", 0, "is frozen in all steps that were looked at, and an optimizer has it"),
+        ("by_value", 3, "cuts off up to 100 % of the numbers by value"),
+        ("twice_by_value", 3, "cuts off up to 100 % of the numbers by value"),
+        ("copied", 0, ""),
+        ("dry", 0, "broadcasts before the first backward makes them equal"),
+        ("apart", 1, "nothing made the replicas equal"),
+        ("hook", 0, ""),
+        ("twice_hook", 1, "it is counted 2 times"),
+        ("workers", 3, "as a DataLoader's workers are, draws random numbers"),
+        ("noise", 1, "is wrong and no cause of it is proved"),
+    ],
+)
+def test_what_is_done_seldom(tmp_path, kind, code, said):
+    got, verdict = on_ranks(tmp_path, 2, "seldom.py", "{12/ranks}", kind)
+    assert got == code, verdict
+    assert said in json.dumps(verdict)
+
+
 def test_an_optimizer_that_steps_late_is_in_the_window(tmp_path):
     code, verdict = on_ranks(tmp_path, 2, "owners.py", "bug")
     assert code == 1, verdict

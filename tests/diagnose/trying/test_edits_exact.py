@@ -402,3 +402,20 @@ def test_names_are_those_of_the_frames_that_call(tmp_path):
     held = {name.rpartition(" ")[2]: own for name, own in names.found().items()}
     assert held["f"] == {"x": "int", "y": "int", "see": "function"}
     assert held["g"] == {"z": "float", "see": "function"}
+
+
+def test_names_of_all_functions_that_end(tmp_path):
+    """Whatever they call, and of those that a user wrote."""
+    file = tmp_path / "setup.py"
+    file.write_text("def inner(n):\n    half = n // 2\n    return half\n\n\n"
+                    "def outer(self):\n    return inner(7)\n")  # fmt: skip
+    held = {}
+    exec(compile(file.read_text(), str(file), "exec"), held)
+    names = NamesInScope()
+    with names.of_all_that_ends():
+        held["outer"](types.SimpleNamespace(size=3))
+    held["inner"](9.0)  # it is not looked at any more
+    found = names.found()
+    assert found[f"{file}:1 inner"] == {"n": "int", "half": "int"}
+    assert found[f"{file}:6 outer"] == {"self.size": "int"}
+    assert not any("pathlib" in one for one in found)

@@ -607,3 +607,59 @@ def test_what_is_asked_and_found_is_read_as_it_was_written(tmp_path):
     assert read_trials(tmp_path) == told
     (folder / "found.jsonl").write_text('{"change": {"odd": 1}, "right": true}\n')
     assert read_trials(tmp_path) == ()
+
+
+class Distributed(Step):
+    """The same, distributed anew: on this rank lies of `w` what `index` says."""
+
+    def __init__(self, gives, monkeypatch, index=None, unknown=()):
+        super().__init__(gives, monkeypatch)
+        size = FAILED["w"].numel() if index is None else len(index)
+        placed = SimpleNamespace(name="w", slice=lambda full: full, index=index,
+                                 local=lambda: torch.zeros(size))  # fmt: skip
+        self.placement = SimpleNamespace(placed=[placed], unknown=[*unknown])
+        self.base, self.closed, self.stepped = {"w": FAILED["w"]}, 0, False
+        self.job, self.tier, self.dtype = "job", "structure", torch.float64
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize(("index", "unknown", "right"), [
+    (None, (), True),
+    (torch.tensor([0]), (), False),  # of less of it than before
+    (None, ("w: nobody knows",), False),
+])  # fmt: skip
+def test_code_that_distributes_is_run_anew_and_all_of_a_parameter_must_be_there(
+    monkeypatch, index, unknown, right
+):
+    run = Distributed(lambda *_: FAILED, monkeypatch)
+    made, reduced = [], []
+
+    def anew(seat, job, tier, dtype, *, like):
+        assert (seat, job, tier, dtype, like) == (run.seat, "job", "structure", torch.float64, run)
+        assert run.seat.ledger.as_in_a_step  # ranks that part in it do not wait for each other
+        change = run.seat.ledger.change
+        gives = RIGHT if change is not None else FAILED
+        made.append(Distributed(lambda *_: gives, monkeypatch, index if change else None,
+                                unknown if change else ()))  # fmt: skip
+        monkeypatch.setattr(Trials, "_changed", changed)  # which another Step has put back
+        return made[-1]
+
+    @contextlib.contextmanager
+    def changed(trial, change):
+        run.seat.ledger.change = change
+        yield None
+
+    monkeypatch.setattr(trials, "TierRun", anew)
+    monkeypatch.setattr(trials.dist, "all_reduce", lambda tensor, op: reduced.append(tensor))
+    monkeypatch.setattr(Trials, "_changed", changed)
+    edit = Edit(file="f.py", start=(1, 0), end=(1, 1), old="a", new="b")
+    change = Change(site="f.py:1", function="", way="edit", edit=edit, anew=True)
+    asked = Asked(tier="structure", step=0, changes=(change,), bounds={"0/w": 1e-9}, seconds=99.0)
+    (told,) = Trials(run, asked, AIMS, Alone()).found()
+    assert told.right is right
+    assert run.asked == []  # its own model is left alone
+    assert all(one.closed == 1 and one.stepped for one in made)
+    assert len(reduced) == len(made)
+    assert not run.seat.ledger.as_in_a_step

@@ -21,7 +21,7 @@ FEW = 0.1  # of a value's numbers that no rank has: it is there
 State = Literal["there", "lacking", "untold"]
 # Functions that leave most numbers as they are, and what may be called in their place.
 MASKING = {"clamp", "clamp_min", "clamp_max", "masked_fill", "relu", "tril", "triu", "hardtanh"}
-MASKS = MASKING | {"where", "mul", "maximum", "minimum", "threshold", "leaky_relu", "setitem",
+MASKS = MASKING | {"where", "maximum", "minimum", "threshold", "leaky_relu", "setitem",
                    "index_fill", "masked_scatter"}  # fmt: skip
 ACTIVATIONS = {"gelu", "silu", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "tanh",
                "sigmoid", "softplus", "mish", "hardswish", "hardsigmoid", "logsigmoid"}  # fmt: skip
@@ -60,11 +60,12 @@ def left_unmasked(ranks: Sequence[Computed], whole: Computed) -> list[Computatio
     numbers, there, masked = Numbers(whole.values), set[int](), set[int]()
     for computed in ranks:
         for c in computed.computations:
+            masks = c.function in MASKS or (c.function == "mul" and _is_by_a_mask(c, computed))
             for take in c.takes:
                 if isinstance(take, int):
                     its = numbers.holding(computed.values[take])
                     there |= its
-                    masked |= its if c.function in MASKS else set()
+                    masked |= its if masks else set()
     return [c for c in asked if c.takes[0] in there - masked]
 
 
@@ -118,6 +119,12 @@ def _is_first(c: Computation, states: Sequence[State], comes_right: set[int]) ->
         and "there" in taken
         and "lacking" not in taken
     )
+
+
+def _is_by_a_mask(c: Computation, computed: Computed) -> bool:
+    """Whether one of its factors is zeros and ones."""
+    taken = [computed.values[take] for take in c.takes if isinstance(take, int)]
+    return any(value.numel() > 1 and bool(((value == 0) | (value == 1)).all()) for value in taken)
 
 
 def _changes(c: Computation, whole: Computed) -> bool:
