@@ -41,7 +41,12 @@ def _other_function(
     single run's. A cause that is proved all the same stays a FAIL."""
     why = {(tier, step): text for tier, step, text in reversed(list(_not_the_same(record)))}
     failed = [d for d in diffs if d.status == "fail" and (d.tier, d.step) in why and d.comparable]
-    failed = [d for d in failed if not _is_unlike_on_replicas(record, d)]
+    drawn = {
+        (tier, draws.step) for tier in record.spec.tiers for draws in other_draws(record, tier)
+    }
+    failed = [
+        d for d in failed if not ((d.tier, d.step) in drawn and _is_unlike_on_replicas(record, d))
+    ]
     if not failed:
         return diffs
     compared = Compared(record=record, diffs=diffs, again=(), mismatches=())

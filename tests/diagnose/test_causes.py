@@ -305,6 +305,19 @@ def test_a_bug_has_the_cause_that_it_is(name, kind, standing, sumgrad_launcher):
             "its gradient, too, every gradient of every rank would be right",
         ),
         ("bu_06", "were its second argument, which all ranks add, a part of it on each, so that a"),
+        (
+            "cj_01",
+            "self.padding_idx, None, 2.0, not self.dense_grad)`, every gradient of every rank",
+        ),
+        ("cj_04", "were it `self.pending = []; self.group = group`, every gradient of every rank"),
+        (
+            "cj_06",
+            "were it `return list(model.layers)`, every gradient of every rank would be righ",
+        ),
+        ("cj_08", "takes in the single process, and no rank calls smooth_l1_loss on it"),
+        ("cj_09", '`heat = torch.trapezoid(flow, rows["time"])` gives from what ranks have, too'),
+        ("ck_04", "were it `return list(reversed(saved))`, every gradient of every rank would be"),
+        ("ck_09", "were it `return before, world / before`, every gradient of every rank would be"),
     ],
 )
 def test_a_module_is_told_from_what_goes_into_it(name, words, sumgrad_launcher):

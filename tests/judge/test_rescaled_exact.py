@@ -11,8 +11,10 @@ from sumgrad.diagnose.diagnose import diagnose
 from sumgrad.judge.checks.rescaled import (
     before_the_clip,
     by_its_clips,
+    cut_off_before_the_optimizer,
     nothing_hidden_before_the_optimizer,
 )
+from sumgrad.launch.script.rescaled import _share_cut_off
 from sumgrad.record.spec import Script
 
 NAMES = list(SHAPES)
@@ -170,3 +172,28 @@ def test_gradients_before_the_clip_are_those_of_both_sides_divided_by_its_factor
         assert torch.equal(then, first / 0.5)
         first, then = (r.references["structure"][0].grads[name] for r in (record, before))
         assert torch.equal(then, first / 0.25)
+
+
+@pytest.mark.parametrize(("shares", "told"), [
+    ({}, []),
+    ({NAMES[0]: 0.4}, [("warning", "40 %")]),
+    ({NAMES[0]: 0.4, NAMES[1]: 1.0}, [("unknown", "100 %"), ("warning", "40 %")]),
+])  # fmt: skip
+def test_what_a_clip_by_value_cuts_off_has_no_factor(shares, told):
+    record = record_of([{}], [{}], [{}])
+    for held in record.ranks.values():
+        for info in held.info.values():
+            info["saturated"] = shares
+    findings = found(cut_off_before_the_optimizer, record)
+    assert [f.level for f in findings] == [level for level, _ in told]
+    assert all(part in f.text for f, (_, part) in zip(findings, told, strict=True))
+
+
+@pytest.mark.parametrize(("before", "now", "share"), [
+    ([3.0, -2.0, 5.0, 0.0], [1.0, -1.0, 1.0, 0.0], 1.0),
+    ([3.0, -0.5, 5.0, 0.0], [1.0, -0.5, 1.0, 0.0], 2 / 3),
+    ([3.0, -0.5, 0.2, 0.0], [1.0, -0.5, 0.2, 0.0], 0.0),  # one is the largest of any
+    ([1.0, -1.0, 0.2, 0.0], [1.0, -1.0, 0.1, 0.0], 0.0),  # they were so before
+])  # fmt: skip
+def test_how_much_is_cut_off(before, now, share):
+    assert _share_cut_off(torch.tensor(before), torch.tensor(now)) == pytest.approx(share)

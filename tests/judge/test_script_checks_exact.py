@@ -8,11 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from records_in_memory import FLOOR, SHAPES, compared, program_record, texts
+from sumgrad.base.outcome import IN_WORKERS
 from sumgrad.diagnose.doubts import _is_right_after, _layers, _unsure
 from sumgrad.diagnose.of_script import other_than_the_single_run
 from sumgrad.diagnose.verdict import judge
 from sumgrad.judge.cells import cells
-from sumgrad.judge.checks.beside import gradients_read_elsewhere, nothing_trained_elsewhere
+from sumgrad.judge.checks.beside import (
+    gradients_read_elsewhere,
+    nothing_to_see_of,
+    nothing_trained_elsewhere,
+)
 from sumgrad.judge.checks.modes import modules_in_one_mode
 from sumgrad.judge.checks.script import (
     as_many_steps,
@@ -126,7 +131,7 @@ def test_other_draws_are_no_wrong_gradient(drawn, status):
     record = replace(record, spec=replace(record.spec, script=replace(
         record.spec.script, draws=draws)))  # fmt: skip
     assert judge(record).tiers[0].status == "pass"
-    record.ranks[1].grads[AT]["w"] = record.ranks[1].grads[AT]["w"] + 1
+    off_on(record, *record.ranks)
     verdict = judge(record)
     assert verdict.tiers[0].status == status
     if status == "unknown":
@@ -134,11 +139,40 @@ def test_other_draws_are_no_wrong_gradient(drawn, status):
         assert "train.py:9 draws random numbers, at step 0 on rank 1 " in reason
 
 
+def off_on(record, *ranks):
+    for rank in ranks:
+        held = record.ranks[rank].grads[AT]
+        held["w"] = held["w"] + 1
+
+
+def test_replicas_that_hold_unlike_gradients_part_whatever_they_drew():
+    record = record_of(FOUR, FOUR[:2], FOUR[2:], draws={"train.py:9": ["x"]})
+    script = replace(record.spec.script, draws=({"train.py:9": ["a"]},))
+    record = replace(record, spec=replace(record.spec, script=script))
+    off_on(record, 1)
+    assert judge(record).tiers[0].status == "fail"
+    off_on(record, 0)
+    assert judge(record).tiers[0].status == "unknown"
+
+
+@pytest.mark.parametrize(("drawn", "status"), [(["a"], "fail"), (["a", "x"], "unknown")])
+def test_draws_of_other_processes_belong_to_every_step(drawn, status):
+    """A DataLoader's workers draw for steps to come."""
+    record = record_of(FOUR, FOUR[:2], FOUR[2:], steps=2)
+    place = f"train.py:9{IN_WORKERS}"
+    record.ranks[1].info[AT]["draws"] = {place: drawn}
+    script = replace(record.spec.script, draws=({place: ["a", "b"]}, {}))
+    record = replace(record, spec=replace(record.spec, script=script))
+    for held in record.ranks.values():
+        held.grads["structure", 1]["w"] = held.grads["structure", 1]["w"] + 1
+    assert judge(record).tiers[0].status == status
+
+
 def test_a_cause_that_is_proved_stays_a_failure_beside_other_draws():
     record = record_of(FOUR, FOUR[:2], FOUR[2:], draws={"train.py:9": ["x"]})
     script = replace(record.spec.script, draws=({"train.py:9": ["a"]},))
     record = replace(record, spec=replace(record.spec, script=script))
-    record.ranks[1].grads[AT]["w"] = record.ranks[1].grads[AT]["w"] + 1
+    off_on(record, *record.ranks)
     assert judge(record).tiers[0].status == "unknown"
     for rank, held in record.ranks.items():
         held.info[AT]["started_with"] = {"w": f"0:{rank}"}
@@ -192,6 +226,60 @@ def test_replicas_that_start_unlike_each_other():
     assert [f.level for f in the_same_start(compared(record))] == ["fail"]
     record.ranks[2].info[AT]["started_with"] = {"w": ":1", "b": "other part:3"}
     assert unlike_starts(record) is None
+
+
+OWN = {"op": "broadcast", "dtype": "float64", "numel": 3}
+BY_DDP = {**OWN, "by": "nn/parallel/distributed.py", "numel": 15}
+
+
+@pytest.mark.parametrize(("events", "level"), [
+    ([OWN], "warning"),
+    ([{**OWN, "dtype": "int64"}], "fail"),
+    ([{**OWN, "numel": 5}], "fail"),  # of something else
+    ([BY_DDP], "warning"),
+    ([{**BY_DDP, "by": "", "numel": 15}], "fail"),
+    ([{"op": "allreduce", "numel": 3, "dtype": "float64", "grads": ["b"]}, OWN], "fail"),
+    ([], "fail"),
+])  # fmt: skip
+def test_replicas_that_are_made_equal_after_a_dry_run(events, level):
+    record = record_of(FOUR, started_with={"w": ":1", "b": ":2"})
+    record.ranks[2].info[AT]["started_with"] = {"w": ":1", "b": ":3"}
+    record.ranks[2] = replace(record.ranks[2], events={AT: events})
+    assert record.references["structure"][0].grads["b"].numel() == 3
+    (finding,) = the_same_start(compared(record))
+    assert finding.level == level
+    causes = [cause.kind for cause in other_than_the_single_run(compared(record))]
+    assert ("unlike_start" in causes) == (level == "fail")
+
+
+@pytest.mark.parametrize(("told", "status"), [
+    ({}, "pass"),
+    ({"unreduced": ["w"]}, "unknown"),
+    ({"unreduced": ["b"]}, "pass"),
+    ({"unreduced": ["w"], "zero": ("w*",)}, "pass"),
+])  # fmt: skip
+def test_what_no_step_gives_a_gradient_and_nothing_would_reduce(told, status):
+    zero = told.pop("zero", ())
+    record = record_of(FOUR, stepped=["w", "b"], **told)
+    record = replace(record, spec=replace(record.spec, script=replace(
+        record.spec.script, zero=zero)))  # fmt: skip
+    (reference,) = record.references["structure"]
+    nothing = torch.zeros_like(reference.grads["w"])
+    record.references["structure"][0] = replace(
+        reference, grads={**reference.grads, "w": nothing}, scale={**reference.scale, "w": 0.0},
+        by_term={t: {**held, "w": nothing} for t, held in reference.by_term.items()},
+        reached=tuple(n for n in reference.reached if n != "w"),
+    )  # fmt: skip
+    for held in record.ranks.values():
+        held.grads[AT].pop("w")
+    assert judge(record).tiers[0].status == status
+    still = replace(record, ranks={
+        r: replace(h, info={AT: {**h.info[AT], "still_frozen": ["w"]}})
+        for r, h in record.ranks.items()
+    })  # fmt: skip
+    for one, words in ((record, "is zero on these rows"), (still, "is frozen in all steps")):
+        warnings = texts(nothing_to_see_of, one)
+        assert [words in text for text in warnings] == ([True] if status == "pass" else [])
 
 
 def test_buffers_that_start_unlike_are_not_compared_with():
