@@ -1,10 +1,8 @@
-"""The gradients that an optimizer finds: in `.grad`, or elsewhere; what it changes without, and
-what nothing of torch's would reduce.
-"""
+"""The gradients that an optimizer finds: in `.grad`, or elsewhere; and what it changes without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sumgrad.base.outcome import SETUP
@@ -12,9 +10,7 @@ from sumgrad.base.tensors import bits, to_local
 from sumgrad.ledger.process_group import Ledger
 from sumgrad.subjects.program.unseen import same_gradient
 from sumgrad.subjects.script.models import Held
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 SECOND = "main_grad"  # Megatron's, apex's and Transformer Engine's
 
@@ -73,24 +69,3 @@ class Without:
         """Names of those that have other values now; once a step."""
         had, self._had = self._had, {}
         return [n for n, (h, was) in had.items() if bits([h.local().detach()]) != was]
-
-
-def not_reduced_by_wrappers(held: Mapping[str, Held], roots: Iterable[nn.Module]) -> list[str]:
-    """Names of those that require a gradient and that neither a DistributedDataParallel nor FSDP
-    has: whether the script reduces them once they get one is not known."""
-    known = {id(param) for root in roots for param in _by_ddp(root)}
-    return [
-        name
-        for name, h in held.items()
-        if h.param.requires_grad
-        and h.window is None
-        and not isinstance(h.param, DTensor)
-        and id(h.param) not in known
-    ]
-
-
-def _by_ddp(root: nn.Module) -> Iterable[nn.Parameter]:
-    for module in root.modules():
-        if isinstance(module, DistributedDataParallel):
-            ignored = module.parameters_to_ignore
-            yield from (p for n, p in module.module.named_parameters() if n not in ignored)

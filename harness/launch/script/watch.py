@@ -27,7 +27,7 @@ from sumgrad.base.outcome import describe_operation, some_of
 from sumgrad.base.tensors import bits, in_a_transform, own_arithmetic, to_local
 from sumgrad.launch.guard import flush, lost_another
 from sumgrad.launch.script.buffers import Buffers
-from sumgrad.launch.script.gradients import Without, gradient_of, not_reduced_by_wrappers
+from sumgrad.launch.script.gradients import Without, gradient_of
 from sumgrad.launch.script.in_front import (
     Optimizers,
     in_front_of,
@@ -48,6 +48,7 @@ from sumgrad.ledger.late import Late
 from sumgrad.ledger.process_group import register_backend, step_aside
 from sumgrad.record.ranks import AFTER, BUFFER, BUFFER_NAMED, OWN, OWN_AT
 from sumgrad.subjects.own_gradients import OwnGradients, gathered
+from sumgrad.subjects.program.held_gradients import reduced_by_no_wrapper
 from sumgrad.subjects.program.placed.parts_by_value import index_by_placement
 from sumgrad.subjects.script.asked import FILE, SAME, Asked, read_asked
 from sumgrad.subjects.script.doubled import NoDropout, casts, double_inputs, in_float64
@@ -351,7 +352,9 @@ class Watch:
             info["rescaled"] = self.rescaled.taken(held.values())
             info["saturated"] = self.rescaled.saturated
             without = {n: h for n, h in held.items() if every[n] is None}
-            info["unreduced"] = not_reduced_by_wrappers(without, self.models.roots)
+            trained = {n: h.param for n, h in without.items()
+                       if h.param.requires_grad and h.window is None}  # fmt: skip
+            info["unreduced"] = reduced_by_no_wrapper(trained, self.models.roots)
             info["still_frozen"] = [n for n, h in without.items() if not h.param.requires_grad]
             info["races"] = self._races()
             info |= self.late.taken() if self.late is not None else {}

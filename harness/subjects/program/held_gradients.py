@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -101,3 +101,17 @@ def own_gradients_of(model: nn.Module, placed: Sequence[Placed]) -> Iterator[Own
         for hook in hooks:
             hook.remove()
         own.close()
+
+
+def reduced_by_no_wrapper(params: Mapping[str, Tensor], roots: Iterable[nn.Module]) -> list[str]:
+    """Names of those that neither a DistributedDataParallel in these models nor fully_shard has:
+    who steps with their gradients has to reduce them by hand."""
+    known = {
+        id(param)
+        for root in roots
+        for module in root.modules()
+        if isinstance(module, DistributedDataParallel)
+        for name, param in module.module.named_parameters()
+        if name not in module.parameters_to_ignore
+    }
+    return [n for n, p in params.items() if not isinstance(p, DTensor) and id(p) not in known]

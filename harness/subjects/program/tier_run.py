@@ -158,6 +158,16 @@ class TierRun:
             dist.all_reduce(count, dist.ReduceOp.MAX)
         return bool(count)
 
+    def is_whole(self) -> bool:
+        """Whether every element of every parameter is on some rank: all ranks ask."""
+        held = {n: torch.zeros(full.numel(), dtype=torch.uint8) for n, full in self.base.items()}
+        for p in () if self.placement.unknown else self.placement.placed:
+            held[p.name][slice(None) if p.index is None else p.index.flatten().cpu()] = 1
+        every = torch.cat([*held.values()])
+        with self.seat.ledger.label(f"{SETUP}/places"):
+            dist.all_reduce(every, dist.ReduceOp.MAX)
+        return bool(every.all())
+
     def _numbered(self) -> Found:
         """Where every shard lies of a model that is distributed with a number as each weight."""
         numbers = Numbers({name: value.shape for name, value in self.base.items()})

@@ -612,29 +612,37 @@ def test_what_is_asked_and_found_is_read_as_it_was_written(tmp_path):
 class Distributed(Step):
     """The same, distributed anew: on this rank lies of `w` what `index` says."""
 
-    def __init__(self, gives, monkeypatch, index=None, unknown=()):
+    asked_whole = 0
+
+    def __init__(self, gives, monkeypatch, index=None, whole=True):
         super().__init__(gives, monkeypatch)
+        self.whole = whole
         size = FAILED["w"].numel() if index is None else len(index)
         placed = SimpleNamespace(name="w", slice=lambda full: full, index=index,
                                  local=lambda: torch.zeros(size))  # fmt: skip
-        self.placement = SimpleNamespace(placed=[placed], unknown=[*unknown])
-        self.base, self.closed, self.stepped = {"w": FAILED["w"]}, 0, False
+        self.placement = SimpleNamespace(placed=[placed])
+        self.closed, self.stepped = 0, False
         self.job, self.tier, self.dtype = "job", "structure", torch.float64
+
+    def is_whole(self):
+        assert self.seat.ledger.as_in_a_step
+        self.asked_whole += 1
+        return self.whole
 
     def close(self):
         self.closed += 1
 
 
-@pytest.mark.parametrize(("index", "unknown", "right"), [
-    (None, (), True),
-    (torch.tensor([0]), (), False),  # of less of it than before
-    (None, ("w: nobody knows",), False),
+@pytest.mark.parametrize(("index", "whole", "right"), [
+    (None, True, True),
+    (torch.tensor([0]), True, False),  # of less of it than before
+    (None, False, False),
 ])  # fmt: skip
 def test_code_that_distributes_is_run_anew_and_all_of_a_parameter_must_be_there(
-    monkeypatch, index, unknown, right
+    monkeypatch, index, whole, right
 ):
     run = Distributed(lambda *_: FAILED, monkeypatch)
-    made, reduced = [], []
+    made = []
 
     def anew(seat, job, tier, dtype, *, like):
         assert (seat, job, tier, dtype, like) == (run.seat, "job", "structure", torch.float64, run)
@@ -642,7 +650,8 @@ def test_code_that_distributes_is_run_anew_and_all_of_a_parameter_must_be_there(
         change = run.seat.ledger.change
         gives = RIGHT if change is not None else FAILED
         made.append(Distributed(lambda *_: gives, monkeypatch, index if change else None,
-                                unknown if change else ()))  # fmt: skip
+                                whole or not change))  # fmt: skip
+        made[-1].seat = run.seat
         monkeypatch.setattr(Trials, "_changed", changed)  # which another Step has put back
         return made[-1]
 
@@ -652,7 +661,6 @@ def test_code_that_distributes_is_run_anew_and_all_of_a_parameter_must_be_there(
         yield None
 
     monkeypatch.setattr(trials, "TierRun", anew)
-    monkeypatch.setattr(trials.dist, "all_reduce", lambda tensor, op: reduced.append(tensor))
     monkeypatch.setattr(Trials, "_changed", changed)
     edit = Edit(file="f.py", start=(1, 0), end=(1, 1), old="a", new="b")
     change = Change(site="f.py:1", function="", way="edit", edit=edit, anew=True)
@@ -661,5 +669,5 @@ def test_code_that_distributes_is_run_anew_and_all_of_a_parameter_must_be_there(
     assert told.right is right
     assert run.asked == []  # its own model is left alone
     assert all(one.closed == 1 and one.stepped for one in made)
-    assert len(reduced) == len(made)
+    assert all(one.asked_whole == 1 for one in made)
     assert not run.seat.ledger.as_in_a_step

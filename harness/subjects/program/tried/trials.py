@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from sumgrad.ledger.process_group import Interposer
 from sumgrad.record.trial import BEFORE, OF_COLLECTIVES, SUMMED, Asked, Change, Trial, Values
 from sumgrad.subjects.program.placed.placement import Placed
@@ -88,7 +87,8 @@ class Agreement:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Left:
     """What steps left on this rank: their gradients, and where what they are of lies. whole: all
-    ranks together hold all of every parameter, and this one as much as without the change."""
+    ranks together hold all of every parameter, and this one as much as without the change: who
+    leaves a model whole goes round all that is wrong in its parts."""
 
     grads: Sequence[Tensors]
     placed: Sequence[Placed]
@@ -220,7 +220,8 @@ class Trials:
             finally:
                 run.close()
             with self._as_in_a_step(through):
-                return replace(left, whole=self._is_whole(run))
+                held = _num_held(run.placement.placed) == _num_held(self._run.placement.placed)
+                return replace(left, whole=run.is_whole() and held)
 
     @contextlib.contextmanager
     def _as_in_a_step(self, through: Interposer | None) -> Iterator[None]:
@@ -231,20 +232,6 @@ class Trials:
             yield
         finally:
             ledger.interpose, ledger.as_in_a_step = None, False
-
-    def _is_whole(self, run: TierRun) -> bool:
-        """Whether every element of every parameter is on some rank, and this one has no more and
-        no fewer than before: who leaves a model whole goes round all that is wrong in its parts.
-        All ranks ask."""
-        held = {name: torch.zeros(full.shape, dtype=torch.uint8) for name, full in run.base.items()}
-        known = not run.placement.unknown
-        for p in run.placement.placed if known else ():
-            one = held[p.name].flatten()
-            one[slice(None) if p.index is None else p.index.flatten().cpu()] = 1
-        every = torch.cat([one.flatten() for one in held.values()])
-        dist.all_reduce(every, dist.ReduceOp.MAX)
-        usual = _num_held(self._run.placement.placed)
-        return bool(every.all()) and _num_held(run.placement.placed) == usual
 
     @contextlib.contextmanager
     def _changed(self, change: Change | None) -> Iterator[Interposer | None]:
