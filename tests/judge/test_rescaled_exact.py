@@ -192,8 +192,11 @@ def test_what_a_clip_by_value_cuts_off_has_no_factor(shares, told):
 @pytest.mark.parametrize(("before", "now", "share"), [
     ([3.0, -2.0, 5.0, 0.0], [1.0, -1.0, 1.0, 0.0], 1.0),
     ([3.0, -0.5, 5.0, 0.0], [1.0, -0.5, 1.0, 0.0], 2 / 3),
-    ([3.0, -0.5, 0.2, 0.0], [1.0, -0.5, 0.2, 0.0], 0.0),  # one is the largest of any
-    ([1.0, -1.0, 0.2, 0.0], [1.0, -1.0, 0.1, 0.0], 0.0),  # they were so before
+    ([3.0, -0.5, 0.2, 0.0], [1.0, -0.5, 0.2, 0.0], 1 / 3),
+    ([1.0, -1.0, 0.2, 0.0], [1.0, -1.0, 0.1, 0.0], 0.0),  # something else was done to it
+    ([3.0, -0.5, 0.2, 0.0], [1.0, -1.0, 0.3, 0.0], 0.0),  # as where others' are added
+    ([1.0, -1.0, 0.2, 0.0], [1.0, -1.0, 0.2, 0.0], 0.0),
+    ([float("inf"), 1.0], [float("inf"), 1.0], 0.0),
 ])  # fmt: skip
 def test_how_much_is_cut_off(before, now, share):
     assert _share_cut_off(torch.tensor(before), torch.tensor(now)) == pytest.approx(share)

@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ from sumgrad.record.ranks import sample_of
 from sumgrad.subjects.script.models import Held
 from torch import Tensor
 
-CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
+CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest: still the same, times a factor
 COARSE = 3e-2
 
@@ -116,12 +117,12 @@ def _sample(held: Held) -> Tensor | None:
 
 
 def _share_cut_off(before: Tensor, now: Tensor) -> float:
-    """Of the numbers that are not zero, 0 to 1, those that were larger and now have the size of the
-    largest, as a clip by value leaves them: of these no factor shows."""
-    live = before != 0
-    most = now.abs().max()
-    cut = live & (now.abs() == most) & (before.abs() > most)
-    return int(cut.sum()) / int(live.sum()) if int(cut.sum()) > 1 else 0.0  # one is the largest
+    """Of the numbers that were not zero, 0 to 1, those that a clip by value has cut off, where that
+    is all that was done: of these no factor shows."""
+    most = float(now.abs().max())
+    if not math.isfinite(most) or not torch.equal(now, before.clamp(-most, most)):
+        return 0.0
+    return int((before.abs() > most).sum()) / max(int((before != 0).sum()), 1)
 
 
 def _factor(before: Tensor, now: Tensor) -> float | None:
