@@ -303,7 +303,14 @@ def test_a_copy_of_what_is_kept_or_handed_on():
     found = become({"step.py:1 step": {"x": TENSOR, "n": "int", "y": TENSOR}}, code=code)
     copies = {one for one in found if "clone" in one}
     assert copies == {"self.kept = x.clone()", "self.all.append(p.grad.clone())",
-                      "return x.clone(), y.exp()"}  # fmt: skip
+                      "y = x.clone()", "return x.clone(), y.exp()"}  # fmt: skip
+
+
+def test_a_gradient_that_is_put_is_added_where_there_is_one():
+    code = "def step(p, held):\n    p.grad = held + 1\n    p.kept = held\n"
+    found = become({"step.py:1 step": {"held": TENSOR}}, code=code)
+    assert "p.grad = held + 1 if p.grad is None else p.grad + (held + 1)" in found
+    assert "p.kept += held" in found
 
 
 def test_gradients_by_hand_are_summed_as_a_functions():

@@ -38,6 +38,8 @@ def nested(code, tensors=("x", "y", "h", "logits")):
     ("bias + Sum.apply(x, group)", "Sum.apply(bias + x, group)"),
     ("x.sum(0) * y", "(x * y).sum(0)"),
     ("(x - y).exp() - z", "((x - y) - z).exp()"),
+    ("torch.logsumexp(x, dim=-1).mean() ** 2", "(torch.logsumexp(x, dim=-1) ** 2).mean()"),
+    ("Sum.apply(x, group) ** n", "Sum.apply(x ** n, group)"),
 ])  # fmt: skip
 def test_two_operations_the_other_way_round(code, other):
     found = nested(code)
@@ -79,7 +81,8 @@ def meant(code, axes=("dp", "tp"), indices=("order",)):
     ("zip(a, b, strict=True)", ["zip(reversed(list(a)), b, strict=True)",
                                 "zip(a, reversed(list(b)), strict=True)"]),
     ("y[order]", ["y[order.argsort()]"]),
-    ("y[n]", []),
+    ("y[n]", ["y[n + 1]", "y[n - 1]"]),
+    ("y[self.n]", ["y[self.n + 1]", "y[self.n - 1]"]),
     ("x[:high - low]", ["x[low:high]", "x[:]", "x[high - low:]", "x[-(high - low):]",
                            "x[(high - low):2 * (high - low)]"]),
     ("x[n:]", ["x[:]", "x[:n]", "x[:-n]"]),

@@ -134,8 +134,11 @@ class Trials:
             unseen += FIRST_UNSEEN if raises and not raised else 1
             raised |= raises
             if is_right or unseen >= MOST_UNSEEN:
-                if not self._is_as_it_was():
-                    return  # the step remembers, and what is tried after it is another
+                if not self._is_as_it_was():  # the step remembers: what is tried now is another
+                    if is_right and change.edit is not None and not change.anew:
+                        afresh = replace(change, anew=True)
+                        yield Trial(change=afresh, right={*self._told(afresh)} == {"yes"})
+                    return
                 unseen = 0
             # What is right once may be so by what the change before it has left.
             is_right = is_right and {*self._told(change)} == {"yes"}
@@ -209,7 +212,7 @@ class Trials:
             self._changed(change) as otherwise,
         ):
             through = otherwise if rendezvous is None else rendezvous.before(otherwise)
-            if not self._all_anew:
+            if not (self._all_anew or (change is not None and change.anew)):
                 return _left(self._run, steps, through)
             with self._as_in_a_step(through):
                 run = TierRun(self._run.seat, self._run.job, self._run.tier, self._run.dtype,

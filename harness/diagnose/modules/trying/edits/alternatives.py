@@ -102,6 +102,8 @@ def _of_an_index(
         return
     if isinstance(at, ast.Name) and is_index(at):
         yield f"{base}[{text(at)}.argsort()]"
+    elif isinstance(at, ast.Name | ast.Attribute):
+        yield from (f"{base}[{text(at)} + 1]", f"{base}[{text(at)} - 1]")
     parts = parts_of(node)
     cut = [isinstance(part, ast.Constant) and part.value is ... for part in parts]
     for num, part in enumerate(parts):

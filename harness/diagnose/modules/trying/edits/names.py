@@ -74,8 +74,10 @@ def cloned(statement: ast.stmt, source: Source, kinds: Mapping[str, str]) -> Ite
 def _kept(statement: ast.stmt) -> Iterator[ast.expr]:
     value: ast.expr | None = None
     if isinstance(statement, ast.Assign):
-        kept = isinstance(statement.targets[0], ast.Attribute | ast.Subscript)
-        value = statement.value if kept else None
+        target, given = statement.targets[0], statement.value
+        named = isinstance(target, ast.Name) and isinstance(given, ast.Name | ast.Attribute)
+        kept = named or isinstance(target, ast.Attribute | ast.Subscript)
+        value = given if kept else None
     elif isinstance(statement, ast.Return):
         value = statement.value
     elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):

@@ -1,6 +1,6 @@
 """Two operations the other way round: `f(g(x))` and `g(f(x))`, `f(a + b)` and `f(a) + b`,
-`f(a * b)` and `f(a) * f(b)`, `a == b | c`, which is `a == (b | c)`, and `(a == b) | c`. A reduction
-that comes too early or too late is such a one.
+`f(a * b)` and `f(a) * f(b)`, `f(a) ** n` and `f(a ** n)`, `a == b | c`, which is `a == (b | c)`,
+and `(a == b) | c`. A reduction that comes too early or too late is such a one.
 
 In: an expression. Out: the expressions that it may have been meant to be.
 """
@@ -54,6 +54,11 @@ def otherwise_nested(
         yield from _without_the_last_term(outer, text)
     elif isinstance(node, ast.Compare):
         yield from _compared_first(node, text)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        step = _step(node.left, text, is_tensor)
+        if step is not None and may_be_tensor(step.inner):
+            power = f"{as_one(step.inner, text)} ** {as_one(node.right, text)}"
+            yield step.to(power if step.before else f"({power})")
     elif isinstance(node, ast.BinOp) and isinstance(
         node.op, ast.Add | ast.Sub | ast.Mult | ast.Div
     ):

@@ -59,6 +59,7 @@ NO_WRAPPERS = {"range", "len", "isinstance", "print", "super", "zip", "enumerate
                "append", "extend", "max", "min", "backward", "items", "keys", "values",
                "parameters", "named_parameters", "contiguous", "item", "tolist", "group",
                "split", "tensor_split", "chunk", "unbind", "size", "new_group"}  # fmt: skip
+GRADIENT = "grad"  # which may be None
 PLAIN = {"bool", "int", "float", "str", "NoneType"}
 SHAPES_ONLY = {"keepdim", "dtype", "device", "memory_format"}  # another of these is no other number
 OF_RANKS = r"rank|coord|stage|first|last|peer|axes|group"
@@ -215,7 +216,7 @@ class Edits:
             again = isinstance(target, ast.Name) and target.id in names_in(statement.value)
             if again or isinstance(target, ast.Subscript | ast.Attribute):
                 yield from self._instead(NEXT, statement, "pass", sure=False)
-                added = f"{text(target)} += {text(statement.value)}"
+                added = self._added_to(target, statement.value)
                 yield from () if nothing else self._instead(NEXT, statement, added, sure=False)
             elif isinstance(target, ast.Name) and names.made.get(target.id, 0) < target.lineno:
                 added = f"{target.id} = {target.id} + ({text(statement.value)})"
@@ -237,6 +238,13 @@ class Edits:
             if may_be_turned(statement.iter):
                 turned = f"reversed(list({text(statement.iter)}))"
                 yield from self._instead(NEXT, statement.iter, turned)
+
+    def _added_to(self, target: ast.expr, value: ast.expr) -> str:
+        """To a gradient that may be none."""
+        own, given = self._source.of_node(target), self._source.of_node(value)
+        if not isinstance(target, ast.Attribute) or target.attr != GRADIENT:
+            return f"{own} += {given}"
+        return f"{own} = {given} if {own} is None else {own} + {self._as_one(value)}"
 
     def _out_of_a_loop(self, loop: ast.For) -> Iterator[Found]:
         """The last statement of a loop once, after it."""
