@@ -34,6 +34,8 @@ def nested(code, tensors=("x", "y", "h", "logits")):
     ("Sum.apply(q * r, group)", "(Sum.apply(q, group) * Sum.apply(r, group))"),
     ("Sum.apply(q * r, group)", "(q * Sum.apply(r, group))"),
     ("Sum.apply(q / r, group)", "(Sum.apply(q, group) / r)"),
+    ("Sum.apply(q / r.sum(0).clamp(min=1), g)",
+     "(Sum.apply(q, g) / Sum.apply(r.sum(0), g).clamp(min=1))"),
     ("total(z) + ridge()", "total(z + ridge())"),
     ("bias + Sum.apply(x, group)", "Sum.apply(bias + x, group)"),
     ("x.sum(0) * y", "(x * y).sum(0)"),

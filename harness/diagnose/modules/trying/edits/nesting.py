@@ -52,6 +52,7 @@ def otherwise_nested(
         if inner is not None:
             yield inner.to(outer.to(as_one(inner.inner, text)))
         yield from _without_the_last_term(outer, text)
+        yield from _of_both_and_within(outer, text, is_tensor)
     elif isinstance(node, ast.Compare):
         yield from _compared_first(node, text)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
@@ -98,6 +99,18 @@ def _without_the_last_term(outer: _Step, text: Text) -> Iterator[str]:
         yield f"({outer.to(one)} {sign} {outer.to(two)})"
     if sign in ("+", "*"):
         yield f"({one} {sign} {outer.to(two)})"
+
+
+def _of_both_and_within(
+    outer: _Step, text: Text, is_tensor: Callable[[ast.expr], bool]
+) -> Iterator[str]:
+    """`f(a / g(b))` as `f(a) / g(f(b))`: a quotient of sums, and what keeps it from zero after."""
+    within = outer.inner
+    if isinstance(within, ast.BinOp) and isinstance(within.op, ast.Mult | ast.Div):
+        step = _step(within.right, text, is_tensor)
+        if step is not None:
+            one, two = outer.to(as_one(within.left, text)), outer.to(as_one(step.inner, text))
+            yield f"({one} {SIGNS[type(within.op)]} {step.to(two)})"
 
 
 def _step(node: ast.expr, text: Text, is_tensor: Callable[[ast.expr], bool]) -> _Step | None:
