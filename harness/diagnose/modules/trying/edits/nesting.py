@@ -72,6 +72,33 @@ def otherwise_nested(
                 yield step.to(f"{one} {sign} {two}" if step.before else f"({one} {sign} {two})")
 
 
+def brackets_elsewhere(node: ast.BinOp, text: Text) -> Iterator[str]:
+    """`(a - b) * c` as `a * c - b` and as `a - b * c`, and these as that."""
+    left, right = node.left, node.right
+    if isinstance(node.op, ast.Mult | ast.Div) and _adds(left):
+        assert isinstance(left, ast.BinOp)
+        sign, by = SIGNS[type(left.op)], f"{SIGNS[type(node.op)]} {as_one(right, text)}"
+        one, other = as_one(left.left, text), as_one(left.right, text)
+        yield from (f"({one} {by} {sign} {other})", f"({one} {sign} {other} {by})")
+    if isinstance(node.op, ast.Mult) and _adds(right):
+        assert isinstance(right, ast.BinOp)
+        by, sign = text(left), SIGNS[type(right.op)]
+        one, other = as_one(right.left, text), as_one(right.right, text)
+        yield from (f"({by} * {one} {sign} {other})", f"({one} {sign} {by} * {other})")
+    if _adds(node):
+        sign = SIGNS[type(node.op)]
+        for term, own in ((left, 0), (right, 1)):
+            if isinstance(term, ast.BinOp) and isinstance(term.op, ast.Mult | ast.Div):
+                by = f"{SIGNS[type(term.op)]} {as_one(term.right, text)}"
+                terms = [text(left), as_one(right, text)]
+                terms[own] = as_one(term.left, text)
+                yield f"({terms[0]} {sign} {terms[1]}) {by}"
+
+
+def _adds(node: ast.expr) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub)
+
+
 def _compared_first(node: ast.Compare, text: Text) -> Iterator[str]:
     """Before what stands between bits on one side of it."""
     left, right = node.left, node.comparators[0]

@@ -21,7 +21,11 @@ from sumgrad.diagnose.modules.trying.edits.factors import of_terms, of_what_is_r
 from sumgrad.diagnose.modules.trying.edits.layouts import laid_out_otherwise
 from sumgrad.diagnose.modules.trying.edits.left_out import left_out, options_of, shared_by_all
 from sumgrad.diagnose.modules.trying.edits.names import cloned, renamed_throughout, two_exchanged
-from sumgrad.diagnose.modules.trying.edits.nesting import MODULES, otherwise_nested
+from sumgrad.diagnose.modules.trying.edits.nesting import (
+    MODULES,
+    brackets_elsewhere,
+    otherwise_nested,
+)
 from sumgrad.diagnose.modules.trying.edits.offsets import begun_after_others
 from sumgrad.diagnose.modules.trying.edits.source import (
     SIMPLE,
@@ -49,7 +53,6 @@ from sumgrad.diagnose.modules.trying.edits.written_for import (
     OTHER_FUNCTIONS,
     OTHER_OPERATORS,
     OTHER_WORDS,
-    SIGNS,
 )
 from sumgrad.record.trial import Edit
 
@@ -358,34 +361,11 @@ class Edits:
             turned = f"{self._as_one(node.right)} - {self._as_one(node.left)}"
             if other == "+":
                 yield from self._instead(LAST, node, turned, sure=False)
-        yield from self._bracket_elsewhere(node)
+        for new in brackets_elsewhere(node, text):
+            yield from self._instead(NEXT, node, new)
         between = span(node.left)[1], span(node.right)[0]
         if self._source.piece(*between).strip() in ("+", "-", "*", "/"):  # and no bracket
             yield from self._between(LATER, *between, f" {other} ", sure=False)
-
-    def _bracket_elsewhere(self, node: ast.BinOp) -> Iterator[Found]:
-        """`(a - b) * c` as `a * c - b` and as `a - b * c`, and these as that."""
-        text, left, right = self._source.of_node, node.left, node.right
-        if isinstance(node.op, ast.Mult | ast.Div) and _adds(left):
-            assert isinstance(left, ast.BinOp)
-            sign, by = SIGNS[type(left.op)], f"{SIGNS[type(node.op)]} {self._as_one(right)}"
-            one, other = self._as_one(left.left), self._as_one(left.right)
-            yield from self._instead(NEXT, node, f"({one} {by} {sign} {other})")
-            yield from self._instead(NEXT, node, f"({one} {sign} {other} {by})")
-        if isinstance(node.op, ast.Mult) and _adds(right):
-            assert isinstance(right, ast.BinOp)
-            by, sign = text(left), SIGNS[type(right.op)]
-            one, other = self._as_one(right.left), self._as_one(right.right)
-            yield from self._instead(NEXT, node, f"({by} * {one} {sign} {other})")
-            yield from self._instead(NEXT, node, f"({one} {sign} {by} * {other})")
-        if _adds(node):
-            sign = SIGNS[type(node.op)]
-            for term, own in ((left, 0), (right, 1)):
-                if isinstance(term, ast.BinOp) and isinstance(term.op, ast.Mult | ast.Div):
-                    by = f"{SIGNS[type(term.op)]} {self._as_one(term.right)}"
-                    terms = [text(left), self._as_one(right)]
-                    terms[own] = self._as_one(term.left)
-                    yield from self._instead(NEXT, node, f"({terms[0]} {sign} {terms[1]}) {by}")
 
     def _of_a_call(self, node: ast.Call, names: _Names) -> Iterator[Found]:
         text, function = self._source.of_node, node.func
@@ -447,10 +427,6 @@ def _of_shapes(statement: ast.stmt) -> set[int]:
     """Expressions that say of what shape or dtype something is."""
     calls = [one for one in expressions(statement) if isinstance(one, ast.Call)]
     return {id(k.value) for call in calls for k in call.keywords if k.arg in SHAPES_ONLY}
-
-
-def _adds(node: ast.expr) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub)
 
 
 def alike_but_for_size(one: str, other: str) -> bool:
