@@ -23,6 +23,7 @@ from sumgrad.record.trial import (
     read_trials,
     write_asked,
 )
+from sumgrad.subjects.program.tier_run import TierRun
 from sumgrad.subjects.program.tried import changed, trials
 from sumgrad.subjects.program.tried.changed import Changed
 from sumgrad.subjects.program.tried.trials import Agreement, Trials
@@ -671,3 +672,22 @@ def test_code_that_distributes_is_run_anew_and_all_of_a_parameter_must_be_there(
     assert all(one.closed == 1 and one.stepped for one in made)
     assert all(one.asked_whole == 1 for one in made)
     assert not run.seat.ledger.as_in_a_step
+
+
+@pytest.mark.parametrize(("held", "unknown", "whole"), [
+    ({"w": None, "b": None}, (), True),
+    ({"w": torch.tensor([[0, 1]]), "b": None}, (), False),
+    ({"w": torch.tensor([[3, 2], [1, 0]]), "b": None}, (), True),
+    ({"w": None}, (), False),
+    ({"w": None, "b": None}, ("head: nobody knows",), False),
+])  # fmt: skip
+def test_a_model_is_whole_where_all_of_it_is_on_some_rank(monkeypatch, held, unknown, whole):
+    labels, run = [], TierRun.__new__(TierRun)
+    run.base = {"w": torch.zeros(2, 2), "b": torch.zeros(())}
+    placed = [SimpleNamespace(name=name, index=index) for name, index in held.items()]
+    run.placement = SimpleNamespace(placed=placed, unknown=[*unknown])
+    label = lambda text: contextlib.nullcontext(labels.append(text))  # noqa: E731
+    run.seat = SimpleNamespace(ledger=SimpleNamespace(label=label))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: labels.append(op))
+    assert run.is_whole() is whole
+    assert labels == ["setup/places", dist.ReduceOp.MAX]
