@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
+from sumgrad.base.outcome import IN_WORKERS
 from sumgrad.subjects.script import draws as module
 from sumgrad.subjects.script.draws import Draws
 from sumgrad.subjects.script.other_generators import see_other_generators
@@ -90,3 +92,47 @@ def test_a_line_that_draws_without_end_is_not_looked_at(draws, monkeypatch):
         random.random()
     np.random.rand()
     assert [len(found) for found in draws.taken().values()] == [1]
+
+
+def test_what_a_forked_process_draws_is_read_where_it_was_forked(draws, tmp_path):
+    draws.file = tmp_path / "draws"
+    random.random()
+    here = draws.taken()
+    assert draws.of_workers() == {}
+    if (child := os.fork()) == 0:
+        random.seed(3)
+        random.random()
+        np.random.default_rng(5).normal(size=(2, 3))
+        os._exit(0)
+    os.waitpid(child, 0)
+    (place, number), (other, numbers) = sorted(draws.of_workers().items(), key=lambda p: len(p[1]))
+    assert place.endswith(IN_WORKERS)
+    assert other.endswith(IN_WORKERS)
+    assert (len(number), len(numbers)) == (1, 2)  # of rows
+    assert draws.taken() == {}
+    random.seed(3)
+    random.random()
+    (again,) = draws.taken().values()
+    assert again == number != next(iter(here.values()))
+
+
+def test_a_forked_rank_that_calls_a_model_draws_for_itself(draws, tmp_path):
+    draws.file = tmp_path / "draws"
+    told = tmp_path / "told"
+    if (child := os.fork()) == 0:
+        draws.entering()
+        draws.leaving("Net")
+        random.random()
+        told.write_text(f"{len(draws.taken())} {draws.file.name}")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert told.read_text() == f"1 draws_{child}"
+    assert draws.of_workers() == {}
+
+
+def test_of_too_many_draws_nothing_is_told(draws, tmp_path, monkeypatch):
+    draws.file = tmp_path / "draws"
+    draws.file.write_text("abc train.py:3\nabd train.py:3\n")
+    assert draws.of_workers() == {f"train.py:3{IN_WORKERS}": ["abc", "abd"]}
+    monkeypatch.setattr(module, "MOST_WRITTEN", 8)
+    assert draws.of_workers() == {}

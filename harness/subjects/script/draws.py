@@ -97,7 +97,10 @@ class Draws:
             self._keep(array)
 
     def entering(self) -> None:
-        """A model is called."""
+        """A model is called: a rank that was forked is none of those that draw for another."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self.file = self.file and self.file.with_name(f"{self.file.name}_{self._process}")
         if self._before is None:
             self._before = self.taken()
         self._state = _state()
