@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -208,6 +209,11 @@ def test_edits_of_how_it_is_set_up_come_last_or_first_of_a_known_cause(
     order = [of_set_up, of_step] if edits_only else [of_step, of_set_up]
     assert asked == (order[:1] if right else order)
     assert changed == ([] if edits_only else [1])
+    record.spec.topology.world_size, asked[:] = 1, []
+    shutil.rmtree(folder)
+    trials.try_changes(record, "structure", 0, 9.0, "a cause", launcher=Ranks(),
+                       progress=lambda _: None, edits_only=edits_only)  # fmt: skip
+    assert asked == [of_step]  # of one rank nothing is cut
 
 
 def on_one_rank(*trials, wrong=True):

@@ -82,7 +82,10 @@ def try_changes(
         if trying.is_known():
             return Tried(made=True)
     late = trying.is_late
-    for num, set_up in enumerate((True, False) if edits_only else (False, True)):
+    order = (True, False) if edits_only else (False, True)
+    if record.spec.topology.world_size == 1:  # of what is distributed nothing is cut
+        order = (False,)
+    for num, set_up in enumerate(order):
         looks = partial(
             edited_to_try, record, tier, step, seconds=EDITS_S, said=said, set_up=set_up,
             alone=edits_only,
@@ -93,7 +96,8 @@ def try_changes(
         if edits is not None:
             now, soon = time.monotonic(), edits_only or set_up
             of_all = EDITS_S if soon else min(max(EDITS_S, by - now), MOST_EDITS_S)
-            until = now + of_all if asked_s is None else by if num else (now + by) / 2
+            last = num == len(order) - 1
+            until = now + of_all if asked_s is None else by if last else (now + by) / 2
             starts = MOST_STARTS if asked_s is None else max(MOST_STARTS, int(asked_s))
             trying.run_again(*edits, until, starts)
             every += edits[0].changes
