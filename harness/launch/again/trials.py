@@ -82,9 +82,7 @@ def try_changes(
         if trying.is_known():
             return Tried(made=True)
     late = trying.is_late
-    order = (True, False) if edits_only else (False, True)
-    if record.spec.topology.world_size == 1:  # of what is distributed nothing is cut
-        order = (False,)
+    order = _whether_of_the_set_up(record, edits_only=edits_only)
     for num, set_up in enumerate(order):
         looks = partial(
             edited_to_try, record, tier, step, seconds=EDITS_S, said=said, set_up=set_up,
@@ -105,6 +103,13 @@ def try_changes(
         if trying.is_known():
             return Tried(made=True)
     return Tried(made=bool(every), left=len(trying.not_begun(every)) if late else 0)
+
+
+def _whether_of_the_set_up(record: Record, *, edits_only: bool) -> tuple[bool, ...]:
+    """In which order edits of the step, and of what distributes, are tried."""
+    if record.spec.topology.world_size == 1:
+        return (False,)  # nothing is cut there
+    return (True, False) if edits_only else (False, True)
 
 
 def _without(changes: Set[Change], asked: Asked, values: Values) -> tuple[Asked, Values] | None:
