@@ -181,7 +181,9 @@ class Trials:
             own = "yes" if left.whole and self._are_right(left) else "no"
         if own != "raised":
             return self._agreement.of_all(own)
-        patience = max(PATIENCE_EDITED_S, 2 * self._usual_s) if change.edit else PATIENCE_RAISED_S
+        # Others that distribute anew may be long before they come to what this one does not.
+        soon = change.edit is not None and not change.anew
+        patience = max(PATIENCE_EDITED_S, 2 * self._usual_s) if soon else PATIENCE_RAISED_S
         return self._agreement.of_all(own, patience)
 
     @contextlib.contextmanager
