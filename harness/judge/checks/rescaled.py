@@ -68,14 +68,12 @@ def cut_off_before_the_optimizer(compared: Compared) -> Iterator[Finding]:
         for info in held.info.values():
             for name, share in info.get("saturated", {}).items():
                 found[name] = max(found.get(name, 0.0), share)
-    for level, names in (
-        ("unknown", [name for name, share in found.items() if share > MOST_CUT_OFF]),
-        ("warning", [name for name, share in found.items() if share <= MOST_CUT_OFF]),
-    ):
+    for hides in (True, False):
+        names = [name for name, share in found.items() if (share > MOST_CUT_OFF) is hides]
         if names:
             most = max(found[name] for name in names)
             yield Finding(
-                level="unknown" if level == "unknown" else "warning",
+                level="unknown" if hides else "warning",
                 text=f"of the gradient of {some_of(names)} the script cuts off up to "
                 f"{100 * most:.0f} % of the numbers by value, as clip_grad_value_ does, before "
                 f"the optimizer takes it: of these only the sign was compared",

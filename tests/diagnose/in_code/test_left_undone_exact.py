@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from sumgrad.diagnose.modules.in_code.left_undone import left_undone, left_unmasked, other_functions
 from sumgrad.diagnose.modules.in_code.options import unlike_options
+from sumgrad.diagnose.modules.values.numbers import Numbers
 from sumgrad.record.computed import Computation, Computed
 from sumgrad.subjects.program.watched.computations import Computations
 
@@ -24,6 +25,11 @@ def recorded(step, rows=slice(None)):
 
 def parts(step):
     return [recorded(step, rows) for rows in PARTS]
+
+
+def unmasked(ranks, step):
+    whole = recorded(step)
+    return left_unmasked(ranks, whole, Numbers(whole.values))
 
 
 def whole(x):
@@ -66,7 +72,7 @@ def test_where_numbers_were_not_kept_nothing_is_told():
                         takes=("a large tensor, number 3",))  # fmt: skip
     ranks = [*parts(without_a_factor), Computed(computations=(large,))]
     assert left_undone(ranks, recorded(whole)) == []
-    assert left_unmasked(ranks, recorded(clamped)) == []
+    assert unmasked(ranks, clamped) == []
 
 
 def clamped(x):
@@ -87,9 +93,9 @@ def masked_otherwise(x):
 
 
 def test_what_no_rank_clamps_is_told():
-    assert functions(left_unmasked(parts(not_clamped), recorded(clamped))) == ["clamp"]
-    assert left_unmasked(parts(clamped), recorded(clamped)) == []
-    assert left_unmasked(parts(masked_otherwise), recorded(clamped)) == []
+    assert functions(unmasked(parts(not_clamped), clamped)) == ["clamp"]
+    assert unmasked(parts(clamped), clamped) == []
+    assert unmasked(parts(masked_otherwise), clamped) == []
 
 
 def test_a_clamp_that_changes_nothing_is_not():
@@ -97,7 +103,7 @@ def test_a_clamp_that_changes_nothing_is_not():
         y = x @ W
         return y.clamp(max=400.0) * y
 
-    assert left_unmasked(parts(not_clamped), recorded(idle)) == []
+    assert unmasked(parts(not_clamped), idle) == []
 
 
 @pytest.mark.parametrize(("here", "there", "told"), [
@@ -110,10 +116,10 @@ def test_a_clamp_that_changes_nothing_is_not():
 ])  # fmt: skip
 def test_another_function_of_its_kind(here, there, told):
     ranks = parts(lambda x: here(x @ W))
-    found = other_functions(ranks, recorded(lambda x: there(x @ W)))
+    single = recorded(lambda x: there(x @ W))
+    found = [*other_functions(dict(enumerate(ranks)), single, Numbers(single.values))]
     assert {(one.mine.function, one.its.function) for one in found} == {*told}
-    on = {one.rank for one in other_functions(ranks, recorded(lambda x: there(x @ W)))}
-    assert on == ({0, 1} if told else set())
+    assert {one.rank for one in found} == ({0, 1} if told else set())
 
 
 def test_a_switch_that_no_call_of_the_single_process_has():

@@ -8,7 +8,7 @@ comes to the same in the end, and is none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,15 +49,17 @@ def left_undone(ranks: Sequence[Computed], whole: Computed) -> list[Computation]
     return [c for c in whole.computations if _is_first(c, states, comes_right)]
 
 
-def left_unmasked(ranks: Sequence[Computed], whole: Computed) -> list[Computation]:
+def left_unmasked(
+    ranks: Sequence[Computed], whole: Computed, numbers: Numbers
+) -> list[Computation]:
     """Of the single process, what changes some numbers of something and leaves the others, where
-    ranks have that and no rank does so to it."""
+    ranks have that and no rank does so to it. numbers: of the single process's values."""
     if any(map(_is_in_part, (*ranks, whole))):
         return []
     asked = [c for c in whole.computations if c.function in MASKING and _changes(c, whole)]
     if not asked:
         return []
-    numbers, there, masked = Numbers(whole.values), set[int](), set[int]()
+    there, masked = set[int](), set[int]()
     for computed in ranks:
         for c in computed.computations:
             masks = c.function in MASKS or (c.function == "mul" and _is_by_a_mask(c, computed))
@@ -69,25 +71,32 @@ def left_unmasked(ranks: Sequence[Computed], whole: Computed) -> list[Computatio
     return [c for c in asked if c.takes[0] in there - masked]
 
 
-def other_functions(ranks: Sequence[Computed], whole: Computed) -> Iterator[InPlace]:
+def other_functions(
+    ranks: Mapping[int, Computed], whole: Computed, numbers: Numbers
+) -> Iterator[InPlace]:
     """Losses, activations and norms of the ranks where the single process calls another one, which
-    no rank calls there."""
-    numbers = Numbers(whole.values)
+    no rank calls there. numbers: of the single process's values."""
     for family in FAMILIES:
         its: dict[int, list[Computation]] = {}
         for c in whole.computations:
-            if c.function in family and isinstance(c.takes[0] if c.takes else "", int):
-                its.setdefault(int(c.takes[0]), []).append(c)
+            if c.function in family and (taken := _first(c)) is not None:
+                its.setdefault(taken, []).append(c)
         found, called = list[InPlace](), set[tuple[int, str]]()
-        for rank, computed in enumerate(ranks):
+        for rank, computed in ranks.items():
             for c in computed.computations:
-                if c.function in family and isinstance(c.takes[0] if c.takes else "", int):
-                    held = numbers.holding(computed.values[int(c.takes[0])]) & its.keys()
+                if c.function in family and (taken := _first(c)) is not None:
+                    held = numbers.holding(computed.values[taken]) & its.keys()
                     called |= {(number, c.function) for number in held}
                     there = [w for number in sorted(held) for w in its[number]]
                     if there and c.function not in {w.function for w in there}:
                         found.append(InPlace(rank=rank, mine=c, its=there[0]))
-        yield from (one for one in found if (int(one.its.takes[0]), one.its.function) not in called)
+        yield from (one for one in found if (_first(one.its), one.its.function) not in called)
+
+
+def _first(c: Computation) -> int | None:
+    """The number of its first argument, where that is a tensor."""
+    first = c.takes[0] if c.takes else None
+    return first if isinstance(first, int) else None
 
 
 def _is_in_part(computed: Computed) -> bool:

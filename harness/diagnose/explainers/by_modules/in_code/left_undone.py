@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from sumgrad.base.outcome import some_of, spans
@@ -18,6 +18,7 @@ from sumgrad.diagnose.modules.in_code.left_undone import (
     other_functions,
 )
 from sumgrad.diagnose.modules.in_code.options import unlike_options
+from sumgrad.diagnose.modules.values.numbers import Numbers
 from sumgrad.record.computed import Computation
 from sumgrad.record.trace import Traces
 
@@ -37,14 +38,15 @@ def with_what_is_left_undone(case: Case, diagnosis: Diagnosis) -> Diagnosis:
 
 @as_a_hint
 def _said(traces: Traces) -> list[str]:
-    ranks = [trace.computed for _, trace in sorted(traces.ranks.items())]
-    numbers, whole = sorted(traces.ranks), traces.single.computed
+    ranks = {rank: trace.computed for rank, trace in traces.ranks.items()}
+    every, whole = [*ranks.values()], traces.single.computed
+    numbers = Numbers(whole.values)
     return [
-        *_in_place_of_others([*other_functions(ranks, whole)], numbers),
-        *_undone(left_undone(ranks, whole), "gives from what ranks have, too, numbers that no rank "
+        *_in_place_of_others(other_functions(ranks, whole, numbers)),
+        *_undone(left_undone(every, whole), "gives from what ranks have, too, numbers that no rank "
                  "has, nor what is made of them"),
-        *_undone(left_unmasked(ranks, whole), "changes numbers that ranks have, too, and no rank "
-                 "calls the like on them"),
+        *_undone(left_unmasked(every, whole, numbers), "changes numbers that ranks have, too, and "
+                 "no rank calls the like on them"),
         *_otherwise(traces),
     ]  # fmt: skip
 
@@ -56,11 +58,11 @@ def _undone(found: Sequence[Computation], what: str) -> Iterator[str]:
         yield f"in the single process {lines} {what}"
 
 
-def _in_place_of_others(found: Sequence[InPlace], numbers: Sequence[int]) -> Iterator[str]:
+def _in_place_of_others(found: Iterable[InPlace]) -> Iterator[str]:
     ranks: dict[tuple[str, str, str], set[int]] = {}
     for one in found:
         key = expression(one.mine), expression(one.its), one.its.function
-        ranks.setdefault(key, set()).add(numbers[one.rank])
+        ranks.setdefault(key, set()).add(one.rank)
     for (mine, its, function), on in list(ranks.items())[:MOST]:
         yield (f"{mine} takes on rank {spans(sorted(on))} what {its} takes in the single process, "
                f"and no rank calls {function} on it")  # fmt: skip
