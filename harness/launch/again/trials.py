@@ -81,25 +81,23 @@ def try_changes(
             every += changes[0].changes
         if trying.is_known():
             return Tried(made=True)
-    late = trying.is_late
+    look = partial(edited_to_try, record, tier, step, seconds=EDITS_S, said=said, alone=edits_only)
+    late, wrong = trying.is_late, frozenset() if failed is None else failed.wrong
     order = _whether_of_the_set_up(record, edits_only=edits_only)
     for num, set_up in enumerate(order):
-        looks = partial(
-            edited_to_try, record, tier, step, seconds=EDITS_S, said=said, set_up=set_up,
-            alone=edits_only,
-        )  # fmt: skip
-        edits = _looked_for(looks)
-        if edits is not None and failed is not None:
-            edits = _without(failed.wrong, *edits)
-        if edits is not None:
-            now, soon = time.monotonic(), edits_only or set_up
-            of_all = EDITS_S if soon else min(max(EDITS_S, by - now), MOST_EDITS_S)
-            last = num == len(order) - 1
-            until = now + of_all if asked_s is None else by if last else (now + by) / 2
-            starts = MOST_STARTS if asked_s is None else max(MOST_STARTS, int(asked_s))
-            trying.run_again(*edits, until, starts)
-            every += edits[0].changes
-            late |= trying.is_late
+        edits = _looked_for(partial(look, set_up=set_up))
+        edits = None if edits is None else _without(wrong, *edits)
+        if edits is None:
+            continue
+        now = time.monotonic()
+        if asked_s is not None:  # all that is left, or half of it
+            until = by if num == len(order) - 1 else (now + by) / 2
+        else:
+            least = edits_only or set_up
+            until = now + (EDITS_S if least else min(max(EDITS_S, by - now), MOST_EDITS_S))
+        trying.run_again(*edits, until, max(MOST_STARTS, int(asked_s or 0)))
+        every += edits[0].changes
+        late |= trying.is_late
         if trying.is_known():
             return Tried(made=True)
     return Tried(made=bool(every), left=len(trying.not_begun(every)) if late else 0)
