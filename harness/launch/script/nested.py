@@ -1,11 +1,18 @@
-"""Which optimizer steps run: one may call that of its base, or that of another optimizer."""
+"""Which optimizer steps run: one may call that of its base, or that of another optimizer. What is
+asked before a step comes after the optimizer's own hooks, which may change what it finds.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+
+from sumgrad.ledger.process_group import step_aside
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(slots=True)
@@ -43,6 +50,29 @@ class StepsUnderWay:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+
+class AfterItsOwn:
+    """A hook before every optimizer's step that comes after the optimizer's own hooks."""
+
+    def __init__(self, hook: Callable[[Optimizer, Any, Any], Any]) -> None:
+        self._hook = hook
+        self._added: dict[int, RemovableHandle] = {}  # by id of an optimizer
+
+    @step_aside
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """To be called as one of all optimizers, which come first."""
+        self.over(optimizer)  # of a step that raised
+        if not optimizer._optimizer_step_pre_hooks:
+            return self._hook(optimizer, args, kwargs)
+        self._added[id(optimizer)] = optimizer.register_step_pre_hook(self._hook)
+        return None
+
+    def over(self, optimizer: Optimizer) -> None:
+        """A step has ended."""
+        added = self._added.pop(id(optimizer), None)
+        if added is not None:
+            added.remove()
 
 
 def _running() -> list[FrameType]:

@@ -38,7 +38,7 @@ from sumgrad.launch.script.in_front import (
     see_optimizers,
 )
 from sumgrad.launch.script.look import Look
-from sumgrad.launch.script.nested import StepsUnderWay
+from sumgrad.launch.script.nested import AfterItsOwn, StepsUnderWay
 from sumgrad.launch.script.rescaled import Rescaled
 from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
@@ -64,7 +64,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 MAX_TROUBLES = 20
 MOST_STEPS = 40  # for each step that is asked for, until every optimizer was there
@@ -102,7 +101,7 @@ class Watch:
         self.dropout = NoDropout()
         self.draws = self.dropout.draws
         self.calls, self.roots = 0, 0
-        self.under_way = StepsUnderWay()
+        self.under_way, self.last_hook = StepsUnderWay(), AfterItsOwn(self._before)
         self.inside: nn.Module | None = None
         self.is_inside = False  # the same, for Dynamo, which may not see one module twice
         self.ended = False
@@ -124,7 +123,6 @@ class Watch:
         self.rescaled = Rescaled(self.models.held.values)
         self.without = Without()
         self._no_more_hook: Callable[[], object] = lambda: None
-        self._step_hooks: dict[int, RemovableHandle] = {}  # by id of an optimizer
 
     def install(self) -> None:
         """Hooks, and what belongs to every process, rank or not."""
@@ -147,7 +145,7 @@ class Watch:
         self.rescaled.install()
         self.optimizers = see_optimizers()
         register_module_forward_pre_hook(self._called)
-        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_pre_hook(self.last_hook.before)
         register_optimizer_step_post_hook(self._after)
         atexit.register(self._left)
         multiprocessing.util.Finalize(None, self._left, exitpriority=0)  # of a process it starts
@@ -278,22 +276,7 @@ class Watch:
 
     @step_aside
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """An optimizer is about to step. Hooks of its own may change what it finds, and come after
-        this one, which is of all optimizers."""
-        self._no_more_step_hook(optimizer)  # of one that raised
-        if not optimizer._optimizer_step_pre_hooks:
-            return self._before_itself(optimizer, args, kwargs)
-        self._step_hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_itself)
-        return None
-
-    def _no_more_step_hook(self, optimizer: Optimizer) -> None:
-        hook = self._step_hooks.pop(id(optimizer), None)
-        if hook is not None:
-            hook.remove()
-
-    @step_aside
-    def _before_itself(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """The gradients that it finds, or its closure makes."""
+        """An optimizer is about to step: the gradients that it finds, or its closure makes."""
         given_up = self.under_way.begins(optimizer)
         if given_up and self.infos and self.infos[-1]["step"] == self.calls:
             self.infos.pop()
@@ -440,7 +423,7 @@ class Watch:
     @step_aside
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped: the weights that it made, and those of the single run."""
-        self._no_more_step_hook(optimizer)
+        self.last_hook.over(optimizer)
         if not self.under_way.ends(optimizer):
             return
         if self.evidence is None:  # it begins with the first call of a model
