@@ -12,14 +12,13 @@ from sumgrad.diagnose.fit import as_fraction
 from sumgrad.judge.checks.rescaled import hidden_factors
 from sumgrad.judge.checks.script import (
     OtherRows,
-    are_made_equal,
     changed_between,
     left_behind,
     other_rows,
     ranks_that_step_less,
-    unlike_starts,
     unowned,
 )
+from sumgrad.judge.checks.script_starts import are_made_equal, unlike_starts
 from sumgrad.judge.checks.updates import wrong_updates
 from sumgrad.judge.finding import Compared
 from sumgrad.record.directory import Record

@@ -29,10 +29,9 @@ from sumgrad.judge.checks.script import (
     something_is_exchanged,
     the_optimizers_together,
     the_same_rows,
-    the_same_start,
-    unlike_starts,
     unowned,
 )
+from sumgrad.judge.checks.script_starts import the_same_start, unlike_starts
 from sumgrad.judge.checks.updates import the_same_weights_after, untold_updates, wrong_updates
 from sumgrad.record.ranks import AFTER
 from sumgrad.record.spec import Script

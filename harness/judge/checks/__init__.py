@@ -18,6 +18,7 @@ from sumgrad.judge.checks import (
     rescaled,
     same_start,
     script,
+    script_starts,
     since,
     updates,
 )
@@ -27,7 +28,7 @@ from sumgrad.judge.finding import Check
 CHECKS: tuple[Check, ...] = (
     complete.nothing_left_out,
     script.the_same_rows,
-    script.the_same_start,
+    script_starts.the_same_start,
     script.one_job,
     script.something_is_exchanged,
     since.the_single_run_as_it_was_kept,

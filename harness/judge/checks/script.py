@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sumgrad.base.outcome import some_of, spans
+from sumgrad.judge.checks.script_starts import Unlike
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.record.directory import Record
-from sumgrad.record.ranks import BUFFER_NAMED
 
-FLOATS = ("float", "bfloat")
 # Digests of a row and its size ("" in older records), as subjects/script/rows.py gives them.
 Row = tuple[str, str, str, str]
 
@@ -168,88 +167,6 @@ class _Finder:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unlike:
-    """Something that a rank has otherwise than it must."""
-
-    rank: int
-    text: str
-    names: tuple[str, ...] = ()
-
-
-def the_same_start(compared: Compared) -> Iterator[Finding]:
-    """Ranks that held other weights than each other before the first forward.
-
-    The comparison gives all of them the single run's, so the gradients do not show it.
-    """
-    record = compared.record
-    start = unlike_starts(record)
-    if start is not None and are_made_equal(record, start):
-        text = (f"{start.text}, where a model is called first (a dry run); what one of them "
-                f"broadcasts before the first backward makes them equal")  # fmt: skip
-        yield Finding(level="warning", text=text)
-    elif start is not None:
-        yield Finding(level="fail", text=f"{start.text}: nothing made the replicas equal")
-        return
-    buffers = unlike_starts(record, buffers=True)
-    if buffers is not None:
-        yield Finding(
-            level="unknown",
-            text=f"{buffers.text}: they were made equal to the single run's, so what the script "
-            f"itself computes with unlike ones was not compared (broadcast them, or draw them "
-            f"alike)",
-        )
-    other = {name for rank in record.ranks for name in _first(record, rank).get("other_start", ())}
-    if other:
-        yield Finding(
-            level="warning",
-            text=f"the ranks start from other weights than the single run in {len(other)} "
-            f"parameters (another seed, another order of draws, or a checkpoint that only one of "
-            f"them loaded); they were given the same",
-        )
-
-
-def unlike_starts(record: Record, *, buffers: bool = False) -> Unlike | None:
-    """The first rank that held other values than another of the same elements: of parameters, or
-    of buffers."""
-    first: dict[tuple[str, str], tuple[int, str]] = {}
-    names: dict[tuple[int, int], list[str]] = {}
-    for rank in record.ranks:
-        for name, told in _first(record, rank).get("started_with", {}).items():
-            if name.startswith(BUFFER_NAMED) != buffers:
-                continue
-            part, _, value = told.partition(":")
-            known = first.setdefault((name, part), (rank, value))
-            if known[1] != value:
-                names.setdefault((rank, known[0]), []).append(name)
-    for (rank, other), own in names.items():
-        what = "buffers" if buffers else "weights"
-        shown = some_of([name.removeprefix(BUFFER_NAMED) for name in own])
-        text = f"rank {rank} starts from other {what} than rank {other}, in {shown}"
-        return Unlike(rank=rank, text=text, names=tuple(own))
-    return None
-
-
-def are_made_equal(record: Record, start: Unlike) -> bool:
-    """Whether ranks broadcast, after a model was called and before any gradient is reduced, one
-    tensor for each parameter that they began with unlike, or DDP all of its model's in one."""
-    tier = next(iter(record.spec.tiers))
-    references = record.references.get(tier, ())
-    if not references or any(name not in references[0].grads for name in start.names):
-        return False
-    sizes = [references[0].grads[name].numel() for name in start.names]
-    given = Counter[int]()
-    for event in record.ranks[start.rank].events.get((tier, 0), ()):
-        if event.get("grads"):
-            break
-        if event.get("op") == "broadcast" and str(event.get("dtype", "")).startswith(FLOATS):
-            numel = int(event.get("numel") or 0)
-            if str(event.get("by", "")).endswith("parallel/distributed.py") and numel >= sum(sizes):
-                return True
-            given[numel] += 1
-    return all(given[size] >= number for size, number in Counter(sizes).items())
-
-
 def changed_between(record: Record) -> Unlike | None:
     """The first rank whose weights the script changed between steps, unlike the single run."""
     if record.spec.script is None:
@@ -264,12 +181,6 @@ def changed_between(record: Record) -> Unlike | None:
         return None
     step, rank, names = min(found)
     return Unlike(rank=rank, text=f"{some_of(names)} before step {step}")
-
-
-def _first(record: Record, rank: int) -> dict[str, Any]:
-    """What a rank said of its first step."""
-    info = record.ranks[rank].info
-    return next((told for (_, step), told in info.items() if step == 0), {})
 
 
 def one_job(compared: Compared) -> Iterator[Finding]:
