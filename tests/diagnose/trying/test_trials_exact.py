@@ -431,6 +431,17 @@ def test_what_is_proved_is_left_as_it_is():
     assert with_what_was_tried(untraced, CAUSE) == CAUSE
 
 
+@pytest.mark.parametrize(("anew", "how"), [(False, "run"), (True, "distributed and run")])
+def test_an_edit_says_where_behind_what_is_proved(anew, how):
+    edit = Edit(file="f.py", start=(3, 0), end=(3, 1), old="a", new="b", was="a", becomes="b")
+    change = Change(site="f.py:3", function="", way="edit", edit=edit, anew=anew)
+    proved = replace(CAUSE, standing="proved", because=("seen",))
+    said = with_what_was_tried(case(Trial(change=change, right=True)), proved)
+    assert (said.cause, said.kind, said.standing) == (CAUSE.cause, CAUSE.kind, "proved")
+    assert said.because[0].endswith(f"would be right: the step was {how} so")
+    assert said.because[-1] == "seen"
+
+
 def verdict(status, *causes):
     return Verdict(status=status, tiers=(), diagnoses=causes, coefficients=(), findings=(),
                    warnings=(), reasons=())  # fmt: skip
@@ -442,10 +453,14 @@ def verdict(status, *causes):
     ("fail", (replace(CAUSE, standing="proved"),), False),
     ("fail", (replace(CAUSE, kind="term_factor"), CAUSE), True),
     ("fail", (replace(CAUSE, standing="proved"), CAUSE), False),
+    ("fail", (replace(CAUSE, standing="proved", kind="skipped_collective"),), True),
+    ("fail", (replace(CAUSE, standing="proved", kind="factor"),), True),
     ("unknown", (CAUSE,), False),
 ])  # fmt: skip
 def test_where_the_cause_is_known_nothing_is_tried(status, causes, tries):
     assert trials.is_to_be_tried(verdict(status, *causes)) == tries
+    proved = bool(causes) and causes[0].standing == "proved"
+    assert trials.are_only_edits(verdict(status, *causes)) == proved
 
 
 POOL = SimpleNamespace(name="train", axes=(("tp", 3), ("dp", 1)), ranks=(0, 1, 2))
