@@ -990,3 +990,19 @@ def test_of_what_is_not_there_only_what_counts_is_wrong():
     assert (one.forward, one.wrong.tolist()) == ("wrong", [0])
     (one,) = look(rank(slice(0, 2), first=off)).seen["first"]
     assert one.wrong.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_an_output_beside_that_no_rank_uses_is_not_held_against_it(used):
+    """As of a loss that a model gives besides, over the own rows."""
+
+    def with_a_loss(traced, value, gradient):
+        call = replace(traced.calls[-1], part=1, operation_back=None if gradient is None else 0)
+        return replace(traced, calls=(*traced.calls, call), gradients=(*traced.gradients, gradient),
+                       outputs=(*traced.outputs, value))  # fmt: skip
+
+    reached, (a, b) = numbers(70)[:, :, :1], (numbers(71), numbers(72))
+    single = with_a_loss(whole(), a, reached.expand_as(a))
+    mine = with_a_loss(trace(rank()), b, reached.expand_as(b) if used else None)
+    found = look_at(Traces(tier="structure", step=0, ranks={0: mine}, single=single), "float64", ())
+    assert found.forward(MODULES[-1]) == ("wrong" if used else "right")

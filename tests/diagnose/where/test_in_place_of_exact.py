@@ -67,3 +67,12 @@ def test_nothing_where_two_are_handed_the_same():
     mine = trace([handed("layers.2.norm")])
     traces = Traces(tier="structure", step=0, ranks={0: mine}, single=single)
     assert in_place_of(traces, "layers.0.norm", [0], 1e-8) is None
+
+
+def test_what_a_layer_is_handed_in_the_single_process_too_tells_nothing():
+    """As the input that all layers of a cross network take."""
+    alike = {**ALL, "layers.2.norm": ALL["layers.0.norm"]}
+    held = {name: name.rpartition(".")[2] for name in alike}
+    ranks = {0: trace([("layers.0.norm", ALL["layers.0.norm"])])}
+    whole = Traces(tier="structure", step=0, ranks=ranks, single=trace([*alike.items()], held))
+    assert in_place_of(whole, "layers.0.norm", [0], 1e-8) is None
