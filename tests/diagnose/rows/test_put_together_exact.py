@@ -10,6 +10,7 @@ from sumgrad.diagnose.explainers.by_modules.rows import put_together, readings
 from sumgrad.diagnose.explainers.by_modules.rows.readings import (
     Counted,
     Part,
+    by_group,
     by_number,
     late,
     lost_everywhere,
@@ -287,3 +288,12 @@ def test_rows_that_ranks_weigh_unlike_are_told_rank_by_rank(monkeypatch, shares,
 ])  # fmt: skip
 def test_what_is_counted_again_is_so_in_whole_numbers(often, again):
     assert readings._are_counted_again(often) == again
+
+
+@pytest.mark.parametrize(("often", "kind"), [
+    ([(1, 1, 0), (0, 0, 1)], ""),  # each its own: rank 1 has one micro-batch less, and that is all
+    ([(1, 1, 1), (1, 0, 1)], "late_gradient"),  # the second of rank 0 is not on rank 1
+])  # fmt: skip
+def test_a_rank_with_fewer_micro_batches_is_not_reduced_over_others_each_time(often, kind):
+    parts = turns(2, 1)
+    assert by_group(parts, held(*often), ["w"])[0] == kind
