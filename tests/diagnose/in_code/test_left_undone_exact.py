@@ -65,6 +65,8 @@ def test_one_rank_that_has_it_is_enough():
     assert left_undone(ranks, recorded(whole)) == []
     some = [recorded(without_a_factor, PARTS[0]), recorded(whole, PARTS[1])]
     assert left_undone(some, recorded(whole)) == []  # it is there in part
+    few = [recorded(whole, PARTS[0]), recorded(without_a_factor, PARTS[1])]
+    assert left_undone(few, recorded(whole)) == []
 
 
 def test_where_numbers_were_not_kept_nothing_is_told():
