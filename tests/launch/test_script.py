@@ -260,6 +260,7 @@ def test_a_rank_that_evaluates_what_others_train_is_told(tmp_path):
         ("thawed", 0, "is frozen in all steps that were looked at, and an optimizer has it"),
         ("by_value", 3, "cuts off up to 100 % of the numbers by value"),
         ("twice_by_value", 3, "cuts off up to 100 % of the numbers by value"),
+        ("hand_by_value", 3, "and 1 more the script cuts off up to 100 % of the numbers by"),
         ("copied", 0, ""),
         ("dry", 0, "broadcasts before the first backward makes them equal"),
         ("apart", 1, "nothing made the replicas equal"),

@@ -1,9 +1,10 @@
 """What scripts of professionals do seldom: `seldom.py BATCH KIND`.
 
 later: a head that DDP ignores gets its first gradient at step 5; thawed: so does what was frozen
-when DDP was made. by_value, twice_by_value: a clip by value cuts off all there is, of gradients
-that are averaged or summed. copied: the model is deep-copied and saved whole after each step. dry,
-apart: ranks draw weights of their own and call the model before DDP, or nobody, makes them equal.
+when DDP was made. by_value, twice_by_value, hand_by_value: a clip by value cuts off all there is,
+of gradients that DDP averages or sums, or that are averaged by hand. copied: the model is
+deep-copied and saved whole after each step. dry, apart: ranks draw weights of their own and call
+the model before DDP, or nobody, makes them equal.
 hook, twice_hook: a hook of the optimizer's own averages, or sums again what DDP has averaged.
 workers: rows are flipped by chance in a DataLoader's workers. noise: each rank adds its own after
 the reduction.
@@ -59,7 +60,7 @@ def main():
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     if kind == "thawed":
         model[0].requires_grad_(False)
-    by_hand = kind in ("copied", "apart", "hook")
+    by_hand = kind in ("copied", "apart", "hook", "hand_by_value")
     wrapped = model if by_hand else DistributedDataParallel(model)
     if kind == "twice_by_value":
         wrapped.register_comm_hook(None, summed)
@@ -82,7 +83,7 @@ def main():
         optimizer.zero_grad()
         out = wrapped(x, both=turn > 3) if kind == "later" else wrapped(x)
         nn.functional.mse_loss(out, y).backward()
-        if kind in ("copied", "apart"):
+        if kind in ("copied", "apart", "hand_by_value"):
             reduce()
         if "by_value" in kind:
             nn.utils.clip_grad_value_(model.parameters(), 1e-7)
