@@ -765,10 +765,10 @@ def test_places_are_those_that_are_meant_and_no_others():
     assert places_of(share, [1, 2, 4, 5]) == "positions 1-2 of 3 in rows 0-1"
     assert places_of(share, [1, 3]) == "position 1 of 3 in row 0, position 0 of 3 in row 1"
     many = share_of(0, dict.fromkeys(range(12), 1.0), rows=(0, 1, 2, 3))
-    assert places_of(many, [0, 4, 8, 9, 10]) == "5 of its 12 tokens"
+    assert places_of(many, [0, 4, 8, 9, 10]) == "5 of the 12 tokens that show one"
     flat = replace(share, shape=(6, WIDTH))
     assert places_of(flat, [0, 1, 4]) == "vectors 0-1, 4 of 6"
-    assert places_of(replace(share, row_of={}), [0]) == "1 of its 6 tokens"
+    assert places_of(replace(share, row_of={}), [0]) == "1 of the 6 tokens that show one"
 
 
 def test_zeros_of_two_micro_batches_are_two_calls_of_a_loss_of_several_terms():

@@ -60,6 +60,17 @@ def test_what_comes_to_the_same_in_another_way_is_not():
     assert left_undone(parts(another_way), recorded(whole)) == []
 
 
+def test_what_is_made_of_it_may_be_there_in_part():
+    """As of heads that are computed in one call, of which one is wrong."""
+
+    def at_once(x):
+        made = torch.tanh((x * 0.37) @ W) + x
+        made[:, 3:] = made[:, 3:] + 1
+        return made
+
+    assert left_undone(parts(at_once), recorded(whole)) == []
+
+
 def test_one_rank_that_has_it_is_enough():
     ranks = [recorded(without_a_factor, PARTS[0]), recorded(whole)]
     assert left_undone(ranks, recorded(whole)) == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis, Verdict
 from sumgrad.diagnose import trials
+from sumgrad.diagnose.explainers.by_modules.in_code.left_undone import HAS_NO_RANK
 from sumgrad.diagnose.explainers.by_modules.tried import _place, with_what_was_tried
 from sumgrad.diagnose.explanation import NOT_PROVED
 from sumgrad.diagnose.modules.in_code.lines import Lines
@@ -853,6 +854,10 @@ def test_an_edit_leads_a_cause_that_only_says_where(sure, standing):
         "was run so"
     )
     assert (said.kind, said.standing) == ("code", standing)
+    undone = replace(CAUSE, because=(f"f.py:9 `y * 2` {HAS_NO_RANK}", "b"))
+    beside = with_what_was_tried(case(edited(sure)), undone).because
+    assert any(line.endswith(HAS_NO_RANK) for line in beside) is not sure
+    assert beside[-1] == "b"
     left_out = edited()
     piece = replace(left_out.change.edit, new="pass\n")
     left_out = replace(left_out, change=replace(left_out.change, edit=piece))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sumgrad.base.verdict import Diagnosis
-from sumgrad.diagnose.explainers.by_modules.backwards.gradient_of_others import lost_on_the_way
+from sumgrad.diagnose.explainers.by_modules.backwards.gradient_of_others import (
+    copies_in_words,
+    lost_on_the_way,
+)
 from sumgrad.diagnose.explainers.of_others.copies_of_parameters import with_copies_of_parameters
 from sumgrad.diagnose.modules.weights.copies import lost_at_copies
 from sumgrad.diagnose.modules.where.look import look_at
@@ -138,6 +142,10 @@ def test_the_words_name_the_copy_and_how_many_backwards(tmp_path, monkeypatch):
                            "(made at tests/diagnose/weights/test_copies_exact.py:")  # fmt: skip
     assert said.endswith("`copy = h.detach().requires_grad_()`) in 2 of 3 backwards and is not "
                          "handed back")  # fmt: skip
+    (nowhere,) = lost_at_copies(both, wrong)[1]
+    assert copies_in_words([replace(nowhere, made=("", ""))]).startswith(
+        "its copy on rank 0 (the one that tests/diagnose/weights/test_copies_exact.py:"
+    )
     found.over_all = True
     assert lost_on_the_way(None, None, found) == []
 

@@ -84,6 +84,8 @@ def test_what_is_wrong_first_on_other_ranks():
                  seen("top", 0, "wrong"), seen("after", 1, "right", where=whole()))  # fmt: skip
     first = first_wrong_forward(again)
     assert (first.wrong, first_wrong_elsewhere(again, first)) == ("e0", {})  # it is meant
+    parts = of_experts(seen("e1", 0, "wrong"), seen("e1", 1, "wrong"))
+    assert first_wrong_elsewhere(parts, first_wrong_forward(parts)) == {}  # they are added up
     alone = look({"a": (), "b": (), LOSS: ("a", "b")}, seen("a", 0, "wrong"), seen("b", 1, "wrong"))
     assert first_wrong_elsewhere(alone, first_wrong_forward(alone)) == {}  # nothing leads to it
 

@@ -209,6 +209,33 @@ def test_the_second_of_its_kind_waits_for_the_second(tmp_path):
     assert ended[1] == "rank 0 does not come to recv"
 
 
+@pytest.mark.parametrize(("sent", "taken", "begins"), [(3, 3, True), (2, 3, True), (4, 3, False)])
+def test_more_than_is_taken_is_not_begun(tmp_path, sent, taken, begins):
+    """Nor is what comes after it on the same way; the other way goes on."""
+
+    def sends(ask):
+        works = [ask("recv", [0, 1], peer=1)]
+        works += [ask("send", [0, 1], peer=1, numel=numel) for numel in (3, sent, 3)]
+        for work in works:
+            work.wait()
+
+    def receives(ask):
+        works = [ask("send", [0, 1], peer=0)]
+        works += [ask("recv", [0, 1], peer=0, numel=numel) for numel in (3, taken, 3)]
+        for work in works:
+            work.wait()
+
+    began, ended = ranks_do(tmp_path, sends, receives)
+    times = 3 if begins else 1
+    assert began.count((0, "send", 1)) == began.count((1, "recv", 0)) == times
+    assert began.count((1, "send", 0)) == began.count((0, "recv", 1)) == 1
+    if begins:
+        assert {*ended.values()} == {"ended"}
+    else:  # who leaves later may find the other one gone
+        assert "ended" not in ended.values()
+        assert any(how.startswith("more is sent than ranks") for how in ended.values())
+
+
 def test_a_tag_is_another_way(tmp_path):
     _, ended = ranks_do(
         tmp_path,

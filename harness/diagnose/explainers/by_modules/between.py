@@ -96,7 +96,8 @@ def between(case: Case, found: FirstWrong, *, back: bool, only_some: bool = Fals
     if not issued and only_some:
         return []
     if not issued:
-        way = "on the way back" if back else "in the forward"
+        # Autograd may have run what stands in between before the first of them, or after the last.
+        way = "on the way back, by the clock," if back else "in the forward"
         return [f"{way} rank {s.rank} issues no collective in between"]
     alike = [(w, len([*same])) for w, same in groupby(without_place(case, w) for w in issued)]
     shown = [w + (f" ({n} times)" if n > 1 else "") for w, n in alike[:MAX_OPERATIONS]]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from sumgrad.base.verdict import Diagnosis, Standing
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.by_modules.in_code.left_undone import without_what_is_left_undone
 from sumgrad.diagnose.explainers.by_modules.in_code.lines import expression
 from sumgrad.diagnose.explainers.by_modules.leading import PLACES
 from sumgrad.diagnose.explainers.by_modules.looked import (
@@ -40,6 +41,8 @@ def with_what_was_tried(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     if not found:
         return diagnosis
     (first, said) = found
+    if first.edit is not None and first.sure:
+        diagnosis = replace(diagnosis, because=without_what_is_left_undone(diagnosis.because))
     if diagnosis.standing == "proved":  # it says what became of gradients; an edit, where
         is_edit = first.edit is not None
         return replace(diagnosis, because=(*said, *diagnosis.because)) if is_edit else diagnosis

@@ -18,7 +18,7 @@ from sumgrad.diagnose.modules.values.numbers import Numbers
 from sumgrad.record.computed import LARGE, MODULE, Computation, Computed
 
 FEW = 0.1  # of a value's numbers that no rank has: it is there
-State = Literal["there", "lacking", "untold"]
+State = Literal["there", "in_part", "lacking", "untold"]
 # Functions that leave most numbers as they are, and what may be called in their place.
 MASKING = {"clamp", "clamp_min", "clamp_max", "masked_fill", "relu", "tril", "triu", "hardtanh"}
 MASKS = MASKING | {"where", "maximum", "minimum", "threshold", "leaky_relu", "setitem",
@@ -105,16 +105,18 @@ def _is_in_part(computed: Computed) -> bool:
 
 
 def _state(unknown: float | None) -> State:
-    if unknown is None or FEW <= unknown < 1:
+    if unknown is None:
         return "untold"
-    return "there" if unknown < FEW else "lacking"
+    if unknown < FEW:
+        return "there"
+    return "in_part" if unknown < 1 else "lacking"
 
 
 def _coming_right(whole: Computed, states: Sequence[State]) -> set[int]:
-    """Numbers of values of which something is made that is there."""
+    """Numbers of values of which something is made that is there, or some of it."""
     found = set[int]()
     for c in reversed(whole.computations):
-        if any(states[n] == "there" or n in found for n in c.gives):
+        if any(states[n] in ("there", "in_part") or n in found for n in c.gives):
             found.update(c.uses)
     return found
 

@@ -60,13 +60,15 @@ def first_wrong_forward(look: Look) -> FirstWrong | None:
 
 def first_wrong_elsewhere(look: Look, found: FirstWrong) -> dict[str, tuple[int, ...]]:
     """On ranks where that module is not wrong, those that are and that nothing wrong leads to, as
-    other experts: module -> its ranks, each rank once."""
+    other experts: module -> its ranks, each rank once. None that is wrong where that is, too: what
+    several ranks add up is wrong on all of them."""
     out: dict[str, tuple[int, ...]] = {}
     told = {*found.ranks}
     for module in _wrong_modules(look):
-        ranks = {s.rank for s in _wrong_calls(look, module)} - told
+        ranks = {s.rank for s in _wrong_calls(look, module)}
+        is_there_too, ranks = not ranks.isdisjoint(found.ranks), ranks - told
         below = look.paths.all_below(module)
-        if not ranks or not below or any(look.forward(m) == "wrong" for m in below):
+        if is_there_too or not ranks or not below or any(look.forward(m) == "wrong" for m in below):
             continue
         told |= ranks
         out[module] = tuple(sorted(ranks))

@@ -166,7 +166,7 @@ def places_of(share: Share, vectors: Sequence[int]) -> str:
     for row, positions in by_row.items():
         alike.setdefault(frozenset(positions), []).append(row)
     if len(alike) > MOST_PATTERNS or -1 in by_row:
-        return f"{len(vectors)} of its {len(share.vectors)} tokens"
+        return f"{len(vectors)} of the {len(share.vectors)} tokens that show one"
     return ", ".join(
         f"position{'s'[: len(positions) > 1]} {spans(sorted(positions))} of {each} in "
         f"row{'s'[: len(rows) > 1]} {spans(sorted(rows))}"

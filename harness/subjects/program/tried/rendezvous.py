@@ -25,6 +25,7 @@ ALIKE = {"allreduce": 0, "broadcast": 0, "allgather": 1, "_allgather_base": 1,
          "reduce_scatter_single": 0}  # fmt: skip
 # Of operations that have something as large on all ranks: which argument.
 YIELDS, PAUSE_S = 50, 5e-5  # of a rank that waits: others may need its core
+SIZES = 8  # of what one rank sends another: the last ones that are told
 
 
 class Parted(RuntimeError):
@@ -40,6 +41,7 @@ class Rendezvous:
         self._times: dict[int, int] = {}
         self._later: list[_Later] = []  # not begun, in order
         self._begun: list[_Later] = []  # a work that nobody holds may end before it is done
+        self._unfit: set[int] = set()  # keys of ways on which one sends more than the other takes
         self._beyond: Interposer | None = None
         self._is_off = False
         self.patience_s = 0.0
@@ -52,7 +54,7 @@ class Rendezvous:
             yield None
             return
         self._beyond, self._as_it_is = None, as_it_is
-        self._times, self._later, self._begun = {}, [], []
+        self._times, self._later, self._begun, self._unfit = {}, [], [], set()
         self._board.begin()
         try:
             yield self
@@ -94,6 +96,13 @@ class Rendezvous:
         if not self._board.put(key, self._times[key], what):
             self.turn_off()
         return self._times[key]
+
+    def come_with(self, key: int, size: int) -> int:
+        """How often it has, this time with something so large."""
+        number = self._times.get(key, 0) + 1
+        if not self._board.put(_of_its_size(key, number), number, size):
+            self.turn_off()
+        return self.come(key)
 
     def _meet(self, call: Call) -> None:
         """Wait until the others have come to it. Parted where one of them never will."""
@@ -158,13 +167,24 @@ class Rendezvous:
         """Begins it where both have come. Parted where the other one never will."""
         ended = self._board.has_ended(later.peer)
         self._begin_what_has_come()
-        if later.work is None and ended:
+        if later.work is None and later.own in self._unfit:
+            self._part(f"more is sent than ranks {self._rank} and {later.peer} take")
+        elif later.work is None and ended:
             self._part(f"rank {later.peer} does not come to {later.call.op}")
         return later.work is not None
 
     def _begin_what_has_come(self) -> None:
         seen = self._board.seen
-        self._begin([one for one in self._later if seen(one.peer, one.theirs)[0] >= one.number])
+        come = [one for one in self._later if seen(one.peer, one.theirs)[0] >= one.number]
+        self._unfit.update(one.own for one in come if not self._fits(one))
+        self._begin([one for one in come if one.own not in self._unfit])
+
+    def _fits(self, one: _Later) -> bool:
+        """Gloo ends a process that is sent more than it takes. Of what the other one has long left
+        behind nothing is known."""
+        number, size = self._board.seen(one.peer, _of_its_size(one.theirs, one.number))
+        sent, taken = (one.size, size) if one.call.op == "send" else (size, one.size)
+        return number != one.number or sent <= taken
 
     def _begin(self, several: Sequence[_Later]) -> None:
         for one in [*several]:
@@ -175,7 +195,7 @@ class Rendezvous:
 
 class _Later(dist.Work):
     """What goes one way between two ranks, begun when both have come to it. own, theirs: the keys
-    of those who come; number: which of its kind it is."""
+    of those who come; number: which of its kind it is; size: in bytes."""
 
     def __init__(self, rendezvous: Rendezvous, call: Call, rank: int) -> None:
         super().__init__()
@@ -189,7 +209,8 @@ class _Later(dist.Work):
         )
         sent, received = number_of("send", way), number_of("recv", way)
         self.own, self.theirs = (sent, received) if sends else (received, sent)
-        self.number = rendezvous.come(self.own)
+        self.size = sum(t.numel() * t.element_size() for t in tensors_in(call.args[:1]))
+        self.number = rendezvous.come_with(self.own, self.size)
         self.work: Any = None
 
     def _there(self) -> Any:
@@ -217,6 +238,11 @@ class _Later(dist.Work):
 
     def get_future(self) -> Any:
         return self._there().get_future()
+
+
+def _of_its_size(key: int, number: int) -> int:
+    """The key under which it is told."""
+    return number_of("size", key, number % SIZES)
 
 
 def _what(call: Call) -> int:

@@ -150,7 +150,7 @@ def copies_in_words(lost: Sequence[Lost]) -> str:
 def _copy(one: Lost) -> str:
     line, code = one.made
     module = one.taken.function.removeprefix(MODULE)
-    taken = f"at {expression(one.taken)}" if one.taken.line else f"by {module}"
-    made = f"made at {line_and_code(line, code)}" if line else f"taken {taken}"
+    by = expression(one.taken) if one.taken.line else module
+    made = f"made at {line_and_code(line, code)}" if line else f"the one that {by} takes"
     often = f" in {one.backwards} of {one.of} backwards" if one.of > 1 else ""
     return f"its copy on rank {one.rank} ({made}){often}"

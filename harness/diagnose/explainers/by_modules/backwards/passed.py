@@ -70,8 +70,8 @@ def own_functions_between(
     alone = len(own) == 1 and not computing and not cut
     if alone and with_backward[0].own:
         return []  # the cause says it
-    told = f"what has a backward of its own there is {shown}"
-    return [told, *text, *(_computed_there(passed) if LOSS in ends else ())]
+    told = f"what {'else ' * bool(right)}has a backward of its own there is {shown}"
+    return [*text, told, *(_computed_there(passed) if LOSS in ends else ())]
 
 
 def _computed_there(passed: Sequence[Passed]) -> list[str]:

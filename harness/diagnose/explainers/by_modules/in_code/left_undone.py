@@ -23,6 +23,13 @@ from sumgrad.record.computed import Computation
 from sumgrad.record.trace import Traces
 
 MOST = 2  # of one kind
+HAS_NO_RANK = "gives from what ranks have, too, numbers that no rank has, nor what is made of them"
+CALLS_NO_RANK = "changes numbers that ranks have, too, and no rank calls the like on them"
+
+
+def without_what_is_left_undone(because: Sequence[str]) -> tuple[str, ...]:
+    """Beside an edit that makes it right: ranks may do the same in another way."""
+    return tuple(line for line in because if not line.endswith((HAS_NO_RANK, CALLS_NO_RANK)))
 
 
 def with_what_is_left_undone(case: Case, diagnosis: Diagnosis) -> Diagnosis:
@@ -43,12 +50,10 @@ def _said(traces: Traces) -> list[str]:
     numbers = Numbers(whole.values)
     return [
         *_in_place_of_others(other_functions(ranks, whole, numbers)),
-        *_undone(left_undone(every, whole), "gives from what ranks have, too, numbers that no rank "
-                 "has, nor what is made of them"),
-        *_undone(left_unmasked(every, whole, numbers), "changes numbers that ranks have, too, and "
-                 "no rank calls the like on them"),
+        *_undone(left_undone(every, whole), HAS_NO_RANK),
+        *_undone(left_unmasked(every, whole, numbers), CALLS_NO_RANK),
         *_otherwise(traces),
-    ]  # fmt: skip
+    ]
 
 
 def _undone(found: Sequence[Computation], what: str) -> Iterator[str]:

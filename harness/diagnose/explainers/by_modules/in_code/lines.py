@@ -290,16 +290,23 @@ def taken_in_words(rank: int, mine: Computation, beside: Sequence[Computation] =
     """Where else what a line takes was made. beside: the same rank's, of which those in the line
     hand on what they take."""
     made: dict[str, str] = {}
-    todo = [mine]
+    todo, unknown = [mine], False
     while todo:
         one = todo.pop(0)
         for taken, (line, code) in zip(one.takes, one.made_at, strict=False):
             if line and line != mine.line:
                 made[line] = code
             elif line:
-                todo += [c for c in beside if taken in c.gives and c is not one][:1]
+                within = [c for c in beside if taken in c.gives and c is not one][:1]
+                todo += within
+                unknown |= not within
+            else:
+                unknown = True
+        unknown |= len(one.made_at) < len(one.takes)
     shown = [line_and_code(line, code) for line, code in [*made.items()][:MOST_TAKEN]]
-    return [f"what it takes on rank {rank} is made at {', and at '.join(shown)}"] if shown else []
+    some = "some of " if unknown or len(made) > len(shown) else ""
+    lines = ", and at ".join(shown)
+    return [f"{some}what it takes on rank {rank} is made at {lines}"] if shown else []
 
 
 def _then(one: AtLine) -> list[str]:
