@@ -88,11 +88,11 @@ def run_check(
     if options.reuse:
         copy_reference(options.reuse, directory, spec)
 
-    def again(asked: CheckOptions) -> tuple[Verdict, Path]:
-        return run_check(asked, launcher=launcher)
+    def again(asked: CheckOptions, what: str) -> tuple[Verdict, Path]:
+        return run_check(asked, launcher=launcher, progress=lambda now: progress(f"{what}: {now}"))
 
     goes_by_hashes = spec.facts is not None and spec.facts.hashed and not options.reuse
-    alone = OnOneRank(options, directory, again, progress)
+    alone = OnOneRank(options, directory, again)
     look_again = partial(trace_step, directory, spec, launcher=launcher, progress=progress)
     run = Run(
         directory=directory,
@@ -112,9 +112,7 @@ def run_check(
     )
     verdict = finish(run, problems=problems, progress=progress)
     if spec.opaque and not _is_by_hashes(verdict):
-        verdict = with_second_looks(
-            options, verdict, directory, alone=alone, again=again, progress=progress
-        )
+        verdict = with_second_looks(options, verdict, directory, alone=alone, again=again)
     return verdict, directory
 
 

@@ -14,7 +14,8 @@ from sumgrad.launch.ask import CheckOptions
 from sumgrad.record.trial import Change, read_trials
 from sumgrad.topology.pools import load_topology, topology_to_json
 
-Again = Callable[[CheckOptions], tuple[Verdict, Path]]
+Again = Callable[[CheckOptions, str], tuple[Verdict, Path]]  # and what it is, to be shown
+THE_SAME = "the same on one rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +41,8 @@ class OnOneRank:
     Planted faults are left out of it.
     """
 
-    def __init__(
-        self,
-        options: CheckOptions,
-        directory: Path,
-        again: Again,
-        progress: Callable[[str], object],
-    ) -> None:
-        self._options, self._directory = options, directory
-        self._again, self._progress = again, progress
+    def __init__(self, options: CheckOptions, directory: Path, again: Again) -> None:
+        self._options, self._directory, self._again = options, directory, again
 
     @cached_property
     def ended(self) -> Ended | None:
@@ -61,7 +55,6 @@ class OnOneRank:
             name: {"axes": dict.fromkeys(entry["axes"], 1), "role": entry["role"]}
             for name, entry in whole["pools"].items()
         }
-        self._progress("the same on one rank")
         place = self._directory / "one_rank"
         place.mkdir()
         path = place / "topology.yaml"
@@ -71,7 +64,7 @@ class OnOneRank:
             self._options, topology=path, fault=None, tiers=("structure",), out=place / "run"
         )
         try:
-            verdict, directory = self._again(alone)
+            verdict, directory = self._again(alone, THE_SAME)
         except UserError:
             return None
         trials = read_trials(directory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +17,7 @@ DISTRIBUTION = "on one rank the step agrees with loss_sum: the fault is in the d
 
 
 def with_second_looks(
-    options: CheckOptions,
-    verdict: Verdict,
-    directory: Path,
-    *,
-    alone: OnOneRank,
-    again: Again,
-    progress: Callable[[str], object],
+    options: CheckOptions, verdict: Verdict, directory: Path, *, alone: OnOneRank, again: Again
 ) -> Verdict:
     """The verdict of an opaque run, and what other runs of it show, as warnings. alone: the same
     on one rank. again: a check."""
@@ -41,7 +34,7 @@ def with_second_looks(
         o["status"] == "raised" and o["detail"] != LOST_ANOTHER for o in verdict.data["outcomes"]
     )
     if spec.lift and (raised or (spec.facts and spec.facts.float64)):
-        texts.append(_without_lift(options, verdict, directory, again, progress))
+        texts.append(_without_lift(options, verdict, directory, again))
     found = [text for text in texts if text]
     if not found:
         return verdict
@@ -63,17 +56,12 @@ def _on_one_rank(alone: OnOneRank) -> str | None:
 
 
 def _without_lift(
-    options: CheckOptions,
-    verdict: Verdict,
-    directory: Path,
-    again: Again,
-    progress: Callable[[str], object],
+    options: CheckOptions, verdict: Verdict, directory: Path, again: Again
 ) -> str | None:
     """Whether a step that raises where its casts are lifted runs as it is."""
-    progress("the same without lifting casts")
     place = directory / "no_lift"
     try:
-        plain, _ = again(replace(options, lift=False, out=place))
+        plain, _ = again(replace(options, lift=False, out=place), "the same without lifting casts")
     except UserError:
         return None
     skipped = read_spec(directory).skipped.keys() - read_spec(place).skipped.keys()
