@@ -70,7 +70,7 @@ class SyncNorm(Norm):
 class Member(nn.Module):
     def __init__(self):
         super().__init__()
-        self.enter = nn.Linear(FEATURES, HIDDEN)
+        self.enter = nn.Linear(FEATURES, HIDDEN, bias=False)
         self.norm = Norm()
         self.leave = nn.Linear(HIDDEN, CLASSES)
 
