@@ -105,9 +105,11 @@ class Change:
 
     @property
     def sure(self) -> bool:
-        """Whether it can hardly make good what another line does wrong."""
+        """Whether it can hardly make good what another line does wrong; of collectives several are
+        changed where they have one group."""
         edited = self.edit is None or self.edit.sure
-        return edited and not self.several and self.way not in ("skip", "detach")
+        one = not self.several or self.way in OF_COLLECTIVES
+        return edited and one and self.way not in ("skip", "detach")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -282,6 +282,36 @@ def test_rows_that_ranks_weigh_unlike_are_told_rank_by_rank(monkeypatch, shares,
     assert weighed.shares_in_words(case, shares) == start + words
 
 
+@pytest.mark.parametrize(
+    ("by_row", "more", "said"),
+    [
+        ({0: 1 / 2, 1: 1 / 4}, (), "every row is divided by its own count, not all rows by the"),
+        ({0: 1 / 4, 1: 1 / 4}, (), "the rows' gradients at the loss have factors of their own"),
+        ({0: 1 / 2, 1: 1 / 3}, (), "the rows' gradients at the loss have factors of their own"),
+        ({0: 1 / 2}, (), None),  # of one row it is nothing
+        ({0: 1 / 2, 1: 1 / 4}, (Share(rank=1, number=0, rows=(2,), factor=None, by_row={}),), None),
+    ],
+)
+def test_rows_are_divided_by_their_own_counts_where_all_of_them_are(
+    monkeypatch, by_row, more, said
+):
+    monkeypatch.setattr(weighed, "_row_counts", lambda *_: torch.tensor([2.0, 4.0, 3.0]))
+    case = SimpleNamespace(traces=None, record=SimpleNamespace(spec=SimpleNamespace(facts=None)))
+    told = weighed.shares_in_words(case, [of_rows(0, by_row), *more])
+    assert (told or "").startswith(said or "")
+    assert said or "row" not in (told or "")
+
+
+def test_calls_whose_vectors_are_all_right_are_not_told():
+    def share(number, *factors):
+        return Share(rank=0, number=number, rows=(0,), factor=None, shape=(3, 1), by_row={},
+                     vectors=dict(enumerate(factors)))  # fmt: skip
+
+    shares = [share(0, -0.75, 1.0, 2.5), share(1, 1.0, 1.0, 1.0), share(2, 4.0, 1.0, 1.0)]
+    told = weights._odd_in_words(shares, None)
+    assert told == {0: "factors such as -0.75 and 2.5 in call 0, and others in call 2"}
+
+
 @pytest.mark.parametrize(("often", "again"), [
     ([4.0, 3.0, 2.0, 1.0], True), ([3.0, 3.0, 1.0], True), ([2 / 3, 1 / 3, 1 / 3], True),
     ([220 / 243, 44 / 81, 11 / 27, 1 / 3], False), ([2.0, 1.0, 0.0], False), ([1.0, 2.0], False),

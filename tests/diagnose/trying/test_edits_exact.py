@@ -306,6 +306,33 @@ def test_a_copy_of_what_is_kept_or_handed_on():
                       "y = x.clone()", "return x.clone(), y.exp()"}  # fmt: skip
 
 
+def test_a_copy_of_a_view_of_what_is_kept():
+    code = "def step(x, kept):\n    kept.append(x.detach())\n    kept.append(x.exp())\n"
+    found = become({"step.py:1 step": {"x": TENSOR}}, code=code)
+    assert [one for one in found if "clone" in one] == ["kept.append(x.detach().clone())"]
+
+
+STATE = """def turn(layer, x):
+    with no_grad():
+        v = layer.weight @ layer.u
+        {}
+    return layer.u + v
+"""
+
+
+@pytest.mark.parametrize(("written", "is_copied"), [
+    ("layer.u.copy_(v)", True), ("layer.u.mul_(0.9).add_(v)", True), ("layer.u[0] = v", True),
+    ("layer.u.add(v)", False), ("layer.v.copy_(v)", False), ("layer.u.__len__()", False),
+])  # fmt: skip
+def test_a_step_on_a_copy_of_what_it_writes_into(written, is_copied):
+    code = STATE.format(written)
+    found = become({"step.py:1 turn": {"layer.u": TENSOR, "v": TENSOR}}, code=code)
+    copies = [one for one in found if "own_u" in one]
+    own = written.replace("layer.u", "own_u")
+    wanted = f"own_u = layer.u.clone(); v = layer.weight @ own_u {own} return own_u + v"
+    assert copies == ([wanted] if is_copied else [])
+
+
 def test_a_gradient_that_is_put_is_added_where_there_is_one():
     code = "def step(p, held):\n    p.grad = held + 1\n    p.kept = held\n"
     found = become({"step.py:1 step": {"held": TENSOR}}, code=code)

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 import torch
-from sumgrad.diagnose.modules.trying.edits.alternatives import alternatives
+from sumgrad.diagnose.modules.trying.edits.alternatives import added_one_by_one, alternatives
 from sumgrad.diagnose.modules.trying.edits.layouts import laid_out_otherwise
 from sumgrad.diagnose.modules.trying.edits.nesting import otherwise_nested
 from sumgrad.diagnose.modules.trying.edits.offsets import begun_after_others
@@ -42,6 +42,9 @@ def nested(code, tensors=("x", "y", "h", "logits")):
     ("(x - y).exp() - z", "((x - y) - z).exp()"),
     ("torch.logsumexp(x, dim=-1).mean() ** 2", "(torch.logsumexp(x, dim=-1) ** 2).mean()"),
     ("Sum.apply(x, group) ** n", "Sum.apply(x ** n, group)"),
+    ("torch.addmm(b, x * r, y)", "(torch.addmm(b, x, y) * r)"),
+    ("torch.addmm(b, x * r, y)", "(torch.addmm(b, r, y) * x)"),
+    ("F.linear(h, y / n, bias=b)", "(F.linear(h, y, bias=b) / n)"),
 ])  # fmt: skip
 def test_two_operations_the_other_way_round(code, other):
     found = nested(code)
@@ -100,6 +103,9 @@ def meant(code, axes=("dp", "tp"), indices=("order",)):
     ("itertools.groupby(x, k)", ["itertools.groupby(sorted(x, key=k), k)"]),
     ("groupby(x)", ["groupby(sorted(x))"]),
     ("sorted(x)", ["list(x)"]),
+    ("x.argsort(1, descending=True)", ["x.argsort(1, descending=True).argsort(1)"]),
+    ("torch.argsort(x, dim=-1)", ["torch.argsort(x, dim=-1).argsort(-1)"]),
+    ("x.argsort()", ["x.argsort().argsort()"]),
     ("sorted(x, key=k)", []),
     ("checkpoint(f, reversed(x), use_reentrant=False)",
      ["checkpoint(f, list(reversed(x)), use_reentrant=False)"]),
@@ -115,6 +121,20 @@ def meant(code, axes=("dp", "tp"), indices=("order",)):
 ])  # fmt: skip
 def test_other_sizes_ends_and_slices(code, others):
     assert meant(code) == others
+
+
+def test_lists_of_tensors_are_added_one_by_one():
+    """The first of them may be empty yet."""
+
+    def added(code, several=("total", "grads")):
+        node = ast.parse(code, mode="eval").body
+        is_several = lambda one: ast.unparse(one) in several  # noqa: E731
+        return [*added_one_by_one(node, text_in(code), is_several)]
+
+    (found,) = added("total + grads")
+    for total, wanted in (((), [1, 2]), ((3, 4), [4, 6])):
+        assert list(eval(found, {"zip": zip, "total": total, "grads": [1, 2]})) == wanted
+    assert added("total - grads") == added("total + x") == added("x + grads") == []
 
 
 def laid_out(code):
@@ -147,6 +167,11 @@ def laid_out(code):
     ("x.unflatten(-1, (a, -1))", ["x.unflatten(-1, (-1, a)).transpose(-2, -1)"]),
     ("x.view(b, h, 2)", ["x.view(h, b, 2).transpose(0, 1)", "x.view(b, 2, h).transpose(1, 2)"]),
     ("x.reshape(n, 1)", []),
+    ("x.view(*n, 4, 2).sum(-2, keepdim=True)", ["x.view(*n, 2, 4).sum(-1, keepdim=True)"]),
+    ("x.unflatten(-1, (4, 2)).unbind(-1)", ["x.unflatten(-1, (2, 4)).unbind(-2)"]),
+    ("x.unflatten(0, (4, 2)).unbind(-1)", []),
+    ("x.view(4, 2).sum(0)", []),
+    ("x.view(4, 2).exp(-1)", []),
     ("x.view(*shape)", []),
     ("x.flatten(1, 2)", ["x.transpose(1, 2).flatten(1, 2)"]),
     ("x.flatten(1, 3)", []),

@@ -804,6 +804,23 @@ def test_over_others_where_what_they_hold_is_a_match():
     assert [(c.site, c.axis) for c in found if c.way == "over"] == [("f.py:3", "")]
 
 
+def test_all_that_reduce_over_the_same_ranks_are_changed_together_first():
+    """As of a norm that is given no group, which takes that of all ranks for its sums."""
+    events = of_four()
+    for rank, own in events.items():
+        events[rank] = [*own, event("f.py:8", (0, 1, 2, 3))]
+    found = changes_of(lines_of(*[*parts(), parts()[0]]), FOUR, frozenset(), {}, events)
+    over = [c for c in found if c.way == "over"]
+    assert [(c.site, c.axis, c.also) for c in over] == [
+        ("f.py:9", "tp", (("f.py:8", "allreduce"),)), ("f.py:3", "", ()), ("f.py:9", "tp", ()),
+        ("f.py:8", "tp", ()),
+    ]  # fmt: skip
+    said = with_what_was_tried(case(Trial(change=over[0], right=True)), CAUSE)
+    assert said.standing == "proved"
+    assert said.cause.startswith("the allreduce at f.py:9 and the allreduce at f.py:8: were they "
+                                 "over the ranks of tp, every gradient")  # fmt: skip
+
+
 @pytest.mark.parametrize("more", [
     {"by": "nn/parallel/distributed.py"}, {"reduce": "MAX"}, {"dtype": "int64"},
     {"op": "all_gather"}, {"group": [0]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -348,3 +349,7 @@ def test_a_reduction_over_another_axis(monkeypatch):
     found = ChangedCollective(change, Group())(call)
     assert found == ("allreduce", ([tensor], "options"), {}, {"site": "f.py:3"})
     assert issued == []
+    both = replace(change, site="f.py:1", also=(("f.py:3", "allreduce"),))
+    assert ChangedCollective(both, Group())(call) == found
+    ChangedCollective(replace(both, also=()), Group())(call)
+    assert len(issued) == 1

@@ -151,10 +151,11 @@ def _in_words(change: Change, found: Sequence[Found]) -> str:
         "skip": "were it left out, and what it takes first handed on",
         "unsummed": "were it left out, and did each rank go on with its own",
         "averaged": "were it an average, not a sum",
-        "over": f"were it {over}",
+        "over": f"were it {over}" if not change.also else f"were they {over}",
         "number": f"were {what} {fraction_of(change.by)} times what it is",
     }
-    return f"{where}: {'at each of these, ' if change.also else ''}{told[change.way]}"
+    each = change.also and change.way not in OF_COLLECTIVES
+    return f"{where}: {'at each of these, ' if each else ''}{told[change.way]}"
 
 
 def _as_edited(edit: Edit) -> str:
@@ -174,7 +175,7 @@ def _where(change: Change, found: Sequence[Found]) -> str:
     if change.edit is not None:
         return line_and_code(change.site, change.edit.was)
     if change.way in OF_COLLECTIVES:
-        return f"the {change.function} at {change.site}"
+        return " and ".join(f"the {function} at {site}" for site, function in change.places)
     places = [_place(c) for _, c in found]
     return ", and ".join(dict.fromkeys([*places[:MOST_PLACES], *places[-1:]]))
 

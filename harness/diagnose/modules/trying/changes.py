@@ -89,14 +89,22 @@ def _of_reductions(events: Mapping[int, Sequence[Event]]) -> dict[str, dict[int,
 def _over_others(
     reductions: Mapping[str, Mapping[int, Sequence[Event]]], axes: Axes
 ) -> Iterator[Change]:
+    """At one line, and before that at all of those that reduce over the same ranks."""
+    alike: dict[frozenset[tuple[int, ...]], list[str]] = {}
     for site, of_ranks in reductions.items():
         sizes = {tuple(event["numel"] for event in own) for own in of_ranks.values()}
         groups = {tuple(event["group"]) for own in of_ranks.values() for event in own}
         everywhere = {rank for own in axes.values() for group in own for rank in group}
         if len(sizes) == 1 and {*of_ranks} == everywhere:
-            for axis, own in axes.items():
-                if groups.isdisjoint(map(tuple, own)):
-                    yield Change(site=site, function=SUMS_UP, way="over", axis=axis)
+            alike.setdefault(frozenset(groups), []).append(site)
+    ones = []
+    for used, (first, *others) in alike.items():
+        for axis in (axis for axis, own in axes.items() if used.isdisjoint(map(tuple, own))):
+            one = Change(site=first, function=SUMS_UP, way="over", axis=axis)
+            ones += [replace(one, site=site) for site in (first, *others)]
+            if others:
+                yield replace(one, also=tuple((site, SUMS_UP) for site in others))
+    yield from ones
 
 
 def _is_changed(event: Event) -> bool:

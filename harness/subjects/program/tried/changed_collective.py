@@ -21,7 +21,7 @@ class ChangedCollective:
     def __call__(self, call: Call) -> Any:
         change = self._change
         own = "by" in call.event  # DDP's
-        if own or (call.event["site"], call.op) != (change.site, change.function):
+        if own or (call.event["site"], call.op) not in change.places:
             return call.issue()
         if change.way == "over":
             assert isinstance(self._group, RecordingProcessGroup)

@@ -48,11 +48,11 @@ def shares_in_words(case: Case, shares: Sequence[Share], term: str | None = None
         return _by_part(case, shares, several, term)
     by_row = [f for s in shares for f in s.by_row.values()]
     told = [f for f in by_row if f is not None]
-    if by_row and len(told) == len(by_row):
+    if len(told) > 1 and len(told) == len(by_row) and all(s.by_row for s in shares):
         counts = _row_counts(case, term)
         if counts is not None:
             products = [f * float(counts[row]) for s in shares for row, f in s.by_row.items() if f]
-            if products and same(products):
+            if products and same(products) and not same(told):
                 return "every row is divided by its own count, not all rows by the global one"
         return f"the rows' gradients at the loss have factors of their own: {_rows(shares)}"
     return _tokens_in_words(shares)

@@ -258,11 +258,11 @@ def _odd_in_words(shares: Sequence[Share], usual: float | None) -> dict[int, str
     others: dict[int, list[int]] = {}  # calls with such vectors, beside the one that is told
     several = len({s.number for s in shares}) > 1
     for s in shares:
-        odd = list(s.vectors) if usual is None else odd_vectors(s, usual)
+        odd = odd_vectors(s, 1.0 if usual is None else usual)
         if not odd:
             continue
         if usual is None:
-            factors = [s.vectors[at] for at in odd]
+            factors = [*s.vectors.values()]
             words = f"factors such as {min(factors):.6g} and {max(factors):.6g}"
         else:
             words = f"at {places_of(s, odd)}"

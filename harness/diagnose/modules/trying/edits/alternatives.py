@@ -57,6 +57,10 @@ def _of_a_call(node: ast.Call, text: Text) -> Iterator[str]:
         if is_used_up(given):
             every = [kept_in_full(a, text) if a is given else text(a) for a in node.args]
             yield f"{text(node.func)}({', '.join([*every, *map(text, node.keywords)])})"
+    if name == "argsort":  # of each its place in order, and not which one is at each
+        of_torch = isinstance(node.func, ast.Attribute) and text(node.func.value) == "torch"
+        named = [one.value for one in node.keywords if one.arg == "dim"]
+        yield f"{text(node)}.argsort({', '.join(map(text, [*node.args[of_torch:], *named][:1]))})"
     if name == "sorted" and len(node.args) == 1 and not node.keywords:
         yield f"list({text(node.args[0])})"
     if name == "pop" and len(node.args) < 2 and not node.keywords:
@@ -66,6 +70,16 @@ def _of_a_call(node: ast.Call, text: Text) -> Iterator[str]:
         rest = "".join(f", {text(keyword)}" for keyword in node.keywords)
         yield f"zip(reversed(list({one})), {two}{rest})"
         yield f"zip({one}, reversed(list({two})){rest})"
+
+
+def added_one_by_one(
+    node: ast.expr, text: Text, is_several: Callable[[ast.expr], bool]
+) -> Iterator[str]:
+    """Two lists, or tuples, of tensors, of which `+` makes a longer one. The first may be empty."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        one, two = as_one(node.left, text), as_one(node.right, text)
+        if is_several(node.left) and is_several(node.right):
+            yield f"([a + b for a, b in zip({one}, {two})] if {one} else {two})"
 
 
 def is_used_up(node: ast.expr) -> bool:

@@ -17,6 +17,8 @@ SHAPES = ("view", "reshape")
 ORDERS = ("permute", "movedim")
 SIZES = (".shape", ".size()")
 JOINS = ("cat", "concat", "stack")
+ALONG_ONE = {"sum", "mean", "prod", "amax", "amin", "unbind", "logsumexp", "softmax", "cumsum",
+             "argmax", "norm", "std", "var", "any", "all", "select"}  # fmt: skip
 NO_TENSORS = (ast.Constant, ast.Lambda, ast.Starred, ast.GeneratorExp)
 # Functions of torch's and methods whose two arguments may stand the other way round; of those that
 # are called by a plain name all but these.
@@ -27,6 +29,7 @@ NO_TWO = {"max", "min", "zip", "isinstance", "getattr", "hasattr", "range", "div
 def laid_out_otherwise(node: ast.expr, text: Text) -> Iterator[str]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         yield from _of_a_method(node, node.func, text)
+        yield from _along_the_other(node, node.func, text)
         yield from _copied(node, text)
         yield from _padded_elsewhere(node, text)
     if isinstance(node, ast.Call):
@@ -115,6 +118,27 @@ def _of_a_method(node: ast.Call, function: ast.Attribute, text: Text) -> Iterato
     last = _number(given[1]) if name == "flatten" and len(given) == 2 else None
     if last is not None and first is not None and last == first + 1:
         yield f"{of}.transpose({first}, {last}).flatten({first}, {last})"
+
+
+def _along_the_other(node: ast.Call, function: ast.Attribute, text: Text) -> Iterator[str]:
+    """`x.view(n, a, b).sum(-1)` as `x.view(n, b, a).sum(-2)`: of what lies in turn, or not."""
+    of = function.value
+    if function.attr not in ALONG_ONE or not node.args or not isinstance(of, ast.Call):
+        return
+    dim, name = _number(node.args[0]), name_called(of)
+    if dim not in (-1, -2) or not isinstance(of.func, ast.Attribute) or len(of.args) < 2:
+        return
+    *before, one, two = map(text, of.args)
+    sizes = of.args[1].elts if isinstance(of.args[1], ast.Tuple) else []
+    if name in SHAPES:
+        shaped = ", ".join([*before, two, one])
+    elif name == "unflatten" and len(sizes) == 2 and text(of.args[0]) == "-1":
+        shaped = f"-1, ({text(sizes[1])}, {text(sizes[0])})"
+    else:
+        return
+    rest = [*map(text, node.args[1:]), *map(text, node.keywords)]
+    given = ", ".join([str(-3 - dim), *rest])
+    yield f"{text(of.func)}({shaped}).{function.attr}({given})"
 
 
 def _two_exchanged(words: Sequence[str]) -> Iterator[list[str]]:

@@ -15,6 +15,7 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     SIMPLE,
     Function,
     Source,
+    bodies,
     expressions,
     span,
     words_in,
@@ -23,6 +24,8 @@ from sumgrad.record.trial import Edit
 
 MOST_USES = 6  # of a name, in a function in which it is another throughout
 KEPT_BY = {"append", "appendleft", "put", "setdefault", "insert", "add"}
+VIEWS = {"detach", "view", "view_as", "t", "transpose", "permute", "flatten", "squeeze",
+         "unsqueeze", "narrow", "select", "unflatten"}  # fmt: skip
 Places = Mapping[str, Sequence[ast.expr]]
 
 
@@ -85,7 +88,51 @@ def _kept(statement: ast.stmt) -> Iterator[ast.expr]:
         if isinstance(function, ast.Attribute) and function.attr in KEPT_BY:
             value = statement.value.args[-1] if statement.value.args else None
     several = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
-    yield from (one for one in several if isinstance(one, ast.Name | ast.Attribute | ast.Subscript))
+    yield from (one for one in several if one is not None and _may_share_memory(one))
+
+
+def _may_share_memory(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in VIEWS and _may_share_memory(node.func.value)
+    return isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
+
+
+def kept_as_it_was(function: Function, source: Source) -> Iterator[Edit]:
+    """What stands under an attribute and is written into, a copy of it in its place throughout."""
+    places: dict[str, list[ast.Attribute]] = {}
+    written = {source.of_node(one) for one in _written_into(function)}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and _is_read(node):
+            places.setdefault(source.of_node(node), []).append(node)
+    for own, nodes in places.items():
+        first = min(nodes, key=lambda node: span(node)[0])
+        statements = (one for body in bodies(function) for one in body if isinstance(one, SIMPLE))
+        within = [one for one in statements if first in ast.walk(one)]
+        if own not in written or len(nodes) < 2 or not within:
+            continue
+        name = f"own_{own.rpartition('.')[2]}"
+        last = max(nodes, key=lambda node: span(node)[1])
+        edit = _with_others(nodes, source, {own: name})
+        start, end = span(within[0])[0], span(last)[1]
+        new = f"{name} = {own}.clone(); {source.piece(start, edit.start)}{edit.new}"
+        yield Edit(file=source.file, start=start, end=end, old=source.piece(start, end), new=new)
+
+
+def _written_into(function: Function) -> Iterator[ast.expr]:
+    """What a method that ends in `_` is called of, what something is added to, or put into."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called = node.func
+            while isinstance(called.value, ast.Call):
+                if not isinstance(called.value.func, ast.Attribute):
+                    break
+                called = called.value.func
+            if called.attr.endswith("_") and not called.attr.startswith("_"):
+                yield called.value
+        elif isinstance(node, ast.AugAssign):
+            yield node.target
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            yield node.value
 
 
 def _is_read(node: ast.expr) -> bool:

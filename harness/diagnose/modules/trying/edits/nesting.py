@@ -53,6 +53,8 @@ def otherwise_nested(
             yield inner.to(outer.to(as_one(inner.inner, text)))
         yield from _without_the_last_term(outer, text)
         yield from _of_both_and_within(outer, text, is_tensor)
+    if isinstance(node, ast.Call):
+        yield from _factor_outside(node, text)
     elif isinstance(node, ast.Compare):
         yield from _compared_first(node, text)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
@@ -70,6 +72,21 @@ def otherwise_nested(
                 pair = (as_one(step.inner, text), as_one(other, text))
                 one, two = pair if own is node.left else pair[::-1]
                 yield step.to(f"{one} {sign} {two}" if step.before else f"({one} {sign} {two})")
+
+
+def _factor_outside(node: ast.Call, text: Text) -> Iterator[str]:
+    """`f(a, b * c)` as `f(a, b) * c`, of what is linear; that of its first argument is another."""
+    if name_called(node) in NO_STEPS:
+        return
+    given = [*map(text, node.args), *map(text, node.keywords)]
+    for at, one in enumerate(node.args):
+        if at and isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult | ast.Div):
+            pairs = [(one.left, one.right)]
+            pairs += [(one.right, one.left)] if isinstance(one.op, ast.Mult) else []
+            for kept, by in pairs:
+                others = ", ".join([*given[:at], text(kept), *given[at + 1 :]])
+                sign = SIGNS[type(one.op)]
+                yield f"({text(node.func)}({others}) {sign} {as_one(by, text)})"
 
 
 def brackets_elsewhere(node: ast.BinOp, text: Text) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from sumgrad.diagnose.modules.trying.edits.alternatives import (
+    added_one_by_one,
     alternatives,
     is_used_up,
     kept_in_full,
@@ -20,7 +21,12 @@ from sumgrad.diagnose.modules.trying.edits.alternatives import (
 from sumgrad.diagnose.modules.trying.edits.factors import of_terms, of_what_is_returned
 from sumgrad.diagnose.modules.trying.edits.layouts import laid_out_otherwise
 from sumgrad.diagnose.modules.trying.edits.left_out import left_out, options_of, shared_by_all
-from sumgrad.diagnose.modules.trying.edits.names import cloned, renamed_throughout, two_exchanged
+from sumgrad.diagnose.modules.trying.edits.names import (
+    cloned,
+    kept_as_it_was,
+    renamed_throughout,
+    two_exchanged,
+)
 from sumgrad.diagnose.modules.trying.edits.nesting import (
     MODULES,
     brackets_elsewhere,
@@ -141,6 +147,7 @@ class Edits:
         renamed = renamed_throughout(function, self._source, dict(kinds), names.made)
         yield from ((LAST, edit) for edit in renamed)
         yield from self._of_its_own(function)
+        yield from ((NEXT, edit) for edit in kept_as_it_was(function, self._source))
         may_be = lambda node: self._may_be_tensor(node, names)  # noqa: E731
         for node, new in left_out(function, self._source.of_node, self._switches, may_be):
             yield from self._instead(FIRST, node, new)
@@ -306,7 +313,8 @@ class Edits:
             node, text, is_of("tensor ", "parameter "), lambda one: self._may_be_tensor(one, names)
         )
         others = alternatives(node, text, self._axes, is_of("tensor int"))
-        for new in (*nested, *others, *laid_out_otherwise(node, text)):
+        one_by_one = added_one_by_one(node, text, is_of("tuple of", "list of"))
+        for new in (*one_by_one, *nested, *others, *laid_out_otherwise(node, text)):
             yield from self._instead(NEXT, node, new)
         later = NEXT if isinstance(node, ast.Subscript) else FIRST
         for one in begun_after_others(node, text, self._axes):
