@@ -35,6 +35,9 @@ MOST_TRIAL_S = 2.0  # a longer step is not run so often
 MOST_RIGHT = 6  # more tell nothing more
 # Until it is seen whether the step is as it was: at first, and after the first that raised, soon.
 FIRST_UNSEEN, MOST_UNSEEN = 3, 20
+# A step that raised leaves what is about it in a wrapper's hands: it is looked at each time, and
+# where it is another, all is distributed anew, so often.
+WRAPPERS, MOST_ANEW = ("torch.nn.parallel", "torch.distributed"), 12
 MOST_AFTER, MOST_AFTER_EDITED = 8, 4  # that are tried after the first line that was right
 PATIENCE_S, PATIENCE_RAISED_S = 20.0, 2.0  # for ranks that may wait for this one in their step
 LEAST_AS_IT_IS_S = 6.0  # in which ranks may first see that they do not meet
@@ -106,6 +109,16 @@ def _num_held(placed: Sequence[Placed]) -> int:
     return sum(p.local().numel() for p in placed)
 
 
+def _modules_of(run: TierRun) -> dict[str, torch.nn.Module]:
+    """By the names that they have in the single process."""
+    return dict(seen_modules(run.model, names_of_modules(run.model, run.modules, run.placement)))
+
+
+def _wraps(module: torch.nn.Module) -> bool:
+    """DDP, FSDP and others of torch's, and what is made one of them."""
+    return any(one.__module__.startswith(WRAPPERS) for one in type(module).__mro__)
+
+
 class Trials:
     """On one rank; all ranks make them together. agreement: of all of them."""
 
@@ -114,9 +127,9 @@ class Trials:
         self._all_anew = any(change.anew for change in asked.changes)
         self._wanted = values.wanted
         self._failed = values.before.get(run.seat.rank, {})
-        names = names_of_modules(run.model, run.modules, run.placement)
-        self._usual_s = self._until = 0.0
-        self._modules = dict(seen_modules(run.model, names))
+        self._usual_s, self._until, self._times_anew = 0.0, 0.0, 0
+        self._modules = _modules_of(run)
+        self._is_wrapped = any(map(_wraps, run.model.modules()))
         self._functions, self._rendezvous = UsersFunctions(), agreement.rendezvous()
 
     def found(self) -> Iterator[Trial]:
@@ -131,14 +144,17 @@ class Trials:
             told = self._told(change)
             is_right = {*told} == {"yes"}
             raises = "raised" in told
-            unseen += FIRST_UNSEEN if raises and not raised else 1
+            often = MOST_UNSEEN if self._is_wrapped else FIRST_UNSEEN
+            unseen += often if raises and (self._is_wrapped or not raised) else 1
             raised |= raises
             if is_right or unseen >= MOST_UNSEEN:
                 if not self._is_as_it_was():  # the step remembers: what is tried now is another
                     if is_right and change.edit is not None and not change.anew:
                         afresh = replace(change, anew=True)
                         yield Trial(change=afresh, right={*self._told(afresh)} == {"yes"})
-                    return
+                        return
+                    if not self._is_anew_as_it_was():
+                        return
                 unseen = 0
             # What is right once may be so by what the change before it has left.
             is_right = is_right and {*self._told(change)} == {"yes"}
@@ -171,6 +187,24 @@ class Trials:
         if self._any(self._rendezvous.is_off):  # on all, or those that are not wait for those
             self._rendezvous.turn_off()
         return {*self._agreement.of_all("yes" if same else "no")} == {"yes"}
+
+    def _is_anew_as_it_was(self) -> bool:
+        """The same, after it was distributed anew; not for ever."""
+        self._times_anew += 1
+        if self._times_anew > MOST_ANEW:
+            return False
+        old = self._run
+        with (
+            self._not_for_ever(MOST_STUCK_S),
+            contextlib.suppress(Exception),
+            self._rendezvous.round(as_it_is=True) as rendezvous,
+            self._as_in_a_step(None if rendezvous is None else rendezvous.before(None)),
+        ):
+            self._run = TierRun(old.seat, old.job, old.tier, old.dtype, like=old)
+            self._run.stepped = True
+            old.close()
+            self._modules = _modules_of(self._run)
+        return self._is_as_it_was()
 
     def _told(self, change: Change) -> Sequence[str]:
         """Of each rank, whether its gradients are right with it."""

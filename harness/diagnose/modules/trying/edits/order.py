@@ -85,8 +85,8 @@ def _helpers(
     of_files: Mapping[str, Edits], names: Mapping[str, Mapping[str, str]], single: Set[str]
 ) -> dict[str, Mapping[str, str]]:
     """Functions that only those of the ranks alone call, by their names, and in which nothing of
-    torch's runs, as what gives a seed or a place; and methods of which there are several that are
-    called so. What stands under a name in them is not known."""
+    torch's runs, as what gives a seed or a place, those that these call, and methods of which there
+    are several that are called so. What stands under a name in them is not known."""
     of_ranks, of_single = set[str](), set[str]()
     for function in {*names, *single}:
         file, first = function_at(function)
@@ -96,11 +96,17 @@ def _helpers(
     seen = {function_at(function) for function in {*names, *single}}
     every = [name for edits in of_files.values() for name in edits.first_lines().values()]
     replaced = {name for name in of_ranks | of_single if every.count(name) > 1}
+    wanted, before = (of_ranks - of_single) | replaced, set[str]()
+    while wanted != before:  # those that such a one calls, too
+        before = {*wanted}
+        for edits in of_files.values():
+            own = [line for line, name in edits.first_lines().items() if name in before]
+            wanted |= {name for line in own for name in edits.calls_in(line)} - of_single
     return {
         f"{file}:{line} {name}": {}
         for file, edits in of_files.items()
         for line, name in edits.first_lines().items()
-        if name in (of_ranks - of_single) | replaced and (file, line) not in seen
+        if name in wanted and (file, line) not in seen
     }
 
 

@@ -178,7 +178,8 @@ class Edits:
                         yield from self._without_each(node)
                 exchanged = two_exchanged(statement, self._source, kinds, self._axes)
                 yield from ((NEXT, edit) for edit in exchanged)
-                yield from ((NEXT, edit) for edit in cloned(statement, self._source, kinds))
+                soon = FIRST if isinstance(statement, ast.Expr) else NEXT
+                yield from ((soon, edit) for edit in cloned(statement, self._source, kinds))
 
     def _of_its_own(self, function: Function) -> Iterator[Found]:
         """What all share, made anew at its beginning."""
@@ -313,8 +314,11 @@ class Edits:
             node, text, is_of("tensor ", "parameter "), lambda one: self._may_be_tensor(one, names)
         )
         others = alternatives(node, text, self._axes, is_of("tensor int"))
-        one_by_one = added_one_by_one(node, text, is_of("tuple of", "list of"))
-        for new in (*one_by_one, *nested, *others, *laid_out_otherwise(node, text)):
+        # Of a function in which nothing of torch's runs the kinds are not known.
+        is_several = is_of("tuple of", "list of") if names.kinds else lambda _: True
+        for new in added_one_by_one(node, text, is_several):
+            yield from self._instead(FIRST, node, new)
+        for new in (*nested, *others, *laid_out_otherwise(node, text)):
             yield from self._instead(NEXT, node, new)
         later = NEXT if isinstance(node, ast.Subscript) else FIRST
         for one in begun_after_others(node, text, self._axes):
