@@ -76,7 +76,12 @@ def _still_there(owner: Any, set_by_fixtures: SetThere) -> dict[str, Any]:
 def _is_torn_down(item: pytest.Function, name: str) -> bool:
     """Whether a fixture goes on after the test, and may look at what the test has made of it."""
     defined = item._fixtureinfo.name2fixturedefs.get(name)
-    return inspect.isgeneratorfunction(inspect.unwrap(defined[-1].func)) if defined else False
+    if not defined:
+        return False
+    function = inspect.unwrap(defined[-1].func)
+    code = getattr(function, "__code__", None)
+    finalizes = code is not None and "addfinalizer" in code.co_names
+    return finalizes or inspect.isgeneratorfunction(function)
 
 
 def _warnings(item: pytest.Function) -> tuple[tuple[str, bool], ...]:

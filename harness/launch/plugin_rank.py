@@ -17,6 +17,7 @@ import pickle
 import sys
 import unittest
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,8 +32,10 @@ from sumgrad.record.endings import rank_file
 
 CALL_FILE = "call.pickle"
 ERROR_SUFFIX = ".error.pickle"
-MUTABLE = (list, dict, set)
-MOST_SHOWN = 200  # characters of a value
+MUTABLE = (list, dict, set, deque)
+PLAIN = (int, float, complex, str, bytes, bool, type(None))
+MOST_SHOWN, MOST_HELD = 200, 10_000  # characters of a value; what is looked at of a container
+DEPTH = 4  # of containers in containers, that are looked at
 Ending = Literal["passed", "skipped", "xfailed"]
 
 
@@ -126,6 +129,8 @@ def _ending(run: Callable[[], None]) -> dict[str, str]:
         return {"ending": ending, "reason": ""}
     except pytest.skip.Exception as skipped:
         return {"ending": "skipped", "reason": str(skipped.msg or "")}
+    except unittest.SkipTest as skipped:  # raised again by pytest's process, it would be a skip
+        return {"ending": "skipped", "reason": str(skipped)}
     except pytest.xfail.Exception as failed:
         return {"ending": "xfailed", "reason": str(failed.msg or "")}
 
@@ -137,8 +142,7 @@ def _call(module: ModuleType, call: Call, arguments: dict[str, Any], env: RankEn
             given[call.ranks_as] = env
         if call.monkeypatch_as:
             given[call.monkeypatch_as] = patch
-        sizes = {name: len(given[name]) for name in call.torn_down
-                 if isinstance(given[name], MUTABLE)}  # fmt: skip
+        before = {name: _held(given[name]) for name in call.torn_down}
         with _set_up(module, call) as function, _filtered(call):
             result = function(**given)
             if inspect.isawaitable(result) or inspect.isasyncgen(result):
@@ -147,13 +151,32 @@ def _call(module: ModuleType, call: Call, arguments: dict[str, Any], env: RankEn
                 raise TypeError(f"{call.name} is async: a test on ranks is a plain function")
             if inspect.isgenerator(result):
                 raise TypeError(f"{call.name} yields: a test on ranks is a plain function")
-        changed = [name for name, size in sizes.items() if len(given[name]) != size]
+        changed = [name for name, held in before.items() if _held(given[name]) != held]
         if changed:
             raise AssertionError(
                 f"the test has changed {changed[0]!r}, {_shown(given[changed[0]])}, and the "
                 f"fixture that gave it goes on in pytest's own process, which does not see it: "
                 f"look at it in the test"
             )
+
+
+def _held(value: object, depth: int = DEPTH) -> object:
+    """What a fixture may look at later: all that containers hold, and of an object that is none of
+    torch's what those hold that it has. Of anything else nothing, which a test may well use up."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, (*MUTABLE, tuple, frozenset)):
+        if not depth or len(value) > MOST_HELD:
+            return len(value)
+        if isinstance(value, dict):
+            return [(repr(key), _held(one, depth - 1)) for key, one in value.items()]
+        held = [_held(one, depth - 1) for one in value]
+        return sorted(map(repr, held)) if isinstance(value, set | frozenset) else held
+    of_torch = any(one.__module__.partition(".")[0] == "torch" for one in type(value).__mro__)
+    own = getattr(value, "__dict__", None)
+    if not depth or of_torch or not isinstance(own, dict):
+        return None
+    return {name: _held(v, depth - 1) for name, v in own.items() if isinstance(v, MUTABLE)}
 
 
 def _shown(value: object) -> str:

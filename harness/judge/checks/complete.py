@@ -11,6 +11,8 @@ from sumgrad.judge.joint import unrecorded
 from sumgrad.record.directory import Record
 
 HALF = 0.5  # what a lost half of all gradients changes, in parts of them
+HALF_OF_THE_DIGITS = ("float16", "bfloat16", "float8", "float4")  # of float32's, or fewer
+MOST_CASTS = 3  # that are written out
 
 
 def nothing_left_out(compared: Compared) -> Iterator[Finding]:
@@ -32,6 +34,31 @@ def every_tier(compared: Compared) -> Iterator[Finding]:
         whole = [h for h in record.ranks.values() if all(a in h.grads and a in h.info for a in ats)]
         if sound != wanted or len(whole) < record.spec.topology.world_size:
             yield Finding(level="unknown", text="", tier=tier, aside=True)
+
+
+def as_it_is_written(compared: Compared) -> Iterator[Finding]:
+    """A Program's casts to few digits, computed in float64 in every tier there is: what they alone
+    do, as an overflow, or a counter that sticks at 256, was not to be seen."""
+    spec = compared.record.spec
+    if spec.fault is None and (casts := casts_never_made(compared.record)):
+        more = f" and {len(casts) - MOST_CASTS} more" if len(casts) > MOST_CASTS else ""
+        yield Finding(
+            level="unknown",
+            text=f"the step as it is written ran in no tier: {', '.join(casts[:MOST_CASTS])}{more} "
+            f"computed in float64 in each; take the precision tier, too (--tiers "
+            f"structure,precision, --dtype float32), or --no-lift",
+        )
+
+
+def casts_never_made(record: Record) -> list[str]:
+    """Of a Program, `bfloat16 at model.py:9`, where it is lifted in every tier."""
+    spec = record.spec
+    in_float64 = all(dtype == "float64" for dtype in spec.tiers.values())
+    if not (spec.opaque and spec.script is None and spec.lift and in_float64):
+        return []
+    infos = [info for held in record.ranks.values() for info in held.info.values()]
+    places = {place for info in infos for place in info.get("lifted") or {}}
+    return sorted(place for place in places if place.startswith(HALF_OF_THE_DIGITS))
 
 
 def something_to_see(compared: Compared) -> Iterator[Finding]:

@@ -19,7 +19,13 @@ from sumgrad.judge.joint import (
     sizes_of,
 )
 from sumgrad.judge.knowledge import plan_of
-from sumgrad.ledger.operations import REDUCTIONS, Disagreement, disagreement_of, signature
+from sumgrad.ledger.operations import (
+    REDUCTIONS,
+    Disagreement,
+    disagreement_of,
+    number_operations,
+    signature,
+)
 from sumgrad.plan.schedule import Mismatch, compare_ledger, outside_steps
 from sumgrad.record.bits import BITS
 from sumgrad.record.directory import Record
@@ -198,3 +204,25 @@ def _law(record: Record, joint: Joint, names: Sequence[str]) -> Iterator[str]:
             f"{what} sums inputs that are the same bits on all {size} ranks: what is already "
             f"whole is counted {size} times, unless it is divided again"
         )
+
+
+def the_fault_struck(compared: Compared) -> Iterator[Finding]:
+    """A planted misbehaviour of a collective that the step never issues: nothing was planted."""
+    record = compared.record
+    infos = [info.get("fault") for held in record.ranks.values() for info in held.info.values()]
+    told = [info for info in infos if info]
+    if not told or any(info["calls"] for info in told):
+        return
+    topology, tier = record.spec.topology, next(iter(record.spec.tiers))
+    streams: dict[str, int] = {}
+    for rank, held in record.ranks.items():
+        for one in number_operations(topology, rank, held.events.get((tier, 0), ())):
+            streams[one.stream] = max(streams.get(one.stream, 0), one.number)
+    issued = ", ".join(
+        f"{stream}#0{f' to #{last}' if last else ''}" for stream, last in sorted(streams.items())
+    )
+    yield Finding(
+        level="unknown",
+        text=f"the fault {record.spec.fault} struck nothing: the step issues "
+        f"{issued or 'no collective'}",
+    )

@@ -179,6 +179,8 @@ def _after_the_modules(case: Case, diagnosis: Diagnosis, of_loss: float) -> str:
         measured = float(Fraction(diagnosis.factor))
     except ValueError:
         return _up_to(of_loss)
+    if not of_loss:
+        return _up_to(of_loss)
     wrong = {cell.rank for cell in case.failing_cells}
     right = sorted({cell.rank for cell in case.cells} - wrong)
     text = f"{_up_to(of_loss)}, and what follows multiplies by {fraction_of(measured / of_loss)}"
