@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 MAX_NAMED = 3
 IN_WORKERS = " in another process, as a DataLoader's workers are,"  # behind a line that draws
+TRIES_ON = "--search SECONDS tries for longer"  # what was not tried for want of time
 SETUP = "setup"  # ledger label of what a launcher does before the first step
 Status = Literal["ok", "raised", "killed", "timed_out", "missing"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sumgrad.base.commands import sumgrad_command
 from sumgrad.base.errors import Broken, LaunchError, UserError
-from sumgrad.base.outcome import RankOutcome
+from sumgrad.base.outcome import TRIES_ON, RankOutcome
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.trials import are_only_edits, is_to_be_tried, said_of
 from sumgrad.diagnose.unlike_hashes import UNLIKE_HASHES
@@ -46,10 +46,7 @@ from sumgrad.topology.pools import Topology, topology_to_json
 
 Progress = Callable[[str], object]
 Tries = Callable[..., Tried]
-LEFT = (
-    "{} changes of the step that may make it right were not tried, {} were: --search SECONDS tries "
-    "for longer"
-)
+LEFT = f"{{}} changes of the step that may make it right were not tried, {{}} were: {TRIES_ON}"
 MOST_TIMES = 2.2  # as long as a failing run took, for all that explains it but a run on one rank
 
 

@@ -185,7 +185,9 @@ def answer(data: Data) -> list[str]:
             return ["Not everything could be compared."]
         return [f"Not known: {reasons[0].rstrip('.')}."]
     first = data["diagnoses"][0]["cause"] if data["diagnoses"] else next(iter(data["findings"]), "")
-    if first and first.split()[0].rstrip(",") not in {t["name"] for t in tensors}:
+    begin = first.split()[0].rstrip(",") if first else ""
+    is_name = begin in {t["name"] for t in tensors} or not begin.isalpha()  # or of a file
+    if first and not is_name:
         first = f"{first[:1].upper()}{first[1:]}"
     text = f"{first.rstrip('.')}." if first else "Some gradients are wrong."
     if not wrong:

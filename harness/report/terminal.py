@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from sumgrad.base.outcome import first_to_fail, outcome_from_json, some_of, spans
+from sumgrad.base.outcome import TRIES_ON, first_to_fail, outcome_from_json, some_of, spans
 from sumgrad.base.plain_text import printable, printable_data
 from sumgrad.base.verdict import Verdict
 from sumgrad.report.coefficients import in_few_lines
@@ -53,8 +53,9 @@ def render(verdict: Verdict, *, width: int = 200) -> RenderableType:
         parts += [Text(""), _losses(losses)]
     if losses and data["status"] == "pass":
         parts += [Text(""), _labelled("not seen", NOT_SEEN)]
-    for diagnosis in data["diagnoses"]:
-        parts += [Text(""), _diagnosis(diagnosis)]
+    for num, diagnosis in enumerate(data["diagnoses"]):
+        left = [text for text in data["warnings"] if TRIES_ON in text] if num == 0 else []
+        parts += [Text(""), _diagnosis(diagnosis, left)]
     if data["coefficients"]:
         parts += [Text(""), _coefficients(data["coefficients"], width)]
     failed = [t for t in data["tensors"] if t["status"] != "pass"]
@@ -264,10 +265,13 @@ def _how_many(tensors: Sequence[Mapping[str, Any]]) -> str:
     return f", {compared:,}{of} gradients compared" if tensors else ""
 
 
-def _diagnosis(diagnosis: Mapping[str, Any]) -> RenderableType:
+def _diagnosis(diagnosis: Mapping[str, Any], not_tried: Sequence[str]) -> RenderableType:
+    """not_tried: that there was no time for all that may say more; it stands beside the standing,
+    which would be another."""
     lines = [_labelled("cause", diagnosis["cause"], style="bold")]
     if "standing" in diagnosis:  # verdicts of before have none
         lines.append(_labelled("standing", STANDINGS[diagnosis["standing"]]))
+    lines += [_labelled("search", text) for text in not_tried]
     factor, symbol = diagnosis["factor"], diagnosis["symbol"]
     if factor is not None:
         shown = f"{factor} = {symbol}" if symbol and symbol != factor else factor
@@ -375,7 +379,9 @@ def _lists(data: Mapping[str, Any]) -> list[RenderableType]:
     ended = tuple(f"rank {o['rank']} (" for o in data["outcomes"] if o["status"] != "ok")
     lists = {
         "what breaks the convention, or differs between replicas": data["findings"],
-        "warnings": data["warnings"],
+        "warnings": [
+            t for t in data["warnings"] if not (data["diagnoses"] and TRIES_ON in t)
+        ],  # which stands beside the cause
         # ranks that did not end well have a section of their own
         "not compared": [t for t in data["not_compared"] if not t.startswith(ended or ("\0",))],
         "not known" if data["status"] == "unknown" else "could not have been seen": sorted(

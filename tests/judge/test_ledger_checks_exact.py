@@ -243,7 +243,7 @@ WHERE = "the all-reduce over dp (ranks 0-2) at train.py:31"
     ("change", "words"),
     [
         ({}, []),
-        ({"reduce": "AVG"}, [f"law: {WHERE} is a AVG, not a SUM, of the gradients of w"]),
+        ({"reduce": "AVG"}, [f"law: {WHERE} is an AVG, not a SUM, of the gradients of w"]),
         ({"reduce": "AVG", "grads": None}, []),  # it carries no gradient
         ({"reduce": None, "op": "broadcast"}, []),
         ({"grads": [[["w", 1 / 3]]] * 3}, [

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from sumgrad.base.errors import UserError
+from sumgrad.judge.checks.complete import IN_NO_TIER
 from sumgrad.launch.again.one_rank import OnOneRank
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.record.trial import TRIALS, Change, Trial, add_trial, finish_trials
@@ -15,8 +16,9 @@ HERE, THERE = (Change(site=f"f.py:{n}", function="add", way="number", by=2.0) fo
 POOL = {"train": {"axes": {"dp": 2, "tp": 3}}}
 
 
-def verdict(status="fail", *tensors):
-    return SimpleNamespace(status=status, data={"tensors": [{"status": t} for t in tensors]})
+def verdict(status="fail", *tensors, reasons=()):
+    data = {"tensors": [{"status": t} for t in tensors]}
+    return SimpleNamespace(status=status, reasons=reasons, data=data)
 
 
 @pytest.fixture
@@ -27,7 +29,8 @@ def asking(tmp_path):
         path, asked = tmp_path / "t.yaml", []
         path.write_text(yaml.safe_dump({"name": "t", "workload": "mine", "pools": pools}))
 
-        def again(options):
+        def again(options, what):
+            assert what == "the same on one rank"
             asked.append(options)
             if isinstance(ends, Exception):
                 raise ends
@@ -39,7 +42,7 @@ def asking(tmp_path):
             return ends, options.out
 
         options = CheckOptions(topology=path, fault="a fault", seed=7, search_s=5.0)
-        return OnOneRank(options, tmp_path, again, lambda _: None), asked
+        return OnOneRank(options, tmp_path, again), asked
 
     return made
 
@@ -59,6 +62,16 @@ def test_every_axis_is_one_and_nothing_is_planted(asking, tmp_path):
 def test_what_was_tried_there_by_what_came_of_it(asking):
     ended = asking(POOL, verdict("fail", "fail"))[0].ended
     assert (ended.right, ended.wrong) == ((HERE,), {THERE})
+
+
+@pytest.mark.parametrize(("status", "reasons", "agrees"), [
+    ("pass", (), True), ("unknown", (f"{IN_NO_TIER}: bfloat16 at f.py:3",), True),
+    ("unknown", (f"{IN_NO_TIER}: bfloat16 at f.py:3", "a rank is lost"), False),
+    ("unknown", (), False), ("fail", (f"{IN_NO_TIER}: bfloat16 at f.py:3",), False),
+])  # fmt: skip
+def test_casts_that_are_lifted_leave_it_right_there(asking, status, reasons, agrees):
+    """It runs in float64 alone."""
+    assert asking(POOL, verdict(status, "pass", reasons=reasons))[0].ended.agrees is agrees
 
 
 @pytest.mark.parametrize(

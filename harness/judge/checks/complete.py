@@ -11,6 +11,7 @@ from sumgrad.judge.joint import unrecorded
 from sumgrad.record.directory import Record
 
 HALF = 0.5  # what a lost half of all gradients changes, in parts of them
+IN_NO_TIER = "the step as it is written ran in no tier"
 HALF_OF_THE_DIGITS = ("float16", "bfloat16", "float8", "float4")  # of float32's, or fewer
 MOST_CASTS = 3  # that are written out
 
@@ -44,7 +45,7 @@ def as_it_is_written(compared: Compared) -> Iterator[Finding]:
         more = f" and {len(casts) - MOST_CASTS} more" if len(casts) > MOST_CASTS else ""
         yield Finding(
             level="unknown",
-            text=f"the step as it is written ran in no tier: {', '.join(casts[:MOST_CASTS])}{more} "
+            text=f"{IN_NO_TIER}: {', '.join(casts[:MOST_CASTS])}{more} "
             f"computed in float64 in each; take the precision tier, too (--tiers "
             f"structure,precision, --dtype float32), or --no-lift",
         )

@@ -188,7 +188,8 @@ def _law(record: Record, joint: Joint, names: Sequence[str]) -> Iterator[str]:
     what = describe(record, joint)
     op = joint.first.get("reduce")
     if op != "SUM":
-        yield f"{what} is a {op}, not a SUM, of the gradients of {some_of(names)}"
+        article = "an" if str(op)[:1] in "AEIOU" else "a"
+        yield f"{what} is {article} {op}, not a SUM, of the gradients of {some_of(names)}"
     factors = prescaled(joint, sizes_of(record))
     if factors:
         factor, size_name = factors
@@ -211,7 +212,7 @@ def the_fault_struck(compared: Compared) -> Iterator[Finding]:
     record = compared.record
     infos = [info.get("fault") for held in record.ranks.values() for info in held.info.values()]
     told = [info for info in infos if info]
-    if not told or any(info["calls"] for info in told):
+    if record.spec.fault is None or not told or any(info["calls"] for info in told):
         return
     topology, tier = record.spec.topology, next(iter(record.spec.tiers))
     streams: dict[str, int] = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 from sumgrad.base.errors import UserError
 from sumgrad.base.files import write_json
 from sumgrad.base.verdict import Verdict
+from sumgrad.judge.checks.complete import IN_NO_TIER
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.record.trial import Change, read_trials
 from sumgrad.topology.pools import load_topology, topology_to_json
@@ -26,6 +27,13 @@ class Ended:
     verdict: Verdict
     right: tuple[Change, ...] = ()
     wrong: frozenset[Change] = frozenset()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every gradient is right there, in float64."""
+        others = [text for text in self.verdict.reasons if not text.startswith(IN_NO_TIER)]
+        unknown = self.verdict.status == "unknown" and bool(self.verdict.reasons)
+        return self.verdict.status == "pass" or (unknown and not others)
 
     @property
     def fails(self) -> bool:

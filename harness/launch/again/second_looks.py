@@ -46,7 +46,7 @@ def _on_one_rank(alone: OnOneRank) -> str | None:
     ended = alone.ended
     if ended is None:
         return None
-    if ended.verdict.status == "pass":
+    if ended.agrees:
         return DISTRIBUTION
     if ended.fails:
         causes = ended.verdict.diagnoses
