@@ -83,3 +83,12 @@ def test_the_answer_is_two_sentences():
     assert answer(data(status="unknown", not_compared=["why"])) == ["Not known: why."]
     assert answer(data(findings=["the law"])) == ["The law."]
     assert answer(data()) == ["Some gradients are wrong."]
+
+
+@pytest.mark.parametrize(("cause", "begin"), [
+    ("the forward is right", "The forward"), ("f1.py:3 `x`: were it `y`", "f1.py:3"),
+    ("w is not reduced", "w is"),
+])  # fmt: skip
+def test_names_of_files_and_tensors_keep_their_first_letter(cause, begin):
+    failed = data(tensor("w", status="fail"), diagnoses=[{"cause": cause, "because": []}])
+    assert answer(failed)[0].startswith(begin)

@@ -18,6 +18,7 @@ import pytest
 from markdown_it import MarkdownIt
 from rich.console import Console
 from sumgrad.base.files import write_json
+from sumgrad.base.outcome import TRIES_ON
 from sumgrad.base.plain_text import printable, shown
 from sumgrad.base.verdict import Verdict
 from sumgrad.cli.main import main
@@ -311,3 +312,24 @@ def test_a_rank_that_raises_hostile_words(tmp_path, sumgrad_launcher):
     assert printable(PAYLOADS["script"]) in "".join(suite.itertext())
     write_json(tmp_path / "again.json", verdict.data)
     assert json.loads((tmp_path / "again.json").read_text()) == verdict.data
+
+
+def test_what_was_not_tried_stands_beside_the_standing():
+    """And not among the warnings again; where there is no cause it does."""
+    data = hostile("x")
+    left = f"3 changes were not tried: {TRIES_ON}"
+    data["diagnoses"][0]["standing"] = "likely"
+    data["warnings"] = ["another", left]
+
+    def lines(data):
+        console = Console(file=io.StringIO(), width=200)
+        print_report(verdict_of(data), console)
+        return [line.split() for line in console.file.getvalue().splitlines() if line.strip()]
+
+    heads = [line[0] for line in lines(data)]
+    assert heads[heads.index("standing") + 1] == "search"
+    assert heads.count("search") == 1
+    assert sum("tried:" in line for line in lines(data)) == 1
+    alone = lines({**data, "diagnoses": []})
+    assert sum("tried:" in line for line in alone) == 1
+    assert "search" not in [line[0] for line in alone]

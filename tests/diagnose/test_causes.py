@@ -326,6 +326,11 @@ def test_a_module_is_told_from_what_goes_into_it(name, words, sumgrad_launcher):
         ("cj_06", "were it `return list(model.layers)`, every gradient of every rank would be ri"),
         ("ck_04", "were it `return list(reversed(saved))`, every gradient of every rank would be"),
         ("ck_09", "were it `return before, world / before`, every gradient of every rank would b"),
+        ("cn_08", "descending=True).argsort(-1)`, every gradient of every rank would be right"),
+        ("cn_09", "were it `ctx.states.append(state.detach().clone())`, every gradient of every r"),
+        ("co_04", "were it `return ([a + b for a, b in zip(total, grads)] if total else grads)`"),
+        ("co_05", "own_u.copy_(F.normalize(layer.weight @ v, dim=0)) return own_u.clone(), v`, e"),
+        ("co_10", "were they over the ranks of dp, every gradient of every rank would be right"),
     ],
 )
 def test_an_edit_that_makes_it_right_is_told(name, words, sumgrad_launcher):

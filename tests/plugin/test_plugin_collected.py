@@ -132,6 +132,95 @@ def test_what_a_fixture_looks_at_afterwards_is_not_lost(pytester):
     result.stdout.fnmatch_lines(["*the test has changed 'errors', ?'wrong sum'?*"])
 
 
+def test_what_is_changed_within_what_a_fixture_gave_is_not_lost(pytester):
+    """In a dict, a nested list, an object; one that is torn down by a finalizer. What is only
+    used up, as a counter or a model that is trained, is the test's own."""
+    result = run(
+        pytester,
+        """
+        import torch
+
+        class Recorder:
+            def __init__(self):
+                self.bad, self.calls = [], 0
+
+        @pytest.fixture
+        def state():
+            given = {"errors": 0}
+            yield given
+            assert not given["errors"]
+
+        @pytest.fixture
+        def nested():
+            yield (given := [[], {"a": [1]}])
+
+        @pytest.fixture
+        def recorder():
+            yield (given := Recorder())
+            assert not given.bad
+
+        @pytest.fixture
+        def finalized(request):
+            found = []
+            request.addfinalizer(lambda: found == [])
+            return found
+
+        @pytest.fixture
+        def model():
+            yield torch.nn.Linear(2, 2)
+
+        @pytest.mark.distributed(ranks=2)
+        def test_value(ranks, state):
+            state["errors"] += 1
+
+        @pytest.mark.distributed(ranks=2)
+        def test_nested(ranks, nested):
+            nested[1]["a"][0] = 2
+
+        @pytest.mark.distributed(ranks=2)
+        def test_object(ranks, recorder):
+            recorder.bad.append("wrong")
+
+        @pytest.mark.distributed(ranks=2)
+        def test_finalized(ranks, finalized):
+            finalized.append("wrong")
+
+        @pytest.mark.distributed(ranks=2)
+        def test_right(ranks, recorder, model, state, nested):
+            recorder.calls += 1
+            model.weight.data.zero_()
+            model.extra = {"a": 1}
+        """,
+    )
+    result.assert_outcomes(passed=1, failed=4)
+
+
+def test_one_rank_that_skips_as_unittest_does_skips_no_test(pytester):
+    """Raised again in pytest's own process, it would."""
+    result = run(
+        pytester,
+        """
+        import unittest
+
+        @pytest.mark.distributed(ranks=2)
+        def test_others_pass(ranks):
+            if ranks.rank == 1:
+                raise unittest.SkipTest("only here")
+
+        @pytest.mark.distributed(ranks=2)
+        def test_others_fail(ranks):
+            if ranks.rank == 1:
+                raise unittest.SkipTest("only here")
+            assert False
+
+        @pytest.mark.distributed(ranks=2)
+        def test_all(ranks):
+            raise unittest.SkipTest("everywhere")
+        """,
+    )
+    result.assert_outcomes(failed=2, skipped=1)
+
+
 def test_filters_of_warnings_reach_the_ranks(pytester):
     pytester.makeini("[pytest]\nfilterwarnings =\n    error:of the file\n")
     result = run(
