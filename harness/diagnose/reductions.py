@@ -9,15 +9,15 @@ from sumgrad.ledger.operations import REDUCTIONS
 CLOSE = 1e-6  # a coefficient this near to a number is that number
 
 
-def reductions_of(case: Case) -> list[Joint]:
-    """Every reduction of the failed step, as its members issued it."""
-    found = joint_operations(case.record, case.tier, case.step)
+def reductions_of(case: Case, tier: str | None = None) -> list[Joint]:
+    """Every reduction of the failed step, as its members issued it. tier: another one."""
+    found = joint_operations(case.record, tier or case.tier, case.step)
     return [joint for joint in found if joint.family in REDUCTIONS]
 
 
-def carried_by(case: Case, joint: Joint) -> list[str]:
+def carried_by(case: Case, joint: Joint, tier: str | None = None) -> list[str]:
     """Parameters whose gradients enter or leave a reduction."""
-    return carries(joint, carried(case.record, case.tier, case.step))
+    return carries(joint, carried(case.record, tier or case.tier, case.step))
 
 
 def entered_by(case: Case, joint: Joint) -> set[str]:

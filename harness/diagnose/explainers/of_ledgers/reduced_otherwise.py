@@ -17,6 +17,11 @@ DDP_DIVIDES = (
     "multiply the loss by {0}, or register a hook that sums (sumgrad.convention.ddp_sum_hook)"
 )
 
+FSDP_AVERAGES = (
+    "where it is FSDP2's, set_gradient_divide_factor(1.0) on each module that is sharded makes it a "
+    "sum, on gloo with set_force_sum_reduction_for_comms(True)"
+)
+
 
 def by_a_reduction(
     case: Case, names: Sequence[str], value: float, shown: str, fits: str
@@ -48,6 +53,23 @@ def by_a_reduction(
                 symbol=group_name(record.spec.topology, joint.ranks),
                 because=(fits, f"its inputs are the same bits on all {size} ranks{also}"),
             )
+    return _averaged_in_another_tier(case, names, value, shown, fits)
+
+
+def _averaged_in_another_tier(
+    case: Case, names: Sequence[str], value: float, shown: str, fits: str
+) -> Diagnosis | None:
+    """FSDP averages in float32 alone: in float64 it divides before its sum, and once more after."""
+    for tier in case.record.spec.tiers:
+        for joint in reductions_of(case, tier) if tier != case.tier else ():
+            carries_them = set(carried_by(case, joint, tier)) & set(names)
+            averages = joint.first.get("reduce") == "AVG"
+            if carries_them and averages and abs(value * len(joint.ranks) - 1) < CLOSE:
+                symbol = f"1/{group_name(case.record.spec.topology, joint.ranks)}"
+                words = f"{describe(case.record, joint)} averages (AVG) where the law sums"
+                found = _avg(words, shown, symbol, fits, joint)
+                return replace(found, because=(fits, f"the ledger of the {tier} tier shows AVG at "
+                                               f"{joint.site}", FSDP_AVERAGES))  # fmt: skip
     return None
 
 
