@@ -121,6 +121,46 @@ def test_what_makes_ddp_reduce_is_said_where_it_did_not(table, ddp, told):
     assert sum("outside of no_sync()" in text for text in cause.because) == told
 
 
+@pytest.mark.parametrize(("made", "issued", "table", "told"), [
+    (True, False, only, 1), (True, True, only, 0), (False, False, only, 0),
+    (True, False, first_only, 0),
+])  # fmt: skip
+def test_a_scripts_ddp_that_issues_nothing_is_named(made, issued, table, told):
+    """What it wraps is called, and not itself."""
+    record = record_of([table(r) for r in range(3)])
+    ddps = {"op": "allreduce", "site": "train.py:50", "by": "nn/parallel/distributed.py",
+            "group": [0, 1, 2], "dtype": "float64", "numel": 60, "n": 7}  # fmt: skip
+    started = {rank: [ddps] if made else [] for rank in record.ranks}
+    ranks = {rank: replace(held, events={AT: [ddps] if issued else []})
+             for rank, held in record.ranks.items()}  # fmt: skip
+    case = SimpleNamespace(record=replace(record, ranks=ranks, started=started), tier=AT[0],
+                           step=AT[1])  # fmt: skip
+    kind = "not_reduced" if table is only else "late_gradient"
+    said = by_rank._idle_ddp(case, kind)
+    assert len(said) == told
+    assert not said or "made at train.py:50, issues nothing in that step" in said[0]
+
+
+@pytest.mark.parametrize(("own", "weights", "told"), [
+    ((2.0, 4.0, 5.0), (1 / 2, 1 / 4, 1 / 5), True),  # each of norm 1 afterwards
+    ((2.0, 4.0, 5.0), (1 / 2, 1 / 4, 1 / 4), False),
+    ((3.0, 3.0, 3.0), (1 / 3, 1 / 3, 1 / 3), False),  # as any factor gives
+])  # fmt: skip
+def test_ranks_that_each_clip_by_their_own_norm_before_the_sum(own, weights, told):
+    """In a script whose single run clips, too, so that what is compared was before its clip."""
+    gave = torch.tensor([3 / 5, 4 / 5]).double()
+    given = {r: ({"w": (gave * norm)[None]}, {"w": torch.arange(2)}) for r, norm in enumerate(own)}
+    mix = SimpleNamespace(sources=((0,), (1,), (2,)), got=torch.tensor(weights).double()[:, None])
+    cells = [SimpleNamespace(name="w", rank=r, measured=gave) for r in range(3)]
+    case = SimpleNamespace(cells=cells, record=SimpleNamespace(ranks=dict.fromkeys(range(3))))
+    said = by_rank._of_one_norm(case, mix, given)
+    assert len(said) == told
+    assert not told or "has the norm 1 in what comes of it" in said[0]
+    assert not told or "(to 3, if they are averaged then)" in said[0]
+    sampled = {r: (held, {"w": torch.arange(1)}) for r, (held, _) in given.items()}
+    assert by_rank._of_one_norm(case, mix, sampled) == []
+
+
 def test_a_shard_is_put_together_from_the_whole_that_each_rank_made():
     """As FSDP does: a rank keeps a part, and every rank's own backward gave all of it."""
     record = record_of([EVEN] * 3)

@@ -30,6 +30,7 @@ from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.own_gradients import (
     ALIKE,
     Columns,
+    Given,
     Mixed,
     Source,
     Weighed,
@@ -44,6 +45,8 @@ from sumgrad.diagnose.own_gradients import (
 from torch import Tensor
 
 SAME_NORM = 1e-5  # torch's clip adds 1e-6 to a norm
+UNLIKE = 1e-3  # of weights
+DDP = "nn/parallel/distributed.py"  # as the ledger names who issues something
 LEFT_IN = "left_in"  # kind of a cause: a backward that belongs in no gradient
 DDP_REDUCES = (
     "DistributedDataParallel reduces in a backward whose forward ran through it, and not through "
@@ -80,6 +83,7 @@ def put_together_by_rank(case: Case, left: Left) -> Iterator[Explanation]:
                 f"weights it gives the measured gradient, and with those {right}, both under the "
                 f"threshold",
                 *([DDP_REDUCES] if kind == "not_reduced" and ddp_divides_by(case) else []),
+                *_idle_ddp(case, kind),
                 *_as_a_clip(case, found),
                 *_tables(found),
             ),
@@ -272,10 +276,10 @@ def _as_a_clip(case: Case, found: Sequence[Weighed]) -> list[str]:
     """Where every rank's sum of backwards had the same norm each time after it was multiplied."""
     given, mix = given_by_ranks(case), found[0]
     script = case.record.spec.script
-    if script is not None and any(script.rescaled[case.step : case.step + 1]):
-        return []  # what is compared is what was there before a clip of both runs
     if given is None or any(not near(m.got, mix.got) for m in found):
         return []
+    if script is not None and any(script.rescaled[case.step : case.step + 1]):
+        return _of_one_norm(case, mix, given)  # what is compared may be before a clip of both runs
     norms: list[float] = []
     for source, got, wanted in zip(mix.sources, mix.got, mix.wanted, strict=True):
         numel = {c.name: c.measured.numel() for c in case.cells if c.rank == source[0]}
@@ -294,6 +298,40 @@ def _as_a_clip(case: Case, found: Sequence[Weighed]) -> list[str]:
     return [f"each time that what a rank had added up was multiplied, its norm is {norms[0]:.4g} "
             f"afterwards: that is what clipping to {norms[0]:.4g} does, before anything is "
             f"reduced"]  # fmt: skip
+
+
+def _of_one_norm(case: Case, mix: Weighed, given: Given) -> list[str]:
+    """Where what each rank gave has the same norm in what comes of it, though not weighed alike."""
+    norms = list[float]()
+    for source, got in zip(mix.sources, mix.got, strict=True):
+        numel = {c.name: c.measured.numel() for c in case.cells if c.rank == source[0]}
+        own, at = given[source[0]]
+        if not all(n in own and len(at[n]) == numel[n] for n in numel):
+            return []  # some of its numbers were kept
+        parts = [(own[n].double() * got[:, None]).sum(0) for n in numel]
+        norms.append(float(torch.cat(parts).norm()))
+    weights, size = mix.got.sum(1), len(case.record.ranks)
+    is_one_weight = bool((weights - weights[0]).abs().max() <= UNLIKE * weights[0].abs())
+    if len(norms) < 2 or is_one_weight or max(norms) - min(norms) > SAME_NORM * max(norms):
+        return []
+    return [f"what each rank gave has the norm {norms[0]:.4g} in what comes of it, with a weight "
+            f"of its own for each: that is what clipping by each rank's own norm does, before they "
+            f"are added up (to {norms[0] * size:.4g}, if they are averaged then)"]  # fmt: skip
+
+
+def _idle_ddp(case: Case, kind: str) -> list[str]:
+    """Of a script that wraps a model and calls what is in it."""
+    record = case.record
+    if kind != "not_reduced" or record.spec.script is None:
+        return []
+    made = {e["site"] for own in record.started.values() for e in own if e.get("by") == DDP}
+    at = (case.tier, case.step)
+    issued = [e for held in record.ranks.values() for e in held.events.get(at, ())]
+    if not made or any(e.get("by") == DDP for e in issued):
+        return []
+    return [f"DistributedDataParallel, made at {some_of(sorted(made))}, issues nothing in that "
+            f"step: it reduces where it is called itself, and not what it wraps, and outside of "
+            f"no_sync()"]  # fmt: skip
 
 
 def _factors_between(often: Sequence[float]) -> list[tuple[int, float]]:

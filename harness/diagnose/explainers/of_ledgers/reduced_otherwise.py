@@ -18,7 +18,7 @@ DDP_DIVIDES = (
 )
 
 FSDP_AVERAGES = (
-    "where it is FSDP2's, set_gradient_divide_factor(1.0) on each module that is sharded makes it a "
+    "where it is FSDP2's, set_gradient_divide_factor(1.0) on each module it shards makes it a "
     "sum, on gloo with set_force_sum_reduction_for_comms(True)"
 )
 
