@@ -35,7 +35,7 @@ from sumgrad.launch.libraries import Imports
 from sumgrad.launch.local.launcher import Helper, Launcher, RankJob, start_of
 from sumgrad.launch.probe import look_beside
 from sumgrad.launch.rank import reference_progress
-from sumgrad.launch.room import why_references_wait
+from sumgrad.launch.room import on_few_cores, why_references_wait
 from sumgrad.record.bits import bits_files
 from sumgrad.record.directory import PROBLEMS, Record, load_record, write_outcomes, write_problems
 from sumgrad.record.manifest import write_manifest
@@ -131,7 +131,7 @@ def _run_ranks(
         watch=lambda: "; ".join(reference_progress(directory)),
         start=start_of(spec),
     )
-    progress(f"starting {num_ranks} ranks")
+    progress(f"starting {num_ranks} ranks{on_few_cores(num_ranks)}")
     outcomes = launcher.run(job, progress=progress)
     if helpers and wait:
         progress(f"the reference, after the ranks: {wait}")

@@ -11,6 +11,7 @@ from sumgrad.record.spec import RunSpec
 # Of a rank and of a reference: what torch takes, and copies of the model in float64, measured.
 BASE_BYTES, BYTES_PER_PARAMETER = 400 << 20, 40
 LARGE = 256 << 20  # copies of parameters: where they are so large, peaks of memory must not meet
+MOST_OF_A_CORE = 16  # ranks, of which each waits a while for its turn in a step
 
 
 def have_room(spec: RunSpec, processes: int) -> bool:
@@ -31,6 +32,11 @@ def why_references_wait(spec: RunSpec, ranks: int, references: int) -> str:
     if _copies(spec, ranks + references) > LARGE and _cores() < ranks + references:
         return "they have all cores, and their memory is needed again"
     return ""
+
+
+def on_few_cores(ranks: int) -> str:
+    """What is to be said of so many ranks that their cores are each of many; "" of others."""
+    return f" on {_cores()} cores" if ranks > MOST_OF_A_CORE * _cores() else ""
 
 
 def _copies(spec: RunSpec, processes: int) -> int:

@@ -8,7 +8,9 @@ import pytest
 import yaml
 from sumgrad.base.errors import UserError
 from sumgrad.judge.checks.complete import IN_NO_TIER
-from sumgrad.launch.again.one_rank import OnOneRank
+from sumgrad.launch import room
+from sumgrad.launch.again.one_rank import Ended, OnOneRank
+from sumgrad.launch.again.second_looks import DISTRIBUTION, _on_one_rank
 from sumgrad.launch.ask import CheckOptions
 from sumgrad.record.trial import TRIALS, Change, Trial, add_trial, finish_trials
 
@@ -105,3 +107,25 @@ def test_what_cannot_be_run_on_one_rank_says_nothing(asking):
     assert alone.ended is None
     assert alone.ended is None
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "outcomes", "said"),
+    [
+        ("pass", [], DISTRIBUTION),
+        ("unknown", [{"status": "raised", "detail": "ValueError: three owners"}],
+         "whether it is right on one rank is not known: there it raises ValueError: three owners"),
+        ("unknown", [{"status": "ok", "detail": ""}], None),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_one_rank(status, outcomes, said):
+    ended = verdict(status, "pass")
+    ended.data["outcomes"] = outcomes
+    assert _on_one_rank(SimpleNamespace(ended=Ended(verdict=ended))) == said
+    assert _on_one_rank(SimpleNamespace(ended=None)) is None
+
+
+def test_very_many_ranks_are_said_to_share_cores(monkeypatch):
+    monkeypatch.setattr(room, "_cores", lambda: 2)
+    assert room.on_few_cores(32) == ""
+    assert room.on_few_cores(33) == " on 2 cores"
