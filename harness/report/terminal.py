@@ -326,8 +326,8 @@ def _tensors(failed: Sequence[Mapping[str, Any]], width: int) -> Table:
         ("max rel", "right", 0), ("ratio", "right", 72), ("threshold", "right", 104),
         ("at", "right", 124),
     ]  # fmt: skip
-    table = _table(columns, width, "tensors that did not pass, largest max rel first")
-    groups = by_ranks(failed if width >= WITH_TIER else _once(failed))
+    title = "tensors that did not pass, each where it is worst, largest max rel first"
+    table, groups = _table(columns, width, title), _each_once(by_ranks(failed))
     rows = []
     for t, ranks in groups[:MAX_TENSORS]:
         values = (
@@ -353,6 +353,19 @@ def _tensors(failed: Sequence[Mapping[str, Any]], width: int) -> Table:
     return table
 
 
+def _each_once(
+    groups: Sequence[tuple[Mapping[str, Any], list[int]]],
+) -> list[tuple[Mapping[str, Any], list[int]]]:
+    """Of each tensor what comes first, with all ranks, steps and tiers in which it ends so."""
+    first: dict[tuple[str, str], Mapping[str, Any]] = {}
+    ranks: dict[tuple[str, str], set[int]] = {}
+    for t, own in groups:
+        key = t["name"], t["status"]
+        first.setdefault(key, t)
+        ranks.setdefault(key, set()).update(own)
+    return [(t, sorted(ranks[key])) for key, t in first.items()]
+
+
 def folded(name: str, room: int) -> str:
     """A parameter's name in lines of at most `room` characters, broken after a dot, or else after
     an underscore."""
@@ -364,14 +377,6 @@ def folded(name: str, room: int) -> str:
                 lines.append("")
             lines[-1] += part
     return "\n".join(lines)
-
-
-def _once(failed: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Without those that failed in another tier before: where no column says which tier it is."""
-    kept: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for t in failed:
-        kept.setdefault((t["name"], t["rank"], t["step"], t["status"]), t)
-    return list(kept.values())
 
 
 def _lists(data: Mapping[str, Any]) -> list[RenderableType]:

@@ -107,3 +107,15 @@ def test_what_is_no_more_than_noise_is_named_and_is_no_factor_that_would_be_seen
     assert "b: no gradient, or no more than noise" in faint
     assert "3.0e+10" not in "\n".join(lines_of(verdict, 200))
     assert worst < 1
+
+
+def test_each_tensor_stands_once_where_it_is_worst_with_all_its_ranks():
+    verdict = failed(program_record())
+    wrong = [t for t in verdict.data["tensors"] if t["status"] == "fail"]
+    (name,) = {t["name"] for t in wrong}
+    assert len({(t["tier"], t["step"]) for t in wrong}) > 1
+    wrong[0]["max_rel"], wrong[0]["rank"] = 7.5, 2
+    rows = [line.split() for line in lines_of(verdict, 200) if line.startswith(f"{name} ")]
+    ranks = sorted({t["rank"] for t in wrong})
+    assert [(row[1], row[3]) for row in rows] == [(wrong[0]["tier"], f"{ranks[0]}-{ranks[-1]}")]
+    assert "7.500000" in rows[0]
