@@ -217,6 +217,23 @@ def test_a_choice_of_the_module_around_comes_first_where_it_is_wrong_in_its_forw
     assert [text == "b" for text in said] == ([False, True] if first else [True, False])
 
 
+@pytest.mark.parametrize(("name", "first"), [("gated", True), ("tp", False), ("use_ring", False)])
+def test_a_switch_that_says_that_there_are_ranks_comes_last(monkeypatch, name, first):
+    here, there = (SimpleNamespace(settings={"m": {name: (held,)}}, turned={})
+                   for held in ("True", "False"))  # fmt: skip
+    traces = SimpleNamespace(single=there, ranks={0: here})
+    monkeypatch.setattr(settings, "looked", lambda case: LOOK)
+    monkeypatch.setattr(settings, "first_wrong_forward", lambda look: None)
+    monkeypatch.setattr(settings, "first_wrong_backward", lambda look, failing: None)
+    monkeypatch.setattr(settings, "owners", lambda case: ["m"])
+    monkeypatch.setattr(settings, "sizes_of", lambda record: {"dp": 2})
+    case = SimpleNamespace(traces=traces, failing_cells=[], record=0)
+    cause = Diagnosis(cause="c", kind="k", ranks=(0,), because=("b",))
+    said = settings.with_settings(case, cause).because
+    text = f"m has {name} = True on rank 0, and False in the single process"
+    assert said == ((text, "b") if first else ("b", text))
+
+
 def test_a_switch_comes_before_a_number_that_is_another(monkeypatch):
     has = {"m": {"size": ("3",), "act": ("'gelu'",)}, "m.inner": {}}
     was = {"m": {"size": ("2",), "act": ("'relu'",)}, "m.inner": {}}

@@ -47,8 +47,9 @@ PARTS_OF_RANKS = {"dp", "tp", "pp", "cp", "ep", "sp", "ring", "ulysses", "split"
 
 def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause, and what the first wrong module, those around it or those that own what is wrong
-    have set that the single process has not. Where the cause says no more than a place, a switch
-    that is turned the other way all the time, or another constant, is told first."""
+    have set that the single process has not; last what says by its name that there are ranks. Where
+    the cause says no more than a place, a switch that is turned the other way all the time, or
+    another constant, is told first."""
     look = looked(case)
     if case.traces is None or look is None:
         return diagnosis
@@ -58,6 +59,7 @@ def with_settings(case: Case, diagnosis: Diagnosis) -> Diagnosis:
         one
         for one in found
         if one not in leading
+        and not _is_of_ranks(one.attribute.lower())
         and (
             (one.is_switched and one.ranks == diagnosis.ranks)
             or (one.is_a_choice and not {*one.modules}.isdisjoint(accused))
