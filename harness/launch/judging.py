@@ -10,6 +10,7 @@ from sumgrad.base.errors import UserError
 from sumgrad.base.files import finite, read_json, write_bytes, write_json
 from sumgrad.base.verdict import Verdict
 from sumgrad.diagnose.verdict import judge
+from sumgrad.judge.checks.complete import IN_NO_TIER
 from sumgrad.record.directory import load_record
 from sumgrad.record.manifest import find_changes, write_manifest
 from sumgrad.report.files import to_markdown
@@ -55,6 +56,13 @@ def with_second_look(directory: Path, verdict: Verdict, texts: Sequence[str]) ->
     write_json(path, [*before, *texts])
     write_manifest(directory)
     return with_warnings(verdict, texts)
+
+
+def is_right_in_float64(verdict: Verdict) -> bool:
+    """Whether it is a PASS, or were one but for casts that no tier has made as they are written."""
+    others = [text for text in verdict.reasons if not text.startswith(IN_NO_TIER)]
+    unknown = verdict.status == "unknown" and bool(verdict.reasons)
+    return verdict.status == "pass" or (unknown and not others)
 
 
 def with_warnings(verdict: Verdict, texts: Sequence[str]) -> Verdict:

@@ -10,8 +10,8 @@ from pathlib import Path
 from sumgrad.base.errors import UserError
 from sumgrad.base.files import write_json
 from sumgrad.base.verdict import Verdict
-from sumgrad.judge.checks.complete import IN_NO_TIER
 from sumgrad.launch.ask import CheckOptions
+from sumgrad.launch.judging import is_right_in_float64
 from sumgrad.record.trial import Change, read_trials
 from sumgrad.topology.pools import load_topology, topology_to_json
 
@@ -31,9 +31,7 @@ class Ended:
     @property
     def agrees(self) -> bool:
         """Whether every gradient is right there, in float64."""
-        others = [text for text in self.verdict.reasons if not text.startswith(IN_NO_TIER)]
-        unknown = self.verdict.status == "unknown" and bool(self.verdict.reasons)
-        return self.verdict.status == "pass" or (unknown and not others)
+        return is_right_in_float64(self.verdict)
 
     @property
     def fails(self) -> bool:
