@@ -43,6 +43,15 @@ def test_casts_that_were_lifted_in_every_tier_are_not_known(tiers, casts, change
     assert not is_said or f"{next(iter(casts))} computed in float64 in each" in found[0].text
 
 
+def test_a_block_under_autocast_casts_nothing_in_float64():
+    told = {"bfloat16 at m.py:7": 1}
+    for tiers, is_said in (({"structure": "float64"}, True), (BOTH, False)):
+        record = with_info(program_record(tiers=tiers), autocast=told)
+        found = [one.text for one in as_it_is_written(compared(record))]
+        assert len(found) == is_said
+        assert not is_said or "bfloat16 at m.py:7 computed in float64" in found[0]
+
+
 @pytest.mark.parametrize(
     ("fault", "told", "is_said"),
     [

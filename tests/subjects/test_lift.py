@@ -330,3 +330,22 @@ def test_what_is_made_anew_over_bytes_has_the_numbers_of_these_bytes(tmp_path, r
     for name, value in found.items():
         assert torch.equal(value.float(), parts.get(name, VALUES)), (name, value)
     assert doubled.dtype == torch.float64  # what is computed from them is lifted
+
+
+def test_where_a_block_under_autocast_is_first_met():
+    """It leaves float64 as it is, so that no cast shows."""
+    x = torch.ones(2, 2, dtype=torch.float64)
+    with Lift() as lift:
+        y = x @ x
+        with torch.autocast("cpu", torch.bfloat16):
+            y = y @ x
+            y = y.exp()
+    assert y.dtype == torch.float64
+    (place,) = lift.autocast
+    assert place.startswith("bfloat16 at ")
+    assert "test_lift.py:" in place
+    assert lift.autocast[place] == 1
+    assert not lift.lifted
+    with Lift() as lift:
+        x.exp()
+    assert not lift.autocast

@@ -46,19 +46,21 @@ def as_it_is_written(compared: Compared) -> Iterator[Finding]:
         yield Finding(
             level="unknown",
             text=f"{IN_NO_TIER}: {', '.join(casts[:MOST_CASTS])}{more} "
-            f"computed in float64 in each; take the precision tier, too (--tiers "
-            f"structure,precision, --dtype float32), or --no-lift",
+            f"computed in float64 in each: take the precision tier, too (--tiers "
+            f"structure,precision, --dtype float32)",
         )
 
 
 def casts_never_made(record: Record) -> list[str]:
-    """Of a Program, `bfloat16 at model.py:9`, where it is lifted in every tier."""
+    """Of a Program, `bfloat16 at model.py:9`, where it is lifted in every tier, and where a block
+    under autocast begins, which leaves float64 as it is."""
     spec = record.spec
     in_float64 = all(dtype == "float64" for dtype in spec.tiers.values())
     if not (spec.opaque and spec.script is None and spec.lift and in_float64):
         return []
     infos = [info for held in record.ranks.values() for info in held.info.values()]
-    places = {place for info in infos for place in info.get("lifted") or {}}
+    told = [info.get(key) or {} for info in infos for key in ("lifted", "autocast")]
+    places = {place for held in told for place in held}
     return sorted(place for place in places if place.startswith(HALF_OF_THE_DIGITS))
 
 

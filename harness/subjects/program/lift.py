@@ -40,6 +40,7 @@ _STORAGES = (
     "torch/_utils.py", "torch/storage.py", "torch/serialization.py",
     "torch/multiprocessing/reductions.py", "torch/utils/data/_utils/collate.py",
 )  # fmt: skip
+AUTOCASTS = ("cpu", "cuda")  # devices whose blocks are told
 _COPIES = {"__deepcopy__", "__reduce_ex__", "_reduce_ex_internal", "__setstate__"}
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"  # as code objects have it, not resolved
 _DRAWN_INTO = {
@@ -57,14 +58,16 @@ class Lift:
     """Every float inside the block has at least the digits of a dtype, where `change` is set.
 
     lifted: line -> how often a cast there was lifted, as `float32 at model.py:9`. narrow: the same
-    of what stayed in fewer digits all the same. drawn: whether random numbers were, which without
-    the Lift would be others.
+    of what stayed in fewer digits all the same. autocast: where such a block is first met, which
+    casts nothing that is float64. drawn: whether random numbers were, which without the Lift would
+    be others.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64, *, change: bool = True) -> None:
         self.dtype, self.change = dtype, change
         self.lifted: Counter[str] = Counter()
         self.narrow: Counter[str] = Counter()
+        self.autocast: Counter[str] = Counter()
         self.drawn = False
         self._modes: list[Any] = []
 
@@ -133,6 +136,10 @@ class _Function(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         traced = torch.compiler.is_dynamo_compiling()
+        if not traced and not self.lift.autocast:
+            for device in AUTOCASTS:
+                if torch.is_autocast_enabled(device):
+                    self.lift.note(self.lift.autocast, torch.get_autocast_dtype(device))
         if func in _BITS or func in _DRAWN or (not traced and _compiler_runs()):
             return func(*args, **kwargs)
         if func in _CASTS:

@@ -288,6 +288,7 @@ class TierRun:
             races = self._races(unwaited)
             info = {**self._info(step, began), "other_weights": list(other), "races": races}
             info["lifted"], info["drawn"] = dict(lift.lifted), lift.drawn
+            info["autocast"] = dict(lift.autocast)
             if looked and not is_compiled(self.model):
                 info["narrow"] = dict(lift.narrow)
             grads = self._grads(info)
