@@ -408,6 +408,45 @@ def test_what_is_no_cause_ends_no_search(monkeypatch):
     assert len(made) == 1 + trials.MOST_AFTER
 
 
+@pytest.mark.parametrize(("module", "mends", "tried"), [
+    ("torch.nn.parallel.distributed", True, True),
+    ("torch.distributed.fsdp", True, True),
+    ("torch.distributed.fsdp", False, False),
+    ("mine", True, False),  # it is not looked at before more have raised, and then is another
+])  # fmt: skip
+def test_what_a_wrapper_keeps_of_a_step_that_raised_is_distributed_anew(
+    monkeypatch, module, mends, tried
+):
+    """After the second that raises nothing is right any more, until all is made anew."""
+    broken, made = [False], []
+
+    def gives(change, _):
+        if change in CHANGES[:2] and not made:
+            broken[0] = change == CHANGES[1]
+            return ValueError("in the middle of a forward")
+        if broken[0]:
+            return {"w": FAILED["w"] + 1}
+        return right_with(4)(change, 0)
+
+    class Wrapped(nn.Module):
+        __module__ = module
+
+    def anew(*_, like):
+        made.append(like)
+        broken[0] = not mends
+        return run
+
+    run = Step(gives, monkeypatch)
+    run.model, run.job, run.tier, run.dtype = Wrapped(), None, "structure", None
+    run.close = lambda: None
+    monkeypatch.setattr(trials, "TierRun", anew)
+    asked = Asked(tier="structure", step=0, changes=CHANGES, bounds={"0/w": 1e-9}, seconds=99.0)
+    told = [*Trials(run, asked, AIMS, Alone()).found()]
+    assert any(one.right for one in told) == tried
+    assert len(made) == (module != "mine")
+    assert all(one is run for one in made)
+
+
 def test_what_raises_is_not_right_and_the_others_are_tried(monkeypatch):
     def gives(change, _):
         return ValueError("no graph") if change == CHANGES[0] else right_with(1)(change, _)
