@@ -288,6 +288,7 @@ def test_rows_that_ranks_weigh_unlike_are_told_rank_by_rank(monkeypatch, shares,
         ({0: 1 / 2, 1: 1 / 4}, (), "every row is divided by its own count, not all rows by the"),
         ({0: 1 / 4, 1: 1 / 4}, (), "the rows' gradients at the loss have factors of their own"),
         ({0: 1 / 2, 1: 1 / 3}, (), "the rows' gradients at the loss have factors of their own"),
+        ({0: 1 / 2, 3: 1 / 2}, (), "the rows' gradients at the loss have factors of their own"),
         ({0: 1 / 2}, (), None),  # of one row it is nothing
         ({0: 1 / 2, 1: 1 / 4}, (Share(rank=1, number=0, rows=(2,), factor=None, by_row={}),), None),
     ],
@@ -295,7 +296,7 @@ def test_rows_that_ranks_weigh_unlike_are_told_rank_by_rank(monkeypatch, shares,
 def test_rows_are_divided_by_their_own_counts_where_all_of_them_are(
     monkeypatch, by_row, more, said
 ):
-    monkeypatch.setattr(weighed, "_row_counts", lambda *_: torch.tensor([2.0, 4.0, 3.0]))
+    monkeypatch.setattr(weighed, "_row_counts", lambda *_: torch.tensor([2.0, 4.0, 3.0, 2.0]))
     case = SimpleNamespace(traces=None, record=SimpleNamespace(spec=SimpleNamespace(facts=None)))
     told = weighed.shares_in_words(case, [of_rows(0, by_row), *more])
     assert (told or "").startswith(said or "")

@@ -130,6 +130,21 @@ def test_functions_of_the_single_process_are_edited_where_the_cause_names_a_line
     assert become(single=[LOSS], said="look at step.py:7") != []
 
 
+def test_what_helpers_of_the_ranks_alone_call_is_edited_too():
+    """In which nothing of torch's runs; not what the single process calls as well."""
+    code = (
+        "def step(x, total):\n    total = keep(total, x)\n    return -x\n\n\n"
+        "def keep(total, x):\n    return put_together(total, shared(x))\n\n\n"
+        "def put_together(total, more):\n    return total + more\n\n\n"
+        "def shared(x):\n    return x + 1\n\n\n"
+        "def loss(x):\n    return shared(x)\n"
+    )
+    names = {"step.py:1 step": {"x": TENSOR}, "step.py:18 loss": {"x": TENSOR}}
+    found = become(names, single=["step.py:18 loss"], code=code)
+    assert "return ([a + b for a, b in zip(total, more)] if total else more)" in found
+    assert not any("x - 1" in one or "x + 2" in one for one in found)
+
+
 def test_lines_that_are_named_come_before_those_that_are_not():
     (first, *_) = become(said="step.py:8 gives", suspicion={"step.py:7": (3, 0)})
     assert first.startswith("return part.std")

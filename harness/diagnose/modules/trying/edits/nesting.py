@@ -75,12 +75,12 @@ def otherwise_nested(
 
 
 def _factor_outside(node: ast.Call, text: Text) -> Iterator[str]:
-    """`f(a, b * c)` as `f(a, b) * c`, of what is linear; that of its first argument is another."""
+    """`f(a, b * c)` as `f(a, b) * c`, of what is linear."""
     if name_called(node) in NO_STEPS:
         return
     given = [*map(text, node.args), *map(text, node.keywords)]
     for at, one in enumerate(node.args):
-        if at and isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult | ast.Div):
+        if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult | ast.Div):
             pairs = [(one.left, one.right)]
             pairs += [(one.right, one.left)] if isinstance(one.op, ast.Mult) else []
             for kept, by in pairs:
