@@ -429,7 +429,7 @@ def test_the_figures_of_the_pages_are_those_of_their_data():
         README,
         *(
             (ROOT / "docs" / f"{name}.md").read_text()
-            for name in ("measured", "faults", "programs", "scripts")
+            for name in ("measured", "faults", "programs", "causes", "scripts")
         ),
     ]
     text = " ".join(" ".join(pages).split())
