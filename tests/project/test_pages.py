@@ -130,3 +130,8 @@ assert float((root - wanted).abs().max()) < 1e-4
 
 def _indented(text: str) -> str:
     return "".join(f"    {line}\n" if line.strip() else "\n" for line in text.splitlines())
+
+
+def test_the_page_of_causes_counts_the_bugs_that_there_are():
+    number = len(list((ROOT / "tests" / "bugs").glob("*.py")))
+    assert f"`tests/bugs` has {number} Programs" in (ROOT / "docs" / "causes.md").read_text()
