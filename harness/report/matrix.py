@@ -42,6 +42,7 @@ def matrix_grid(matrix: Matrix) -> Grid:
         notes=tuple(
             [NOTE[result] for result in NOTE if result in matrix.counts]
             + ([COLLECTIVES] if any(":" in (cell.fault or "") for cell in matrix.cells) else [])
+            + [f"{c.topology}: {c.cause}" for c in matrix.cells if c.result == "clean" and c.cause]
             + [f"--allow {pattern}: matches nothing that was missed" for pattern in matrix.unused]
         ),
     )

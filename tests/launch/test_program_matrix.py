@@ -20,6 +20,7 @@ from sumgrad.launch.check import run_check
 from sumgrad.launch.matrix import run as matrix_run
 from sumgrad.launch.matrix.run import cell_of, run_faults, run_matrix
 from sumgrad.record.directory import load_record
+from sumgrad.report.matrix import matrix_grid
 
 NAMED: list[Cell] = []
 
@@ -238,3 +239,65 @@ def test_ranks_do_not_share_their_hashes_where_a_step_goes_by_them(
     )  # fmt: skip
     assert matrix.cells[0].result == "clean", matrix
     assert {cell.result for cell in matrix.cells[1:]} == {"killed"}, matrix
+
+
+STEP = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Step:
+    def build(self):
+        torch.manual_seed(0)
+        return nn.Linear(4, 2)
+
+    def batch(self):
+        torch.manual_seed(1)
+        return {"x": torch.randn(301, 4)}
+
+    def loss_sum(self, model, rows):
+        return model(rows["x"]).square().sum(), len(rows["x"])
+
+    def step(self, model, batch, ctx):
+        mine = batch["x"].tensor_split(ctx.world_size)[ctx.rank]
+        model(mine).square().sum().backward()
+        count = torch.tensor(float(len(mine)))
+        dist.all_reduce(count)
+        for p in model.parameters():
+            REDUCED
+            p.grad /= COUNT
+
+
+class BySums(Step):
+    pass
+"""
+BY_A_SUM = "dist.all_reduce(p.grad)"
+BY_OBJECTS = (
+    "held = [None] * ctx.world_size; dist.all_gather_object(held, p.grad.tolist()); "
+    "p.grad = torch.tensor(held, dtype=p.grad.dtype).sum(0)"
+)
+OVERFLOWS = "(torch.full((), 301.0, dtype=torch.float16) * 300 / 300).to(p.grad.dtype)"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("reduced", "count", "result", "said"), [
+    (BY_A_SUM, "count", "clean", None),
+    (BY_A_SUM, OVERFLOWS, "alarm", "every gradient"),  # right in float64 alone
+    (BY_OBJECTS, "count", "clean", "none of its collectives carries a parameter's gradient"),
+])  # fmt: skip
+def test_what_is_said_of_the_clean_step(reduced, count, result, said, tmp_path, sumgrad_launcher):
+    (tmp_path / "t.yaml").write_text("pools: {train: {axes: {dp: 3}}}\n")
+    code = STEP.replace("REDUCED", reduced).replace("COUNT", count)
+    (tmp_path / "steps.py").write_text(code)
+    matrix = run_matrix(
+        [tmp_path / "t.yaml"], faults=["avg:allreduce@dp"], quick=True, seed=0, timeout_s=60,
+        launcher=sumgrad_launcher, progress=lambda _: None,
+        workload=f"{tmp_path / 'steps.py'}:Step",
+    )  # fmt: skip
+    first = matrix.cells[0]
+    assert first.result == result
+    assert (first.cause or "").startswith(said or "")
+    assert bool(first.cause) == bool(said)
+    notes = matrix_grid(matrix).notes
+    assert any("none was attacked" in text for text in notes) == (reduced == BY_OBJECTS)

@@ -39,6 +39,7 @@ from sumgrad.topology.shipped import shipped_topologies
 
 STEPS = 2  # a stale buffer needs the second
 MOST_AT_ONCE = 48  # faults, one after the other on the same warm ranks
+NO_GRADIENT = "none of its collectives carries a parameter's gradient, so that none was attacked"
 Progress = Callable[[str], object]
 
 
@@ -125,7 +126,10 @@ def _run_topology(
                 verdict = as_written
             elif is_right_in_float64(verdict):
                 verdict = replace(verdict, status="pass")
-        yield _clean_cell(name, clean, verdict)
+        told = _clean_cell(name, clean, verdict)
+        if told.ok and clean.spec.opaque and not gradient_operations(clean):
+            told = replace(told, cause=NO_GRADIENT)
+        yield told
         if verdict.status != "pass":
             return
         chosen = _chosen(clean, faults)
