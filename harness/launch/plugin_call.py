@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import cloudpickle
 import pytest
 from sumgrad.launch.plugin_rank import Call
 
+# Names in a function that may fail a test: of pytest's rewritten asserts, too.
+JUDGING = {"@pytest_ar", "fail", "AssertionError"}
 SetThere = Mapping[Any, Mapping[str, Any]]
 
 
@@ -57,7 +61,9 @@ def call_of(item: pytest.Function, ranks_as: Sequence[str], set_by_fixtures: Set
         attributes=_attributes(vars(item.instance) if item.cls is not None else {}),
         of_class=_attributes(_still_there(item.cls, set_by_fixtures)),
         of_module=_attributes(_still_there(item.module, set_by_fixtures)),
-        torn_down=tuple(n for n in arguments if _is_torn_down(item, n)),
+        torn_down={
+            n: _judges(code) for n in arguments if (code := _goes_on_after(item, n)) is not None
+        },
         warnings=_warnings(item),
         ranks_as=next(iter(ranks_as), None),
         monkeypatch_as=patch_as,
@@ -73,15 +79,21 @@ def _still_there(owner: Any, set_by_fixtures: SetThere) -> dict[str, Any]:
     return {name: new for name, new in known.items() if vars(owner).get(name, known) is new}
 
 
-def _is_torn_down(item: pytest.Function, name: str) -> bool:
-    """Whether a fixture goes on after the test, and may look at what the test has made of it."""
+def _goes_on_after(item: pytest.Function, name: str) -> CodeType | None:
+    """Of a fixture that goes on after the test, and may look at what that has made of it."""
     defined = item._fixtureinfo.name2fixturedefs.get(name)
-    if not defined:
-        return False
-    function = inspect.unwrap(defined[-1].func)
+    function = inspect.unwrap(defined[-1].func) if defined else None
     code = getattr(function, "__code__", None)
     finalizes = code is not None and "addfinalizer" in code.co_names
-    return finalizes or inspect.isgeneratorfunction(function)
+    return code if finalizes or inspect.isgeneratorfunction(function) else None
+
+
+def _judges(code: CodeType) -> bool:
+    """Whether it may fail the test by what it sees, itself or in a function in it."""
+    fails = not JUDGING.isdisjoint(code.co_names)
+    raises = any(one.opname == "RAISE_VARARGS" for one in dis.get_instructions(code))
+    within = (one for one in code.co_consts if isinstance(one, CodeType))
+    return fails or raises or any(map(_judges, within))
 
 
 def _warnings(item: pytest.Function) -> tuple[tuple[str, bool], ...]:

@@ -46,8 +46,8 @@ class Call:
     file, module: where it is defined and the name that module has in pytest's process. name: as
     collected, within the module. arguments: pickled, as cloudpickle does. attributes, of_class,
     of_module: what fixtures set on the test's instance, class and module, pickled one by one; None
-    where that is not possible. torn_down: arguments whose fixtures go on after the test. warnings:
-    filters as pytest writes them, and whether they are to be escaped. ranks_as, monkeypatch_as: the
+    where that is not possible. torn_down: arguments whose fixtures go on after the test, and if
+    these may fail it then. warnings: filters as pytest writes them, and whether they are to be escaped. ranks_as, monkeypatch_as: the
     names of the parameters that each rank fills itself. style: of pytest's tracebacks.
     """
 
@@ -58,7 +58,7 @@ class Call:
     attributes: dict[str, bytes | None] = field(default_factory=dict)
     of_class: dict[str, bytes | None] = field(default_factory=dict)
     of_module: dict[str, bytes | None] = field(default_factory=dict)
-    torn_down: tuple[str, ...] = ()
+    torn_down: dict[str, bool] = field(default_factory=dict)
     warnings: tuple[tuple[str, bool], ...] = ()
     ranks_as: str | None = "ranks"
     monkeypatch_as: str | None = None
@@ -142,7 +142,7 @@ def _call(module: ModuleType, call: Call, arguments: dict[str, Any], env: RankEn
             given[call.ranks_as] = env
         if call.monkeypatch_as:
             given[call.monkeypatch_as] = patch
-        before = {name: _held(given[name]) for name in call.torn_down}
+        before = {n: _held(given[n], DEPTH * deep) for n, deep in call.torn_down.items()}
         with _set_up(module, call) as function, _filtered(call):
             result = function(**given)
             if inspect.isawaitable(result) or inspect.isasyncgen(result):
@@ -151,7 +151,8 @@ def _call(module: ModuleType, call: Call, arguments: dict[str, Any], env: RankEn
                 raise TypeError(f"{call.name} is async: a test on ranks is a plain function")
             if inspect.isgenerator(result):
                 raise TypeError(f"{call.name} yields: a test on ranks is a plain function")
-        changed = [name for name, held in before.items() if _held(given[name]) != held]
+        changed = [n for n, deep in call.torn_down.items()
+                   if _held(given[n], DEPTH * deep) != before[n]]  # fmt: skip
         if changed:
             raise AssertionError(
                 f"the test has changed {changed[0]!r}, {_shown(given[changed[0]])}, and the "
@@ -160,9 +161,10 @@ def _call(module: ModuleType, call: Call, arguments: dict[str, Any], env: RankEn
             )
 
 
-def _held(value: object, depth: int = DEPTH) -> object:
+def _held(value: object, depth: int) -> object:
     """What a fixture may look at later: all that containers hold, and of an object that is none of
-    torch's what those hold that it has. Of anything else nothing, which a test may well use up."""
+    torch's what those hold that it has; at depth 0, as of a fixture that only ends what it gave,
+    how much a container holds. Of anything else nothing, which a test may well use up."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, (*MUTABLE, tuple, frozenset)):

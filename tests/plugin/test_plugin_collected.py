@@ -134,7 +134,8 @@ def test_what_a_fixture_looks_at_afterwards_is_not_lost(pytester):
 
 def test_what_is_changed_within_what_a_fixture_gave_is_not_lost(pytester):
     """In a dict, a nested list, an object; one that is torn down by a finalizer. What is only
-    used up, as a counter or a model that is trained, is the test's own."""
+    used up, as a counter or a model that is trained, is the test's own, and so is what a fixture
+    ends without looking at it."""
     result = run(
         pytester,
         """
@@ -153,6 +154,8 @@ def test_what_is_changed_within_what_a_fixture_gave_is_not_lost(pytester):
         @pytest.fixture
         def nested():
             yield (given := [[], {"a": [1]}])
+            if given[1]["a"] != [1]:
+                pytest.fail("it was changed")
 
         @pytest.fixture
         def recorder():
@@ -162,8 +165,17 @@ def test_what_is_changed_within_what_a_fixture_gave_is_not_lost(pytester):
         @pytest.fixture
         def finalized(request):
             found = []
-            request.addfinalizer(lambda: found == [])
+
+            def look():
+                assert not found
+
+            request.addfinalizer(look)
             return found
+
+        @pytest.fixture
+        def closed():
+            yield (given := Recorder())
+            given.bad.clear()
 
         @pytest.fixture
         def model():
@@ -186,8 +198,9 @@ def test_what_is_changed_within_what_a_fixture_gave_is_not_lost(pytester):
             finalized.append("wrong")
 
         @pytest.mark.distributed(ranks=2)
-        def test_right(ranks, recorder, model, state, nested):
+        def test_right(ranks, recorder, model, state, nested, closed):
             recorder.calls += 1
+            closed.bad.append("as a trainer keeps its losses")
             model.weight.data.zero_()
             model.extra = {"a": 1}
         """,
