@@ -47,8 +47,9 @@ class Call:
     collected, within the module. arguments: pickled, as cloudpickle does. attributes, of_class,
     of_module: what fixtures set on the test's instance, class and module, pickled one by one; None
     where that is not possible. torn_down: arguments whose fixtures go on after the test, and if
-    these may fail it then. warnings: filters as pytest writes them, and whether they are to be escaped. ranks_as, monkeypatch_as: the
-    names of the parameters that each rank fills itself. style: of pytest's tracebacks.
+    these may fail it then. warnings: filters as pytest writes them, and whether they are to be
+    escaped. ranks_as, monkeypatch_as: the names of the parameters that each rank fills itself.
+    style: of pytest's tracebacks.
     """
 
     file: Path
