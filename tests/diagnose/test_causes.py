@@ -326,6 +326,10 @@ def test_a_module_is_told_from_what_goes_into_it(name, words, sumgrad_launcher):
         ("cj_06", "were it `return list(model.layers)`, every gradient of every rank would be ri"),
         ("ck_04", "were it `return list(reversed(saved))`, every gradient of every rank would be"),
         ("ck_09", "were it `return before, world / before`, every gradient of every rank would b"),
+        (
+            "cn_04",
+            "`return SEED + dist.get_rank(self.group)`: were it `return SEED`, they would be",
+        ),
         ("cn_08", "descending=True).argsort(-1)`, every gradient of every rank would be right"),
         ("cn_09", "were it `ctx.states.append(state.detach().clone())`, every gradient of every r"),
         ("co_04", "were it `return ([a + b for a, b in zip(total, grads)] if total else grads)`"),

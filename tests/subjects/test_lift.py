@@ -108,6 +108,7 @@ def test_what_is_drawn_is_seen(make, drawn):
     with Lift() as lift:
         make()
     assert lift.drawn is drawn
+    assert [place.partition(":")[0] for place in lift.draws] == ["test_lift.py"] * drawn
 
 
 def test_nothing_is_changed_where_it_only_looks():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from sumgrad.base.outcome import in_digits, some_of
+from sumgrad.base.outcome import in_digits, some_of, spans
 from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case, fails
 from sumgrad.diagnose.explainers.by_modules.backwards.hooks import lines_of_hooks
@@ -38,7 +38,19 @@ def unlike_each_time(case: Case, left: Left) -> Iterator[Explanation]:
             yield replace(one, diagnosis=replace(told, however=(*told.however, found.cause)))
             return
     odd = something_else_goes_in(case)
-    yield explained(case, replace(found, because=(*found.because, *odd)))
+    yield explained(case, replace(found, because=(*found.because, *_draws(case), *odd)))
+
+
+def _draws(case: Case) -> list[str]:
+    """Where random numbers are drawn while the step runs, in its backward and its hooks, too."""
+    ranks: dict[str, set[int]] = {}
+    for rank, held in case.record.ranks.items():
+        for (tier, _), info in held.info.items():
+            drawn = info.get("drawn")
+            for place in drawn if tier == case.tier and isinstance(drawn, dict) else ():
+                ranks.setdefault(place, set()).add(rank)
+    shown = [f"{place} on rank {spans(sorted(on))}" for place, on in sorted(ranks.items())]
+    return [f"random numbers are drawn in it at {some_of(shown)}"] if shown else []
 
 
 def low_digits(case: Case, left: Left) -> Iterator[Explanation]:

@@ -59,8 +59,8 @@ class Lift:
 
     lifted: line -> how often a cast there was lifted, as `float32 at model.py:9`. narrow: the same
     of what stayed in fewer digits all the same. autocast: where such a block is first met, which
-    casts nothing that is float64. drawn: whether random numbers were, which without the Lift would
-    be others.
+    casts nothing that is float64. draws: lines that draw random numbers, which without the Lift
+    would be others, and how often.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64, *, change: bool = True) -> None:
@@ -68,7 +68,7 @@ class Lift:
         self.lifted: Counter[str] = Counter()
         self.narrow: Counter[str] = Counter()
         self.autocast: Counter[str] = Counter()
-        self.drawn = False
+        self.draws: Counter[str] = Counter()
         self._modes: list[Any] = []
 
     def __enter__(self) -> Lift:
@@ -103,6 +103,11 @@ class Lift:
             {k: self.wider(a) if self.is_narrow(a) else a for k, a in kwargs.items()},
             asked,
         )
+
+    @property
+    def drawn(self) -> bool:
+        """Whether random numbers were."""
+        return bool(self.draws)
 
     def note(self, counts: Counter[str], dtype: torch.dtype) -> None:
         """Count the line of Python that runs, outside of torch and of what observes it."""
@@ -188,7 +193,10 @@ class _Dispatch(TorchDispatchMode):
         if _compiler_runs():
             return func(*args, **kwargs)
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        lift.drawn |= drawn
+        if drawn:
+            place = users_line()
+            lift.draws[place if place in lift.draws or len(lift.draws) < MAX_PLACES
+                       else "elsewhere"] += 1  # fmt: skip
         if lift.change and func in _DRAWN_INTO:
             return _draw_into(func, *args, **kwargs)
         pure = func.namespace == "aten" and not _aliases(func)

@@ -287,7 +287,7 @@ class TierRun:
             unwaited = self.seat.ledger.nobody_waits_for()
             races = self._races(unwaited)
             info = {**self._info(step, began), "other_weights": list(other), "races": races}
-            info["lifted"], info["drawn"] = dict(lift.lifted), lift.drawn
+            info["lifted"], info["drawn"] = dict(lift.lifted), dict(lift.draws)
             info["autocast"] = dict(lift.autocast)
             if looked and not is_compiled(self.model):
                 info["narrow"] = dict(lift.narrow)

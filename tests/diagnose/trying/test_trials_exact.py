@@ -456,6 +456,7 @@ def verdict(status, *causes):
     ("fail", (replace(CAUSE, standing="proved"), CAUSE), False),
     ("fail", (replace(CAUSE, standing="proved", kind="skipped_collective"),), True),
     ("fail", (replace(CAUSE, standing="proved", kind="factor"),), True),
+    ("fail", (replace(CAUSE, standing="proved", kind="run_to_run"),), True),
     ("unknown", (CAUSE,), False),
 ])  # fmt: skip
 def test_where_the_cause_is_known_nothing_is_tried(status, causes, tries):
