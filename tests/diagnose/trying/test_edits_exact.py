@@ -321,6 +321,19 @@ def test_a_copy_of_what_is_kept_or_handed_on():
                       "y = x.clone()", "return x.clone(), y.exp()"}  # fmt: skip
 
 
+@pytest.mark.parametrize(("iter", "other"), [
+    ("ys", "for y in ys: for x, i in zip(xs, n):"), ("x.chunk(2)", None),
+])  # fmt: skip
+def test_the_inner_of_two_loops_as_the_outer(iter, other):
+    code = (
+        "def step(xs, ys, n, out):\n    for x, i in zip(xs, n):\n"
+        f"        for y in {iter}:\n            out.append(x * y)\n"
+    )
+    found = become({"step.py:1 step": {"x": TENSOR, "y": TENSOR}}, code=code)
+    turned = [one for one in found if one.startswith("for y in") and ": for x" in one]
+    assert turned == ([other] if other else [])
+
+
 def test_a_copy_of_a_view_of_what_is_kept():
     code = "def step(x, kept):\n    kept.append(x.detach())\n    kept.append(x.exp())\n"
     found = become({"step.py:1 step": {"x": TENSOR}}, code=code)

@@ -10,7 +10,13 @@ import ast
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from sumgrad.diagnose.modules.trying.edits.source import Text, as_one, name_called, parts_of
+from sumgrad.diagnose.modules.trying.edits.source import (
+    Text,
+    as_one,
+    name_called,
+    names_in,
+    parts_of,
+)
 
 CHUNKS = ("chunk", "tensor_split")
 SHAPES = ("view", "reshape")
@@ -40,11 +46,21 @@ def laid_out_otherwise(node: ast.expr, text: Text) -> Iterator[str]:
         yield f"range({first} * {each}, ({first} + 1) * {each})"
     elif isinstance(node, ast.Tuple | ast.List):
         yield from _in_turn(node, text)
+    elif isinstance(node, ast.ListComp) and len(node.generators) == 2:
+        yield from _loops_exchanged(node, text)
     elif isinstance(node, ast.Subscript):
         yield from _one_in_turn(node, text)
         of_sizes = text(node.value).endswith(SIZES)
         if of_sizes and isinstance(node.slice, ast.Slice) and node.slice.step is None:
             yield f"{text(node)}[::-1]"
+
+
+def _loops_exchanged(node: ast.ListComp, text: Text) -> Iterator[str]:
+    """`[x * s for x in xs for s in ss]` as `[x * s for s in ss for x in xs]`."""
+    one, two = node.generators
+    if not names_in(one.target) & names_in(two.iter) and not (one.ifs or two.ifs):
+        loops = (f"for {text(each.target)} in {text(each.iter)}" for each in (two, one))
+        yield f"[{text(node.elt)} {' '.join(loops)}]"
 
 
 def other_ends(part: ast.expr, text: Text) -> Iterator[str]:

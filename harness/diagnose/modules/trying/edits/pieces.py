@@ -246,6 +246,7 @@ class Edits:
             yield from self._instead(NEXT, statement, "pass")
         elif isinstance(statement, ast.For):
             yield from self._out_of_a_loop(statement)
+            yield from self._within_the_other(statement)
             if may_be_turned(statement.iter):
                 turned = f"reversed(list({text(statement.iter)}))"
                 yield from self._instead(NEXT, statement.iter, turned)
@@ -265,6 +266,20 @@ class Edits:
             indent = self._source.lines[loop.lineno - 1][: loop.col_offset].decode()
             new = indent + self._source.of_node(last)
             yield from self._between(NEXT, (line, 0), end, new, sure=False, expression=False)
+
+    def _within_the_other(self, loop: ast.For) -> Iterator[Found]:
+        """The inner of two loops as the outer one."""
+        inner = loop.body[0]
+        if len(loop.body) > 1 or not isinstance(inner, ast.For):
+            return
+        if not names_in(loop.target) & names_in(inner.iter):
+            (first, one), (then, last) = span(loop.target), span(loop.iter)
+            (start, two), (begin, end) = span(inner.target), span(inner.iter)
+            piece = self._source.piece
+            other = piece(start, two) + piece(one, then) + piece(begin, end)
+            own = piece(first, one) + piece(two, begin) + piece(then, last)
+            new = other + piece(last, start) + own
+            yield from self._between(NEXT, first, end, new, expression=False)
 
     def _exchanged(self, one: ast.stmt, other: ast.stmt) -> Iterator[Found]:
         """Two statements the other way round."""
