@@ -334,6 +334,10 @@ def test_a_module_is_told_from_what_goes_into_it(name, words, sumgrad_launcher):
         ("cn_09", "were it `ctx.states.append(state.detach().clone())`, every gradient of every r"),
         ("co_04", "were it `return ([a + b for a, b in zip(total, grads)] if total else grads)`"),
         ("co_05", "own_u.copy_(F.normalize(layer.weight @ v, dim=0)) return own_u.clone(), v`, e"),
+        (
+            "co_06",
+            "were it `return torch.cat([part * scale for scale in scales for part in parts],",
+        ),
         ("co_10", "were they over the ranks of dp, every gradient of every rank would be right"),
     ],
 )
