@@ -262,6 +262,8 @@ def test_torchrun_when_a_rank_is_killed(tmp_path, victim):
     process = torchrun("three_pool_ones", "--out", str(out), "--workload", f"{workload}:Killer",
                        "--timeout", "30")  # fmt: skip
     assert process.returncode != 0
+    told = process.stdout[-2000:] + process.stderr[-4000:]
+    assert (out / "verdict.json").is_file(), told
     verdict = json.loads((out / "verdict.json").read_text())
     assert verdict["status"] in ("unknown", "fail")
     status = [o["status"] for o in verdict["outcomes"]]
