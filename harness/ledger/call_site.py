@@ -35,8 +35,8 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 # Parts of torch that issue operations which, by design, nobody need wait for: Join's notice to
 # ranks that have joined; functional collectives, whose results wait for themselves when read.
-JOIN = "distributed/algorithms/join.py"
-OWN_WAITING = (JOIN, "nn/parallel/distributed.py", "distributed/_functional_collectives.py")
+JOIN, DDP = "distributed/algorithms/join.py", "nn/parallel/distributed.py"
+OWN_WAITING = (JOIN, DDP, "distributed/_functional_collectives.py")
 
 
 def own_issuer() -> str | None:

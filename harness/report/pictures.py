@@ -187,7 +187,7 @@ def answer(data: Data) -> list[str]:
     first = data["diagnoses"][0]["cause"] if data["diagnoses"] else next(iter(data["findings"]), "")
     begin = first.split()[0].rstrip(",") if first else ""
     is_name = begin in {t["name"] for t in tensors} or not begin.isalpha()  # or of a file
-    if first and not is_name:
+    if not is_name:
         first = f"{first[:1].upper()}{first[1:]}"
     text = f"{first.rstrip('.')}." if first else "Some gradients are wrong."
     if not wrong:

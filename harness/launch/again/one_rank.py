@@ -16,7 +16,6 @@ from sumgrad.record.trial import Change, read_trials
 from sumgrad.topology.pools import load_topology, topology_to_json
 
 Again = Callable[[CheckOptions, str], tuple[Verdict, Path]]  # and what it is, to be shown
-THE_SAME = "the same on one rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class OnOneRank:
             self._options, topology=path, fault=None, tiers=("structure",), out=place / "run"
         )
         try:
-            verdict, directory = self._again(alone, THE_SAME)
+            verdict, directory = self._again(alone, "the same on one rank")
         except UserError:
             return None
         trials = read_trials(directory)

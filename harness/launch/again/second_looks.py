@@ -53,8 +53,9 @@ def _on_one_rank(alone: OnOneRank) -> str | None:
         cause = causes[0].cause if causes else "see one_rank/run"
         return f"step and loss_sum disagree even on one rank, with nothing distributed: {cause}"
     raised = [o["detail"] for o in ended.verdict.data["outcomes"] if o["status"] == "raised"]
-    return f"whether it is right on one rank is not known: there it raises {raised[0]}" if raised \
-        else None  # fmt: skip
+    if raised:
+        return f"whether it is right on one rank is not known: there it raises {raised[0]}"
+    return None
 
 
 def _without_lift(

@@ -120,12 +120,7 @@ def _run_topology(
         clean = load_record(stored)
         if casts_never_made(clean):  # faults are planted in float64: not in what they do
             progress(f"{name}: clean, as it is written")
-            written = replace(options, tiers=DEFAULT_TIERS, out=directory / "as_written")
-            as_written, _ = run_check(written, launcher=launcher)
-            if as_written.status == "fail":
-                verdict = as_written
-            elif is_right_in_float64(verdict):
-                verdict = replace(verdict, status="pass")
+            verdict = _unless_it_fails_as_written(verdict, options, launcher)
         told = _clean_cell(name, clean, verdict)
         if told.ok and clean.spec.opaque and not gradient_operations(clean):
             told = replace(told, cause=NO_GRADIENT)
@@ -141,6 +136,17 @@ def _run_topology(
         else:
             ran = list(_rerun(clean, chosen, options, launcher=launcher, progress=progress))
         yield from (cell_of(name, clean, one) for one in ran)
+
+
+def _unless_it_fails_as_written(
+    verdict: Verdict, options: CheckOptions, launcher: Launcher
+) -> Verdict:
+    """Of a clean step in float64; a PASS where nothing but its casts was left unseen there."""
+    place = options.out.with_name("as_written") if options.out else None
+    written, _ = run_check(replace(options, tiers=DEFAULT_TIERS, out=place), launcher=launcher)
+    if written.status == "fail":
+        return written
+    return replace(verdict, status="pass") if is_right_in_float64(verdict) else verdict
 
 
 def _rerun(

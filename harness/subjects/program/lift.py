@@ -111,8 +111,11 @@ class Lift:
 
     def note(self, counts: Counter[str], dtype: torch.dtype) -> None:
         """Count the line of Python that runs, outside of torch and of what observes it."""
-        place = f"{str(dtype).removeprefix('torch.')} at {users_line()}"
-        counts[place if place in counts or len(counts) < MAX_PLACES else "elsewhere"] += 1
+        _count(counts, f"{str(dtype).removeprefix('torch.')} at {users_line()}")
+
+
+def _count(counts: Counter[str], place: str) -> None:
+    counts[place if place in counts or len(counts) < MAX_PLACES else "elsewhere"] += 1
 
 
 def lifting(dtype: torch.dtype, *, change: bool) -> AbstractContextManager[Any]:
@@ -194,9 +197,7 @@ class _Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         if drawn:
-            place = users_line()
-            lift.draws[place if place in lift.draws or len(lift.draws) < MAX_PLACES
-                       else "elsewhere"] += 1  # fmt: skip
+            _count(lift.draws, users_line())
         if lift.change and func in _DRAWN_INTO:
             return _draw_into(func, *args, **kwargs)
         pure = func.namespace == "aten" and not _aliases(func)

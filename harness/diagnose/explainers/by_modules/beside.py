@@ -176,14 +176,12 @@ def _after_the_modules(case: Case, diagnosis: Diagnosis, of_loss: float) -> str:
             after = ""  # it says which of these
         return after if abs(of_loss - 1) < SAME_FACTOR else _up_to(of_loss)
     try:
-        measured = float(Fraction(diagnosis.factor))
-    except ValueError:
-        return _up_to(of_loss)
-    if not of_loss:
+        behind = float(Fraction(diagnosis.factor)) / of_loss
+    except (ValueError, ZeroDivisionError):
         return _up_to(of_loss)
     wrong = {cell.rank for cell in case.failing_cells}
     right = sorted({cell.rank for cell in case.cells} - wrong)
-    text = f"{_up_to(of_loss)}, and what follows multiplies by {fraction_of(measured / of_loss)}"
+    text = f"{_up_to(of_loss)}, and what follows multiplies by {fraction_of(behind)}"
     if right and abs(of_loss - 1) > SAME_FACTOR:
         text += (f" on rank {spans(sorted(wrong))}, and by {fraction_of(1 / of_loss)} on rank "
                  f"{spans(right)}, whose gradients are right")  # fmt: skip

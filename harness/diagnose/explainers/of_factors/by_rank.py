@@ -42,11 +42,11 @@ from sumgrad.diagnose.own_gradients import (
     near,
     with_few_numbers,
 )
+from sumgrad.ledger.call_site import DDP
 from torch import Tensor
 
 SAME_NORM = 1e-5  # torch's clip adds 1e-6 to a norm
 UNLIKE = 1e-3  # of weights
-DDP = "nn/parallel/distributed.py"  # as the ledger names who issues something
 LEFT_IN = "left_in"  # kind of a cause: a backward that belongs in no gradient
 DDP_REDUCES = (
     "DistributedDataParallel reduces in a backward whose forward ran through it, and not through "
