@@ -16,9 +16,17 @@ from sumgrad.diagnose.modules.trying.edits.alternatives import (
     alternatives,
     is_used_up,
     kept_in_full,
-    may_be_turned,
 )
+from sumgrad.diagnose.modules.trying.edits.directions import the_other_way
 from sumgrad.diagnose.modules.trying.edits.factors import of_terms, of_what_is_returned
+from sumgrad.diagnose.modules.trying.edits.lacking import (
+    bound_at_once,
+    one_more_or_less,
+    options_given,
+    the_rest,
+    with_an_option,
+    with_what_is_not_read,
+)
 from sumgrad.diagnose.modules.trying.edits.layouts import laid_out_otherwise
 from sumgrad.diagnose.modules.trying.edits.left_out import left_out, options_of, shared_by_all
 from sumgrad.diagnose.modules.trying.edits.names import (
@@ -34,7 +42,12 @@ from sumgrad.diagnose.modules.trying.edits.nesting import (
 )
 from sumgrad.diagnose.modules.trying.edits.offsets import begun_after_others
 from sumgrad.diagnose.modules.trying.edits.source import (
+    FIRST,
+    LAST,
+    LATER,
+    NEXT,
     SIMPLE,
+    Found,
     Function,
     Source,
     as_one,
@@ -42,12 +55,16 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     expressions,
     first_made,
     makes_groups,
-    may_be_exchanged,
     name_called,
     names_in,
     span,
     unread_names,
     words_in,
+)
+from sumgrad.diagnose.modules.trying.edits.statements import (
+    of_statement,
+    soon_of_a_test,
+    turned_round,
 )
 from sumgrad.diagnose.modules.trying.edits.sums import (
     hands_gradients_on,
@@ -55,12 +72,13 @@ from sumgrad.diagnose.modules.trying.edits.sums import (
     sums_in,
     sums_of_sizes,
 )
+from sumgrad.diagnose.modules.trying.edits.undone import keys_of, not_done, under_another_key
 from sumgrad.diagnose.modules.trying.edits.written_for import (
+    OTHER_COMPARISONS,
     OTHER_FUNCTIONS,
     OTHER_OPERATORS,
     OTHER_WORDS,
 )
-from sumgrad.record.trial import Edit
 
 KINDS_TO_SWAP = ("tensor ", "parameter ", "int", "float", "bool", "list of", "tuple of")
 # Calls that are not left out for what they are given: there it is no such thing, or the same.
@@ -68,14 +86,11 @@ NO_WRAPPERS = {"range", "len", "isinstance", "print", "super", "zip", "enumerate
                "append", "extend", "max", "min", "backward", "items", "keys", "values",
                "parameters", "named_parameters", "contiguous", "item", "tolist", "group",
                "split", "tensor_split", "chunk", "unbind", "size", "new_group"}  # fmt: skip
-GRADIENT = "grad"  # which may be None
 PLAIN = {"bool", "int", "float", "str", "NoneType"}
+MOST_NUMBER = 4  # a dimension, a place
 SHAPES_ONLY = {"keepdim", "dtype", "device", "memory_format"}  # another of these is no other number
-OF_RANKS = r"rank|coord|stage|first|last|peer|axes|group"
 OWN_RANK = r"rank|coord"
-FIRST, NEXT, LATER, LAST = 0, 3, 4, 6  # how soon
 MOST_LISTED = 4  # of which one may be too much
-Found = tuple[int, Edit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +120,8 @@ class Edits:
         self._functions: dict[int, Function] = {}
         tree = ast.parse(text)
         self._of_functions, self._switches = of_functions(tree), options_of(tree)
-        self._shared = shared_by_all(tree)
+        self._shared, self._keys = shared_by_all(tree), keys_of(tree)
+        self._given = options_given(tree)
         for node in ast.walk(tree):
             if isinstance(node, Function):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -148,24 +164,25 @@ class Edits:
         yield from ((LAST, edit) for edit in renamed)
         yield from self._of_its_own(function)
         yield from ((NEXT, edit) for edit in kept_as_it_was(function, self._source))
+        yield from ((FIRST, edit) for edit in bound_at_once(function, self._source))
         may_be = lambda node: self._may_be_tensor(node, names)  # noqa: E731
         for node, new in left_out(function, self._source.of_node, self._switches, may_be):
-            yield from self._instead(FIRST, node, new)
+            yield from self._source.instead(FIRST, node, new)
         text = self._source.of_node
         returned = of_what_is_returned(function, text, kinds) if of_a_backward else ()
         for node, new in (*returned, *of_terms(function, text)):
-            yield from self._instead(LATER, node, new, sure=False)
+            yield from self._source.instead(LATER, node, new, sure=False)
         for body in bodies(function):
             for at, statement in enumerate(body):
                 if makes_groups(statement):
                     continue
-                yield from self._of_statement(statement, names)
+                yield from of_statement(statement, self._source, names.made)
                 given = statement.value if isinstance(statement, ast.Assign | ast.Return) else None
                 if given is not None and is_used_up(given):
                     kept = kept_in_full(given, self._source.of_node)
-                    yield from self._instead(NEXT, given, kept)
+                    yield from self._source.instead(NEXT, given, kept)
                 if at + 1 < len(body):
-                    yield from self._exchanged(statement, body[at + 1])
+                    yield from turned_round(statement, body[at + 1], self._source)
                 of_shapes = _of_shapes(statement)
                 beside = names_in(statement)
                 for node in expressions(statement):
@@ -176,6 +193,7 @@ class Edits:
                         yield from self._of_expression(node, names, beside)
                     elif isinstance(node, ast.Call):
                         yield from self._without_each(node)
+                        yield from self._other_functions(node)
                 exchanged = two_exchanged(statement, self._source, kinds, self._axes)
                 yield from ((NEXT, edit) for edit in exchanged)
                 soon = FIRST if isinstance(statement, ast.Expr) else NEXT
@@ -190,104 +208,7 @@ class Edits:
         if body and isinstance(body[0], SIMPLE):
             for name, value in self._shared.get(function, ()):
                 made = f"{name} = {text(value)}; {text(body[0])}"
-                yield from self._instead(FIRST, body[0], made)
-
-    def _between(
-        self,
-        soon: int,
-        start: tuple[int, int],
-        end: tuple[int, int],
-        new: str,
-        *,
-        sure: bool = True,
-        expression: bool = True,
-    ) -> Iterator[Found]:
-        """None where it changes nothing."""
-        old = self._source.piece(start, end)
-        lacking = old.count("\n") - new.count("\n")
-        if lacking:
-            new = f"({new}{chr(10) * lacking})" if expression else new + "\n" * lacking
-        if old != new and lacking >= 0:
-            file = self._source.file
-            yield soon, Edit(file=file, start=start, end=end, old=old, new=new, sure=sure)
-
-    def _instead(
-        self, soon: int, node: ast.expr | ast.stmt, new: str, *, sure: bool = True
-    ) -> Iterator[Found]:
-        expression = isinstance(node, ast.expr)
-        yield from self._between(soon, *span(node), new, sure=sure, expression=expression)
-
-    def _of_statement(self, statement: ast.stmt, names: _Names) -> Iterator[Found]:
-        text = self._source.of_node
-        if isinstance(statement, ast.Expr):
-            if not isinstance(statement.value, ast.Constant):
-                yield from self._instead(NEXT, statement, "pass", sure=False)
-        elif isinstance(statement, ast.Assign):
-            target, nothing = statement.targets[0], isinstance(statement.value, ast.Constant)
-            again = isinstance(target, ast.Name) and target.id in names_in(statement.value)
-            if again or isinstance(target, ast.Subscript | ast.Attribute):
-                yield from self._instead(NEXT, statement, "pass", sure=False)
-                added = self._added_to(target, statement.value)
-                yield from () if nothing else self._instead(NEXT, statement, added, sure=False)
-            elif isinstance(target, ast.Name) and names.made.get(target.id, 0) < target.lineno:
-                added = f"{target.id} = {target.id} + ({text(statement.value)})"
-                yield from self._instead(NEXT, statement, added, sure=False)
-        elif isinstance(statement, ast.AugAssign):
-            yield from self._instead(NEXT, statement, "pass", sure=False)
-            put = f"{text(statement.target)} = {text(statement.value)}"
-            yield from self._instead(NEXT, statement, put, sure=False)
-            if type(statement.op) in OTHER_OPERATORS:
-                other = f"{text(statement.target)} {OTHER_OPERATORS[type(statement.op)]}= "
-                yield from self._instead(LAST, statement, other + text(statement.value), sure=False)
-        elif isinstance(statement, ast.If):
-            for told in ("True", "False"):
-                yield from self._instead(self._of_a_test(statement.test), statement.test, told)
-        elif isinstance(statement, ast.Continue | ast.Break):
-            yield from self._instead(NEXT, statement, "pass")
-        elif isinstance(statement, ast.For):
-            yield from self._out_of_a_loop(statement)
-            yield from self._within_the_other(statement)
-            if may_be_turned(statement.iter):
-                turned = f"reversed(list({text(statement.iter)}))"
-                yield from self._instead(NEXT, statement.iter, turned)
-
-    def _added_to(self, target: ast.expr, value: ast.expr) -> str:
-        """To a gradient that may be none."""
-        own, given = self._source.of_node(target), self._source.of_node(value)
-        if not isinstance(target, ast.Attribute) or target.attr != GRADIENT:
-            return f"{own} += {given}"
-        return f"{own} = {given} if {own} is None else {own} + {self._as_one(value)}"
-
-    def _out_of_a_loop(self, loop: ast.For) -> Iterator[Found]:
-        """The last statement of a loop once, after it."""
-        last = loop.body[-1]
-        if len(loop.body) > 1 and isinstance(last, SIMPLE) and last.lineno == last.end_lineno:
-            (line, _), end = span(last)
-            indent = self._source.lines[loop.lineno - 1][: loop.col_offset].decode()
-            new = indent + self._source.of_node(last)
-            yield from self._between(NEXT, (line, 0), end, new, sure=False, expression=False)
-
-    def _within_the_other(self, loop: ast.For) -> Iterator[Found]:
-        """The inner of two loops as the outer one."""
-        inner = loop.body[0]
-        if len(loop.body) > 1 or not isinstance(inner, ast.For):
-            return
-        if not names_in(loop.target) & names_in(inner.iter):
-            (first, one), (then, last) = span(loop.target), span(loop.iter)
-            (start, two), (begin, end) = span(inner.target), span(inner.iter)
-            piece = self._source.piece
-            other = piece(start, two) + piece(one, then) + piece(begin, end)
-            own = piece(first, one) + piece(two, begin) + piece(then, last)
-            new = other + piece(last, start) + own
-            yield from self._between(NEXT, first, end, new, expression=False)
-
-    def _exchanged(self, one: ast.stmt, other: ast.stmt) -> Iterator[Found]:
-        """Two statements the other way round."""
-        if may_be_exchanged(one, other):
-            (start, end), (then, last) = span(one), span(other)
-            between = self._source.piece(end, then)
-            new = self._source.of_node(other) + between + self._source.of_node(one)
-            yield from self._between(NEXT, start, last, new, expression=False)
+                yield from self._source.instead(FIRST, body[0], made)
 
     def _of_expression(self, node: ast.expr, names: _Names, beside: Set[str]) -> Iterator[Found]:
         """beside: names that stand in the same statement."""
@@ -299,23 +220,21 @@ class Edits:
         elif isinstance(node, ast.BinOp):
             yield from self._of_two(node)
         elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-            other = OTHER_OPERATORS.get(type(node.ops[0]))
-            if other is not None:
-                end, start = span(node.left)[1], span(node.comparators[0])[0]
-                yield from self._between(self._of_a_test(node), end, start, f" {other} ")
+            yield from self._of_a_comparison(node)
         elif isinstance(node, ast.BoolOp):
             word = " or " if isinstance(node.op, ast.And) else " and "
-            yield from self._instead(NEXT, node, word.join(map(text, node.values)))
+            yield from self._source.instead(NEXT, node, word.join(map(text, node.values)))
         elif isinstance(node, ast.UnaryOp):
             sure = isinstance(node.op, ast.Not)
-            yield from self._instead(NEXT, node, text(node.operand), sure=sure)
+            yield from self._source.instead(NEXT, node, text(node.operand), sure=sure)
         elif isinstance(node, ast.IfExp):
-            yield from self._instead(self._of_a_test(node.test), node, text(node.body))
-            yield from self._instead(self._of_a_test(node.test), node, text(node.orelse))
+            soon = soon_of_a_test(node.test, self._source)
+            for way in (node.body, node.orelse):
+                yield from self._source.instead(soon, node, text(way))
         elif isinstance(node, ast.Call):
             yield from self._of_a_call(node, names)
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-            yield from self._instead(NEXT, node, text(node.value))
+            yield from self._source.instead(NEXT, node, text(node.value))
         if isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
             yield from self._meant_to_be(node, names)
 
@@ -332,17 +251,38 @@ class Edits:
         # Of a function in which nothing of torch's runs the kinds are not known.
         is_several = is_of("tuple of", "list of") if names.kinds else lambda _: True
         for new in added_one_by_one(node, text, is_several):
-            yield from self._instead(FIRST, node, new)
+            yield from self._source.instead(FIRST, node, new)
         for new in (*nested, *others, *laid_out_otherwise(node, text)):
-            yield from self._instead(NEXT, node, new)
+            yield from self._source.instead(NEXT, node, new)
+        for soon, more in self._more(node, names):
+            for new in more:
+                yield from self._source.instead(soon, node, new, sure=False)
         later = NEXT if isinstance(node, ast.Subscript) else FIRST
         for one in begun_after_others(node, text, self._axes):
-            for soon, edit in self._instead(later, node, one.new):
+            for soon, edit in self._source.instead(later, node, one.new):
                 yield soon, replace(edit, over=one.axis, before=one.size)
         if isinstance(node, ast.List) and len(node.elts) <= MOST_LISTED:
             for left_out in node.elts:
                 kept = ", ".join(text(one) for one in node.elts if one is not left_out)
-                yield from self._instead(LATER, node, f"[{kept}]", sure=False)
+                yield from self._source.instead(LATER, node, f"[{kept}]", sure=False)
+
+    def _more(self, node: ast.expr, names: _Names) -> Iterator[tuple[int, Iterator[str]]]:
+        text = self._source.of_node
+
+        def kind(of: ast.expr) -> str:
+            return names.kinds.get(text(of), "")
+
+        yield NEXT, the_other_way(node, text, kind)
+        yield NEXT, not_done(node, text)
+        yield LATER, the_rest(node, text, kind)
+        unread = {name: of for name, of in names.kinds.items() if name in names.unread}
+        yield NEXT, with_what_is_not_read(node, text, unread)
+        yield LAST, one_more_or_less(node, text, kind)
+        if isinstance(node, ast.Call):
+            is_there = {name.partition(".")[0] for name in names.kinds}.__contains__
+            yield NEXT, with_an_option(node, text, self._given, is_there)
+        elif isinstance(node, ast.Subscript):
+            yield LATER, under_another_key(node, text, self._keys, self._axes)
 
     def _other_names(
         self, node: ast.Name | ast.Attribute, names: _Names, beside: Set[str]
@@ -354,26 +294,28 @@ class Edits:
         for other, its_kind in names.at(node.lineno):
             soon = FIRST if other in names.unread else LAST if other in beside else NEXT
             if other != own and its_kind == kind:
-                yield from self._instead(soon, node, other)
+                yield from self._source.instead(soon, node, other)
             elif other != own and alike_but_for_size(kind, its_kind):
-                yield from self._instead(max(soon, NEXT), node, other)
+                yield from self._source.instead(max(soon, NEXT), node, other)
 
     def _other_constants(self, node: ast.Constant) -> Iterator[Found]:
         value = node.value
         if isinstance(value, bool):
-            yield from self._instead(FIRST, node, str(not value))
+            yield from self._source.instead(FIRST, node, str(not value))
         elif value in OTHER_WORDS and value not in self._axes:
-            yield from self._instead(NEXT, node, f'"{OTHER_WORDS[value]}"')
+            yield from self._source.instead(NEXT, node, f'"{OTHER_WORDS[value]}"')
         elif isinstance(value, str) and value in self._axes:
             for other in self._axes:  # ranks may wait for each other then
-                yield from self._instead(LAST, node, repr(other).replace("'", '"'))
-        elif type(value) is int and 0 <= value <= 2:
+                yield from self._source.instead(LAST, node, repr(other).replace("'", '"'))
+        elif type(value) is int and 0 <= value <= MOST_NUMBER:
             for number in (value + 1, value - 1):
-                yield from self._instead(LATER, node, str(number), sure=False)
+                yield from self._source.instead(LATER, node, str(number), sure=False)
 
-    def _of_a_test(self, test: ast.expr) -> int:
-        """How soon: where it is of a rank, others wait for ever for what it does no more."""
-        return LAST if re.search(OF_RANKS, self._source.of_node(test)) else NEXT
+    def _of_a_comparison(self, node: ast.Compare) -> Iterator[Found]:
+        soon = soon_of_a_test(node, self._source)
+        end, start = span(node.left)[1], span(node.comparators[0])[0]
+        for num, other in enumerate(OTHER_COMPARISONS.get(type(node.ops[0]), ())):
+            yield from self._source.between(soon + (num > 0), end, start, f" {other} ")
 
     def _of_two(self, node: ast.BinOp) -> Iterator[Found]:
         text = self._source.of_node
@@ -381,18 +323,18 @@ class Edits:
         if other is None:
             return
         soon = NEXT if other == "-" and re.search(OWN_RANK, text(node.right)) else LATER
-        yield from self._instead(soon, node, text(node.left), sure=False)
+        yield from self._source.instead(soon, node, text(node.left), sure=False)
         if isinstance(node.op, ast.Add | ast.Mult):
-            yield from self._instead(LATER, node, text(node.right), sure=False)
+            yield from self._source.instead(LATER, node, text(node.right), sure=False)
         else:
             turned = f"{self._as_one(node.right)} - {self._as_one(node.left)}"
             if other == "+":
-                yield from self._instead(LAST, node, turned, sure=False)
+                yield from self._source.instead(LAST, node, turned, sure=False)
         for new in brackets_elsewhere(node, text):
-            yield from self._instead(NEXT, node, new)
+            yield from self._source.instead(NEXT, node, new)
         between = span(node.left)[1], span(node.right)[0]
         if self._source.piece(*between).strip() in ("+", "-", "*", "/"):  # and no bracket
-            yield from self._between(LATER, *between, f" {other} ", sure=False)
+            yield from self._source.between(LATER, *between, f" {other} ", sure=False)
 
     def _of_a_call(self, node: ast.Call, names: _Names) -> Iterator[Found]:
         text, function = self._source.of_node, node.func
@@ -403,15 +345,18 @@ class Edits:
         of_a_module = isinstance(function, ast.Attribute) and text(function.value) in MODULES
         if isinstance(function, ast.Attribute) and not of_a_module and name != "apply":
             if self._may_be_tensor(function.value, names):
-                yield from self._instead(NEXT, node, text(function.value), sure=False)
+                yield from self._source.instead(NEXT, node, text(function.value), sure=False)
         elif taken is not None and self._may_be_tensor(taken, names):
-            yield from self._instead(NEXT, node, text(taken), sure=False)
+            yield from self._source.instead(NEXT, node, text(taken), sure=False)
         yield from self._without_each(node)
         yield from self._turned_or_left_out(node, names)
+        yield from self._other_functions(node)
+
+    def _other_functions(self, node: ast.Call) -> Iterator[Found]:
+        name, called = name_called(node), span(node.func)[1]
         for other in OTHER_FUNCTIONS.get(name, ()):
-            called = span(function)[1]
             start = called[0], called[1] - len(name.encode())
-            yield from self._between(NEXT, start, called, other)
+            yield from self._source.between(NEXT, start, called, other)
 
     def _may_be_tensor(self, node: ast.expr, names: _Names) -> bool:
         if isinstance(node, ast.Constant | ast.Lambda | ast.Dict):
@@ -427,10 +372,10 @@ class Edits:
         kinds = [names.kinds.get(text(one), "") for one in node.args]
         for one, kind in zip(node.args, kinds, strict=True):
             if kind == "bool":
-                yield from self._instead(NEXT, one, f"not {self._as_one(one)}")
+                yield from self._source.instead(NEXT, one, f"not {self._as_one(one)}")
         if len(node.args) > 1 and (kinds[-1] in PLAIN or isinstance(node.args[-1], ast.Constant)):
             given = ", ".join([*map(text, node.args[:-1]), *map(text, node.keywords)])
-            yield from self._instead(LATER, node, f"{text(node.func)}({given})", sure=False)
+            yield from self._source.instead(LATER, node, f"{text(node.func)}({given})", sure=False)
 
     def _without_each(self, node: ast.Call) -> Iterator[Found]:
         for keyword in node.keywords:
@@ -444,7 +389,9 @@ class Edits:
         others = [*map(text, node.args), *(text(one) for one in node.keywords if one != keyword)]
         given = ", ".join(others)
         if keyword.arg is not None:
-            yield from self._instead(NEXT, node, f"{self._source.of_node(node.func)}({given})")
+            yield from self._source.instead(
+                NEXT, node, f"{self._source.of_node(node.func)}({given})"
+            )
 
     def _as_one(self, node: ast.expr) -> str:
         return as_one(node, self._source.of_node)

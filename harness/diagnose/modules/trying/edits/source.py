@@ -6,8 +6,12 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from sumgrad.record.trial import Edit
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Text = Callable[[ast.expr | ast.keyword], str]
+Found = tuple[int, Edit]  # how soon it is to be tried
+FIRST, NEXT, LATER, LAST = 0, 3, 4, 6  # how soon
 COMPOUND = (ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Lambda, ast.UnaryOp)
 SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)
 # What reaches out of the process: a function that has one of these is left alone.
@@ -48,8 +52,34 @@ class Source:
     def of_node(self, node: ast.expr | ast.stmt | ast.keyword) -> str:
         return self.piece(*span(node))
 
+    def between(
+        self,
+        soon: int,
+        start: tuple[int, int],
+        end: tuple[int, int],
+        new: str,
+        *,
+        sure: bool = True,
+        expression: bool = True,
+    ) -> Iterator[Found]:
+        """An edit of what stands there, with how soon; none where it changes nothing."""
+        old = self.piece(start, end)
+        lacking = old.count("\n") - new.count("\n")
+        if lacking:
+            new = f"({new}{chr(10) * lacking})" if expression else new + "\n" * lacking
+        if old != new and lacking >= 0:
+            yield soon, Edit(file=self.file, start=start, end=end, old=old, new=new, sure=sure)
 
-def span(node: ast.expr | ast.stmt | ast.keyword) -> tuple[tuple[int, int], tuple[int, int]]:
+    def instead(
+        self, soon: int, node: ast.expr | ast.stmt, new: str, *, sure: bool = True
+    ) -> Iterator[Found]:
+        expression = isinstance(node, ast.expr)
+        yield from self.between(soon, *span(node), new, sure=sure, expression=expression)
+
+
+def span(
+    node: ast.expr | ast.stmt | ast.keyword | ast.arg,
+) -> tuple[tuple[int, int], tuple[int, int]]:
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)

@@ -6,9 +6,13 @@ import ast
 from collections.abc import Mapping, Sequence
 
 OTHER_OPERATORS: Mapping[type, str] = {
-    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.Lt: "<=", ast.LtE: "<",
-    ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not", ast.IsNot: "is",
-    ast.In: "not in", ast.NotIn: "in",
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*",
+}  # fmt: skip
+# The likeliest first: with the end or without it; the other way round; what it leaves out.
+OTHER_COMPARISONS: Mapping[type, Sequence[str]] = {
+    ast.Lt: ("<=", ">", ">="), ast.LtE: ("<", ">=", ">"), ast.Gt: (">=", "<", "<="),
+    ast.GtE: (">", "<=", "<"), ast.Eq: ("!=",), ast.NotEq: ("==",), ast.Is: ("is not",),
+    ast.IsNot: ("is",), ast.In: ("not in",), ast.NotIn: ("in",),
 }  # fmt: skip
 SIGNS: Mapping[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 COMPARES: Mapping[type, str] = {
@@ -24,9 +28,19 @@ ALIKE = [words.split() for words in (
     "chunk tensor_split", "gelu silu relu", "children modules", "named_children named_modules",
     "fmod remainder", "scatter scatter_add", "scatter_ scatter_add_", "index_copy index_add",
     "index_copy_ index_add_", "copy_ add_", "extend append", "repeat repeat_interleave",
-    "gather_for_metrics gather", "norm square",
+    "gather_for_metrics gather", "norm square", "abs square", "add sub", "add_ sub_", "mul div",
+    "mul_ div_", "addcmul addcdiv", "addcmul_ addcdiv_", "clamp_min clamp_max", "std var",
+    "logical_and logical_or", "lt le gt ge", "eq ne", "sum amax logsumexp", "mean median",
+    "l1_loss mse_loss smooth_l1_loss huber_loss", "nll_loss cross_entropy",
+    "log_softmax logsigmoid", "binary_cross_entropy binary_cross_entropy_with_logits",
+    "relu leaky_relu elu softplus", "avg_pool1d max_pool1d", "avg_pool2d max_pool2d",
+    "layer_norm rms_norm", "tanh atan erf",
+    "softmin softmax", "dot cosine_similarity", "cummax cummin", "named_parameters named_buffers",
+    "floor trunc", "sinh tanh", "exp sigmoid softplus",
 )]  # fmt: skip
 OTHER_FUNCTIONS: Mapping[str, Sequence[str]] = {
-    one: [other for other in alike if other != one] for alike in ALIKE for one in alike
+    one: [*dict.fromkeys(o for alike in ALIKE if one in alike for o in alike if o != one)]
+    for alike in ALIKE
+    for one in alike
 }
 OTHER_WORDS = {"mean": "sum", "sum": "mean"}  # as of a loss's reduction

@@ -1,0 +1,125 @@
+"""Edits of a statement: left out, added to what is there, after its loop, exchanged with the next.
+
+In: a statement of a user's code. Out: edits, each with how soon it is to be tried.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+
+from sumgrad.diagnose.modules.trying.edits.alternatives import may_be_turned
+from sumgrad.diagnose.modules.trying.edits.source import (
+    LAST,
+    NEXT,
+    SIMPLE,
+    Found,
+    Source,
+    as_one,
+    may_be_exchanged,
+    names_in,
+    span,
+)
+from sumgrad.diagnose.modules.trying.edits.undone import not_cut
+from sumgrad.diagnose.modules.trying.edits.written_for import OTHER_OPERATORS
+
+GRADIENT = "grad"  # which may be None
+OF_RANKS = r"rank|coord|stage|first|last|peer|axes|group"
+
+
+def of_statement(statement: ast.stmt, source: Source, made: Mapping[str, int]) -> Iterator[Found]:
+    text = source.of_node
+    if isinstance(statement, ast.Expr):
+        if not isinstance(statement.value, ast.Constant):
+            yield from source.instead(NEXT, statement, "pass", sure=False)
+    elif isinstance(statement, ast.Assign):
+        yield from _of_an_assignment(statement, source, made)
+    elif isinstance(statement, ast.AugAssign):
+        yield from _in_place(statement, source)
+    elif isinstance(statement, ast.If):
+        for told in ("True", "False"):
+            yield from source.instead(soon_of_a_test(statement.test, source), statement.test, told)
+    elif isinstance(statement, ast.With):
+        for context, new in not_cut(statement):
+            yield from source.instead(NEXT, context, new)
+    elif isinstance(statement, ast.Continue | ast.Break):
+        yield from source.instead(NEXT, statement, "pass")
+    elif isinstance(statement, ast.For):
+        yield from _out_of_a_loop(statement, source)
+        yield from _within_the_other(statement, source)
+        if may_be_turned(statement.iter):
+            turned = f"reversed(list({text(statement.iter)}))"
+            yield from source.instead(NEXT, statement.iter, turned)
+
+
+def _of_an_assignment(
+    statement: ast.Assign, source: Source, made: Mapping[str, int]
+) -> Iterator[Found]:
+    text = source.of_node
+    target, nothing = statement.targets[0], isinstance(statement.value, ast.Constant)
+    again = isinstance(target, ast.Name) and target.id in names_in(statement.value)
+    if again or isinstance(target, ast.Subscript | ast.Attribute):
+        yield from source.instead(NEXT, statement, "pass", sure=False)
+        added = _added_to(target, statement.value, source)
+        yield from () if nothing else source.instead(NEXT, statement, added, sure=False)
+    elif isinstance(target, ast.Name) and made.get(target.id, 0) < target.lineno:
+        added = f"{target.id} = {target.id} + ({text(statement.value)})"
+        yield from source.instead(NEXT, statement, added, sure=False)
+
+
+def _in_place(statement: ast.AugAssign, source: Source) -> Iterator[Found]:
+    text = source.of_node
+    yield from source.instead(NEXT, statement, "pass", sure=False)
+    put = f"{text(statement.target)} = {text(statement.value)}"
+    yield from source.instead(NEXT, statement, put, sure=False)
+    if type(statement.op) in OTHER_OPERATORS:
+        other = f"{text(statement.target)} {OTHER_OPERATORS[type(statement.op)]}= "
+        yield from source.instead(LAST, statement, other + text(statement.value), sure=False)
+
+
+def _added_to(target: ast.expr, value: ast.expr, source: Source) -> str:
+    """To a gradient that may be none."""
+    own, given = source.of_node(target), source.of_node(value)
+    if not isinstance(target, ast.Attribute) or target.attr != GRADIENT:
+        return f"{own} += {given}"
+    return f"{own} = {given} if {own} is None else {own} + {as_one(value, source.of_node)}"
+
+
+def _out_of_a_loop(loop: ast.For, source: Source) -> Iterator[Found]:
+    """The last statement of a loop once, after it."""
+    last = loop.body[-1]
+    if len(loop.body) > 1 and isinstance(last, SIMPLE) and last.lineno == last.end_lineno:
+        (line, _), end = span(last)
+        indent = source.lines[loop.lineno - 1][: loop.col_offset].decode()
+        new = indent + source.of_node(last)
+        yield from source.between(NEXT, (line, 0), end, new, sure=False, expression=False)
+
+
+def _within_the_other(loop: ast.For, source: Source) -> Iterator[Found]:
+    """The inner of two loops as the outer one."""
+    inner = loop.body[0]
+    if len(loop.body) > 1 or not isinstance(inner, ast.For):
+        return
+    if not names_in(loop.target) & names_in(inner.iter):
+        (first, one), (then, last) = span(loop.target), span(loop.iter)
+        (start, two), (begin, end) = span(inner.target), span(inner.iter)
+        piece = source.piece
+        other = piece(start, two) + piece(one, then) + piece(begin, end)
+        own = piece(first, one) + piece(two, begin) + piece(then, last)
+        new = other + piece(last, start) + own
+        yield from source.between(NEXT, first, end, new, expression=False)
+
+
+def turned_round(one: ast.stmt, other: ast.stmt, source: Source) -> Iterator[Found]:
+    """Two statements the other way round."""
+    if may_be_exchanged(one, other):
+        (start, end), (then, last) = span(one), span(other)
+        between = source.piece(end, then)
+        new = source.of_node(other) + between + source.of_node(one)
+        yield from source.between(NEXT, start, last, new, expression=False)
+
+
+def soon_of_a_test(test: ast.expr, source: Source) -> int:
+    """How soon: where it is of a rank, others wait for ever for what it does no more."""
+    return LAST if re.search(OF_RANKS, source.of_node(test)) else NEXT
