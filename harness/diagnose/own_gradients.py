@@ -111,7 +111,7 @@ def _mixed(case: Case) -> Iterator[Mixed]:
                 sources=sources,
                 got=None if tables.got is None else tables.got.reshape(-1, passes),
                 wanted=None if tables.wanted is None else tables.wanted.reshape(-1, passes),
-                lines=_lines(case, rank, group[0].cell.name),
+                lines=lines_of_backwards(case, rank, group[0].cell.name),
                 only=tables.only,
             )
 
@@ -197,7 +197,8 @@ def _fits(m: Weighed, columns: Columns) -> bool:
     return True
 
 
-def _lines(case: Case, rank: int, name: str) -> tuple[str, ...]:
+def lines_of_backwards(case: Case, rank: int, name: str) -> tuple[str, ...]:
+    """A user's lines that called the backwards that gave a parameter something."""
     traces = case.traces
     return () if traces is None else traces.ranks[rank].own_lines.get(name, ())
 

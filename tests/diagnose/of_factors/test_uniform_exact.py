@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sumgrad.diagnose.explainers.of_factors import uniform
 from sumgrad.diagnose.row_fit import Factors
 
@@ -39,3 +40,37 @@ def test_factors_that_differ_are_listed(monkeypatch):
     said = cause(monkeypatch, {0: 1.5, 1: 0.5}, {0: "w", 1: "w"})
     assert said.startswith("each rank's gradients are the right ones times a number of its own ("
                            "rank 0: 1.5, rank 1: 0.5)")  # fmt: skip
+
+
+def all_of_it(monkeypatch, own, value, lines=("step.py:9", "step.py:9"), given=True):
+    """own: what each backward gave of one parameter, (passes, n), where 1, 2, 3 is right."""
+    wanted, gave = torch.tensor([1.0, 2.0, 3.0]).double(), torch.tensor(own).double()
+    columns = SimpleNamespace(own=gave, wanted=wanted, passes=len(gave))
+    monkeypatch.setattr(uniform, "given_by_ranks", lambda case: {0: ({}, {})} if given else None)
+    monkeypatch.setattr(uniform, "columns_of", lambda cell, given: columns)
+    monkeypatch.setattr(uniform, "lines_of_backwards", lambda case, rank, name: lines)
+    case = SimpleNamespace(failing_cells=[SimpleNamespace(rank=0, name="scale")])
+    return uniform._all_of_it_each_time(case, value, "scale", "it fits")
+
+
+def test_backwards_that_each_give_all_of_it(monkeypatch):
+    found = all_of_it(monkeypatch, [[1, 2, 3]] * 2, 2.0)
+    assert found.cause == (
+        "scale is counted 2 times: each of the 2 backwards of a rank, called at step.py:9, gives "
+        "all of it, and they are added up"
+    )
+    assert (found.kind, found.factor, found.because[0]) == ("factor", "2", "it fits")
+    assert "called" not in all_of_it(monkeypatch, [[1, 2, 3]] * 2, 2.0, lines=("", "")).cause
+
+
+@pytest.mark.parametrize(
+    ("own", "value", "given"),
+    [
+        ([[1, 2, 3], [1, 2, 4]], 2.0, True),  # not all of it
+        ([[1, 2, 3]] * 3, 2.0, True),  # more of them than it is counted
+        ([[1, 2, 3]], 1.0, True),
+        ([[1, 2, 3]] * 2, 2.0, False),  # not known
+    ],
+)
+def test_what_is_not_given_whole_each_time(monkeypatch, own, value, given):
+    assert all_of_it(monkeypatch, own, value, given=given) is None

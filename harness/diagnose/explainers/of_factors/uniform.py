@@ -23,6 +23,7 @@ from sumgrad.diagnose.explainers.of_ledgers.reduced_otherwise import (
 )
 from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.names import factor_symbols, list_rows, power_of
+from sumgrad.diagnose.own_gradients import columns_of, given_by_ranks, lines_of_backwards, near
 from sumgrad.diagnose.reductions import CLOSE
 from sumgrad.diagnose.row_fit import Factors, by_param, explain
 from sumgrad.judge.cells import Cell
@@ -142,6 +143,9 @@ def _one_factor(
     counted = None if alone else by_a_counts_reduction(case, value, shown, fits)
     if counted is not None:
         return counted
+    again = _all_of_it_each_time(case, value, what, fits)
+    if again is not None:
+        return again
     symbols = factor_symbols(case, value)
     plain = _plain(symbols)
     # Of some parameters alone, one of several sizes says nothing.
@@ -158,6 +162,28 @@ def _one_factor(
         however=(f"{some_of(others)} gives the same number; unequal sizes separate them",)
         if others
         else (),
+    )
+
+
+def _all_of_it_each_time(case: Case, value: float, what: str, fits: str) -> Diagnosis | None:
+    """Where each of a rank's backwards gives the whole gradient, and they are added up."""
+    given, lines = given_by_ranks(case), dict[str, None]()
+    for cell in case.failing_cells if given is not None else ():
+        columns = columns_of(cell, given or {})
+        if columns is None or columns.passes < 2 or abs(columns.passes - value) > CLOSE:
+            return None
+        if not near(columns.own, columns.wanted.expand_as(columns.own)):
+            return None
+        lines |= dict.fromkeys(lines_of_backwards(case, cell.rank, cell.name))
+    if given is None:
+        return None
+    where = f", called at {', '.join(filter(None, lines))}" if any(lines) else ""
+    return Diagnosis(
+        cause=f"{what} is counted {round(value)} times: each of the {round(value)} backwards of a "
+        f"rank{where}, gives all of it, and they are added up",
+        kind="factor",
+        factor=str(round(value)),
+        because=(fits, "what each backward of each rank gave it is the reference's by itself"),
     )
 
 
