@@ -13,7 +13,7 @@ of nothing that is still under way.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,13 @@ from sumgrad.ledger.delegation import carry_out
 from torch import Tensor
 
 THROUGH_HOST = ("send", "recv", "recv_anysource", "allreduce_coalesced", "allgather_coalesced")
+
+
+class CarriesOut(Protocol):
+    """What is below a group."""
+
+    def carry_out(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Its work; None where it has none."""
 
 
 class Backends:

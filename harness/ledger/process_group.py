@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from sumgrad.base.outcome import SETUP
 from sumgrad.base.tensors import own_arithmetic
-from sumgrad.ledger.backends import Backends, tensors_in
+from sumgrad.ledger.backends import Backends, CarriesOut, tensors_in
 from sumgrad.ledger.call_site import JOIN, call_site, own_issuer
 from sumgrad.ledger.delegation import DELEGATED, unrecorded_operations
 from sumgrad.ledger.late import Late, LateWork, is_waited_for_later, may_be_late
@@ -248,12 +248,22 @@ class RecordingProcessGroup(dist.ProcessGroup):
     def __init__(self, below: Backends, ranks: list[int], ledger: Ledger) -> None:
         self._inner = below.gloo
         super().__init__(self._inner.rank(), self._inner.size())  # type: ignore[call-arg]
-        self._below, self._ranks, self._ledger = below, ranks, ledger
+        self._below: CarriesOut = below
+        self._ranks, self._ledger = ranks, ledger
 
     @property
     def ranks(self) -> list[int]:
         """The members as global ranks, in group order."""
         return self._ranks
+
+    @contextmanager
+    def carried_out_by(self, below: CarriesOut) -> Iterator[None]:
+        """By something else than the backend."""
+        before, self._below = self._below, below
+        try:
+            yield
+        finally:
+            self._below = before
 
     def delegate(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry an operation out on the backend below, unrecorded. Returns its work."""

@@ -20,6 +20,7 @@ MAY_TOUCH_DISTRIBUTED = {
     "subjects.program.context", "subjects.program.held_gradients",
     "subjects.program.tier_run", "subjects.program.placed.parts_by_value",
     "subjects.program.tried.whole", "subjects.program.tried.rendezvous",
+    "subjects.program.tried.exchange",
     "ledger.process_group", "ledger.delegation", "ledger.backends", "ledger.late",
     "faults.misbehaviour", "launch.rank", "launch.again.trial_rank",
     "launch.torchrun.member", "launch.torchrun.ranks", "launch.matrix.warm_rank",

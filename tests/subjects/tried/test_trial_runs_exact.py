@@ -211,6 +211,7 @@ class NoRendezvous:
     """Where operations are carried out as ever."""
 
     is_off = False
+    by_memory = False
 
     @contextlib.contextmanager
     def round(self, *, as_it_is):

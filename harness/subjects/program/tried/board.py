@@ -69,6 +69,10 @@ class Board:
                 break
         return (times, what) if count >> OF_A_ROUND == self._round else (0, 0)
 
+    def told(self, rank: int, key: int, times: int) -> int:
+        """What a rank does there at one of the last two times that it came to it."""
+        return self._words[self._place(rank * WORDS, key) + 1 + times % 2]
+
     def _place(self, start: int, key: int, *, new: bool = False) -> int:
         known = self._places.get((start, key))
         if known is not None:

@@ -19,11 +19,13 @@ from sumgrad.ledger.backends import tensors_in
 from sumgrad.ledger.operations import POINT_TO_POINT
 from sumgrad.ledger.process_group import Call, Interposer
 from sumgrad.subjects.program.tried.board import Board, number_of
+from sumgrad.subjects.program.tried.exchange import ByMemory, Exchange
 
 ALIKE = {"allreduce": 0, "broadcast": 0, "allgather": 1, "_allgather_base": 1,
          "all_gather_single": 1, "reduce_scatter": 0, "_reduce_scatter_base": 0,
          "reduce_scatter_single": 0}  # fmt: skip
 # Of operations that have something as large on all ranks: which argument.
+OF_WHAT = 40  # bits; above them where this rank has put what it brings
 YIELDS, PAUSE_S = 50, 5e-5  # of a rank that waits: others may need its core
 SIZES = 8  # of what one rank sends another: the last ones that are told
 
@@ -34,10 +36,11 @@ class Parted(RuntimeError):
 
 class Rendezvous:
     """An interposer of the ledger's, on one rank. patience_s: until ranks that all wait, each for
-    others, are taken to wait for ever."""
+    others, are taken to wait for ever. by_memory: small operations are carried out without Gloo."""
 
-    def __init__(self, board: Board, rank: int) -> None:
-        self._board, self._rank = board, rank
+    def __init__(self, board: Board, rank: int, exchange: Exchange | None = None) -> None:
+        self._board, self._rank, self._exchange = board, rank, exchange
+        self.by_memory = exchange is not None
         self._times: dict[int, int] = {}
         self._later: list[_Later] = []  # not begun, in order
         self._begun: list[_Later] = []  # a work that nobody holds may end before it is done
@@ -83,9 +86,14 @@ class Rendezvous:
             else:
                 self._begin_what_has_come()
             return later
-        if call.op != "recv_anysource":
-            self._meet(call)
-        return self._carry_out(call)
+        if call.op == "recv_anysource":
+            return self._carry_out(call)
+        number, slots = self._meet(call)
+        if self._exchange is None or not all(slots) or self._is_off:
+            return self._carry_out(call)
+        below = ByMemory(self._exchange, call, slots, number)
+        with call.group.carried_out_by(below):
+            return self._carry_out(call)
 
     def _carry_out(self, call: Call) -> Any:
         return call.issue() if self._beyond is None else self._beyond(call)
@@ -104,11 +112,16 @@ class Rendezvous:
             self.turn_off()
         return self.come(key)
 
-    def _meet(self, call: Call) -> None:
-        """Wait until the others have come to it. Parted where one of them never will."""
+    def _meet(self, call: Call) -> tuple[int, list[int]]:
+        """Wait until the others have come to it: which of the group's operations it is, and by rank
+        where it has put what it brings. Parted where one of them never will."""
         key, what = number_of(call.group.ranks, call.event["pg"]), _what(call)
         before = self._board.seen(self._rank, key)[1]
-        own = self.come(key, what)
+        number, slot = self._times.get(key, 0) + 1, 0
+        # In a step that is known to end one may go on with Gloo that has waited for long.
+        if self.by_memory and self._exchange is not None and not self._as_it_is:
+            slot = self._exchange.bring(key, number, call)
+        own = self.come(key, what | slot << OF_WHAT)
         others = [rank for rank in call.group.ranks if rank != self._rank]
 
         def all_are_there() -> bool:
@@ -116,7 +129,7 @@ class Rendezvous:
                 rank = others[-1]
                 ended = self._board.has_ended(rank)  # before it is looked where it is
                 times, its = self._board.seen(rank, key)
-                if times == own and its != what:
+                if times == own and its & ((1 << OF_WHAT) - 1) != what:
                     self._part(f"rank {rank} does something else than {call.op} there")
                 if times < own:
                     if ended:
@@ -131,6 +144,8 @@ class Rendezvous:
             # Who comes later does not find this rank here, and one who is behind finds it there.
             self._board.put(key, own - 1, before)
             raise
+        told = [] if self._is_off else [self._board.told(r, key, own) for r in call.group.ranks]
+        return own, [one >> OF_WHAT for one in told] or [0]
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
         until, times = time.monotonic() + self.patience_s, 0

@@ -25,6 +25,7 @@ from sumgrad.subjects.program.tried.board import Board
 from sumgrad.subjects.program.tried.changed import Changed, summed, summed_before
 from sumgrad.subjects.program.tried.changed_collective import ChangedCollective
 from sumgrad.subjects.program.tried.edited import UsersFunctions
+from sumgrad.subjects.program.tried.exchange import Exchange
 from sumgrad.subjects.program.tried.kept_from import kept_from_outside
 from sumgrad.subjects.program.tried.rendezvous import Rendezvous
 from torch import Tensor
@@ -80,7 +81,8 @@ class Agreement:
     def rendezvous(self) -> Rendezvous:
         """Of this rank, with the others."""
         board = Board(self._over.with_name("board"), self._rank, self._num_ranks)
-        return Rendezvous(board, self._rank)
+        exchange = Exchange(self._over.with_name("exchange"), self._rank, self._num_ranks)
+        return Rendezvous(board, self._rank, exchange)
 
     def is_over(self) -> bool:
         """Of a file, for a store may wait for another that is gone."""
@@ -157,7 +159,7 @@ class Trials:
                         return
                 unseen = 0
             # What is right once may be so by what the change before it has left.
-            is_right = is_right and {*self._told(change)} == {"yes"}
+            is_right = is_right and {*self._told_by_gloo(change)} == {"yes"}
             yield Trial(change=change, right=is_right)
             right += is_right
             if is_right and change.sure:  # others may make good what they are not
@@ -204,6 +206,7 @@ class Trials:
             self._run.stepped = True
             old.close()
             self._modules = _modules_of(self._run)
+        self._agreement.of_all("yes")  # none begins a round while others are in this one
         return self._is_as_it_was()
 
     def _told(self, change: Change) -> Sequence[str]:
@@ -219,6 +222,14 @@ class Trials:
         soon = change.edit is not None and not change.anew
         patience = max(PATIENCE_EDITED_S, 2 * self._usual_s) if soon else PATIENCE_RAISED_S
         return self._agreement.of_all(own, patience)
+
+    def _told_by_gloo(self, change: Change) -> Sequence[str]:
+        """The same, with every operation carried out as in the user's run."""
+        before, self._rendezvous.by_memory = self._rendezvous.by_memory, False
+        try:
+            return self._told(change)
+        finally:
+            self._rendezvous.by_memory = before
 
     @contextlib.contextmanager
     def _not_for_ever(self, least_s: float = LEAST_S) -> Iterator[None]:

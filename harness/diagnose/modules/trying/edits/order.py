@@ -20,7 +20,7 @@ from sumgrad.diagnose.modules.trying.edits.source import reaching_outside
 from sumgrad.record.trial import Edit, edited_source
 
 MOST_LOOKING_S = 2.0
-MOST_EDITS = 240  # each is a step of all ranks
+MOST_EDITS = 480  # each is a step of all ranks
 # Of a line that is not named, in a function that has one that is, or is called in one that has;
 # twice that in others.
 LATER = 1
