@@ -137,10 +137,12 @@ class Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """right: whether every gradient of every rank was."""
+    """right: whether every gradient of every rank was. avoids: functions of the user's, `PATH:10
+    NAME`, that the step runs as it is on some rank, and so changed on no such rank any more."""
 
     change: Change
     right: bool
+    avoids: tuple[str, ...] = ()
 
 
 def edited_source(source: str, edit: Edit) -> str:
@@ -207,7 +209,8 @@ def read_trials(directory: Path) -> tuple[Trial, ...]:
 
 
 def _trial_from(said: Mapping[str, Any]) -> Trial:
-    return Trial(change=_change_from(said["change"]), right=bool(said["right"]))
+    avoids = tuple(map(str, said.get("avoids", ())))
+    return Trial(change=_change_from(said["change"]), right=bool(said["right"]), avoids=avoids)
 
 
 def _change_from(said: Mapping[str, Any]) -> Change:

@@ -216,6 +216,43 @@ def test_edits_of_how_it_is_set_up_come_last_or_first_of_a_known_cause(
     assert asked == [of_step]  # of one rank nothing is cut
 
 
+def test_within_what_was_avoided_more_is_tried(record, monkeypatch):
+    """An edit without which a function does not run tells where to look: it ends no search."""
+    asked, folder, looked = [], record.directory / TRIALS, []
+    around, within = EDITS[:2], EDITS[1:]
+
+    class Ranks:
+        def run(self, job, *, progress):
+            asked.append(read_asked(folder)[0].changes)
+            for one in asked[-1]:
+                avoids = ("f.py:7 f", "f.py:9 g") if one == around[0] else ()
+                add_trial(folder, Trial(change=one, right=bool(avoids), avoids=avoids))
+
+    def edited_to_try(*args, said, set_up=False, **more):
+        looked.append((said, set_up))
+        if set_up:
+            return None
+        return replace(ASKED, changes=around if len(looked) == 1 else within), WANTED
+
+    monkeypatch.setattr(trials, "changes_to_try", lambda *args, **more: None)
+    monkeypatch.setattr(trials, "edited_to_try", edited_to_try)
+
+    def tries():
+        return trials.try_changes(record, "structure", 0, 9.0, "a cause", launcher=Ranks(),
+                                  progress=lambda _: None)  # fmt: skip
+
+    assert tries() == trials.Tried(made=True)
+    assert asked == [around, within[1:]]  # and none twice
+    assert looked == [("a cause", False), ("a cause", True), ("a cause f.py:7 f.py:9", False)]
+    shutil.rmtree(folder)
+    asked[:], looked[:], around = [], [], EDITS[2:]
+    Ranks.run = lambda self, job, *, progress: add_trial(
+        folder, Trial(change=read_asked(folder)[0].changes[0], right=True)
+    )
+    assert tries() == trials.Tried(made=True)
+    assert looked == [("a cause", False)]
+
+
 def on_one_rank(*trials, wrong=True):
     """What came of the step there, and of changes of it: (change, right)."""
     data = {"tensors": [{"status": "fail" if wrong else "ok"}]}

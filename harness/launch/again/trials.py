@@ -100,7 +100,23 @@ def try_changes(
         late |= trying.is_late
         if trying.is_known():
             return Tried(made=True)
+    every += _within_what_was_avoided(
+        trying, look, said, time.monotonic() + EDITS_S if asked_s is None else by
+    )
     return Tried(made=bool(every), left=len(trying.not_begun(every)) if late else 0)
+
+
+def _within_what_was_avoided(
+    trying: _Trying, look: Callable[..., tuple[Asked, Values] | None], said: str, until: float
+) -> Sequence[Change]:
+    """Edits of functions without which the step was right, until then; which they were."""
+    avoided = trying.avoided()
+    names = " ".join(name.rpartition(" ")[0] for name in avoided)
+    edits = _looked_for(partial(look, said=f"{said} {names}")) if avoided else None
+    if edits is None:
+        return ()
+    trying.run_again(*edits, until, MOST_STARTS)
+    return edits[0].changes
 
 
 def _whether_of_the_set_up(record: Record, *, edits_only: bool) -> tuple[bool, ...]:
@@ -139,9 +155,15 @@ class _Trying:
         self.is_late = False
 
     def is_known(self) -> bool:
-        """Whether something makes it right that is a cause, or an edit does: one is enough."""
-        right = [one.change for one in read_trials(self._record.directory) if one.right]
-        return any(change.sure or change.edit is not None for change in right)
+        """Whether something makes it right that is a cause, or an edit does: one is enough. Not one
+        that only has a function not run in which what is wrong may be."""
+        right = [one for one in read_trials(self._record.directory) if one.right]
+        return any((a.change.sure or a.change.edit is not None) and not a.avoids for a in right)
+
+    def avoided(self) -> tuple[str, ...]:
+        """Functions that the step does not run, where it was made right so."""
+        made = read_trials(self._record.directory)
+        return tuple(dict.fromkeys(name for one in made if one.right for name in one.avoids))
 
     def not_begun(self, changes: Sequence[Change]) -> list[Change]:
         """Those of them that no rank has begun with."""

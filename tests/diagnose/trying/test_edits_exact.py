@@ -52,7 +52,7 @@ def test_names_of_one_kind_conditions_terms_and_statements():
         "return part.std(1, unbiased=False) * x", "return part.std(1) * x",
     ):  # fmt: skip
         assert one in found, one
-    assert not any("scale - own" in one for one in found)  # of another kind
+    assert not any("(scale - own" in one for one in found)  # of another kind
     assert "part = (total - total) / (scale - 1)" in found
 
 

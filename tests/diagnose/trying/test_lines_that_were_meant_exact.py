@@ -45,6 +45,8 @@ def becomes(code, edit: Edit):
     ("z = x.lerp(y, w)", "z = x.lerp(y, (1 - w))"),
     ("z = torch.lerp(x, y, 0.9)", "z = torch.lerp(y, x, 0.9)"),
     ("z = 0.9 * x", "z = (1 - 0.9) * x"),
+    ("z = x / w + y.sum(0)", "z = x / w + y.sum(0) * w"),
+    ("z = x / w - y", "z = x / w - y / w"),
     ("z = x * n ** -0.5", "z = x * n ** -1"),
     ("z = x * n ** -1", "z = x * n ** -0.5"),
     ("z = (x - y) ** 2", "z = (x - y)"),

@@ -942,3 +942,52 @@ def test_lines_are_looked_at_no_longer_than_so(monkeypatch):
 @pytest.mark.parametrize(("name", "words"), [("0.up", "the module 0.up"), ("", "the model itself")])
 def test_a_module_that_is_changed_is_called_one(name, words):
     assert _place(SimpleNamespace(function=f"{MODULE}{name}")) == words
+
+
+AROUND = Edit(file="f.py", start=(3, 0), end=(3, 1), old="f()", new="pass", was="x = f(x)",
+              becomes="pass")  # fmt: skip
+OWN, SHARED, PLAIN_ONE = "f.py:7 Clean.f.<locals>.own", "f.py:8 shared", "f.py:9 says"
+
+
+def around(*told, cause=CAUSE):
+    """What is said of a cause. told: what edits leave not run."""
+    trials = [
+        Trial(right=True, avoids=avoids, change=Change(
+            site=f"f.py:{3 + at}", function="", way="edit",
+            edit=replace(AROUND, start=(3 + at, 0))))
+        for at, avoids in enumerate(told)
+    ]  # fmt: skip
+    held = case(*trials)
+    names = SimpleNamespace(computed=SimpleNamespace(names={SHARED: {}}))
+    held.traces.single = names
+    own = SimpleNamespace(computed=SimpleNamespace(names={OWN: {}, SHARED: {}}, computations=()))
+    held.traces.ranks = {0: own}
+    return with_what_was_tried(held, cause)
+
+
+def test_an_edit_with_which_what_the_ranks_run_is_not_run_says_where_to_look():
+    says = replace(CAUSE, kind="backward", standing="likely", cause="the backward of own is wrong")
+    found = around((OWN, SHARED, PLAIN_ONE), cause=says)
+    assert (found.cause, found.standing) == (says.cause, "likely")
+    assert found.because[:2] == (
+        "f.py:3 `x = f(x)`: were it left out, every gradient of every rank would be right: the "
+        "step was run so",
+        "own at f.py:7 is not run then, and what is wrong may be in there",
+    )
+    leads = around(
+        (SHARED, PLAIN_ONE), cause=says
+    )  # the single process runs it, or it computes nothing
+    assert leads.cause.startswith("f.py:3 `x = f(x)`")
+    assert not any("not run" in line for line in leads.because)
+
+
+def test_one_that_goes_round_nothing_comes_first():
+    found = around((OWN,), ())
+    assert found.cause.startswith("f.py:4 `x = f(x)`: were it left out")
+    assert not any("not run" in line for line in found.because)
+
+
+def test_one_that_goes_round_leads_where_nothing_is_known():
+    found = around((OWN,))
+    assert found.cause.startswith("f.py:3 `x = f(x)`: were it left out")
+    assert found.because[0].startswith("own at f.py:7 is not run then")

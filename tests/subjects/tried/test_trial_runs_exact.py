@@ -26,6 +26,7 @@ from sumgrad.record.trial import (
 from sumgrad.subjects.program.tier_run import TierRun
 from sumgrad.subjects.program.tried import changed, trials
 from sumgrad.subjects.program.tried.changed import Changed
+from sumgrad.subjects.program.tried.functions_run import functions_run
 from sumgrad.subjects.program.tried.trials import Agreement, Trials
 from sumgrad.subjects.program.watched.computations import Computations
 from torch import nn
@@ -636,7 +637,8 @@ def test_what_is_asked_and_found_is_read_as_it_was_written(tmp_path):
     assert torch.equal(values.before[3]["w"], RIGHT["w"])
     finish_trials(folder)
     assert read_trials(tmp_path) == ()
-    told = (Trial(change=CHANGES[0], right=True), Trial(change=CHANGES[1], right=False))
+    told = (Trial(change=CHANGES[0], right=True, avoids=("f.py:3 f",)),
+            Trial(change=CHANGES[1], right=False))  # fmt: skip
     add_trial(folder, told[0])
     assert read_trials(tmp_path) == ()  # ranks try yet
     finish_trials(folder)
@@ -731,3 +733,58 @@ def test_a_model_is_whole_where_all_of_it_is_on_some_rank(monkeypatch, held, unk
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: labels.append(op))
     assert run.is_whole() is whole
     assert labels == ["setup/places", dist.ReduceOp.MAX]
+
+
+def helper():
+    return [one for one in (1, 2)]
+
+
+def unused():
+    raise AssertionError
+
+
+def test_functions_that_run_are_told_by_their_first_lines():
+    with functions_run() as run:
+        helper()
+        with contextlib.suppress(AssertionError):
+            unused()
+        assert [*map(lambda one: torch.zeros(one).sum(), [2])] == [0]
+    names = {name.rpartition(" ")[2] for name in run}
+    assert {"helper", "unused"} <= names
+    assert not any("<" in name for name in names)
+    assert all(name.startswith(f"{__file__}:") for name in run if name.endswith(" helper"))
+    assert not any("torch" in name.partition(":")[0].split("/") for name in run)
+
+
+def test_what_is_not_run_where_it_is_right_is_told_of_all_ranks(monkeypatch):
+    def gives(change, _):
+        if change is None or change == CHANGES[3]:
+            helper()
+        if change == CHANGES[3]:
+            unused_too()
+        return RIGHT if change in CHANGES[2:4] else FAILED
+
+    monkeypatch.setattr(Alone, "of_all", lambda self, own, patience_s=0.0: [own, '["there.py:3 f"]']
+                        if own.startswith("[") else [own])  # fmt: skip
+    told, _ = found(monkeypatch, gives, changes=CHANGES[:5])
+    assert [one.right for one in told] == [False, False, True, True, False]
+    names = [[name.rpartition(" ")[2] for name in one.avoids] for one in told]
+    assert names == [[], [], ["helper", "f"], ["f"], []]
+
+
+def unused_too():
+    """Run by a change alone."""
+
+
+def test_operations_go_by_memory_but_for_what_is_confirmed(monkeypatch):
+    seen, rendezvous = [], NoRendezvous()
+    rendezvous.by_memory = True
+    monkeypatch.setattr(Alone, "rendezvous", lambda self: rendezvous)
+
+    def gives(change, _):
+        seen.append((change in CHANGES[:1], rendezvous.by_memory))
+        return RIGHT if change in CHANGES[:1] else FAILED
+
+    found(monkeypatch, gives, changes=CHANGES[:1])
+    assert seen == [(False, True), (True, True), (False, True), (True, False)]
+    assert rendezvous.by_memory

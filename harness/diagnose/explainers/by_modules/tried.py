@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from sumgrad.base.outcome import some_of
 from sumgrad.base.verdict import Diagnosis, Standing
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.in_code.left_undone import without_what_is_left_undone
@@ -13,6 +14,7 @@ from sumgrad.diagnose.explainers.by_modules.leading import PLACES
 from sumgrad.diagnose.explainers.by_modules.looked import (
     fraction_of,
     line_and_code,
+    line_from_here,
     ordinal,
     unless_it_fails,
 )
@@ -38,11 +40,13 @@ def with_what_was_tried(case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """A cause that is not proved, behind what makes the step right. One that says by what leads
     where that is a factor, something less or an edit, and where it says the same."""
     found = _said(case)
-    if not found:
+    if found is None:
         return diagnosis
-    (first, said) = found
+    first, said = found.change, found.lines
     if first.edit is not None and first.sure:
         diagnosis = replace(diagnosis, because=without_what_is_left_undone(diagnosis.because))
+    if found.avoided and not diagnosis.cause.startswith("open: "):
+        return replace(diagnosis, because=(*said, *diagnosis.because))
     if diagnosis.standing == "proved":  # it says what became of gradients; an edit, where
         is_edit = first.edit is not None
         return replace(diagnosis, because=(*said, *diagnosis.because)) if is_edit else diagnosis
@@ -69,8 +73,18 @@ def with_what_was_tried(case: Case, diagnosis: Diagnosis) -> Diagnosis:
                      however=diagnosis.however, standing=standing)  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Right:
+    """What made the step right. avoided: functions of the ranks' own that do not run then, in which
+    what is wrong may be; lines: all of it in words."""
+
+    change: Change
+    avoided: Sequence[str]
+    lines: Sequence[str]
+
+
 @unless_it_fails
-def _said(case: Case) -> tuple[Change, list[str]] | None:
+def _said(case: Case) -> _Right | None:
     trials, traces = case.record.trials, case.traces
     if traces is None:
         return None
@@ -86,11 +100,13 @@ def _said(case: Case) -> tuple[Change, list[str]] | None:
     }
     if not known:
         return None
+    avoided = {one.change: _own_of_ranks(case, one.avoids) for one in trials if one.right}
     # One line before several, of which one may make good what another does wrong; of equals the
     # last: what is linear may stand before a sum, or after it.
     first, *others = sorted(
         known,
         key=lambda one: (
+            bool(avoided[one]),
             one.edit is not None and not one.sure,
             one.several,
             WAYS.index(one.way),
@@ -100,13 +116,34 @@ def _said(case: Case) -> tuple[Change, list[str]] | None:
     )
     line = _where(first, known[first][:1])
     more = [o for o in others if _where(o, known[o]) != line and not o.also]
-    return first, [
+    lines = [
         f"{_in_words(first, known[first])}, every gradient of every rank would be right: the step "
         f"was {'distributed and run' if first.anew else 'run'} so",
+        *_not_run(avoided[first]),
         *(f"{_in_words(one, known[one])}, they would be, too" for one in more[:MOST_OTHERS]),
         f"of {len(trials)} such changes that were tried {sum(one.right for one in trials)} made "
         f"it right",
     ]
+    return _Right(change=first, avoided=avoided[first], lines=lines)
+
+
+def _own_of_ranks(case: Case, functions: Sequence[str]) -> list[str]:
+    """Those that compute something, and that the single process does not run."""
+    if not functions:
+        return []
+    assert case.traces is not None
+    single = case.traces.single.computed.names
+    computing = {name for trace in case.traces.ranks.values() for name in trace.computed.names}
+    return [name for name in functions if name in computing and name not in single]
+
+
+def _not_run(functions: Sequence[str]) -> list[str]:
+    if not functions:
+        return []
+    words = [f"{name.rpartition('.')[2]} at {line_from_here(at)}"
+             for at, _, name in (one.rpartition(" ") for one in functions)]  # fmt: skip
+    verb = "is" if len(words) == 1 else "are"
+    return [f"{some_of(words)} {verb} not run then, and what is wrong may be in there"]
 
 
 Found = tuple[int, Computation]

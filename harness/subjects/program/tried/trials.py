@@ -6,6 +6,7 @@ Every rank holds its own gradients against what they must be, and all of them ha
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from sumgrad.subjects.program.tried.changed import Changed, summed, summed_befor
 from sumgrad.subjects.program.tried.changed_collective import ChangedCollective
 from sumgrad.subjects.program.tried.edited import UsersFunctions
 from sumgrad.subjects.program.tried.exchange import Exchange
+from sumgrad.subjects.program.tried.functions_run import functions_run
 from sumgrad.subjects.program.tried.kept_from import kept_from_outside
 from sumgrad.subjects.program.tried.rendezvous import Rendezvous
 from torch import Tensor
@@ -62,9 +64,9 @@ class Agreement:
         self._store, self._rank, self._num_ranks, self._over = store, rank, num_ranks, over
         self._times = 0
 
-    def of_all(self, own: Told, patience_s: float = PATIENCE_S) -> Sequence[str]:
-        """By rank. TimeoutError where one says nothing in time, or waits for the others no more:
-        it has ended since, and so did what the others waited for in their step."""
+    def of_all(self, own: str, patience_s: float = PATIENCE_S) -> Sequence[str]:
+        """By rank, in a word. TimeoutError where one says nothing in time, or waits for the others
+        no more: it has ended since, and so did what the others waited for in their step."""
         self._times += 1
         self._store.set(f"{self._times}/{self._rank}", own)
         keys = [f"{self._times}/{rank}" for rank in range(self._num_ranks)]
@@ -130,6 +132,7 @@ class Trials:
         self._wanted = values.wanted
         self._failed = values.before.get(run.seat.rank, {})
         self._usual_s, self._until, self._times_anew = 0.0, 0.0, 0
+        self._run_as_it_is: set[str] = set()
         self._modules = _modules_of(run)
         self._is_wrapped = any(map(_wraps, run.model.modules()))
         self._functions, self._rendezvous = UsersFunctions(), agreement.rendezvous()
@@ -150,17 +153,18 @@ class Trials:
             unseen += often if raises and (self._is_wrapped or not raised) else 1
             raised |= raises
             if is_right or unseen >= MOST_UNSEEN:
-                if not self._is_as_it_was():  # the step remembers: what is tried now is another
+                # Where it is not, the step remembers: what is tried now is another.
+                if not self._is_as_it_was(by_functions=is_right):
                     if is_right and change.edit is not None and not change.anew:
-                        afresh = replace(change, anew=True)
-                        yield Trial(change=afresh, right={*self._told(afresh)} == {"yes"})
+                        yield self._confirmed(replace(change, anew=True))
                         return
                     if not self._is_anew_as_it_was():
                         return
                 unseen = 0
             # What is right once may be so by what the change before it has left.
-            is_right = is_right and {*self._told_by_gloo(change)} == {"yes"}
-            yield Trial(change=change, right=is_right)
+            made = self._confirmed(change) if is_right else Trial(change=change, right=False)
+            is_right = made.right
+            yield made
             right += is_right
             if is_right and change.sure:  # others may make good what they are not
                 first = min(first, num)
@@ -173,14 +177,17 @@ class Trials:
         """Whether it is so on any rank."""
         return "yes" in self._agreement.of_all("yes" if own else "no")
 
-    def _is_as_it_was(self) -> bool:
+    def _is_as_it_was(self, *, by_functions: bool = False) -> bool:
         """Whether the step, as it is, gives every rank what it gave when it failed.
 
         Up to the bounds of what is right: a reducer that has seen a step may sum in another order.
+        by_functions: which it runs is kept, too.
         """
         began, same = time.monotonic(), False
         with self._not_for_ever(LEAST_AS_IT_IS_S), contextlib.suppress(Exception):
-            held = self._steps(None).grads[-1]
+            with functions_run() if by_functions else contextlib.nullcontext(set[str]()) as run:
+                held = self._steps(None).grads[-1]
+            self._run_as_it_is = run
             same = held.keys() == self._failed.keys() and all(
                 self._is_within(f"{self._asked.step}/{n}", grad, self._failed[n])
                 for n, grad in held.items()
@@ -223,13 +230,18 @@ class Trials:
         patience = max(PATIENCE_EDITED_S, 2 * self._usual_s) if soon else PATIENCE_RAISED_S
         return self._agreement.of_all(own, patience)
 
-    def _told_by_gloo(self, change: Change) -> Sequence[str]:
-        """The same, with every operation carried out as in the user's run."""
+    def _confirmed(self, change: Change) -> Trial:
+        """What was right once more, with every operation carried out as in the user's run."""
         before, self._rendezvous.by_memory = self._rendezvous.by_memory, False
         try:
-            return self._told(change)
+            with functions_run() as run:
+                told = self._told(change)
         finally:
             self._rendezvous.by_memory = before
+        own = sorted(self._run_as_it_is - run)
+        every = (json.loads(one) for one in self._agreement.of_all(json.dumps(own)))
+        avoids = tuple(sorted({name for one in every for name in one}))
+        return Trial(change=change, right={*told} == {"yes"}, avoids=avoids)
 
     @contextlib.contextmanager
     def _not_for_ever(self, least_s: float = LEAST_S) -> Iterator[None]:

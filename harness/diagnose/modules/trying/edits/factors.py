@@ -20,6 +20,7 @@ from sumgrad.diagnose.modules.trying.edits.source import (
 
 MOST_NAMES = 8  # of one function, by which something in it is multiplied
 TENSOR, NUMBER = ("tensor float", "parameter float"), "float"
+MOST_FACTORS, PLAIN = 3, ("float", "int")
 TWICE = "2"  # each pair is counted from both sides
 Meant = tuple[ast.expr, str]
 
@@ -54,6 +55,22 @@ def of_terms(function: Function, text: Text) -> Iterator[Meant]:
                     for term in (node.right, node.left):
                         if _may_be_twice(term):
                             yield term, f"{TWICE} * {as_one(term, text)}"
+
+
+def of_terms_by_name(function: Function, text: Text, kinds: Mapping[str, str]) -> Iterator[Meant]:
+    """One of two terms times, or by, a number that has a name."""
+    read = names_in(function)
+    names = [name for name, kind in kinds.items()
+             if kind == NUMBER and name.partition(".")[0] in read][:MOST_FACTORS]  # fmt: skip
+    for body in bodies(function):
+        for node in (one for statement in body for one in expressions(statement)):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+                for term in (node.right, node.left):
+                    if isinstance(term, ast.Constant) or kinds.get(text(term)) in PLAIN:
+                        continue
+                    for name in [one for one in names if one not in names_in(term)]:
+                        own = as_one(term, text)
+                        yield from ((term, f"{own} * {name}"), (term, f"{own} / {name}"))
 
 
 def _may_be_twice(term: ast.expr) -> bool:

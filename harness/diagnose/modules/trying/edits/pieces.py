@@ -18,7 +18,11 @@ from sumgrad.diagnose.modules.trying.edits.alternatives import (
     kept_in_full,
 )
 from sumgrad.diagnose.modules.trying.edits.directions import the_other_way
-from sumgrad.diagnose.modules.trying.edits.factors import of_terms, of_what_is_returned
+from sumgrad.diagnose.modules.trying.edits.factors import (
+    of_terms,
+    of_terms_by_name,
+    of_what_is_returned,
+)
 from sumgrad.diagnose.modules.trying.edits.lacking import (
     bound_at_once,
     one_more_or_less,
@@ -170,7 +174,8 @@ class Edits:
             yield from self._source.instead(FIRST, node, new)
         text = self._source.of_node
         returned = of_what_is_returned(function, text, kinds) if of_a_backward else ()
-        for node, new in (*returned, *of_terms(function, text)):
+        by_name = of_terms_by_name(function, text, kinds)
+        for node, new in (*returned, *of_terms(function, text), *by_name):
             yield from self._source.instead(LATER, node, new, sure=False)
         for body in bodies(function):
             for at, statement in enumerate(body):
