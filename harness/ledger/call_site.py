@@ -18,7 +18,8 @@ _TRANSPORT = tuple(
         "ledger/backends.py",
         "ledger/delegation.py",
         "subjects/program/lift.py",
-        "subjects/program/watched/computations.py",
+        "subjects/program/functions/",
+        "subjects/program/watched/",
         "subjects/script/doubled.py",
         "subjects/own_gradients.py",
         "subjects/planned/exchange.py",
@@ -47,7 +48,7 @@ def own_issuer() -> str | None:
     frame = sys._getframe(2)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_TORCH) and name not in _TRANSPORT and "contextlib" not in name:
+        if not name.startswith(_TORCH) and not name.startswith(_TRANSPORT) and "contextlib" not in name:
             return None
         if name.startswith(_TORCH) and name.removeprefix(_TORCH) in OWN_WAITING:
             return name.removeprefix(_TORCH)
@@ -71,7 +72,7 @@ def users_call() -> tuple[int, int]:
 def _users_frame(frame: FrameType) -> FrameType:
     while frame.f_back is not None:
         name = frame.f_code.co_filename
-        below = name.startswith(_TORCH) or name in _TRANSPORT
+        below = name.startswith((_TORCH, *_TRANSPORT))
         if not below and not any(part in name for part in _WRAPPERS):
             break
         frame = frame.f_back

@@ -473,3 +473,11 @@ def test_elements_that_have_to_be_nothing():
 
 def test_many_factors_are_cut():
     assert len([*_each([float(i) + 2 for i in range(9)])]) == 7
+
+
+def test_what_was_chosen_is_named_before_what_it_was_chosen_from():
+    chosen = X.exp()
+    several = torch.stack([chosen, chosen - 1.7, chosen - 2.9])
+    for values, at in (([several, chosen], 1), ([chosen, several], 0), ([several], 0)):
+        found = how_apart(X, Needed(value=chosen, spare=0), Numbers(values))
+        assert (found.kind, found.there) == ("there", at)

@@ -113,6 +113,10 @@ class Numbers:
         low = torch.searchsorted(self._numbers, sample - width)
         return low == torch.searchsorted(self._numbers, sample + width, right=True)
 
+    def how_many(self, number: int) -> int:
+        """Elements of a whole value."""
+        return self._values[number].numel()
+
     def has_all(self, value: Tensor, number: int) -> bool:
         found = self._ranges(value, number)
         return found is not None and bool((found[0] < found[1]).all())

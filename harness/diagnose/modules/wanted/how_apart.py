@@ -58,7 +58,9 @@ def how_apart(own: Tensor, need: Needed, there: Numbers) -> How | None:
     if how is None and bool(known.all()) and len(got.unique()) >= ENOUGH:
         same = (got.sort().values - want.sort().values).abs() <= near
         how = How("order") if bool(same.all()) else None
-    for number in sorted(there.holding(want)) if how is None else ():
+    # What has no others beside them first: a largest is among what it was chosen from, too.
+    held = there.holding(want) if how is None else ()
+    for number in sorted(held, key=lambda n: (there.how_many(n), n)):
         if there.has_all(want, number):
             return How("there", there=number)
     return how
