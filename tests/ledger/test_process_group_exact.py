@@ -202,7 +202,8 @@ def test_what_is_written_of_each_operation(group, tmp_path, call, event):
     [
         *(PACKAGE / f"{name}.py"
           for name in ("ledger/process_group", "subjects/program/lift", "subjects/planned/exchange",
-                       "convention", "faults/misbehaviour", "subjects/program/functions/every_apply",
+                       "convention", "faults/misbehaviour",
+                       "subjects/program/functions/every_apply",
                        "subjects/program/watched/computations")),
         Path(torch.__file__).with_name("anything.py"),
         Path("/usr/lib/python3/contextlib.py"),

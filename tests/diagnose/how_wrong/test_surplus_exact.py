@@ -10,6 +10,7 @@ import torch
 from sumgrad.diagnose.explainers.by_modules import looked
 from sumgrad.diagnose.explainers.by_modules.backwards import missing_sum
 from sumgrad.diagnose.explainers.by_modules.forwards import surplus
+from sumgrad.diagnose.modules.how_wrong import counted_once as counted_once_module
 from sumgrad.diagnose.modules.how_wrong.counted_once import counted_once
 from sumgrad.diagnose.modules.how_wrong.missing_sum import SUMMED, MissingSum, whole_but_for
 from sumgrad.diagnose.modules.how_wrong.missing_sum import missing_sum as find_missing_sum
@@ -431,3 +432,23 @@ def test_the_words_of_a_term_of_the_whole(monkeypatch):
     case = case_of(monkeypatch, traces)
     found = FirstWrong(wrong="", seen=tuple(found_in(traces, "")))
     assert surplus.whole_on_each(case, found) == ""
+
+
+def test_an_output_that_is_all_what_a_line_gives_is_no_part_of_a_sum(monkeypatch):
+    """Rows of it that stand elsewhere are vectors of the whole all the same."""
+    traces, one = strips(1.0, 1.0, 1.0)
+    assert one is not None
+    alike = {"is_all": [], "told": counted_once_module._is_all}
+
+    def seen(value, rest):
+        alike["is_all"].append(float(rest.abs().max()))
+        return True
+
+    monkeypatch.setattr(counted_once_module, "_is_all", seen)
+    whole, groups = by_module(traces.single, "".__eq__), [("sp", [(0, 1, 2)])]
+    assert counted_once(traces, found_in(traces, ""), whole, groups, 1e-8) is None
+    assert min(alike["is_all"]) > 0.1
+    x = torch.tensor([1.0, -2.0]).double()
+    assert alike["told"](x, x - x)
+    assert alike["told"](x, (x * (1 + 1e-15)) - x)
+    assert not alike["told"](x, x * 1e-9)

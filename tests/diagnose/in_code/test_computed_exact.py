@@ -255,7 +255,7 @@ def test_what_is_added_may_be_a_part():
     with_graph = X.clone().requires_grad_()
     found = first(recorded(plus, with_graph[OWN], 0 * X[OWN]), recorded(plus, with_graph, X))
     assert (found.at, found.how.factor, found.how.num) == (1, 0, 15)  # a mask, or a bias
-    assert "zero, and there it is not (the first: " in _differs(found, found.how, "")
+    assert "zero, and there it is not (for one: " in _differs(found, found.how, "")
     own = (X[OWN] / 2).requires_grad_()
     assert first(recorded(plus, with_graph[OWN], own), recorded(plus, with_graph, X)) is None
 
@@ -514,7 +514,7 @@ def test_what_is_only_cut_and_shaped_was_made_by_the_line_that_looked_it_up():
     )
     assert said.endswith(
         "do not belong together: in at least 1 of 2 elements that could be compared (the second of "
-        "the 3 times that it runs; the first: 1 stands beside what has 2 there) on rank 0"
+        "the 3 times that it runs; for one: 1 stands beside what has 2 there) on rank 0"
     )
 
 
@@ -522,7 +522,7 @@ def test_a_line_that_runs_once_has_no_number():
     on_rank = recorded(token_loss, X[OWN], LABELS[OWN] + 1)
     said = _in_words(case_of(on_rank), [first(on_rank, recorded(token_loss, X, LABELS))])
     assert said.endswith(
-        "do not belong together: in 3 of 3 elements that could be compared (the first: 1 stands "
+        "do not belong together: in 3 of 3 elements that could be compared (for one: 1 stands "
         "beside what has 0 there) on rank 0"
     )
 
@@ -588,9 +588,9 @@ def test_ranks_where_two_do_not_belong_together_are_told_alike():
     assert "do not belong together, though the numbers of each are there: in 3 of 3" in alone
     assert "though" not in both
     assert both.endswith(
-        "do not belong together: in 3 of 3 elements that could be compared (the first: 2 stands "
+        "do not belong together: in 3 of 3 elements that could be compared (for one: 2 stands "
         "beside what has 3 there) on rank 0; in at least 1 of 3 elements that could be compared "
-        "(the first: 3 stands beside what has 1 there) on rank 1"
+        "(for one: 3 stands beside what has 1 there) on rank 1"
     )
     several = replace(found[0], how=replace(found[0].how, several=True))
     assert _in_words(case, [several]).endswith(

@@ -388,7 +388,7 @@ def _start_of_forward(case: Case, look: Look, found: FirstWrong) -> tuple[str, l
     else:
         text, where = f"{start} the output of {at} is wrong {ranks}", ""
     if not near and not look.paths.next_below(found.wrong, lambda m: look.forward(m) == "right"):
-        text += "; no module whose output could be compared leads to it"
+        text += "; no module that leads to it is known to be right"
     return text, [line for line in (where, *extra) if line]
 
 

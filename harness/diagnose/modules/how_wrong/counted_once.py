@@ -84,11 +84,17 @@ def _explaining(
         if told[0].numel() not in (1, total.numel()):
             continue
         value = told[0] if told[0].numel() == 1 else told[0].reshape(total.shape)
-        if _is_taken_off(traces.ranks[s.rank], traces.ranks[s.rank].output_of(s.call) - value):
+        rest = traces.ranks[s.rank].output_of(s.call) - value
+        if _is_all(value, rest) or _is_taken_off(traces.ranks[s.rank], rest):
             continue
         where = match(vectors(total - (len(ranks) - 1) * value), wanted.outputs, tolerance)
         if where is not None and bool(where.found.any(1).all()):
             yield c
+
+
+def _is_all(value: Tensor, rest: Tensor) -> bool:
+    """Whether nothing is left of an output without it: then that is no part of a sum."""
+    return float(rest.abs().max()) <= CLOSE * float(value.abs().max())
 
 
 def _is_taken_off(trace: Trace, rest: Tensor) -> bool:

@@ -313,20 +313,20 @@ def _differs(one: Otherwise, how: Difference, when: str) -> str:
     tells = how.of > 1 or (how.factor is not None and as_fraction(how.factor, 1e-9) is not None)
     if how.factor is not None and tells and not how.elsewhere:
         text = f"{fraction_of(how.factor)} times what it is there"
-        text = text if how.factor else f"zero, and there it is not (the first: {how.was:.6g})"
+        text = text if how.factor else f"zero, and there it is not (for one: {how.was:.6g})"
         shown = numbers if isinstance(one.mine.takes[one.at], str) else ""
         return f"{text}{_in_brackets(when, shown)}"
     if how.several:
         return "another than in any call there that has the rest of it"
     few = _in_so_many(how)
-    first = f"{'the first: ' if how.of > 1 else ''}{numbers}"
+    first = f"{'for one: ' if how.of > 1 else ''}{numbers}"
     return f"another{f' {few}' if how.num < how.of else ''}{_in_brackets(when, first)}"
 
 
 def _stands_beside(one: Otherwise, how: Difference, when: str) -> str:
     if how.several:
         return f"they stand together in no call there{_in_brackets(when)}"
-    beside = f"the first: {how.now:.6g} stands beside what has {how.was:.6g} there"
+    beside = f"for one: {how.now:.6g} stands beside what has {how.was:.6g} there"
     few = _in_so_many(how)
     return f"{few}{_in_brackets(when, beside)}"
 
