@@ -48,7 +48,11 @@ def own_issuer() -> str | None:
     frame = sys._getframe(2)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_TORCH) and not name.startswith(_TRANSPORT) and "contextlib" not in name:
+        if (
+            not name.startswith(_TORCH)
+            and not name.startswith(_TRANSPORT)
+            and "contextlib" not in name
+        ):
             return None
         if name.startswith(_TORCH) and name.removeprefix(_TORCH) in OWN_WAITING:
             return name.removeprefix(_TORCH)

@@ -11,6 +11,7 @@ from sumgrad.diagnose.explainers.by_modules import looked
 from sumgrad.diagnose.explainers.by_modules.backwards import missing_sum
 from sumgrad.diagnose.explainers.by_modules.forwards import surplus
 from sumgrad.diagnose.modules.how_wrong import counted_once as counted_once_module
+from sumgrad.diagnose.modules.how_wrong import surplus as surplus_module
 from sumgrad.diagnose.modules.how_wrong.counted_once import counted_once
 from sumgrad.diagnose.modules.how_wrong.missing_sum import SUMMED, MissingSum, whole_but_for
 from sumgrad.diagnose.modules.how_wrong.missing_sum import missing_sum as find_missing_sum
@@ -452,3 +453,18 @@ def test_an_output_that_is_all_what_a_line_gives_is_no_part_of_a_sum(monkeypatch
     assert alike["told"](x, x - x)
     assert alike["told"](x, (x * (1 + 1e-15)) - x)
     assert not alike["told"](x, x * 1e-9)
+
+
+def test_a_vector_that_is_in_every_row_has_any_of_their_numbers():
+    """As a class token: what comes out of it is the same."""
+    found = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 0], [1, 0, 1, 0]]).bool()
+    outputs = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0], [5.0, 6.0]]).double()
+    assert surplus_module._are_alike(found, outputs)
+    other = outputs.clone()
+    other[2, 1] = 2.5
+    assert not surplus_module._are_alike(found, other)
+    assert not surplus_module._are_alike(found & False, outputs)
+    assert surplus_module._are_alike(found[1:2], outputs[:, :0])
+    # Where the outputs are others than these, as of a pool, nothing may be there twice.
+    assert not surplus_module._are_alike(found, outputs[:2])
+    assert surplus_module._are_alike(found[1:2], outputs[:2])

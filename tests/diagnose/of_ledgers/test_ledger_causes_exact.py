@@ -8,6 +8,7 @@ import pytest
 import torch
 from records_in_memory import compared, program_record
 from sumgrad.diagnose.case import Case
+from sumgrad.diagnose.explainers.of_ledgers import ledger
 from sumgrad.diagnose.explainers.of_ledgers.ledger import (
     cause_in_ledger,
     runs_narrow,
@@ -199,3 +200,9 @@ def test_a_rank_that_reduces_only_its_own_before(first, kind, words):
     assert (cause.kind, cause.ranks) == (kind, (1,))
     assert words in cause.cause
     assert ("its group is one rank at mine.py:5" in cause.because) == (kind == "wrong_group")
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.0, ""), (1 + 1e-9, ""), (0.5, ", times 1/2"),
+                                              (0.298137, ", times 0.298137")])  # fmt: skip
+def test_with_which_factor_others_put_their_own_in(factor, said):
+    assert ledger._times({factor}) == said

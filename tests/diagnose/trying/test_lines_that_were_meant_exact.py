@@ -76,6 +76,8 @@ def becomes(code, edit: Edit):
     ("z = torch.cumprod(x, dim=1)", "z = x.flip(1).cumprod(1).flip(1)"),
     ("return x * w, y.sum(0)", "return (y.sum(0), x * w)"),
     # other functions, words and reductions
+    ("z = F.mse_loss(x * w, y * w)", "z = (F.mse_loss(x, y) * w)"),
+    ("z = F.huber_loss(x * w, w * y, delta=2)", "z = (F.huber_loss(x, y, delta=2) * w)"),
     ("z = x.abs()", "z = x.square()"), ("z = x.square()", "z = x.norm()"),
     ("z = F.l1_loss(x, y)", "z = F.mse_loss(x, y)"),
     ("p.mul_(w).add_(x)", "p.mul_(w).sub_(x)"),

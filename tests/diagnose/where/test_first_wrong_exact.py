@@ -215,3 +215,26 @@ def test_single_numbers_of_what_is_around_it_measure_nothing():
         assert not first_wrong._is_another_output(seen(around, (4, 3)), inner)
         assert not first_wrong._is_another_output(seen(around, (4, 1)), seen("a.b", (2, 1)))
     assert not first_wrong._is_another_output(seen("c", (4, 1)), inner)
+
+
+def test_a_call_above_is_told_by_the_order_where_one_is_called_more_often():
+    """An encoder that the second of three micro-batches does without."""
+    takes = {"encoder": (), "body": ("encoder",), LOSS: ("body",)}
+    calls = [("encoder", 0), ("body", 0), ("body", 1), ("encoder", 1), ("body", 2)]
+    factors = {("encoder", 0): 2.0, ("encoder", 1): 5.0, ("body", 0): 2.0, ("body", 1): 3.0,
+               ("body", 2): 5.0}  # fmt: skip
+
+    def held(change=None, leave=()):
+        return look(takes, *(
+            seen(m, 0, "right", number=n, backward="right", where=whole(), at=at,
+                 factors=torch.full((2,), {**factors, **(change or {})}[m, n]))
+            for at, (m, n) in enumerate(calls) if (m, n) not in leave
+        ))  # fmt: skip
+
+    assert first_wrong.first_wrong_backward(held(), ["encoder"]) is None
+    odd = first_wrong.first_wrong_backward(held({("encoder", 1): 4.0}), ["encoder"])
+    assert (odd.wrong, [s.call.number for s in odd.seen]) == ("encoder", [1])
+    assert odd.ratio == pytest.approx(4 / 5)
+    # As often: by their numbers, whatever the order, as of a schedule that takes turns.
+    alike = held({("body", 1): 5.0}, leave=[("body", 2)])
+    assert first_wrong.first_wrong_backward(alike, ["encoder"]) is None

@@ -12,8 +12,9 @@ from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.of_factors.factors import explained, fitted, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.fit import as_fraction
 from sumgrad.diagnose.own_gradients import given_by_ranks
-from sumgrad.diagnose.reductions import carried_by, reductions_of, wrong_parameters
+from sumgrad.diagnose.reductions import CLOSE, carried_by, reductions_of, wrong_parameters
 from sumgrad.judge.cells import Cell
 from sumgrad.judge.joint import Joint, counts_again, describe, joint_operations, takes
 
@@ -136,6 +137,16 @@ def something_else_goes_in(case: Case) -> tuple[str, ...]:
     return tuple(cause.cause for cause in found if cause is not None)[:1]
 
 
+def _times(factors: set[float]) -> str:
+    """Of the one factor with which they put it in, where it is another than one."""
+    (factor,) = factors
+    return (
+        ""
+        if abs(factor - 1) < CLOSE
+        else f", times {as_fraction(factor, CLOSE) or f'{factor:.6g}'}"
+    )
+
+
 def _something_else_goes_in(
     case: Case, joint: Joint, words: str, wrong: set[str]
 ) -> Diagnosis | None:
@@ -165,7 +176,7 @@ def _something_else_goes_in(
         else:
             kind, ranks = "changed_input", others
             cause = (f"puts something else into {words} than the gradient of {name} that its "
-                     f"backward gave; others put theirs")  # fmt: skip
+                     f"backward gave; others put theirs{_times(factors)}")  # fmt: skip
             because = "what is left in a buffer from before, or is not there yet, looks like this"
         told = _ledger_cause(kind, f"rank {spans(ranks)} {cause}", because, joint)
         return replace(told, ranks=tuple(ranks))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from sumgrad.diagnose.modules.values.matching import SAME_FACTOR, vectors
 from sumgrad.diagnose.modules.values.seen import Seen
 from sumgrad.diagnose.modules.values.whole import Whole, by_module
@@ -20,6 +21,7 @@ from torch import Tensor
 
 Wholes = Mapping[tuple[str, int], Whole]
 FEWEST = 4  # numbers that differ: of fewer a multiple of another is chance
+ROUNDING = 1e-12  # of what comes out of the same
 LARGEST = 64  # times that something is in it too often
 
 
@@ -77,9 +79,9 @@ def _of_output(
     traces: Traces, s: Seen, into: Sequence[Seen], there: Wholes, tolerance: float
 ) -> Iterator[Surplus]:
     """What explains the difference of one call's output; the likeliest first."""
-    wanted, number = there.get((s.call.module, s.call.part)), _which_vectors(s, into, there)
-    trace = traces.ranks[s.rank]
+    wanted, trace = there.get((s.call.module, s.call.part)), traces.ranks[s.rank]
     got = vectors(trace.output_of(s.call))
+    number = None if wanted is None else _which_vectors(s, into, there, wanted.outputs)
     if wanted is None or number is None or int(number.max()) >= len(wanted.outputs):
         return
     if got.shape != (len(number), wanted.outputs.shape[1]):
@@ -132,15 +134,28 @@ def _times(
         yield Surplus(name=name, of=of, times=times)
 
 
-def _which_vectors(s: Seen, into: Sequence[Seen], there: Wholes) -> Tensor | None:
-    """(n,) of each vector of a call's output its number in the single process, by what went in."""
+def _which_vectors(s: Seen, into: Sequence[Seen], there: Wholes, outputs: Tensor) -> Tensor | None:
+    """(n,) of each vector of a call's output its number in the single process, by what went in.
+    outputs: the single process's."""
     for one in into:
         where, whole = one.where, there.get((one.call.module, one.call.part))
         if (one.rank, one.call.number) != (s.rank, s.call.number) or one.forward != "right":
             continue
         if where is None or whole is None or one.shape[:-1] != s.shape[:-1] or not one.shape:
             continue
-        alone = where.found.sum(1) == 1
-        if len(where.picked) == math.prod(one.shape[:-1]) and bool(alone.all()):
+        if len(where.picked) == math.prod(one.shape[:-1]) and _are_alike(where.found, outputs):
             return where.found.int().argmax(1)
     return None
+
+
+def _are_alike(found: Tensor, outputs: Tensor) -> bool:
+    """Whether each vector is somewhere, and where it is several times, as a class token is in every
+    row, the same comes out. found: (n, N); outputs: (N, C) or others of these."""
+    if not bool(found.any(1).all()):
+        return False
+    several = found[found.sum(1) > 1]
+    if found.shape[1] != len(outputs):
+        return not len(several)
+    first = outputs[several.int().argmax(1)]
+    return all(torch.allclose(outputs[own], one.expand_as(outputs[own]), ROUNDING, 0.0)
+               for own, one in zip(several, first, strict=True))  # fmt: skip

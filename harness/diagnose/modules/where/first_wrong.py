@@ -338,6 +338,24 @@ def _is_another_output(t: Seen, s: Seen) -> bool:
     return around and t.shape[-1:] == (1,) != s.shape[-1:]
 
 
+def _is_of_the_same(look: Look, t: Seen, s: Seen) -> bool:
+    """Whether a call of what is above may take what a call gave: by their numbers, or, where one of
+    the two is called more often, as an encoder that some micro-batches do without, by the order."""
+    if t.call.recomputed or s.call.recomputed:
+        return True
+    mine, its = (_calls_on(look, one.call.module, s.rank) for one in (s, t))
+    if t.rank != s.rank or len(mine) == len(its):
+        return t.call.number == s.call.number
+    next_one = min((at for at in mine.values() if at > s.at), default=math.inf)
+    return s.at < t.at < next_one
+
+
+def _calls_on(look: Look, module: str, rank: int) -> dict[int, int]:
+    """By number, where in the trace a rank's calls are that are no recomputation."""
+    own = [s for s in look.seen[module] if s.rank == rank and not s.call.recomputed]
+    return {s.call.number: s.at for s in own}
+
+
 def _factor_above(look: Look, above: Sequence[str], s: Seen) -> float | None:
     """The one factor that a call's gradient had in all that is made from its output.
 
@@ -349,8 +367,7 @@ def _factor_above(look: Look, above: Sequence[str], s: Seen) -> float | None:
         for m in above
         if m != LOSS
         for t in look.seen[m]
-        if t.call.number == s.call.number or t.call.recomputed or s.call.recomputed
-        if not _is_another_output(t, s)
+        if _is_of_the_same(look, t, s) and not _is_another_output(t, s)
     ]
     told = [t for t in found if t.backward != "untold"]
     mine = [t for t in told if t.rank == s.rank] or told

@@ -41,7 +41,7 @@ FIRST_UNSEEN, MOST_UNSEEN = 3, 20
 # A step that raised leaves what is about it in a wrapper's hands: it is looked at each time, and
 # where it is another, all is distributed anew, so often.
 WRAPPERS, MOST_ANEW = ("torch.nn.parallel", "torch.distributed"), 12
-MOST_AFTER, MOST_AFTER_EDITED = 8, 4  # that are tried after the first line that was right
+MOST_AFTER, MOST_AFTER_EDITED = 8, 12  # that are tried after the first line that was right
 PATIENCE_S, PATIENCE_RAISED_S = 20.0, 2.0  # for ranks that may wait for this one in their step
 LEAST_AS_IT_IS_S = 6.0  # in which ranks may first see that they do not meet
 # A step is stuck after so long, or so many times its usual length, which is no more than this.

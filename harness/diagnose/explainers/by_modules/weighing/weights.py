@@ -21,6 +21,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     predicts,
 )
 from sumgrad.diagnose.explainers.by_modules.weighing.losses import ddp_divides_by
+from sumgrad.diagnose.explainers.by_modules.weighing.of_the_batch import field_with_these
 from sumgrad.diagnose.explainers.by_modules.weighing.weighed import shares_in_words
 from sumgrad.diagnose.explainers.of_factors.factors import (
     explained,
@@ -140,7 +141,7 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
         yield explained(case, replace(narrow, because=(*narrow.because, *later, *own)))
         return
     words = shares_in_words(case, shares)
-    if words is None:
+    if words is None or _is_made_good(case, look, shares):
         return
     weights = row_weights(shares, case.record.spec.facts.num_rows)
     proved = weights is not None and predicts(case, weights)
@@ -152,6 +153,7 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             standing="proved" if proved else "likely",
             ranks=_odd_ranks(shares),
             because=(
+                *_as_a_field(case, shares),
                 *_whence(case, look, module, shares),
                 f"so weighed is the gradient that reaches {named(look, module)}{_before_ddp(case)}",
                 "the rows' gradients with these weights add up to what was measured, up to one "
@@ -162,6 +164,29 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             ),
         ),
     )
+
+
+def _as_a_field(case: Case, shares: Sequence[Share]) -> list[str]:
+    traces = case.traces
+    field = None if traces is None else field_with_these(traces.single.batch, shares)
+    return [field] if field else []
+
+
+def _is_made_good(case: Case, look: Look, shares: Sequence[Share]) -> bool:
+    """Whether the last module that has parameters of its own, and gets a gradient from calls that
+    all have other factors, has them right: what follows makes up for these, as a running mean."""
+    factors = [s.factor for s in shares]
+    if None in factors or len({s.rank for s in shares}) < 2 or same([f or 0.0 for f in factors]):
+        return False
+    wrong = {cell.name for cell in case.failing_cells}
+    for module in reversed(look.modules):
+        own = [c for c in case.cells if c.name.rpartition(".")[0] == module and module]
+        if own:
+            seen = {(s.rank, s.call.number) for s in look.seen[module] if not s.call.recomputed}
+            every = {(s.rank, s.number) for s in shares} <= seen
+            live = [c for c in own if bool(c.measured.any())]
+            return every and bool(live) and not any(c.name in wrong for c in own)
+    return False
 
 
 def _whence(case: Case, look: Look, module: str, shares: Sequence[Share]) -> list[str]:

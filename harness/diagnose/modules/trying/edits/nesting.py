@@ -55,6 +55,8 @@ def otherwise_nested(
         yield from _of_both_and_within(outer, text, is_tensor)
     if isinstance(node, ast.Call):
         yield from _factor_outside(node, text)
+        if len(node.args) > 1 and all(_multiplies(one) for one in node.args[:2]):
+            yield from _with_one_factor(node, text)
     elif isinstance(node, ast.Compare):
         yield from _compared_first(node, text)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
@@ -89,6 +91,18 @@ def _factor_outside(node: ast.Call, text: Text) -> Iterator[str]:
                 yield f"({text(node.func)}({others}) {sign} {as_one(by, text)})"
 
 
+def _with_one_factor(node: ast.Call, text: Text) -> Iterator[str]:
+    """`f(a * w, b * w)` as `f(a, b) * w`: a weight of what is compared, and not of each."""
+    first, second, *rest = node.args
+    if not isinstance(first, ast.BinOp) or not isinstance(second, ast.BinOp):
+        return
+    for one, by in ((first.left, first.right), (first.right, first.left)):
+        for two, also in ((second.left, second.right), (second.right, second.left)):
+            if text(by) == text(also):
+                given = [text(one), text(two), *map(text, rest), *map(text, node.keywords)]
+                yield f"({text(node.func)}({', '.join(given)}) * {as_one(by, text)})"
+
+
 def brackets_elsewhere(node: ast.BinOp, text: Text) -> Iterator[str]:
     """`(a - b) * c` as `a * c - b` and as `a - b * c`, and these as that."""
     left, right = node.left, node.right
@@ -110,6 +124,10 @@ def brackets_elsewhere(node: ast.BinOp, text: Text) -> Iterator[str]:
                 terms = [text(left), as_one(right, text)]
                 terms[own] = as_one(term.left, text)
                 yield f"({terms[0]} {sign} {terms[1]}) {by}"
+
+
+def _multiplies(node: ast.expr) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
 
 
 def _adds(node: ast.expr) -> bool:
