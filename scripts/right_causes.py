@@ -21,6 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -115,6 +118,20 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a file says beside its code."""
+
+    topology: dict[str, Any]
+    expected: dict[str, list[str]]
+    why: str
+
+
+def told_by(path: Path) -> Told:
+    module = load(path)
+    return Told(topology=module.TOPOLOGY, expected=module.EXPECT, why=module.WHY)
+
+
 def said_by(verdict: Verdict) -> str:
     """What a reader sees of the cause: the leading one, and the evidence under it."""
     if not verdict.diagnoses:  # as where a rank dies of what the ledger shows
@@ -138,28 +155,38 @@ def marked(said: str, expected: dict[str, list[str]]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def asked(path: Path, cls: str, **more: Any) -> Iterator[CheckOptions]:
+def asked(path: Path, cls: str, told: Told, **more: Any) -> Iterator[CheckOptions]:
     """How a class of a file is checked, in a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         topology = Path(folder) / "topology.yaml"
-        topology.write_text(yaml.safe_dump(load(path).TOPOLOGY, sort_keys=False))
+        topology.write_text(yaml.safe_dump(told.topology, sort_keys=False))
         yield CheckOptions(topology=topology, workload=f"{path}:{cls}", timeout_s=TIMEOUT_S,
                            out=Path(folder) / "run", **more)  # fmt: skip
 
 
-def run(path: Path, cls: str, launcher: Launcher, *, seed: int = 0, **more: Any) -> dict[str, Any]:
-    """One Program: its verdict and, of a buggy one, the marks of its cause. more: CheckOptions."""
-    module = load(path)
+def run(
+    path: Path,
+    cls: str,
+    launcher: Launcher,
+    *,
+    seed: int = 0,
+    told: Told | None = None,
+    preload: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    """One Program: its verdict and, of a buggy one, the marks of its cause. told: of the file,
+    which is not loaded then. preload: as of run_check; more: CheckOptions."""
+    told = told or told_by(path)
     looked: list[float] = []  # when what follows a failure began
 
     def progress(phase: str) -> None:
         if phase == LOOKING:
             looked.append(time.monotonic())
 
-    with asked(path, cls, seed=seed, **more) as options:
+    with asked(path, cls, told, seed=seed, **more) as options:
         began = time.monotonic()
         try:
-            verdict, _ = run_check(options, launcher=launcher, progress=progress)
+            verdict, _ = run_check(options, launcher=launcher, progress=progress, preload=preload)
         except UserError as error:
             return {"name": path.stem, "class": cls, "status": "refused", "said": str(error)}
         now = time.monotonic()
@@ -171,18 +198,25 @@ def run(path: Path, cls: str, launcher: Launcher, *, seed: int = 0, **more: Any)
     first = verdict.diagnoses[0] if verdict.diagnoses else None
     row["kind"] = first.kind if first else None
     row["standing"] = first.standing if first else None
-    row |= {"why": module.WHY, "said": said}
+    row |= {"why": told.why, "said": said}
     if verdict.status == "unknown":
         tiers = (r for t in verdict.tiers for r in t.reasons)
         row["said"] = said or "\n".join([*verdict.reasons, *tiers])
     if cls == "Buggy":
-        row |= marked(said, module.EXPECT)
+        row |= marked(said, told.expected)
     return row
+
+
+def run_alone(path: Path, cls: str, seed: int, told: Told) -> dict[str, Any]:
+    """The same as its users have it: by a process and a fork server of its own."""
+    with Launcher() as launcher:
+        launcher.wait_ready()
+        return run(path, cls, launcher, seed=seed, told=told, preload=True)
 
 
 def looked_at(path: Path, launcher: Launcher) -> dict[str, Any]:
     """A right twin with eyes on its modules all the same: nothing may look wrong in them."""
-    with asked(path, "Clean", tiers=("structure",)) as options:
+    with asked(path, "Clean", told_by(path), tiers=("structure",)) as options:
         verdict, directory = run_check(options, launcher=launcher)
         spec = read_spec(directory)
         trace_step(directory, spec, "structure", 0, launcher=launcher, progress=lambda _: None)
@@ -262,13 +296,16 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     paths = [p for half, found in halves().items() if args.half in (half, None) for p in found]
     if args.only:
         paths = [p for p in paths if any(name in p.stem for name in args.only)]
-    with Launcher() as launcher:
+    if args.look:
+        with Launcher() as launcher:
+            yield from (looked_at(path, launcher) for path in paths)
+        return
+    cls, seeds = ("Clean", args.seeds) if args.clean else ("Buggy", 1)
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         for path in paths:
-            if args.look:
-                yield looked_at(path, launcher)
-                continue
-            for seed in range(args.seeds if args.clean else 1):
-                yield run(path, "Clean" if args.clean else "Buggy", launcher, seed=seed)
+            told = told_by(path)
+            for seed in range(seeds):
+                yield pool.submit(run_alone, path, cls, seed, told).result()
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ import sysconfig
 import torch
 
 SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR",)  # when it is imported
+OF_CYTHON = "cython_runtime"  # that no file is imported for, as `_cython_3_1_2` is not
 
 
 class Imports:
@@ -45,7 +46,10 @@ class Imports:
         """Whether there is a package now that was not imported: a stub. Parts of compiled ones and
         what Cython keeps for itself are none."""
         return any(
-            getattr(module, "__spec__", None) is None and "." not in name and name[0] != "_"
+            getattr(module, "__spec__", None) is None
+            and "." not in name
+            and name[0] != "_"
+            and name != OF_CYTHON
             for name, module in list(sys.modules.items())
             if name not in self._known
         )

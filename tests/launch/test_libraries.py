@@ -34,8 +34,9 @@ def libraries(tmp_path, first: str) -> list[str]:
     return out.stdout
 
 
-def test_installed_modules_and_not_the_users(tmp_path):
-    found = libraries(tmp_path, "")
+@pytest.mark.parametrize("first", ["", "sys.modules['cython_runtime'] = types.ModuleType('c')"])
+def test_installed_modules_and_not_the_users(tmp_path, first):
+    found = libraries(tmp_path, first)
     assert '"markdown_it.token"' in found
     assert "mine" not in found
 
