@@ -12,9 +12,9 @@ X = torch.arange(6.0).double().reshape(3, 2)
 ROOT = SimpleNamespace(rootRank=1)
 
 
-def call(op, *args, reduce="SUM", ranks=(0, 1)):
+def call(op, *args, reduce="SUM", ranks=(0, 1), **named):
     group = SimpleNamespace(ranks=[*ranks], size=lambda: len(ranks))
-    return SimpleNamespace(op=op, args=args, group=group, event={"reduce": reduce})
+    return SimpleNamespace(op=op, args=args, kwargs=named, group=group, event={"reduce": reduce})
 
 
 def two(tmp_path):
@@ -44,6 +44,7 @@ def carried(ranks, calls, number=1, key=5):
     ("reduce_scatter", ([X], [[X]]), {}), ("_reduce_scatter_base", (X, X[:, :1]), {}),
     ("alltoall", ([X, X], [X]), {}),
     ("alltoall_base", (X, X, [], [1, 1]), {}), ("reduce", ([X],), {}),
+    ("allreduce", ([X],), {"opts": None}),
 ])  # fmt: skip
 def test_what_goes_by_gloo(tmp_path, op, args, more):
     assert two(tmp_path)[0].bring(5, 1, call(op, *args, **more)) == 0

@@ -108,6 +108,8 @@ def _brought(call: Call) -> list[Tensor] | None:
     """What a rank brings to an operation, for each rank or once, (HEAD,) at most; None where it is
     carried out as ever."""
     op, args, size = call.op, call.args, call.group.size()
+    if call.kwargs:  # as a torch may call it that we do not know
+        return None
     if op == "barrier":
         return []
     held = [*tensors_in(args)]
