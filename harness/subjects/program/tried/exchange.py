@@ -108,10 +108,10 @@ def _brought(call: Call) -> list[Tensor] | None:
     """What a rank brings to an operation, for each rank or once, (HEAD,) at most; None where it is
     carried out as ever."""
     op, args, size = call.op, call.args, call.group.size()
-    if call.kwargs:  # as a torch may call it that we do not know
-        return None
     if op == "barrier":
         return []
+    if call.kwargs:  # as a torch may call it that we do not know
+        return None
     held = [*tensors_in(args)]
     plain = all(t.device.type == "cpu" and t.layout is torch.strided for t in held)
     if not held or not plain or size > HEAD or len({t.dtype for t in held}) != 1:
