@@ -70,7 +70,7 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second` to `forty-eighth`: each of two hands more, or one, written when what came before was
+    `second` to `forty-ninth`: each of two hands more, or one, written when what came before was
     known; sealed as a whole.
     """
     later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij", "sixth": "kl",
@@ -93,7 +93,7 @@ def halves() -> dict[str, list[Path]]:
              "forty-first": ("cb", "cc"), "forty-second": ("cd", "ce"),
              "forty-third": ("cf", "cg"), "forty-fourth": ("ch", "ci"),
              "forty-fifth": ("cj", "ck"), "forty-sixth": ("cl", "cm"),
-             "forty-seventh": ("cn", "co"), "forty-eighth": ("cp", "cq")}  # fmt: skip
+             "forty-seventh": ("cn", "co"), "forty-eighth": ("cp", "cq"), "forty-ninth": ("cr", "cs")}  # fmt: skip
     found: dict[str, list[Path]] = {half: [] for half in ("learn", "sealed", *later)}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
