@@ -93,7 +93,8 @@ def halves() -> dict[str, list[Path]]:
              "forty-first": ("cb", "cc"), "forty-second": ("cd", "ce"),
              "forty-third": ("cf", "cg"), "forty-fourth": ("ch", "ci"),
              "forty-fifth": ("cj", "ck"), "forty-sixth": ("cl", "cm"),
-             "forty-seventh": ("cn", "co"), "forty-eighth": ("cp", "cq"), "forty-ninth": ("cr", "cs")}  # fmt: skip
+             "forty-seventh": ("cn", "co"), "forty-eighth": ("cp", "cq"),
+             "forty-ninth": ("cr", "cs")}  # fmt: skip
     found: dict[str, list[Path]] = {half: [] for half in ("learn", "sealed", *later)}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)
