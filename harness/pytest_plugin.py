@@ -114,7 +114,7 @@ def sumgrad_check(
 
     given: list[Verdict] = []
     yield check
-    unread = given if all(map(never_asked, given)) else []  # who asks one means it so
+    unread = [verdict for verdict in given if never_asked(verdict)]
     unread = [verdict for verdict in unread if verdict.status != "pass"]
     if unread and request.node.stash.get(PASSED, False):
         pytest.fail(
@@ -199,8 +199,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     launcher = pyfuncitem._request.getfixturevalue("sumgrad_launcher")
     with launcher.temporary_directory() as directory:
         outcomes = _run(launcher, call, num_ranks, limit, directory)
-        _conclude(outcomes, directory)
+        _conclude(outcomes, directory, _expected(pyfuncitem))
     return True
+
+
+def _expected(item: pytest.Item) -> tuple[type[BaseException], ...]:
+    """What its marks say that the test may raise to count as one that is expected to fail."""
+    found: list[type[BaseException]] = []
+    for mark in item.iter_markers("xfail"):
+        raises = mark.kwargs.get("raises") or ()
+        found += raises if isinstance(raises, tuple) else [raises]
+    return tuple(found)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -268,20 +277,23 @@ def _run(
     return launcher.run(job)
 
 
-def _conclude(outcomes: Sequence[RankOutcome], directory: Path) -> None:
-    """End the test as its ranks ended: pass, skip, xfail, or the first failing rank's exception."""
+def _conclude(
+    outcomes: Sequence[RankOutcome], directory: Path, expected: tuple[type[BaseException], ...]
+) -> None:
+    """End the test as its ranks ended: pass, skip, xfail, or the first failing rank's exception, of
+    which those that are not expected come before those that are."""
     from sumgrad.record.endings import read_end_record
 
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if failed:
-        _raise(failed, len(outcomes), directory)
+        _raise(failed, len(outcomes), directory, expected)
     results = [(read_end_record(directory, o.rank) or {}).get("result") or {} for o in outcomes]
     endings = [result.get("ending", "lost") for result in results]
     odd = next((r for r, ending in enumerate(endings) if ending != "passed"), None)
     if odd is None:
         return
     reason = results[odd].get("reason", "")
-    if endings[odd] == "xfailed":
+    if set(endings) == {"xfailed"}:
         pytest.xfail(reason)
     if set(endings) == {"skipped"}:
         pytest.skip(reason)
@@ -289,12 +301,24 @@ def _conclude(outcomes: Sequence[RankOutcome], directory: Path) -> None:
     pytest.fail(f"the ranks do not agree on how the test ended: {shown} ({reason})", pytrace=False)
 
 
-def _raise(failed: Sequence[RankOutcome], num_ranks: int, directory: Path) -> NoReturn:
+def _raise(
+    failed: Sequence[RankOutcome],
+    num_ranks: int,
+    directory: Path,
+    expected: tuple[type[BaseException], ...],
+) -> NoReturn:
     """Raise the first failing rank's own exception, or a failure that says how it ended."""
     from sumgrad.base.outcome import first_to_fail
     from sumgrad.launch.plugin_rank import read_error
 
     first = first_to_fail(failed)
+    if expected:
+        errors = {o.rank: read_error(directory, o.rank) for o in failed}
+        raised = {rank: own.exception() for rank, own in errors.items() if own is not None}
+        # That a rank is gone is a RuntimeError to those who wait for it.
+        odd = [o for o in failed if (error := raised.get(o.rank)) is not None
+               and not isinstance(error, (*expected, RuntimeError))]  # fmt: skip
+        first = first_to_fail(odd) if odd else first
     own = read_error(directory, first.rank)
     text = _describe(first, failed, num_ranks, own.text if own else None)
     error = own.exception() if own else None

@@ -118,7 +118,7 @@ def _like_float32(
             return diffs
     compared = Compared(record=record, diffs=diffs, again=(), mismatches=())
     causes = diagnose(compared, clean=clean).causes
-    if any(cause.kind != "open" for cause in causes):
+    if any(cause.kind not in ("open", "low_precision") for cause in causes):
         return diffs
     seen = f"the step makes {some_of(places)}" if places else "what it computes in was not seen"
     why = (

@@ -163,7 +163,9 @@ def _difference(what: dict[str, Any], a: Tensor | None, b: Tensor | None) -> Dif
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         got, wanted = ("nothing" if t is None else f"{tuple(t.shape)} {t.dtype}" for t in (b, a))
         return Difference(**what, what=f"{what['tensor']}: got {got}, the base gave {wanted}")
-    if a.numel() and not bool((a.isfinite() | a.isnan()).any()):  # of which all bits are equal
+    if not a.numel():
+        return Difference(**what, what=f"{what['tensor']}: it has no element to be compared")
+    if not bool((a.isfinite() | a.isnan()).any()):  # of which all bits are equal
         return Difference(**what, what=f"{what['tensor']}: every element is infinite")
     wrong = a.isnan() | b.isnan()
     if bool(wrong.any()):

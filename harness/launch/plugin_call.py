@@ -62,7 +62,9 @@ def call_of(item: pytest.Function, ranks_as: Sequence[str], set_by_fixtures: Set
         of_class=_attributes(_still_there(item.cls, set_by_fixtures)),
         of_module=_attributes(_still_there(item.module, set_by_fixtures)),
         torn_down={
-            n: _judges(code) for n in arguments if (code := _goes_on_after(item, n)) is not None
+            n: _names_in(code) if _judges(code) else None
+            for n in arguments
+            if (code := _goes_on_after(item, n)) is not None
         },
         warnings=_warnings(item),
         ranks_as=next(iter(ranks_as), None),
@@ -94,6 +96,12 @@ def _judges(code: CodeType) -> bool:
     raises = any(one.opname == "RAISE_VARARGS" for one in dis.get_instructions(code))
     within = (one for one in code.co_consts if isinstance(one, CodeType))
     return fails or raises or any(map(_judges, within))
+
+
+def _names_in(code: CodeType) -> frozenset[str]:
+    """Those that it has, and functions in it."""
+    within = (one for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(code.co_names).union(*map(_names_in, within))
 
 
 def _warnings(item: pytest.Function) -> tuple[tuple[str, bool], ...]:

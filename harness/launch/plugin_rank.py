@@ -15,6 +15,7 @@ import inspect
 import os
 import pickle
 import sys
+import threading
 import unittest
 import warnings
 from collections import deque
@@ -27,6 +28,7 @@ from typing import Any, Literal
 
 import cloudpickle
 import pytest
+import torch
 from sumgrad.launch.guard import RankEnv, RankGuard
 from sumgrad.record.endings import rank_file
 
@@ -46,10 +48,10 @@ class Call:
     file, module: where it is defined and the name that module has in pytest's process. name: as
     collected, within the module. arguments: pickled, as cloudpickle does. attributes, of_class,
     of_module: what fixtures set on the test's instance, class and module, pickled one by one; None
-    where that is not possible. torn_down: arguments whose fixtures go on after the test, and if
-    these may fail it then. warnings: filters as pytest writes them, and whether they are to be
-    escaped. ranks_as, monkeypatch_as: the names of the parameters that each rank fills itself.
-    style: of pytest's tracebacks.
+    where that is not possible. torn_down: arguments whose fixtures go on after the test, and
+    the names that stand in those that may fail it then; None of others. warnings: filters as pytest
+    writes them, and whether they are to be escaped. ranks_as, monkeypatch_as: the names of the
+    parameters that each rank fills itself. style: of pytest's tracebacks.
     """
 
     file: Path
@@ -59,7 +61,7 @@ class Call:
     attributes: dict[str, bytes | None] = field(default_factory=dict)
     of_class: dict[str, bytes | None] = field(default_factory=dict)
     of_module: dict[str, bytes | None] = field(default_factory=dict)
-    torn_down: dict[str, bool] = field(default_factory=dict)
+    torn_down: dict[str, frozenset[str] | None] = field(default_factory=dict)
     warnings: tuple[tuple[str, bool], ...] = ()
     ranks_as: str | None = "ranks"
     monkeypatch_as: str | None = None
@@ -143,8 +145,8 @@ def _call(module: ModuleType, call: Call, arguments: dict[str, Any], env: RankEn
             given[call.ranks_as] = env
         if call.monkeypatch_as:
             given[call.monkeypatch_as] = patch
-        before = {n: _held(given[n], DEPTH * deep) for n, deep in call.torn_down.items()}
-        with _set_up(module, call) as function, _filtered(call):
+        before = {n: _held(given[n], names) for n, names in call.torn_down.items()}
+        with _set_up(module, call) as function, _filtered(call), _with_what_nobody_raises():
             result = function(**given)
             if inspect.isawaitable(result) or inspect.isasyncgen(result):
                 with suppress(AttributeError):
@@ -152,8 +154,15 @@ def _call(module: ModuleType, call: Call, arguments: dict[str, Any], env: RankEn
                 raise TypeError(f"{call.name} is async: a test on ranks is a plain function")
             if inspect.isgenerator(result):
                 raise TypeError(f"{call.name} yields: a test on ranks is a plain function")
-        changed = [n for n, deep in call.torn_down.items()
-                   if _held(given[n], DEPTH * deep) != before[n]]  # fmt: skip
+            if result is not None:
+                warnings.warn(
+                    f"{call.name} returned {_shown(result)}: a test is to assert, and to return "
+                    f"nothing",
+                    pytest.PytestReturnNotNoneWarning,
+                    stacklevel=1,
+                )
+        changed = [n for n, names in call.torn_down.items()
+                   if _held(given[n], names) != before[n]]  # fmt: skip
         if changed:
             raise AssertionError(
                 f"the test has changed {changed[0]!r}, {_shown(given[changed[0]])}, and the "
@@ -162,24 +171,62 @@ def _call(module: ModuleType, call: Call, arguments: dict[str, Any], env: RankEn
             )
 
 
-def _held(value: object, depth: int) -> object:
-    """What a fixture may look at later: all that containers hold, and of an object that is none of
-    torch's what those hold that it has; at depth 0, as of a fixture that only ends what it gave,
-    how much a container holds. Of anything else nothing, which a test may well use up."""
+@contextmanager
+def _with_what_nobody_raises() -> Iterator[None]:
+    """What threads raise, and finalizers, are warnings at the end, as pytest has them: its filters
+    may make errors of them."""
+    of_threads: list[threading.ExceptHookArgs] = []
+    of_finalizers: list[sys.UnraisableHookArgs] = []
+    before = threading.excepthook, sys.unraisablehook
+    threading.excepthook, sys.unraisablehook = of_threads.append, of_finalizers.append
+    try:
+        yield
+        for one in of_threads:
+            warnings.warn(
+                f"a thread raised {one.exc_type.__name__}: {one.exc_value}",
+                pytest.PytestUnhandledThreadExceptionWarning,
+                stacklevel=1,
+            )
+        for left in of_finalizers:
+            warnings.warn(
+                f"nobody could be told of {left.exc_type.__name__}: {left.exc_value}",
+                pytest.PytestUnraisableExceptionWarning,
+                stacklevel=1,
+            )
+    finally:
+        threading.excepthook, sys.unraisablehook = before
+
+
+def _held(value: object, names: frozenset[str] | None, depth: int = DEPTH) -> object:
+    """What a fixture may look at later: all that containers hold, a tensor's numbers, of an object
+    that is none of torch's what containers in it hold, and all else of it under one of the names
+    that the fixture has, or any where that is one of its methods. Of a fixture that only ends what
+    it gave, without names, how much a container holds. Of anything else nothing, which a test may
+    well use up."""
+    depth = 0 if names is None else depth
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, (*MUTABLE, tuple, frozenset)):
         if not depth or len(value) > MOST_HELD:
             return len(value)
         if isinstance(value, dict):
-            return [(repr(key), _held(one, depth - 1)) for key, one in value.items()]
-        held = [_held(one, depth - 1) for one in value]
+            return [(repr(key), _held(one, names, depth - 1)) for key, one in value.items()]
+        held = [_held(one, names, depth - 1) for one in value]
         return sorted(map(repr, held)) if isinstance(value, set | frozenset) else held
+    if isinstance(value, torch.Tensor):
+        small = depth and value.numel() <= MOST_HELD and value.device.type == "cpu"
+        return repr(value.detach().tolist()) if small else None
     of_torch = any(one.__module__.partition(".")[0] == "torch" for one in type(value).__mro__)
     own = getattr(value, "__dict__", None)
     if not depth or of_torch or not isinstance(own, dict):
         return None
-    return {name: _held(v, depth - 1) for name, v in own.items() if isinstance(v, MUTABLE)}
+    by_method = any(callable(getattr(type(value), name, None)) for name in names or ())
+    return {
+        name: _held(v, names, depth - 1)
+        for name, v in own.items()
+        if isinstance(v, MUTABLE)
+        or (isinstance(v, (*PLAIN, torch.Tensor)) and (by_method or name in (names or ())))
+    }
 
 
 def _shown(value: object) -> str:

@@ -41,6 +41,7 @@ DELEGATED = {
     "recv_anysource": "recv_anysource",
     "monitored_barrier": "monitored_barrier",
 }
+REDUCING = {name for name in DELEGATED if "reduce" in name}
 _ONE_BY_ONE = {
     "allgather_into_tensor_coalesced": "_allgather_base",
     "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",

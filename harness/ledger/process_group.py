@@ -24,7 +24,7 @@ from sumgrad.base.outcome import SETUP
 from sumgrad.base.tensors import own_arithmetic
 from sumgrad.ledger.backends import Backends, CarriesOut, tensors_in
 from sumgrad.ledger.call_site import JOIN, call_site, own_issuer
-from sumgrad.ledger.delegation import DELEGATED, unrecorded_operations
+from sumgrad.ledger.delegation import DELEGATED, REDUCING, unrecorded_operations
 from sumgrad.ledger.late import Late, LateWork, is_waited_for_later, may_be_late
 from torch._C._dynamo import eval_frame as _eval_frame
 
@@ -366,6 +366,8 @@ class RecordingProcessGroup(dist.ProcessGroup):
         reduce_op = next((op for op in options if op is not None), None)
         if reduce_op is not None:
             event["reduce"] = _reduce_name(reduce_op)
+        elif op in REDUCING:  # as a group's own method is called, without options
+            event["reduce"] = "SUM"
         if op in ("send", "recv"):
             event["peer"], event["tag"] = self._ranks[args[1]], args[2] if len(args) > 2 else 0
         return event

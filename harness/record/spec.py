@@ -61,7 +61,7 @@ class Facts:
     names of buffers that are compared like gradients. microbatches: how many a step takes.
     dtypes: of what build() trains; every tier computes in one. hashed: lines that go by Python's
     hash of strings, for which its ranks are not forked from one process. runs_in: what it runs in
-    besides float64.
+    besides float64. sample: a digest of what its functions give of some rows, and of the gradients.
     """
 
     params: dict[str, tuple[int, ...]]
@@ -78,6 +78,7 @@ class Facts:
     dtypes: tuple[str, ...] = ()
     hashed: tuple[str, ...] = ()
     runs_in: str = "float32"
+    sample: str = ""
 
     def compares(self, buffer: str) -> bool:
         """Whether a buffer is compared like a gradient."""

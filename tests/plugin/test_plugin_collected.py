@@ -143,7 +143,10 @@ def test_what_is_changed_within_what_a_fixture_gave_is_not_lost(pytester):
 
         class Recorder:
             def __init__(self):
-                self.bad, self.calls = [], 0
+                self.bad, self.calls, self.odd, self.seen = [], 0, 0, torch.zeros(2)
+
+            def check(self):
+                assert not self.odd
 
         @pytest.fixture
         def state():
@@ -173,6 +176,23 @@ def test_what_is_changed_within_what_a_fixture_gave_is_not_lost(pytester):
             return found
 
         @pytest.fixture
+        def counter():
+            yield (given := Recorder())
+            assert not given.odd
+            assert not given.seen.any()
+
+        @pytest.fixture
+        def checked():
+            yield (given := Recorder())
+            given.check()
+            assert given
+
+        @pytest.fixture
+        def sums():
+            yield (given := torch.zeros(2))
+            assert not given.any()
+
+        @pytest.fixture
         def closed():
             yield (given := Recorder())
             given.bad.clear()
@@ -198,6 +218,22 @@ def test_what_is_changed_within_what_a_fixture_gave_is_not_lost(pytester):
             finalized["wrong"] += 1
 
         @pytest.mark.distributed(ranks=2)
+        def test_counter(ranks, counter):
+            counter.odd += ranks.rank
+
+        @pytest.mark.distributed(ranks=2)
+        def test_tensor_in_it(ranks, counter):
+            counter.seen += 1
+
+        @pytest.mark.distributed(ranks=2)
+        def test_by_a_method(ranks, checked):
+            checked.odd += 1
+
+        @pytest.mark.distributed(ranks=2)
+        def test_tensor(ranks, sums):
+            sums += ranks.rank
+
+        @pytest.mark.distributed(ranks=2)
         def test_right(ranks, recorder, model, state, nested, closed):
             recorder.calls += 1
             closed.bad.append("as a trainer keeps its losses")
@@ -205,7 +241,7 @@ def test_what_is_changed_within_what_a_fixture_gave_is_not_lost(pytester):
             model.extra = {"a": 1}
         """,
     )
-    result.assert_outcomes(passed=1, failed=4)
+    result.assert_outcomes(passed=1, failed=8)
 
 
 def test_one_rank_that_skips_as_unittest_does_skips_no_test(pytester):
@@ -249,3 +285,82 @@ def test_filters_of_warnings_reach_the_ranks(pytester):
         """,
     )
     result.assert_outcomes(passed=1, failed=2)
+
+
+def test_what_threads_raise_and_tests_return_are_warnings_on_ranks_too(pytester):
+    result = run(
+        pytester,
+        """
+        import threading
+
+        def raises():
+            raise ValueError("in a thread")
+
+        class Left:
+            def __del__(self):
+                raise ValueError("at the end")
+
+        STRICT = pytest.mark.filterwarnings("error")
+
+        @STRICT
+        @pytest.mark.distributed(ranks=2)
+        def test_thread(ranks):
+            if ranks.rank == 1:
+                one = threading.Thread(target=raises)
+                one.start()
+                one.join()
+
+        @STRICT
+        @pytest.mark.distributed(ranks=2)
+        def test_finalizer(ranks):
+            Left()
+
+        @STRICT
+        @pytest.mark.distributed(ranks=2)
+        def test_returns(ranks):
+            return ranks.rank == 0
+
+        @pytest.mark.distributed(ranks=2)
+        def test_only_a_warning(ranks):
+            one = threading.Thread(target=raises)
+            one.start()
+            one.join()
+        """,
+    )
+    result.assert_outcomes(passed=1, failed=3)
+
+
+def test_ranks_have_to_end_alike(pytester):
+    result = run(
+        pytester,
+        """
+        import time
+
+        @pytest.mark.distributed(ranks=2)
+        def test_one_xfails(ranks):
+            if ranks.rank == 1:
+                pytest.xfail("only here")
+
+        @pytest.mark.distributed(ranks=2)
+        @pytest.mark.xfail(raises=ValueError)
+        def test_another_error_comes_later(ranks):
+            if ranks.rank == 0:
+                raise ValueError("expected")
+            time.sleep(0.3)
+            raise TypeError("not expected")
+
+        @pytest.mark.distributed(ranks=2)
+        @pytest.mark.xfail(raises=(ValueError, KeyError))
+        def test_both_are_expected(ranks):
+            raise (ValueError if ranks.rank else KeyError)("expected")
+
+        @pytest.mark.distributed(ranks=2)
+        @pytest.mark.xfail(raises=ValueError)
+        def test_the_other_waits_for_it(ranks):
+            import torch
+            if ranks.rank == 0:
+                raise ValueError("expected")
+            torch.distributed.barrier()
+        """,
+    )
+    result.assert_outcomes(failed=2, xfailed=2)

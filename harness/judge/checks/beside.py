@@ -162,6 +162,13 @@ def _unseen(record: Record) -> Iterator[str]:
             f"when the model was distributed, so which elements it holds is not known; shard it in "
             f"distribute()"
         )
+    later = _ranks_by_name(record, "changed_later")
+    if later:
+        ranks = [rank for held in later.values() for rank in held]
+        yield (
+            f"{some_of(list(later))} on rank {spans(ranks)} is another soon after step() has "
+            f"returned: a thread that the step leaves running changes it"
+        )
     alive = _ranks_by_name(record, "alive")
     if alive:
         ranks = [rank for held in alive.values() for rank in held]

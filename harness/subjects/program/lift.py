@@ -219,7 +219,8 @@ class _Dispatch(TorchDispatchMode):
         if lift.change and drawn and pure:
             return _raised(lift, out)
         if pure or _writes(func):
-            for tensor in tensors_in(out):
+            # What no operation made, as memory of numpy's, is only ever taken.
+            for tensor in (*tensors_in(out), *tensors_in(args)):
                 if lift.is_narrow(tensor.dtype):
                     lift.note(lift.narrow, tensor.dtype)
                     break

@@ -35,7 +35,7 @@ from sumgrad.subjects.program.protocol import (
 )
 from torch import Tensor, nn
 
-PROBED_ROWS = 2
+PROBED_ROWS, SAMPLED_ROWS = 2, 8
 SAME = 1e-6
 
 
@@ -93,7 +93,39 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
     )
     # Last: what a loss_sum does to its model is no fact of what build() gives.
     means = _means(program, terms, rows_as, model, to_dtype(batch, dtype), dtype)
-    return replace(facts, problems=(*facts.problems, *means))
+    sample = _sample(program, terms, rows_as, model, to_dtype(batch, dtype), dtype)
+    return replace(facts, problems=(*facts.problems, *means), sample=sample)
+
+
+def _sample(
+    program: Any, terms: Mapping[str, Any], rows_as: RowsAs, model: nn.Module,
+    batch: Mapping[str, Tensor], dtype: torch.dtype,
+) -> str:  # fmt: skip
+    """What tells one loss_sum from another: of a few rows what it gives, and the gradients."""
+    rows = torch.arange(min(SAMPLED_ROWS, len(next(iter(batch.values())))))
+    hold_batch(program, batch)
+    found: dict[str, Tensor] = {}
+    for name, term in terms.items():
+        if isinstance(term, tuple):
+            continue
+        scramble(5)
+        model.zero_grad(set_to_none=True)
+        try:
+            with default_dtype(dtype):
+                loss, count = loss_of(term, name, model, cut(batch, rows, rows_as))
+                loss.backward()
+        except Exception:
+            continue  # it is said where the reference is made
+        found[f"{name}/"] = loss.detach().reshape(1)
+        found[f"{name}/count"] = torch.tensor([float(count)])
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found |= {f"{name}/{n}": _dense(grad.detach()).clone() for n, grad in grads.items()}
+    model.zero_grad(set_to_none=True)
+    return hash_weights(found)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _means(

@@ -6,6 +6,8 @@ The gradients are read where the step leaves them, on every rank, with no gather
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
@@ -60,6 +62,7 @@ from sumgrad.subjects.program.unseen import (
 )
 from torch import Tensor, nn
 
+LEFT_S = 0.3  # for what a step leaves running to do something to its gradients
 Result = dict[str, Any]
 Tensors = dict[str, Tensor]
 
@@ -277,7 +280,7 @@ class TierRun:
         self.watch.begin_step()
         if self.misbehaviour:
             self.misbehaviour.begin_step()
-        lift = self._lift()
+        lift, threads = self._lift(), {*threading.enumerate()}
         looked = lift.change or step == self.job.steps - 1
         watching = self._watching(
             f"{label or self.tier}/{step}/step", self.observe, self.misbehaviour
@@ -292,7 +295,21 @@ class TierRun:
             if looked and not is_compiled(self.model):
                 info["narrow"] = dict(lift.narrow)
             grads = self._grads(info)
+            info["changed_later"] = self._changed_later(threads, grads)
         return grads, info
+
+    def _changed_later(self, threads: Set[threading.Thread], grads: Tensors) -> list[str]:
+        """Gradients that are others soon after they were read, where the step has left a thread
+        that runs on; and which."""
+        left = [t for t in threading.enumerate() if t not in threads and t.is_alive()]
+        if not left:
+            return []
+        before = {name: bits([grad]) for name, grad in grads.items()}
+        until = time.monotonic() + LEFT_S
+        for thread in left:
+            thread.join(max(until - time.monotonic(), 0.0))
+        now = self._grads({"partial": []})
+        return [name for name, grad in now.items() if bits([grad]) != before.get(name)]
 
     def bare_step(self, step: int, interpose: Interposer | None = None) -> Tensors:
         """The gradients of a step, and nothing else of it. interpose: through which its operations

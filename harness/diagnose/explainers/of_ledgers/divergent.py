@@ -208,7 +208,8 @@ def _missing_reduction(
     for rank, found in list(by_rank.items())[:2]:
         rows = [u.rows for u in found.counted(1) if u.rows]
         if rows:
-            because.append(f"rank {rank} holds rows {list_rows(rows)} only")
+            there = "where it is wrong, " if mixed else ""
+            because.append(f"{there}rank {rank} holds rows {list_rows(rows)} only")
     if mixed:
         because.append("only some of its elements are wrong: " + _wrong_elements(case, names[0]))
     kind, cause, evidence = which_step(case, names, mixed)
@@ -276,6 +277,13 @@ def which_step(case: Case, names: Sequence[str], mixed: bool) -> tuple[str, str,
             "{what} is reduced, but the step ends with what went in: the result of the collective "
             "is not used",
             f"{describe(case.record, lost[0])} carries it; no gradient is its result",
+        )
+    if mixed:
+        return (
+            "skipped_collective",
+            "some elements of {what} are not reduced: of these every rank keeps its own partial, "
+            "and the others are right",
+            f"others are reduced over {over}" if over else _no_reduction(case, reductions, feeds),
         )
     return (
         "skipped_collective",
