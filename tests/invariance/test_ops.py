@@ -487,3 +487,23 @@ def test_one_operator_that_cannot_run_does_not_take_the_others_with_it(tmp_path,
     assert of(matrix, "odd").expect == "invariant"  # whatever a user's operator says of itself
     with pytest.raises(UserError, match="seed"):
         run_matrix([], dtype="float32", seed=-1, timeout_s=240, launcher=sumgrad_launcher)
+
+
+def by_sample(rows, weights, call):
+    """Of a call without rows there is no gradient of the input to give."""
+    x = rows["x"]
+    y = torch.zeros_like(x)
+    for s in call.segments:
+        if s.length:
+            at = torch.arange(s.row, s.row + s.length)
+            y = y.index_copy(0, at, x[at] * 2)
+    return y
+
+
+def test_a_rank_without_rows_gives_its_input_no_gradient():
+    wanted = {"rows": {"x": Rows((4,))}, "output": (4,), "rows_alone": False}
+    report = check_operator(plain("by_sample", by_sample, **wanted))
+    assert not report.red, report.red
+    cut = plain("cut", lambda rows, *_: rows["x"].detach() * 2, **wanted)
+    with pytest.raises(OperatorError, match="no call gave a gradient to this input"):
+        check_operator(cut)

@@ -174,6 +174,8 @@ def test_who_polls_until_it_is_done_has_waited(group, ledger, tmp_path):
             lambda g: g.allreduce([X, X], options()),
             {"op": "allreduce", "numel": 12, "reduce": "SUM"},
         ),
+        (lambda g: g.allreduce([X]), {"reduce": "SUM"}),  # a group's own method, by default
+        (lambda g: g._reduce_scatter_base(X[:1], X), {"reduce": "SUM"}),
         (lambda g: g.allreduce([X], opts=options(dist.ReduceOp.MAX)), {"reduce": "MAX"}),
         (lambda g: g.allreduce([X.int()], options(dist.ReduceOp.BXOR)), {"reduce": "BXOR"}),
         (lambda g: g.send([X], 1, 5), {"op": "send", "peer": 7, "tag": 5, "numel": 6}),

@@ -127,6 +127,17 @@ def test_a_reference_that_is_used_again_takes_its_problems_along(tmp_path):
         copy_reference(old, new, replace(record.spec, seed=3))
 
 
+def test_a_reference_of_another_loss_is_not_used_again(tmp_path):
+    record = program_record()
+    old = stored(record, tmp_path / "old")
+    other = replace(record.spec, facts=replace(record.spec.facts, sample="other"))
+    with pytest.raises(UserError, match="of another loss_sum: of the same rows and weights"):
+        copy_reference(old, tmp_path, other)
+    more = replace(other, facts=replace(other.facts, num_rows=99))
+    with pytest.raises(UserError, match="another facts"):
+        copy_reference(old, tmp_path, more)
+
+
 def test_a_reference_of_a_workload_comes_back_with_its_partials_or_without(tmp_path):
     references = planned_record().references["structure"]
     names, terms = list(references[0].grads), list(references[0].by_term)

@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 
+import numpy
 import pytest
 import torch
 from conftest import text
@@ -127,6 +128,17 @@ def test_a_coarser_tier_is_looked_at_for_what_is_coarser_still():
     with Lift(torch.float32, change=False) as lift:
         _ = x.bfloat16()
     assert [place.split()[0] for place in lift.narrow] == ["bfloat16"]
+
+
+def test_what_no_operation_made_is_seen_where_it_is_taken():
+    """Memory of numpy's: nothing lifts it."""
+    held, x = torch.from_numpy(numpy.ones(3, dtype=numpy.float32)), torch.zeros(3).double()
+    with Lift() as lift:
+        x.copy_(held)
+    assert [place.split(" at ")[0] for place in lift.narrow] == ["float32"]
+    with Lift() as lift:
+        x.copy_(torch.from_numpy(numpy.ones(3)))
+    assert not lift.narrow
 
 
 def test_numbers_are_drawn_as_they_were_asked_for():

@@ -254,6 +254,31 @@ LEFT = """
 """
 
 
+LATER = """
+        import threading
+        grads = [p.grad for p in model.parameters()]
+        threading.Timer(0.05, lambda: [g.mul_(WHAT) for g in grads]).start()
+"""
+POOL = """
+        from concurrent.futures import ThreadPoolExecutor
+        self.pool = ThreadPoolExecutor(1)
+        self.pool.submit(sum, [1, 2]).result()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "passes"),
+    [(STEP + LATER.replace("WHAT", "0.5"), False), (STEP + LATER.replace("WHAT", "1"), True),
+     (STEP + POOL, True)],
+    ids=["halves_them", "leaves_them", "a_pool"],
+)  # fmt: skip
+def test_what_a_thread_that_is_left_does_to_gradients_is_seen(check, body, passes):
+    verdict, _ = check(body, tiers=("structure",))
+    assert (verdict.status == "pass") is passes, (verdict.reasons, verdict.findings)
+    told = [text for text in verdict.reasons if "a thread that the step leaves running" in text]
+    assert bool(told) is not passes
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [

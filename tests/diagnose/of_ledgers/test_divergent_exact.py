@@ -205,3 +205,17 @@ def test_what_the_backwards_of_ranks_gave_tells_more_only_where_it_was_kept(
 ):
     monkeypatch.setattr(divergent, "given_by_ranks", lambda case: given)
     assert divergent._are_given("a case", ["body", "neck"]) is are
+
+
+@pytest.mark.parametrize(("mixed", "cause"), [
+    (True, "some elements of {what} are not reduced: of these every rank keeps its own partial, "
+               "and the others are right"),
+    (False, "{what} is not reduced: every rank keeps its own partial"),
+])  # fmt: skip
+def test_of_what_is_reduced_in_part_no_more_is_said(monkeypatch, mixed, cause):
+    for name in ("fed", "reductions_of"):
+        monkeypatch.setattr(divergent, name, lambda *_: [])
+    monkeypatch.setattr(divergent, "_no_reduction", lambda *_: "none")
+    record = SimpleNamespace(spec=SimpleNamespace(topology=None))
+    case = SimpleNamespace(record=record, tier="structure", step=0, cells=())
+    assert divergent.which_step(case, ["w"], mixed) == ("skipped_collective", cause, "none")
