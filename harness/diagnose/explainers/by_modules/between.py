@@ -97,7 +97,9 @@ def between(case: Case, found: FirstWrong, *, back: bool, only_some: bool = Fals
         return []
     if not issued:
         # Autograd may have run what stands in between before the first of them, or after the last.
-        way = "on the way back, by the clock," if back else "in the forward"
+        way = (
+            "on the way back, by the clock," if back else "in the forward, once all of it is there,"
+        )
         return [f"{way} rank {s.rank} issues no collective in between"]
     alike = [(w, len([*same])) for w, same in groupby(without_place(case, w) for w in issued)]
     shown = [w + (f" ({n} times)" if n > 1 else "") for w, n in alike[:MAX_OPERATIONS]]

@@ -170,7 +170,7 @@ def lines_in(case: Case, found: FirstWrong) -> list[str]:
     own = () if trace is None else trace.computed.computations
     mine = [c for c in own if c.inside and c.inside[-1] == found.wrong]
     lines = lines_of([Passed(function=c.function, line=c.line, code=c.code) for c in mine])
-    return [f"its own lines compute: {lines}"] if lines else []
+    return [f"computed in its calls, in no module inside of it: {lines}"] if lines else []
 
 
 def lines_of(passed: Sequence[Passed]) -> str:
