@@ -300,7 +300,7 @@ class TierRun:
 
     def _changed_later(self, threads: Set[threading.Thread], grads: Tensors) -> list[str]:
         """Gradients that are others soon after they were read, where the step has left a thread
-        that runs on; and which."""
+        that runs on on this rank: nothing here may wait for others."""
         left = [t for t in threading.enumerate() if t not in threads and t.is_alive()]
         if not left:
             return []
@@ -308,8 +308,7 @@ class TierRun:
         until = time.monotonic() + LEFT_S
         for thread in left:
             thread.join(max(until - time.monotonic(), 0.0))
-        now = self._grads({"partial": []})
-        return [name for name, grad in now.items() if bits([grad]) != before.get(name)]
+        return [name for name, grad in grads.items() if bits([grad]) != before[name]]
 
     def bare_step(self, step: int, interpose: Interposer | None = None) -> Tensors:
         """The gradients of a step, and nothing else of it. interpose: through which its operations
