@@ -43,7 +43,8 @@ def _end(number: int, _: FrameType | None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             cursor = SHOW_CURSOR if os.isatty(2) else ""
             name = signal.Signals(number).name
-            line = f"{cursor}sumgrad: interrupted by {name}; every rank was ended, no verdict was shown\n"
+            ended = "every rank was ended, no verdict was shown"
+            line = f"{cursor}sumgrad: interrupted by {name}; {ended}\n"
             os.write(2, line.encode())
     finally:
         os._exit(128 + number)

@@ -454,7 +454,9 @@ def test_nothing_stays_behind_a_check_that_is_interrupted(tmp_path):
     out, errors = process.communicate(timeout=120)
     assert (process.returncode, out) == (128 + number, "")
     *progress, last = errors.splitlines()  # how far it is, said where the start takes long
-    assert last == f"sumgrad: interrupted by {number.name}; every rank was ended, no verdict was shown"
+    assert (
+        last == f"sumgrad: interrupted by {number.name}; every rank was ended, no verdict was shown"
+    )
     assert all(line.startswith("sumgrad: starting 10 ranks (") for line in progress)
     assert not started_with("INTERRUPTED", str(tmp_path))
     assert [n for n in os.listdir(temporary) if not n.startswith("torchinductor_")] == []
