@@ -37,8 +37,9 @@ def becomes(code, edit: Edit):
 
 @pytest.mark.parametrize(("wrong", "meant"), [
     # numbers and shares
-    ("z = x / n", "z = x / (n - 1)"),
-    ("z = x[1:n]", "z = x[1:(n + 1)]"),
+    ("z = x[1:n]", "z = x[1 : n + 1]"), ("z = x[n:, 1]", "z = x[n - 1 :, 1]"),
+    ("z = x.narrow(0, 1, n)", "z = x.narrow(0, 1, n - 1)"), ("m = i < n", "m = i < n + 1"),
+    ("m = n >= i", "m = n - 1 >= i"), ("z = x.tril(n)", "z = x.tril(n - 1)"),
     ("z = torch.arange(n) * 2", "z = (torch.arange(n) + 1) * 2"),
     ("z = w * x + y", "z = (1 - w) * x + y"),
     ("z = x.lerp(y, w)", "z = y.lerp(x, w)"),
@@ -50,7 +51,7 @@ def becomes(code, edit: Edit):
     ("z = x * n ** -0.5", "z = x * n ** -1"),
     ("z = x * n ** -1", "z = x * n ** -0.5"),
     ("z = (x - y) ** 2", "z = (x - y)"),
-    ("z = x.sum(3)", "z = x.sum(2)"),
+    ("z = x.sum(2)", "z = x.sum(1)"),
     # masks and comparisons
     ("m = i >= j", "m = i > j"), ("m = i >= j", "m = i <= j"), ("m = i < j", "m = i > j"),
     ("m = x.lt(y)", "m = x.le(y)"),
@@ -98,7 +99,8 @@ def test_a_line_as_it_was_meant_is_tried(wrong, meant):
     ("z = x.cumsum(0, 1)", "flip"), ("z = x.roll((1, 2), (0, 1))", "roll(-"),
     ("z = x.clamp(min=1, max=2)", "clamp(max=1"), ("z = x[1]", "None"),
     ("z = x[:, None, mask]", "[None, :"), ("return 1, x", "(x, 1)"),
-    ("z = ctx.rank + 1", "ctx.rank - 1)"), ("z = x ** n", "** -"),
+    ("z = ctx.rank + 1", "ctx.rank - 1)"), ("z = x / n", "n + 1"), ("z = n * x", "n - 1"),
+    ("z = x / 3", "x / 4"), ("z = x ** n", "** -"),
     ("with torch.enable_grad():\n    z = x", "no_grad"),
     ("z = x @ a[0]", "x.mT"), ("m = (i < j) == mask", "~(")
 ])  # fmt: skip

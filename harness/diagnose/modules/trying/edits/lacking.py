@@ -18,23 +18,51 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     name_called,
     names_in,
     names_made,
+    parts_of,
     span,
+    with_part,
 )
+from sumgrad.diagnose.modules.trying.edits.written_for import COMPARES
 from sumgrad.record.trial import Edit
 
 OF_RANKS = r"rank|coord|stage|peer|axes|group|world"  # one more of these, and ranks wait for ever
 SCALARS = ("float", "tensor float64 ", "tensor float32 ", "int")  # the likeliest first
 MOST_FACTORS, MOST_OPTIONS = 3, 3
+COUNTED = {"range", "arange", "narrow", "tril", "triu", "diagonal", "roll", "one_hot"}
 Kind = Callable[[ast.expr], str]
 Options = Mapping[str, Mapping[str, ast.expr]]
 
 
 def one_more_or_less(node: ast.expr, text: Text, kind: Kind) -> Iterator[str]:
-    """Of a whole number that has a name, and of numbers that are counted."""
-    counted = isinstance(node, ast.Call) and name_called(node) == "arange"
-    named = isinstance(node, ast.Name | ast.Attribute) and kind(node) == "int"
-    if counted or (named and not re.search(OF_RANKS, text(node))):
-        yield from (f"({text(node)} - 1)", f"({text(node)} + 1)")
+    """Of numbers that are counted, and of a whole number with a name where something is counted,
+    compared or cut by it: as a factor one more may be any other number by chance."""
+
+    def others(part: ast.expr | None) -> list[str]:
+        named = isinstance(part, ast.Name | ast.Attribute) and kind(part) == "int"
+        if part is None or not named or re.search(OF_RANKS, text(part)):
+            return []
+        return [f"{text(part)} - 1", f"{text(part)} + 1"]
+
+    if isinstance(node, ast.Call) and name_called(node) in COUNTED:
+        if name_called(node) == "arange":
+            yield from (f"({text(node)} - 1)", f"({text(node)} + 1)")
+        given = [*map(text, node.args), *map(text, node.keywords)]
+        for at, one in enumerate(node.args):
+            for other in others(one):
+                yield f"{text(node.func)}({', '.join([*given[:at], other, *given[at + 1 :]])})"
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+        sign, right = COMPARES.get(type(node.ops[0])), node.comparators[0]
+        if sign is not None:
+            yield from (f"{text(node.left)} {sign} {other}" for other in others(right))
+            yield from (f"{other} {sign} {text(right)}" for other in others(node.left))
+    elif isinstance(node, ast.Subscript):
+        for num, part in enumerate(parts_of(node)):
+            if isinstance(part, ast.Slice) and part.step is None:
+                lower, upper = ("" if b is None else text(b) for b in (part.lower, part.upper))
+                for other in others(part.lower):
+                    yield with_part(node, num, f"{other}:{upper}", text)
+                for other in others(part.upper):
+                    yield with_part(node, num, f"{lower}:{other}", text)
 
 
 def the_rest(node: ast.expr, text: Text, kind: Kind) -> Iterator[str]:

@@ -91,7 +91,7 @@ NO_WRAPPERS = {"range", "len", "isinstance", "print", "super", "zip", "enumerate
                "parameters", "named_parameters", "contiguous", "item", "tolist", "group",
                "split", "tensor_split", "chunk", "unbind", "size", "new_group"}  # fmt: skip
 PLAIN = {"bool", "int", "float", "str", "NoneType"}
-MOST_NUMBER = 4  # a dimension, a place
+MOST_NUMBER = 2  # a dimension, a place: larger ones are sizes and factors, right by chance
 SHAPES_ONLY = {"keepdim", "dtype", "device", "memory_format"}  # another of these is no other number
 OWN_RANK = r"rank|coord"
 MOST_LISTED = 4  # of which one may be too much
