@@ -92,8 +92,9 @@ def _probe(program: Any, dtype: torch.dtype, lift: bool) -> Facts:
         runs_in=str(dtype).removeprefix("torch."),
     )
     # Last: what a loss_sum does to its model is no fact of what build() gives.
-    means = _means(program, terms, rows_as, model, to_dtype(batch, dtype), dtype)
-    sample = _sample(program, terms, rows_as, model, to_dtype(batch, dtype), dtype)
+    cast = to_dtype(batch, dtype)
+    means = _means(program, terms, rows_as, model, cast, dtype)
+    sample = _sample(program, terms, rows_as, model, cast, dtype)
     return replace(facts, problems=(*facts.problems, *means), sample=sample)
 
 

@@ -140,7 +140,7 @@ def _own_of_ranks(case: Case, functions: Sequence[str]) -> list[str]:
 def _not_run(functions: Sequence[str]) -> list[str]:
     if not functions:
         return []
-    words = [f"{name.rpartition('.')[2]} at {line_from_here(at)}"
+    words = [f"{name.rpartition('<locals>.')[2]} at {line_from_here(at)}"
              for at, _, name in (one.rpartition(" ") for one in functions)]  # fmt: skip
     verb = "is" if len(words) == 1 else "are"
     return [f"{some_of(words)} {verb} not run then, and what is wrong may be in there"]
