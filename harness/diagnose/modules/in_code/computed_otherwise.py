@@ -250,9 +250,6 @@ class Both:
             return ()
         how = _of_classes(how, c.function, got)
         elsewhere = same or self._is_among(x, w, i) or _is_in_another_order(flat[places[0]], its)
-        # What all rows have, as a norm's weight, stands beside any of them.
-        by = _tensor(c.takes[j], self.mine)
-        elsewhere = elsewhere and (by is None or by.numel() >= got.numel())
         other = elsewhere and [*map(len, here)] != [*map(len, there)]  # another formula
         few = how.factor is not None or min(got.numel(), wanted.numel()) == 1
         if c.code != w.code and (few or other):
