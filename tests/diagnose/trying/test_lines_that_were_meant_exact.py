@@ -76,6 +76,17 @@ def becomes(code, edit: Edit):
     ("z = x.cumsum(0)", "z = x.flip(0).cumsum(0).flip(0)"),
     ("z = torch.cumprod(x, dim=1)", "z = x.flip(1).cumprod(1).flip(1)"),
     ("return x * w, y.sum(0)", "return (y.sum(0), x * w)"),
+    # copies and places
+    ("z = x.repeat(1, n)", "z = x.repeat_interleave(n, 1)"),
+    ("z = x.repeat(n)", "z = x.repeat_interleave(n, 0)"),
+    ("z = x.repeat(1, n, 2)", "z = x.repeat_interleave(n, 1).repeat_interleave(2, 2)"),
+    ("return x, y", "return x.clone(), y.clone()"), ("return x, y", "return x, y.clone()"),
+    ("return a[:, :n], a[:, n:]", "return a[:, :n] - a[:, n:], a[:, n:]"),
+    ("return a[:n], a[n:]", "return a[:n], a[n:] + a[:n]"),
+    ("x = x * w\ny = x.exp()\nz = x.sum()\nreturn y, z",
+     "z = x.sum()\nx = x * w\ny = x.exp()\nreturn y, z"),
+    ("z = x.sum()\ny = x.exp()\nx = x * w\nreturn y, z",
+     "y = x.exp()\nx = x * w\nz = x.sum()\nreturn y, z"),
     # other functions, words and reductions
     ("z = F.mse_loss(x * w, y * w)", "z = (F.mse_loss(x, y) * w)"),
     ("z = F.huber_loss(x * w, w * y, delta=2)", "z = (F.huber_loss(x, y, delta=2) * w)"),
@@ -101,7 +112,9 @@ def test_a_line_as_it_was_meant_is_tried(wrong, meant):
     ("z = x[:, None, mask]", "[None, :"), ("return 1, x", "(x, 1)"),
     ("z = ctx.rank + 1", "ctx.rank - 1)"), ("z = x / n", "n + 1"), ("z = n * x", "n - 1"),
     ("z = x / 3", "x / 4"), ("z = x ** n", "** -"),
-    ("with torch.enable_grad():\n    z = x", "no_grad"),
+    ("with torch.enable_grad():\n    z = x", "no_grad"), ("return n, w", "n - w"),
+    ("x = x * w\ny = x.exp()\nz = x.sum() + y\nreturn z", "z = x.sum() + y x = x * w"),
+    ("x = x * w\ny = z = x.exp()\nz = x.sum()\nreturn z", "z = x.sum() x = x * w"),
     ("z = x @ a[0]", "x.mT"), ("m = (i < j) == mask", "~(")
 ])  # fmt: skip
 def test_what_is_not_tried(wrong, other):

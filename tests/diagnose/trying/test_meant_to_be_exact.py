@@ -188,7 +188,7 @@ def laid_out(code):
     ("x.repeat_interleave(n, 1)", ["torch.cat([x] * n, 1)"]),
     ("x.repeat_interleave(n)", []),
     ("x.repeat(1, n, 1)", ["x.repeat_interleave(n, 1)"]),
-    ("x.repeat(2, n)", []),
+    ("x.repeat(2, n)", ["x.repeat_interleave(2, 0).repeat_interleave(n, 1)"]),
     ("torch.cat([x] * (a + b), dim=1)", ["x.repeat_interleave(a + b, 1)"]),
     ("torch.cat([x, y] * n)", []),
     ("torch.cat([x, y], 1)", ["torch.cat(list([x, y])[::-1], 1)"]),

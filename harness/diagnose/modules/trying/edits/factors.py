@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from itertools import permutations
 
 from sumgrad.diagnose.modules.trying.edits.source import (
     Function,
@@ -21,6 +22,8 @@ from sumgrad.diagnose.modules.trying.edits.source import (
 MOST_NAMES = 8  # of one function, by which something in it is multiplied
 TENSOR, NUMBER = ("tensor float", "parameter float"), "float"
 MOST_FACTORS, PLAIN = 3, ("float", "int")
+MOST_BESIDE = 3
+COMPUTED = (ast.BinOp, ast.Call, ast.Subscript)
 TWICE = "2"  # each pair is counted from both sides
 Meant = tuple[ast.expr, str]
 
@@ -71,6 +74,23 @@ def of_terms_by_name(function: Function, text: Text, kinds: Mapping[str, str]) -
                     for name in [one for one in names if one not in names_in(term)]:
                         own = as_one(term, text)
                         yield from ((term, f"{own} * {name}"), (term, f"{own} / {name}"))
+
+
+def of_one_beside_another(
+    function: Function, text: Text, kinds: Mapping[str, str]
+) -> Iterator[Meant]:
+    """One of two or three that are returned less, more, or times another of them."""
+    for body in bodies(function):
+        for given in (one.value for one in body if isinstance(one, ast.Return)):
+            several = given.elts if isinstance(given, ast.Tuple) else []
+            if not 1 < len(several) <= MOST_BESIDE:
+                continue
+            for one, other in permutations(several, 2):
+                both = [kinds.get(text(e), "tensor" if isinstance(e, COMPUTED) else "")
+                        for e in (one, other)]  # fmt: skip
+                if all(kind.startswith("tensor") for kind in both):
+                    own, beside = as_one(one, text), as_one(other, text)
+                    yield from ((one, f"{own} {sign} {beside}") for sign in "-+*")
 
 
 def _may_be_twice(term: ast.expr) -> bool:

@@ -180,11 +180,10 @@ def _copied(node: ast.Call, text: Text) -> Iterator[str]:
     dim = _dim(node, given[1:2], usual=None)
     if name == "repeat_interleave" and given and dim is not None:
         yield f"torch.cat([{of}] * {as_one(given[0], text)}, {dim})"
-    if name == "repeat" and len(given) > 1:
+    if name in ("repeat", "tile") and given and not node.keywords:
         several = [(at, one) for at, one in enumerate(given) if text(one) != "1"]
-        if len(several) == 1:
-            at, times = several[0]
-            yield f"{of}.repeat_interleave({text(times)}, {at})"
+        each = "".join(f".repeat_interleave({text(times)}, {at})" for at, times in several)
+        yield f"{of}{each}"
     joined = given[0] if name in ("cat", "concat") and given else None
     if isinstance(joined, ast.BinOp) and isinstance(joined.left, ast.List):
         held, dim = joined.left.elts, _dim(node, given[1:2])

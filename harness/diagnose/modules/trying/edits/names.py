@@ -68,10 +68,17 @@ def renamed_throughout(
 
 def cloned(statement: ast.stmt, source: Source, kinds: Mapping[str, str]) -> Iterator[Edit]:
     """A copy of what is kept for later, or handed on, which may be written into meanwhile."""
-    for node in _kept(statement):
-        if kinds.get(source.of_node(node), "tensor").startswith(("tensor", "parameter")):
-            old, (start, end) = source.of_node(node), span(node)
-            yield Edit(file=source.file, start=start, end=end, old=old, new=f"{old}.clone()")
+    text = source.of_node
+    kept = [one for one in _kept(statement)
+            if kinds.get(text(one), "tensor").startswith(("tensor", "parameter"))]  # fmt: skip
+    for nodes in ([kept] if len(kept) > 1 else []) + [[one] for one in kept]:
+        start, end = span(nodes[0])[0], span(nodes[-1])[1]
+        ends = [span(one)[1] for one in nodes]
+        between = [source.piece(e, span(one)[0]) for e, one in zip(ends, nodes[1:], strict=False)]
+        each = zip(nodes, [*between, ""], strict=True)
+        new = "".join(f"{text(one)}.clone(){then}" for one, then in each)
+        old = source.piece(start, end)
+        yield Edit(file=source.file, start=start, end=end, old=old, new=new)
 
 
 def _kept(statement: ast.stmt) -> Iterator[ast.expr]:

@@ -62,13 +62,15 @@ def edits_to_try(
         if file in of_files and PurePath(file).name in said:
             named_in[function] = named & {*of_files[file].lines_of(first)}
             called |= of_files[file].called_in(first) if named_in[function] else set()
+    known = [one for function in sorted(single) for file, first in (function_at(function),)
+             if file in of_files for one in of_files[file].known_in(first)]  # fmt: skip
     for function, kinds in {**names, **_helpers(of_files, names, single)}.items():
         file, first = function_at(function)
         own = named_in.get(function, set())
         if file not in of_files or (function in single and not own):
             continue
         near = bool(own) or function in feeding or _name_of(function) in called
-        every = of_files[file].in_function(first, kinds)
+        every = of_files[file].in_function(first, kinds, known)
         for soon, edit in ((soon, edit) for soon, edit in every if taken(edit)):
             at = range(edit.start[0], edit.end[0] + 1)
             suspect, place_in_step = min(suspicion.get(f"{file}:{line}", UNKNOWN) for line in at)
@@ -76,8 +78,8 @@ def edits_to_try(
             key = soon + later, place_in_step
             found[edit] = min(found.get(edit, key), key)
             within[edit] = of_files[file].lines_of(first)
-    known = set[str]()
-    shown = (_shown(texts[edit.file], edit, within[edit], known) for edit in _in_turns(found))
+    seen = set[str]()
+    shown = (_shown(texts[edit.file], edit, within[edit], seen) for edit in _in_turns(found))
     return [*islice((edit for edit in shown if edit is not None), MOST_EDITS)]
 
 

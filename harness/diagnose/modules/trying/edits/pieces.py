@@ -19,6 +19,7 @@ from sumgrad.diagnose.modules.trying.edits.alternatives import (
 )
 from sumgrad.diagnose.modules.trying.edits.directions import the_other_way
 from sumgrad.diagnose.modules.trying.edits.factors import (
+    of_one_beside_another,
     of_terms,
     of_terms_by_name,
     of_what_is_returned,
@@ -61,12 +62,14 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     makes_groups,
     name_called,
     names_in,
+    names_made_by,
     span,
     unread_names,
     words_in,
 )
 from sumgrad.diagnose.modules.trying.edits.statements import (
     of_statement,
+    past_what_is_made_anew,
     soon_of_a_test,
     turned_round,
 )
@@ -75,6 +78,13 @@ from sumgrad.diagnose.modules.trying.edits.sums import (
     of_functions,
     sums_in,
     sums_of_sizes,
+)
+from sumgrad.diagnose.modules.trying.edits.taken_over import (
+    Known,
+    Names,
+    known_in,
+    lines_lacking,
+    taken_over,
 )
 from sumgrad.diagnose.modules.trying.edits.undone import keys_of, not_done, under_another_key
 from sumgrad.diagnose.modules.trying.edits.written_for import (
@@ -131,6 +141,15 @@ class Edits:
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
                 self._functions[first] = node
         self._left_alone = left_alone
+        self._of_file = names_made_by(tree)
+        self._classes = {one: of.name for of in ast.walk(tree) if isinstance(of, ast.ClassDef)
+                         for one in of.body if isinstance(one, Function)}  # fmt: skip
+
+    def known_in(self, first_line: int) -> Iterator[Known]:
+        """What the function that begins in this line computes."""
+        function = self._functions.get(first_line)
+        if function is not None:
+            yield from known_in(function, self._classes.get(function, ""))
 
     def lines_of(self, first_line: int) -> range:
         """Of the function that begins in this line; empty where none does."""
@@ -153,9 +172,12 @@ class Edits:
         """Where each function begins, and its name."""
         return {line: function.name for line, function in self._functions.items()}
 
-    def in_function(self, first_line: int, kinds: Mapping[str, str]) -> Iterator[Found]:
+    def in_function(
+        self, first_line: int, kinds: Mapping[str, str], known: Sequence[Known] = ()
+    ) -> Iterator[Found]:
         """Edits of the function that begins in this line, each with how soon it is to be tried.
-        kinds: of what kind is what stands under each name in it."""
+        kinds: of what kind is what stands under each name in it. known: what the single process
+        computes."""
         function = self._functions.get(first_line)
         if function is None or function.name in self._left_alone:
             return
@@ -167,6 +189,7 @@ class Edits:
         renamed = renamed_throughout(function, self._source, dict(kinds), names.made)
         yield from ((LAST, edit) for edit in renamed)
         yield from self._of_its_own(function)
+        yield from self._of_the_single_process(function, kinds, known)
         yield from ((NEXT, edit) for edit in kept_as_it_was(function, self._source))
         yield from ((FIRST, edit) for edit in bound_at_once(function, self._source))
         may_be = lambda node: self._may_be_tensor(node, names)  # noqa: E731
@@ -175,9 +198,11 @@ class Edits:
         text = self._source.of_node
         returned = of_what_is_returned(function, text, kinds) if of_a_backward else ()
         by_name = of_terms_by_name(function, text, kinds)
-        for node, new in (*returned, *of_terms(function, text), *by_name):
+        with_others = of_one_beside_another(function, text, kinds)
+        for node, new in (*returned, *of_terms(function, text), *by_name, *with_others):
             yield from self._source.instead(LATER, node, new, sure=False)
         for body in bodies(function):
+            yield from past_what_is_made_anew(body, self._source)
             for at, statement in enumerate(body):
                 if makes_groups(statement):
                     continue
@@ -214,6 +239,16 @@ class Edits:
             for name, value in self._shared.get(function, ()):
                 made = f"{name} = {text(value)}; {text(body[0])}"
                 yield from self._source.instead(FIRST, body[0], made)
+
+    def _of_the_single_process(
+        self, function: Function, kinds: Mapping[str, str], known: Sequence[Known]
+    ) -> Iterator[Found]:
+        names = Names(kinds, first_made(function), self._of_file, self._classes.get(function, ""))
+        for soon, node, new in taken_over(function, self._source, known, names):
+            yield from self._source.instead(soon, node, new, sure=False)
+        others = [*dict.fromkeys(one.within for one in known)]
+        for statement, new in lines_lacking(function, self._source, others, names):
+            yield from self._source.instead(NEXT, statement, new, sure=False)
 
     def _of_expression(self, node: ast.expr, names: _Names, beside: Set[str]) -> Iterator[Found]:
         """beside: names that stand in the same statement."""

@@ -183,6 +183,17 @@ def names_made(statement: ast.stmt) -> set[str]:
     return {one.id for one in every if isinstance(one.ctx, ast.Store)}
 
 
+def names_made_by(tree: ast.Module) -> set[str]:
+    """What stands in a file: its functions, classes, imports, and what it puts under a name."""
+    found = {one.name for one in tree.body if isinstance(one, Function | ast.ClassDef)}
+    for one in tree.body:
+        if isinstance(one, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in one.names}
+        elif not hasattr(one, "body"):
+            found |= names_made(one)
+    return found
+
+
 def makes_groups(statement: ast.stmt) -> bool:
     """Whether a statement that has no others in it makes something for which ranks wait."""
     return not hasattr(statement, "body") and not MADE_TOGETHER.isdisjoint(words_in(statement))
@@ -208,13 +219,13 @@ def may_be_exchanged(one: ast.stmt, other: ast.stmt) -> bool:
     made, read = names_made(one), names_in(other)
     if one.col_offset != other.col_offset or one.lineno == other.lineno:
         return False
-    if (made & read) - _read(one):
+    if (made & read) - names_read(one):
         return False  # it is not there before
     calls = isinstance(one, ast.Expr) or isinstance(other, ast.Expr)
-    together = (_read(one) | made) & (read | names_made(other))
-    return bool(made & read or names_made(other) & _read(one) or (calls and together))
+    together = (names_read(one) | made) & (read | names_made(other))
+    return bool(made & read or names_made(other) & names_read(one) or (calls and together))
 
 
-def _read(statement: ast.stmt) -> set[str]:
+def names_read(statement: ast.stmt) -> set[str]:
     every = [one for one in ast.walk(statement) if isinstance(one, ast.Name)]
     return {one.id for one in every if isinstance(one.ctx, ast.Load)}

@@ -1,4 +1,5 @@
-"""Edits of a statement: left out, added to what is there, after its loop, exchanged with the next.
+"""Edits of a statement: left out, added to what is there, after its loop, exchanged with the next,
+past one further off that makes anew what it reads.
 
 In: a statement of a user's code. Out: edits, each with how soon it is to be tried.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from sumgrad.diagnose.modules.trying.edits.alternatives import may_be_turned
 from sumgrad.diagnose.modules.trying.edits.source import (
@@ -17,8 +18,11 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     Found,
     Source,
     as_one,
+    makes_groups,
     may_be_exchanged,
     names_in,
+    names_made,
+    names_read,
     span,
 )
 from sumgrad.diagnose.modules.trying.edits.undone import not_cut
@@ -118,6 +122,40 @@ def turned_round(one: ast.stmt, other: ast.stmt, source: Source) -> Iterator[Fou
         between = source.piece(end, then)
         new = source.of_node(other) + between + source.of_node(one)
         yield from source.between(NEXT, start, last, new, expression=False)
+
+
+def past_what_is_made_anew(body: Sequence[ast.stmt], source: Source) -> Iterator[Found]:
+    """A statement before, or behind, one further off that makes anew what it reads."""
+    for at, anew in enumerate(body):
+        if not (isinstance(anew, SIMPLE) and names_made(anew) & names_read(anew)):
+            continue
+        made = names_made(anew) & names_read(anew)
+        for num, other in enumerate(body):
+            between = body[at:num] if num > at else body[num + 1 : at + 1]
+            one_line = isinstance(other, SIMPLE) and other.lineno == other.end_lineno
+            if len(between) > 1 and one_line and names_read(other) & made:
+                yield from _moved(other, between, source, up=num > at)
+
+
+def _moved(
+    one: ast.stmt, others: Sequence[ast.stmt], source: Source, *, up: bool
+) -> Iterator[Found]:
+    """In front of others that come before it, or behind those that follow."""
+    made = {name for other in others for name in names_made(other)}
+    read = {name for other in others for name in names_read(other)}
+    if any(makes_groups(other) for other in (one, *others)) or names_made(one) & (made | read):
+        return  # they need what it makes
+    here = {name for other in others for name in names_made(other) - names_read(other)}
+    if up and names_read(one) & here:
+        return  # it is not there before
+    first, last = others[0], others[-1]
+    if any(other.col_offset != one.col_offset for other in (first, last)):
+        return
+    indent = source.lines[one.lineno - 1][: one.col_offset].decode()
+    own, rest = source.of_node(one), source.piece(span(first)[0], span(last)[1])
+    new = f"{own}\n{indent}{rest}" if up else f"{rest}\n{indent}{own}"
+    start, end = (span(first)[0], span(one)[1]) if up else (span(one)[0], span(last)[1])
+    yield from source.between(NEXT, start, end, new, sure=False, expression=False)
 
 
 def soon_of_a_test(test: ast.expr, source: Source) -> int:
