@@ -96,6 +96,41 @@ def becomes(code, edit: Edit):
     ("dist.all_reduce(x, op=dist.ReduceOp.MAX)", "dist.all_reduce(x, op=dist.ReduceOp.SUM)"),
     ("dist.all_reduce(x, op=ReduceOp.SUM)", "dist.all_reduce(x, op=ReduceOp.AVG)"),
     ("z = batch['a'] - batch['b']", "z = batch['b'] - batch['b']"),
+    # of other ranks
+    ('z = x * ctx.axes["dp"]', 'z = x * (ctx.axes["dp"] * ctx.axes["tp"])'),
+    ('z = x[ctx.coords["tp"]]', 'z = x[(ctx.coords["dp"] * ctx.axes["tp"] + ctx.coords["tp"])]'),
+    ('z = x[ctx.coords["tp"]]', 'z = x[(ctx.coords["tp"] * ctx.axes["dp"] + ctx.coords["dp"])]'),
+    ('g = ctx.group("tp")', 'g = ctx.group("dp", "tp")'),
+    ('g = ctx.group("dp", "tp")', 'g = ctx.group("tp")'),
+    ("dist.broadcast(x, src=0, group=b)", "dist.all_reduce(x, group=b)"),
+    ("dist.broadcast(x, 0)", "dist.all_reduce(x, op=dist.ReduceOp.MAX)"),
+    ("z = sum(batch)", "z = batch[0]"), ("z = x[n * batch[n]]", "z = x[sum(batch[:n])]"),
+    ("z = x[max(batch) * n]", "z = x[sum(batch[:n])]"),
+    ("z = torch.cat(batch, 1)[:, :sum(b)]",
+     "z = torch.cat([p[:, :n] for p, n in zip(batch, b)], 1)"),
+    ("z = torch.cat(batch)[:sum(b)]", "z = torch.cat([p[:n] for p, n in zip(batch, b)])"),
+    ("z = x.to_local()", "z = x.full_tensor()"),
+    # where numbers stand
+    ("u, v = x.chunk(2, -1)", "u, v = (x[..., 0::2], x[..., 1::2])"),
+    ("u, v = x.chunk(2)", "u, v = (x[0::2], x[1::2])"),
+    ("z = x.flip(1).cumsum(1).flip(1)", "z = x.cumsum(1)"),
+    ("z = table(0, w)", "z = table(n, w)"), ("z = torch.arange(0, w)", "z = torch.arange(n, w)"),
+    ("z = moved(x, n, n)", "z = moved(x, -n, -n)"), ("z = x[n : n + len(i)]", "z = x[i]"),
+    ("z = x / y", "z = (x / y).clamp(max=1.0)"), ("m = n == len(batch) - 1", "m = n == 0"),
+    ("z = x * torch.linalg.inv(a)", "z = x * torch.linalg.inv(a).mT"),
+    ("x[i] = y", "x.index_put_((i,), y, accumulate=True)"),
+    ("x[i] += y", "x.index_put_((i,), y, accumulate=True)"),
+    # what goes through a function elsewhere, and what is made of each
+    ("z = f(x) + y\nreturn z, x[:, -1]", "z = f(x) + y\nreturn z, f(x)[:, -1]"),
+    ("c = f(batch)\nfor one in batch:\n    total = total + c * one",
+     "c = f(batch)\nfor one in batch:\n    total = total + f(one) * one"),
+    ("c = a + x\nfor i, one in enumerate(x):\n    y = y * c",
+     "c = a + x\nfor i, one in enumerate(x):\n    y = y * (a + one)"),
+    ("c = f(y)\nfor one, each in zip(x, y):\n    total = total + c",
+     "c = f(y)\nfor one, each in zip(x, y):\n    total = total + f(each)"),
+    ("kept = [one.grad for one in batch]", "kept = [one.grad.clone() for one in batch]"),
+    ("z = x.contiguous()", "z = x.contiguous().clone()"),
+    ("h.register_forward_hook(f)", "h.register_forward_hook(f, prepend=True)"),
     # ways that are cut
     ("z = x.data * y", "z = x * y"), ("z = x * total.item()", "z = x * total"),
     ("with torch.no_grad():\n    z = x * y", "with torch.enable_grad():\n    z = x * y"),
@@ -112,6 +147,11 @@ def test_a_line_as_it_was_meant_is_tried(wrong, meant):
     ("z = x[:, None, mask]", "[None, :"), ("return 1, x", "(x, 1)"),
     ("z = ctx.rank + 1", "ctx.rank - 1)"), ("z = x / n", "n + 1"), ("z = n * x", "n - 1"),
     ("z = x / 3", "x / 4"), ("z = x ** n", "** -"),
+    ("z = x.sum(0)", "x.sum(n)"),
+    ("for k in range(n):\n    z = x", "range(-n"), ("z = x[:n]", "z = x[i]"),
+    ("x[i] = 1", "accumulate"), ("x[i] -= y", "accumulate"), ("z = x.chunk(3)", "::2"),
+    ("z = a + f(x)\nx = y", "f(f(x))"), ("z = sum(batch, n)", "batch[0]"),
+    ("z = f(i)\nfor i in y:\n    w = z", "w = f(i)"), ('z = ctx.group("ep")', '"dp"'),
     ("with torch.enable_grad():\n    z = x", "no_grad"), ("return n, w", "n - w"),
     ("x = x * w\ny = x.exp()\nz = x.sum() + y\nreturn z", "z = x.sum() + y x = x * w"),
     ("x = x * w\ny = z = x.exp()\nz = x.sum()\nreturn z", "z = x.sum() x = x * w"),
@@ -157,6 +197,24 @@ def test_an_option_that_is_given_elsewhere():
 LATE = """for name in batch:
     s = w / n
     p.register_hook(lambda g: g * s)"""
+
+
+def test_rows_in_an_order_that_is_there():
+    kinds = {"x": WIDE, "back": "tensor int64 3", "y": SQUARE, "far": "tensor int64 7"}
+    _, found = tried("z = x + y", kinds)
+    is_there = [one.becomes for one in found]
+    assert "z = x[back] + y" in is_there
+    assert "z = x[back.argsort()] + y" in is_there
+    assert not any("y[" in one or "far" in one for one in is_there)
+
+
+def test_a_mask_that_nothing_reads():
+    _, found = tried("z = x.exp()\nreturn z", KINDS | {"temperature": "tensor bool 3x4"})
+    is_there = [one.becomes for one in found]
+    assert "z = ((x.exp()) * temperature)" in is_there or "z = (x.exp() * temperature)" in is_there
+    assert "z = (x.exp() * ~temperature)" in is_there
+    _, found = tried("z = x.exp() * temperature", KINDS | {"temperature": "tensor bool 3x4"})
+    assert not any("* ~temperature) * temperature" in one.becomes for one in found)
 
 
 def test_a_function_made_in_a_loop_reads_its_own_turn():

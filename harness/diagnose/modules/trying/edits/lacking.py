@@ -26,6 +26,7 @@ from sumgrad.diagnose.modules.trying.edits.written_for import COMPARES
 from sumgrad.record.trial import Edit
 
 OF_RANKS = r"rank|coord|stage|peer|axes|group|world"  # one more of these, and ranks wait for ever
+MASK = "tensor bool"
 SCALARS = ("float", "tensor float64 ", "tensor float32 ", "int")  # the likeliest first
 MOST_FACTORS, MOST_OPTIONS = 3, 3
 COUNTED = {"range", "arange", "narrow", "tril", "triu", "diagonal", "roll", "one_hot"}
@@ -78,12 +79,15 @@ def the_rest(node: ast.expr, text: Text, kind: Kind) -> Iterator[str]:
 
 
 def with_what_is_not_read(node: ast.expr, text: Text, unread: Mapping[str, str]) -> Iterator[str]:
-    """Times, and by, numbers that the function is given, or makes, and that nothing reads. unread:
-    their kinds."""
+    """Times, and by, numbers that the function is given, or makes, and that nothing reads; times
+    masks, and what they leave out. unread: their kinds."""
     if isinstance(node, ast.BinOp | ast.Call):
         factors = [name for scalar in SCALARS for name, kind in unread.items() if kind == scalar]
         for name in factors[:MOST_FACTORS]:
             yield from (f"({as_one(node, text)} * {name})", f"({as_one(node, text)} / {name})")
+        masks = [name for name, kind in unread.items() if kind.startswith(MASK)]
+        for name in masks[:MOST_FACTORS]:
+            yield from (f"({as_one(node, text)} * {name})", f"({as_one(node, text)} * ~{name})")
 
 
 def options_given(tree: ast.AST) -> Options:

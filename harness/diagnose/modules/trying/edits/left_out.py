@@ -33,7 +33,9 @@ OPTIONS = {"scatter_reduce": "include_self=False", "scatter_reduce_": "include_s
            "embedding_bag": "include_last_offset=True", "stft": "center=False",
            "avg_pool1d": "count_include_pad=False", "avg_pool2d": "count_include_pad=False",
            "solve_triangular": "unitriangular=True",
-           "triplet_margin_loss": "swap=True"}  # fmt: skip
+           "triplet_margin_loss": "swap=True", "register_forward_hook": "prepend=True",
+           "register_forward_pre_hook": "prepend=True",
+           "register_full_backward_hook": "prepend=True"}  # fmt: skip
 Meant = tuple[ast.expr, str]
 MUTABLE = (ast.List, ast.Dict, ast.Set)
 MAKES_MUTABLE = {"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter"}

@@ -15,8 +15,12 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     SIMPLE,
     Function,
     Source,
+    Text,
     bodies,
     expressions,
+    makes_groups,
+    name_called,
+    names_in,
     span,
     words_in,
 )
@@ -25,7 +29,13 @@ from sumgrad.record.trial import Edit
 MOST_USES = 6  # of a name, in a function in which it is another throughout
 KEPT_BY = {"append", "appendleft", "put", "setdefault", "insert", "add"}
 VIEWS = {"detach", "view", "view_as", "t", "transpose", "permute", "flatten", "squeeze",
-         "unsqueeze", "narrow", "select", "unflatten"}  # fmt: skip
+         "unsqueeze", "narrow", "select", "unflatten", "contiguous", "reshape"}  # fmt: skip
+MOST_THROUGH = 12  # of one function
+# What is called of a name, and makes no other tensor of it.
+NO_FUNCTIONS = {"range", "len", "print", "list", "tuple", "set", "dict", "sum", "float", "int",
+                "enumerate", "zip", "reversed", "sorted", "isinstance", "all_reduce", "broadcast",
+                "append", "extend", "next", "iter", "max", "min", "backward", "str",
+                "get_rank", "get_world_size", "send", "recv", "isend", "irecv"}  # fmt: skip
 Places = Mapping[str, Sequence[ast.expr]]
 
 
@@ -66,6 +76,29 @@ def renamed_throughout(
                 yield replace(_with_others(nodes, source, {one: other}), sure=False)
 
 
+def through_the_same(
+    function: Function, text: Text, made: Mapping[str, int]
+) -> Iterator[tuple[ast.expr, str]]:
+    """What goes through a function elsewhere, as `x` where `self.norm(x)` is there, too."""
+    every = [one for body in bodies(function) for statement in body
+             if not makes_groups(statement) for one in expressions(statement)]  # fmt: skip
+    calls: dict[str, dict[str, ast.Call]] = {}
+    for one in every:
+        if isinstance(one, ast.Call) and len(one.args) == 1 and not one.keywords:
+            given, called = one.args[0], name_called(one).rpartition(".")[2]
+            if isinstance(given, ast.Name) and called not in NO_FUNCTIONS:
+                calls.setdefault(given.id, {})[text(one)] = one
+    found = 0
+    for node in every:
+        if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
+            continue
+        for shown, call in calls.get(node.id, {}).items():
+            there = all(made.get(name, 0) < node.lineno for name in names_in(call))
+            if node is not call.args[0] and there and found < MOST_THROUGH:
+                found += 1
+                yield node, shown
+
+
 def cloned(statement: ast.stmt, source: Source, kinds: Mapping[str, str]) -> Iterator[Edit]:
     """A copy of what is kept for later, or handed on, which may be written into meanwhile."""
     text = source.of_node
@@ -85,7 +118,8 @@ def _kept(statement: ast.stmt) -> Iterator[ast.expr]:
     value: ast.expr | None = None
     if isinstance(statement, ast.Assign):
         target, given = statement.targets[0], statement.value
-        named = isinstance(target, ast.Name) and isinstance(given, ast.Name | ast.Attribute)
+        held = isinstance(given, ast.Name | ast.Attribute | ast.Call | ast.ListComp)
+        named = isinstance(target, ast.Name) and held
         kept = named or isinstance(target, ast.Attribute | ast.Subscript)
         value = given if kept else None
     elif isinstance(statement, ast.Return):
@@ -94,6 +128,7 @@ def _kept(statement: ast.stmt) -> Iterator[ast.expr]:
         function = statement.value.func
         if isinstance(function, ast.Attribute) and function.attr in KEPT_BY:
             value = statement.value.args[-1] if statement.value.args else None
+    value = value.elt if isinstance(value, ast.ListComp) else value
     several = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
     yield from (one for one in several if one is not None and _may_share_memory(one))
 

@@ -38,6 +38,7 @@ from sumgrad.diagnose.modules.trying.edits.names import (
     cloned,
     kept_as_it_was,
     renamed_throughout,
+    through_the_same,
     two_exchanged,
 )
 from sumgrad.diagnose.modules.trying.edits.nesting import (
@@ -45,7 +46,9 @@ from sumgrad.diagnose.modules.trying.edits.nesting import (
     brackets_elsewhere,
     otherwise_nested,
 )
+from sumgrad.diagnose.modules.trying.edits.of_ranks import over_other_ranks, summed_by_all
 from sumgrad.diagnose.modules.trying.edits.offsets import begun_after_others
+from sumgrad.diagnose.modules.trying.edits.places import elsewhere
 from sumgrad.diagnose.modules.trying.edits.source import (
     FIRST,
     LAST,
@@ -68,6 +71,7 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     words_in,
 )
 from sumgrad.diagnose.modules.trying.edits.statements import (
+    of_each_turn,
     of_statement,
     past_what_is_made_anew,
     soon_of_a_test,
@@ -189,8 +193,11 @@ class Edits:
         renamed = renamed_throughout(function, self._source, dict(kinds), names.made)
         yield from ((LAST, edit) for edit in renamed)
         yield from self._of_its_own(function)
+        yield from of_each_turn(function, self._source)
         yield from self._of_the_single_process(function, kinds, known)
         yield from ((NEXT, edit) for edit in kept_as_it_was(function, self._source))
+        for node, new in through_the_same(function, self._source.of_node, names.made):
+            yield from self._source.instead(LATER, node, new, sure=False)
         yield from ((FIRST, edit) for edit in bound_at_once(function, self._source))
         may_be = lambda node: self._may_be_tensor(node, names)  # noqa: E731
         for node, new in left_out(function, self._source.of_node, self._switches, may_be):
@@ -203,31 +210,38 @@ class Edits:
             yield from self._source.instead(LATER, node, new, sure=False)
         for body in bodies(function):
             yield from past_what_is_made_anew(body, self._source)
-            for at, statement in enumerate(body):
-                if makes_groups(statement):
-                    continue
-                yield from of_statement(statement, self._source, names.made)
-                given = statement.value if isinstance(statement, ast.Assign | ast.Return) else None
-                if given is not None and is_used_up(given):
-                    kept = kept_in_full(given, self._source.of_node)
-                    yield from self._source.instead(NEXT, given, kept)
-                if at + 1 < len(body):
-                    yield from turned_round(statement, body[at + 1], self._source)
-                of_shapes = _of_shapes(statement)
-                beside = names_in(statement)
-                for node in expressions(statement):
-                    if id(node) in of_shapes:
-                        continue
-                    # Of a call that is a statement, its first argument is as good as nothing.
-                    if not (isinstance(statement, ast.Expr) and node is statement.value):
-                        yield from self._of_expression(node, names, beside)
-                    elif isinstance(node, ast.Call):
-                        yield from self._without_each(node)
-                        yield from self._other_functions(node)
-                exchanged = two_exchanged(statement, self._source, kinds, self._axes)
-                yield from ((NEXT, edit) for edit in exchanged)
-                soon = FIRST if isinstance(statement, ast.Expr) else NEXT
-                yield from ((soon, edit) for edit in cloned(statement, self._source, kinds))
+            yield from self._of_statements(body, names)
+
+    def _of_statements(self, body: Sequence[ast.stmt], names: _Names) -> Iterator[Found]:
+        for at, statement in enumerate(body):
+            if makes_groups(statement):
+                continue
+            yield from of_statement(statement, self._source, names.made)
+            given = statement.value if isinstance(statement, ast.Assign | ast.Return) else None
+            if given is not None and is_used_up(given):
+                kept = kept_in_full(given, self._source.of_node)
+                yield from self._source.instead(NEXT, given, kept)
+            if at + 1 < len(body):
+                yield from turned_round(statement, body[at + 1], self._source)
+            yield from self._of_its_expressions(statement, names)
+            exchanged = two_exchanged(statement, self._source, names.kinds, self._axes)
+            yield from ((NEXT, edit) for edit in exchanged)
+            soon = FIRST if isinstance(statement, ast.Expr) else NEXT
+            yield from ((soon, edit) for edit in cloned(statement, self._source, names.kinds))
+
+    def _of_its_expressions(self, statement: ast.stmt, names: _Names) -> Iterator[Found]:
+        of_shapes, beside = _of_shapes(statement), names_in(statement)
+        for node in expressions(statement):
+            if id(node) in of_shapes:
+                continue
+            # Of a call that is a statement, its first argument is as good as nothing.
+            if not (isinstance(statement, ast.Expr) and node is statement.value):
+                yield from self._of_expression(node, names, beside)
+            elif isinstance(node, ast.Call):
+                yield from self._without_each(node)
+                yield from self._other_functions(node)
+                for new in summed_by_all(node, self._source.of_node):
+                    yield from self._source.instead(LATER, node, new, sure=False)
 
     def _of_its_own(self, function: Function) -> Iterator[Found]:
         """What all share, made anew at its beginning."""
@@ -314,6 +328,9 @@ class Edits:
 
         yield NEXT, the_other_way(node, text, kind)
         yield NEXT, not_done(node, text)
+        yield LATER, over_other_ranks(node, text, self._axes)
+        its = {name: of for name, of in names.at(node.lineno) if "." not in name}
+        yield LATER, elsewhere(node, text, kind, its)
         yield LATER, the_rest(node, text, kind)
         unread = {name: of for name, of in names.kinds.items() if name in names.unread}
         yield NEXT, with_what_is_not_read(node, text, unread)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sumgrad.record.trial import Edit
@@ -229,3 +230,20 @@ def may_be_exchanged(one: ast.stmt, other: ast.stmt) -> bool:
 def names_read(statement: ast.stmt) -> set[str]:
     every = [one for one in ast.walk(statement) if isinstance(one, ast.Name)]
     return {one.id for one in every if isinstance(one.ctx, ast.Load)}
+
+
+def spelt_out(node: ast.expr, made: Mapping[str, ast.expr]) -> ast.expr:
+    """With what stands for names in their place."""
+    spelt = _Spelt(made).visit(copy.deepcopy(node))
+    assert isinstance(spelt, ast.expr)
+    return spelt
+
+
+class _Spelt(ast.NodeTransformer):
+    def __init__(self, made: Mapping[str, ast.expr]) -> None:
+        self._made = made
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        held = self._made.get(node.id)
+        is_read = isinstance(node.ctx, ast.Load)
+        return node if held is None or not is_read else copy.deepcopy(held)

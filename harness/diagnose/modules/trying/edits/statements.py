@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from sumgrad.diagnose.modules.trying.edits.alternatives import may_be_turned
 from sumgrad.diagnose.modules.trying.edits.source import (
+    COMPOUND,
     LAST,
+    LATER,
     NEXT,
     SIMPLE,
     Found,
+    Function,
     Source,
     as_one,
+    bodies,
     makes_groups,
     may_be_exchanged,
+    name_called,
     names_in,
     names_made,
     names_read,
     span,
+    spelt_out,
 )
 from sumgrad.diagnose.modules.trying.edits.undone import not_cut
 from sumgrad.diagnose.modules.trying.edits.written_for import OTHER_OPERATORS
@@ -39,8 +46,12 @@ def of_statement(statement: ast.stmt, source: Source, made: Mapping[str, int]) -
             yield from source.instead(NEXT, statement, "pass", sure=False)
     elif isinstance(statement, ast.Assign):
         yield from _of_an_assignment(statement, source, made)
+        yield from _added_where_written_twice(
+            statement.targets[0], statement.value, statement, source
+        )
     elif isinstance(statement, ast.AugAssign):
         yield from _in_place(statement, source)
+        yield from _added_where_written_twice(statement.target, statement.value, statement, source)
     elif isinstance(statement, ast.If):
         for told in ("True", "False"):
             yield from source.instead(soon_of_a_test(statement.test, source), statement.test, told)
@@ -80,6 +91,56 @@ def _in_place(statement: ast.AugAssign, source: Source) -> Iterator[Found]:
     if type(statement.op) in OTHER_OPERATORS:
         other = f"{text(statement.target)} {OTHER_OPERATORS[type(statement.op)]}= "
         yield from source.instead(LAST, statement, other + text(statement.value), sure=False)
+
+
+def _added_where_written_twice(
+    target: ast.expr, value: ast.expr, statement: ast.Assign | ast.AugAssign, source: Source
+) -> Iterator[Found]:
+    """`total[ids] = rows`, of which the last one of each place is kept, as a sum of all."""
+    text = source.of_node
+    adds = isinstance(statement, ast.Assign) or isinstance(statement.op, ast.Add)
+    is_there = isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Name)
+    if is_there and adds and not isinstance(value, ast.Constant):
+        assert isinstance(target, ast.Subscript)
+        put = f"({text(target.slice)},), {text(value)}, accumulate=True"
+        new = f"{text(target.value)}.index_put_({put})"
+        yield from source.instead(LATER, statement, new, sure=False)
+
+
+def of_each_turn(function: Function, source: Source) -> Iterator[Found]:
+    """What is made before a loop of all that it goes over, made in it of each."""
+    made: dict[str, ast.expr] = {}
+    often = Counter(name for one in ast.walk(function) if isinstance(one, ast.stmt)
+                    and not hasattr(one, "body") for name in names_made(one))  # fmt: skip
+    for one in ast.walk(function):
+        target = one.targets[0] if isinstance(one, ast.Assign) else None
+        if isinstance(one, ast.Assign) and isinstance(target, ast.Name) and often[target.id] == 1:
+            made[target.id] = one.value
+    loops = [one for body in bodies(function) for one in body if isinstance(one, ast.For)]
+    for loop in loops:
+        each = _each_of(loop)
+        held = {name: value for name, value in made.items()
+                if each.keys() & names_in(value) and value.lineno < loop.lineno}  # fmt: skip
+        for node in (one for body in loop.body for one in ast.walk(body)):
+            if isinstance(node, ast.Name) and node.id in held:
+                text = ast.unparse(spelt_out(held[node.id], each))
+                new = f"({text})" if isinstance(held[node.id], COMPOUND) else text
+                yield from source.instead(NEXT, node, new, sure=False)
+
+
+def _each_of(loop: ast.For) -> dict[str, ast.expr]:
+    """By the names of what a loop goes over, the name of each."""
+    over, targets = loop.iter, loop.target
+    several = targets.elts if isinstance(targets, ast.Tuple) else [targets]
+    called = name_called(over) if isinstance(over, ast.Call) else ""
+    if isinstance(over, ast.Call) and called == "enumerate" and len(several) == 2:
+        pairs = [(over.args[0], several[1])]
+    elif isinstance(over, ast.Call) and called == "zip":
+        pairs = [*zip(over.args, several, strict=False)]
+    else:
+        pairs = [(over, targets)]
+    return {of.id: ast.Name(one.id, ast.Load()) for of, one in pairs
+            if isinstance(of, ast.Name) and isinstance(one, ast.Name)}  # fmt: skip
 
 
 def _added_to(target: ast.expr, value: ast.expr, source: Source) -> str:

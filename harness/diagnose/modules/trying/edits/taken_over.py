@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -25,8 +24,10 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     Source,
     bodies,
     expressions,
+    makes_groups,
     names_in,
     names_made,
+    spelt_out,
     unread_names,
     words_in,
 )
@@ -59,15 +60,11 @@ class Known:
 def known_in(function: Function, of_class: str) -> Iterator[Known]:
     """Its expressions, as they stand, and with what stands for the names that it makes once."""
     made = _made_once(function)
-    for statement in ast.walk(function):
-        if not isinstance(statement, ast.stmt) or isinstance(statement, Function | ast.ClassDef):
-            continue
+    for statement in (one for body in bodies(function) for one in body):
         for node in expressions(statement):
             if isinstance(node, COMPUTES) and _is_said_again(node):
                 yield Known(node, function, of_class)
-                spelt = _Replaced({n: v for n, v in made.items() if v is not node}).visit(
-                    copy.deepcopy(node)
-                )
+                spelt = spelt_out(node, {n: v for n, v in made.items() if v is not node})
                 if ast.dump(spelt) != ast.dump(node):
                     yield Known(spelt, function, of_class)
 
@@ -95,16 +92,6 @@ def _made_once(function: Function) -> dict[str, ast.expr]:
             and one.id not in names_in(value)}  # fmt: skip
 
 
-class _Replaced(ast.NodeTransformer):
-    def __init__(self, made: Mapping[str, ast.expr]) -> None:
-        self._made = made
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        held = self._made.get(node.id)
-        is_read = isinstance(node.ctx, ast.Load)
-        return node if held is None or not is_read else copy.deepcopy(held)
-
-
 @dataclass(frozen=True, slots=True)
 class Names:
     """What there is in a function: of what kind by name; by name the line where it is made first;
@@ -129,8 +116,8 @@ def taken_over(
     unread = unread_names(function)
     others = [one for one in known if one.within is not function]
     found: list[tuple[float, int, ast.expr, str]] = []
-    for statement in ast.walk(function):
-        if not isinstance(statement, ast.stmt) or isinstance(statement, Function | ast.ClassDef):
+    for statement in (one for body in bodies(function) for one in body):
+        if makes_groups(statement):
             continue
         for node in expressions(statement):
             own = _words(node)
