@@ -70,7 +70,7 @@ TIMEOUT_S = 120.0
 def halves() -> dict[str, list[Path]]:
     """`learn` and `sealed`: by the digest of the drawn number and the name, half of each hand's.
 
-    `second` to `forty-ninth`: each of two hands more, or one, written when what came before was
+    `second` to `fiftieth`: each of two hands more, or one, written when what came before was
     known; sealed as a whole.
     """
     later = {"second": "cd", "third": "ef", "fourth": "gh", "fifth": "ij", "sixth": "kl",
@@ -94,7 +94,7 @@ def halves() -> dict[str, list[Path]]:
              "forty-third": ("cf", "cg"), "forty-fourth": ("ch", "ci"),
              "forty-fifth": ("cj", "ck"), "forty-sixth": ("cl", "cm"),
              "forty-seventh": ("cn", "co"), "forty-eighth": ("cp", "cq"),
-             "forty-ninth": ("cr", "cs")}  # fmt: skip
+             "forty-ninth": ("cr", "cs"), "fiftieth": ("ct", "cu")}  # fmt: skip
     found: dict[str, list[Path]] = {half: [] for half in ("learn", "sealed", *later)}
     for hand in ("a", "b"):
         paths = sorted(BUGS.glob(f"{hand}_*.py"), key=_place)

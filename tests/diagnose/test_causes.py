@@ -448,7 +448,7 @@ def test_every_bug_says_what_a_right_cause_is_and_is_in_one_half():
         "fortieth": 20,
         "forty-first": 20, "forty-second": 20, "forty-third": 20, "forty-fourth": 20,
         "forty-fifth": 20, "forty-sixth": 20, "forty-seventh": 20,
-        "forty-eighth": 20, "forty-ninth": 20,
+        "forty-eighth": 20, "forty-ninth": 20, "fiftieth": 20,
     }  # fmt: skip
     for paths in halves.values():
         for path in paths:
