@@ -18,11 +18,13 @@ HEAD = "def step(x, y, a, b, mask, n, w, i, j, p, batch, total, temperature):\n"
 KINDS_UNREAD = KINDS | {"temperature": "float"}
 
 
-def tried(lines, kinds=None, more="", axes=("dp", "tp")):
-    """What the function's lines become, each edit alone."""
+def tried(lines, kinds=None, more="", axes=("dp", "tp"), *, is_run=True):
+    """What the function's lines become, each edit alone. is_run: whether more of the file is."""
     code = HEAD + "".join(f"    {line}\n" for line in lines.splitlines()) + more
+    first = code.count("\n", 0, code.find("def whole")) + 1
+    single = {f"s.py:{first} whole"} if more and is_run else set()
     found = edits_to_try(
-        {"s.py": code}, {"s.py:1 step": kinds or KINDS}, set(), axes, "", {}, frozenset()
+        {"s.py": code}, {"s.py:1 step": kinds or KINDS}, single, axes, "", {}, frozenset()
     )
     return code, found
 
@@ -190,6 +192,8 @@ def test_an_option_that_is_given_elsewhere():
     assert 'z = F.cross_entropy(x, y, reduction="sum", ignore_index=0)' in is_there
     assert 'z = F.cross_entropy(x, y, reduction="sum", weight=w)' in is_there
     assert not any("at=f" in one for one in is_there)
+    _, found = tried('z = F.cross_entropy(x, y, reduction="sum")', more=WITH_OPTIONS, is_run=False)
+    assert not any("ignore_index" in one.becomes for one in found)  # of what is not run
     _, found = tried("z = F.cross_entropy(*x)", more=WITH_OPTIONS)
     assert not any("weight" in one.becomes for one in found)
 

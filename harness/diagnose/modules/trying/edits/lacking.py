@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sumgrad.diagnose.modules.trying.edits.source import (
     Function,
@@ -90,11 +90,12 @@ def with_what_is_not_read(node: ast.expr, text: Text, unread: Mapping[str, str])
             yield from (f"({as_one(node, text)} * {name})", f"({as_one(node, text)} * ~{name})")
 
 
-def options_given(tree: ast.AST) -> Options:
-    """By name of what is called in a file: the options that it is given somewhere, and as what,
+def options_given(functions: Sequence[ast.AST]) -> Options:
+    """By name of what these functions call: the options that it is given somewhere, and as what,
     where that is a name, an attribute or a constant."""
     found: dict[str, dict[str, ast.expr]] = {}
-    for call in (one for one in ast.walk(tree) if isinstance(one, ast.Call)):
+    every = (one for function in functions for one in ast.walk(function))
+    for call in (one for one in every if isinstance(one, ast.Call)):
         for option in call.keywords:
             if option.arg and isinstance(option.value, ast.Constant | ast.Name | ast.Attribute):
                 found.setdefault(name_called(call), {}).setdefault(option.arg, option.value)

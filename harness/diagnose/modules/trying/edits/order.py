@@ -52,7 +52,10 @@ def edits_to_try(
         with contextlib.suppress(SyntaxError, ValueError):
             trees[file] = ast.parse(text)
     left_alone = reaching_outside([*trees.values()])
-    of_files = {file: Edits(file, texts[file], axes, left_alone) for file in trees}
+    run: dict[str, set[int]] = {file: set() for file in trees}
+    for file, first in map(function_at, {*names, *single}):
+        run.setdefault(file, set()).add(first)
+    of_files = {file: Edits(file, texts[file], axes, left_alone, run[file]) for file in trees}
     found: dict[Edit, Soon] = {}
     within: dict[Edit, range] = {}  # the lines of the function that it is in
     named_in: dict[str, set[int]] = {}  # function -> lines

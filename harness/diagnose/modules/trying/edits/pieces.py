@@ -128,22 +128,29 @@ class _Names:
 
 
 class Edits:
-    """Of one file. axes: their names. left_alone: names of functions that are."""
+    """Of one file. axes: their names. left_alone: names of functions that are. run: in which lines
+    those begin that are run; what others say says nothing of these."""
 
     def __init__(
-        self, file: str, text: str, axes: Sequence[str], left_alone: Set[str] = frozenset()
+        self,
+        file: str,
+        text: str,
+        axes: Sequence[str],
+        left_alone: Set[str] = frozenset(),
+        run: Set[int] = frozenset(),
     ) -> None:
         """SyntaxError where the file is no Python."""
         self._source, self._axes = Source.of(file, text), axes
         self._functions: dict[int, Function] = {}
         tree = ast.parse(text)
         self._of_functions, self._switches = of_functions(tree), options_of(tree)
-        self._shared, self._keys = shared_by_all(tree), keys_of(tree)
-        self._given = options_given(tree)
+        self._shared = shared_by_all(tree)
         for node in ast.walk(tree):
             if isinstance(node, Function):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
                 self._functions[first] = node
+        run_here = [function for line, function in self._functions.items() if line in run]
+        self._keys, self._given = keys_of(run_here), options_given(run_here)
         self._left_alone = left_alone
         self._of_file = names_made_by(tree)
         self._classes = {one: of.name for of in ast.walk(tree) if isinstance(of, ast.ClassDef)

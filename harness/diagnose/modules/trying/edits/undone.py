@@ -32,10 +32,11 @@ def not_done(node: ast.expr, text: Text) -> Iterator[str]:
                 yield f"{as_one(node.left, text)} ** {'-' * negative}{other}"
 
 
-def keys_of(tree: ast.AST) -> Mapping[str, Sequence[str]]:
-    """By what is indexed with words in a file: the words."""
+def keys_of(functions: Sequence[ast.AST]) -> Mapping[str, Sequence[str]]:
+    """By what is indexed with words in these functions: the words."""
     found: dict[str, dict[str, None]] = {}
-    for index in (one for one in ast.walk(tree) if isinstance(one, ast.Subscript)):
+    every = (one for function in functions for one in ast.walk(function))
+    for index in (one for one in every if isinstance(one, ast.Subscript)):
         at = index.slice
         if isinstance(at, ast.Constant) and isinstance(at.value, str):
             found.setdefault(ast.unparse(index.value), {})[at.value] = None
