@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.subjects.program.tried.exchange import HEAD_BYTES, SLOT, SLOTS, Exchange
+from sumgrad.subjects.program.tried.exchange import HEAD_BYTES, SENT, SLOT, SLOTS, Exchange
 
 X = torch.arange(6.0).double().reshape(3, 2)
 ROOT = SimpleNamespace(rootRank=1)
@@ -119,3 +119,50 @@ def test_parts_of_before_are_no_parts_of_now(tmp_path):
     x = [X.clone(), X.clone()]
     carried(ranks, [call("allreduce", [one]) for one in x], number=3)
     assert torch.equal(x[0], 2 * X)
+
+
+def sent(value, numel_taken=None):
+    taken = torch.zeros(value.numel() if numel_taken is None else numel_taken, dtype=value.dtype)
+    return call("send", [value], 1, 0), call("recv", [taken], 0, 0), taken
+
+
+def test_what_one_sends_lies_beside_what_it_has_sent(tmp_path):
+    first, second = two(tmp_path)
+    some = [X, X[0] * 3, torch.tensor([True, False]), torch.zeros(0)]
+    calls = [sent(one.clone()) for one in some]
+    parts = [first.send(send) for send, _, _ in calls]
+    assert all(parts)
+    assert len({*parts}) == len(parts)
+    for (send, _, taken), part, one in zip(calls, parts, some, strict=True):
+        second.receive(0, part, send.args[0][0].nbytes, ([taken],)).wait()
+        assert torch.equal(taken, one.reshape(-1))
+
+
+def test_a_round_begins_where_nothing_was_sent(tmp_path):
+    first, _ = two(tmp_path)
+    part = first.send(sent(X)[0])
+    assert first.send(sent(X)[0]) > part
+    first.begin()
+    assert first.send(sent(X)[0]) == part
+
+
+def test_no_more_is_sent_by_memory_than_there_is_room_for(tmp_path):
+    first, _ = two(tmp_path)
+    most = torch.zeros(SENT // 8 - 8).double()
+    assert first.send(sent(torch.zeros(SENT // 8 + 1).double())[0]) == 0
+    assert first.send(sent(most)[0])
+    assert first.send(sent(X)[0])  # 48 bytes are left, and two times eight
+    assert first.send(sent(X)[0]) == 0
+
+
+@pytest.mark.parametrize("odd", [X.t(), X.to("meta"), X.to_sparse()])
+def test_what_is_sent_by_gloo(tmp_path, odd):
+    assert two(tmp_path)[0].send(call("send", [odd], 1, 0)) == 0
+
+
+def test_more_than_is_taken_is_refused(tmp_path):
+    first, second = two(tmp_path)
+    send, _, taken = sent(X, numel_taken=5)
+    with pytest.raises(RuntimeError, match="no tensor that is taken"):
+        second.receive(0, first.send(send), X.nbytes, ([taken],))
+    assert not taken.any()

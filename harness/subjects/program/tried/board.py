@@ -10,7 +10,7 @@ import os
 import zlib
 from pathlib import Path
 
-MOST_KEYS = 512  # of one rank: groups, and pairs of ranks
+MOST_KEYS = 1024  # of one rank: groups, and pairs of ranks
 WORDS = 2 + 4 * MOST_KEYS  # the round, the last that ended, by key: itself, two whats, how often
 OF_A_ROUND = 32  # bits below it
 

@@ -22,6 +22,8 @@ from torch import Tensor
 
 SLOT, SLOTS = 1 << 18, 16  # bytes of one operation; groups of one rank
 TURNS = 2  # who writes what comes next leaves what others may still read
+SENT, PART = 1 << 21, 64  # bytes of what one rank sends others in a round; where each part begins
+OF_A_RANK = SLOTS * TURNS * SLOT + SENT
 HEAD = 64  # of a slot: how many numbers go to each rank
 HEAD_BYTES = 8 * HEAD
 SUMMED = (torch.float32, torch.float64, torch.int64, torch.int32)
@@ -38,7 +40,7 @@ class Exchange:
     """path: a file that all ranks open; there is none before. Of one rank."""
 
     def __init__(self, path: Path, rank: int, num_ranks: int) -> None:
-        size = num_ranks * SLOTS * TURNS * SLOT
+        size = num_ranks * OF_A_RANK
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(descriptor, size)  # with zeros, and what is there stays
@@ -46,6 +48,37 @@ class Exchange:
         finally:
             os.close(descriptor)
         self._rank, self._slots = rank, dict[int, int]()
+        self._sent = 0  # bytes of what this rank has sent in a round
+
+    def begin(self) -> None:
+        """A round, in which nobody reads any more what was sent in those before."""
+        self._sent = 0
+
+    def send(self, call: Call) -> int:
+        """Put what one rank sends another where that one finds it. Which part it is of what this
+        rank sends in a round, from 1; 0 where it goes as ever."""
+        held = [*tensors_in(call.args[:1])]
+        if len(held) != 1 or not _is_plain(held[0]) or not held[0].is_contiguous():
+            return 0
+        size = held[0].nbytes
+        if self._sent + size > SENT:
+            return 0
+        begin, self._sent = self._sent, -(-(self._sent + size) // PART) * PART
+        start = self._start_of_sent(self._rank) + begin
+        if size:
+            self._bytes[start : start + size].copy_(held[0].detach().view(-1).view(torch.uint8))
+        return begin // PART + 1
+
+    def receive(self, peer: int, part: int, size: int, args: tuple[Any, ...]) -> dist.Work:
+        """What a rank has sent there, of so many bytes, into the tensor of `args`."""
+        out = [*tensors_in(args[:1])]
+        if len(out) != 1 or not out[0].is_contiguous() or out[0].nbytes < size:
+            raise RuntimeError("what is sent fits in no tensor that is taken")
+        start = self._start_of_sent(peer) + (part - 1) * PART
+        if size:
+            given = self._bytes[start : start + size]
+            out[0].data.view(-1).view(torch.uint8)[:size].copy_(given)
+        return _Done(out)
 
     def bring(self, key: int, number: int, call: Call) -> int:
         """Put what an operation takes where the others find it. The slot, from 1; 0 for none.
@@ -101,7 +134,14 @@ class Exchange:
         return [*self._bytes[at : at + total].view(dtype).split(sizes)]
 
     def _start(self, rank: int, slot: int, number: int) -> int:
-        return ((rank * SLOTS + slot - 1) * TURNS + number % TURNS) * SLOT
+        return rank * OF_A_RANK + ((slot - 1) * TURNS + number % TURNS) * SLOT
+
+    def _start_of_sent(self, rank: int) -> int:
+        return rank * OF_A_RANK + SLOTS * TURNS * SLOT
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def _brought(call: Call) -> list[Tensor] | None:
@@ -113,8 +153,12 @@ def _brought(call: Call) -> list[Tensor] | None:
     if call.kwargs:  # as a torch may call it that we do not know
         return None
     held = [*tensors_in(args)]
-    plain = all(t.device.type == "cpu" and t.layout is torch.strided for t in held)
-    if not held or not plain or size > HEAD or len({t.dtype for t in held}) != 1:
+    if (
+        not held
+        or not all(map(_is_plain, held))
+        or size > HEAD
+        or len({t.dtype for t in held}) != 1
+    ):
         return None
     if op in REDUCING and (call.event.get("reduce") not in REDUCES or held[0].dtype not in SUMMED):
         return None
@@ -173,6 +217,17 @@ class ByMemory:
     def carry_out(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
         assert op == self._call.op
         return self._exchange.carry_out(self._call, self._slots, self._number, args)
+
+
+class SentByMemory:
+    """The same for what one rank sends another. taken: of what is received, the rank that sends it,
+    the part and its bytes."""
+
+    def __init__(self, exchange: Exchange, taken: tuple[int, int, int] | None) -> None:
+        self._exchange, self._taken = exchange, taken
+
+    def carry_out(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        return _Done([]) if self._taken is None else self._exchange.receive(*self._taken, args)
 
 
 class _Done(dist.Work):

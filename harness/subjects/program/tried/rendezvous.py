@@ -19,7 +19,7 @@ from sumgrad.ledger.backends import tensors_in
 from sumgrad.ledger.operations import POINT_TO_POINT
 from sumgrad.ledger.process_group import Call, Interposer
 from sumgrad.subjects.program.tried.board import Board, number_of
-from sumgrad.subjects.program.tried.exchange import ByMemory, Exchange
+from sumgrad.subjects.program.tried.exchange import ByMemory, Exchange, SentByMemory
 
 ALIKE = {"allreduce": 0, "broadcast": 0, "allgather": 1, "_allgather_base": 1,
          "all_gather_single": 1, "reduce_scatter": 0, "_reduce_scatter_base": 0,
@@ -28,6 +28,7 @@ ALIKE = {"allreduce": 0, "broadcast": 0, "allgather": 1, "_allgather_base": 1,
 OF_WHAT = 40  # bits; above them where this rank has put what it brings
 YIELDS, PAUSE_S = 50, 5e-5  # of a rank that waits: others may need its core
 SIZES = 8  # of what one rank sends another: the last ones that are told
+MOST_BY_MEMORY = 16  # that one rank sends another in a round, of each tag: the first ones
 
 
 class Parted(RuntimeError):
@@ -58,6 +59,8 @@ class Rendezvous:
             return
         self._beyond, self._as_it_is = None, as_it_is
         self._times, self._later, self._begun, self._unfit = {}, [], [], set()
+        if self._exchange is not None:
+            self._exchange.begin()
         self._board.begin()
         try:
             yield self
@@ -105,12 +108,17 @@ class Rendezvous:
             self.turn_off()
         return self._times[key]
 
-    def come_with(self, key: int, size: int) -> int:
-        """How often it has, this time with something so large."""
-        number = self._times.get(key, 0) + 1
-        if not self._board.put(_of_its_size(key, number), number, size):
+    def come_with(self, key: int, size: int, call: Call) -> tuple[int, int]:
+        """How often it has, this time with something so large; and where it has put it."""
+        number, part = self._times.get(key, 0) + 1, 0
+        by_memory = self.by_memory and self._exchange is not None and not self._as_it_is
+        if by_memory and call.op == "send" and number <= MOST_BY_MEMORY and size < 1 << OF_WHAT:
+            assert self._exchange is not None
+            part = self._exchange.send(call)
+        if not self._board.put(_of_its_size(key, number), number, size | part << OF_WHAT):
             self.turn_off()
-        return self.come(key)
+            part = 0
+        return self.come(key), part
 
     def _meet(self, call: Call) -> tuple[int, list[int]]:
         """Wait until the others have come to it: which of the group's operations it is, and by rank
@@ -189,15 +197,18 @@ class Rendezvous:
         return later.work is not None
 
     def _begin_what_has_come(self) -> None:
-        seen = self._board.seen
-        come = [one for one in self._later if seen(one.peer, one.theirs)[0] >= one.number]
+        # Of one way once: Gloo takes them in the order in which they are begun.
+        ways = {(one.peer, one.theirs) for one in self._later}
+        times = {way: self._board.seen(*way)[0] for way in ways}
+        come = [one for one in self._later if times[one.peer, one.theirs] >= one.number]
         self._unfit.update(one.own for one in come if not self._fits(one))
         self._begin([one for one in come if one.own not in self._unfit])
 
     def _fits(self, one: _Later) -> bool:
         """Gloo ends a process that is sent more than it takes. Of what the other one has long left
         behind nothing is known."""
-        number, size = self._board.seen(one.peer, _of_its_size(one.theirs, one.number))
+        number, told = self._board.seen(one.peer, _of_its_size(one.theirs, one.number))
+        size = told & ((1 << OF_WHAT) - 1)
         sent, taken = (one.size, size) if one.call.op == "send" else (size, one.size)
         return number != one.number or sent <= taken
 
@@ -205,12 +216,25 @@ class Rendezvous:
         for one in [*several]:
             self._later.remove(one)
             self._begun.append(one)
-            one.work = self._carry_out(one.call)
+            with self._by_memory(one):
+                one.work = self._carry_out(one.call)
+
+    def _by_memory(self, one: _Later) -> contextlib.AbstractContextManager[None]:
+        """Where what is sent was put there, both see it so, also where one goes on as ever."""
+        number, told = one.number, one.part << OF_WHAT
+        if one.call.op == "recv" and number <= MOST_BY_MEMORY:
+            number, told = self._board.seen(one.peer, _of_its_size(one.theirs, number))
+        if self._exchange is None or number != one.number or not told >> OF_WHAT:
+            return contextlib.nullcontext()
+        taken = (one.peer, told >> OF_WHAT, told & ((1 << OF_WHAT) - 1))
+        below = SentByMemory(self._exchange, taken if one.call.op == "recv" else None)
+        return one.call.group.carried_out_by(below)
 
 
 class _Later(dist.Work):
     """What goes one way between two ranks, begun when both have come to it. own, theirs: the keys
-    of those who come; number: which of its kind it is; size: in bytes."""
+    of those who come; number: which of its kind it is; size: in bytes; part: where what is sent was
+    put, 0 for nowhere."""
 
     def __init__(self, rendezvous: Rendezvous, call: Call, rank: int) -> None:
         super().__init__()
@@ -225,7 +249,7 @@ class _Later(dist.Work):
         sent, received = number_of("send", way), number_of("recv", way)
         self.own, self.theirs = (sent, received) if sends else (received, sent)
         self.size = sum(t.numel() * t.element_size() for t in tensors_in(call.args[:1]))
-        self.number = rendezvous.come_with(self.own, self.size)
+        self.number, self.part = rendezvous.come_with(self.own, self.size, call)
         self.work: Any = None
 
     def _there(self) -> Any:
@@ -257,7 +281,8 @@ class _Later(dist.Work):
 
 def _of_its_size(key: int, number: int) -> int:
     """The key under which it is told."""
-    return number_of("size", key, number % SIZES)
+    later = f"one of {SIZES}", number % SIZES
+    return number_of("size", key, number if number <= MOST_BY_MEMORY else later)
 
 
 def _what(call: Call) -> int:
