@@ -18,7 +18,7 @@ from sumgrad.judge.checks.script import (
     ranks_that_step_less,
     unowned,
 )
-from sumgrad.judge.checks.script_starts import are_made_equal, unlike_starts
+from sumgrad.judge.checks.script_starts import are_made_equal, left_by_all, unlike_starts
 from sumgrad.judge.checks.updates import wrong_updates
 from sumgrad.judge.finding import Compared
 from sumgrad.record.directory import Record
@@ -78,6 +78,23 @@ def _unlike_start(compared: Compared) -> Diagnosis | None:
             "the weights before the first forward, by digest; the comparison itself gives "
             "every rank the single run's, so gradients are right or wrong apart from it",
         ),
+    )
+
+
+def _other_buffers(compared: Compared) -> Diagnosis | None:
+    """What is not trained, and unlike the single run's on every rank: of one alone it may be so by
+    design, as where its part begins."""
+    if all(d.status != "fail" for d in compared.diffs):
+        return None
+    names = left_by_all(compared.record)
+    if not names:
+        return None
+    return Diagnosis(
+        cause=f"every rank computes with another {some_of(names)} than the single run",
+        kind="other_buffers",
+        standing="likely",
+        ranks=tuple(compared.record.ranks),
+        because=("buffers and frozen weights, as they are before the first forward, by digest",),
     )
 
 
@@ -273,6 +290,7 @@ def _as_a_rate(times: float | None) -> tuple[str, ...]:
 IN_ORDER: tuple[Callable[[Compared], Diagnosis | None], ...] = (
     _other_rows,
     _unlike_start,
+    _other_buffers,
     _unowned,
     _left_behind,
     _other_weights,

@@ -281,17 +281,29 @@ def test_what_no_step_gives_a_gradient_and_nothing_would_reduce(told, status):
         assert [words in text for text in warnings] == ([True] if status == "pass" else [])
 
 
-def test_buffers_that_start_unlike_are_not_compared_with():
-    same = {"started_with": {"w": ":1", "buffer:f": "(3,):2"}}
-    assert texts(the_same_start, record_of(FOUR, **same)) == []
-    record = record_of(FOUR, **same)
-    record.ranks[1].info[AT]["started_with"] = {"w": ":1", "buffer:f": "(3,):4"}
-    assert unlike_starts(record) is None
+def test_buffers_and_frozen_weights_that_were_made_equal_are_not_compared():
+    record = record_of(FOUR, made_equal=["buffer:f", "w"])
     (finding,) = the_same_start(compared(record))
     assert finding.level == "unknown"
-    assert finding.text.startswith("rank 1 starts from other buffers than rank 0, in f: they were")
-    record.ranks[1].info[AT]["started_with"] = {"w": ":1", "buffer:f": "(2,):4"}  # a part of it
-    assert texts(the_same_start, record) == []
+    assert (
+        "other buffers and frozen weights than the single run, in f, w: they were" in finding.text
+    )
+    (finding,) = the_same_start(compared(record_of(FOUR, made_equal=["w"])))
+    assert "other frozen weights than" in finding.text
+
+
+def test_buffers_that_were_left_unlike_are_said_and_are_a_cause_of_what_fails():
+    record = record_of(FOUR, left_unlike=["buffer:f"])
+    (finding,) = the_same_start(compared(record))
+    assert finding.level == "warning"
+    assert "other buffers than the single run, in f: they were left so" in finding.text
+    assert list(other_than_the_single_run(compared(record))) == []  # nothing fails
+    off_on(record, *record.ranks)
+    (cause,) = other_than_the_single_run(compared(record))
+    assert (cause.kind, cause.standing) == ("other_buffers", "likely")
+    assert cause.cause == "every rank computes with another f than the single run"
+    record.ranks[1].info[AT]["left_unlike"] = []  # by design, of some ranks
+    assert list(other_than_the_single_run(compared(record))) == []
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 import torch
 from sumgrad.launch.script.buffers import MOST, Buffers
 from sumgrad.launch.script.kept import Kept
-from sumgrad.launch.script.weights import Weights
+from sumgrad.launch.script.weights import Begun, Weights
 from sumgrad.record.ranks import BUFFER_NAMED
 from sumgrad.subjects.script.asked import START, Asked
-from sumgrad.subjects.script.models import Models
+from sumgrad.subjects.script.models import Held, Models
 from sumgrad.subjects.script.reference import _buffers
 from torch import nn
 
@@ -92,23 +92,65 @@ def test_a_buffer_that_is_put_in_place_of_another_is_seen():
     assert set(models.buffers) == {"running_mean", "running_var", "num_batches_tracked"}
 
 
-def test_each_buffer_is_set_once_to_what_it_was_when_its_model_was_met(tmp_path):
+def of_ranks(tmp_path, single, own, *, trained=True):
+    """A weight and a buffer of the single run's, and what a rank with others has, and tells."""
+    told = []
+    for start, value in ((None, single), (str(tmp_path), own)):
+        weights = Weights(asked(tmp_path, start), tmp_path)
+        param = nn.Parameter(torch.tensor([value["weight"]]))
+        frozen = nn.Parameter(torch.tensor([value["frozen"]]), requires_grad=False)
+        buffer = torch.tensor([value["buffer"]])
+        held = [held_as(param, "w"), held_as(frozen, "f")] if trained else [held_as(frozen, "f")]
+        begun = weights.begin(held, {"b": buffer}, 0)
+        told = [begun, param.item(), frozen.item(), buffer.item()]
+    return told
+
+
+def held_as(param, name):
+    return Held(name=name, param=param, index=None, shape=tuple(param.shape))
+
+
+SINGLE = {"weight": 1.0, "frozen": 2.0, "buffer": 3.0}
+
+
+def test_what_is_not_trained_is_left_where_the_weights_are_the_single_runs(tmp_path):
+    begun, *values = of_ranks(tmp_path, SINGLE, {**SINGLE, "frozen": 5.0, "buffer": 7.0})
+    assert values == [1.0, 5.0, 7.0]
+    assert begun == Begun(left=("f", "buffer:b"))
+    begun, *values = of_ranks(tmp_path, SINGLE, SINGLE)
+    assert begun == Begun()
+    nearly = {**SINGLE, "frozen": 2.000001, "buffer": 3.0000005}  # as of a sum in another order
+    begun, *values = of_ranks(tmp_path, SINGLE, nearly)
+    assert begun == Begun()
+    assert values == [1.0, 2.0, 3.0]
+    begun, *values = of_ranks(tmp_path, SINGLE, {**SINGLE, "buffer": 3.0001})
+    assert begun == Begun(left=("buffer:b",))
+    begun, *values = of_ranks(tmp_path, {**SINGLE, "buffer": 3}, {**SINGLE, "buffer": 4})
+    assert begun == Begun(left=("buffer:b",))
+    begun, *values = of_ranks(tmp_path, SINGLE, {**SINGLE, "buffer": 7.0}, trained=False)
+    assert values == [1.0, 2.0, 7.0]
+    assert begun == Begun(left=("buffer:b",))
+
+
+def test_what_is_not_trained_is_made_equal_where_the_weights_were_drawn_otherwise(tmp_path):
+    begun, *values = of_ranks(tmp_path, SINGLE, {"weight": 4.0, "frozen": 5.0, "buffer": 7.0})
+    assert values == [1.0, 2.0, 3.0]
+    assert begun == Begun(trained=("w",), made_equal=("f", "buffer:b"))
+    begun, *values = of_ranks(tmp_path, SINGLE, {**SINGLE, "weight": 4.0})
+    assert begun == Begun(trained=("w",))
+
+
+def test_each_buffer_is_looked_at_once_as_it_was_when_its_model_was_met(tmp_path):
     def run(start, directory):
         weights = Weights(asked(directory, start), directory)
         first, second = torch.zeros(2), torch.full((2,), float(start is None))
-        weights.begin([], {"first": first}, 0)
-        assert first.tolist() == [0.0, 0.0]
+        begun = [weights.begin([], {"first": first}, 0)]
         first += 5  # running statistics of its forward
-        weights.begin([], {"first": first, "second": second}, 1)
-        return first, second
+        begun.append(weights.begin([], {"first": first, "second": second}, 1))
+        return begun
 
     single, ranks = tmp_path / "single", tmp_path / "ranks"
     single.mkdir()
     ranks.mkdir()
-    run(None, single)
-    first, second = run(str(single), ranks)
-    assert first.tolist() == [5.0, 5.0]
-    assert second.tolist() == [1.0, 1.0]
-    (now, changed) = _buffers(single, range(1))[0]
-    assert {n: t.tolist() for n, t in now.items()} == {"first": [0.0, 0.0], "second": [1.0, 1.0]}
-    assert changed == ()
+    assert run(None, single) == [Begun(), Begun()]
+    assert run(str(single), ranks) == [Begun(), Begun(left=("buffer:second",))]

@@ -38,15 +38,21 @@ def the_same_start(compared: Compared) -> Iterator[Finding]:
     elif start is not None:
         yield Finding(level="fail", text=f"{start.text}: nothing made the replicas equal")
         return
-    buffers = unlike_starts(record, buffers=True)
-    if buffers is not None:
+    made_equal, left = _told(record, "made_equal"), _told(record, "left_unlike")
+    if made_equal:
         yield Finding(
             level="unknown",
-            text=f"{buffers.text}: they were made equal to the single run's, so what the script "
-            f"itself computes with unlike ones was not compared (broadcast them, or draw them "
-            f"alike)",
+            text=f"the ranks start from other {_kinds(made_equal)} than the single run, in "
+            f"{_shown(made_equal)}: they were given the same, as other weights were drawn, too, so "
+            f"what the script itself computes with them was not compared (draw them alike)",
         )
-    other = {name for rank in record.ranks for name in _first(record, rank).get("other_start", ())}
+    if left:
+        yield Finding(
+            level="warning",
+            text=f"the ranks start from other {_kinds(left)} than the single run, in "
+            f"{_shown(left)}: they were left so, and what that changes is in the gradients",
+        )
+    other = _told(record, "other_start")
     if other:
         yield Finding(
             level="warning",
@@ -56,23 +62,45 @@ def the_same_start(compared: Compared) -> Iterator[Finding]:
         )
 
 
-def unlike_starts(record: Record, *, buffers: bool = False) -> Unlike | None:
-    """The first rank that held other values than another of the same elements: of parameters, or
-    of buffers."""
+def left_by_all(record: Record) -> list[str]:
+    """Names of buffers and frozen weights that every rank has unlike the single run."""
+    of_ranks = [_first(record, rank).get("left_unlike", ()) for rank in record.ranks]
+    first = of_ranks[0] if of_ranks else ()
+    names = [name for name in first if all(name in others for others in of_ranks)]
+    return [name.removeprefix(BUFFER_NAMED) for name in names]
+
+
+def _told(record: Record, what: str) -> list[str]:
+    """Names that any rank says in its first step, in order."""
+    every = (name for rank in record.ranks for name in _first(record, rank).get(what, ()))
+    return [*dict.fromkeys(every)]
+
+
+def _kinds(names: list[str]) -> str:
+    of_buffers = [name.startswith(BUFFER_NAMED) for name in names]
+    if all(of_buffers):
+        return "buffers"
+    return "buffers and frozen weights" if any(of_buffers) else "frozen weights"
+
+
+def _shown(names: list[str]) -> str:
+    return some_of([name.removeprefix(BUFFER_NAMED) for name in names])
+
+
+def unlike_starts(record: Record) -> Unlike | None:
+    """The first rank that held other values of parameters than another of the same elements."""
     first: dict[tuple[str, str], tuple[int, str]] = {}
     names: dict[tuple[int, int], list[str]] = {}
     for rank in record.ranks:
         for name, told in _first(record, rank).get("started_with", {}).items():
-            if name.startswith(BUFFER_NAMED) != buffers:
+            if name.startswith(BUFFER_NAMED):
                 continue
             part, _, value = told.partition(":")
             known = first.setdefault((name, part), (rank, value))
             if known[1] != value:
                 names.setdefault((rank, known[0]), []).append(name)
     for (rank, other), own in names.items():
-        what = "buffers" if buffers else "weights"
-        shown = some_of([name.removeprefix(BUFFER_NAMED) for name in own])
-        text = f"rank {rank} starts from other {what} than rank {other}, in {shown}"
+        text = f"rank {rank} starts from other weights than rank {other}, in {some_of(own)}"
         return Unlike(rank=rank, text=text, names=tuple(own))
     return None
 

@@ -42,7 +42,7 @@ from sumgrad.launch.script.nested import AfterItsOwn, StepsUnderWay
 from sumgrad.launch.script.rescaled import Rescaled
 from sumgrad.launch.script.seat import Seat, is_a_rank, place
 from sumgrad.launch.script.user_files import FileKeeper
-from sumgrad.launch.script.weights import Weights
+from sumgrad.launch.script.weights import Begun, Weights
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.late import Late
 from sumgrad.ledger.process_group import register_backend, step_aside
@@ -114,7 +114,7 @@ class Watch:
         self.modes: dict[str, tuple[int, list[str]]] = {}
         self.losses: list[float] = []
         self.started_with: dict[str, str] = {}
-        self.other_start: list[str] = []
+        self.begun: list[Begun] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.stepping: dict[str, Held] = {}
         self.stepped: Counter[int] = Counter()  # by id of a parameter
@@ -253,7 +253,7 @@ class Watch:
                 self.started_with.setdefault(
                     f"{BUFFER_NAMED}{name}", f"{tuple(buffer.shape)}:{bits([buffer.detach()])}"
                 )
-        self.other_start += self.weights.begin(new, self.models.buffers, self.roots)
+        self.begun.append(self.weights.begin(new, self.models.buffers, self.roots))
         self.buffers.begin(self.models.buffers)
         if not self.roots:
             self._enter_step()
@@ -418,7 +418,12 @@ class Watch:
 
     def _first(self) -> dict[str, Any]:
         """What the first step says besides: whose weights it began with, before they were equal."""
-        return {"started_with": self.started_with, "other_start": self.other_start}
+        return {
+            "started_with": self.started_with,
+            "other_start": [name for one in self.begun for name in one.trained],
+            "made_equal": [name for one in self.begun for name in one.made_equal],
+            "left_unlike": [name for one in self.begun for name in one.left],
+        }
 
     @step_aside
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

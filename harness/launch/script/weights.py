@@ -1,12 +1,15 @@
 """Weights of a script's runs made equal: kept by the single run, taken over by every other.
 
 They are set before the first forward and after every step. What the script makes of them in
-between, otherwise than the single run does, is found by comparing them with what was set.
+between, otherwise than the single run does, is found by comparing them with what was set. Buffers
+and what is not trained are only set where the weights were drawn otherwise: elsewhere what a rank
+has there is the script's own doing, and shows in its gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +26,16 @@ BEFORE = "before"  # weights that the script itself changed between two steps
 ROUNDINGS = 64  # of the largest weight, by which such a change may differ on ranks
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What had other values than in the single run. trained: weights, made equal; made_equal: what
+    is not trained, made equal, too, and left: as it was. Buffers have BUFFER_NAMED before them."""
+
+    trained: tuple[str, ...] = ()
+    made_equal: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
 class Weights:
     """Of one process. directory: where the single run keeps its own."""
 
@@ -31,35 +44,47 @@ class Weights:
         self._whole: Grads = {}
         self._as_set: Grads = {}
         self._buffers: set[str] = set()  # that were made equal, once
+        self._drawn_otherwise = False  # weights that are trained
         self._stepped: set[str] = set()  # by the single run's optimizers, until now
 
     def single(self) -> Grads | None:
         """What the single run started with; None in that run itself."""
         return None if self._asked.start is None else self._kept.stored(f"{START}_*")
 
-    def begin(self, new: list[Held], buffers: Mapping[str, Tensor], root: int) -> list[str]:
-        """Parameters met for the first time, made equal; returns which had other values.
+    def begin(self, new: list[Held], buffers: Mapping[str, Tensor], root: int) -> Begun:
+        """Parameters and buffers met for the first time.
 
         root: how many models were met before.
         """
-        other: list[str] = []
         buffers = {n: b for n, b in buffers.items() if n not in self._buffers}
         self._buffers |= buffers.keys()
+        named = {f"{BUFFER_NAMED}{n}": b for n, b in buffers.items()}
         if self._asked.start is None:
             self._kept.keep(f"{START}_{root}", {h.name: h.local() for h in new})
-            named = {f"{BUFFER_NAMED}{n}": to_local(b) for n, b in buffers.items()}
-            self._kept.keep(f"{START}_{root}_buffers", named)
+            whole = {n: to_local(b) for n, b in named.items()}
+            self._kept.keep(f"{START}_{root}_buffers", whole)
+            begun = Begun()
         else:
-            self._whole |= (whole := self._kept.stored(f"{START}_*"))
-            other = take_over(new, whole, jitter=self._asked.jitter)
-            named = {
-                n.removeprefix(BUFFER_NAMED): t
-                for n, t in whole.items()
-                if n.startswith(BUFFER_NAMED)
-            }
-            take_over_buffers(buffers, named)
+            self._whole |= self._kept.stored(f"{START}_*")
+            begun = self._made_equal(new, named)
         self._remember(new)
-        return other
+        return begun
+
+    def _made_equal(self, new: list[Held], buffers: Mapping[str, Tensor]) -> Begun:
+        whole, jitter = self._whole, self._asked.jitter
+        trained = [h for h in new if h.param.requires_grad]
+        others = [h for h in new if not h.param.requires_grad and h.name in whole]
+        buffers = {n: b for n, b in buffers.items() if n in whole}
+        drawn = take_over(trained, whole, jitter=jitter)
+        self._drawn_otherwise |= bool(drawn)
+        if not (self._drawn_otherwise or jitter):
+            far = {h.name for h in others if _is_far(h.local(), h.slice(whole[h.name]))}
+            apart = {n for n, b in buffers.items() if _is_far(to_local(b), whole[n])}
+            take_over([h for h in others if h.name not in far], whole)
+            take_over_buffers({n: b for n, b in buffers.items() if n not in apart}, whole)
+            return Begun(left=(*sorted(far), *sorted(apart)))
+        same = (*take_over(others, whole, jitter=jitter), *take_over_buffers(buffers, whole))
+        return Begun(trained=tuple(drawn), made_equal=same)
 
     def moved(self, held: Mapping[str, Held], call: int) -> list[str]:
         """Weights that the script changed since they were set, otherwise than the single run did.
@@ -122,11 +147,18 @@ class Weights:
             self._as_set[h.name] = wanted if as_set and wanted is not None else local.clone()
 
 
+def _is_far(own: Tensor, wanted: Tensor) -> bool:
+    """Whether two tensors, of which neither is a part of the other, differ by more than that."""
+    return own.shape == wanted.shape and not _nearly(own.detach(), wanted)
+
+
 def _nearly(own: Tensor, wanted: Tensor) -> bool:
     """Whether two weights differ by no more than a few roundings."""
     if own.shape != wanted.shape:
         return False
     if not own.numel():
         return True
+    if not own.is_floating_point() or not wanted.is_floating_point():
+        return torch.equal(own, wanted.to(own))
     most = ROUNDINGS * torch.finfo(own.dtype).eps * float(wanted.abs().max())
     return float((own - wanted.to(own)).abs().max()) <= most

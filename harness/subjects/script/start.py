@@ -24,20 +24,29 @@ def take_over(held: Iterable[Held], whole: Mapping[str, Tensor], *, jitter: int 
             local, wanted = h.local(), h.slice(whole[h.name])
             if local.shape != wanted.shape:
                 continue
-            wanted = wanted.to(local.dtype).to(local.device)
-            if not same_bits(local, wanted):
+            if _is_other(local, wanted):
                 other.append(h.name)
+            wanted = wanted.to(local.dtype).to(local.device)
             local.copy_(_moved(wanted, jitter) if jitter else wanted)
     return other
 
 
-def take_over_buffers(buffers: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
-    """The same of buffers of the same shape."""
+def take_over_buffers(buffers: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> list[str]:
+    """The same of buffers."""
+    other = []
     with torch.no_grad(), own_arithmetic():
         for name, buffer in buffers.items():
             local, wanted = to_local(buffer), whole.get(name)
-            if wanted is not None and wanted.shape == local.shape:
+            if wanted is not None and _is_other(local, wanted):
+                other.append(name)
                 local.copy_(wanted.to(local.dtype))
+    return other
+
+
+def _is_other(local: Tensor, wanted: Tensor) -> bool:
+    if local.shape != wanted.shape:
+        return False  # a part of it
+    return not same_bits(local, wanted.to(local.dtype).to(local.device))
 
 
 def _moved(value: Tensor, seed: int) -> Tensor:
