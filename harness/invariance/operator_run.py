@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from sumgrad.base.tensors import same_bits
 from sumgrad.invariance.arrangement import Arrangement, Call
-from sumgrad.invariance.protocol import Operator, OperatorError
+from sumgrad.invariance.protocol import Operator, OperatorError, validate_results
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -215,7 +215,8 @@ class _Gather:
 
     def take(self, p: _Pending) -> None:
         self.calls += 1
-        found = {name: value.detach() for name, value in p.more.items()}
+        validate_results(self.operator, p.more)
+        found = {name: _as_a_number(value.detach()) for name, value in p.more.items()}
         if self.operator.output is not None:
             found["y"] = p.result.detach()
         for name, value in p.inputs.items():
@@ -231,7 +232,7 @@ class _Gather:
     def put(self, name: str, call: Call, physical: Tensor) -> None:
         if name not in self.rows:
             shape = (sum(self.problem.lengths), *physical.shape[1:])
-            self.rows[name] = physical.new_full(shape, float("nan"))
+            self.rows[name] = physical.new_full(shape, _nobodys(physical.dtype))
         for s in call.segments:
             first = self.starts[s.sample] + s.start
             self.rows[name][first : first + s.length] = physical[s.row : s.row + s.length]
@@ -244,6 +245,17 @@ class _Gather:
                 raise OperatorError(f"{name}: no call gave a gradient to this input")
             self.put(name, call, zeros)
         return self.rows
+
+
+def _as_a_number(value: Tensor) -> Tensor:
+    """A truth value as one of three, of which the third is nobody's."""
+    return value.to(torch.int8) if value.dtype == torch.bool else value
+
+
+def _nobodys(dtype: torch.dtype) -> float | int:
+    """What stands in rows that no call of this rank has."""
+    wide = dtype.is_floating_point or dtype.is_complex
+    return float("nan") if wide else torch.iinfo(dtype).max
 
 
 def _differentiate(pending: list[_Pending], gather: _Gather) -> None:
@@ -276,7 +288,8 @@ def run_arrangement(operator: Operator, problem: Problem, arrangement: Arrangeme
     found: Tensors = {}
     for share in shares:
         for name, values in share.rows.items():
-            there = ~values.isnan()
+            nobodys = _nobodys(values.dtype)
+            there = ~values.isnan() if isinstance(nobodys, float) else values != nobodys
             found[name] = values if name not in found else torch.where(there, values, found[name])
     found |= operator.totals([share.state for share in shares])
     return {name: value.cpu() for name, value in found.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,7 +59,8 @@ class Operator(Protocol):
         """State of one rank's calls: where weight gradients gather, caches."""
 
     def forward(self, state: Any, call: Call, rows: Tensors) -> Tensor | tuple[Tensor, Tensors]:
-        """(num_rows, *output), or the loss; with it, maybe, other results for each row by name."""
+        """(num_rows, *output), or the loss; with it, maybe, other results for each row by name:
+        their bits are compared, no gradient goes back through them."""
 
     def totals(self, states: Sequence[Any]) -> Tensors:
         """Gradients of the weights (and the loss) from the states of all ranks, unrounded."""
@@ -115,13 +116,23 @@ def validate(operator: Any) -> None:
     for name, spec in operator.rows.items():
         if not isinstance(spec, Rows) or not isinstance(spec.shape, tuple):
             raise OperatorError(f"{what}: rows[{name!r}]: got {spec!r}, expected Rows((...))")
-    names = [*("d" + n for n in (*operator.rows, *operator.weights)), "y", "loss"]
+    names = _own_names(operator)
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise OperatorError(f"{what}: rows, weights and results share the name {twice.pop()!r}")
 
 
-def row_tensors(operator: Operator) -> set[str]:
-    """Names of results that have a row for each token."""
-    rows = {"d" + name for name, spec in operator.rows.items() if spec.limit is None}
-    return rows | {"y"}
+def validate_results(operator: Operator, names: Iterable[str]) -> None:
+    """Raise OperatorError where other results for each row have names that are taken."""
+    twice = sorted({*names} & {*_own_names(operator)})
+    if twice:
+        raise OperatorError(f"another result has the name {twice[0]!r}, which is taken; rename it")
+
+
+def _own_names(operator: Operator) -> list[str]:
+    return [*("d" + name for name in (*operator.rows, *operator.weights)), "y", "loss"]
+
+
+def has_a_row_for_each_token(operator: Operator, name: str) -> bool:
+    """Whether a result has: all but what is summed over tokens."""
+    return name != "loss" and name not in {"d" + weight for weight in operator.weights}

@@ -30,7 +30,7 @@ from sumgrad.invariance.operator_run import (
     run_share,
     starts_of,
 )
-from sumgrad.invariance.protocol import Operator, OperatorError, row_tensors, validate
+from sumgrad.invariance.protocol import Operator, OperatorError, has_a_row_for_each_token, validate
 from sumgrad.invariance.runs import LENGTHS, USER_ERRORS, check_operator
 from sumgrad.launch.guard import RankGuard
 from sumgrad.launch.rank import local_group, meet
@@ -245,7 +245,7 @@ def _own_rows(calls: Sequence[Call], rank: int) -> torch.Tensor:
 
 def _restricted(operator: Operator, found: Tensors, own: torch.Tensor) -> Tensors:
     """Results without those rows that other ranks compute."""
-    by_row = row_tensors(operator)
+    by_row = {name for name in found if has_a_row_for_each_token(operator, name)}
     return {
         name: value[own] if name in by_row else value
         for name, value in found.items()
@@ -255,6 +255,6 @@ def _restricted(operator: Operator, found: Tensors, own: torch.Tensor) -> Tensor
 
 def _logical(found: Difference, operator: Operator, own: torch.Tensor) -> Difference:
     """The index of the row in the whole batch, not among the rank's own."""
-    if found.tensor not in row_tensors(operator) or not found.index:
+    if not has_a_row_for_each_token(operator, found.tensor) or not found.index:
         return found
     return replace(found, index=(int(own.nonzero()[found.index[0]]), *found.index[1:]))

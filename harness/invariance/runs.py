@@ -1,4 +1,5 @@
-"""Does an operator give the same bits whatever else is in the batch? Forward and every gradient.
+"""Does an operator give the same bits whatever else is in the batch? Forward and every gradient of
+its result.
 
     from sumgrad.invariance import Rows, assert_invariant, plain
 

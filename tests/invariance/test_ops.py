@@ -476,12 +476,18 @@ def test_one_operator_that_cannot_run_does_not_take_the_others_with_it(tmp_path,
         "bad = plain('bad', fails, rows={'x': Rows((5,))}, output=(5,))\n"
         "odd = plain('odd', lambda r, w, c: r['x'] * 2, rows={'x': Rows((5,))}, output=(5,),\n"
         "            reference=fails, expect='control')\n"
-        "ops = [good, bad, odd]\n"
+        "def several(r, w, c):\n"
+        "    x = r['x']\n"
+        "    return x * 2, {'third': x * 3, 'best': x.argmax(1), 'high': x > 0}\n"
+        "more = plain('more', several, rows={'x': Rows((5,))}, output=(5,))\n"
+        "ops = [good, bad, odd, more]\n"
     )
     matrix = run_matrix(
         [f"{path}:ops"], dtype="float32", seed=0, timeout_s=240, launcher=sumgrad_launcher
     )
     assert of(matrix, "good[b]").wrong == []
+    assert of(matrix, "more").wrong == []  # on ranks, too, which have some of the rows
+    assert {"third", "best", "high"} <= {tensor for tensor, _ in of(matrix, "more").cells}
     assert "bad: the base configuration: raised KeyError: 'oops'" in matrix.wrong
     assert "odd: its oracle: raised KeyError: 'oops'" in matrix.wrong
     assert of(matrix, "odd").expect == "invariant"  # whatever a user's operator says of itself
@@ -507,3 +513,24 @@ def test_a_rank_without_rows_gives_its_input_no_gradient():
     cut = plain("cut", lambda rows, *_: rows["x"].detach() * 2, **wanted)
     with pytest.raises(OperatorError, match="no call gave a gradient to this input"):
         check_operator(cut)
+
+
+@pytest.mark.parametrize(("more", "red"), [
+    (lambda x: {"scaled": x / x.abs().max()}, {"scaled"}),
+    (lambda x: {"place": (x == x.max()).int()}, {"place"}),
+    (lambda x: {"above": x > x.mean()}, {"above"}),
+    (lambda x: {"best": x.argmax(1), "above": x > 0, "third": x * 3}, set()),
+])  # fmt: skip
+def test_other_results_are_compared_whole_numbers_too(more, red):
+    operator = plain("more", lambda r, *_: (r["x"] * 2, more(r["x"])), rows={"x": Rows((4,))},
+                     output=(4,))  # fmt: skip
+    report = check_operator(operator)
+    assert {difference.tensor for difference in report.red} == red
+
+
+@pytest.mark.parametrize("name", ["y", "dx", "dw", "loss"])
+def test_other_results_have_names_of_their_own(name):
+    operator = plain("more", lambda r, w, _: (r["x"] * w["w"], {name: r["x"]}),
+                     rows={"x": Rows((4,))}, weights={"w": (4,)}, output=(4,))  # fmt: skip
+    with pytest.raises(OperatorError, match=f"the name '{name}', which is taken"):
+        check_operator(operator)

@@ -24,10 +24,14 @@ def take_over(held: Iterable[Held], whole: Mapping[str, Tensor], *, jitter: int 
             local, wanted = h.local(), h.slice(whole[h.name])
             if local.shape != wanted.shape:
                 continue
-            if _is_other(local, wanted):
+            is_other, wanted = _is_other(local, wanted), wanted.to(local.dtype).to(local.device)
+            if is_other:
                 other.append(h.name)
-            wanted = wanted.to(local.dtype).to(local.device)
-            local.copy_(_moved(wanted, jitter) if jitter else wanted)
+            # A graph that was made before may hold it: a rounding is no other weight to that.
+            if jitter:
+                local.data.copy_(_moved(wanted, jitter))
+            elif is_other:
+                local.copy_(wanted)
     return other
 
 
