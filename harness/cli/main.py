@@ -333,7 +333,7 @@ def _faults(args: argparse.Namespace) -> int:
         )
     matrix = allowing(matrix, args.allow)
     show_grid(matrix_grid(matrix), matrix.to_json(), args)
-    return 0 if matrix.ok else 1
+    return EXIT_CODES[matrix.status]
 
 
 def _ops(args: argparse.Namespace) -> int:

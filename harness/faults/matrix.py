@@ -7,8 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from sumgrad.base.verdict import Status
+
 GOOD = ("killed", "law", "invisible", "clean", "died", "allowed")
-WORST_FIRST = ("missed", "alarm", "crashed", "hung", "mispredicted", "misnamed")
+UNTOLD = ("unknown", "unattacked")  # of a clean step
+WORST_FIRST = ("missed", "alarm", "crashed", "hung", "mispredicted", "misnamed", *UNTOLD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +20,8 @@ class Cell:
 
     result: clean, killed, law (the ledger alone shows it), invisible, died; or, and then the matrix
     fails: missed, alarm, crashed, hung, mispredicted; misnamed is listed, and does not fail.
-    allowed: missed, and the caller says that it need not be noticed.
+    allowed: missed, and the caller says that it need not be noticed. Of a clean step, where the
+    matrix is UNKNOWN: unknown, as its own verdict; unattacked: none of its collectives was.
     died: the ranks ended badly of what a collective did wrong; counted apart, as no kill of the
     comparison. named_alone: whether the cause is named right without a clean run beside it.
 
@@ -48,13 +52,19 @@ class Matrix:
     unused: tuple[str, ...] = ()
 
     @property
-    def ok(self) -> bool:
+    def status(self) -> Status:
         """Whether every visible fault was killed and every clean run passed, as the exit says.
 
         A cause with another name is listed and counted; that the fault was killed stands.
         """
-        bad = [cell for cell in self.cells if not cell.ok and cell.result != "misnamed"]
-        return bool(self.cells) and not bad
+        bad = [cell.result for cell in self.cells if not cell.ok and cell.result != "misnamed"]
+        if not self.cells or not {*bad} <= {*UNTOLD}:
+            return "fail"
+        return "unknown" if bad else "pass"
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "pass"
 
     @property
     def counts(self) -> dict[str, int]:
@@ -84,12 +94,13 @@ class Matrix:
         named = f"; {self.share_named:.1%} of kills named" if self.share_named is not None else ""
         if self.share_named_alone is not None:
             named += f" ({self.share_named_alone:.1%} without a clean run beside)"
-        return f"{'PASS' if self.ok else 'FAIL'}: {text}{named}"
+        return f"{self.status.upper()}: {text}{named}"
 
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": 1,
             "ok": self.ok,
+            "status": self.status,
             "counts": self.counts,
             "share_named": self.share_named,
             "share_named_alone": self.share_named_alone,

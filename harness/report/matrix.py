@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from sumgrad.base.verdict import Status
 from sumgrad.faults.collective import KINDS
-from sumgrad.faults.matrix import Cell, Matrix
+from sumgrad.faults.matrix import UNTOLD, Cell, Matrix
 from sumgrad.faults.plan import plan_faults
 from sumgrad.report.grid import EMPTY, Grid, GridTable, Square
 
@@ -18,6 +19,8 @@ NOTE = {
     "missed": "missed: a gradient is wrong and the check passed",
     "misnamed": "misnamed: killed, by another cause than the planted one",
     "allowed": "allowed: missed, and on your list of what need not be noticed",
+    "unknown": "unknown: the step itself, without a fault, is not known to be right",
+    "unattacked": "unattacked: whether the check notices a collective that goes wrong is not known",
 }
 COLLECTIVES = "allreduce@dp#1: the second all-reduce of a step over the ranks of axis dp"
 NOT_KILLED = ("invisible", "died", "allowed", "misnamed")
@@ -32,7 +35,7 @@ def matrix_grid(matrix: Matrix) -> Grid:
         tables += [_by_fault(mine)] if planned else _by_collective(mine)
     return Grid(
         title="planted faults",
-        status="pass" if matrix.ok else "fail",
+        status=matrix.status,
         summary=matrix.summary(),
         first=tuple(
             f"{cell.result}: {cell.fault or 'clean'} on {cell.topology}: {cell.cause}"
@@ -42,7 +45,6 @@ def matrix_grid(matrix: Matrix) -> Grid:
         notes=tuple(
             [NOTE[result] for result in NOTE if result in matrix.counts]
             + ([COLLECTIVES] if any(":" in (cell.fault or "") for cell in matrix.cells) else [])
-            + [f"{c.topology}: {c.cause}" for c in matrix.cells if c.result == "clean" and c.cause]
             + [f"--allow {pattern}: matches nothing that was missed" for pattern in matrix.unused]
         ),
     )
@@ -54,7 +56,8 @@ def _square(cell: Cell | None) -> Square:
     says = f"{cell.fault or 'clean'} on {cell.topology}: {cell.cause or 'no cause'}"
     if cell.result in NOT_KILLED:
         return Square(text=cell.result, status="none", says=says)
-    return Square(text=cell.result, status="pass" if cell.ok else "fail", says=says)
+    status: Status = "unknown" if cell.result in UNTOLD else "pass" if cell.ok else "fail"
+    return Square(text=cell.result, status=status, says=says)
 
 
 def _by_fault(cells: Sequence[Cell]) -> GridTable:

@@ -88,6 +88,20 @@ def test_what_is_no_miss_is_never_allowed(result):
     assert found.unused == ("*",)
 
 
+@pytest.mark.parametrize("result", ["unknown", "unattacked"])
+def test_a_clean_step_that_tells_nothing_is_no_pass_and_no_fail(result):
+    found = Matrix(cells=(cell(None, result, cause="no reason"), cell("divide_by_world", "killed")))
+    assert (found.status, found.ok, found.to_json()["status"]) == ("unknown", False, "unknown")
+    assert found.summary().startswith("UNKNOWN: ")
+    grid = matrix_grid(found)
+    assert grid.status == "unknown"
+    assert grid.first == (f"{result}: clean on dp3: no reason",)
+    assert any(note.startswith(f"{result}: ") for note in grid.notes)
+    assert grid.tables[0].rows[0][1][0].status == "unknown"
+    assert Matrix(cells=(*found.cells, cell("avg:x", "missed"))).status == "fail"
+    assert Matrix(cells=()).status == "fail"
+
+
 def test_a_planned_workload_has_faults_down_and_topologies_across():
     cells = [Cell(topology=f"three_pool_{name}", workload="three_pool", fault=fault, result=result)
              for name, fault, result in (("a", None, "clean"), ("a", "avg_on_ci", "killed"),

@@ -327,6 +327,11 @@ def test_ranks_that_exchange_nothing_are_no_distributed_step(event, found):
         for r, h in record.ranks.items()
     })  # fmt: skip
     assert texts(something_is_exchanged, alone) == []  # one_job says it
+    of_program = replace(record, spec=replace(record.spec, script=None))
+    findings = list(something_is_exchanged(compared(of_program)))
+    assert [finding.level for finding in findings] == ["warning"] * found
+    off_on(of_program, *of_program.ranks)
+    assert texts(something_is_exchanged, of_program) == []  # what fails has causes
 
 
 def test_another_start_than_the_single_runs_is_only_said():

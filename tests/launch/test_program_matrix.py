@@ -284,7 +284,7 @@ OVERFLOWS = "(torch.full((), 301.0, dtype=torch.float16) * 300 / 300).to(p.grad.
 @pytest.mark.parametrize(("reduced", "count", "result", "said"), [
     (BY_A_SUM, "count", "clean", None),
     (BY_A_SUM, OVERFLOWS, "alarm", "every gradient"),  # right in float64 alone
-    (BY_OBJECTS, "count", "clean", "none of its collectives carries a parameter's gradient"),
+    (BY_OBJECTS, "count", "unattacked", "none of its collectives carries a parameter's gradient"),
 ])  # fmt: skip
 def test_what_is_said_of_the_clean_step(reduced, count, result, said, tmp_path, sumgrad_launcher):
     (tmp_path / "t.yaml").write_text("pools: {train: {axes: {dp: 3}}}\n")
@@ -299,5 +299,5 @@ def test_what_is_said_of_the_clean_step(reduced, count, result, said, tmp_path, 
     assert first.result == result
     assert (first.cause or "").startswith(said or "")
     assert bool(first.cause) == bool(said)
-    notes = matrix_grid(matrix).notes
-    assert any("none was attacked" in text for text in notes) == (reduced == BY_OBJECTS)
+    worst = matrix_grid(matrix).first
+    assert any("none was attacked" in text for text in worst) == (reduced == BY_OBJECTS)

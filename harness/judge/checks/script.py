@@ -201,17 +201,19 @@ def something_is_exchanged(compared: Compared) -> Iterator[Finding]:
     """Ranks that exchange nothing in any step, and whose gradients are right all the same: each has
     all rows, and nothing distributed was compared."""
     record = compared.record
-    if record.spec.script is None or record.spec.topology.world_size < 2 or not record.ranks:
+    of_script, num_ranks = record.spec.script is not None, record.spec.topology.world_size
+    if not (of_script or record.spec.opaque) or num_ranks < 2 or not record.ranks:
         return
     events = [e for h in record.ranks.values() for own in h.events.values() for e in own]
     alone = all(i.get("alone") for h in record.ranks.values() for i in h.info.values())
-    if not alone and all(_carries_nothing(event) for event in events):
-        yield Finding(
-            level="unknown",
-            text=f"the {record.spec.topology.world_size} ranks exchange no gradient and no "
-            f"activation in any step: each of them trains by itself, on all rows, and nothing "
-            f"distributed was compared",
-        )
+    if (of_script and alone) or not all(map(_carries_nothing, events)):
+        return
+    text = (f"the {num_ranks} ranks exchange no gradient and no activation in any step: each of "
+            "them trains by itself, on all rows, and nothing distributed was compared")  # fmt: skip
+    if of_script:
+        yield Finding(level="unknown", text=text)
+    elif all(d.status != "fail" for d in compared.diffs):
+        yield Finding(level="warning", text=text)
 
 
 def _carries_nothing(event: Mapping[str, Any]) -> bool:

@@ -122,8 +122,9 @@ def _run_topology(
             progress(f"{name}: clean, as it is written")
             verdict = _unless_it_fails_as_written(verdict, options, launcher)
         told = _clean_cell(name, clean, verdict)
-        if told.ok and clean.spec.opaque and not gradient_operations(clean):
-            told = replace(told, cause=NO_GRADIENT)
+        of_several = clean.spec.topology.world_size > 1
+        if told.ok and clean.spec.opaque and of_several and not gradient_operations(clean):
+            told = replace(told, result="unattacked", cause=NO_GRADIENT)
         yield told
         if verdict.status != "pass":
             return
@@ -321,7 +322,8 @@ def _judged_alone(ran: Ran) -> Verdict:
 
 def _clean_cell(topology: str, clean: Record, verdict: Verdict) -> Cell:
     ended_well = all(o["status"] == "ok" for o in verdict.data["outcomes"])
-    result = "clean" if verdict.status == "pass" else "alarm" if ended_well else "crashed"
+    of_clean = {"pass": "clean", "unknown": "unknown", "fail": "alarm"}
+    result = of_clean[verdict.status] if ended_well or verdict.status == "pass" else "crashed"
     why = next(iter([*verdict.reasons, *verdict.findings]), None)
     why = verdict.diagnoses[0].cause if verdict.diagnoses else why
     return Cell(topology=topology, workload=clean.spec.name, fault=None, result=result, cause=why)
