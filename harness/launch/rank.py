@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +24,7 @@ from sumgrad.record.spec import RunSpec, read_spec
 from sumgrad.subjects.subject import subject_of
 
 PROGRESS = ".progress"
+FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below those that a system gives away
 GROUP_PATIENCE_S = 60  # the watchdog speaks first; the group's own timeout is a last resort
 
 
@@ -42,6 +44,9 @@ def local_group(guard: RankGuard, device: str = "cpu") -> Iterator[Ledger]:
     # Libraries ask the environment, as torchrun sets it, whether they are one process of several.
     os.environ.update({name: str(env.rank) for name in ("RANK", "LOCAL_RANK")})
     os.environ.update({name: str(env.world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")})
+    # Nothing of ours listens there: the same on all ranks, for what a step opens itself.
+    port = FIRST_PORT + zlib.crc32(str(env.rendezvous).encode()) % NUM_PORTS
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     dist.init_process_group(
         BACKEND,
         store=dist.FileStore(str(env.rendezvous), env.world_size),  # type: ignore[attr-defined]

@@ -321,6 +321,10 @@ def test_libraries_find_what_torchrun_would_have_set(check):
         "            assert os.environ[name] == str(ctx.rank)\n"
         "        for name in ('WORLD_SIZE', 'LOCAL_WORLD_SIZE'):\n"
         "            assert os.environ[name] == str(ctx.world_size)\n"
+        "        import torch.distributed as dist\n"
+        "        place = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])\n"
+        "        store = dist.TCPStore(*place, ctx.world_size, ctx.rank == 0)\n"
+        "        store.add('here', 1)\n"
         "        return super().distribute(model, ctx)\n"
     )
     assert verdict.status == "pass", text(verdict)[:2000]

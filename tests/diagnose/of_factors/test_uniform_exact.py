@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sumgrad.base.verdict import Diagnosis
 from sumgrad.diagnose.explainers.of_factors import uniform
 from sumgrad.diagnose.row_fit import Factors
 
@@ -74,3 +76,41 @@ def test_backwards_that_each_give_all_of_it(monkeypatch):
 )
 def test_what_is_not_given_whole_each_time(monkeypatch, own, value, given):
     assert all_of_it(monkeypatch, own, value, given=given) is None
+
+
+STEPS = {  # by step, what a gradient that should be 1, 2, 3 is
+    "the same": ([2.0, 4.0, 6.0], [2.0, 4.0, 6.0]),
+    "right": ([2.0, 4.0, 6.0], None),
+    "another": ([2.0, 4.0, 6.0], [3.0, 6.0, 9.0]),
+    "none": ([2.0, 4.0, 6.0], [2.0, 4.0, 7.0]),
+}
+
+
+@dataclass(frozen=True)
+class OfSteps:
+    steps: object
+    step: int
+    record: object
+    known: dict = field(default_factory=dict)
+
+    @property
+    def failing_cells(self):
+        got = self.steps[self.step]
+        wanted = SimpleNamespace(value=torch.tensor([1.0, 2.0, 3.0]).double(), threshold=1e-9)
+        every = [SimpleNamespace(measured=torch.tensor(got or []).double(), wanted=wanted)]
+        return every if got else []
+
+
+@pytest.mark.parametrize(("steps", "is_one"), [
+    ("the same", True), ("right", True), ("another", False), ("none", False),
+])  # fmt: skip
+def test_a_factor_of_one_step_alone_is_none(steps, is_one):
+    case = OfSteps(STEPS[steps], 0, SimpleNamespace(spec=SimpleNamespace(steps=2)))
+    told = Diagnosis(cause="every gradient is multiplied by 2", kind="factor")
+    found = uniform._unless_later_steps_differ(case, 2.0, told)
+    if is_one:
+        assert found is told
+    else:
+        assert found.standing == "open"
+        assert found.cause == ("at step 0 every gradient is multiplied by 2; at step 1 it is "
+                               "another, or none that all share")  # fmt: skip

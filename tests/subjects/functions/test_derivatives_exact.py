@@ -6,7 +6,14 @@ import json
 
 import pytest
 import torch
-from sumgrad.record.computed import Computed, computed_as_json, computed_from, computed_together
+from sumgrad.record.computed import (
+    Computed,
+    computed_as_json,
+    computed_as_tensors,
+    computed_from,
+    computed_together,
+)
+from sumgrad.record.reference import write_tensors
 from sumgrad.subjects.program.functions import derivatives
 from sumgrad.subjects.program.functions.derivatives import Derivatives
 from sumgrad.subjects.program.functions.every_apply import around_every_apply
@@ -465,3 +472,31 @@ def test_a_forward_that_gives_something_else_the_second_time_is_not_told():
             return grad * 2
 
     assert not told(Turns, leaf())
+
+
+class Turned(Function):
+    """Complex numbers of real ones; in the backward wrong by a factor, or not."""
+
+    @staticmethod
+    def forward(ctx, x, times):
+        ctx.times = times
+        return x * (1 + 2j)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.times * (grad * (1 - 2j)).real, None
+
+
+@pytest.mark.parametrize("times", [1.0, 2.0])
+def test_a_complex_result_counts_with_both_of_its_parts(times, tmp_path):
+    computations = Computations(lambda: ((), 0), Derivatives(lambda: 0))
+    with computations:
+        z = Turned.apply(leaf() * 1.0, times)
+        weights = torch.arange(1.0, 13.0).view(4, 3)
+        (z.real * weights + 3 * z.imag.square()).sum().backward()
+    found = computations.computed()
+    (one,) = found.derivatives
+    assert one.agrees == (times == 1.0)
+    (back,) = found.backs
+    assert [tuple(g.shape) for g in back.outer if g is not None] == [(4, 3, 2)]
+    write_tensors(tmp_path / "kept.safetensors", computed_as_tensors(found))  # as pairs of floats

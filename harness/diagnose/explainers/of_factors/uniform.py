@@ -49,6 +49,8 @@ def uniform_cause(case: Case) -> Explained | None:
         diagnosis = _one_factor(case, found.values[0], found.sigmas[0], names, alone=alone)
         if diagnosis.kind == "factor" and alone:
             diagnosis = rank_scale(case, dict.fromkeys(ranks, found), names)
+        elif diagnosis.kind == "factor":
+            diagnosis = _unless_later_steps_differ(case, found.values[0], diagnosis)
     elif found.level == "params":
         sizes = sizes_of(case.record)
         if None in {power_of(v, sizes) for v in found.known}:
@@ -68,6 +70,27 @@ def uniform_cause(case: Case) -> Explained | None:
             found, diagnosis = by_name, _factor_by_param(case, by_name)
             diagnosis = replace(diagnosis, because=(*diagnosis.because, rows))
     return replace(diagnosis, ranks=diagnosis.ranks or ranks), [(ranks, found)]
+
+
+def _unless_later_steps_differ(case: Case, value: float | None, diagnosis: Diagnosis) -> Diagnosis:
+    """What one factor explains at one step alone is no factor: it looks so there."""
+    steps = range(case.step + 1, case.record.spec.steps)
+    other = [step for step in steps if not _is_times(replace(case, step=step, known={}), value)]
+    if value is None or not other:
+        return diagnosis
+    here = f"; at step {spans(other)} it is another, or none that all share"
+    return replace(diagnosis, cause=f"at step {case.step} {diagnosis.cause}{here}", standing="open")
+
+
+def _is_times(case: Case, value: float | None) -> bool:
+    """Whether what is wrong is so many times what it should be; or nothing is."""
+    return all(
+        value is not None
+        and float((cell.measured - value * cell.wanted.value).abs().max())
+        <= max(value, 1.0) * cell.wanted.threshold
+        for cell in case.failing_cells
+        if cell.measured.numel()
+    )
 
 
 def _is_shared(found: Factors) -> bool:

@@ -19,6 +19,7 @@ import torch
 from sumgrad.record.adjoint import Adjoint
 from sumgrad.subjects.program.functions.applied import (
     Applied,
+    along,
     argument_name,
     is_as_it_was,
     run_again,
@@ -301,7 +302,4 @@ def _along(one: Applied, rank: int, moved: Sequence[Moved], number: int) -> _Sha
 def _against(
     outer: Sequence[Tensor | None], a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[float, ...]:
-    return tuple(
-        float((g * (x - y)).sum()) if g is not None and x.is_floating_point() else 0.0
-        for g, x, y in zip(outer, a, b, strict=True)
-    )
+    return tuple(along(g, x, y) for g, x, y in zip(outer, a, b, strict=True))

@@ -84,3 +84,13 @@ def argument_name(cls: Any, at: int) -> str:
     names = list(inspect.signature(cls.forward).parameters.values())[aside:]
     known = at < len(names) and names[at].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     return names[at].name if known else f"number {at + 1}"
+
+
+def along(gradient: Tensor | None, a: Tensor, b: Tensor) -> float:
+    """What a loss gains from one result to another: of complex numbers the gradient is that of
+    both parts, the one as real and the other as imaginary."""
+    if gradient is None or not (a.is_floating_point() or a.is_complex()):
+        return 0.0
+    change = a - b
+    product = (gradient.conj() * change).real if a.is_complex() else gradient * change
+    return float(product.sum())

@@ -19,6 +19,7 @@ from sumgrad.record.derivative import Back, Derivative, Off
 from sumgrad.record.line import Line
 from sumgrad.subjects.program.functions.applied import (
     Applied,
+    along,
     argument_name,
     is_as_it_was,
     run_again,
@@ -105,7 +106,7 @@ class Derivatives:
         """What every call's backward was given, and gave."""
         for one in self.calls():
             if one.came is not None:
-                outer, inner = (tuple(map(_on_cpu, side)) for side in one.came)
+                outer, inner = (tuple(map(_to_be_kept, side)) for side in one.came)
                 yield Back(
                     computation=one.computation, outer=outer, inner=inner, alone=one.is_alone
                 )
@@ -181,10 +182,7 @@ def _slopes(
         return None
 
     def against(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[float]:
-        return [
-            0.0 if g is None or not x.is_floating_point() else float((g * (x - y)).sum()) / step
-            for g, x, y in zip(outer, a, b, strict=True)
-        ]
+        return [along(g, x, y) / step for g, x, y in zip(outer, a, b, strict=True)]
 
     return against(up, one.gave), against(one.gave, down)
 
@@ -295,5 +293,8 @@ def _kept_or_none(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else _kept(tensor).detach()
 
 
-def _on_cpu(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.cpu()
+def _to_be_kept(tensor: Tensor | None) -> Tensor | None:
+    """On the CPU, complex numbers as pairs, like every value that is kept."""
+    if tensor is None or not tensor.is_complex():
+        return None if tensor is None else tensor.cpu()
+    return torch.view_as_real(tensor.cpu().resolve_conj())

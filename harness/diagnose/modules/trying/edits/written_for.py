@@ -37,7 +37,8 @@ ALIKE = [words.split() for words in (
     "layer_norm rms_norm", "tanh atan erf",
     "softmin softmax", "dot cosine_similarity", "cummax cummin", "named_parameters named_buffers",
     "floor trunc", "sinh tanh", "exp sigmoid softplus",
-    "to_local full_tensor",
+    "to_local full_tensor", "fftshift ifftshift", "fft ifft", "rfft ihfft", "fft2 ifft2",
+    "fftn ifftn",
 )]  # fmt: skip
 OTHER_FUNCTIONS: Mapping[str, Sequence[str]] = {
     one: [*dict.fromkeys(o for alike in ALIKE if one in alike for o in alike if o != one)]
