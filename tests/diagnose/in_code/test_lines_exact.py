@@ -15,6 +15,7 @@ from sumgrad.diagnose.explainers.by_modules.in_code.lines import agreed, in_word
 from sumgrad.diagnose.explainers.by_modules.looked import line_from_here
 from sumgrad.diagnose.modules.in_code.lines import AtLine, Lines
 from sumgrad.record.computed import Computation, computed_together
+from sumgrad.record.derivative import Derivative
 from sumgrad.subjects.program.watched.computations import Computations
 from torch import nn
 from torch.autograd import Function
@@ -231,6 +232,32 @@ def test_a_function_whose_own_backward_is_wrong(how, found):
         assert "test_lines_exact.py" in said
     assert not list(both.cuts(0, everything))
     assert not list(both.first_forward(0, everything))
+
+
+@pytest.mark.parametrize(("agrees", "found"), [
+    ((True,), 0), ((True, False), 1), ((False,), 1), ((), 1),
+])  # fmt: skip
+def test_no_function_is_accused_whose_derivative_is_right(agrees, found):
+    """By finite differences in every call that was looked at."""
+    mine, there = recorded(with_function, X[OWN], "turned"), recorded(with_function, X, "")
+    (doubled,) = [c for c in mine.computations if c.function == "Doubled"]
+    told = tuple(
+        Derivative(function="Doubled", line=(doubled.line, doubled.code), written="", call=number,
+                   argument="x", agrees=one, at=0)
+        for number, one in enumerate(agrees)
+    )  # fmt: skip
+    mine = replace(mine, derivatives=told)
+    assert len(list(lines([mine], there).first_backward(0, everything))) == found
+
+
+def test_of_several_ranks_what_is_wrong_on_all_is_said():
+    mine, there = recorded(with_function, X[OWN], "turned"), recorded(with_function, X, "")
+    (one,) = lines([mine], there).first_backward(0, everything)
+    two = replace(one, mine=replace(one.mine, takes=(one.mine.takes[0],) * 2, keys=()))
+    on_both = [replace(two, at=(0, 1)), replace(two, at=(1,), rank=1)]
+    assert "that of its second tensor argument (" in next(iter(in_words(on_both)))
+    apart = [replace(two, at=(0,)), replace(two, at=(1,), rank=1)]
+    assert "that of its first, second tensor arguments (" in next(iter(in_words(apart)))
 
 
 def test_of_two_that_take_the_same_both_are_named():

@@ -144,7 +144,7 @@ class Lines:
         Torch's formulas only where each number is made of its own: what is shared, as a matrix or
         keys, has a part of its gradient from a part of the rows.
         """
-        mine = self._ranks[rank]
+        mine, right = self._ranks[rank], _right_derivatives(self._ranks[rank])
         for place, c in reversed(list(enumerate(mine.computations))):
             if not asked(c) or c.function.startswith(MODULE) or c.function_of:
                 continue
@@ -157,6 +157,7 @@ class Lines:
                 for i, n in enumerate(c.takes)
                 if isinstance(n, int)
                 and n in mine.with_graph
+                and (c.line, i) not in right
                 and (
                     c.written
                     or (
@@ -410,3 +411,12 @@ def _summed_over(c: Computation, computed: Computed) -> int | None:
         return None
     first, second = (computed.values[n].shape for n in c.uses)
     return first[-1] if len(first) > 1 and len(second) > 1 else None
+
+
+def _right_derivatives(computed: Computed) -> set[tuple[str, int]]:
+    """Lines that call a Function, each with an argument of which its backward gives the derivative,
+    by finite differences, in all calls that were looked at: what is wrong there is wrong before."""
+    told = [((one.line[0], one.at), one.agrees) for one in computed.derivatives]
+    return {where for where, agrees in told if agrees} - {
+        where for where, agrees in told if not agrees
+    }

@@ -351,9 +351,9 @@ def _made(one: AtLine) -> str:
 
 
 def _arguments(found: Sequence[AtLine]) -> str:
-    """`second argument`, `argument` where there is one."""
-    takes = found[0].mine.takes
-    every = sorted({i for one in found for i in one.at})
+    """`second argument`, `argument` where there is one; of several ranks what all have so."""
+    takes, of_each = found[0].mine.takes, [{*one.at} for one in found]
+    every = sorted(set.intersection(*of_each) or set.union(*of_each))
     if sum(isinstance(t, int) for t in takes) == 1:
         return "argument"
     if any(found[0].mine.key(i) for i in every):
