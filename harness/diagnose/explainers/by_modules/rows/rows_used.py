@@ -67,7 +67,9 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
         if not proved and not module and _is_even(rows_read(traces, counted=True), num_rows):
             continue  # what is read once more is for a log, say: no gradient comes of it
         where = f"{named(look, module)} on each rank" if module else "the modules"
-        because = [_who_reads(by_rank)]
+        first = "" if module or proved else _first_entered(traces)
+        of = f"of what enters {named(look, first)}, " if first else ""
+        because = [f"{of}{_who_reads(by_rank)}"]
         if module and even is not None:
             because.append(f"at {named(look, even)} every row is there as often as others")
         because.append("rows counted so often are the measured gradient, up to one factor" if proved
@@ -75,9 +77,11 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
         because += _where_they_enter(traces, by_rank)
         because += [] if module else _in_which_calls(traces, by_rank)
         cause = f"not every row goes through {where} once: {words}"
+        if not module:
+            cause = f"{of}the ranks do not read every row once: {words}"
         return (
             Diagnosis(
-                cause=f"the ranks do not read every row once: {words}" if not module else cause,
+                cause=cause,
                 kind="rows_read",
                 standing="proved" if proved else "likely",
                 ranks=tuple(sorted(by_rank)),
@@ -86,6 +90,13 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
             proved,
         )
     return None
+
+
+def _first_entered(traces: Traces) -> str:
+    """The module that rows enter first on all ranks; nothing where it is the model itself, whose
+    inputs a step may use beside it."""
+    firsts = {trace.entered[0] for trace in traces.ranks.values() if trace.entered}
+    return firsts.pop() if len(firsts) == 1 else ""
 
 
 def _is_even(found: Mapping[int, Counter[int]] | None, num_rows: int) -> bool:
