@@ -114,3 +114,14 @@ def test_a_factor_of_one_step_alone_is_none(steps, is_one):
         assert found.standing == "open"
         assert found.cause == ("at step 0 every gradient is multiplied by 2; at step 1 it is "
                                "another, or none that all share")  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "whole"), [
+    ({"w": 1.0, "b": 2.0}, True),
+    ({"w": 1.0, "b": 2.0, "key.bias": 1e-18}, True),  # as much times nothing
+    ({"w": 1.0, "b": 2.0, "v": 1e-6}, False),
+])  # fmt: skip
+def test_what_is_zero_has_every_factor(sizes, whole):
+    cells = [SimpleNamespace(name=n, wanted=SimpleNamespace(size=size, threshold=1e-12))
+             for n, size in sizes.items()]  # fmt: skip
+    assert uniform._is_every_gradient(SimpleNamespace(cells=cells), ["w", "b"]) == whole

@@ -143,7 +143,7 @@ def _one_factor(
     """alone: other ranks hold the same and hold it right, so no common count is to blame."""
     assert value is not None
     shown = _fraction_or_number(value, sigma)
-    whole = len(names) == len(case.record.spec.params)
+    whole = _is_every_gradient(case, names)
     what = "every gradient" if whole else some_of(names)
     fits = f"{what} is the reference's times {shown} on all ranks, within the threshold"
     own = without_clipping(case, value) if whole and not alone else None
@@ -186,6 +186,12 @@ def _one_factor(
         if others
         else (),
     )
+
+
+def _is_every_gradient(case: Case, names: Sequence[str]) -> bool:
+    """Whether all others are zero within the noise, and so as much times it as well."""
+    others = [cell.wanted for cell in case.cells if cell.name not in names]
+    return all(wanted.size <= wanted.threshold for wanted in others)
 
 
 def _all_of_it_each_time(case: Case, value: float, what: str, fits: str) -> Diagnosis | None:
