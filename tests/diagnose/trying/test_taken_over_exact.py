@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 
 import pytest
+from sumgrad.diagnose.modules.trying.edits import taken_over
 from sumgrad.diagnose.modules.trying.edits.order import edits_to_try
+from sumgrad.diagnose.modules.trying.edits.taken_over import known_in, told_once
 from sumgrad.record.trial import edited_source
 
 MASKED = """def loss_sum(model, rows):
@@ -117,3 +119,16 @@ def test_those_come_first_that_are_nearly_the_same():
     found = tried(MASKED, ranks)
     meant = with_line(MASKED, ranks.replace('rows["ids"].ne(0)', "rows['labels'].ne(-100)"))
     assert found.index(meant) < 6, found.index(meant)
+
+
+def test_what_is_said_twice_is_looked_at_once_and_no_more_than_there_is_time_for(monkeypatch):
+    ranks = 'def own(rows):\n    return rows["ids"].ne(0).sum(1)\n'
+    tree = ast.parse("def f(x):\n    return x + 1\n\ndef g(x):\n    return x + 1\n")
+    known = [one for function in tree.body for one in known_in(function, "")]
+    assert [ast.unparse(one.node) for one in told_once(known)] == ["x + 1"]
+    monkeypatch.setattr(taken_over, "MOST_KNOWN", 0)
+    assert told_once(known) == []
+    assert not any("ne(-100)" in one.rpartition("def own")[2] for one in tried(MASKED, ranks))
+    monkeypatch.undo()
+    monkeypatch.setattr(taken_over, "MOST_LOOKING_S", -1.0)
+    assert not any("ne(-100)" in one.rpartition("def own")[2] for one in tried(MASKED, ranks))

@@ -17,6 +17,7 @@ from pathlib import PurePath
 from sumgrad.diagnose.modules.in_code.lines import Lines
 from sumgrad.diagnose.modules.trying.edits.pieces import Edits
 from sumgrad.diagnose.modules.trying.edits.source import reaching_outside
+from sumgrad.diagnose.modules.trying.edits.taken_over import told_once
 from sumgrad.record.trial import Edit, edited_source
 
 MOST_LOOKING_S = 2.0
@@ -65,8 +66,12 @@ def edits_to_try(
         if file in of_files and PurePath(file).name in said:
             named_in[function] = named & {*of_files[file].lines_of(first)}
             called |= of_files[file].called_in(first) if named_in[function] else set()
-    known = [one for function in sorted(single) for file, first in (function_at(function),)
-             if file in of_files for one in of_files[file].known_in(first)]  # fmt: skip
+    known = told_once(
+        one
+        for file, first in map(function_at, sorted(single))
+        if file in of_files
+        for one in of_files[file].known_in(first)
+    )
     for function, kinds in {**names, **_helpers(of_files, names, single)}.items():
         file, first = function_at(function)
         own = named_in.get(function, set())

@@ -10,8 +10,9 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -36,7 +37,7 @@ NAMED = (ast.Name, ast.Attribute, ast.Subscript)
 COMPUTES = (ast.BinOp, ast.Call, ast.Compare, ast.Subscript, ast.BoolOp, ast.UnaryOp, ast.IfExp)
 HARDLY = (ast.Lambda, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Starred)
 MOST_WORDS, MOST_EACH, MOST_OF_ALL, MOST_LACKING = 24, 3, 40, 12
-MOST_FIRST = 6
+MOST_FIRST, MOST_KNOWN, MOST_LOOKING_S = 6, 500, 0.3  # the last of one function
 ALIKE, ALIKE_BY_NAME, CLOSE = 0.6, 0.4, 0.75  # of their words, as many are those of both
 OF_A_WHOLE = 0.15  # sooner where it is all that is returned, or put under a name
 READS_MORE = 0.4  # where it reads what the function is given and nothing in it reads
@@ -67,6 +68,12 @@ def known_in(function: Function, of_class: str) -> Iterator[Known]:
                 spelt = spelt_out(node, {n: v for n, v in made.items() if v is not node})
                 if ast.dump(spelt) != ast.dump(node):
                     yield Known(spelt, function, of_class)
+
+
+def told_once(known: Iterable[Known]) -> list[Known]:
+    """Without those that say the same in functions of one class, as many as are looked at."""
+    each = {(ast.unparse(one.node), one.of_class): one for one in known}
+    return [*each.values()][:MOST_KNOWN]
 
 
 def _is_said_again(node: ast.expr) -> bool:
@@ -113,11 +120,11 @@ def taken_over(
 ) -> Iterator[tuple[int, ast.expr, str]]:
     """Expressions of the function, with what each may be meant to be, and how soon that is tried:
     those first that say nearly the same."""
-    unread = unread_names(function)
+    unread, until = unread_names(function), time.monotonic() + MOST_LOOKING_S
     others = [one for one in known if one.within is not function]
     found: list[tuple[float, int, ast.expr, str]] = []
     for statement in (one for body in bodies(function) for one in body):
-        if makes_groups(statement):
+        if makes_groups(statement) or time.monotonic() > until:
             continue
         for node in expressions(statement):
             own = _words(node)
