@@ -15,6 +15,7 @@ from sumgrad.diagnose.diagnose import diagnose
 from sumgrad.diagnose.of_script import which_rows
 from sumgrad.judge.checks.drawn import other_draws
 from sumgrad.judge.checks.script import other_order, other_rows
+from sumgrad.judge.checks.script_starts import not_known_to_start_alike
 from sumgrad.judge.checks.updates import update_error
 from sumgrad.judge.comparison import TensorDiff
 from sumgrad.judge.finding import Compared
@@ -76,7 +77,9 @@ def _is_unlike_on_replicas(record: Record, d: TensorDiff) -> bool:
 def _not_the_same(record: Record) -> Iterator[tuple[str, int, str]]:
     """Tier, step and why its gradients cannot be held against the single run's, as the first such
     step has it."""
+    unlike = not_known_to_start_alike(record)
     for tier in record.spec.tiers:
+        yield from ((tier, step, unlike) for step in range(record.spec.steps) if unlike)
         draws = list(other_draws(record, tier))
         yield from ((tier, drawn.step, draws[0].text) for drawn in draws)
         batches = [rows for rows in other_rows(record, tier) if rows.another_batch]

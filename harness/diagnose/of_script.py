@@ -84,9 +84,8 @@ def _unlike_start(compared: Compared) -> Diagnosis | None:
 def _other_buffers(compared: Compared) -> Diagnosis | None:
     """What is not trained, and unlike the single run's on every rank: of one alone it may be so by
     design, as where its part begins."""
-    if all(d.status != "fail" for d in compared.diffs):
-        return None
-    names = left_by_all(compared.record)
+    failing = {d.step for d in compared.diffs if d.status == "fail"}
+    names = left_by_all(compared.record) if 0 in failing else []  # it was there in all steps
     if not names:
         return None
     return Diagnosis(
@@ -290,7 +289,6 @@ def _as_a_rate(times: float | None) -> tuple[str, ...]:
 IN_ORDER: tuple[Callable[[Compared], Diagnosis | None], ...] = (
     _other_rows,
     _unlike_start,
-    _other_buffers,
     _unowned,
     _left_behind,
     _other_weights,
@@ -298,6 +296,7 @@ IN_ORDER: tuple[Callable[[Compared], Diagnosis | None], ...] = (
     _hidden_by_a_clip,
     _clipped_otherwise,
     _wrong_update,
+    _other_buffers,
 )
 
 

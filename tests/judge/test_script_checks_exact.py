@@ -282,14 +282,33 @@ def test_what_no_step_gives_a_gradient_and_nothing_would_reduce(told, status):
 
 
 def test_buffers_and_frozen_weights_that_were_made_equal_are_not_compared():
-    record = record_of(FOUR, made_equal=["buffer:f", "w"])
+    record = record_of(FOUR, made_equal=["buffer:f", "w"], drawn_otherwise=True)
     (finding,) = the_same_start(compared(record))
     assert finding.level == "unknown"
-    assert (
-        "other buffers and frozen weights than the single run, in f, w: they were" in finding.text
-    )
-    (finding,) = the_same_start(compared(record_of(FOUR, made_equal=["w"])))
+    assert "other buffers and frozen weights than the single run, in f, w, and from" in finding.text
+    (finding,) = the_same_start(compared(record_of(FOUR, made_equal=["w"], drawn_otherwise=True)))
     assert "other frozen weights than" in finding.text
+
+
+@pytest.mark.parametrize(("left", "drawn", "status"), [
+    (["buffer:f"], True, "unknown"), (["buffer:f"], False, "fail"), ([], True, "fail"),
+])  # fmt: skip
+def test_what_fails_is_not_known_where_weights_were_drawn_otherwise(left, drawn, status):
+    record = record_of(FOUR, left_unlike=left, drawn_otherwise=drawn)
+    off_on(record, 0)
+    assert judge(record).tiers[0].status == status
+
+
+def test_models_that_are_met_later_are_told_of_too():
+    record = record_of(FOUR, steps=2, started_with={"w": ":1"})
+    for rank, value in ((0, "2"), (1, "3")):
+        record.ranks[rank].info["structure", 1]["started_with"] = {"v": f":{value}"}
+    start = unlike_starts(record)
+    assert (start.rank, start.names) == (1, ("v",))
+    record = record_of(FOUR, steps=2)
+    record.ranks[0].info["structure", 1] |= {"made_equal": ["v"], "drawn_otherwise": True}
+    (finding,) = the_same_start(compared(record))
+    assert finding.level == "unknown"
 
 
 def test_buffers_that_were_left_unlike_are_said_and_are_a_cause_of_what_fails():

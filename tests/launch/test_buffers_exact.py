@@ -116,7 +116,7 @@ SINGLE = {"weight": 1.0, "frozen": 2.0, "buffer": 3.0}
 def test_what_is_not_trained_is_left_where_the_weights_are_the_single_runs(tmp_path):
     begun, *values = of_ranks(tmp_path, SINGLE, {**SINGLE, "frozen": 5.0, "buffer": 7.0})
     assert values == [1.0, 5.0, 7.0]
-    assert begun == Begun(left=("f", "buffer:b"))
+    assert begun == Begun(left=("buffer:b", "f"))
     begun, *values = of_ranks(tmp_path, SINGLE, SINGLE)
     assert begun == Begun()
     nearly = {**SINGLE, "frozen": 2.000001, "buffer": 3.0000005}  # as of a sum in another order
@@ -135,9 +135,66 @@ def test_what_is_not_trained_is_left_where_the_weights_are_the_single_runs(tmp_p
 def test_what_is_not_trained_is_made_equal_where_the_weights_were_drawn_otherwise(tmp_path):
     begun, *values = of_ranks(tmp_path, SINGLE, {"weight": 4.0, "frozen": 5.0, "buffer": 7.0})
     assert values == [1.0, 2.0, 3.0]
-    assert begun == Begun(trained=("w",), made_equal=("f", "buffer:b"))
+    assert begun == Begun(trained=("w",), made_equal=("buffer:b", "f"), drawn=True)
     begun, *values = of_ranks(tmp_path, SINGLE, {**SINGLE, "weight": 4.0})
-    assert begun == Begun(trained=("w",))
+    assert begun == Begun(trained=("w",), drawn=True)
+    # A whole number is not drawn; and a rounding of a weight is no other draw.
+    begun, *values = of_ranks(
+        tmp_path, {**SINGLE, "buffer": 3}, {**SINGLE, "weight": 4.0, "buffer": 7}
+    )
+    assert values == [1.0, 2.0, 7]
+    assert begun == Begun(trained=("w",), left=("buffer:b",), drawn=True)
+    begun, *values = of_ranks(tmp_path, SINGLE, {**SINGLE, "weight": 1.0000002, "buffer": 7.0})
+    assert begun == Begun(trained=("w",), left=("buffer:b",))
+    assert values == [1.0, 2.0, 7.0]
+
+
+LEAST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(("own", "single", "is_left"), [
+    ([0.0, -torch.inf], [0.0, -torch.inf], False),
+    ([0.0, 0.0], [0.0, -torch.inf], True),  # a mask that is forgotten, or turned
+    ([-torch.inf, 0.0], [0.0, -torch.inf], True),
+    ([torch.inf, 0.0], [-torch.inf, 0.0], True),
+    ([0.5, LEAST], [0.25, LEAST], True),  # hidden by nothing that is larger
+    ([0.5, -1e9], [0.25, -1e9], True),
+    ([0.5, -1e9], [0.5000001, -1e9], False),
+    ([torch.nan, 1.0], [torch.nan, 1.0], False),
+    ([1.0, 1e-30], [1.0, 0.0], False), ([1.0, 1e-3], [1.0, 0.0], True),
+    ([1 + 2j, 0], [1 + 2j, 0], False), ([1 + 2j, 0], [1 - 2j, 0], True),
+    ([True, False], [True, True], True), ([3, 4], [3, 4], False), ([], [], False),
+])  # fmt: skip
+def test_each_number_of_a_buffer_counts(tmp_path, own, single, is_left):
+    for start, value in ((None, single), (str(tmp_path), own)):
+        begun = Weights(asked(tmp_path, start), tmp_path).begin([], {"b": torch.tensor(value)}, 0)
+    assert begun.left == (("buffer:b",) if is_left else ())
+
+
+def test_few_digits_hide_no_half_of_a_buffer(tmp_path):
+    for start, value in ((None, 1.0), (str(tmp_path), 1.4)):
+        held = torch.full((3,), value, dtype=torch.bfloat16)
+        begun = Weights(asked(tmp_path, start), tmp_path).begin([], {"b": held}, 0)
+    assert begun.left == ("buffer:b",)
+
+
+def test_a_stages_buffers_have_the_names_of_the_whole_model():
+    whole = nn.ModuleDict({"layers": nn.ModuleList([Gained(i) for i in range(4)])})
+    stage = nn.ModuleDict({"layers": nn.ModuleList([Gained(i) for i in (2, 3)])})
+    models = Models()
+    models.meet(stage, lambda: {n: p.detach() for n, p in whole.named_parameters()})
+    assert [h.name for h in models.held.values()] == ["layers.2.w", "layers.3.w"]
+    assert {name: b.item() for name, b in models.buffers.items()} == {
+        "layers.2.gain": 2.0, "layers.3.gain": 3.0
+    }  # fmt: skip
+
+
+class Gained(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        drawn = torch.randn(3, generator=torch.Generator().manual_seed(number))
+        self.w = nn.Parameter(drawn)
+        self.register_buffer("gain", torch.tensor(float(number)))
 
 
 def test_each_buffer_is_looked_at_once_as_it_was_when_its_model_was_met(tmp_path):

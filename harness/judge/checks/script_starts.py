@@ -38,15 +38,10 @@ def the_same_start(compared: Compared) -> Iterator[Finding]:
     elif start is not None:
         yield Finding(level="fail", text=f"{start.text}: nothing made the replicas equal")
         return
-    made_equal, left = _told(record, "made_equal"), _told(record, "left_unlike")
-    if made_equal:
-        yield Finding(
-            level="unknown",
-            text=f"the ranks start from other {_kinds(made_equal)} than the single run, in "
-            f"{_shown(made_equal)}: they were given the same, as other weights were drawn, too, so "
-            f"what the script itself computes with them was not compared (draw them alike)",
-        )
-    if left:
+    left = _told(record, "left_unlike")
+    if _told(record, "made_equal"):
+        yield Finding(level="unknown", text=not_known_to_start_alike(record))
+    elif left:  # what it does is in the gradients
         yield Finding(
             level="warning",
             text=f"the ranks start from other {_kinds(left)} than the single run, in "
@@ -62,18 +57,37 @@ def the_same_start(compared: Compared) -> Iterator[Finding]:
         )
 
 
+def not_known_to_start_alike(record: Record) -> str:
+    """Why what the ranks compute with cannot be held against the single run, in words: where the
+    weights were drawn otherwise, so may buffers and frozen weights have been."""
+    if not any(info.get("drawn_otherwise") for info in _infos(record)):
+        return ""
+    names = list(dict.fromkeys([*_told(record, "made_equal"), *_told(record, "left_unlike")]))
+    if not names:
+        return ""
+    return (f"the ranks start from other {_kinds(names)} than the single run, in {_shown(names)}, "
+            f"and from other weights: what was drawn of these, and what the script means to be "
+            f"unlike, is not known (draw all of them alike)")  # fmt: skip
+
+
 def left_by_all(record: Record) -> list[str]:
     """Names of buffers and frozen weights that every rank has unlike the single run."""
-    of_ranks = [_first(record, rank).get("left_unlike", ()) for rank in record.ranks]
+    of_ranks = [held.info[min(held.info, key=lambda at: at[1])].get("left_unlike", ())
+                for held in record.ranks.values() if held.info]  # fmt: skip
     first = of_ranks[0] if of_ranks else ()
     names = [name for name in first if all(name in others for others in of_ranks)]
     return [name.removeprefix(BUFFER_NAMED) for name in names]
 
 
 def _told(record: Record, what: str) -> list[str]:
-    """Names that any rank says in its first step, in order."""
-    every = (name for rank in record.ranks for name in _first(record, rank).get(what, ()))
-    return [*dict.fromkeys(every)]
+    """Names that any rank says, in order."""
+    return [*dict.fromkeys(name for info in _infos(record) for name in info.get(what, ()))]
+
+
+def _infos(record: Record) -> Iterator[dict[str, Any]]:
+    """What each rank said of each step, in order."""
+    for held in record.ranks.values():
+        yield from (held.info[at] for at in sorted(held.info, key=lambda at: at[1]))
 
 
 def _kinds(names: list[str]) -> str:
@@ -91,8 +105,10 @@ def unlike_starts(record: Record) -> Unlike | None:
     """The first rank that held other values of parameters than another of the same elements."""
     first: dict[tuple[str, str], tuple[int, str]] = {}
     names: dict[tuple[int, int], list[str]] = {}
-    for rank in record.ranks:
-        for name, told in _first(record, rank).get("started_with", {}).items():
+    for rank, held in record.ranks.items():
+        started = {n: told for at in sorted(held.info, key=lambda at: at[1])
+                   for n, told in held.info[at].get("started_with", {}).items()}  # fmt: skip
+        for name, told in started.items():
             if name.startswith(BUFFER_NAMED):
                 continue
             part, _, value = told.partition(":")
@@ -123,9 +139,3 @@ def are_made_equal(record: Record, start: Unlike) -> bool:
                 return True
             given[numel] += 1
     return all(given[size] >= number for size, number in Counter(sizes).items())
-
-
-def _first(record: Record, rank: int) -> dict[str, Any]:
-    """What a rank said of its first step."""
-    info = record.ranks[rank].info
-    return next((told for (_, step), told in info.items() if step == 0), {})

@@ -115,6 +115,7 @@ class Watch:
         self.losses: list[float] = []
         self.started_with: dict[str, str] = {}
         self.begun: list[Begun] = []
+        self.told: set[str] = set()  # of started_with
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.stepping: dict[str, Held] = {}
         self.stepped: Counter[int] = Counter()  # by id of a parameter
@@ -411,18 +412,24 @@ class Watch:
             "lifted": dict(casts(self.lift)),
             "dropout": self.dropout.count,
             "alone": not dist.is_initialized(),
-            **({} if self.infos else self._first()),
+            **self._begun_with(),
         }
         self.rows, self.modes, self.losses = {}, {}, []
         return said
 
-    def _first(self) -> dict[str, Any]:
-        """What the first step says besides: whose weights it began with, before they were equal."""
+    def _begun_with(self) -> dict[str, Any]:
+        """What a step says besides of models that were met in it: with which weights they began,
+        before these were equal."""
+        if self.infos and not self.begun:
+            return {}
+        new, begun = self.started_with.keys() - self.told, self.begun
+        self.told, self.begun = {*self.started_with}, []
         return {
-            "started_with": self.started_with,
-            "other_start": [name for one in self.begun for name in one.trained],
-            "made_equal": [name for one in self.begun for name in one.made_equal],
-            "left_unlike": [name for one in self.begun for name in one.left],
+            "started_with": {n: told for n, told in self.started_with.items() if n in new},
+            "other_start": [name for one in begun for name in one.trained],
+            "made_equal": [name for one in begun for name in one.made_equal],
+            "left_unlike": [name for one in begun for name in one.left],
+            "drawn_otherwise": any(one.drawn for one in begun),
         }
 
     @step_aside

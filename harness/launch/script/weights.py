@@ -23,17 +23,21 @@ from sumgrad.subjects.script.start import take_over, take_over_buffers
 from torch import Tensor
 
 BEFORE = "before"  # weights that the script itself changed between two steps
-ROUNDINGS = 64  # of the largest weight, by which such a change may differ on ranks
+# Of the largest weight, by which such a change may differ on ranks; of weights of few digits.
+ROUNDINGS, FEW = 64, 4
+NEAR = 1e-5  # of each number of a buffer: it is the same then
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
     """What had other values than in the single run. trained: weights, made equal; made_equal: what
-    is not trained, made equal, too, and left: as it was. Buffers have BUFFER_NAMED before them."""
+    is not trained, made equal, too, and left: as it was. Buffers have BUFFER_NAMED before them.
+    drawn: whether trained weights differ by more than roundings, here or in models before."""
 
     trained: tuple[str, ...] = ()
     made_equal: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    drawn: bool = False
 
 
 class Weights:
@@ -45,6 +49,7 @@ class Weights:
         self._as_set: Grads = {}
         self._buffers: set[str] = set()  # that were made equal, once
         self._drawn_otherwise = False  # weights that are trained
+        self._left: set[str] = set()  # what stays unlike
         self._stepped: set[str] = set()  # by the single run's optimizers, until now
 
     def single(self) -> Grads | None:
@@ -75,16 +80,27 @@ class Weights:
         trained = [h for h in new if h.param.requires_grad]
         others = [h for h in new if not h.param.requires_grad and h.name in whole]
         buffers = {n: b for n, b in buffers.items() if n in whole}
+        self._drawn_otherwise |= any(
+            h.name in whole and _is_far(h.local(), h.slice(whole[h.name])) for h in trained
+        )
         drawn = take_over(trained, whole, jitter=jitter)
-        self._drawn_otherwise |= bool(drawn)
-        if not (self._drawn_otherwise or jitter):
-            far = {h.name for h in others if _is_far(h.local(), h.slice(whole[h.name]))}
-            apart = {n for n, b in buffers.items() if _is_far(to_local(b), whole[n])}
-            take_over([h for h in others if h.name not in far], whole)
-            take_over_buffers({n: b for n, b in buffers.items() if n not in apart}, whole)
-            return Begun(left=(*sorted(far), *sorted(apart)))
-        same = (*take_over(others, whole, jitter=jitter), *take_over_buffers(buffers, whole))
-        return Begun(trained=tuple(drawn), made_equal=same)
+        far = {h.name for h in others if _is_far(h.local(), h.slice(whole[h.name]))}
+        apart = {n for n, b in buffers.items() if _is_far(to_local(b), whole[n])}
+        kept = set[str]()
+        if not jitter:
+            # A whole number says where a part begins, or what is masked, and is not drawn.
+            drawn_too = self._drawn_otherwise
+            kept = {n for n in apart if not (drawn_too and buffers[n].is_floating_point())}
+            kept |= set() if drawn_too else far
+        self._left |= kept
+        take_over([h for h in others if h.name not in kept], whole, jitter=jitter)
+        take_over_buffers({n: b for n, b in buffers.items() if n not in kept}, whole)
+        return Begun(
+            trained=tuple(drawn),
+            made_equal=tuple(sorted((far | apart) - kept)),
+            left=tuple(sorted(kept)),
+            drawn=self._drawn_otherwise,
+        )
 
     def moved(self, held: Mapping[str, Held], call: int) -> list[str]:
         """Weights that the script changed since they were set, otherwise than the single run did.
@@ -122,7 +138,7 @@ class Weights:
             seed = self._asked.jitter and self._asked.jitter + 1000 * (call + 1)
             self._whole |= (whole := self._kept.stored(f"{AFTER}_{call}"))
             self._stepped |= whole.keys()
-            take_over(held, whole, jitter=seed)
+            take_over([h for h in held if h.name not in self._left], whole, jitter=seed)
         self._remember(held)
 
     def left_behind(self, others: Mapping[str, Held]) -> list[str]:
@@ -148,8 +164,23 @@ class Weights:
 
 
 def _is_far(own: Tensor, wanted: Tensor) -> bool:
-    """Whether two tensors, of which neither is a part of the other, differ by more than that."""
-    return own.shape == wanted.shape and not _nearly(own.detach(), wanted)
+    """Whether two tensors, of which neither is a part of the other, differ by more in any number
+    than another order of sums makes, as of statistics that are reduced."""
+    if own.shape != wanted.shape:
+        return False
+    own, wanted = own.detach(), wanted.to(own.device)
+    if same_bits(own, wanted.to(own.dtype)):
+        return False
+    if not own.is_floating_point():
+        return not torch.equal(own, wanted.to(own.dtype))
+    nearest = max(NEAR, 2 * torch.finfo(own.dtype).eps)
+    mine, theirs = own.double(), wanted.double()
+    finite = mine.isfinite() & theirs.isfinite()
+    if not torch.equal(mine[~finite].nan_to_num(), theirs[~finite].nan_to_num()):
+        return True
+    mine, theirs = mine[finite], theirs[finite]
+    rest = nearest * 1e-4 * min(float(theirs.square().mean().sqrt()), 1.0)
+    return bool(((mine - theirs).abs() > nearest * theirs.abs() + rest).any())
 
 
 def _nearly(own: Tensor, wanted: Tensor) -> bool:
@@ -158,7 +189,6 @@ def _nearly(own: Tensor, wanted: Tensor) -> bool:
         return False
     if not own.numel():
         return True
-    if not own.is_floating_point() or not wanted.is_floating_point():
-        return torch.equal(own, wanted.to(own))
-    most = ROUNDINGS * torch.finfo(own.dtype).eps * float(wanted.abs().max())
+    eps = torch.finfo(own.dtype).eps
+    most = (ROUNDINGS if eps < NEAR else FEW) * eps * float(wanted.abs().max())
     return float((own - wanted.to(own)).abs().max()) <= most

@@ -71,6 +71,7 @@ class Models:
         self.by_name: set[str] = set()  # told by their names alone, where others are not by theirs
         self._seen: set[int] = set()
         self._roots: list[tuple[str, nn.Module]] = []  # alive, so that no id is used again
+        self._names: dict[int, dict[int, str]] = {}  # of the modules of each, as renumbered
 
     def meet(
         self, module: nn.Module, whole_of: Callable[[], Mapping[str, Tensor] | None]
@@ -131,8 +132,11 @@ class Models:
         """Every buffer by its name in every run, as it is now: a module may replace one."""
         found: dict[str, Tensor] = {}
         for prefix, root in self._roots:
-            for name, buffer in root.named_buffers():
-                found.setdefault(prefix + bare_name(name), buffer)
+            there = self._names.setdefault(id(root), self.renumbered(root))
+            for path, module in root.named_modules():
+                of = there.get(id(module), bare_name(f"{path}.").removesuffix("."))
+                for name, buffer in module.named_buffers(recurse=False):
+                    found.setdefault(prefix + (f"{of}.{name}" if of else name), buffer)
         return found
 
     def _place(
