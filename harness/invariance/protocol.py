@@ -124,7 +124,9 @@ def validate(operator: Any) -> None:
 
 def validate_results(operator: Operator, names: Iterable[str]) -> None:
     """Raise OperatorError where other results for each row have names that are taken."""
-    twice = sorted({*names} & {*_own_names(operator)})
+    # A loss has no row for each token: what it is made of may be called so.
+    taken = {*_own_names(operator)} - ({"y"} if operator.output is None else set())
+    twice = sorted({*names} & taken)
     if twice:
         raise OperatorError(f"another result has the name {twice[0]!r}, which is taken; rename it")
 

@@ -534,3 +534,11 @@ def test_other_results_have_names_of_their_own(name):
                      rows={"x": Rows((4,))}, weights={"w": (4,)}, output=(4,))  # fmt: skip
     with pytest.raises(OperatorError, match=f"the name '{name}', which is taken"):
         check_operator(operator)
+
+
+def test_what_a_loss_is_made_of_may_be_called_as_a_result():
+    def loss(r, *_):
+        return r["x"].square().sum(), {"y": r["x"] * 2}
+
+    report = check_operator(plain("loss", loss, rows={"x": Rows((4,))}))
+    assert ("y", "batch") in report.cells
