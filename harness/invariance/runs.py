@@ -128,7 +128,8 @@ class PlainOperator(OperatorFields):
         state["calls"] += 1
         out = self.function(rows, state["weights"], call)
         if self.output is None:
-            state["loss"].append(out.detach())
+            loss = out[0] if isinstance(out, tuple) else out
+            state["loss"].append(loss.detach())
         return out
 
     def totals(self, states: Sequence[Any]) -> Tensors:
