@@ -160,7 +160,8 @@ LEAST = torch.finfo(torch.float32).min
     ([0.5, LEAST], [0.25, LEAST], True),  # hidden by nothing that is larger
     ([0.5, -1e9], [0.25, -1e9], True),
     ([0.5, -1e9], [0.5000001, -1e9], False),
-    ([torch.nan, 1.0], [torch.nan, 1.0], False),
+    ([torch.nan, 1.0], [torch.nan, 1.0], False), ([torch.nan, 1.0], [0.0, 1.0], True),
+    ([0.0, 1.0], [torch.nan, 1.0], True), ([torch.nan, 1.5], [torch.nan, 1.0], True),
     ([1.0, 1e-30], [1.0, 0.0], False), ([1.0, 1e-3], [1.0, 0.0], True),
     ([1 + 2j, 0], [1 + 2j, 0], False), ([1 + 2j, 0], [1 - 2j, 0], True),
     ([True, False], [True, True], True), ([3, 4], [3, 4], False), ([], [], False),

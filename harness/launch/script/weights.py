@@ -176,7 +176,7 @@ def _is_far(own: Tensor, wanted: Tensor) -> bool:
     nearest = max(NEAR, 2 * torch.finfo(own.dtype).eps)
     mine, theirs = own.double(), wanted.double()
     finite = mine.isfinite() & theirs.isfinite()
-    if not torch.equal(mine[~finite].nan_to_num(), theirs[~finite].nan_to_num()):
+    if not torch.allclose(mine[~finite], theirs[~finite], 0.0, 0.0, equal_nan=True):
         return True
     mine, theirs = mine[finite], theirs[finite]
     rest = nearest * 1e-4 * min(float(theirs.square().mean().sqrt()), 1.0)

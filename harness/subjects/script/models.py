@@ -132,7 +132,9 @@ class Models:
         """Every buffer by its name in every run, as it is now: a module may replace one."""
         found: dict[str, Tensor] = {}
         for prefix, root in self._roots:
-            there = self._names.setdefault(id(root), self.renumbered(root))
+            if id(root) not in self._names:
+                self._names[id(root)] = self.renumbered(root)
+            there = self._names[id(root)]
             for path, module in root.named_modules():
                 of = there.get(id(module), bare_name(f"{path}.").removesuffix("."))
                 for name, buffer in module.named_buffers(recurse=False):
