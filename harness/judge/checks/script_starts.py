@@ -10,7 +10,7 @@ from typing import Any
 from sumgrad.base.outcome import some_of
 from sumgrad.judge.finding import Compared, Finding
 from sumgrad.record.directory import Record
-from sumgrad.record.ranks import BUFFER_NAMED
+from sumgrad.record.ranks import BUFFER_NAMED, RankRecord
 
 FLOATS = ("float", "bfloat")
 
@@ -72,8 +72,7 @@ def not_known_to_start_alike(record: Record) -> str:
 
 def left_by_all(record: Record) -> list[str]:
     """Names of buffers and frozen weights that every rank has unlike the single run."""
-    of_ranks = [held.info[min(held.info, key=lambda at: at[1])].get("left_unlike", ())
-                for held in record.ranks.values() if held.info]  # fmt: skip
+    of_ranks = [next(_of_steps(held), {}).get("left_unlike", ()) for held in record.ranks.values()]
     first = of_ranks[0] if of_ranks else ()
     names = [name for name in first if all(name in others for others in of_ranks)]
     return [name.removeprefix(BUFFER_NAMED) for name in names]
@@ -87,7 +86,12 @@ def _told(record: Record, what: str) -> list[str]:
 def _infos(record: Record) -> Iterator[dict[str, Any]]:
     """What each rank said of each step, in order."""
     for held in record.ranks.values():
-        yield from (held.info[at] for at in sorted(held.info, key=lambda at: at[1]))
+        yield from _of_steps(held)
+
+
+def _of_steps(held: RankRecord) -> Iterator[dict[str, Any]]:
+    """What one rank said of each step, in order."""
+    yield from (held.info[at] for at in sorted(held.info, key=lambda at: at[1]))
 
 
 def _kinds(names: list[str]) -> str:
@@ -106,8 +110,8 @@ def unlike_starts(record: Record) -> Unlike | None:
     first: dict[tuple[str, str], tuple[int, str]] = {}
     names: dict[tuple[int, int], list[str]] = {}
     for rank, held in record.ranks.items():
-        started = {n: told for at in sorted(held.info, key=lambda at: at[1])
-                   for n, told in held.info[at].get("started_with", {}).items()}  # fmt: skip
+        started = {n: told for info in _of_steps(held)
+                   for n, told in info.get("started_with", {}).items()}  # fmt: skip
         for name, told in started.items():
             if name.startswith(BUFFER_NAMED):
                 continue

@@ -74,20 +74,19 @@ def uniform_cause(case: Case) -> Explained | None:
 
 def _unless_later_steps_differ(case: Case, value: float | None, diagnosis: Diagnosis) -> Diagnosis:
     """What one factor explains at one step alone is no factor: it looks so there."""
-    steps = range(case.step + 1, case.record.spec.steps)
-    other = [step for step in steps if not _is_times(replace(case, step=step, known={}), value)]
-    if value is None or not other:
+    steps = range(case.step + 1, case.record.spec.steps) if value is not None else ()
+    other = [s for s in steps if not _is_times(replace(case, step=s, known={}), value or 0.0)]
+    if not other:
         return diagnosis
     here = f"; at step {spans(other)} it is another, or none that all share"
     return replace(diagnosis, cause=f"at step {case.step} {diagnosis.cause}{here}", standing="open")
 
 
-def _is_times(case: Case, value: float | None) -> bool:
+def _is_times(case: Case, value: float) -> bool:
     """Whether what is wrong is so many times what it should be; or nothing is."""
     return all(
-        value is not None
-        and float((cell.measured - value * cell.wanted.value).abs().max())
-        <= max(value, 1.0) * cell.wanted.threshold
+        float((cell.measured - value * cell.wanted.value).abs().max())
+        <= max(abs(value), 1.0) * cell.wanted.threshold
         for cell in case.failing_cells
         if cell.measured.numel()
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -247,3 +248,20 @@ class _Spelt(ast.NodeTransformer):
         held = self._made.get(node.id)
         is_read = isinstance(node.ctx, ast.Load)
         return node if held is None or not is_read else copy.deepcopy(held)
+
+
+def made_once(function: Function) -> dict[str, ast.expr]:
+    """What stands under a name, where one statement alone puts it there."""
+    pairs: list[tuple[ast.expr, ast.expr]] = []
+    often = Counter[str]()
+    for one in ast.walk(function):
+        if isinstance(one, ast.stmt) and not hasattr(one, "body"):
+            often.update(names_made(one))
+        if isinstance(one, ast.Assign) and len(one.targets) == 1:
+            target, value = one.targets[0], one.value
+            pairs.append((target, value))
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs += zip(target.elts, value.elts, strict=False)
+    return {one.id: value for one, value in pairs
+            if isinstance(one, ast.Name) and often[one.id] == 1
+            and one.id not in names_in(value)}  # fmt: skip

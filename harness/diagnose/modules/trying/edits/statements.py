@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from sumgrad.diagnose.modules.trying.edits.alternatives import may_be_turned
@@ -23,6 +22,7 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     Source,
     as_one,
     bodies,
+    made_once,
     makes_groups,
     may_be_exchanged,
     name_called,
@@ -46,12 +46,10 @@ def of_statement(statement: ast.stmt, source: Source, made: Mapping[str, int]) -
             yield from source.instead(NEXT, statement, "pass", sure=False)
     elif isinstance(statement, ast.Assign):
         yield from _of_an_assignment(statement, source, made)
-        yield from _added_where_written_twice(
-            statement.targets[0], statement.value, statement, source
-        )
+        yield from _added_where_written_twice(statement, source)
     elif isinstance(statement, ast.AugAssign):
         yield from _in_place(statement, source)
-        yield from _added_where_written_twice(statement.target, statement.value, statement, source)
+        yield from _added_where_written_twice(statement, source)
     elif isinstance(statement, ast.If):
         for told in ("True", "False"):
             yield from source.instead(soon_of_a_test(statement.test, source), statement.test, told)
@@ -94,28 +92,24 @@ def _in_place(statement: ast.AugAssign, source: Source) -> Iterator[Found]:
 
 
 def _added_where_written_twice(
-    target: ast.expr, value: ast.expr, statement: ast.Assign | ast.AugAssign, source: Source
+    statement: ast.Assign | ast.AugAssign, source: Source
 ) -> Iterator[Found]:
     """`total[ids] = rows`, of which the last one of each place is kept, as a sum of all."""
-    text = source.of_node
-    adds = isinstance(statement, ast.Assign) or isinstance(statement.op, ast.Add)
-    is_there = isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Name)
-    if is_there and adds and not isinstance(value, ast.Constant):
-        assert isinstance(target, ast.Subscript)
+    text, value = source.of_node, statement.value
+    puts = isinstance(statement, ast.Assign)
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+    if not (puts or isinstance(getattr(statement, "op", None), ast.Add)):
+        return
+    if isinstance(target, ast.Subscript) and not isinstance(value, ast.Constant):
         put = f"({text(target.slice)},), {text(value)}, accumulate=True"
         new = f"{text(target.value)}.index_put_({put})"
-        yield from source.instead(LATER, statement, new, sure=False)
+        if isinstance(target.slice, ast.Name):
+            yield from source.instead(LATER, statement, new, sure=False)
 
 
 def of_each_turn(function: Function, source: Source) -> Iterator[Found]:
     """What is made before a loop of all that it goes over, made in it of each."""
-    made: dict[str, ast.expr] = {}
-    often = Counter(name for one in ast.walk(function) if isinstance(one, ast.stmt)
-                    and not hasattr(one, "body") for name in names_made(one))  # fmt: skip
-    for one in ast.walk(function):
-        target = one.targets[0] if isinstance(one, ast.Assign) else None
-        if isinstance(one, ast.Assign) and isinstance(target, ast.Name) and often[target.id] == 1:
-            made[target.id] = one.value
+    made = made_once(function)
     loops = [one for body in bodies(function) for one in body if isinstance(one, ast.For)]
     for loop in loops:
         each = _each_of(loop)

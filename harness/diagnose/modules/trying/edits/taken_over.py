@@ -25,6 +25,7 @@ from sumgrad.diagnose.modules.trying.edits.source import (
     Source,
     bodies,
     expressions,
+    made_once,
     makes_groups,
     names_in,
     names_made,
@@ -60,7 +61,7 @@ class Known:
 
 def known_in(function: Function, of_class: str) -> Iterator[Known]:
     """Its expressions, as they stand, and with what stands for the names that it makes once."""
-    made = _made_once(function)
+    made = made_once(function)
     for statement in (one for body in bodies(function) for one in body):
         for node in expressions(statement):
             if isinstance(node, COMPUTES) and _is_said_again(node):
@@ -80,23 +81,6 @@ def _is_said_again(node: ast.expr) -> bool:
     every = [*ast.walk(node)]
     reaches = OUTSIDE & words_in(node)
     return not reaches and not any(isinstance(one, HARDLY) for one in every)
-
-
-def _made_once(function: Function) -> dict[str, ast.expr]:
-    """What stands under a name, where one statement alone puts it there."""
-    pairs: list[tuple[ast.expr, ast.expr]] = []
-    often = Counter[str]()
-    for one in ast.walk(function):
-        if isinstance(one, ast.stmt) and not hasattr(one, "body"):
-            often.update(names_made(one))
-        if isinstance(one, ast.Assign) and len(one.targets) == 1:
-            target, value = one.targets[0], one.value
-            pairs.append((target, value))
-            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                pairs += zip(target.elts, value.elts, strict=False)
-    return {one.id: value for one, value in pairs
-            if isinstance(one, ast.Name) and often[one.id] == 1
-            and one.id not in names_in(value)}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
