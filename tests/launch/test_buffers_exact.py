@@ -212,3 +212,16 @@ def test_each_buffer_is_looked_at_once_as_it_was_when_its_model_was_met(tmp_path
     ranks.mkdir()
     assert run(None, single) == [Begun(), Begun()]
     assert run(str(single), ranks) == [Begun(), Begun(left=("buffer:second",))]
+
+
+def test_few_digits_hide_no_change_of_a_weight_between_steps(tmp_path):
+    moved = []
+    for start, by in ((None, 0.0), (str(tmp_path), 0.1)):
+        weights = Weights(asked(tmp_path, start), tmp_path)
+        param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        held = {"w": held_as(param, "w")}
+        weights.begin([*held.values()], {}, 0)
+        with torch.no_grad():
+            param += by
+        moved.append(weights.moved(held, 0))
+    assert moved == [[], ["w"]]
