@@ -30,7 +30,7 @@ from sumgrad.record.trial import Asked, Change, Values
 WITHOUT_A_PLACE = ("skipped_collective", "late_gradient", "other_parts", "too_few_ranks", "factor",
                    "row_factors", "param_factors", "rank_scale", "avg", "lost_rows",
                    "held_elsewhere", "double_reduction", "loss_weights",
-                   "given_to_others", "run_to_run")  # fmt: skip
+                   "given_to_others", "run_to_run", "rows_read")  # fmt: skip
 MOST_S = 8.0
 MOST_ELEMENTS = 1 << 20  # of the parameters: of a larger model no step is run so often
 

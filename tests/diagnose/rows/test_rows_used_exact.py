@@ -21,6 +21,7 @@ def told(monkeypatch, read, *, counted=None, proved=False, entered=""):
         "_count_alike": lambda look, rows: False,
         "add_up_evenly": lambda case: False,
         "_where_they_enter": lambda traces, by_rank: [],
+        "_where_ranks_part": lambda traces: [],
         "in_the_gradients": lambda case: [],
         "named": lambda look, module: f"{module} (Linear)",
         "calls_of_rows": lambda traces: {0: {row: {0, 2} for row in read[0]}},

@@ -18,6 +18,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 )
 from sumgrad.diagnose.explainers.of_factors.factors import explained, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.inputs.parted import where_ranks_part
 from sumgrad.diagnose.modules.inputs.rows_read import calls_of_rows, rows_read, rows_through
 from sumgrad.diagnose.modules.where.look import Look
 from sumgrad.diagnose.modules.where.loss_weights import same, shares_at_the_loss
@@ -26,6 +27,7 @@ from sumgrad.diagnose.own_gradients import add_up_evenly
 from sumgrad.record.trace import Traces
 
 MOST_RANKS = 3  # that are written out
+MOST_WORDS = 24  # characters of what a line takes
 
 
 def rows_not_read_once(case: Case, left: Left) -> Iterator[Explanation]:
@@ -75,6 +77,7 @@ def uneven_rows(case: Case) -> tuple[Diagnosis, bool] | None:
         because.append("rows counted so often are the measured gradient, up to one factor" if proved
                        else "whether this alone is the measured gradient is not known")  # fmt: skip
         because += _where_they_enter(traces, by_rank)
+        because += [] if module else _where_ranks_part(traces)
         because += [] if module else _in_which_calls(traces, by_rank)
         cause = f"not every row goes through {where} once: {words}"
         if not module:
@@ -131,6 +134,21 @@ def _where_they_enter(traces: Traces, by_rank: Mapping[int, Counter[int]]) -> li
     if others or not made[0]:
         return []
     return [f"what enters {module or 'the model'} was made at {line_and_code(*made)}"]
+
+
+@as_a_hint
+def _where_ranks_part(traces: Traces) -> list[str]:
+    """The line from which on each rank has rows of its own, and what it takes there."""
+    found = where_ranks_part(traces)
+    if found is None:
+        return []
+    shown = [f"{words[:MOST_WORDS]} on rank {rank}" for rank, words in found.words.items()]
+    taken = f": {some_of(shown)}" if shown else ""
+    _, _, function = found.within.partition(" ")
+    where = line_and_code(*found.line) + (f" in {function}" if function else "")
+    return [
+        f"which rows each rank has is told at {where}, of what is the same on all of them{taken}"
+    ]
 
 
 @as_a_hint

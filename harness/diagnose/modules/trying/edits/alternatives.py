@@ -19,6 +19,8 @@ from sumgrad.diagnose.modules.trying.edits.source import (
 ONCE = {"reversed", "map", "filter", "zip", "iter", "enumerate", "parameters", "named_parameters"}
 TAKES_ALL = {"list", "tuple", "set", "dict", "sorted", "sum", "max", "min", "any", "all", "zip",
              "enumerate", "map", "filter", "join", "extend", "next"}  # fmt: skip
+# What gives one of its arguments: from which on.
+OF_SEVERAL = {"min": 0, "max": 0, "minimum": 0, "maximum": 0, "fmin": 0, "fmax": 0, "where": 1}
 OF_ALL = {"world_size": "axes", "rank": "coords"}  # of all ranks, of those along an axis
 
 
@@ -63,6 +65,8 @@ def _of_a_call(node: ast.Call, text: Text) -> Iterator[str]:
         yield f"{text(node)}.argsort({', '.join(map(text, [*node.args[of_torch:], *named][:1]))})"
     if name == "sorted" and len(node.args) == 1 and not node.keywords:
         yield f"list({text(node.args[0])})"
+    if name in OF_SEVERAL and len(node.args) > OF_SEVERAL[name] + 1 and not node.keywords:
+        yield from map(text, node.args[OF_SEVERAL[name] :])
     if name == "pop" and len(node.args) < 2 and not node.keywords:
         yield f"{text(node.func)}({'' if node.args else '0'})"
     if name == "zip" and len(node.args) == 2 and all(map(may_be_turned, node.args)):
