@@ -17,6 +17,6 @@ def watch() -> None:
     """
     asked = _os.environ.get("SUMGRAD_WATCH")
     if asked:
-        from sumgrad.launch.script.watch import start
+        from sumgrad.launch.script.watched.watch import start
 
         start(asked)

@@ -24,9 +24,7 @@ _TRANSPORT = tuple(
         "subjects/own_gradients.py",
         "subjects/planned/exchange.py",
         "faults/misbehaviour.py",
-        "launch/script/in_front.py",
-        "launch/script/rescaled.py",
-        "launch/script/watch.py",
+        "launch/script/watched/",
         "convention.py",
     )
 )

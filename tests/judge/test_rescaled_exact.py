@@ -14,7 +14,7 @@ from sumgrad.judge.checks.rescaled import (
     cut_off_before_the_optimizer,
     nothing_hidden_before_the_optimizer,
 )
-from sumgrad.launch.script.rescaled import _share_cut_off
+from sumgrad.launch.script.watched.rescaled import _share_cut_off
 from sumgrad.record.spec import Script
 
 NAMES = list(SHAPES)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sumgrad.launch.script.buffers import MOST, Buffers
-from sumgrad.launch.script.kept import Kept
-from sumgrad.launch.script.weights import Begun, Weights
+from sumgrad.launch.script.watched.buffers import MOST, Buffers
+from sumgrad.launch.script.watched.kept import Kept
+from sumgrad.launch.script.watched.weights import Begun, Weights
 from sumgrad.record.ranks import BUFFER_NAMED
 from sumgrad.subjects.script.asked import START, Asked
 from sumgrad.subjects.script.models import Held, Models

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sumgrad.launch.script.rescaled import Rescaled
+from sumgrad.launch.script.watched.rescaled import Rescaled
 from sumgrad.subjects.script.models import Held
 from torch import nn
 

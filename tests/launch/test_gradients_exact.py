@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sumgrad.launch.script.gradients import (
+from sumgrad.launch.script.watched.gradients import (
     Without,
     is_placed_otherwise,
     is_same_gradient,

@@ -24,7 +24,7 @@ MAY_TOUCH_DISTRIBUTED = {
     "ledger.process_group", "ledger.delegation", "ledger.backends", "ledger.late",
     "faults.misbehaviour", "launch.rank", "launch.again.trial_rank",
     "launch.torchrun.member", "launch.torchrun.ranks", "launch.matrix.warm_rank",
-    "launch.script.in_front", "launch.script.seat", "launch.script.watch",
+    "launch.script.watched.in_front", "launch.script.watched.seat", "launch.script.watched.watch",
     "subjects.script.roundings",
     "invariance.tree_exchange", "invariance.ranks",
 }  # fmt: skip

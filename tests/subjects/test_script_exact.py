@@ -15,7 +15,7 @@ import torch
 from sumgrad.base.errors import UserError
 from sumgrad.launch.script import options
 from sumgrad.launch.script.options import DiffOptions, fill_in, script_of, without_python
-from sumgrad.launch.script.user_files import FileKeeper, put_back
+from sumgrad.launch.script.watched.user_files import FileKeeper, put_back
 from sumgrad.subjects.script.doubled import NoDropout, double_inputs
 from sumgrad.subjects.script.models import Models, label_of, outermost
 from sumgrad.subjects.script.reference import LOUD, Single, louder, noise_of, reference_of, twins_of
@@ -444,7 +444,7 @@ def test_arguments_are_filled_in_for_each_side():
 WRITES = """
     import os, sys, torch
     from pathlib import Path
-    from sumgrad.launch.script.user_files import FileKeeper
+    from sumgrad.launch.script.watched.user_files import FileKeeper
     keeper = FileKeeper(Path(sys.argv[1]), Path.cwd(), float(sys.argv[2]))
     keeper.install()
     torch.save = keeper.in_front(torch.save, 1, "f")
@@ -500,7 +500,7 @@ def test_a_folder_that_goes_as_a_whole_comes_back(tmp_path):
     code = textwrap.dedent("""
         import os, shutil, sys, time
         from pathlib import Path
-        from sumgrad.launch.script.user_files import FileKeeper
+        from sumgrad.launch.script.watched.user_files import FileKeeper
         FileKeeper(Path(sys.argv[1]), Path("."), time.time()).install()
         shutil.rmtree("out")
         os.makedirs("out")

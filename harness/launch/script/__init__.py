@@ -1,8 +1,7 @@
 """`sumgrad diff`: a script unchanged, on many ranks and on one, and its gradients compared.
 
-boot.py is what Python loads first in every process of the script; seat.py is which rank that is,
-watch.py observes it, by what in_front.py puts before torch's own; weights.py makes weights equal;
-look.py looks into modules; user_files.py puts files back; sides.py starts and ends them; diff.py
-leads to a verdict, variants.py to a matrix.
+boot.py is what Python loads first in every process of the script, and watched/ what observes it
+there; sides.py starts and ends them; running.py and single_runs.py are the runs, diff.py leads to a
+verdict, variants.py to a matrix.
 In: command lines; out: a run directory like any other. Imports subjects, judge, record, local.
 """

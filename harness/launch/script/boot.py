@@ -32,7 +32,7 @@ class _Waiting(MetaPathFinder):
             load(module)
             if importlib.util.find_spec("sumgrad") is None:  # another environment than ours
                 sys.path.append(os.environ[FALLBACK])
-            from sumgrad.launch.script.watch import start
+            from sumgrad.launch.script.watched.watch import start
 
             start(os.environ[VARIABLE])
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from sumgrad.base.files import write_json
 from sumgrad.base.outcome import first_to_fail
-from sumgrad.launch.script.look import SINGLE
 from sumgrad.launch.script.options import DiffOptions
 from sumgrad.launch.script.sides import Ended, end_all, new_mark, run_side
-from sumgrad.launch.script.user_files import put_back
+from sumgrad.launch.script.watched.look import SINGLE
+from sumgrad.launch.script.watched.user_files import put_back
 from sumgrad.record.spec import DAMAGED, Since
 from sumgrad.record.trace import FOLDER
 from sumgrad.subjects.script.asked import Asked

@@ -15,7 +15,6 @@ import os
 import sys
 import traceback
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from sumgrad.base.outcome import describe_operation, some_of
-from sumgrad.base.tensors import bits, in_a_transform, own_arithmetic, to_local
+from sumgrad.base.outcome import describe_operation
+from sumgrad.base.tensors import in_a_transform, own_arithmetic, to_local
 from sumgrad.launch.guard import flush, lost_another
-from sumgrad.launch.script.buffers import Buffers
-from sumgrad.launch.script.gradients import Without, gradient_of
-from sumgrad.launch.script.in_front import (
-    Optimizers,
+from sumgrad.launch.script.watched.beginnings import Beginnings
+from sumgrad.launch.script.watched.buffers import Buffers
+from sumgrad.launch.script.watched.gradients import Without, gradient_of
+from sumgrad.launch.script.watched.in_front import (
     in_front_of,
     kwargs_of_the_call,
     record_groups,
@@ -37,16 +36,18 @@ from sumgrad.launch.script.in_front import (
     see_functional_calls,
     see_optimizers,
 )
-from sumgrad.launch.script.look import Look
-from sumgrad.launch.script.nested import AfterItsOwn, StepsUnderWay
-from sumgrad.launch.script.rescaled import Rescaled
-from sumgrad.launch.script.seat import Seat, is_a_rank, place
-from sumgrad.launch.script.user_files import FileKeeper
-from sumgrad.launch.script.weights import Begun, Weights
+from sumgrad.launch.script.watched.look import Look
+from sumgrad.launch.script.watched.nested import AfterItsOwn, StepsUnderWay
+from sumgrad.launch.script.watched.owned import MOST_STEPS, Owned
+from sumgrad.launch.script.watched.rescaled import Rescaled
+from sumgrad.launch.script.watched.seat import Seat, is_a_rank, place
+from sumgrad.launch.script.watched.troubles import Troubles
+from sumgrad.launch.script.watched.user_files import FileKeeper
+from sumgrad.launch.script.watched.weights import Weights
 from sumgrad.ledger.evidence import GradientWatch
 from sumgrad.ledger.late import Late
 from sumgrad.ledger.process_group import register_backend, step_aside
-from sumgrad.record.ranks import AFTER, BUFFER, BUFFER_NAMED, OWN, OWN_AT
+from sumgrad.record.ranks import AFTER, BUFFER, OWN, OWN_AT
 from sumgrad.subjects.own_gradients import OwnGradients, gathered
 from sumgrad.subjects.program.held_gradients import reduced_by_no_wrapper
 from sumgrad.subjects.program.placed.parts_by_value import index_by_placement
@@ -64,10 +65,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-
-MAX_TROUBLES = 20
-MOST_STEPS = 40  # for each step that is asked for, until every optimizer was there
-
 
 _begun: list[Watch] = []
 
@@ -105,22 +102,16 @@ class Watch:
         self.inside: nn.Module | None = None
         self.is_inside = False  # the same, for Dynamo, which may not see one module twice
         self.ended = False
-        self.troubles: list[str] = []
+        self.troubles = Troubles()
         self.too_early: list[str] = []  # those of steps before any model was called
-        self.unowned: set[str] = set()
-        self.changed_by_others: set[str] = set()
         self.infos: list[dict[str, Any]] = []
         self.rows: dict[str, list[Any]] = {}
         self.modes: dict[str, tuple[int, list[str]]] = {}
         self.losses: list[float] = []
-        self.started_with: dict[str, str] = {}
-        self.begun: list[Begun] = []
-        self.told: set[str] = set()  # of started_with
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.beginnings = Beginnings()
         self.stepping: dict[str, Held] = {}
-        self.stepped: Counter[int] = Counter()  # by id of a parameter
-        self.optimizers: Optimizers = []
         self.weights, self.buffers = Weights(asked, self.directory), Buffers(asked, self.directory)
+        self.owned = Owned(asked, self.models, self.weights)
         self.rescaled = Rescaled(self.models.held.values)
         self.without = Without()
         self._no_more_hook: Callable[[], object] = lambda: None
@@ -140,11 +131,11 @@ class Watch:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it compiles nothing under such a mode
             OtherRoundings(self.asked.jitter).__enter__()
         register_backend(self.seat.ledger)
-        record_groups(lambda: self._guarded(self.seat.take))
+        record_groups(lambda: self.troubles.guarded(self.seat.take))
         see_functional_calls(self._called_with_others)
         see_backward(self._before_backward, self._after_backward)
         self.rescaled.install()
-        self.optimizers = see_optimizers()
+        self.owned.optimizers = see_optimizers()
         register_module_forward_pre_hook(self._called)
         register_optimizer_step_pre_hook(self.last_hook.before)
         register_optimizer_step_post_hook(self._after)
@@ -165,7 +156,7 @@ class Watch:
     def _after_backward(self) -> None:
         if self.seat.taken and not self.ended:
             with own_arithmetic():
-                self._guarded(self.rescaled.after_backward)
+                self.troubles.guarded(self.rescaled.after_backward)
 
     # --- models --------------------------------------------------------------------------------
 
@@ -186,7 +177,7 @@ class Watch:
             return None  # computed again in a backward, by a checkpoint
         if not self.seat.take():
             return None
-        return self._guarded(lambda: self._look(module, args))
+        return self.troubles.guarded(lambda: self._look(module, args))
 
     @step_aside
     def _called_with_others(self, module: nn.Module) -> None:
@@ -196,7 +187,7 @@ class Watch:
             return
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and self.seat.take():
             with torch._C._DisableFuncTorch(), own_arithmetic():
-                self._guarded(lambda: self._meet(module))
+                self.troubles.guarded(lambda: self._meet(module))
 
     def _look(self, module: nn.Module, args: Any) -> Any:
         self.inside, self.is_inside = module, True
@@ -230,9 +221,9 @@ class Watch:
             return
         self.inside, self.is_inside = None, False
         self._no_more_hook()
-        self._guarded(lambda: self.draws.leaving(label_of(module)))
+        self.troubles.guarded(lambda: self.draws.leaving(label_of(module)))
         if self.own is not None and self.infos == [] and not self.ended:
-            self._guarded(lambda: self._look_at_gathered(outermost(module)))
+            self.troubles.guarded(lambda: self._look_at_gathered(outermost(module)))
 
     def _look_at_gathered(self, root: nn.Module) -> None:
         """Parameters of which a rank keeps a shard, and autograd sees the whole."""
@@ -246,15 +237,10 @@ class Watch:
 
     def _begin_with(self, new: list[Held]) -> None:
         """Parameters met for the first time: what they are, and made equal."""
-        for h in new:
-            self.shapes[h.name] = h.shape
-            self.started_with[h.name] = f"{h.part}:{bits([h.local()])}"
-        for name, buffer in self.models.buffers.items():
-            if not isinstance(buffer, DTensor):  # a part of it, which its own placement tells
-                self.started_with.setdefault(
-                    f"{BUFFER_NAMED}{name}", f"{tuple(buffer.shape)}:{bits([buffer.detach()])}"
-                )
-        self.begun.append(self.weights.begin(new, self.models.buffers, self.roots))
+        # A part of one, as of a DTensor, is told by its own placement.
+        whole = {n: b for n, b in self.models.buffers.items() if not isinstance(b, DTensor)}
+        self.beginnings.met(new, whole)
+        self.beginnings.made_equal(self.weights.begin(new, self.models.buffers, self.roots))
         self.buffers.begin(self.models.buffers)
         if not self.roots:
             self._enter_step()
@@ -285,7 +271,7 @@ class Watch:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._guarded(lambda: self._write_gradients(optimizer))
+            self.troubles.guarded(lambda: self._write_gradients(optimizer))
             return None
         written = False
 
@@ -295,22 +281,17 @@ class Watch:
             value = closure(*args, **kwargs)
             if not written:
                 written = True
-                self._guarded(lambda: self._write_gradients(optimizer))
+                self.troubles.guarded(lambda: self._write_gradients(optimizer))
             else:
-                self._guarded(lambda: self._write_norms(optimizer))
+                self.troubles.guarded(lambda: self._write_norms(optimizer))
             return value
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": seen}
         return (args[0], seen, *args[2:]), kwargs
 
-    def _held_by(self, optimizer: Optimizer) -> dict[str, Held]:
-        """What is known of the parameters that an optimizer has, by name."""
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return {n: h for n, h in self.models.held.items() if id(h.param) in mine}
-
     def _write_gradients(self, optimizer: Optimizer) -> None:
-        held = self._held_by(optimizer)
+        held = self.owned.held_by(optimizer)
         self.stepping = held
         known = {id(h.param) for h in held.values()}
         lost = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
@@ -320,7 +301,7 @@ class Watch:
                 f"called, the first of shape {tuple(lost[0].shape)}: its name in the other run is "
                 f"not known; let it be one of an nn.Module that is called"
             )
-            self._trouble(text) if self.evidence is not None else self.too_early.append(text)
+            self.troubles.add(text) if self.evidence is not None else self.too_early.append(text)
         if self.evidence is None:
             return  # no model was called yet
         info: dict[str, Any] = {"partial": [], "read_from": {}, "elsewhere": {}}
@@ -347,9 +328,9 @@ class Watch:
             used = {
                 n: h
                 for n, h in self.models.held.items()
-                if n not in held and not self.stepped[id(h.param)] and h.param.grad is not None
+                if n not in held and not self.owned.was_stepped(h) and h.param.grad is not None
             }
-            self._look_at_unowned()
+            self.owned.look_at_others()
             info["other_weights"] = self.weights.moved(held, self.calls)
             info["left_behind"] = self.weights.left_behind(used)
             self.infos.append({**self._said(), **info})
@@ -364,26 +345,9 @@ class Watch:
         with own_arithmetic():
             self.infos[-1].setdefault("again", []).append({
                 n: float(h.param.grad.double().norm())
-                for n, h in self._held_by(optimizer).items()
+                for n, h in self.owned.held_by(optimizer).items()
                 if h.window is None and h.index is None and type(h.param.grad) is torch.Tensor
             })  # fmt: skip
-
-    def _look_at_unowned(self) -> None:
-        """Parameters with a gradient that no optimizer of torch's has in the single run, and that
-        something steps all the same, which may have freed the gradient; of others, as where a model
-        is trained in part, it is only said. (On ranks the optimizer of another one may have them.)
-        """
-        if self.asked.start is not None or self.asked.jitter:
-            return
-        owned = self._owned()
-        for n, h in self.models.held.items():
-            if id(h.param) in owned or not h.param.requires_grad:
-                continue
-            if self.weights.is_changed(h):
-                self.changed_by_others.add(n)
-            elif h.param.grad is None:
-                continue
-            self.unowned.add(n)
 
     def _races(self) -> list[str]:
         """Reductions of gradients that nobody has waited for when the optimizer steps, in words."""
@@ -412,25 +376,10 @@ class Watch:
             "lifted": dict(casts(self.lift)),
             "dropout": self.dropout.count,
             "alone": not dist.is_initialized(),
-            **self._begun_with(),
+            **self.beginnings.said(first=not self.infos),
         }
         self.rows, self.modes, self.losses = {}, {}, []
         return said
-
-    def _begun_with(self) -> dict[str, Any]:
-        """What a step says besides of models that were met in it: with which weights they began,
-        before these were equal."""
-        if self.infos and not self.begun:
-            return {}
-        new, begun = self.started_with.keys() - self.told, self.begun
-        self.told, self.begun = {*self.started_with}, []
-        return {
-            "started_with": {n: told for n, told in self.started_with.items() if n in new},
-            "other_start": [name for one in begun for name in one.trained],
-            "made_equal": [name for one in begun for name in one.made_equal],
-            "left_unlike": [name for one in begun for name in one.left],
-            "drawn_otherwise": any(one.drawn for one in begun),
-        }
 
     @step_aside
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -442,14 +391,14 @@ class Watch:
             if len(self.too_early) > self.asked.steps * MOST_STEPS and not self.ended:
                 self._finish_early()
         elif not self.ended and self.seat.taken:
-            self._guarded(self._write_weights)
+            self.troubles.guarded(self._write_weights)
             self.calls += 1
-            self.stepped.update(id(p) for g in optimizer.param_groups for p in g["params"])
+            self.owned.has_stepped(optimizer)
             self._enter_step()
             assert self.evidence is not None
             self.evidence.begin_step()
-            self._guarded(self._look_at_thawed)
-            if self._enough():
+            self.troubles.guarded(self._look_at_thawed)
+            if self.owned.enough(self.calls):
                 self._finish_early()
 
     def _look_at_thawed(self) -> None:
@@ -457,29 +406,6 @@ class Watch:
         for h in self.models.held.values() if self.own is not None else ():
             if h.window is None and self.own is not None and not self.own.knows(h.name):
                 self.own.look_at(h.name, h.param, h.index)
-
-    def _enough(self) -> bool:
-        """Whether what was asked for was seen: as many steps as the single run took; of that run,
-        so many of every parameter that an optimizer has."""
-        if self.asked.calls:
-            return self.calls >= self.asked.calls
-        if self.calls < self.asked.steps:
-            return False
-        owned = self._owned()
-        most = self.asked.steps * max(MOST_STEPS, len(self.optimizers))
-        return self.calls >= most or all(self.stepped[p] >= self.asked.steps for p in owned)
-
-    def _owned(self) -> dict[int, str]:
-        """Parameters that optimizers have, of models not called yet too: id -> name."""
-        names = {id(h.param): n for n, h in self.models.held.items()}
-        living = [o for ref in self.optimizers if (o := ref()) is not None]
-        return {
-            id(p): names.get(id(p), f"a parameter of shape {tuple(p.shape)}")
-            for o in living
-            for group in o.param_groups
-            for p in group["params"]
-            if p.requires_grad or id(p) in names
-        }
 
     def _write_weights(self) -> None:
         with own_arithmetic():
@@ -523,7 +449,7 @@ class Watch:
     def _died(self, kind: Any, error: BaseException, trace: Any) -> None:
         """The script raised: at the top of a process, or of a rank that it started."""
         if not self.seat.taken and is_a_rank():
-            self._guarded(self.seat.take)
+            self.troubles.guarded(self.seat.take)
         if not self.seat.taken or self.ended or isinstance(error, SystemExit):
             return
         if lost_another(error) and self.seat.others_saw_enough(self.asked.calls):
@@ -538,21 +464,12 @@ class Watch:
         trained = {
             n: h
             for n, h in self.models.held.items()
-            if h.param.requires_grad or self.stepped[id(h.param)]
+            if h.param.requires_grad or self.owned.was_stepped(h)
         }
         for text in () if self.infos else self.too_early:
-            self._trouble(text)
-        never = [name for p, name in self._owned().items() if not self.stepped[p]]
-        if never and self.asked.start is not None and not self.asked.jitter:
-            self._trouble(
-                f"{some_of(never)} was stepped by no optimizer in the {self.calls} steps that were "
-                f"looked at, so it was not compared: use a larger --steps"
-            )
-        if self.changed_by_others:
-            self._trouble(
-                f"{some_of(sorted(self.changed_by_others))} is stepped by nothing that is a "
-                f"torch.optim.Optimizer, so its gradient was not compared"
-            )
+            self.troubles.add(text)
+        for text in self.owned.troubles(self.calls):
+            self.troubles.add(text)
         if self.infos:
             first, *later = (info["draws"] for info in self.infos)
             for line, drawn in self.draws.before_the_first(later).items():
@@ -563,29 +480,15 @@ class Watch:
             places,
             {
                 "steps": self.infos,
-                "unknown": [*self.models.unknown, *self.troubles],
+                "unknown": [*self.models.unknown, *self.troubles.texts],
                 "by_name": sorted(self.models.by_name),
-                "unowned": sorted(self.unowned - self.changed_by_others),
+                "unowned": self.owned.unowned(),
                 "params": {n: {"sharded": h.index is not None} for n, h in trained.items()},
-                "shapes": {n: list(s) for n, s in self.shapes.items() if n in trained},
+                "shapes": {n: list(s) for n, s in self.beginnings.shapes.items() if n in trained},
                 "built": SAME,
                 "batch": SAME,
             },
         )
-
-    def _trouble(self, text: str) -> None:
-        if text not in self.troubles and len(self.troubles) < MAX_TROUBLES:
-            self.troubles.append(text)
-
-    def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Do something of ours inside the script: what goes wrong is written down, not raised."""
-        try:
-            return work()
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(last.filename).name}:{last.lineno}"
-            self._trouble(f"sumgrad's watch: {type(error).__name__}: {error} ({place})")
-            return None
 
 
 def _modes(module: nn.Module) -> tuple[int, list[str]]:

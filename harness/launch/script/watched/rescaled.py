@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from sumgrad.base.tensors import own_arithmetic
-from sumgrad.launch.script.gradients import is_placed_otherwise
+from sumgrad.launch.script.watched.gradients import is_placed_otherwise
 from sumgrad.record.ranks import sample_of
 from sumgrad.subjects.script.models import Held
 from torch import Tensor

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from sumgrad.base.tensors import same_bits, to_local
-from sumgrad.launch.script.kept import Kept
+from sumgrad.launch.script.watched.kept import Kept
 from sumgrad.record.reference import Grads
 from sumgrad.subjects.script.asked import Asked, buffers_of
 from torch import Tensor
