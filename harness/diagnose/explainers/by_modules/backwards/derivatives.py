@@ -29,6 +29,7 @@ from sumgrad.diagnose.modules.autograd.derivatives import (
 )
 from sumgrad.diagnose.modules.autograd.gives_nothing import give_nothing, may_give_nothing
 from sumgrad.diagnose.modules.autograd.moved import Brought, Element, Mover, movers
+from sumgrad.diagnose.modules.in_code.called_from import called_from
 from sumgrad.diagnose.modules.values.matching import vectors
 from sumgrad.diagnose.modules.where.first_wrong import first_wrong_backward
 from sumgrad.record.derivative import Derivative, Off
@@ -80,7 +81,7 @@ def wrong_functions(
     if found:
         return WrongFunctions(
             said=f"the backward of {functions_in_words(found)} is {SAID}",
-            because=(*how_they_are_off(found), *_nor_there(traces, found)),
+            because=(*how_they_are_off(found), *what_they_call(found), *_nor_there(traces, found)),
         )
     if nothing := [] if ratio is not None else _gives_nothing(case, keys):
         return nothing[0]
@@ -92,7 +93,7 @@ def wrong_functions(
     if sure:
         return WrongFunctions(
             said=f"the backward of {functions_in_words(sure)} {OTHER_WAY}",
-            because=tuple(how_they_bring_back(sure)),
+            because=(*how_they_bring_back(sure), *what_they_call(sure)),
         )
     told = [one for one in wrong if any(w.lacks for w in one.wrong)]
     because = (*how_they_bring_back(told), *(how_they_are_off(scaling) if ratio is None else ()))
@@ -236,6 +237,17 @@ def _explains(only_scales: bool, scale: float | None, ratio: float | None) -> bo
 
 def functions_in_words(found: Sequence[OwnFormula | Mover]) -> str:
     return some_of([f"{one.function} (backward at {line_from_here(one.written)})" for one in found])
+
+
+def what_they_call(found: Sequence[OwnFormula | Mover]) -> list[str]:
+    """Of the first its backward's own functions: what is wrong may be in these."""
+    called = called_from(found[0].written) if found else []
+    if not called:
+        return []
+    shown = [f"{one.name} at {line_from_here(one.line)}" + (
+        f", which does not read {some_of(one.unread)}" if one.unread else "")
+        for one in called]  # fmt: skip
+    return [f"the backward of {found[0].function} calls {some_of(shown)}"]
 
 
 def how_they_bring_back(found: Sequence[Mover]) -> Iterator[str]:
