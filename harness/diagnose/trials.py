@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sumgrad.base.files import is_librarys
-from sumgrad.base.verdict import Verdict
+from sumgrad.base.verdict import Diagnosis, Verdict
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.in_code.lines import known_lines
+from sumgrad.diagnose.explainers.by_modules.rows.rows_used import ROWS_ARE_TOLD
 from sumgrad.diagnose.modules.trying.changes import changes_of
 from sumgrad.diagnose.modules.trying.edits.order import (
     edits_to_try,
@@ -38,8 +39,13 @@ MOST_ELEMENTS = 1 << 20  # of the parameters: of a larger model no step is run s
 def is_to_be_tried(verdict: Verdict) -> bool:
     """Whether the first cause is not proved, there is none, or it says no place in the code."""
     first = verdict.diagnoses[0] if verdict.diagnoses else None
-    known = first is not None and first.standing == "proved" and first.kind not in WITHOUT_A_PLACE
+    known = first is not None and first.standing == "proved" and _says_where(first)
     return verdict.status == "fail" and not known
+
+
+def _says_where(cause: Diagnosis) -> bool:
+    told = any(line.startswith(ROWS_ARE_TOLD) for line in cause.because)
+    return told or cause.kind not in WITHOUT_A_PLACE
 
 
 def are_only_edits(verdict: Verdict) -> bool:

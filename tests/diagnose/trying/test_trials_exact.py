@@ -10,6 +10,7 @@ import torch
 from sumgrad.base.verdict import Diagnosis, Verdict
 from sumgrad.diagnose import trials
 from sumgrad.diagnose.explainers.by_modules.in_code.left_undone import HAS_NO_RANK
+from sumgrad.diagnose.explainers.by_modules.rows.rows_used import ROWS_ARE_TOLD
 from sumgrad.diagnose.explainers.by_modules.tried import _place, with_what_was_tried
 from sumgrad.diagnose.explanation import NOT_PROVED
 from sumgrad.diagnose.modules.in_code.lines import Lines
@@ -457,6 +458,9 @@ def verdict(status, *causes):
     ("fail", (replace(CAUSE, standing="proved", kind="skipped_collective"),), True),
     ("fail", (replace(CAUSE, standing="proved", kind="factor"),), True),
     ("fail", (replace(CAUSE, standing="proved", kind="run_to_run"),), True),
+    ("fail", (replace(CAUSE, standing="proved", kind="rows_read"),), True),
+    ("fail", (replace(CAUSE, standing="proved", kind="rows_read",
+                      because=("seen", f"{ROWS_ARE_TOLD} a.py:3 `x[i]`")),), False),
     ("unknown", (CAUSE,), False),
 ])  # fmt: skip
 def test_where_the_cause_is_known_nothing_is_tried(status, causes, tries):

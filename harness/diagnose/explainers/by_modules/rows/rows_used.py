@@ -27,6 +27,7 @@ from sumgrad.diagnose.own_gradients import add_up_evenly
 from sumgrad.record.trace import Traces
 
 MOST_RANKS = 3  # that are written out
+ROWS_ARE_TOLD = "which rows each rank has is told at"
 MOST_WORDS = 24  # characters of what a line takes
 
 
