@@ -62,6 +62,9 @@ def test_an_order_that_is_anothers_parts_them_where_it_is_made():
 def test_nothing_is_told_of_ranks_that_have_the_same_or_go_other_ways():
     own = trace(ORDER[:2])
     assert parted(own) is None
+    behind = SimpleNamespace(entered=(), entered_at=(), computed=Computed(), data=())
+    assert parted(behind, own) is None
+    assert parted(behind, own, trace(ORDER[1:3])) is not None  # a stage that reads no rows
     assert parted(own, own) is None
     assert parted(own, trace(ORDER[1:3], made=9)) is None
     shorter = trace(ORDER[1:3])

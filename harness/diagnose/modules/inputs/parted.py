@@ -27,19 +27,17 @@ class Parted:
 
 
 def where_ranks_part(traces: Traces) -> Parted | None:
-    """Of the lines that what enters the ranks' modules is made of: the first that every rank runs,
-    with the same before it and not behind it."""
-    calls = {rank: _calls(trace.computed) for rank, trace in traces.ranks.items()}
-    if len(calls) < 2:
+    """Of the lines that what enters the ranks' modules is made of: the first that all ranks which
+    read rows run, with the same before it and not behind it."""
+    read = {rank: trace for rank, trace in traces.ranks.items() if trace.entered}
+    if len(read) < 2 or len({_enters(trace) for trace in read.values()}) > 1:
         return None
-    entering = [_enters(trace) for trace in traces.ranks.values() if trace.entered]
-    if not entering or len({*entering}) > 1:
-        return None
-    first = min(calls)
-    trace, own = traces.ranks[first], calls[first]
+    calls = {rank: _calls(trace.computed) for rank, trace in read.items()}
+    first = min(read)
+    trace, own = read[first], calls[first]
     for call in _made_of(trace, own):
         if all(call in of_rank for of_rank in calls.values()):
-            ones = {rank: (of_rank[call], traces.ranks[rank].computed)
+            ones = {rank: (of_rank[call], read[rank].computed)
                     for rank, of_rank in calls.items()}  # fmt: skip
             if _takes_alike(ones) and not _gives_alike(ones):
                 c = own[call]
