@@ -368,6 +368,27 @@ def test_a_line_that_autograd_does_not_pass(how, found):
         assert "autograd knows nothing of what" in next(iter(in_words(told)))
 
 
+def chosen(x, how):
+    """The single process chooses by what autograd knows nothing of, or writes it down."""
+    y = x.sin()
+    if how == "chosen":
+        y = y[y.detach()[:, 0].topk(4).indices]
+    elif how == "mask":
+        y = y * (y.detach() > 0.1)
+    elif how == "noted":
+        y[:3].detach().sum()
+    return (y * 2).exp()
+
+
+@pytest.mark.parametrize(("there", "found"), [
+    ("chosen", []), ("noted", ["y.detach()"]), ("", ["y.detach()"])])  # fmt: skip
+def test_what_the_single_process_cuts_to_choose_by_is_cut_rightly(there, found):
+    """Of more numbers, or of some of these."""
+    mine = recorded(chosen, X[OWN], "mask")
+    told = lines([mine], recorded(chosen, X, there)).cuts(0, everything)
+    assert [one.mine.part for one in told] == found
+
+
 def test_a_line_that_autograd_passes_and_does_not_in_the_single_process():
     def towards(x, how):
         y = x.sin()

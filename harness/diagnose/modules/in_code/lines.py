@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -234,6 +235,8 @@ class Lines:
                 continue
             if not c.gives or not all(self._is_cut(rank, n) for n in c.gives):
                 continue
+            if self._is_cut_there_too(rank, c):
+                continue
             if any(n in mine.with_graph for n in self.after(rank, c.gives)):  # else it is sent
                 yield AtLine(rank=rank, mine=c, place=place, back=True, cut=True)
 
@@ -371,6 +374,40 @@ class Lines:
         return bool(held) and all(
             n in self.single.with_graph and gradient_of(self.single, n) is not None for n in held
         )
+
+    def _is_cut_there_too(self, rank: int, c: Computation) -> bool:
+        """Whether the single process does the same with some of these numbers, or with more, and
+        makes something of it that has a graph, as a choice of rows: not only what is written down.
+        """
+        own = self._ranks[rank].values[c.gives[0]].reshape(-1).double()
+        for place in self._cut_there.get(c.function, ()):
+            w = self.single.computations[place]
+            there = self.single.values[w.gives[0]].reshape(-1).double()
+            some = bool(torch.isin(there, own).all()) or bool(torch.isin(own, there).all())
+            if some and self._leads_to_a_graph(place):
+                return True
+        return False
+
+    @cached_property
+    def _cut_there(self) -> dict[str, list[int]]:
+        """By function, the single process's calls of which autograd knows what they take alone."""
+        found: dict[str, list[int]] = {}
+        known = self.single.with_graph
+        for place, w in enumerate(self.single.computations):
+            takes = any(isinstance(t, int) and t in known for t in w.takes)
+            if takes and w.gives and not w.function_of and known.isdisjoint(w.gives):
+                found.setdefault(w.function, []).append(place)
+        return found
+
+    def _leads_to_a_graph(self, place: int) -> bool:
+        """Whether anything that has one takes what that gives, were it as an index."""
+        reached = {*self.single.computations[place].gives}
+        for w in self.single.computations[place + 1 :]:
+            if any(isinstance(t, int) and t in reached for t in w.takes):
+                if not self.single.with_graph.isdisjoint(w.gives):
+                    return True
+                reached |= {*w.gives}
+        return False
 
     def _has_a_gradient(self, rank: int, c: Computation) -> bool:
         """Whether what a computation gives, or something that is made of it, gets one."""
