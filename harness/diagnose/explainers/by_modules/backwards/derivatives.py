@@ -29,7 +29,7 @@ from sumgrad.diagnose.modules.autograd.derivatives import (
 )
 from sumgrad.diagnose.modules.autograd.gives_nothing import give_nothing, may_give_nothing
 from sumgrad.diagnose.modules.autograd.moved import Brought, Element, Mover, movers
-from sumgrad.diagnose.modules.in_code.called_from import called_from
+from sumgrad.diagnose.modules.in_code.calls_in_source import called_from
 from sumgrad.diagnose.modules.values.matching import vectors
 from sumgrad.diagnose.modules.where.first_wrong import first_wrong_backward
 from sumgrad.record.derivative import Derivative, Off

@@ -14,7 +14,9 @@ from sumgrad.diagnose.explainers.by_modules.backwards.passed import (
 )
 from sumgrad.diagnose.explainers.by_modules.in_code.called_from import odd_calls_come_from
 from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
     fraction_of,
+    line_and_code,
     looked_by_rows,
     named,
     owners,
@@ -30,6 +32,7 @@ from sumgrad.diagnose.explainers.of_factors.factors import (
     only_terms_weigh_otherwise,
 )
 from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.in_code.lost_by import line_that_leaves_out
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong, first_wrong_backward
 from sumgrad.diagnose.modules.where.look import Look
 from sumgrad.diagnose.modules.where.loss_weights import (
@@ -154,6 +157,7 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             ranks=_odd_ranks(shares),
             because=(
                 *_as_a_field(case, shares),
+                *_left_out_by(case, shares),
                 *_whence(case, look, module, shares),
                 f"so weighed is the gradient that reaches {named(look, module)}{_before_ddp(case)}",
                 "the rows' gradients with these weights add up to what was measured, up to one "
@@ -170,6 +174,17 @@ def _as_a_field(case: Case, shares: Sequence[Share]) -> list[str]:
     traces = case.traces
     field = None if traces is None else field_with_these(traces.single.batch, shares)
     return [field] if field else []
+
+
+@as_a_hint
+def _left_out_by(case: Case, shares: Sequence[Share]) -> list[str]:
+    """Of tokens whose gradient is lost, the line that leaves them out."""
+    c = None if case.traces is None else line_that_leaves_out(case.traces, shares)
+    if c is None:
+        return []
+    _, _, function = c.within.partition(" ")
+    where = line_and_code(c.line, c.code) + (f" in {function}" if function else "")
+    return [f"what {where} gives is zero, or False, for those that are lost, and not for any other"]
 
 
 def _is_made_good(case: Case, look: Look, shares: Sequence[Share]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sumgrad.diagnose.explainers.by_modules.backwards.derivatives import what_they_call
 from sumgrad.diagnose.modules.autograd.derivatives import OwnFormula
-from sumgrad.diagnose.modules.in_code.called_from import Called, called_from
+from sumgrad.diagnose.modules.in_code.calls_in_source import Called, called_from
 
 FILE = """\
 def slope(x, weight):

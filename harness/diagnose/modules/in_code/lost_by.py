@@ -1,0 +1,67 @@
+"""The line that chooses which tokens enter the loss, where gradients of some are lost behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from sumgrad.base.files import is_librarys
+from sumgrad.diagnose.modules.where.loss_weights import LOST, Share
+from sumgrad.record.computed import MODULE, Computation, Computed
+from sumgrad.record.trace import Traces
+from torch import Tensor
+
+FEWEST = 2  # vectors without a gradient, and with one, in all
+
+
+def line_that_leaves_out(traces: Traces, shares: Sequence[Share]) -> Computation | None:
+    """The first of the user's that gives zero, or False, for those vectors alone that have no
+    gradient where they have one in the single process, in every call on every rank. None where none
+    does, or where only one would be told from the others."""
+    told = [(s, *_lost_and_kept(s)) for s in shares]
+    odd = [(s, lost, kept) for s, lost, kept in told if lost]
+    kept_in_all = sum(len(kept) for _, _, kept in told)
+    if sum(len(lost) for _, lost, _ in odd) < FEWEST or kept_in_all < FEWEST:
+        return None
+    sites: dict[str, Computation] | None = None
+    for s, lost, kept in odd:
+        trace = traces.ranks.get(s.rank)
+        here = {} if trace is None else {
+            c.site: c for c in _that_give(trace.computed, s.shape[:-1], lost, kept)
+        }  # fmt: skip
+        sites = here if sites is None else {site: c for site, c in sites.items() if site in here}
+    return next(iter((sites or {}).values()), None)
+
+
+def _lost_and_kept(share: Share) -> tuple[list[int], list[int]]:
+    """Numbers of its vectors."""
+    lost = [at for at, f in share.vectors.items() if abs(f) < LOST]
+    return lost, [at for at, f in share.vectors.items() if abs(f) >= LOST]
+
+
+def _that_give(
+    mine: Computed, shape: Sequence[int], lost: Sequence[int], kept: Sequence[int]
+) -> Iterator[Computation]:
+    """In order: those that give one number for each vector, which is zero for the lost alone."""
+    known: dict[int, bool] = {}
+    for c in mine.computations:
+        own = c.site and not c.function_of and not is_librarys(c.line)
+        if not own or c.function.startswith(MODULE):
+            continue
+        for n in c.gives:
+            if n not in known:
+                known[n] = _is_zero_for(mine.values[n], shape, lost, kept)
+            if known[n]:
+                yield c
+                break
+
+
+def _is_zero_for(
+    value: Tensor, shape: Sequence[int], lost: Sequence[int], kept: Sequence[int]
+) -> bool:
+    if value.numel() != math.prod(shape) or value.is_complex():
+        return False
+    flat = value.reshape(-1) != 0
+    zero = not bool(flat[torch.tensor(lost)].any())
+    return zero and (not kept or bool(flat[torch.tensor(kept)].all()))
