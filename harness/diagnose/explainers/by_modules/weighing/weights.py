@@ -32,6 +32,7 @@ from sumgrad.diagnose.explainers.of_factors.factors import (
     only_terms_weigh_otherwise,
 )
 from sumgrad.diagnose.explanation import Explanation, Left
+from sumgrad.diagnose.modules.in_code.factor_tensors import ROOT, SQUARE, lines_with_these_factors
 from sumgrad.diagnose.modules.in_code.lost_by import line_that_leaves_out
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong, first_wrong_backward
 from sumgrad.diagnose.modules.where.look import Look
@@ -158,6 +159,7 @@ def rows_weighed_otherwise(case: Case, left: Left) -> Iterator[Explanation]:
             because=(
                 *_as_a_field(case, shares),
                 *_left_out_by(case, shares),
+                *_as_lines_give(case, shares),
                 *_whence(case, look, module, shares),
                 f"so weighed is the gradient that reaches {named(look, module)}{_before_ddp(case)}",
                 "the rows' gradients with these weights add up to what was measured, up to one "
@@ -185,6 +187,22 @@ def _left_out_by(case: Case, shares: Sequence[Share]) -> list[str]:
     _, _, function = c.within.partition(" ")
     where = line_and_code(c.line, c.code) + (f" in {function}" if function else "")
     return [f"what {where} gives is zero, or False, for those that are lost, and not for any other"]
+
+
+@as_a_hint
+def _as_lines_give(case: Case, shares: Sequence[Share]) -> list[str]:
+    """What a line gives by which these factors are told."""
+    found = None if case.traces is None else lines_with_these_factors(case.traces, shares)
+    if found is None:
+        return []
+    parts = [(found.mine, found.up, ""), (found.theirs, found.theirs_up, " in the single process")]
+    told = [(f"what {line_and_code(c.line, c.code)} gives{where}", up)
+            for c, up, where in parts if c is not None]  # fmt: skip
+    above, below = (" times ".join(t for t, up in told if up is way) for way in (True, False))
+    made = f"{above or 'one'} over {below}" if below else above
+    of = {ROOT: "the square root of ", SQUARE: "the square of "}.get(found.power, "")
+    return [f"but for one number that all have, these factors are {of}{made}, at the same rows and "
+            f"places: look at how that enters the loss"]  # fmt: skip
 
 
 def _is_made_good(case: Case, look: Look, shares: Sequence[Share]) -> bool:
