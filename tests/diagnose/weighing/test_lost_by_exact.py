@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sumgrad.diagnose.explainers.by_modules.weighing.weights import _left_out_by
-from sumgrad.diagnose.modules.in_code.lost_by import line_that_leaves_out
+from sumgrad.diagnose.modules.in_code.lost_by import line_that_is_zero_with, line_that_leaves_out
 from sumgrad.diagnose.modules.where.loss_weights import Share
 from sumgrad.record.computed import Computation, Computed
 
@@ -82,3 +82,25 @@ def test_of_one_token_any_line_may_tell():
     assert left_out([share(factors={0: 3.0, 1: 0.0, 2: 3.0})], rank(MASK)) is None
     assert left_out([share(factors={1: 0.0, 4: 0.0, 0: 3.0})], rank(MASK)) is None
     assert left_out([share(factors={0: 3.0, 2: 3.0})], rank(MASK)) is None
+
+
+GRADIENT = torch.tensor([[0.5, 0.0, -2.0], [0.0, 0.0, 1.0]])
+
+
+@pytest.mark.parametrize(("value", "gradient", "found"), [
+    (MASK, GRADIENT, "m0"),
+    (MASK * 3, GRADIENT, "m0"),
+    (MASK[:, :, None], GRADIENT[:, :, None].repeat(1, 1, 4), "m0"),
+    (MASK[0], GRADIENT[:1].repeat(2, 1), "m0"),
+    (MASK.flatten(), GRADIENT, None),
+    (~MASK, GRADIENT, None),
+    (torch.tensor([[True, False, True], [True, False, True]]), GRADIENT, None),
+    (torch.tensor([[True, False, True], [False, False, False]]), GRADIENT, None),
+    (torch.ones(2, 3), torch.ones(2, 3), None),
+    (torch.zeros(2, 3), torch.zeros(2, 3), None),
+    (MASK[None], GRADIENT, None),
+])  # fmt: skip
+def test_a_line_that_is_zero_where_a_gradient_is(value, gradient, found):
+    own = rank(torch.ones(2, 3), value).computed
+    told = line_that_is_zero_with(own, gradient)
+    assert (None if told is None else told.code) == (found and "m1")

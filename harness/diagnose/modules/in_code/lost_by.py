@@ -1,4 +1,4 @@
-"""The line that chooses which tokens enter the loss, where gradients of some are lost behind it."""
+"""The line that chooses what enters the loss, where gradients of tokens, or numbers, are lost."""
 
 from __future__ import annotations
 
@@ -45,16 +45,36 @@ def _that_give(
 ) -> Iterator[Computation]:
     """In order: those that give one number for each vector, which is zero for the lost alone."""
     known: dict[int, bool] = {}
+    for c, n in _given(mine):
+        if n not in known:
+            known[n] = _is_zero_for(mine.values[n], shape, lost, kept)
+        if known[n]:
+            yield c
+
+
+def line_that_is_zero_with(mine: Computed, gradient: Tensor) -> Computation | None:
+    """The first of the user's of which what it gives, for each number or for several together, is
+    zero where a gradient is, and nowhere else."""
+    there = gradient != 0
+    if bool(there.all()) or not bool(there.any()):
+        return None
+    return next((c for c, n in _given(mine) if _is_like(mine.values[n], there)), None)
+
+
+def _is_like(value: Tensor, there: Tensor) -> bool:
+    own = [1] * (there.dim() - value.dim()) + [*value.shape]
+    fits = len(own) == there.dim() and all(
+        a in (1, b) for a, b in zip(own, there.shape, strict=True)
+    )
+    return fits and torch.equal((value != 0).expand_as(there), there)
+
+
+def _given(mine: Computed) -> Iterator[tuple[Computation, int]]:
+    """The user's lines in order, each with the numbers of what it gives."""
     for c in mine.computations:
         own = c.site and not c.function_of and not is_librarys(c.line)
-        if not own or c.function.startswith(MODULE):
-            continue
-        for n in c.gives:
-            if n not in known:
-                known[n] = _is_zero_for(mine.values[n], shape, lost, kept)
-            if known[n]:
-                yield c
-                break
+        if own and not c.function.startswith(MODULE):
+            yield from ((c, n) for n in c.gives)
 
 
 def _is_zero_for(

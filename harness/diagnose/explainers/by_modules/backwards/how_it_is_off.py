@@ -8,9 +8,15 @@ from collections.abc import Sequence
 from sumgrad.base.outcome import spans
 from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.between import told_of
-from sumgrad.diagnose.explainers.by_modules.looked import as_a_hint, fraction_of, traces_looked_at
+from sumgrad.diagnose.explainers.by_modules.looked import (
+    as_a_hint,
+    fraction_of,
+    line_and_code,
+    traces_looked_at,
+)
 from sumgrad.diagnose.modules.how_wrong.how_off import HowOff, how_off, what_stands, zeros_off
 from sumgrad.diagnose.modules.in_code.lines import AtLine, Lines
+from sumgrad.diagnose.modules.in_code.lost_by import line_that_is_zero_with
 from sumgrad.diagnose.modules.values.matching import SAME_FACTOR, vectors
 from sumgrad.diagnose.modules.values.whole import by_module
 from sumgrad.diagnose.modules.where.first_wrong import FirstWrong
@@ -40,7 +46,14 @@ def off_at_a_module(case: Case, found: FirstWrong) -> list[str]:
     how, zeros = how_off(got, wanted), _zeros_in_words(got, wanted, where)
     if how is not None and (stands := _stands_in_words(got, wanted, how, where)):
         return stands
-    return zeros if zeros and (how is None or how.wrong) else _in_words(how, where)
+    if not zeros or not (how is None or how.wrong):
+        return _in_words(how, where)
+    c = line_that_is_zero_with(trace.computed, gradient)
+    by = [] if c is None else [
+        f"what {line_and_code(c.line, c.code)} gives {where.partition(' in')[0]} is zero, or "
+        f"False, where that gradient is zero, and nowhere else"
+    ]  # fmt: skip
+    return [*zeros, *by]
 
 
 @as_a_hint
