@@ -18,7 +18,12 @@ from sumgrad.judge.checks.script import (
     ranks_that_step_less,
     unowned,
 )
-from sumgrad.judge.checks.script_starts import are_made_equal, left_by_all, unlike_starts
+from sumgrad.judge.checks.script_starts import (
+    are_made_equal,
+    left_by_all,
+    unlike_shards,
+    unlike_starts,
+)
 from sumgrad.judge.checks.updates import wrong_updates
 from sumgrad.judge.finding import Compared
 from sumgrad.record.directory import Record
@@ -66,11 +71,13 @@ def _apart(record: Record) -> list[str]:
 
 
 def _unlike_start(compared: Compared) -> Diagnosis | None:
-    start = unlike_starts(compared.record)
-    if start is None or are_made_equal(compared.record, start):
+    start, what = unlike_starts(compared.record), "replicas"
+    if start is None:
+        start, what = unlike_shards(compared.record), "shards"
+    if start is None or (what == "replicas" and are_made_equal(compared.record, start)):
         return None
     return Diagnosis(
-        cause=f"the replicas do not start equal: {start.text}",
+        cause=f"the {what} do not start equal: {start.text}",
         kind="unlike_start",
         standing="proved",
         ranks=(start.rank,),

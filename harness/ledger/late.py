@@ -3,7 +3,9 @@
 Between its issue and its wait an operation may have read and written its tensors at any time. A
 step that reads them in between, or writes them, is right or wrong by chance. Here nothing is left
 to it: an operation has copies, made at its issue, and what it gives comes into the tensors at the
-wait. Who reads them earlier finds what was there before, and who writes them is noticed.
+wait. Who reads them earlier finds what was there before, or nothing that could be right where it
+takes nothing from there: a buffer that is kept has from the step before what it is about to get.
+And who writes them is noticed.
 """
 
 from __future__ import annotations
@@ -25,6 +27,14 @@ from torch import Tensor
 
 _C10D = dist.distributed_c10d.__file__
 _WAIT_AT_ONCE = ("send", "recv")  # of torch's functions that have no `async_op`
+# Operations whose first argument is only written, under all their names.
+_GIVES_INTO_THE_FIRST = {
+    "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce_scatter",
+    "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single", "gather",
+    "gather_single", "gather_into_tensor", "scatter", "recv", "recv_anysource",
+}  # fmt: skip
 SOON_S, PAUSE_S = 5.0, 1e-3
 MOST_FRAMES = 16  # between an operation and torch's function that asks for it
 
@@ -51,6 +61,11 @@ def is_waited_for_later() -> bool:
     return True
 
 
+def only_written(op: str, args: tuple[Any, ...]) -> list[Tensor]:
+    """Tensors of an operation of which it takes nothing."""
+    return [*tensors_in(args[:1])] if op in _GIVES_INTO_THE_FIRST else []
+
+
 class LateWork(Work):
     """Of an operation on copies."""
 
@@ -59,20 +74,31 @@ class LateWork(Work):
         carry_out: Callable[..., Any],
         args: tuple[Any, ...],
         *,
+        given: Sequence[Tensor] = (),
         later: Callable[[], object],
         written: Callable[[], object],
     ) -> None:
-        """carry_out: of the operation's arguments. later: called where another call of a user's
-        than that which asked for it waits; written: at the wait, where a tensor is no more what it
-        was at the issue."""
+        """carry_out: of the operation's arguments. given: those that it only writes. later: called
+        where another call of a user's than that which asked for it waits; written: at the wait,
+        where a tensor is no more what it was at the issue."""
         self._lock, self._has_come = threading.Lock(), False
         self._later, self._written, self._issued_in = later, written, users_call()
         with own_arithmetic():
             self._tensors = {id(t): t for t in tensors_in(args)}
-            self._before = {key: _copy(t) for key, t in self._tensors.items()}
             self._copies = {key: _copy(t) for key, t in self._tensors.items()}
+            self._empty(given)
+            self._before = {key: _copy(t) for key, t in self._tensors.items()}
             self._of_copies = {c.data_ptr(): self._tensors[key] for key, c in self._copies.items()}
         super().__init__(carry_out(*copied(args, self._copies)))
+
+    def _empty(self, given: Sequence[Tensor]) -> None:
+        """Nothing in them, but for what is a part of what the operation takes."""
+        own = {id(t) for t in given}
+        for t in given:
+            t.data.fill_(float("nan") if t.is_floating_point() or t.is_complex() else 0)
+        for key, t in self._tensors.items():
+            if key not in own and any(_overlap(t, one) for one in given):
+                t.data.copy_(self._copies[key])
 
     @property
     def has_come(self) -> bool:
@@ -81,8 +107,7 @@ class LateWork(Work):
     def let_come(self, read: Sequence[Tensor]) -> None:
         """What it gives into any of these, before somebody reads them who is no part of a step; if
         it ends soon, as who waits here may hold up others."""
-        mine = [*map(_extent, self._tensors.values())]
-        if not any(a[0] < b[1] and b[0] < a[1] for a in mine for b in map(_extent, read)):
+        if not any(_overlap(mine, t) for mine in self._tensors.values() for t in read):
             return
         until = time.monotonic() + SOON_S
         while not super().is_completed() and time.monotonic() < until:
@@ -157,6 +182,11 @@ class Late:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    a, b = _extent(one), _extent(other)
+    return a[0] < b[1] and b[0] < a[1]
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from sumgrad.base.tensors import own_arithmetic
 from sumgrad.ledger.backends import Backends, CarriesOut, tensors_in
 from sumgrad.ledger.call_site import JOIN, call_site, own_issuer
 from sumgrad.ledger.delegation import DELEGATED, REDUCING, unrecorded_operations
-from sumgrad.ledger.late import Late, LateWork, is_waited_for_later, may_be_late
+from sumgrad.ledger.late import Late, LateWork, is_waited_for_later, may_be_late, only_written
 from torch._C._dynamo import eval_frame as _eval_frame
 
 BACKEND = "sumgrad"
@@ -307,6 +307,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
         found = LateWork(
             lambda *copies: self.delegate(op, copies, kwargs),
             args,
+            given=only_written(op, args),
             later=lambda: late.waited.append(event),
             written=lambda: late.written.append(event),
         )

@@ -63,6 +63,7 @@ CHECKS: tuple[Check, ...] = (
     beside.hashes_of_their_own,
     rescaled.nothing_hidden_before_the_optimizer,
     rescaled.cut_off_before_the_optimizer,
+    rescaled.unseen_before_the_optimizer,
     closures.closures_that_run_again,
     updates.the_same_weights_after,
     modes.modules_in_one_mode,

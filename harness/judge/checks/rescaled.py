@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from sumgrad.record.reference import Reference
 SAME = {"float64": 1e-9, "float32": 1e-4}  # factors that differ by less are one
 COARSE = 3e-2
 MOST_CUT_OFF = 0.5  # of a gradient's numbers: with more of them a factor may hide
+ONE_SIZE = 1e-5  # a part of it: what a clip leaves is so far the same
 ROUNDINGS = 4  # of a gradient, that dividing by a clip's factor may leave
 
 Told = tuple[float | None, bool]  # a factor, and whether a clip of torch's made it
@@ -78,6 +80,35 @@ def cut_off_before_the_optimizer(compared: Compared) -> Iterator[Finding]:
                 f"{100 * most:.0f} % of the numbers by value, as clip_grad_value_ does, before "
                 f"the optimizer takes it: of these only the sign was compared",
             )
+
+
+def unseen_before_the_optimizer(compared: Compared) -> Iterator[Finding]:
+    """Gradients that no backward leaves where they are looked at, as where a script takes them from
+    torch.autograd.grad, and that are of one size in every step, as behind a clip by their norm."""
+    record = compared.record
+    for tier in record.spec.tiers:
+        unseen = {name for held in record.ranks.values() for at, info in held.info.items()
+                  if at[0] == tier for name in info.get("unseen", ())}  # fmt: skip
+        steps = [
+            {n: float(g.double().norm()) for n, g in reference.grads.items() if n in unseen}
+            for reference in record.references.get(tier, ())
+        ]
+        steps = [{n: size for n, size in sizes.items() if size} for sizes in steps]
+        every = [math.hypot(*sizes.values()) for sizes in steps]
+        names = [n for n in (steps[0] if steps else ()) if _is_one_size([s.get(n) for s in steps])]
+        if _is_one_size(every) or names:
+            yield Finding(
+                level="unknown",
+                text=f"the gradient of {some_of(names or sorted(unseen))} is of one size in each "
+                f"step, as behind a clip by its norm, and was not seen before it: a factor on it "
+                f"would be gone (torch.nn.utils.clip_grad_norm_ is seen through)",
+                tier=tier,
+            )
+
+
+def _is_one_size(sizes: Sequence[float | None]) -> bool:
+    told = [size for size in sizes if size]
+    return 1 < len(told) == len(sizes) and max(told) - min(told) <= ONE_SIZE * max(told)
 
 
 def hidden_factors(compared: Compared, tier: str) -> Iterator[Hidden]:

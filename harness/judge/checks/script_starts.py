@@ -13,6 +13,7 @@ from sumgrad.record.directory import Record
 from sumgrad.record.ranks import BUFFER_NAMED, RankRecord
 
 FLOATS = ("float", "bfloat")
+FEWEST = 2  # parameters: of one the first numbers that are drawn may be the single run's by chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,10 @@ def the_same_start(compared: Compared) -> Iterator[Finding]:
     """
     record = compared.record
     start = unlike_starts(record)
+    shards = unlike_shards(record)
+    if start is None and shards is not None:
+        yield Finding(level="fail", text=f"{shards.text}: together they are neither's")
+        return
     if start is not None and are_made_equal(record, start):
         text = (f"{start.text}, where a model is called first (a dry run); what one of them "
                 f"broadcasts before the first backward makes them equal")  # fmt: skip
@@ -123,6 +128,44 @@ def unlike_starts(record: Record) -> Unlike | None:
         text = f"rank {rank} starts from other weights than rank {other}, in {some_of(own)}"
         return Unlike(rank=rank, text=text, names=tuple(own))
     return None
+
+
+def unlike_shards(record: Record) -> Unlike | None:
+    """The first rank whose shards are others than the single run's, of parameters of which all that
+    another rank holds are that run's: as where one alone loads a checkpoint before it is cut. None
+    where ranks hand each other weights before any gradient is reduced."""
+    parts: dict[int, dict[str, str]] = {}
+    other: dict[int, set[str]] = {}
+    for rank, held in record.ranks.items():
+        for info in _of_steps(held):
+            started = info.get("started_with", {}).items()
+            own = {n: told.partition(":")[0] for n, told in started}
+            parts.setdefault(rank, {}).update(own)
+            other.setdefault(rank, set()).update(info.get("other_start", ()))
+    drawn = [r for r, held in record.ranks.items()
+             if any(info.get("drawn_otherwise") for info in _of_steps(held))]  # fmt: skip
+    theirs = [r for r in parts if not other[r]]
+    for rank in drawn:
+        for first in theirs:
+            names = [n for n in parts[rank] if n in other[rank] and n in parts[first]
+                     and parts[rank][n] != parts[first][n]]  # fmt: skip
+            if len(names) >= FEWEST and not _hands_weights_on(record, rank):
+                text = (f"the shards of rank {first} are the single run's, and those of rank "
+                        f"{rank} are others, in {some_of(names)}")  # fmt: skip
+                return Unlike(rank=rank, text=text, names=tuple(names))
+    return None
+
+
+def _hands_weights_on(record: Record, rank: int) -> bool:
+    """Whether something is broadcast, or scattered, before any gradient is reduced."""
+    tier = next(iter(record.spec.tiers))
+    for event in record.ranks[rank].events.get((tier, 0), ()):
+        if event.get("grads"):
+            return False
+        floats = str(event.get("dtype", "")).startswith(FLOATS)
+        if event.get("op") in ("broadcast", "scatter") and floats:
+            return True
+    return False
 
 
 def are_made_equal(record: Record, start: Unlike) -> bool:

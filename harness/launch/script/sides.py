@@ -189,14 +189,14 @@ def _wait(
     directory: Path,
     progress: Callable[[str], object],
 ) -> None:
-    """Until all have ended, one has ended badly and the others had their time, they stand still, or
-    the deadline.
+    """Until all have ended, one has ended badly and the others had their time, they stand still,
+    all that one started have ended well and it had its own, or the deadline.
 
     seconds: without a rank that takes its seat, and then from the last one's; importing torch on a
     busy machine is no part of what hangs.
     """
     deadline = time.monotonic() + seconds + LATE_S
-    asked_to_end, seated = False, 0
+    asked_to_end, seated, all_done = False, 0, False
     # A script may wait for what is not here, as for a download; a step does not.
     standstill = Standstill(lambda rank: (directory, rank), asleep_s=seconds)
     while True:
@@ -217,10 +217,24 @@ def _wait(
                 if process.poll() is None:
                     process.send_signal(signal.SIGUSR1)
             soft = deadline + 1
+        if not (asked_to_end or all_done) and len(processes) == 1 and _all_ended_well(directory):
+            # What started them may wait for ever for what they would have sent it.
+            all_done, deadline = True, min(deadline, now + OTHERS_S)
         if now > deadline:
             return
         progress(f"{seated} ranks at work" if seated else "starting")
         time.sleep(POLL_S)
+
+
+def _all_ended_well(directory: Path) -> bool:
+    """Whether every rank of the side has seen what it was to see, as its end record says."""
+    folder = directory / "ranks"
+    ended = [int(path.stem.removeprefix("rank_")) for path in folder.glob("rank_*.json")]
+    if not ended or len(ended) < sum(1 for _ in folder.glob("rank_*.claim")):
+        return False
+    ends = [read_end_record(directory, rank) or {} for rank in ended]
+    sizes = [(end.get("result") or {}).get("world_size", 0) for end in ends]
+    return len(ends) >= max(sizes) and all(end.get("status") == "ok" for end in ends)
 
 
 @dataclass(slots=True, kw_only=True)

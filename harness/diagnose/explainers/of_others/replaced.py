@@ -216,6 +216,8 @@ def _sources(cell: Cell, given: Given) -> str | None:
     if len(columns) < 2 or size < NEEDED * len(columns):
         return None
     matrix = torch.stack(list(columns.values()), dim=1)
+    if not bool(matrix.isfinite().all() and measured.isfinite().all()):
+        return None
     solved = torch.linalg.lstsq(matrix, measured[:, None], driver="gelsd").solution[:, 0]
     taken = [key for key, value in zip(columns, solved.tolist(), strict=True) if abs(value) > 1e-6]
     one = all(abs(v - 1) < 1e-6 or abs(v) < 1e-6 for v in solved.tolist())

@@ -17,17 +17,23 @@ from torch.nn.utils import stateless
 from torch.optim.optimizer import Optimizer
 
 Optimizers = list[weakref.ref[Optimizer]]
+A_FILE = "file://"  # how init_method begins where ranks meet at one
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
-def record_groups(made: Callable[[], object]) -> None:
-    """Have process groups over gloo record what goes through them. made: told of the first."""
+def record_groups(made: Callable[[], object], meets_at: Callable[[str], object]) -> None:
+    """Have process groups over gloo record what goes through them. made: told of the first;
+    meets_at: of the file at which ranks meet, before it is there."""
     own = dist.init_process_group
 
     @functools.wraps(own)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         gloo = ("gloo", "cpu:gloo", "cpu:gloo,cuda:nccl")
-        plain = backend in gloo or (backend is None and not torch.cuda.is_available())
+        at = args[0] if args else kwargs.get("init_method")
+        if isinstance(at, str) and at.startswith(A_FILE):
+            meets_at(at.removeprefix(A_FILE).partition("?")[0])
+        asked = backend.lower() if isinstance(backend, str) else backend
+        plain = asked in gloo or (backend is None and not torch.cuda.is_available())
         own(BACKEND if plain else backend, *args, **kwargs)
         made()
 

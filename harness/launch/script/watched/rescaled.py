@@ -33,6 +33,7 @@ class Rescaled:
         self._by_clip: set[str] = set()
         self._idle: set[str] = set()  # of these, whose clip left them as they were
         self.saturated: dict[str, float] = {}  # which part of a gradient's numbers a clip cut off
+        self.unseen: list[str] = []  # what no backward left there, as where a hook puts it
 
     def install(self) -> None:
         """See torch's clips, under the names that scripts import them by."""
@@ -52,9 +53,11 @@ class Rescaled:
         The factor is None where its gradient is no multiple of what it was.
         """
         found: dict[str, list[Any]] = {}
-        self.saturated = {}
+        self.saturated, self.unseen = {}, []
         for h in held:
             before, now = self._before.pop(h.name, None), _sample(h)
+            if before is None and h.param.requires_grad:
+                self.unseen.append(h.name)
             if before is None or now is None or before.shape != now.shape:
                 continue
             if not bool(before.any()) and not bool(now.any()):

@@ -233,7 +233,8 @@ def put_back(directory: Path) -> tuple[list[str], list[str]]:
         before.unlink()
     for entry in (e for e in entries if "link" in e):
         _put_back_link(Path(entry["path"]), entry["link"])
-    for entry in reversed([e for e in entries if "folder" in e]):
+    of_folders = [e for e in entries if "folder" in e]
+    for entry in sorted(of_folders, key=lambda e: str(e["path"]).count(os.sep), reverse=True):
         if entry["folder"]:
             os.makedirs(entry["path"], exist_ok=True)
             continue

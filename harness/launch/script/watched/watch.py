@@ -131,7 +131,8 @@ class Watch:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it compiles nothing under such a mode
             OtherRoundings(self.asked.jitter).__enter__()
         register_backend(self.seat.ledger)
-        record_groups(lambda: self.troubles.guarded(self.seat.take))
+        # A rank that ends early leaves the file, at which no other run could meet.
+        record_groups(lambda: self.troubles.guarded(self.seat.take), self.keeper.touch)
         see_functional_calls(self._called_with_others)
         see_backward(self._before_backward, self._after_backward)
         self.rescaled.install()
@@ -316,6 +317,7 @@ class Watch:
                 self.seat.files.keep(f"{OWN_AT}/{self.calls}", at)
             info["rescaled"] = self.rescaled.taken(held.values())
             info["saturated"] = self.rescaled.saturated
+            info["unseen"] = self.rescaled.unseen
             without = {n: h for n, h in held.items() if every[n] is None}
             trained = {n: h.param for n, h in without.items()
                        if h.param.requires_grad and h.window is None}  # fmt: skip

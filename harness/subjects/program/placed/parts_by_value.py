@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 import torch
 from sumgrad.base.tensors import to_local
@@ -30,9 +31,12 @@ def is_permuted(param: Tensor, full: Tensor, index: Tensor | None) -> bool:
     return bool(same) and not torch.equal(local, whole)
 
 
-def by_value(param: Tensor, full: Mapping[str, Tensor]) -> list[str]:
+def by_value(param: Tensor, full: Mapping[str, Tensor], named: Sequence[str] = ()) -> list[str]:
     """Full parameters that hold exactly these values, or have them as a block: twice one that has
-    several such blocks, as zeros are found in any bias that starts at zero."""
+    several such blocks, as zeros are found in any bias that starts at zero. named: names that it
+    may have; of a DTensor that has one, those that differ from it in numbers alone, as of layers,
+    and have these values where its placements say: what a rank draws for its own shards may be a
+    part of anything."""
     local = to_local(param).detach().cpu()
     if not local.numel():
         return []
@@ -40,8 +44,27 @@ def by_value(param: Tensor, full: Mapping[str, Tensor]) -> list[str]:
         name
         for name, value in full.items()
         if value.dim() == local.dim() and value.dtype == local.dtype
+        if not isinstance(param, DTensor)
+        or not named
+        or (_is_numbered_like(name, named) and _is_placed_in(param, value))
         for _ in _offsets(local, value)
     ]
+
+
+def _is_numbered_like(name: str, named: Sequence[str]) -> bool:
+    bare = re.sub(r"\d+", "*", name)
+    return any(re.sub(r"\d+", "*", own) == bare for own in named)
+
+
+def _is_placed_in(param: DTensor, full: Tensor) -> bool:
+    if param.shape != full.shape:
+        return False
+    try:
+        index = index_by_placement(param)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return True  # it may be
+    local = param.to_local().detach().cpu()
+    return local.shape != index.shape or equal(local, full.reshape(-1)[index])
 
 
 def index_of(param: Tensor, full: Tensor) -> tuple[Tensor | None, str | None]:

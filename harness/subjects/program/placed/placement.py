@@ -307,7 +307,7 @@ def _place_one(
         index, problem = index_of(param, full[name])
         if problem is None and agrees(param, full[name], index):
             return name, index, None
-    found = by_value(param, full)
+    found = by_value(param, full, named)
     if len(found) == 1:
         return (found[0], *index_of(param, full[found[0]]))
     if named:
