@@ -13,6 +13,7 @@ from sumgrad.judge.checks.rescaled import (
     by_its_clips,
     cut_off_before_the_optimizer,
     nothing_hidden_before_the_optimizer,
+    unseen_before_the_optimizer,
 )
 from sumgrad.launch.script.watched.rescaled import _share_cut_off
 from sumgrad.record.spec import Script
@@ -200,3 +201,41 @@ def test_what_a_clip_by_value_cuts_off_has_no_factor(shares, told):
 ])  # fmt: skip
 def test_how_much_is_cut_off(before, now, share):
     assert _share_cut_off(torch.tensor(before), torch.tensor(now)) == pytest.approx(share)
+
+
+def unseen(sizes, names):
+    """sizes: of each step, how large the first parameter's gradient is; names: that were unseen."""
+    record = record_of([{}] * len(sizes), [{}] * len(sizes))
+    for info in record.ranks[0].info.values():
+        info["unseen"] = names
+    first, *others = NAMES
+    for reference, size in zip(record.references["structure"], sizes, strict=True):
+        grad = reference.grads[first]
+        reference.grads[first] = torch.full_like(grad, size / grad.numel() ** 0.5)
+        for other in others:
+            reference.grads[other] = torch.zeros_like(grad)
+    return [(f.level, f.text) for f in found(unseen_before_the_optimizer, record)]
+
+
+@pytest.mark.parametrize(("sizes", "is_said"), [
+    ((0.5, 0.5, 0.5), True), ((0.5, 0.5 * (1 + 5e-6)), True), ((0.5, 0.5 * (1 + 2e-5)), False),
+    ((0.5, 0.5, 0.4), False), ((0.5,), False), ((0.0, 0.0), False), ((0.5, 0.0), False),
+])  # fmt: skip
+def test_of_one_size_in_each_step_and_not_seen_before(sizes, is_said):
+    told = unseen(sizes, NAMES)
+    assert [level for level, _ in told] == ["unknown"] * is_said
+    assert all(f"the gradient of {NAMES[0]} is of one size in each step" in t for _, t in told)
+    assert unseen(sizes, []) == []
+    assert unseen(sizes, NAMES[1:]) == []
+
+
+def test_parts_that_are_clipped_together_are_of_one_size_together():
+    record = record_of([{}] * 2, [{}] * 2)
+    for info in record.ranks[0].info.values():
+        info["unseen"] = NAMES
+    for reference, angle in zip(record.references["structure"], (0.3, 0.8), strict=True):
+        sides = torch.tensor([angle]).cos(), torch.tensor([angle]).sin()
+        for at, name in enumerate(NAMES):
+            reference.grads[name] = sides[at].double() if at < 2 else torch.zeros(1)
+    (finding,) = found(unseen_before_the_optimizer, record)
+    assert finding.level == "unknown"

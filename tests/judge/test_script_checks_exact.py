@@ -31,7 +31,7 @@ from sumgrad.judge.checks.script import (
     the_same_rows,
     unowned,
 )
-from sumgrad.judge.checks.script_starts import the_same_start, unlike_starts
+from sumgrad.judge.checks.script_starts import the_same_start, unlike_shards, unlike_starts
 from sumgrad.judge.checks.updates import the_same_weights_after, untold_updates, wrong_updates
 from sumgrad.record.ranks import AFTER
 from sumgrad.record.spec import Script
@@ -225,6 +225,64 @@ def test_replicas_that_start_unlike_each_other():
     assert [f.level for f in the_same_start(compared(record))] == ["fail"]
     record.ranks[2].info[AT]["started_with"] = {"w": ":1", "b": "other part:3"}
     assert unlike_starts(record) is None
+
+
+SHARDS = {0: "0-1", 1: "2-3", 2: "4-5"}
+
+
+def cut_between(*others, drawn=True, names=("w", "b")):
+    """Every rank has a shard of its own; others: ranks whose are not the single run's."""
+    record = record_of(FOUR)
+    for rank, held in record.ranks.items():
+        held.info[AT] |= {
+            "started_with": {n: f"{SHARDS[rank]}:{rank}" for n in names},
+            "other_start": list(names) if rank in others else [],
+            "drawn_otherwise": drawn and rank in others,
+        }
+    return record
+
+
+@pytest.mark.parametrize(("others", "drawn", "names", "is_said"), [
+    ((1,), True, ("w", "b"), True),
+    ((1, 2), True, ("w", "b"), True),
+    ((1,), False, ("w", "b"), False),  # by roundings
+    ((1,), True, ("w",), False),  # by chance
+    ((0, 1, 2), True, ("w", "b"), False),  # all drew their own
+    ((), True, ("w", "b"), False),
+])  # fmt: skip
+def test_shards_of_two_models(others, drawn, names, is_said):
+    record = cut_between(*others, drawn=drawn, names=names)
+    assert unlike_starts(record) is None
+    findings = [*the_same_start(compared(record))]
+    assert [f.level for f in findings] == (["fail"] if is_said else ["warning"] * bool(others))
+    causes = [cause for cause in other_than_the_single_run(compared(record))]
+    assert [cause.kind for cause in causes] == ["unlike_start"] * is_said
+    if is_said:
+        (cause,) = causes
+        assert cause.cause == (
+            "the shards do not start equal: the shards of rank 0 are the single run's, and those "
+            "of rank 1 are others, in w, b"
+        )
+        assert findings[0].text.endswith("in w, b: together they are neither's")
+
+
+def test_shards_that_are_handed_on_after_a_dry_run_say_nothing():
+    record = cut_between(1)
+    for events in ([OWN], [{**OWN, "op": "scatter"}]):
+        record.ranks[1] = replace(record.ranks[1], events={AT: events})
+        assert unlike_shards(record) is None
+    reduced = {"op": "allreduce", "numel": 3, "dtype": "float64", "grads": ["b"]}
+    for events in ([reduced, OWN], [{**OWN, "dtype": "int64"}], []):
+        record.ranks[1] = replace(record.ranks[1], events={AT: events})
+        assert unlike_shards(record) is not None
+
+
+def test_parameters_that_only_one_rank_has_say_nothing():
+    record = cut_between(1)
+    told = record.ranks[1].info[AT]
+    told["started_with"] = {f"stage.{n}": v for n, v in told["started_with"].items()}
+    told["other_start"] = [f"stage.{n}" for n in told["other_start"]]
+    assert unlike_shards(record) is None
 
 
 OWN = {"op": "broadcast", "dtype": "float64", "numel": 3}

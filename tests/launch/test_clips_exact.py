@@ -85,3 +85,16 @@ def test_a_clip_that_is_called_for_the_norm_alone_is_followed_by_another(seen):
     model.weight.grad *= 2
     told = rescaled.taken(held)
     assert told == {"weight": [pytest.approx(2.0), False], "bias": [1.0, True]}
+
+
+def test_what_no_backward_left_there_is_said(seen):
+    model, rescaled, held = seen
+    rescaled.taken(held)
+    assert rescaled.unseen == []
+    model.weight.grad = torch.ones(3, 5).double()  # as by torch.autograd.grad
+    model.bias.grad = None
+    rescaled.taken(held)
+    assert rescaled.unseen == ["weight", "bias"]
+    model.bias.requires_grad_(False)
+    rescaled.taken(held)
+    assert rescaled.unseen == ["weight"]

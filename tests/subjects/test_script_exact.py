@@ -504,6 +504,7 @@ def test_a_folder_that_goes_as_a_whole_comes_back(tmp_path):
         FileKeeper(Path(sys.argv[1]), Path("."), time.time()).install()
         shutil.rmtree("out")
         os.makedirs("out")
+        Path("new/of/all").mkdir(parents=True)  # the innermost is tried first
         open("out/new.txt", "w").write("new")
         os.rename("old", "older")
     """)
@@ -518,6 +519,7 @@ def test_a_folder_that_goes_as_a_whole_comes_back(tmp_path):
         assert (work / name).read_text() == "precious"
     assert not (work / "out" / "new.txt").exists()
     assert not (work / "older").exists()
+    assert not (work / "new").exists()
 
 
 def test_what_the_run_itself_made_elsewhere_is_left_alone(tmp_path):

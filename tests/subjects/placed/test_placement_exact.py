@@ -376,6 +376,36 @@ def test_a_dtensor_says_itself_what_it_holds(mesh):
     assert [p.index.tolist() for p in found.placed] == [index[1:].tolist()]
 
 
+@pytest.mark.parametrize(("of", "rows", "name"), [
+    ("layers.0.w", (2, 4), "layers.0.w"),
+    ("layers.1.w", (2, 4), "layers.1.w"),  # a stage that numbers its own
+    ("layers.1.w", (0, 2), "layers.0.w"),  # where its placements do not say
+    ("layers.0.v", (2, 4), "layers.0.w"),  # another weight's numbers, drawn by chance
+    ("larger", (2, 4), "layers.0.w"),
+    ("", (2, 4), "layers.0.w"),
+])  # fmt: skip
+def test_what_a_rank_draws_for_its_own_shard_is_no_other_weights(of, rows, name, mesh):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    generator = torch.Generator().manual_seed(0)
+    full = {n: torch.randn(4, 3, generator=generator)
+            for n in ("layers.0.w", "layers.0.v", "layers.1.w")}  # fmt: skip
+    full["larger"] = torch.randn(8, 3, generator=generator)
+    local = full[of][slice(*rows)] if of else torch.randn(2, 3, generator=generator)
+    tensor = DTensor.from_local(
+        local.clone(), mesh, (Replicate(), Shard(0)), run_check=False, shape=torch.Size((4, 3)),
+        stride=(3, 1),
+    )  # fmt: skip
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module()])
+    model.layers[0].register_parameter("w", nn.Parameter(tensor))
+    found = place(model, {}, full)
+    assert found.unknown == ()
+    (one,) = found.placed
+    assert one.name == name
+    assert one.index.tolist() == [[6, 7, 8], [9, 10, 11]]
+
+
 def test_a_dtensor_of_another_shape_is_not_the_parameter(mesh):
     from torch.distributed.tensor import DTensor, Replicate
 
