@@ -32,8 +32,8 @@ def the_same_start(compared: Compared) -> Iterator[Finding]:
     """
     record = compared.record
     start = unlike_starts(record)
-    shards = unlike_shards(record)
-    if start is None and shards is not None:
+    shards = unlike_shards(record) if start is None else None
+    if shards is not None:
         yield Finding(level="fail", text=f"{shards.text}: together they are neither's")
         return
     if start is not None and are_made_equal(record, start):

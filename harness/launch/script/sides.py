@@ -108,7 +108,7 @@ def run_side(
                 )
                 os.close(log.writer)
             reader.start()
-            _wait(processes, asked.seconds, directory, progress)
+            _wait(processes, asked.seconds, directory, progress, starts_its_own=not command.ranks)
         finally:
             held = [p.poll() is None and state_of(p.pid) in ("T", "t") for p in processes]
             for process in processes:
@@ -188,9 +188,11 @@ def _wait(
     seconds: float,
     directory: Path,
     progress: Callable[[str], object],
+    *,
+    starts_its_own: bool,
 ) -> None:
     """Until all have ended, one has ended badly and the others had their time, they stand still,
-    all that one started have ended well and it had its own, or the deadline.
+    all that one started itself have ended well and it had its own, or the deadline.
 
     seconds: without a rank that takes its seat, and then from the last one's; importing torch on a
     busy machine is no part of what hangs.
@@ -217,7 +219,7 @@ def _wait(
                 if process.poll() is None:
                     process.send_signal(signal.SIGUSR1)
             soft = deadline + 1
-        if not (asked_to_end or all_done) and len(processes) == 1 and _all_ended_well(directory):
+        if starts_its_own and not (asked_to_end or all_done) and _all_ended_well(directory):
             # What started them may wait for ever for what they would have sent it.
             all_done, deadline = True, min(deadline, now + OTHERS_S)
         if now > deadline:

@@ -153,6 +153,12 @@ def line_and_code(line: str, code: str, most: int = MOST_CODE) -> str:
     return f"{line_from_here(line)} `{shown}`"
 
 
+def line_in_its_function(line: str, code: str, within: str) -> str:
+    """The same, and the function that it is in. within: as a Computation has it."""
+    _, _, function = within.partition(" ")
+    return line_and_code(line, code) + (f" in {function}" if function else "")
+
+
 def ordinal(at: int) -> str:
     """`second` of 1."""
     return ORDINALS[at] if at < len(ORDINALS) else f"{at + 1}th"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
-from sumgrad.base.files import is_librarys
+from sumgrad.diagnose.modules.in_code.followed import is_users
 from sumgrad.diagnose.modules.where.loss_weights import LOST, Share
-from sumgrad.record.computed import MODULE, Computation, Computed
+from sumgrad.record.computed import Computation, Computed
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
@@ -119,9 +119,7 @@ def _by_site(computed: Computed) -> Mapping[str, list[tuple[Computation, Tensor]
     """What each of the user's lines gives, every time that it runs."""
     found: dict[str, list[tuple[Computation, Tensor]]] = {}
     for c in computed.computations:
-        if c.function_of or c.function.startswith(MODULE) or not c.site or is_librarys(c.line):
-            continue
-        if len(c.gives) == 1 and not computed.values[c.gives[0]].is_complex():
+        if is_users(c) and len(c.gives) == 1 and not computed.values[c.gives[0]].is_complex():
             found.setdefault(c.site, []).append((c, computed.values[c.gives[0]].double()))
     return found
 

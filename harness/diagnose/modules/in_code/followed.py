@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sumgrad.record.computed import Computed
+from sumgrad.base.files import is_librarys
+from sumgrad.record.computed import MODULE, Computation, Computed
 
 MOST_FOLLOWED = 5000  # computations on the way from one value
 
@@ -33,6 +34,13 @@ def followed(
                     seen.add(number)
                     todo.append(number)
                     yield number
+
+
+def is_users(c: Computation) -> bool:
+    """Whether a line of the user's own made the call: no library's, no module's, and not inside of
+    a Function."""
+    own = bool(c.site) and not c.function_of and not is_librarys(c.line)
+    return own and not c.function.startswith(MODULE)
 
 
 def ways_of(computed: Computed) -> Ways:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from sumgrad.base.files import is_librarys
+from sumgrad.diagnose.modules.in_code.followed import is_users
 from sumgrad.diagnose.modules.where.loss_weights import LOST, Share
-from sumgrad.record.computed import MODULE, Computation, Computed
+from sumgrad.record.computed import Computation, Computed
 from sumgrad.record.trace import Traces
 from torch import Tensor
 
@@ -72,8 +72,7 @@ def _is_like(value: Tensor, there: Tensor) -> bool:
 def _given(mine: Computed) -> Iterator[tuple[Computation, int]]:
     """The user's lines in order, each with the numbers of what it gives."""
     for c in mine.computations:
-        own = c.site and not c.function_of and not is_librarys(c.line)
-        if own and not c.function.startswith(MODULE):
+        if is_users(c):
             yield from ((c, n) for n in c.gives)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sumgrad.base.files import is_librarys
+from sumgrad.diagnose.modules.in_code.followed import is_users
 from sumgrad.record.computed import Computation, Computed, same_value
 from sumgrad.record.line import Line
 from sumgrad.record.trace import Trace, Traces
@@ -53,7 +53,7 @@ def _calls(computed: Computed) -> dict[Call, Computation]:
     times = Counter[str]()
     found: dict[Call, Computation] = {}
     for c in computed.computations:
-        if c.site and not c.function_of and not is_librarys(c.line):
+        if is_users(c):
             found[c.site, times[c.site]] = c
             times[c.site] += 1
     return found

@@ -50,7 +50,7 @@ def off_at_a_module(case: Case, found: FirstWrong) -> list[str]:
         return _in_words(how, where)
     c = line_that_is_zero_with(trace.computed, gradient)
     by = [] if c is None else [
-        f"what {line_and_code(c.line, c.code)} gives {where.partition(' in')[0]} is zero, or "
+        f"what {line_and_code(c.line, c.code)} gives on rank {s.rank} is zero, or "
         f"False, where that gradient is zero, and nowhere else"
     ]  # fmt: skip
     return [*zeros, *by]

@@ -12,6 +12,7 @@ from sumgrad.diagnose.case import Case
 from sumgrad.diagnose.explainers.by_modules.looked import (
     as_a_hint,
     line_and_code,
+    line_in_its_function,
     looked_by_rows,
     named,
     predicts,
@@ -145,11 +146,8 @@ def _where_ranks_part(traces: Traces) -> list[str]:
         return []
     shown = [f"{words[:MOST_WORDS]} on rank {rank}" for rank, words in found.words.items()]
     taken = f": {some_of(shown)}" if shown else ""
-    _, _, function = found.within.partition(" ")
-    where = line_and_code(*found.line) + (f" in {function}" if function else "")
-    return [
-        f"which rows each rank has is told at {where}, of what is the same on all of them{taken}"
-    ]
+    where = line_in_its_function(*found.line, found.within)
+    return [f"{ROWS_ARE_TOLD} {where}, of what is the same on all of them{taken}"]
 
 
 @as_a_hint

@@ -17,6 +17,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
     as_a_hint,
     fraction_of,
     line_and_code,
+    line_in_its_function,
     looked_by_rows,
     named,
     owners,
@@ -184,8 +185,7 @@ def _left_out_by(case: Case, shares: Sequence[Share]) -> list[str]:
     c = None if case.traces is None else line_that_leaves_out(case.traces, shares)
     if c is None:
         return []
-    _, _, function = c.within.partition(" ")
-    where = line_and_code(c.line, c.code) + (f" in {function}" if function else "")
+    where = line_in_its_function(c.line, c.code, c.within)
     return [f"what {where} gives is zero, or False, for those that are lost, and not for any other"]
 
 
