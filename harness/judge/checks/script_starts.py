@@ -132,23 +132,19 @@ def unlike_starts(record: Record) -> Unlike | None:
 
 def unlike_shards(record: Record) -> Unlike | None:
     """The first rank whose shards are others than the single run's, of parameters of which all that
-    another rank holds are that run's: as where one alone loads a checkpoint before it is cut. None
-    where ranks hand each other weights before any gradient is reduced."""
-    parts: dict[int, dict[str, str]] = {}
-    other: dict[int, set[str]] = {}
-    for rank, held in record.ranks.items():
-        for info in _of_steps(held):
-            started = info.get("started_with", {}).items()
-            own = {n: told.partition(":")[0] for n, told in started}
-            parts.setdefault(rank, {}).update(own)
-            other.setdefault(rank, set()).update(info.get("other_start", ()))
-    drawn = [r for r, held in record.ranks.items()
-             if any(info.get("drawn_otherwise") for info in _of_steps(held))]  # fmt: skip
-    theirs = [r for r in parts if not other[r]]
+    another rank holds are that run's: as where one alone loads a checkpoint before it is cut. To be
+    asked where no replicas are unlike. None where ranks hand each other weights before any gradient
+    is reduced."""
+    held = {rank: {n for info in _of_steps(one) for n in info.get("started_with", ())}
+            for rank, one in record.ranks.items()}  # fmt: skip
+    other = {rank: [n for info in _of_steps(one) for n in info.get("other_start", ())]
+             for rank, one in record.ranks.items()}  # fmt: skip
+    drawn = [r for r, one in record.ranks.items()
+             if any(info.get("drawn_otherwise") for info in _of_steps(one))]  # fmt: skip
+    theirs = [rank for rank, own in other.items() if not own]
     for rank in drawn:
         for first in theirs:
-            names = [n for n in parts[rank] if n in other[rank] and n in parts[first]
-                     and parts[rank][n] != parts[first][n]]  # fmt: skip
+            names = [n for n in dict.fromkeys(other[rank]) if n in held[first]]
             if len(names) >= FEWEST and not _hands_weights_on(record, rank):
                 text = (f"the shards of rank {first} are the single run's, and those of rank "
                         f"{rank} are others, in {some_of(names)}")  # fmt: skip

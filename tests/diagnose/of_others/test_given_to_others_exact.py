@@ -89,6 +89,19 @@ def test_what_has_the_other_sign_lies_in_no_other_place():
         assert (replaced._look_for(cell, pool) is not None) == told
 
 
+def test_what_is_not_finite_was_put_together_of_nothing():
+    """Torch's least squares raises of it."""
+    right = torch.randn(8, generator=torch.Generator().manual_seed(2)).double()
+    other = right.flip(0) * 2
+    infinite = other.index_fill(0, torch.tensor(3), float("inf"))
+    for own, said in ((other, "b's of rank 1"), (infinite, None)):
+        cell = SimpleNamespace(name="a", measured=own, index=None,
+                               wanted=SimpleNamespace(threshold=1e-12))  # fmt: skip
+        at = {"a": torch.arange(8), "b": torch.arange(8)}
+        given_in = {0: ({"a": right[None]}, at), 1: ({"b": own[None]}, at)}
+        assert replaced._sources(cell, given_in) == said
+
+
 def added(grads, *pairs):
     right = {name: grad.clone() for name, grad in grads.items()}
     for one, other in pairs:

@@ -96,6 +96,11 @@ def test_the_simplest_that_makes_all_factors_is_told(factors, words):
     assert told(shares(factors.double()), of_ranks(3, COUNTS), [(9, OTHERS)]) == words
 
 
+def test_of_factors_of_which_few_differ_any_line_may_tell():
+    assert told(shares(X.clamp(max=3)), of_ranks(3, X.clamp(max=3))) is None
+    assert told(shares(X.clamp(max=4)), of_ranks(3, X.clamp(max=4))) == MINE
+
+
 def test_a_line_that_the_ranks_run_is_told_before_others():
     ranks = [[(2, X[rows] * 2), (3, X[rows])] for rows in ROWS.values()]
     assert told(shares(X), ranks, [(9, X)]) == "what a.py:2 `v2` gives"
