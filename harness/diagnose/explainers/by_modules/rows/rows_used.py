@@ -19,7 +19,7 @@ from sumgrad.diagnose.explainers.by_modules.looked import (
 )
 from sumgrad.diagnose.explainers.of_factors.factors import explained, in_the_gradients
 from sumgrad.diagnose.explanation import Explanation, Left
-from sumgrad.diagnose.modules.inputs.parted import where_ranks_part
+from sumgrad.diagnose.modules.in_code.parted import where_ranks_part
 from sumgrad.diagnose.modules.inputs.rows_read import calls_of_rows, rows_read, rows_through
 from sumgrad.diagnose.modules.where.look import Look
 from sumgrad.diagnose.modules.where.loss_weights import same, shares_at_the_loss

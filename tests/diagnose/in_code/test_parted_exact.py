@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 from sumgrad.diagnose.explainers.by_modules.rows import rows_used
-from sumgrad.diagnose.modules.inputs.parted import Parted, where_ranks_part
+from sumgrad.diagnose.modules.in_code.parted import Parted, where_ranks_part
 from sumgrad.record.computed import Computation, Computed
 
 BATCH, LENGTHS = torch.arange(12.0).view(6, 2), torch.tensor([3, 1, 2, 6, 5, 4])
